@@ -2,11 +2,12 @@
 
     python benchmarks/convert.py [--gigabytes 2.0] [--rounds 5]
 
-A Llama of random bf16 weights in a Hugging Face folder becomes a checkpoint, and the checkpoint a folder again; a GPT-2
-goes the same way, whose tensors are transposed. The peer copies the folder's files and waits until they are on disk,
-as both of ours do. The figures: median of the paired ratios of speed (bar: 0.5), and the peak of a process of its own
-beyond what it holds before (bar: 1.3 times the largest tensor plus 1 GiB). Loading the folder into a model's weights,
-as training does, is shown beside reading the bytes of its files (no bar).
+A Llama of random bf16 weights in a Hugging Face folder becomes a checkpoint, and the checkpoint a
+folder again; a GPT-2 goes the same way, whose tensors are transposed. The peer copies the folder's
+files and waits until they are on disk, as both of ours do. The figures: median of the paired ratios
+of speed (bar: 0.5), and the peak of a process of its own beyond what it holds before (bar: 1.3
+times the largest tensor plus 1 GiB). Loading the folder into a model's weights, as training does,
+is shown beside reading the bytes of its files (no bar).
 """
 
 import argparse
@@ -54,18 +55,28 @@ def model_of(family: Family, gigabytes: float) -> ModelConfig:
     """A model of about so many bytes, its vocabulary table the largest tensor."""
     layers = max(1, round(gigabytes * 1e9 / 2 / (12 * 2048 * 2048)))
     plain = ModelConfig(
-        vocab_size=50_304, hidden_size=2048, num_layers=layers, num_heads=16, num_kv_heads=16,
-        ffn_hidden_size=5504, tied_embeddings=True,
-    )  # fmt: skip
+        vocab_size=50_304,
+        hidden_size=2048,
+        num_layers=layers,
+        num_heads=16,
+        num_kv_heads=16,
+        ffn_hidden_size=5504,
+        tied_embeddings=True,
+    )
     return plain if family is LLAMA else GPT2.read_config(gpt2_config(plain))
 
 
 def gpt2_config(like: ModelConfig) -> dict[str, object]:
     """A config.json of GPT-2 of the same size."""
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": like.vocab_size, "n_positions": 1024,
-        "n_embd": like.hidden_size, "n_layer": like.num_layers, "n_head": like.num_heads,
-    }  # fmt: skip
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": like.vocab_size,
+        "n_positions": 1024,
+        "n_embd": like.hidden_size,
+        "n_layer": like.num_layers,
+        "n_head": like.num_heads,
+    }
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -98,7 +109,9 @@ def load_weights(source: Path) -> None:
     """The same bytes as the parameters of a model."""
     folder = HuggingFaceFolder(source)
     shards = parameters(folder.model_config)
-    folder.fill([Entry(shard, "param", torch.empty(shard.shape, dtype=torch.bfloat16)) for shard in shards])
+    folder.fill(
+        [Entry(shard, "param", torch.empty(shard.shape, dtype=torch.bfloat16)) for shard in shards]
+    )
 
 
 def peak_bytes(kind: str, source: Path, target: Path) -> int:
@@ -119,7 +132,11 @@ def once(kind: str, source: Path, target: Path) -> None:
 
 def held_bytes(which: str) -> int:
     """Of this process: VmRSS now, VmHWM at most so far."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(which)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -145,19 +162,28 @@ def measure(family: Family, folder: Path, gigabytes: float, rounds: int) -> bool
         peak = peak_bytes(kind, source, folder / "peak")
         allowed, rate = MEMORY_BAR * largest + GIB, nbytes / 1e9 / min(seconds[kind])
         print(
-            f"{name}, {nbytes / 1e9:.1f} GB to {kind}: {ratio} of the speed of a copy (bar {SPEED_BAR}; ours "
+            f"{name}, {nbytes / 1e9:.1f} GB to {kind}: {ratio} of the speed of a copy (bar "
+            f"{SPEED_BAR}; ours "
             f"{rate:.2f} GB/s at best); peak {peak / GIB:.2f} GiB (bar {allowed / GIB:.2f})",
             flush=True,
         )
         met &= ratio.median >= SPEED_BAR and peak <= allowed
-    ratio, rate = times_as_fast(seconds["load"], seconds["read"]), nbytes / 1e9 / min(seconds["load"])
-    print(f"{name}, loaded into weights: {ratio} of the speed of reading ({rate:.2f} GB/s at best)", flush=True)
+    ratio, rate = (
+        times_as_fast(seconds["load"], seconds["read"]),
+        nbytes / 1e9 / min(seconds["load"]),
+    )
+    print(
+        f"{name}, loaded into weights: {ratio} of the speed of reading ({rate:.2f} GB/s at best)",
+        flush=True,
+    )
     return met
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparisons; 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--once", nargs=3, help=argparse.SUPPRESS)
@@ -166,7 +192,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         once(options.once[0], Path(options.once[1]), Path(options.once[2]))
         return 0
     with tempfile.TemporaryDirectory() as name:
-        met = [measure(family, Path(name), options.gigabytes, options.rounds) for family in (LLAMA, GPT2)]
+        met = [
+            measure(family, Path(name), options.gigabytes, options.rounds)
+            for family in (LLAMA, GPT2)
+        ]
     return 0 if all(met) else 1
 
 

@@ -1,11 +1,13 @@
-"""Our data parallelism against torch's DistributedDataParallel: the same model, two processes of one thread each, fp32.
+"""Our data parallelism against torch's DistributedDataParallel: the same model, two processes of
+one thread each, fp32.
 
     python benchmarks/ddp.py                          all cases, 15 pairs
     python benchmarks/ddp.py --case 29m --rounds 31
     python benchmarks/ddp.py --json
 
-Both live in the same two processes and take turns, one whole training step each: forward, backward with the gradients
-summed over the ranks meanwhile, clipping, AdamW. Before that, both must compute the same loss.
+Both live in the same two processes and take turns, one whole training step each: forward, backward
+with the gradients summed over the ranks meanwhile, clipping, AdamW. Before that, both must compute
+the same loss.
 """
 
 from dataclasses import dataclass
@@ -28,7 +30,8 @@ class Report:
     rounds: int
     against_ddp: Spread
     computing: Spread
-    """The same ratio of the computing time of rank 0, which other jobs on the machine disturb less."""
+    """The same ratio of the computing time of rank 0, which other jobs on the machine disturb
+    less."""
 
     holds: bool
 

@@ -1,16 +1,18 @@
-"""Our experts, transformers' (every implementation that runs on a CPU) and the experts' matmuls alone, by turns.
+"""Our experts, transformers' (every implementation that runs on a CPU) and the experts' matmuls
+alone, by turns.
 
-    python benchmarks/experts.py                              64 experts, 8 for each token, fp32 and bf16
-    python benchmarks/experts.py --tokens 512 --dtype bf16 --rounds 21
-    python benchmarks/experts.py --json
+    python benchmarks/experts.py                              64 experts, 8 for each token, fp32 and
+    bf16 python benchmarks/experts.py --tokens 512 --dtype bf16 --rounds 21 python
+    benchmarks/experts.py --json
 
-A turn is forward and backward from given choices and weights of tokens: sorting them by expert, both matmuls with
-SwiGLU between, the weighted sum, and all gradients. Ours computes the activation again in backward; `kept` is ours
-without that. Before measuring, all must give the same result and gradients. The limit is the six matmuls of every
-expert on rows that lie ready: one after the other, or torch's `grouped_mm`, whichever is faster. Choices are uneven, as
-a young router's are: the busiest expert has several times its share. Bars: at least as fast as the fastest
-implementation of transformers, and 65 % of the limit. "computing" is the time of all threads together, which other jobs
-on the machine disturb less.
+A turn is forward and backward from given choices and weights of tokens: sorting them by expert,
+both matmuls with SwiGLU between, the weighted sum, and all gradients. Ours computes the activation
+again in backward; `kept` is ours without that. Before measuring, all must give the same result and
+gradients. The limit is the six matmuls of every expert on rows that lie ready: one after the other,
+or torch's `grouped_mm`, whichever is faster. Choices are uneven, as a young router's are: the
+busiest expert has several times its share. Bars: at least as fast as the fastest implementation of
+transformers, and 65 % of the limit. "computing" is the time of all threads together, which other
+jobs on the machine disturb less.
 """
 
 import argparse
@@ -89,7 +91,9 @@ class Layer:
 
         self.sizes = sizes
         logits = torch.randn(sizes.tokens, sizes.experts, generator=draw)
-        scores, self.chosen = (logits + 0.5 * torch.randn(sizes.experts, generator=draw)).topk(sizes.top_k)
+        scores, self.chosen = (logits + 0.5 * torch.randn(sizes.experts, generator=draw)).topk(
+            sizes.top_k
+        )
         self.x, self.dy = normal(sizes.tokens, sizes.hidden), normal(sizes.tokens, sizes.hidden)
         self.weights = scores.softmax(-1).to(dtype)
         self.up = normal(sizes.experts * 2 * sizes.ffn, sizes.hidden, std=sizes.hidden**-0.5)
@@ -99,7 +103,10 @@ class Layer:
     def gradients(self, y: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The result and its gradients, as flat as ours."""
         grads = torch.autograd.grad(y, inputs, self.dy)
-        return [y.detach(), *(grad.reshape(mine.shape) for grad, mine in zip(grads, self.inputs, strict=True))]
+        return [
+            y.detach(),
+            *(grad.reshape(mine.shape) for grad, mine in zip(grads, self.inputs, strict=True)),
+        ]
 
 
 def ours(layer: Layer, again: Rebuilding | None = Rebuilt) -> list[Tensor]:
@@ -108,8 +115,14 @@ def ours(layer: Layer, again: Rebuilding | None = Rebuilt) -> list[Tensor]:
     rows = Rebuilt(permute(layer.x, order), partial(gather_rows, order=order), (layer.x,))
     weights = weights_of_rows(layer.weights, order)
     y = experts(
-        rows, weights, groups_of(order.counts), Matrix(layer.up), Matrix(layer.down), SWIGLU, again=again
-    )  # fmt: skip
+        rows,
+        weights,
+        groups_of(order.counts),
+        Matrix(layer.up),
+        Matrix(layer.down),
+        SWIGLU,
+        again=again,
+    )
     return layer.gradients(unpermute(y, order), layer.inputs)
 
 
@@ -119,13 +132,18 @@ class Transformers:
     def __init__(self, layer: Layer, implementation: str) -> None:
         self.layer, sizes = layer, layer.sizes
         config = Qwen3MoeConfig(
-            num_experts=sizes.experts, num_experts_per_tok=sizes.top_k, hidden_size=sizes.hidden,
+            num_experts=sizes.experts,
+            num_experts_per_tok=sizes.top_k,
+            hidden_size=sizes.hidden,
             moe_intermediate_size=sizes.ffn,
-        )  # fmt: skip
+        )
         config._experts_implementation = implementation
         self.module = Qwen3MoeExperts(config).to(layer.x.dtype)  # type: ignore[no-untyped-call]  # transformers' own
         with torch.no_grad():
-            for theirs, mine in ((self.module.gate_up_proj, layer.up), (self.module.down_proj, layer.down)):
+            for theirs, mine in (
+                (self.module.gate_up_proj, layer.up),
+                (self.module.down_proj, layer.down),
+            ):
                 theirs.copy_(mine.view_as(theirs))
 
     def step(self) -> list[Tensor]:
@@ -137,15 +155,23 @@ class Transformers:
 def matmuls(layer: Layer, products: GroupedProducts) -> Matmuls:
     """The six matmuls of its experts alone, one way."""
     return Matmuls(
-        layer.x, layer.dy, layer.chosen, layer.up, layer.down, experts=layer.sizes.experts, products=products
-    )  # fmt: skip
+        layer.x,
+        layer.dy,
+        layer.chosen,
+        layer.up,
+        layer.down,
+        experts=layer.sizes.experts,
+        products=products,
+    )
 
 
 def require_equal(steps: dict[str, Callable[[], list[Tensor]]], tolerance: float) -> None:
     """All compute the same: result, and gradients of tokens, weights and both matrices."""
     expected = steps["ours"]()
     for name, step in steps.items():
-        for what, mine, theirs in zip(("y", "dx", "dweights", "dup", "ddown"), expected, step(), strict=True):
+        for what, mine, theirs in zip(
+            ("y", "dx", "dweights", "dup", "ddown"), expected, step(), strict=True
+        ):
             error = float((mine - theirs).abs().max() / mine.abs().max())
             assert error <= tolerance, f"{what} of {name} is off by {error:.1e}"
 
@@ -153,20 +179,37 @@ def require_equal(steps: dict[str, Callable[[], list[Tensor]]], tolerance: float
 def measure(sizes: Sizes, dtype: str, *, peers: Sequence[str], rounds: int) -> Report:
     """All by turns."""
     layer = Layer(sizes, DTYPES[dtype])
-    steps: dict[str, Callable[[], list[Tensor]]] = {"ours": partial(ours, layer), "kept": partial(ours, layer, None)}
+    steps: dict[str, Callable[[], list[Tensor]]] = {
+        "ours": partial(ours, layer),
+        "kept": partial(ours, layer, None),
+    }
     steps |= {name: Transformers(layer, name).step for name in peers}
     require_equal(steps, TOLERANCE[dtype])
     limits = {name: matmuls(layer, products).step for name, products in LIMITS.items()}
     turns = take_turns({**steps, **limits}, rounds=rounds, warmup=1)
     best, limit = _fastest(turns, peers), _fastest(turns, list(LIMITS))
-    wall, computing = _compared(turns.seconds, best, limit), _compared(turns.cpu_seconds, best, limit)
-    milliseconds = {name: spread([1e3 * each for each in taken]) for name, taken in turns.seconds.items()}
+    wall, computing = (
+        _compared(turns.seconds, best, limit),
+        _compared(turns.cpu_seconds, best, limit),
+    )
+    milliseconds = {
+        name: spread([1e3 * each for each in taken]) for name, taken in turns.seconds.items()
+    }
     busiest = int(layer.chosen.flatten().bincount().max()) * sizes.experts / layer.chosen.numel()
     return Report(
-        sizes, dtype, rounds, busiest, milliseconds, best, wall["against_peer"], limit, wall["against_limit"],
-        wall["peer_against_limit"], computing,
+        sizes,
+        dtype,
+        rounds,
+        busiest,
+        milliseconds,
+        best,
+        wall["against_peer"],
+        limit,
+        wall["against_limit"],
+        wall["peer_against_limit"],
+        computing,
         wall["against_peer"].median >= BAR_PEER and wall["against_limit"].median >= BAR_LIMIT,
-    )  # fmt: skip
+    )
 
 
 def _compared(seconds: Mapping[str, list[float]], peer: str, limit: str) -> dict[str, Spread]:
@@ -183,27 +226,44 @@ def _fastest(turns: Turns, names: Sequence[str]) -> str:
 
 def text_of(report: Report) -> str:
     """A few lines."""
-    times = "".join(f"\n  {name:12}{taken.median:9.1f} ms" for name, taken in report.milliseconds.items())
-    busy, (peer, limit, theirs) = report.computing, (report.best_peer, report.limit, report.peer_against_limit)
+    times = "".join(
+        f"\n  {name:12}{taken.median:9.1f} ms" for name, taken in report.milliseconds.items()
+    )
+    busy, (peer, limit, theirs) = (
+        report.computing,
+        (report.best_peer, report.limit, report.peer_against_limit),
+    )
     return (
-        f"{report.dtype}, {report.sizes}, busiest expert {report.busiest:.1f} x its share, {report.rounds} rounds"
+        f"{report.dtype}, {report.sizes}, busiest expert {report.busiest:.1f} x its share, "
+        f"{report.rounds} rounds"
         f"{times}\n  {report.against_peer} times as fast as transformers' {peer} (bar {BAR_PEER}); "
-        f"computing {busy['against_peer']}\n  {report.against_limit} of the matmuls {limit} (bar {BAR_LIMIT}); "
-        f"computing {busy['against_limit']}\n  {peer} reaches {theirs} of them; "
+        f"computing {busy['against_peer']}\n  {report.against_limit} of the matmuls {limit} (bar "
+        f"{BAR_LIMIT}); computing {busy['against_limit']}\n  {peer} reaches {theirs} of them; "
         f"computing {busy['peer_against_limit']}\n  {'holds' if report.holds else 'MISSED'}"
     )
 
 
 def main() -> None:
     """Measure what the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 2048), ("experts", 64), ("top-k", 8), ("hidden", 512), ("ffn", 256)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("tokens", 2048),
+        ("experts", 64),
+        ("top-k", 8),
+        ("hidden", 512),
+        ("ffn", 256),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="unset: both")
     parser.add_argument(
-        "--peer", choices=PEERS, action="append",
-        help="unset: grouped_mm and eager; batched_mm copies a matrix for every row, which takes 2 MiB x rows",
-    )  # fmt: skip
+        "--peer",
+        choices=PEERS,
+        action="append",
+        help="unset: grouped_mm and eager; batched_mm copies a matrix for every row, which takes 2 "
+        "MiB x rows",
+    )
     parser.add_argument("--rounds", type=int, default=11, help="rounds that count")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
@@ -211,12 +271,21 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     sizes = Sizes(
-        tokens=options.tokens, experts=options.experts, top_k=options.top_k, hidden=options.hidden, ffn=options.ffn
+        tokens=options.tokens,
+        experts=options.experts,
+        top_k=options.top_k,
+        hidden=options.hidden,
+        ffn=options.ffn,
     )
     peers = options.peer or PEERS[:2]
-    reports = [measure(sizes, dtype, peers=peers, rounds=options.rounds) for dtype in options.dtype or DTYPES]
+    reports = [
+        measure(sizes, dtype, peers=peers, rounds=options.rounds)
+        for dtype in options.dtype or DTYPES
+    ]
     print(
-        json.dumps([asdict(each) for each in reports], indent=2) if options.json else "\n".join(map(text_of, reports))
+        json.dumps([asdict(each) for each in reports], indent=2)
+        if options.json
+        else "\n".join(map(text_of, reports))
     )
 
 

@@ -6,16 +6,17 @@
     python benchmarks/gpu.py --device cpu --case tiny-layouts     the same of two ranks
     python benchmarks/gpu.py --device cpu --case tiny-mixture     and of a layer of experts
 
-Prints what the machine has and how fast it is (`megalith doctor`), whether every kernel computes on it what its plain
-reference computes in float64 on the CPU, how long each way of each kernel takes, and then, case by case, tokens/s,
-utilisation of the peak rate and memory of our training step beside transformers' Llama, both eager and with compiled
-layers, small models with CUDA graphs, too. Contenders take turns in each round; ratios are by round. Where a device
-cannot hold all of them, eager and compiled ones run one after the other. With two GPUs the case `layouts` compares ways
-to overlap tensor parallelism's messages (plain, behind matmuls, rings of messages, fused products) and a pipeline over
-NCCL. The case `mixture` is one layer of experts of Qwen3 30B-A3B on 8192 tokens, forward and backward in bf16, beside
-transformers' block with each way it has for experts (both eager), and the experts' matmuls alone: all of them, and
-those forward, of inputs' and of weights' gradients, each as a fraction of the peak rate. A case is begun only while
-there is time for it.
+Prints what the machine has and how fast it is (`megalith doctor`), whether every kernel computes on
+it what its plain reference computes in float64 on the CPU, how long each way of each kernel takes,
+and then, case by case, tokens/s, utilisation of the peak rate and memory of our training step
+beside transformers' Llama, both eager and with compiled layers, small models with CUDA graphs, too.
+Contenders take turns in each round; ratios are by round. Where a device cannot hold all of them,
+eager and compiled ones run one after the other. With two GPUs the case `layouts` compares ways to
+overlap tensor parallelism's messages (plain, behind matmuls, rings of messages, fused products) and
+a pipeline over NCCL. The case `mixture` is one layer of experts of Qwen3 30B-A3B on 8192 tokens,
+forward and backward in bf16, beside transformers' block with each way it has for experts (both
+eager), and the experts' matmuls alone: all of them, and those forward, of inputs' and of weights'
+gradients, each as a fraction of the peak rate. A case is begun only while there is time for it.
 
 Written without a GPU at hand: the rehearsal is tested, the rest of it has not run on hardware yet.
 """
@@ -94,7 +95,10 @@ CASES: Mapping[str, Case] = {
     "29m-fp32": Case(resized(llama_29m, rows=32), "fp32"),
     "125m-fp32": Case(resized(llama_125m, rows=16), "fp32"),
 }
-TINY: Mapping[str, Case] = {"tiny-bf16": Case(tiny, "bf16", graphs=True), "tiny-fp32": Case(tiny, "fp32")}
+TINY: Mapping[str, Case] = {
+    "tiny-bf16": Case(tiny, "bf16", graphs=True),
+    "tiny-fp32": Case(tiny, "fp32"),
+}
 
 
 def in_bf16(recipe: Callable[[], TrainRun]) -> Callable[[], TrainRun]:
@@ -110,7 +114,16 @@ MIXTURES: Mapping[str, Mixture] = {
     "mixture": Mixture(qwen3_moe, tokens=8192),
     "tiny-mixture": Mixture(tiny_moe, tokens=50),
 }
-ORDER = ("1b-bf16", "mixture", "125m-bf16", "layouts", "29m-bf16", "350m-bf16", "29m-fp32", "125m-fp32")
+ORDER = (
+    "1b-bf16",
+    "mixture",
+    "125m-bf16",
+    "layouts",
+    "29m-bf16",
+    "350m-bf16",
+    "29m-fp32",
+    "125m-fp32",
+)
 """The most telling ones first."""
 
 
@@ -123,25 +136,43 @@ def doctor() -> None:
 
 def parity(device: torch.device) -> bool:
     """Print how far every kernel is from its reference; whether all are close enough."""
-    print(f"kernels on {device} against float64 references on the CPU (largest relative error, gradients included)")
+    print(
+        f"kernels on {device} against float64 references on the CPU (largest relative error, "
+        "gradients included)"
+    )
     holds = True
     for error in compare_kernels(device):
-        print(f"  {'holds ' if error.holds else 'MISSED'} {error.kernel:24} {error.dtype:9} {error.relative:.1e}")
+        print(
+            f"  {'holds ' if error.holds else 'MISSED'} {error.kernel:24} {error.dtype:9} "
+            f"{error.relative:.1e}"
+        )
         holds = holds and error.holds
     return holds
 
 
 def race_kernels(device: torch.device, *, rounds: int) -> None:
-    """Print what each kernel takes, forward and backward in bf16, and how many times as fast as other ways that is."""
+    """Print what each kernel takes, forward and backward in bf16, and how many times as fast as
+    other ways that is."""
     sizes = SMALL if device.type == "cpu" else LARGE
-    print(f"kernels on {device}, bf16, forward and backward of {sizes.tokens} tokens, {rounds} rounds", flush=True)
+    print(
+        f"kernels on {device}, bf16, forward and backward of {sizes.tokens} tokens, "
+        f"{rounds} rounds",
+        flush=True,
+    )
     for name, ways in contests(device, torch.bfloat16, sizes):
-        turns = take_turns({way: until_done(run, device) for way, run in ways.items()}, rounds=rounds, warmup=2)
+        turns = take_turns(
+            {way: until_done(run, device) for way, run in ways.items()}, rounds=rounds, warmup=2
+        )
         ours = turns.seconds["auto"]
         others = "; ".join(
-            f"{way} {times_as_fast(ours, taken)}" for way, taken in turns.seconds.items() if way != "auto"
+            f"{way} {times_as_fast(ours, taken)}"
+            for way, taken in turns.seconds.items()
+            if way != "auto"
         )
-        print(f"  {name:22} {1e3 * statistics.median(ours):8.2f} ms, times as fast as: {others}", flush=True)
+        print(
+            f"  {name:22} {1e3 * statistics.median(ours):8.2f} ms, times as fast as: {others}",
+            flush=True,
+        )
 
 
 def throughput(name: str, device: torch.device, *, rounds: int, compiled: bool) -> None:
@@ -149,13 +180,21 @@ def throughput(name: str, device: torch.device, *, rounds: int, compiled: bool) 
     case = {**CASES, **TINY}[name]
     run = with_precision(case.recipe(), case.params)
     batches = random_step(run, device)
-    print(f"{name}: {run.train.global_batch_size} rows of {run.train.seq_len} tokens, {rounds} rounds", flush=True)
+    print(
+        f"{name}: {run.train.global_batch_size} rows of {run.train.seq_len} tokens, "
+        f"{rounds} rounds",
+        flush=True,
+    )
     peak, seconds = device_peak_tflops(device, DTYPES[case.params]), dict[str, list[float]]()
     for names in groups(run, device, compiled=compiled, graphs=case.graphs):
-        contenders, left_out = alike(build(names, run, batches, device), LOSS_TOLERANCE[case.params])
+        contenders, left_out = alike(
+            build(names, run, batches, device), LOSS_TOLERANCE[case.params]
+        )
         for text in left_out:
             print(f"  {text}")
-        extra = {each: extra_memory_gib(contender.step, device) for each, contender in contenders.items()}
+        extra = {
+            each: extra_memory_gib(contender.step, device) for each, contender in contenders.items()
+        }
         steps = {each: until_done(contender.step, device) for each, contender in contenders.items()}
         turns = take_turns(steps, rounds=rounds, warmup=2)
         for each, times in turns.seconds.items():
@@ -191,7 +230,9 @@ def free(device: torch.device) -> None:
 
 def show_ratios(seconds: Mapping[str, list[float]]) -> None:
     """Ours against theirs, round by round; and what compiling and graphs bring us."""
-    ours, theirs = ([name for name in seconds if name.startswith("ours") == mine] for mine in (True, False))
+    ours, theirs = (
+        [name for name in seconds if name.startswith("ours") == mine] for mine in (True, False)
+    )
     pairs = [(mine, other) for mine in ours for other in theirs]
     pairs += [(faster, slower) for slower, faster in pairwise(ours)]
     for mine, other in pairs:
@@ -199,10 +240,14 @@ def show_ratios(seconds: Mapping[str, list[float]]) -> None:
 
 
 def verdict(seconds: Mapping[str, Sequence[float]], bar: float = BAR) -> str:
-    """The fastest of ours against the fastest of theirs, by medians: they need not have taken turns."""
+    """The fastest of ours against the fastest of theirs, by medians: they need not have taken
+    turns."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     ours, theirs = (
-        min((name for name in medians if name.startswith("ours") == mine), key=lambda name: medians[name])
+        min(
+            (name for name in medians if name.startswith("ours") == mine),
+            key=lambda name: medians[name],
+        )
         for mine in (True, False)
     )
     times = medians[theirs] / medians[ours]
@@ -210,7 +255,8 @@ def verdict(seconds: Mapping[str, Sequence[float]], bar: float = BAR) -> str:
 
 
 def mixture(name: str, device: torch.device, *, rounds: int) -> bool:
-    """Print one layer of experts: each contender's time, rate and memory, the ratios, the bar, and its matmuls alone.
+    """Print one layer of experts: each contender's time, rate and memory, the ratios, the bar, and
+    its matmuls alone.
 
     Whether all contenders compute the same.
     """
@@ -220,13 +266,22 @@ def mixture(name: str, device: torch.device, *, rounds: int) -> bool:
     wrong = unlike(steps)
     for text in wrong:
         print(f"  MISSED {text}")
-    extra = {each: f", {extra_memory_gib(step, device):.2f} more GiB in a step" for each, step in steps.items()}
+    extra = {
+        each: f", {extra_memory_gib(step, device):.2f} more GiB in a step"
+        for each, step in steps.items()
+    }
     matmuls = layer.matmuls()
     parts = matmuls.parts()
-    racing = {each: until_done(step, device) for each, step in {**steps, ALONE: matmuls.step, **parts}.items()}
+    racing = {
+        each: until_done(step, device)
+        for each, step in {**steps, ALONE: matmuls.step, **parts}.items()
+    }
     turns, peak = take_turns(racing, rounds=rounds, warmup=2), device_peak_tflops(device, DTYPE)
     for each, times in turns.seconds.items():
-        seconds, operations = statistics.median(times), matmuls.operations / (len(parts) if each in parts else 1)
+        seconds, operations = (
+            statistics.median(times),
+            matmuls.operations / (len(parts) if each in parts else 1),
+        )
         used = of_peak(operations / seconds / 1e12, peak)
         print(f"  {each:24} {1e3 * seconds:9.3f} ms {used}{extra.get(each, '')}")
     layers = {each: turns.seconds[each] for each in steps}
@@ -245,22 +300,38 @@ def layouts(name: str, device: torch.device, *, rounds: int) -> None:
     if gpus < RANKS:
         print(f"{name}: left out, it needs {RANKS} GPUs and there is {gpus}.")
         return
-    print(f"{name}: {run.train.global_batch_size} rows of {run.train.seq_len} tokens on {RANKS} ranks, {rounds} rounds")
+    print(
+        f"{name}: {run.train.global_batch_size} rows of {run.train.seq_len} tokens on {RANKS} "
+        f"ranks, {rounds} rounds"
+    )
     sys.stdout.flush()
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
     command = (sys.executable, str(Path(__file__).resolve()), "--case", name)
-    run_workers(["--rounds", str(rounds)], RANKS, command=command, environment={**os.environ, **hidden})
+    run_workers(
+        ["--rounds", str(rounds)], RANKS, command=command, environment={**os.environ, **hidden}
+    )
 
 
 def parsed() -> argparse.Namespace:
     """What was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     known = [*CASES, *LAYOUT_CASES, *MIXTURES, *TINY]
-    parser.add_argument("--case", action="append", choices=known, help="again for more; all but tiny ones if unset")
+    parser.add_argument(
+        "--case", action="append", choices=known, help="again for more; all but tiny ones if unset"
+    )
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--no-compiled", action="store_true", help="leave the compiled contenders out")
-    parser.add_argument("--minutes", type=float, default=LIMIT_SECONDS / 60, help="begin no case that would end later")
+    parser.add_argument(
+        "--no-compiled", action="store_true", help="leave the compiled contenders out"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=LIMIT_SECONDS / 60,
+        help="begin no case that would end later",
+    )
     return parser.parse_args()
 
 
@@ -268,9 +339,14 @@ def main() -> int:
     options = parsed()
     if in_worker(os.environ):
         (name,) = options.case
-        return worker_main(lambda: race_layouts(LAYOUT_CASES[name](), rounds=options.rounds), os.environ)
+        return worker_main(
+            lambda: race_layouts(LAYOUT_CASES[name](), rounds=options.rounds), os.environ
+        )
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("There is no NVIDIA GPU here that torch can use: nothing was measured. Use --device cpu to rehearse.")
+        print(
+            "There is no NVIDIA GPU here that torch can use: nothing was measured. Use --device "
+            "cpu to rehearse."
+        )
         return 0
     started, longest = time.monotonic(), GUESSED_SECONDS
     device = torch.device(options.device)
@@ -290,7 +366,9 @@ def main() -> int:
             free(device)
         else:
             throughput(name, device, rounds=options.rounds, compiled=not options.no_compiled)
-        longest = max(longest, time.monotonic() - began) if name != BAR_CASE else longest  # no other is as large
+        longest = (
+            max(longest, time.monotonic() - began) if name != BAR_CASE else longest
+        )  # no other is as large
     return 0 if holds else 1
 
 

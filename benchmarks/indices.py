@@ -2,10 +2,11 @@
 
     python benchmarks/indices.py [--documents 10000000] [--rounds 7]
 
-Two jobs: the document, sample and shuffle index of 10 million documents, and the order of 10 million samples over 8
-sets. Ours and theirs run in turns and must give equal arrays; the figure is the median of the paired ratios of times
-(bar: at most 1.5), with the memory that ours takes beyond its result (bar: at most twice the result).
-Where megatron-core is not installed, it says so and prints our times alone.
+Two jobs: the document, sample and shuffle index of 10 million documents, and the order of 10
+million samples over 8 sets. Ours and theirs run in turns and must give equal arrays; the figure is
+the median of the paired ratios of times (bar: at most 1.5), with the memory that ours takes beyond
+its result (bar: at most twice the result). Where megatron-core is not installed, it says so and
+prints our times alone.
 """
 
 import argparse
@@ -56,7 +57,8 @@ def index_job(num_documents: int, epochs: float) -> Job:
 def megatron_indices(
     lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: WindowPlan
 ) -> Callable[[], Arrays] | None:
-    """The same three arrays by megatron-core's own functions; it makes the same decisions about epochs beforehand."""
+    """The same three arrays by megatron-core's own functions; it makes the same decisions about
+    epochs beforehand."""
     try:
         from megatron.core.datasets import gpt_dataset, helpers  # type: ignore[import-not-found]
     except ImportError:
@@ -82,7 +84,11 @@ def blend_job(num_samples: int) -> Job:
         order = weighted_order(WEIGHTS, num_samples)
         return order.members, order.samples
 
-    return Job(f"blend order of {num_samples:,} samples over {len(WEIGHTS)} sets", ours, megatron_blend(num_samples))
+    return Job(
+        f"blend order of {num_samples:,} samples over {len(WEIGHTS)} sets",
+        ours,
+        megatron_blend(num_samples),
+    )
 
 
 def megatron_blend(num_samples: int) -> Callable[[], Arrays] | None:
@@ -94,7 +100,9 @@ def megatron_blend(num_samples: int) -> Callable[[], Arrays] | None:
 
     def peer() -> Arrays:
         members, samples = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
-        helpers.build_blending_indices(members, samples, normalized(WEIGHTS), len(WEIGHTS), num_samples, False)
+        helpers.build_blending_indices(
+            members, samples, normalized(WEIGHTS), len(WEIGHTS), num_samples, False
+        )
         return members, samples
 
     return peer
@@ -109,7 +117,9 @@ def measure(job: Job, rounds: int) -> bool:
     if job.peer is None:
         turns = take_turns({"ours": job.ours}, rounds=rounds, warmup=0)
         time = spread(turns.seconds["ours"])
-        print(f"{job.name}: {time} s; no ratio, because megatron-core is not installed here; {memory}")
+        print(
+            f"{job.name}: {time} s; no ratio, because megatron-core is not installed here; {memory}"
+        )
         return fits
     if not all(np.array_equal(a, b) for a, b in zip(result, job.peer(), strict=True)):
         print(f"{job.name}: ours and megatron-core's arrays DIFFER")
@@ -118,7 +128,10 @@ def measure(job: Job, rounds: int) -> bool:
     ours, peer = turns.seconds["ours"], turns.seconds["peer"]
     ratio = spread([mine / its for mine, its in zip(ours, peer, strict=True)])
     times = f"{spread(ours).median:.3f} s and {spread(peer).median:.3f} s"
-    print(f"{job.name}: {ratio} times the time of megatron-core ({times}; bar {BAR:g}), equal arrays; {memory}")
+    print(
+        f"{job.name}: {ratio} times the time of megatron-core ({times}; bar {BAR:g}), equal "
+        f"arrays; {memory}"
+    )
     return fits and ratio.median <= BAR
 
 
@@ -133,12 +146,18 @@ def extra_memory(work: Callable[[], Arrays], result: Arrays) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all jobs; 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # the peer's imports warn about GPU packages
-    jobs = [index_job(options.documents, 1.0), index_job(options.documents, 1.3), blend_job(options.documents)]
+    jobs = [
+        index_job(options.documents, 1.0),
+        index_job(options.documents, 1.3),
+        blend_job(options.documents),
+    ]
     met = [measure(job, options.rounds) for job in jobs]
     return 0 if all(met) else 1
 

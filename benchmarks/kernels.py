@@ -1,10 +1,12 @@
 """Every kernel beside its plain reference and torch's own, forward and backward, on this CPU.
 
-    python benchmarks/kernels.py [--threads 2] [--rounds 21] [--size 6m] [--dtype bf16] [--only norm,rope] [--compile]
+    python benchmarks/kernels.py [--threads 2] [--rounds 21] [--size 6m] [--dtype bf16] [--only
+    norm,rope] [--compile]
 
-All ways of computing one operation take turns in one process. A line shows the time of ours and how many times as fast
-it is as each other way: the median over the rounds of the ratio of two times of the same round, and its quartiles.
---compile adds torch.compile of the reference; it needs a C++ compiler.
+All ways of computing one operation take turns in one process. A line shows the time of ours and how
+many times as fast it is as each other way: the median over the rounds of the ratio of two times of
+the same round, and its quartiles. --compile adds torch.compile of the reference; it needs a C++
+compiler.
 """
 
 import argparse
@@ -24,7 +26,13 @@ from megalith.kernels.activation import Gate
 from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy
 from megalith.kernels.memory import keep_freed_memory
-from megalith.kernels.norm import add_rms_norm, layer_norm, reference_add_rms_norm, reference_rms_norm, rms_norm
+from megalith.kernels.norm import (
+    add_rms_norm,
+    layer_norm,
+    reference_add_rms_norm,
+    reference_rms_norm,
+    rms_norm,
+)
 from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
 from megalith.kernels.sdpa import sdpa_documents
 from megalith.kernels.swiglu import reference_swiglu, swiglu
@@ -50,7 +58,8 @@ class Shapes:
         self.tokens = tokens_of_rows(run.train.micro_batch_size, run.train.seq_len)
 
     def random(self, *shape: int) -> Tensor:
-        """Normal numbers that want a gradient; the first dim is a token unless the tensor is a weight."""
+        """Normal numbers that want a gradient; the first dim is a token unless the tensor is a
+        weight."""
         return torch.randn(*shape).to(self.dtype).requires_grad_()
 
     def rows(self, *shape: int) -> Tensor:
@@ -62,8 +71,13 @@ def norm_ways(shapes: Shapes, compiled: bool) -> Ways:
     """RMSNorm over hidden features."""
     h = shapes.model.hidden_size
     x, weight = shapes.rows(h), shapes.random(h)
-    ways: Ways = {k: back_and_forth(partial(rms_norm, x, weight, 1e-5, kernel=k), (x, weight)) for k in KERNELS}
-    ways["F.rms_norm"] = back_and_forth(lambda: torch.nn.functional.rms_norm(x, (h,), weight, 1e-5), (x, weight))
+    ways: Ways = {
+        k: back_and_forth(partial(rms_norm, x, weight, 1e-5, kernel=k), (x, weight))
+        for k in KERNELS
+    }
+    ways["F.rms_norm"] = back_and_forth(
+        lambda: torch.nn.functional.rms_norm(x, (h,), weight, 1e-5), (x, weight)
+    )
     if compiled:
         fused = torch.compile(reference_rms_norm)
         ways["compiled"] = back_and_forth(lambda: fused(x, weight, 1e-5), (x, weight))
@@ -80,7 +94,9 @@ def add_norm_ways(shapes: Shapes, compiled: bool) -> Ways:
         total = residual + x
         return total, rms_norm(total, weight, 1e-5)
 
-    ways: Ways = {k: back_and_forth(partial(add_rms_norm, *inputs, 1e-5, kernel=k), inputs) for k in KERNELS}
+    ways: Ways = {
+        k: back_and_forth(partial(add_rms_norm, *inputs, 1e-5, kernel=k), inputs) for k in KERNELS
+    }
     ways["apart"] = back_and_forth(apart, inputs)
     if compiled:
         fused = torch.compile(reference_add_rms_norm)
@@ -92,8 +108,12 @@ def rope_ways(shapes: Shapes, compiled: bool) -> Ways:
     """Rotary positions of the query heads."""
     d = shapes.model.head_size()
     x = shapes.rows(shapes.model.num_heads, d)
-    tables = rope_tables(shapes.tokens.positions, rope_frequencies(shapes.model.rope, d), shapes.dtype)
-    ways: Ways = {k: back_and_forth(partial(apply_rope, x, *tables, kernel=k), (x,)) for k in KERNELS}
+    tables = rope_tables(
+        shapes.tokens.positions, rope_frequencies(shapes.model.rope, d), shapes.dtype
+    )
+    ways: Ways = {
+        k: back_and_forth(partial(apply_rope, x, *tables, kernel=k), (x,)) for k in KERNELS
+    }
     if compiled:
         fused = torch.compile(reference_rope)
         ways["compiled"] = back_and_forth(lambda: fused(x, *tables), (x,))
@@ -104,14 +124,19 @@ def layer_norm_ways(shapes: Shapes, compiled: bool) -> Ways:
     """LayerNorm over hidden features."""
     h = shapes.model.hidden_size
     inputs = shapes.rows(h), shapes.random(h), shapes.random(h)
-    return {k: back_and_forth(partial(layer_norm, *inputs, 1e-5, kernel=k), inputs) for k in KERNELS}
+    return {
+        k: back_and_forth(partial(layer_norm, *inputs, 1e-5, kernel=k), inputs) for k in KERNELS
+    }
 
 
 def weighted_ways(shapes: Shapes, compiled: bool) -> Ways:
-    """SwiGLU times a weight of each token, as experts compute it; beside it the two one after the other."""
+    """SwiGLU times a weight of each token, as experts compute it; beside it the two one after the
+    other."""
     inputs = shapes.rows(2 * shapes.model.ffn_hidden_size), shapes.rows()
     gate_up, weights = inputs
-    ways: Ways = {k: back_and_forth(partial(weighted_gated, *inputs, SILU, kernel=k), inputs) for k in KERNELS}
+    ways: Ways = {
+        k: back_and_forth(partial(weighted_gated, *inputs, SILU, kernel=k), inputs) for k in KERNELS
+    }
     ways["apart"] = back_and_forth(lambda: swiglu(gate_up) * weights.unsqueeze(-1), inputs)
     return ways
 
@@ -129,7 +154,10 @@ def swiglu_ways(shapes: Shapes, compiled: bool) -> Ways:
 def attention_ways(shapes: Shapes, compiled: bool) -> Ways:
     """Causal attention, every row one document."""
     d = shapes.model.head_size()
-    q, k, v = (shapes.rows(heads, d) for heads in (shapes.model.num_heads, *[shapes.model.num_kv_heads] * 2))
+    q, k, v = (
+        shapes.rows(heads, d)
+        for heads in (shapes.model.num_heads, *[shapes.model.num_kv_heads] * 2)
+    )
     return {
         "auto": back_and_forth(lambda: attention(q, k, v, shapes.tokens), (q, k, v)),
         "sdpa": back_and_forth(lambda: sdpa_documents(q, k, v, shapes.length), (q, k, v)),
@@ -138,7 +166,8 @@ def attention_ways(shapes: Shapes, compiled: bool) -> Ways:
 
 
 def loss_ways(shapes: Shapes, compiled: bool) -> Ways:
-    """The output head with its cross entropy; beside it the three matmuls that it cannot do without."""
+    """The output head with its cross entropy; beside it the three matmuls that it cannot do
+    without."""
     h, v = shapes.model.hidden_size, shapes.model.vocab_size
     x, weight = shapes.rows(h), shapes.random(v, h)
     labels = torch.randint(0, v, (x.shape[0],))
@@ -149,13 +178,17 @@ def loss_ways(shapes: Shapes, compiled: bool) -> Ways:
             return logits @ weight, logits.t() @ x
 
     def whole(kernel: Kernel) -> Tensor:
-        return linear_cross_entropy(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=v, kernel=kernel)
+        return linear_cross_entropy(
+            x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=v, kernel=kernel
+        )
 
     ways: Ways = {k: back_and_forth(partial(whole, k), (x, weight)) for k in KERNELS}
     ways["its matmuls"] = matmuls
     if compiled:
         fused = torch.compile(reference_cross_entropy)
-        ways["compiled"] = back_and_forth(lambda: fused(x, weight, labels, vocab_size=v).sum(), (x, weight))
+        ways["compiled"] = back_and_forth(
+            lambda: fused(x, weight, labels, vocab_size=v).sum(), (x, weight)
+        )
     return ways
 
 
@@ -174,7 +207,11 @@ CASES: dict[str, Callable[[Shapes, bool], Ways]] = {
 def show(name: str, turns: Turns) -> None:
     """One line: our time, and how many times as fast ours is as each other way."""
     ours = turns.seconds["auto"]
-    ratios = "; ".join(f"{way} {times_as_fast(ours, taken)}" for way, taken in turns.seconds.items() if way != "auto")
+    ratios = "; ".join(
+        f"{way} {times_as_fast(ours, taken)}"
+        for way, taken in turns.seconds.items()
+        if way != "auto"
+    )
     print(f"{name:10} {statistics.median(ours) * 1e3:8.2f} ms, times as fast as: {ratios}")
 
 
@@ -189,7 +226,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="add torch.compile of the reference")
     options = parser.parse_args()
     if options.compile and not shutil.which("c++"):
-        parser.error("--compile needs a C++ compiler (`c++` on the path). Install one, or run without --compile.")
+        parser.error(
+            "--compile needs a C++ compiler (`c++` on the path). Install one, or run without "
+            "--compile."
+        )
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     for size in options.size or RECIPES:

@@ -1,11 +1,14 @@
-"""Packed rows against the same documents padded to the row length: valid tokens per second of whole training steps.
+"""Packed rows against the same documents padded to the row length: valid tokens per second of whole
+training steps.
 
-    python benchmarks/packing.py [--size 6m|29m] [--documents 24] [--fill 0.6] [--rounds 11] [--dtype bf16] [--json]
+    python benchmarks/packing.py [--size 6m|29m] [--documents 24] [--fill 0.6] [--rounds 11]
+    [--dtype bf16] [--json]
 
-Document lengths are drawn so that one document fills a row to 60 % on average. Both contenders train the same model on
-the same documents, forward, backward and update: padded, each has a row of its own whose rest is filler that costs what
-padding costs; packed, rows are filled by `best_fit`. They take turns in one process. Both read the same valid tokens in
-a step, so the ratio of their rates is that of their times. Bar: 1.1.
+Document lengths are drawn so that one document fills a row to 60 % on average. Both contenders
+train the same model on the same documents, forward, backward and update: padded, each has a row of
+its own whose rest is filler that costs what padding costs; packed, rows are filled by `best_fit`.
+They take turns in one process. Both read the same valid tokens in a step, so the ratio of their
+rates is that of their times. Bar: 1.1.
 """
 
 import argparse
@@ -55,7 +58,9 @@ def lengths_with_fill(count: int, room: int, fill: float, *, seed: int = 0) -> l
     low, high = 0.0, float(room) * 100
     for _ in range(60):  # the scale by bisection: clipping to a row bends the mean
         scale = (low + high) / 2
-        low, high = (scale, high) if np.clip(draw * scale, 1, room).mean() < fill * room else (low, scale)
+        low, high = (
+            (scale, high) if np.clip(draw * scale, 1, room).mean() < fill * room else (low, scale)
+        )
     return [int(length) for length in np.clip(draw * high, 1, room).round()]
 
 
@@ -70,15 +75,24 @@ def rows_of(filled: Filled, lengths: list[int], room: int, vocab: int) -> list[P
             ids[end : end + len(text)], labels[end : end + len(text) - 1] = text, text[1:]
             end += len(text)
         filler = [room - end] if end < room else []
-        rows.append(PackedSample(ids, labels, (*(lengths[document] for document in documents), *filler), end))
+        rows.append(
+            PackedSample(
+                ids, labels, (*(lengths[document] for document in documents), *filler), end
+            )
+        )
     return rows
 
 
 def step_of(rows: list[PackedSample], size: int) -> StepBatches:
     """Microbatches of up to `size` rows."""
     device = torch.device("cpu")
-    batches = [build_batch(rows[first : first + size], Masks(), device=device) for first in range(0, len(rows), size)]
-    labels, read = (sum(getattr(batch, name) for batch in batches) for name in ("num_labels", "num_read"))
+    batches = [
+        build_batch(rows[first : first + size], Masks(), device=device)
+        for first in range(0, len(rows), size)
+    ]
+    labels, read = (
+        sum(getattr(batch, name) for batch in batches) for name in ("num_labels", "num_read")
+    )
     return StepBatches(batches, labels, (), read)
 
 
@@ -97,21 +111,39 @@ def measure(size: str, *, documents: int, fill: float, rounds: int, dtype: str) 
     contenders = {name: Ours(replace(run, name=name), step, device) for name, step in steps.items()}
     losses = {name: contender.step() for name, contender in contenders.items()}
     assert abs(losses["padded"] - losses["packed"]) < 1e-2 * losses["padded"], losses
-    turns = take_turns({name: each.step for name, each in contenders.items()}, rounds=rounds, warmup=1)
+    turns = take_turns(
+        {name: each.step for name, each in contenders.items()}, rounds=rounds, warmup=1
+    )
     ratio = times_as_fast(turns.seconds["packed"], turns.seconds["padded"])
-    rows = {name: sum(batch.ids.numel() for batch in step.microbatches) // room for name, step in steps.items()}
+    rows = {
+        name: sum(batch.ids.numel() for batch in step.microbatches) // room
+        for name, step in steps.items()
+    }
     tokens = sum(lengths)
     return Report(
-        size, dtype, documents, tokens, rows["padded"], rows["packed"], tokens / rows["padded"] / room,
-        tokens / rows["packed"] / room, tokens / float(np.median(turns.seconds["packed"])), ratio, ratio.median >= BAR,
-    )  # fmt: skip
+        size,
+        dtype,
+        documents,
+        tokens,
+        rows["padded"],
+        rows["packed"],
+        tokens / rows["padded"] / room,
+        tokens / rows["packed"] / room,
+        tokens / float(np.median(turns.seconds["packed"])),
+        ratio,
+        ratio.median >= BAR,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=list(RECIPES), default="6m")
     parser.add_argument("--documents", type=int, default=24, help="of a step")
-    parser.add_argument("--fill", type=float, default=0.6, help="of a row by a document alone, on average")
+    parser.add_argument(
+        "--fill", type=float, default=0.6, help="of a row by a document alone, on average"
+    )
     parser.add_argument("--rounds", type=int, default=11, help="rounds that count")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="fp32")
     parser.add_argument("--threads", type=int, default=1)
@@ -120,13 +152,19 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     found = measure(
-        options.size, documents=options.documents, fill=options.fill, rounds=options.rounds, dtype=options.dtype
+        options.size,
+        documents=options.documents,
+        fill=options.fill,
+        rounds=options.rounds,
+        dtype=options.dtype,
     )
     text = (
-        f"{found.size} {found.dtype}: {found.documents} documents, {found.tokens} tokens; padded {found.padded_rows} "
-        f"rows ({found.padded_fill:.1%} full), packed {found.packed_rows} ({found.packed_fill:.1%}); packed "
-        f"{found.packed_tokens_per_second:,.0f} valid tokens/s, {found.times_as_fast} times as many as padded  "
-        f"{'holds' if found.holds else 'MISSED'} median >= {BAR}"
+        f"{found.size} {found.dtype}: {found.documents} documents, {found.tokens} tokens; padded "
+        f"{found.padded_rows} "
+        f"rows ({found.padded_fill:.1%} full), packed {found.packed_rows} "
+        f"({found.packed_fill:.1%}); packed "
+        f"{found.packed_tokens_per_second:,.0f} valid tokens/s, {found.times_as_fast} times as "
+        f"many as padded  {'holds' if found.holds else 'MISSED'} median >= {BAR}"
     )
     print(json.dumps(asdict(found), indent=2) if options.json else text)
 

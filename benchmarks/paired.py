@@ -1,7 +1,9 @@
-"""Paired measurements: contenders take turns within each round, so that a busy machine slows all of them alike.
+"""Paired measurements: contenders take turns within each round, so that a busy machine slows all of
+them alike.
 
-A single time on a shared machine says nothing. What counts are ratios of two times of the same round: their median, and
-their quartiles, which show how far the machine allows the median to be trusted.
+A single time on a shared machine says nothing. What counts are ratios of two times of the same
+round: their median, and their quartiles, which show how far the machine allows the median to be
+trusted.
 """
 
 import random
@@ -35,11 +37,15 @@ class Turns:
     """By the clock on the wall."""
 
     cpu_seconds: Mapping[str, list[float]]
-    """Computing time of all threads of this process: less disturbed by other jobs, but it also counts idle spinning."""
+    """Computing time of all threads of this process: less disturbed by other jobs, but it also
+    counts idle spinning."""
 
 
-def take_turns(contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, seed: int = 0) -> Turns:
-    """Run every contender once a round, in an order drawn anew each round; `warmup` rounds come first, untimed."""
+def take_turns(
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, seed: int = 0
+) -> Turns:
+    """Run every contender once a round, in an order drawn anew each round; `warmup` rounds come
+    first, untimed."""
     draw = random.Random(seed)
     turns = Turns({name: [] for name in contenders}, {name: [] for name in contenders})
     for number in range(warmup + rounds):
@@ -62,5 +68,6 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def times_as_fast(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Over the rounds, how many times as fast the first was as the second, from the seconds of both."""
+    """Over the rounds, how many times as fast the first was as the second, from the seconds of
+    both."""
     return spread([other / mine for mine, other in zip(ours, theirs, strict=True)])

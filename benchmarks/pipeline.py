@@ -1,13 +1,14 @@
-"""How long a pipeline takes, against the simulation of its lists, on four processes whose stages sleep.
+"""How long a pipeline takes, against the simulation of its lists, on four processes whose stages
+sleep.
 
     python benchmarks/pipeline.py                          all schedules, 7 rounds
     python benchmarks/pipeline.py --schedule 1f1b --rounds 15
     python benchmarks/pipeline.py --slow-link              how much of slow messages is hidden
     python benchmarks/pipeline.py --json
 
-A sleeping stage needs no core, so the figure is about the executor: what it adds to the schedule, and whether messages
-hold anyone up. Every part of a stage sleeps the same time. The bubble is measured the same way: what is left of the
-slowest rank's time when its own sleeps are taken off.
+A sleeping stage needs no core, so the figure is about the executor: what it adds to the schedule,
+and whether messages hold anyone up. Every part of a stage sleeps the same time. The bubble is
+measured the same way: what is left of the slowest rank's time when its own sleeps are taken off.
 """
 
 import argparse
@@ -27,8 +28,13 @@ RANKS = 4
 MICROBATCHES = 8
 BAR, BAR_HIDDEN = 0.05, 0.8
 SCHEDULES: dict[ScheduleName, int] = {
-    "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2,
-}  # fmt: skip
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "zb-h1": 1,
+    "zb-v": 2,
+    "dualpipe-v": 2,
+}
 """With their chunks per rank."""
 
 
@@ -55,20 +61,38 @@ def measure(name: ScheduleName, *, rounds: int, nap_ms: float) -> Report:
     results = run_ranks(run_rank, RANKS, schedule, Naps(nap, nap, nap), rounds + 1, timeout=300.0)
     costs = even_costs(schedule.num_stages, forward=nap, backward_input=nap, backward_weight=nap)
     paper = simulate(schedule, costs)
-    measured = [max(end for _, end in times) - min(began for began, _ in times) for times in zip(*results, strict=True)]
-    ratios = spread([seconds / float(paper.makespan) for seconds in measured[1:]])  # the first round connects
+    measured = [
+        max(end for _, end in times) - min(began for began, _ in times)
+        for times in zip(*results, strict=True)
+    ]
+    ratios = spread(
+        [seconds / float(paper.makespan) for seconds in measured[1:]]
+    )  # the first round connects
     return Report(
-        name, rounds, float(paper.makespan) * 1000, ratios, float(paper.bubble_of_total), ratios.median <= 1 + BAR
+        name,
+        rounds,
+        float(paper.makespan) * 1000,
+        ratios,
+        float(paper.bubble_of_total),
+        ratios.median <= 1 + BAR,
     )
 
 
 def planned(
-    name: ScheduleName, *, ranks: int = RANKS, microbatches: int = MICROBATCHES, group: int | None = None,
+    name: ScheduleName,
+    *,
+    ranks: int = RANKS,
+    microbatches: int = MICROBATCHES,
+    group: int | None = None,
     overlap: bool = True,
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """The lists of all ranks."""
     schedule = build_schedule(
-        name, num_ranks=ranks, num_chunks=SCHEDULES[name], num_microbatches=microbatches, group=group
+        name,
+        num_ranks=ranks,
+        num_chunks=SCHEDULES[name],
+        num_microbatches=microbatches,
+        group=group,
     )
     return with_transfers(schedule, overlap=overlap)
 
@@ -88,14 +112,23 @@ class Hidden:
 
 
 def measure_hidden(*, rounds: int, nap_ms: float) -> Hidden:
-    """Run with and without receiving ahead over a link whose messages take 1.2 parts of a stage; and freely."""
+    """Run with and without receiving ahead over a link whose messages take 1.2 parts of a stage;
+    and freely."""
     nap = nap_ms / 1000
     times = {}
-    for name, overlap, latency in (("free", True, 0.0), ("ahead", True, 1.2 * nap), ("late", False, 1.2 * nap)):
+    for name, overlap, latency in (
+        ("free", True, 0.0),
+        ("ahead", True, 1.2 * nap),
+        ("late", False, 1.2 * nap),
+    ):
         schedule = planned("interleaved", ranks=2, microbatches=16, group=8, overlap=overlap)
-        results = run_ranks(run_rank, 2, schedule, Naps(nap, nap, nap), rounds + 1, latency, timeout=300.0)
+        results = run_ranks(
+            run_rank, 2, schedule, Naps(nap, nap, nap), rounds + 1, latency, timeout=300.0
+        )
         ranges = list(zip(*results, strict=True))[1:]
-        times[name] = [max(end for _, end in each) - min(began for began, _ in each) for each in ranges]
+        times[name] = [
+            max(end for _, end in each) - min(began for began, _ in each) for each in ranges
+        ]
     every = list(zip(times["free"], times["ahead"], times["late"], strict=True))
     added = spread([(late - free) / free for free, _, late in every])
     hidden = spread([(late - ahead) / (late - free) for free, ahead, late in every])
@@ -103,18 +136,25 @@ def measure_hidden(*, rounds: int, nap_ms: float) -> Hidden:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", action="append", choices=list(SCHEDULES), help="again for more; all if unset")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schedule", action="append", choices=list(SCHEDULES), help="again for more; all if unset"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
     parser.add_argument("--nap-ms", type=float, default=50.0, help="what each F, I and W takes")
-    parser.add_argument("--slow-link", action="store_true", help="measure what is hidden of slow messages instead")
+    parser.add_argument(
+        "--slow-link", action="store_true", help="measure what is hidden of slow messages instead"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
     options = parser.parse_args()
     if options.slow_link:
         found = measure_hidden(rounds=options.rounds, nap_ms=options.nap_ms)
         verdict = f"{'holds' if found.holds else 'MISSED'} median >= {BAR_HIDDEN}"
         text = (
-            f"interleaved on 2 ranks over a slow link: messages add {found.added} of a step when received late, of "
+            f"interleaved on 2 ranks over a slow link: messages add {found.added} of a step when "
+            "received late, of "
             f"which {found.hidden} is hidden when received ahead  {verdict}"
         )
         print(json.dumps(asdict(found), indent=2) if options.json else text)
@@ -125,7 +165,8 @@ def main() -> None:
         if not options.json:
             report = reports[-1]
             print(
-                f"{report.schedule:<12} simulated {report.simulated_ms:7.1f} ms, bubble {report.bubble:.3f} of it; "
+                f"{report.schedule:<12} simulated {report.simulated_ms:7.1f} ms, bubble "
+                f"{report.bubble:.3f} of it; "
                 f"measured / simulated {report.against_simulation}  "
                 f"{'holds' if report.holds else 'MISSED'} median <= {1 + BAR}"
             )

@@ -2,10 +2,10 @@
 
     python benchmarks/prepare.py [--megabytes 40] [--rounds 5]
 
-The corpus is the source code of this Python's standard library as JSONL, the tokenizer a BPE trained on it. One worker
-of ours against one process that reads the lines, encodes them in batches with the library's threads off and writes
-nothing; then two against two, start-up included on both sides. The figure is the median of the paired ratios of
-throughput (bars: 0.90 and 0.85).
+The corpus is the source code of this Python's standard library as JSONL, the tokenizer a BPE
+trained on it. One worker of ours against one process that reads the lines, encodes them in batches
+with the library's threads off and writes nothing; then two against two, start-up included on both
+sides. The figure is the median of the paired ratios of throughput (bars: 0.90 and 0.85).
 """
 
 import argparse
@@ -55,7 +55,8 @@ def write_corpus(path: Path, nbytes: int) -> None:
 
 
 def encode_share(corpus: str, tokenizer: str, share: int, shares: int) -> int:
-    """The peer: read every shares-th line and encode in batches of a thousand. Returns the number of tokens."""
+    """The peer: read every shares-th line and encode in batches of a thousand. Returns the number
+    of tokens."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     encoder = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
     tokens = 0
@@ -72,7 +73,10 @@ def encode_with(processes: int, corpus: str, tokenizer: str) -> None:
         encode_share(corpus, tokenizer, 0, 1)
         return
     context = get_context("spawn")
-    team = [context.Process(target=encode_share, args=(corpus, tokenizer, n, processes)) for n in range(processes)]
+    team = [
+        context.Process(target=encode_share, args=(corpus, tokenizer, n, processes))
+        for n in range(processes)
+    ]
     for process in team:
         process.start()
     for process in team:
@@ -83,7 +87,11 @@ def encode_with(processes: int, corpus: str, tokenizer: str) -> None:
 def prepare_with(workers: int, corpus: str, tokenizer: str, output: str) -> None:
     """Ours."""
     config = TokenizerConfig(kind="huggingface", path=tokenizer)
-    prepare(PrepareConfig(input=(corpus,), output=output, tokenizer=config, workers=workers, overwrite=True))
+    prepare(
+        PrepareConfig(
+            input=(corpus,), output=output, tokenizer=config, workers=workers, overwrite=True
+        )
+    )
 
 
 def measure(folder: Path, rounds: int, workers: int) -> bool:
@@ -97,7 +105,8 @@ def measure(folder: Path, rounds: int, workers: int) -> bool:
     ratio = times_as_fast(seconds["ours"], seconds["peer"])
     rate = Path(corpus).stat().st_size / 1e6 / min(seconds["ours"])
     print(
-        f"prepare, {workers} worker{'s' * (workers > 1)}: {ratio} of the throughput of {workers} bare tokenizers "
+        f"prepare, {workers} worker{'s' * (workers > 1)}: {ratio} of the throughput of {workers} "
+        "bare tokenizers "
         f"process{'es' * (workers > 1)} (bar {BARS[workers]:.2f}; ours {rate:.1f} MB/s at best)"
     )
     return ratio.median >= BARS[workers]
@@ -105,7 +114,9 @@ def measure(folder: Path, rounds: int, workers: int) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run both comparisons; 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)

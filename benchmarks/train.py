@@ -1,12 +1,14 @@
-"""Tokens per second of our training step, of transformers' Llama (eager and compiled), and of the step's own matmuls.
+"""Tokens per second of our training step, of transformers' Llama (eager and compiled), and of the
+step's own matmuls.
 
     python benchmarks/train.py                                  all cases, 11 rounds, 2 threads
     python benchmarks/train.py --case 29m-bf16 --rounds 21      one case
     python benchmarks/train.py --json
 
-One process holds all contenders; they take turns in each round, one step each, and every figure is a ratio of two times
-of the same round. Before that, ours and the peers must compute the same loss on the same weights. All figures of the
-table are medians; "computing" is the time of all threads together, which other jobs on the machine disturb less.
+One process holds all contenders; they take turns in each round, one step each, and every figure is
+a ratio of two times of the same round. Before that, ours and the peers must compute the same loss
+on the same weights. All figures of the table are medians; "computing" is the time of all threads
+together, which other jobs on the machine disturb less.
 """
 
 import argparse
@@ -49,9 +51,19 @@ def tiny() -> TrainRun:
     """A model of a few thousand weights, to see that everything runs; its figures mean nothing."""
     run = llama_6m()
     model = replace(
-        run.model, vocab_size=128, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=48
+        run.model,
+        vocab_size=128,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=48,
     )
-    return replace(run, model=model, train=replace(run.train, global_batch_size=2, micro_batch_size=1, seq_len=48))
+    return replace(
+        run,
+        model=model,
+        train=replace(run.train, global_batch_size=2, micro_batch_size=1, seq_len=48),
+    )
 
 
 CASES = (
@@ -95,12 +107,15 @@ def measure(case: Case, *, rounds: int, warmup: int, compiled: bool) -> Report:
     check_losses(losses, LOSS_TOLERANCE[case.params])
     turns = take_turns(
         {
-            "ours": ours.step, **{name: peer.step for name, peer in peers.items()},
-            "matmuls": Matmuls(run, device).step, "attention": Attention(run, device, ours=True).step,
+            "ours": ours.step,
+            **{name: peer.step for name, peer in peers.items()},
+            "matmuls": Matmuls(run, device).step,
+            "attention": Attention(run, device, ours=True).step,
             "sdpa": Attention(run, device, ours=False).step,
         },
-        rounds=rounds, warmup=warmup,
-    )  # fmt: skip
+        rounds=rounds,
+        warmup=warmup,
+    )
     return evaluate(case, turns, losses, tokens=run.train.global_batch_size * run.train.seq_len)
 
 
@@ -109,7 +124,8 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
     for name, loss in losses.items():
         if abs(loss - losses["ours"]) > tolerance * abs(losses["ours"]):
             sys.exit(
-                f"loss of {name} is {loss}, of ours {losses['ours']}: expected the same. Use equal weights and labels."
+                f"loss of {name} is {loss}, of ours {losses['ours']}: expected the same. Use equal "
+                "weights and labels."
             )
 
 
@@ -118,8 +134,14 @@ def evaluate(case: Case, turns: Turns, losses: dict[str, float], *, tokens: int)
     seconds = dict(turns.seconds)
     kernel = min("attention", "sdpa", key=lambda name: statistics.median(seconds[name]))
     seconds["limit"] = [a + b for a, b in zip(seconds["matmuls"], seconds[kernel], strict=True)]
-    best = min((name for name in PEERS if name in seconds), key=lambda name: statistics.median(seconds[name]))
-    peer, limit = times_as_fast(seconds["ours"], seconds[best]), times_as_fast(seconds["ours"], seconds["limit"])
+    best = min(
+        (name for name in PEERS if name in seconds),
+        key=lambda name: statistics.median(seconds[name]),
+    )
+    peer, limit = (
+        times_as_fast(seconds["ours"], seconds[best]),
+        times_as_fast(seconds["ours"], seconds["limit"]),
+    )
     holds = {
         f"ours/best peer >= {BAR_PEER}": peer.median >= BAR_PEER,
         f"its lower quartile >= {BAR_PEER_QUARTILE}": peer.lower >= BAR_PEER_QUARTILE,
@@ -130,7 +152,9 @@ def evaluate(case: Case, turns: Turns, losses: dict[str, float], *, tokens: int)
     return Report(
         case=case.name,
         rounds=len(seconds["ours"]),
-        tokens_per_second={name: tokens / statistics.median(taken) for name, taken in seconds.items()},
+        tokens_per_second={
+            name: tokens / statistics.median(taken) for name, taken in seconds.items()
+        },
         cpu_seconds={name: statistics.median(taken) for name, taken in turns.cpu_seconds.items()},
         best_peer=best,
         against_peer=peer,
@@ -145,7 +169,9 @@ def show(report: Report) -> None:
     """For people."""
     print(f"{report.case}: {report.rounds} rounds")
     for name, rate in report.tokens_per_second.items():
-        cpu = f", {report.cpu_seconds[name]:.3f} s of computing" if name in report.cpu_seconds else ""
+        cpu = (
+            f", {report.cpu_seconds[name]:.3f} s of computing" if name in report.cpu_seconds else ""
+        )
         loss = f", first loss {report.losses[name]:.5f}" if name in report.losses else ""
         print(f"  {name:9} {rate:12,.0f} tokens/s{cpu}{loss}")
     print(f"  ours / {report.best_peer}: {report.against_peer}")
@@ -156,8 +182,15 @@ def show(report: Report) -> None:
 
 def parse() -> argparse.Namespace:
     names = [case.name for case in (*CASES, *TINY)]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=names, help="again for more; all but the tiny ones if unset")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        choices=names,
+        help="again for more; all but the tiny ones if unset",
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=2, help="rounds before those that count")
     parser.add_argument("--threads", type=int, default=2)
@@ -169,7 +202,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
-    keep_freed_memory()  # as `megalith train` does; the peers share the process, so they gain from it too
+    # as `megalith train` does; the peers share the process, so they gain from it too
+    keep_freed_memory()
     compiled = not options.no_compiled
     if compiled and cpp_compiler() is None:
         print("no C++ compiler on this machine: the compiled peer is left out", file=sys.stderr)
@@ -178,7 +212,9 @@ def main() -> None:
     reports = []
     for case in (*CASES, *TINY):
         if case.name in wanted:
-            reports.append(measure(case, rounds=options.rounds, warmup=options.warmup, compiled=compiled))
+            reports.append(
+                measure(case, rounds=options.rounds, warmup=options.warmup, compiled=compiled)
+            )
             if not options.json:
                 show(reports[-1])
     if options.json:

@@ -18,8 +18,12 @@ LOSS_TOLERANCE = 1e-5
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """The options that all have."""
-    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--case", action="append", choices=list(RECIPES), help="again for more; 6m and 29m if unset")
+    found = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument(
+        "--case", action="append", choices=list(RECIPES), help="again for more; 6m and 29m if unset"
+    )
     found.add_argument("--rounds", type=int, default=15, help="rounds that count")
     found.add_argument("--warmup", type=int, default=2, help="rounds before those that count")
     found.add_argument("--timeout", type=float, default=1800.0, help="seconds that a case may take")
@@ -28,9 +32,14 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def report_each(
-    names: Iterable[str], measure: Callable[[str], Any], show: Callable[[Any], None], *, as_json: bool
+    names: Iterable[str],
+    measure: Callable[[str], Any],
+    show: Callable[[Any], None],
+    *,
+    as_json: bool,
 ) -> None:  # Any: each benchmark has a dataclass of its own
-    """Measure case after case: shown for people as soon as each is there, or at the end as one JSON document."""
+    """Measure case after case: shown for people as soon as each is there, or at the end as one JSON
+    document."""
     reports = []
     for name in names:
         reports.append(measure(name))

@@ -1,12 +1,13 @@
-"""Divided optimizer state (ZeRO-1) against torch's FSDP2 and against DistributedDataParallel with its
-ZeroRedundancyOptimizer: the same modules, two processes of one thread each, fp32.
+"""Divided optimizer state (ZeRO-1) against torch's FSDP2 and against DistributedDataParallel with
+its ZeroRedundancyOptimizer: the same modules, two processes of one thread each, fp32.
 
     python benchmarks/zero.py                          both sizes, 15 rounds
     python benchmarks/zero.py --case 29m --rounds 31
     python benchmarks/zero.py --json
 
-All live in the same two processes and take turns, one whole training step each: forward, backward, gradients summed
-over the ranks, clipping, AdamW, weights given back. Before that, all must compute the same loss.
+All live in the same two processes and take turns, one whole training step each: forward, backward,
+gradients summed over the ranks, clipping, AdamW, weights given back. Before that, all must compute
+the same loss.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class Against:
     bar: float
     wall: Spread
     computing: Spread
-    """The same ratio of the computing time of rank 0, which other jobs on the machine disturb less."""
+    """The same ratio of the computing time of rank 0, which other jobs on the machine disturb
+    less."""
 
     holds: bool
 
@@ -53,8 +55,12 @@ def measure(name: str, *, rounds: int, warmup: int, reshard: bool, timeout: floa
     for other, bar in BARS.items():
         wall = times_as_fast(seen.turns.seconds["ours"], seen.turns.seconds[other])
         computing = times_as_fast(seen.turns.cpu_seconds["ours"], seen.turns.cpu_seconds[other])
-        against[other] = Against(bar, wall, computing, wall.median >= bar and wall.lower >= 0.97 * bar)
-    return Report(name, rounds, against, {who: nbytes / 2**20 for who, nbytes in seen.nbytes.items()})
+        against[other] = Against(
+            bar, wall, computing, wall.median >= bar and wall.lower >= 0.97 * bar
+        )
+    return Report(
+        name, rounds, against, {who: nbytes / 2**20 for who, nbytes in seen.nbytes.items()}
+    )
 
 
 def show(report: Report) -> None:
@@ -64,17 +70,26 @@ def show(report: Report) -> None:
     for other, found in report.against.items():
         print(f"  ours / {other} {found.wall}; by computing time {found.computing}")
         print(
-            f"  {'holds ' if found.holds else 'MISSED'} median >= {found.bar}, lower quartile >= {0.97 * found.bar:.3f}"
+            f"  {'holds ' if found.holds else 'MISSED'} median >= {found.bar}, lower quartile >= "
+            f"{0.97 * found.bar:.3f}"
         )
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--reshard", action="store_true", help="let FSDP2 drop weights after forward (ZeRO-3)")
+    options.add_argument(
+        "--reshard", action="store_true", help="let FSDP2 drop weights after forward (ZeRO-3)"
+    )
     given = options.parse_args()
 
     def measured(name: str) -> Report:
-        return measure(name, rounds=given.rounds, warmup=given.warmup, reshard=given.reshard, timeout=given.timeout)
+        return measure(
+            name,
+            rounds=given.rounds,
+            warmup=given.warmup,
+            reshard=given.reshard,
+            timeout=given.timeout,
+        )
 
     report_each(given.case or CASES, measured, show, as_json=given.json)
 

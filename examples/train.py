@@ -1,4 +1,5 @@
-"""A training loop of your own: two models side by side in one process, no command line, no global state.
+"""A training loop of your own: two models side by side in one process, no command line, no global
+state.
 
 Run it with `python examples/train.py`; it needs no data and takes seconds.
 """
@@ -19,7 +20,13 @@ from megalith.train.build import build_trainer
 from megalith.train.step import train_step
 
 MODEL = ModelConfig(
-    vocab_size=257, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=128, max_seq_len=64
+    vocab_size=257,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=128,
+    max_seq_len=64,
 )
 SMALL = TrainRun(
     name="small",
@@ -37,15 +44,29 @@ def train(run: TrainRun) -> list[float]:
     trainer = build_trainer(run, mesh, cpu)
     samples = loop.steps * loop.global_batch_size
     data = build_datasets(
-        run.data, seq_len=loop.seq_len, seed=run.seed, train_samples=samples, valid_samples=0, test_samples=0,
-        vocab_size=run.model.vocab_size, eod=256,
-    )  # fmt: skip
+        run.data,
+        seq_len=loop.seq_len,
+        seed=run.seed,
+        train_samples=samples,
+        valid_samples=0,
+        test_samples=0,
+        vocab_size=run.model.vocab_size,
+        eod=256,
+    )
     assert data.train is not None
     loader = Loader(
-        data.train, Masks(eod=256), mesh.dp, global_batch_size=loop.global_batch_size,
-        micro_batch_size=loop.micro_batch_size, consumed=0, steps=loop.steps, device=cpu,
-    )  # fmt: skip
-    lengths = schedule_lengths(run.schedule, global_batch_size=loop.global_batch_size, total_steps=loop.steps)
+        data.train,
+        Masks(eod=256),
+        mesh.dp,
+        global_batch_size=loop.global_batch_size,
+        micro_batch_size=loop.micro_batch_size,
+        consumed=0,
+        steps=loop.steps,
+        device=cpu,
+    )
+    lengths = schedule_lengths(
+        run.schedule, global_batch_size=loop.global_batch_size, total_steps=loop.steps
+    )
     losses = []
     for step in range(loop.steps):
         lr = learning_rate(run.schedule, step * loop.global_batch_size, lengths)

@@ -1,18 +1,21 @@
-"""Errors for people: each message names the field, its value, the reason, and a value that would work.
+"""Errors for people: each message names the field, its value, the reason, and a value that would
+work.
 
-A `UserError` is something the person at the keyboard can fix, so a command prints its text without a traceback and
-exits with 2. Anything else is a fault of ours and keeps its traceback.
+A `UserError` is something the person at the keyboard can fix, so a command prints its text without
+a traceback and exits with 2. Anything else is a fault of ours and keeps its traceback.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 MAX_PROBLEMS = 100
-"""Problems that one message lists. Heuristic: more are not read, and finding the nearest name for each takes time."""
+"""Problems that one message lists. Heuristic: more are not read, and finding the nearest name for
+each takes time."""
 
 
 class UserError(Exception):
-    """Something the user can fix. The text is the whole message: what it was, why not, what would work."""
+    """Something the user can fix. The text is the whole message: what it was, why not, what would
+    work."""
 
 
 class ConfigError(UserError):
@@ -28,7 +31,8 @@ class CheckpointError(UserError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose tensors cannot be read as they were saved; the same error on every rank that loads it."""
+    """A checkpoint whose tensors cannot be read as they were saved; the same error on every rank
+    that loads it."""
 
     def __init__(self, reason: str, path: Path | None = None, advice: str = "") -> None:
         super().__init__(f"{reason}{advice}")
@@ -47,7 +51,8 @@ class RankError(Exception):
 
 
 class CollectiveError(Exception):
-    """Ranks of one group are about to do different things, which would make them wait for each other forever."""
+    """Ranks of one group are about to do different things, which would make them wait for each
+    other forever."""
 
 
 def raise_all(problems: Sequence[str]) -> None:
@@ -60,6 +65,10 @@ def raise_all(problems: Sequence[str]) -> None:
         return
     if len(problems) == 1:
         raise ConfigError(problems[0])
-    lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems[:MAX_PROBLEMS], 1))
-    lines += f"\n  ... and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+    lines = "\n".join(
+        f"  {number}. {problem}" for number, problem in enumerate(problems[:MAX_PROBLEMS], 1)
+    )
+    lines += (
+        f"\n  ... and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+    )
     raise ConfigError(f"{len(problems)} settings must be changed before this can run:\n{lines}")

@@ -1,6 +1,8 @@
-"""The disk, as far as a run needs it: every call that must survive a power cut, and nothing that knows about tensors.
+"""The disk, as far as a run needs it: every call that must survive a power cut, and nothing that
+knows about tensors.
 
-All paths are local or on a mounted file system. A second kind of storage would offer these same functions.
+All paths are local or on a mounted file system. A second kind of storage would offer these same
+functions.
 """
 
 import errno
@@ -15,13 +17,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What fsync answers where a file system has no such thing; some mounts have it for files and not for folders."""
+"""What fsync answers where a file system has no such thing; some mounts have it for files and not
+for folders."""
 
 MAX_NBYTES = 2**30
-"""Largest file that is read into memory as a whole. Heuristic: tokenizers and manifests have up to tens of MB."""
+"""Largest file that is read into memory as a whole. Heuristic: tokenizers and manifests have up to
+tens of MB."""
 
 MAX_TEXT_NBYTES = 2**24
-"""Largest text file of settings, prompts or templates. Heuristic: a thousand times the usual length."""
+"""Largest text file of settings, prompts or templates. Heuristic: a thousand times the usual
+length."""
 
 _MADV_POPULATE_READ = 22
 """Of Linux' mman.h; Python has no name for it."""
@@ -48,7 +53,9 @@ def open_part(path: Path, start: int) -> BinaryIO:
 def begin_sync(file: BinaryIO, start: int, nbytes: int) -> None:
     """Let the disk begin with bytes that were written, so that `sync_file` has less to wait for."""
     file.flush()
-    if hasattr(os, "posix_fadvise"):  # Linux begins to write what is not on the disk, and forgets what is
+    if hasattr(
+        os, "posix_fadvise"
+    ):  # Linux begins to write what is not on the disk, and forgets what is
         os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -74,7 +81,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _sync(handle: int, path: Path) -> None:
-    """Wait for the disk. A file system that cannot be asked is told about, once; whatever a disk refuses is an error.
+    """Wait for the disk. A file system that cannot be asked is told about, once; whatever a disk
+    refuses is an error.
 
     Raises:
         OSError: something written is not on the disk.
@@ -84,12 +92,18 @@ def _sync(handle: int, path: Path) -> None:
     except OSError as error:
         if error.errno not in CANNOT_SYNC:
             raise
-        place = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.ismount(folder))
+        place = next(
+            folder
+            for folder in (path.absolute(), *path.absolute().parents)
+            if os.path.ismount(folder)
+        )
         warnings.warn(
-            f"{place}: this file system cannot be asked to write to its disk what it was given ({error.strerror}). "
+            f"{place}: this file system cannot be asked to write to its disk what it was given "
+            f"({error.strerror}). "
             f"After a power cut, files there may be incomplete: check them, or use another place.",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -100,7 +114,8 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Add a line to a file, which is made if there is none: all of it with one call, so that a kill cuts at most it."""
+    """Add a line to a file, which is made if there is none: all of it with one call, so that a kill
+    cuts at most it."""
     with open(path, "ab", buffering=0) as file:
         file.write(line + b"\n")
 
@@ -119,7 +134,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Move within one folder or file system, at once; a target that holds anything is not overwritten."""
+    """Move within one folder or file system, at once; a target that holds anything is not
+    overwritten."""
     os.rename(source, target)
 
 
@@ -135,7 +151,8 @@ def remove_file(path: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder and everything in it; no error when there is none. Links are removed, not followed."""
+    """Delete a folder and everything in it; no error when there is none. Links are removed, not
+    followed."""
     if folder.is_symlink() or folder.exists():
         shutil.rmtree(folder)
 
@@ -149,14 +166,18 @@ def list_names(folder: Path) -> list[str]:
 
 
 def read_bytes(path: Path, *, max_nbytes: int = MAX_NBYTES, allow_pipe: bool = False) -> bytes:
-    """Read a whole regular file of at most `max_nbytes` bytes; with `allow_pipe` also a named or anonymous pipe.
+    """Read a whole regular file of at most `max_nbytes` bytes; with `allow_pipe` also a named or
+    anonymous pipe.
 
     Raises:
-        OSError: the file cannot be read, is a device or another special file, or is larger than the limit.
+        OSError: the file cannot be read, is a device or another special file, or is larger than the
+        limit.
     """
     status = path.stat()
     allowed = stat.S_ISREG(status.st_mode) or (allow_pipe and stat.S_ISFIFO(status.st_mode))
-    if not allowed and not stat.S_ISDIR(status.st_mode):  # opening a directory raises a clear error below
+    if not allowed and not stat.S_ISDIR(
+        status.st_mode
+    ):  # opening a directory raises a clear error below
         raise OSError(errno.EINVAL, "not a regular file, but a device, pipe or socket", str(path))
     too_large = OSError(errno.EFBIG, f"larger than the limit of {max_nbytes:,} bytes", str(path))
     if status.st_size > max_nbytes:
@@ -169,7 +190,8 @@ def read_bytes(path: Path, *, max_nbytes: int = MAX_NBYTES, allow_pipe: bool = F
 
 
 def read_text(path: Path, *, max_nbytes: int = MAX_TEXT_NBYTES, allow_pipe: bool = False) -> str:
-    """Read a whole UTF-8 text file under the same conditions as `read_bytes`; line ends become `\\n`.
+    """Read a whole UTF-8 text file under the same conditions as `read_bytes`; line ends become
+    `\\n`.
 
     Raises:
         OSError: as for `read_bytes`.
@@ -201,8 +223,8 @@ def read_range(path: Path, start: int, nbytes: int) -> bytes:
 def mapped(path: Path, start: int, nbytes: int) -> memoryview:
     """The same bytes without a copy, as the system has read them; writing to them changes no file.
 
-    The file must stay as long as it is until the last view of them is gone: the system kills a process that looks at
-    bytes which were cut off.
+    The file must stay as long as it is until the last view of them is gone: the system kills a
+    process that looks at bytes which were cut off.
     """
     with open(path, "rb") as file:
         stop = min(start + nbytes, os.fstat(file.fileno()).st_size)
@@ -215,7 +237,8 @@ def mapped(path: Path, start: int, nbytes: int) -> memoryview:
 
 
 def _read_ahead(pages: mmap.mmap) -> None:
-    """Read all pages now: at once instead of a few at each fault, and with an error where a fault would be a signal.
+    """Read all pages now: at once instead of a few at each fault, and with an error where a fault
+    would be a signal.
 
     Raises:
         OSError: the disk cannot read them.

@@ -11,11 +11,13 @@ FAILED = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """What fails a case; a skip does too, since it would otherwise hide the cases after it."""
 
 
-def loop_over(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def loop_over(
+    name: str, values: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test to run once per value of its argument `name`, in one test id.
 
-    All values run. The test fails if one of them fails, with the list of all values that fail and the traceback of the
-    first. The values share the fixtures of the test.
+    All values run. The test fails if one of them fails, with the list of all values that fail and
+    the traceback of the first. The values share the fixtures of the test.
     """
     cases = list(values)
 
@@ -30,7 +32,10 @@ def loop_over(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]
                     failures.append((case, error))
             if failures:
                 failed = ", ".join(str(getattr(case, "name", repr(case))) for case, _ in failures)
-                text = f"{len(failures)} of {len(cases)} cases fail, with {name} = {failed}. The first error is above."
+                text = (
+                    f"{len(failures)} of {len(cases)} cases fail, with {name} = {failed}. The "
+                    "first error is above."
+                )
                 raise AssertionError(text) from failures[0][1]
 
         signature = inspect.signature(test)

@@ -1,4 +1,5 @@
-"""What every test runs under: one thread, no network, no GPU-dependent default, a fixed environment."""
+"""What every test runs under: one thread, no network, no GPU-dependent default, a fixed
+environment."""
 
 import gc
 import ipaddress
@@ -20,13 +21,15 @@ gc.disable()  # until all tests are collected
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs, which would make every run of two ranks ask for two of them; `pytest -m gpu` uses them."""
+    """Hide GPUs, which would make every run of two ranks ask for two of them; `pytest -m gpu` uses
+    them."""
     if "gpu" not in re.sub(r"not\s+gpu", "", str(config.option.markexpr)):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish() -> None:
-    """Exempt modules and test items, which live until the end, from garbage collection; it costs 40 % of collection."""
+    """Exempt modules and test items, which live until the end, from garbage collection; it costs 40
+    % of collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)  # tests make many short-lived objects; heuristic
@@ -55,7 +58,9 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.fixture
-def install_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, str]], Path]:
+def install_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, dict[str, str]], Path]:
     """Installs a package `fast-wires`, which lasts as long as the test: gives its folder."""
 
     def install(group: str, entry_points: dict[str, str]) -> Path:
@@ -82,7 +87,9 @@ def no_network() -> Iterator[None]:
 def _guarded(connect: Any) -> Any:  # a slot of a C type, with no written signature
     def guarded(self: socket.socket, address: Any) -> Any:
         if self.type == socket.SOCK_STREAM and not is_local(address):
-            raise ConnectionRefusedError(f"a test connects to {address}: tests run offline. Use data made by the test.")
+            raise ConnectionRefusedError(
+                f"a test connects to {address}: tests run offline. Use data made by the test."
+            )
         return connect(self, address)
 
     return guarded

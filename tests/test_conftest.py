@@ -9,7 +9,10 @@ import torch
 
 
 def test_a_connection_to_another_machine_is_refused() -> None:
-    with socket.socket() as client, pytest.raises(ConnectionRefusedError, match=r"192\.0\.2\.1.*offline"):
+    with (
+        socket.socket() as client,
+        pytest.raises(ConnectionRefusedError, match=r"192\.0\.2\.1.*offline"),
+    ):
         client.connect(("192.0.2.1", 80))
 
 
@@ -19,14 +22,19 @@ def test_a_connection_to_this_machine_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "hidden"), [("", True), ("not slow and not gpu", True), ("gpu", False), ("slow or gpu", False)]
+    ("expression", "hidden"),
+    [("", True), ("not slow and not gpu", True), ("gpu", False), ("slow or gpu", False)],
 )
 def test_gpus_are_hidden_unless_they_are_asked_for(
     expression: str, hidden: bool, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     plugins = pytestconfig.pluginmanager.get_plugins()
-    ours = next(each for each in plugins if (getattr(each, "__file__", None) or "").endswith("tests/conftest.py"))
+    ours = next(
+        each
+        for each in plugins
+        if (getattr(each, "__file__", None) or "").endswith("tests/conftest.py")
+    )
     ours.pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr=expression)))
     assert (os.environ["CUDA_VISIBLE_DEVICES"] == "") == hidden
 

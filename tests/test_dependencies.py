@@ -25,7 +25,9 @@ def names(requirements: list[str]) -> list[str]:
 
 def pins() -> dict[str, str]:
     """Package -> version in constraints.txt."""
-    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    lines = [
+        line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()
+    ]
     return {canonical(line.split("==")[0]): line.split("==")[1] for line in lines if line}
 
 
@@ -34,7 +36,9 @@ def test_every_dependency_is_pinned_and_explained(group: str) -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text()
     for name in names(GROUPS[group]):
         assert canonical(name) in pins(), f"{name} is not in constraints.txt"
-        assert re.search(rf"^\|.*\b{re.escape(name)}\b.*\|", page, re.MULTILINE), f"{name} is not explained"
+        assert re.search(rf"^\|.*\b{re.escape(name)}\b.*\|", page, re.MULTILINE), (
+            f"{name} is not explained"
+        )
 
 
 def test_only_the_checker_has_an_exact_version() -> None:

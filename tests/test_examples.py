@@ -30,7 +30,11 @@ def test_the_example_is_at_most_sixty_lines_without_a_command_line() -> None:
 
 def test_two_models_train_in_one_process_and_do_not_touch_each_other() -> None:
     example = loaded()
-    first, deep, again = example.train(example.SMALL), example.train(example.DEEP), example.train(example.SMALL)
+    first, deep, again = (
+        example.train(example.SMALL),
+        example.train(example.DEEP),
+        example.train(example.SMALL),
+    )
     assert first == again
     assert first != deep
     assert first[-1] < first[0] - 1
@@ -39,6 +43,10 @@ def test_two_models_train_in_one_process_and_do_not_touch_each_other() -> None:
 
 def test_the_example_runs_as_a_program() -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True, cwd=EXAMPLE.parents[1]
+        [sys.executable, str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=EXAMPLE.parents[1],
     )
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["small", "deep"]

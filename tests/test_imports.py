@@ -1,4 +1,5 @@
-"""The rows of the package: a file imports from its own row or the rows below it, and what plans runs without torch."""
+"""The rows of the package: a file imports from its own row or the rows below it, and what plans
+runs without torch."""
 
 import ast
 import subprocess
@@ -24,7 +25,10 @@ ROWS = (
     ("errors", "storage"),
 )
 """Top row first. `megalith/__init__.py` is below all of them, `megalith/__main__.py` beside cli."""
-HEIGHT = {name: len(ROWS) - number for number, row in enumerate(ROWS) for name in row} | {"__init__": 0, "__main__": 10}
+HEIGHT = {name: len(ROWS) - number for number, row in enumerate(ROWS) for name in row} | {
+    "__init__": 0,
+    "__main__": 10,
+}
 FREE_OF_TORCH = ("plan", "config", "errors", "storage", "__init__")
 
 
@@ -41,7 +45,11 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            names = [f"{module}.{alias.name}" for alias in node.names] if module in (".", "megalith") else [module]
+            names = (
+                [f"{module}.{alias.name}" for alias in node.names]
+                if module in (".", "megalith")
+                else [module]
+            )
             yield from ((node.lineno, name) for name in names)
 
 
@@ -58,7 +66,10 @@ def misplaced(path: Path, package: Path) -> Iterator[str]:
         elif name.split(".")[0] == "megalith" and name != "megalith.__version__":
             there = part_of(name)
             if HEIGHT.get(there, 11) > HEIGHT[here]:
-                yield f"{relative}:{line}: {here} imports {there}, which is above it. Move the code, or the import."
+                yield (
+                    f"{relative}:{line}: {here} imports {there}, which is above it. Move the "
+                    "code, or the import."
+                )
         elif name.split(".")[0] == "torch" and here in FREE_OF_TORCH:
             yield f"{relative}:{line}: {here} imports {name}. Planning and help never load torch."
 
@@ -66,12 +77,18 @@ def misplaced(path: Path, package: Path) -> Iterator[str]:
 def modules() -> list[str]:
     """Every module of the package."""
     names = [file.relative_to(ROOT).with_suffix("").parts for file in sorted(PACKAGE.rglob("*.py"))]
-    return [".".join(name[:-1] if name[-1] == "__init__" else name) for name in names if name[-1] != "__main__"]
+    return [
+        ".".join(name[:-1] if name[-1] == "__init__" else name)
+        for name in names
+        if name[-1] != "__main__"
+    ]
 
 
 def run_python(code: str) -> str:
     """What `code` prints in a fresh Python."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -84,7 +101,11 @@ def test_every_file_imports_from_its_row_or_below() -> None:
 @pytest.mark.parametrize(
     ("path", "text", "message"),
     [
-        ("plan/a.py", "from megalith.parallel.group import Group", "plan imports parallel, which is above it"),
+        (
+            "plan/a.py",
+            "from megalith.parallel.group import Group",
+            "plan imports parallel, which is above it",
+        ),
         ("errors.py", "import megalith.config.tree", "errors imports config, which is above it"),
         ("nn/a.py", "from megalith import models", "nn imports models, which is above it"),
         ("config/a.py", "def f():\n    import torch.nn", "config imports torch.nn"),
@@ -103,14 +124,17 @@ def test_an_import_downwards_or_sideways_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "nn").mkdir()
     file = tmp_path / "nn" / "a.py"
     file.write_text(
-        "import torch\nfrom megalith import __version__\nfrom megalith.data import blend\nimport megalith.errors"
+        "import torch\nfrom megalith import __version__\nfrom megalith.data import blend\nimport "
+        "megalith.errors"
     )
     assert list(misplaced(file, tmp_path)) == []
 
 
 def test_planning_configuration_and_the_command_line_load_without_torch() -> None:
     wanted = [
-        name for name in modules() if part_of(name) in FREE_OF_TORCH or name in ("megalith.cli", "megalith.cli.main")
+        name
+        for name in modules()
+        if part_of(name) in FREE_OF_TORCH or name in ("megalith.cli", "megalith.cli.main")
     ]
     code = "import importlib, sys\n"
     code += f"for name in {wanted!r}:\n    importlib.import_module(name)\n"
@@ -145,12 +169,13 @@ def test_importing_the_package_opens_no_connection_and_touches_no_device() -> No
         "def refuse(*_): raise SystemExit('a connection was opened')\n"
         "socket.socket.connect = refuse\n"
         f"for name in {modules()!r}: importlib.import_module(name)\n"
-        "import torch\n"
-        "print(torch.cuda.is_initialized(), torch.distributed.is_initialized())\n"
+        "import torch\nprint(torch.cuda.is_initialized(), torch.distributed.is_initialized())\n"
     )
     assert run_python(code) == "False False\n"
 
 
 def test_every_folder_of_the_package_is_a_package() -> None:
     folders = {file.parent for file in PACKAGE.rglob("*.py")}
-    assert [folder.name for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+    assert [
+        folder.name for folder in sorted(folders) if not (folder / "__init__.py").exists()
+    ] == []

@@ -52,8 +52,12 @@ def test_a_range_of_a_file_ends_with_the_file(tmp_path: Path) -> None:
     assert storage.file_nbytes(tmp_path / "a") == 10
 
 
-@pytest.mark.parametrize("start", [0, 5, mmap.ALLOCATIONGRANULARITY, mmap.ALLOCATIONGRANULARITY + 7])
-def test_a_range_is_seen_without_a_copy_and_writing_to_it_changes_no_file(tmp_path: Path, start: int) -> None:
+@pytest.mark.parametrize(
+    "start", [0, 5, mmap.ALLOCATIONGRANULARITY, mmap.ALLOCATIONGRANULARITY + 7]
+)
+def test_a_range_is_seen_without_a_copy_and_writing_to_it_changes_no_file(
+    tmp_path: Path, start: int
+) -> None:
     data = bytes(range(256)) * 100
     storage.write_new(tmp_path / "a", data)
     seen = storage.mapped(tmp_path / "a", start, 300)
@@ -142,21 +146,26 @@ def test_a_file_system_that_cannot_be_asked_to_sync_is_told_about(
     monkeypatch.setattr(os, "fsync", refuse)
     monkeypatch.setattr(os.path, "ismount", lambda folder: folder == tmp_path)
     calls: list[Callable[[], None]] = [
-        partial(storage.write_new, tmp_path / "a", b"x"), partial(storage.sync_written, tmp_path / "a"),
-        partial(storage.sync_folder, tmp_path), partial(storage.replace_file, tmp_path / "a", b"y"),
-    ]  # fmt: skip
+        partial(storage.write_new, tmp_path / "a", b"x"),
+        partial(storage.sync_written, tmp_path / "a"),
+        partial(storage.sync_folder, tmp_path),
+        partial(storage.replace_file, tmp_path / "a", b"y"),
+    ]
     for call in calls:
         with pytest.warns(RuntimeWarning) as told:
             call()
         assert {str(one.message) for one in told} == {
             f"{tmp_path}: this file system cannot be asked to write to its disk what it was given "
-            f"({os.strerror(number)}). After a power cut, files there may be incomplete: check them, or use another "
+            f"({os.strerror(number)}). After a power cut, files there may be incomplete: check "
+            "them, or use another "
             f"place."
         }
     assert storage.read_bytes(tmp_path / "a") == b"y"
 
 
-def test_what_a_disk_refuses_is_never_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_disk_refuses_is_never_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage.write_new(tmp_path / "a", b"x")
 
     def fail(_: int) -> None:
@@ -179,7 +188,9 @@ def test_device_and_pipe_are_not_read_as_files(tmp_path: Path) -> None:
     (tmp_path / "zeros").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
     for name in ("zeros", "pipe"):
-        with pytest.raises(OSError, match=f"not a regular file, but a device, pipe or socket: '.*{name}'"):
+        with pytest.raises(
+            OSError, match=f"not a regular file, but a device, pipe or socket: '.*{name}'"
+        ):
             storage.read_bytes(tmp_path / name)
     with pytest.raises(OSError, match="not a regular file"):
         storage.read_text(tmp_path / "zeros", allow_pipe=True)
@@ -199,7 +210,11 @@ def test_file_larger_than_limit_is_rejected_and_pipe_is_read_up_to_limit(tmp_pat
 
 def test_text_has_unix_line_ends_and_must_be_utf8(tmp_path: Path) -> None:
     storage.write_new(tmp_path / "a", "é\r\nb\rc\n".encode())
-    assert storage.read_text(tmp_path / "a") == (tmp_path / "a").read_text(encoding="utf-8") == "é\nb\nc\n"
+    assert (
+        storage.read_text(tmp_path / "a")
+        == (tmp_path / "a").read_text(encoding="utf-8")
+        == "é\nb\nc\n"
+    )
     storage.write_new(tmp_path / "b", b"\xff")
     with pytest.raises(UnicodeDecodeError):
         storage.read_text(tmp_path / "b")

@@ -1,9 +1,10 @@
-"""Checks every link of the documentation that leads into this repository: files, folders and headings.
+"""Checks every link of the documentation that leads into this repository: files, folders and
+headings.
 
 usage: check_links.py [FILE ...]   (default: every Markdown file of the repository)
 
-Offline: links to other sites are not followed. Names of our own files in `code quotes` are checked as well, so that a
-page cannot go on naming a file that was moved.
+Offline: links to other sites are not followed. Names of our own files in `code quotes` are checked
+as well, so that a page cannot go on naming a file that was moved.
 """
 
 import re
@@ -13,7 +14,17 @@ from pathlib import Path
 from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIPPED = {".git", ".venv", "build", "dist", "runs", "node_modules", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+SKIPPED = {
+    ".git",
+    ".venv",
+    "build",
+    "dist",
+    "runs",
+    "node_modules",
+    ".pytest_cache",
+    ".mypy_cache",
+    ".ruff_cache",
+}
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 INLINE = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'][^)]*)?\)")
 REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)>?")
@@ -91,7 +102,11 @@ def _wrong_target(page: Path, root: Path, target: str) -> str:
     if ELSEWHERE.match(target) or target.startswith("//"):
         return ""
     path, _, anchor = unquote(target).partition("#")
-    file = page if not path else (root / path.lstrip("/") if path.startswith("/") else page.parent / path).resolve()
+    file = (
+        page
+        if not path
+        else (root / path.lstrip("/") if path.startswith("/") else page.parent / path).resolve()
+    )
     if not file.is_relative_to(root.resolve()):
         return f"({target}) leads out of the repository"
     if not file.exists():
@@ -104,7 +119,11 @@ def _wrong_target(page: Path, root: Path, target: str) -> str:
 def pages_of(root: Path) -> list[Path]:
     """Every Markdown file that belongs to the repository."""
     files = (file for file in root.rglob("*.md") if not SKIPPED & set(file.relative_to(root).parts))
-    return sorted(file for file in files if not any(part.startswith(".venv") for part in file.relative_to(root).parts))
+    return sorted(
+        file
+        for file in files
+        if not any(part.startswith(".venv") for part in file.relative_to(root).parts)
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,14 +1,16 @@
-"""What `.ci/run` prints: the versions it ran with, and one table of its stages, with tests counted and skips explained.
+"""What `.ci/run` prints: the versions it ran with, and one table of its stages, with tests counted
+and skips explained.
 
 usage: ci_report.py versions
        ci_report.py summary FOLDER
        ci_report.py coverage FILE
 
-FOLDER holds `stages.tsv` (stage, exit code, seconds) and, for stages that ran pytest, STAGE.xml in JUnit form. The
-summary is also written there as `ci-report.json`. It ends with 1 when a stage failed, when a test was skipped without a
-reason, or when the tests of a stage did not reject every planted fault of `megalith verify`: a run that tests nothing
-must not pass. It also prints the share of each test package in the test time, and `coverage` prints the line coverage
-of each package from a JSON report of coverage.py; neither fails a run.
+FOLDER holds `stages.tsv` (stage, exit code, seconds) and, for stages that ran pytest, STAGE.xml in
+JUnit form. The summary is also written there as `ci-report.json`. It ends with 1 when a stage
+failed, when a test was skipped without a reason, or when the tests of a stage did not reject every
+planted fault of `megalith verify`: a run that tests nothing must not pass. It also prints the share
+of each test package in the test time, and `coverage` prints the line coverage of each package from
+a JSON report of coverage.py; neither fails a run.
 """
 
 import argparse
@@ -23,7 +25,17 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-SHOWN = ("torch", "numpy", "numba", "spmd_types", "tokenizers", "transformers", "pytest", "ruff", "mypy")
+SHOWN = (
+    "torch",
+    "numpy",
+    "numba",
+    "spmd_types",
+    "tokenizers",
+    "transformers",
+    "pytest",
+    "ruff",
+    "mypy",
+)
 NO_REASON = ("", "unconditional skip")  # what pytest writes when nobody gave one
 TEST_STAGES = ("test", "test-all")
 
@@ -55,7 +67,9 @@ def versions() -> str:
 
 def planted_faults() -> list[str]:
     """Names of the faults that the tests must reject."""
-    from megalith.verify.faults import FAULTS  # imports torch, and only the summary of a test stage needs it
+    from megalith.verify.faults import (
+        FAULTS,
+    )  # imports torch, and only the summary of a test stage needs it
 
     return [fault.name for fault in FAULTS]
 
@@ -72,19 +86,36 @@ def _read_stage(folder: Path, name: str, code: int, seconds: int) -> Stage:
     outcomes, skips = _count(cases)
     rejected = _rejected_faults(cases)
     problems = [f"make {name} ended with {code}"] if code else []
-    problems += [f"{number} tests skipped without a reason" for why, number in skips.items() if why in NO_REASON]
-    missing = [fault for fault in planted_faults() if fault not in rejected] if name in TEST_STAGES else []
+    problems += [
+        f"{number} tests skipped without a reason"
+        for why, number in skips.items()
+        if why in NO_REASON
+    ]
+    missing = (
+        [fault for fault in planted_faults() if fault not in rejected]
+        if name in TEST_STAGES
+        else []
+    )
     if missing:
         problems.append(f"no test rejected {len(missing)} planted faults: {', '.join(missing)}")
     return Stage(
-        name, seconds, outcomes["passed"], outcomes["failed"], dict(skips), problems, rejected, _package_seconds(cases)
+        name,
+        seconds,
+        outcomes["passed"],
+        outcomes["failed"],
+        dict(skips),
+        problems,
+        rejected,
+        _package_seconds(cases),
     )
 
 
 def _rejected_faults(cases: Sequence[ElementTree.Element]) -> list[str]:
     """Names that passing tests recorded with `record_property("rejected_fault", name)`."""
     properties = [entry for case in cases for entry in case.iter("property")]
-    return sorted(entry.get("value", "") for entry in properties if entry.get("name") == "rejected_fault")
+    return sorted(
+        entry.get("value", "") for entry in properties if entry.get("name") == "rejected_fault"
+    )
 
 
 def _package_seconds(cases: Sequence[ElementTree.Element]) -> dict[str, float]:
@@ -120,7 +151,9 @@ def table(stages: Sequence[Stage]) -> str:
         counts = f"{stage.passed:7} {stage.failed:7} {sum(stage.skips.values()):7}"
         lines.append(f"{stage.name:10} {result:7} {stage.seconds:7} {counts}")
     for stage in stages:
-        lines += [f"{stage.name}: skipped {number}: {why}" for why, number in sorted(stage.skips.items())]
+        lines += [
+            f"{stage.name}: skipped {number}: {why}" for why, number in sorted(stage.skips.items())
+        ]
         lines += [f"{stage.name}: {problem}" for problem in stage.problems]
     return "\n".join(lines)
 
@@ -128,14 +161,20 @@ def table(stages: Sequence[Stage]) -> str:
 def time_table(stage: Stage) -> str:
     """Each test package's share of the time of all tests, in one line."""
     total = sum(stage.package_seconds.values())
-    shares = [f"{name} {seconds / total:.0%}" for name, seconds in stage.package_seconds.items() if total]
+    shares = [
+        f"{name} {seconds / total:.0%}" for name, seconds in stage.package_seconds.items() if total
+    ]
     return f"{stage.name}: {total:.0f} s of tests: {', '.join(shares)}"
 
 
 def coverage_table(file: Path) -> str:
-    """Line coverage of each package of megalith/, the lowest first, from a JSON report of coverage.py."""
+    """Line coverage of each package of megalith/, the lowest first, from a JSON report of
+    coverage.py."""
     if not file.exists():
-        return "line coverage: not measured, which needs Python 3.12; COVERAGE=1 measures it with an older one, slower"
+        return (
+            "line coverage: not measured, which needs Python 3.12; COVERAGE=1 measures it with "
+            "an older one, slower"
+        )
     lines: dict[str, Counter[str]] = {}
     for name, report in json.loads(file.read_text())["files"].items():
         parts = Path(name).parts
@@ -144,9 +183,17 @@ def coverage_table(file: Path) -> str:
         counts = {"covered": summary["covered_lines"], "all": summary["num_statements"]}
         lines.setdefault(package, Counter()).update(counts)
     lines["all"] = sum(lines.values(), Counter())
-    shares = {package: counts["covered"] / max(1, counts["all"]) for package, counts in lines.items()}
-    rows = [f"{share:7.1%} {lines[name]['all']:7} {name}" for name, share in sorted(shares.items(), key=lambda x: x[1])]
-    header = f"{'covered':>7} {'lines':>7} package (lines that run in other processes, such as ranks, do not count)"
+    shares = {
+        package: counts["covered"] / max(1, counts["all"]) for package, counts in lines.items()
+    }
+    rows = [
+        f"{share:7.1%} {lines[name]['all']:7} {name}"
+        for name, share in sorted(shares.items(), key=lambda x: x[1])
+    ]
+    header = (
+        f"{'covered':>7} {'lines':>7} package (lines that run in other processes, such as "
+        "ranks, do not count)"
+    )
     return "\n".join([header, *rows])
 
 
@@ -160,13 +207,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(versions())
         return 0
     if options.path is None:
-        needed = "the folder that holds stages.tsv" if options.command == "summary" else "the JSON report"
+        needed = (
+            "the folder that holds stages.tsv"
+            if options.command == "summary"
+            else "the JSON report"
+        )
         parser.error(f"{options.command}: pass {needed}")
     if options.command == "coverage":
         print(coverage_table(options.path))
         return 0
     stages = read_stages(options.path)
-    (options.path / "ci-report.json").write_text(json.dumps([asdict(stage) for stage in stages], indent=1) + "\n")
+    (options.path / "ci-report.json").write_text(
+        json.dumps([asdict(stage) for stage in stages], indent=1) + "\n"
+    )
     print(table(stages))
     for stage in stages:
         if stage.package_seconds:

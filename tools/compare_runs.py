@@ -1,17 +1,18 @@
-"""Train eight tiny runs in two checkouts on this machine and compare all that they compute, bit by bit.
+"""Train eight tiny runs in two checkouts on this machine and compare all that they compute, bit by
+bit.
 
 usage: compare_runs.py OLD NEW [--only NAME ...] [--steps N] [--python FILE] [--keep FOLDER]
 
 OLD and NEW are checkouts of this repository. The runs cover dense layers under tensor and sequence
-parallelism, a pipeline with ZeRO 1, context parallelism with packed documents, ZeRO 3, experts, latent
-attention with multi-token prediction, LoRA on conversations, and fp16. Compared are every row of
-metrics.jsonl without its times, the training state, and the checksum of every stored box: weights, fp32
-master weights and moments. Each run evaluates, saves half way and is resumed once, so that loading is
-covered too.
+parallelism, a pipeline with ZeRO 1, context parallelism with packed documents, ZeRO 3, experts,
+latent attention with multi-token prediction, LoRA on conversations, and fp16. Compared are every
+row of metrics.jsonl without its times, the training state, and the checksum of every stored box:
+weights, fp32 master weights and moments. Each run evaluates, saves half way and is resumed once, so
+that loading is covered too.
 
 Settings are written below by their names at OLD's oldest supported commit. A checkout with the file
-`megalith/config/renamed.yaml` gets them by their new names, and what it writes is translated by the same table.
-Ends with 1 if any value differs.
+`megalith/config/renamed.yaml` gets them by their new names, and what it writes is translated by the
+same table. Ends with 1 if any value differs.
 """
 
 import argparse
@@ -28,7 +29,16 @@ from typing import Any
 import yaml
 
 RENAMED = Path("megalith/config/renamed.yaml")
-TIMED = ("tokens_per_second", "step_ms", "tflops_per_device", "mfu", "hfu", "memory_gib", "time_utc", "eval_seconds")
+TIMED = (
+    "tokens_per_second",
+    "step_ms",
+    "tflops_per_device",
+    "mfu",
+    "hfu",
+    "memory_gib",
+    "time_utc",
+    "eval_seconds",
+)
 """Fields of metrics.jsonl that depend on the machine."""
 
 DENSE: dict[str, Any] = {
@@ -84,7 +94,8 @@ CONVERSATIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run: its settings beside DENSE, its processes, and the run whose weights it starts from."""
+    """One run: its settings beside DENSE, its processes, and the run whose weights it starts
+    from."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     nproc: int = 2
@@ -93,13 +104,19 @@ class Case:
 
 CASES: dict[str, Case] = {
     "dense_tp_sp": Case({"parallel.tp": 2, "parallel.sp": True, "model.dropout.residual": 0.1}),
-    "pp_zero1": Case({"parallel.pp": 2, "parallel.zero": 1, "model.tied_embeddings": True}, nproc=4),
+    "pp_zero1": Case(
+        {"parallel.pp": 2, "parallel.zero": 1, "model.tied_embeddings": True}, nproc=4
+    ),
     "cp_ring_packed": Case({"parallel.cp": 2, "data.document_masking": True}),
     "zero3": Case({"parallel.zero": 3}),
     "moe_ep": Case(EXPERTS),
     "mla_mtp": Case(LATENT),
     "sft": Case(CONVERSATIONS, nproc=1),
-    "lora": Case({**CONVERSATIONS, "lora.rank": 4, "lora.alpha": 8.0, "lora.dropout": 0.05}, nproc=1, base="sft"),
+    "lora": Case(
+        {**CONVERSATIONS, "lora.rank": 4, "lora.alpha": 8.0, "lora.dropout": 0.05},
+        nproc=1,
+        base="sft",
+    ),
     "fp16": Case({"precision.params": "fp16", "parallel.tp": 2}),
 }
 """`sft` is only the base of `lora`; both are compared."""
@@ -147,7 +164,13 @@ def nest_settings(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_config(name: str, case: Case, renames: Renames, folder: Path, steps: int) -> Path:
     """Write the YAML file of a case with the names that a checkout knows."""
-    flat = {"name": name, **DENSE, **case.settings, "train.steps": steps, "checkpoint.every": steps // 2}
+    flat = {
+        "name": name,
+        **DENSE,
+        **case.settings,
+        "train.steps": steps,
+        "checkpoint.every": steps // 2,
+    }
     flat["train.eval_every"] = steps // 2
     if case.base is not None:
         flat["checkpoint.load"] = str(folder / case.base)
@@ -163,8 +186,23 @@ def train(checkout: Path, python: str, config: Path, run: Path, case: Case, log:
     Raises:
         SystemExit: the run failed; the message shows the end of its output.
     """
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [python, "-m", "megalith", "train", str(config), "--run", str(run), "--nproc", str(case.nproc)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [
+        python,
+        "-m",
+        "megalith",
+        "train",
+        str(config),
+        "--run",
+        str(run),
+        "--nproc",
+        str(case.nproc),
+    ]
     for attempt in ("first", "resumed"):
         with log.open("a") as output:
             code = subprocess.run(
@@ -173,9 +211,12 @@ def train(checkout: Path, python: str, config: Path, run: Path, case: Case, log:
         saved = sorted((run / "checkpoints").glob("step_*"))
         if code or len(saved) != 2:
             raise SystemExit(
-                f"{config.stem} in {checkout}: exit code {code}, {len(saved)} checkpoints:\n{log.read_text()[-3000:]}"
+                f"{config.stem} in {checkout}: exit code {code}, {len(saved)} "
+                f"checkpoints:\n{log.read_text()[-3000:]}"
             )
-        if attempt == "first":  # the same command resumes at the middle and must write the last checkpoint again
+        if (
+            attempt == "first"
+        ):  # the same command resumes at the middle and must write the last checkpoint again
             middle, last = saved
             last.rename(run / "uninterrupted")
             (run / "checkpoints" / "latest").write_text(middle.name + "\n")
@@ -194,7 +235,8 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_results(run: Path, renames: Renames) -> dict[str, Any]:
-    """Return what a run computed, by path: metrics, training states, and the checksum of every stored box."""
+    """Return what a run computed, by path: metrics, training states, and the checksum of every
+    stored box."""
     results: dict[str, Any] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -235,7 +277,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def compare(checkouts: Sequence[Path], names: Sequence[str], python: str, folder: Path, steps: int) -> int:
+def compare(
+    checkouts: Sequence[Path], names: Sequence[str], python: str, folder: Path, steps: int
+) -> int:
     """Train and compare the named cases; returns the number of cases that differ."""
     failed = 0
     for name in names:
@@ -248,8 +292,13 @@ def compare(checkouts: Sequence[Path], names: Sequence[str], python: str, folder
             train(checkout, python, config, place / name, CASES[name], place / f"{name}.log")
             results.append(read_results(place / name, renames))
         lines = differences(*results)
-        tensors = sum(not path.startswith("metrics/") and "/state" not in path for path in results[0])
-        print(f"{name}: {len(results[0])} values, {tensors} of them tensors: {len(lines)} differ", flush=True)
+        tensors = sum(
+            not path.startswith("metrics/") and "/state" not in path for path in results[0]
+        )
+        print(
+            f"{name}: {len(results[0])} values, {tensors} of them tensors: {len(lines)} differ",
+            flush=True,
+        )
         print("\n".join(f"  {line}" for line in lines[:10]))
         failed += bool(lines)
     return failed
@@ -263,9 +312,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--keep", type=Path, help="keep runs and logs here instead of in a temporary folder")
+    parser.add_argument(
+        "--keep", type=Path, help="keep runs and logs here instead of in a temporary folder"
+    )
     options = parser.parse_args(arguments)
-    names = [name for name in CASES if name in options.only or any(CASES[o].base == name for o in options.only)]
+    names = [
+        name
+        for name in CASES
+        if name in options.only or any(CASES[o].base == name for o in options.only)
+    ]
     checkouts = [options.old.resolve(), options.new.resolve()]
     if options.keep is not None:
         failed = compare(checkouts, names, options.python, options.keep.resolve(), options.steps)

@@ -1,9 +1,11 @@
-"""The map of the code: one line per file of the package, from the first sentence of each file's docstring.
+"""The map of the code: one line per file of the package, from the first sentence of each file's
+docstring.
 
 usage: file_map.py [--write | --check]
 
-Without an option it prints the map. `--write` puts it into README.md between `<!-- map -->` and `<!-- /map -->`;
-`--check` ends with 1 when README.md is not current, or when a file opens without a sentence.
+Without an option it prints the map. `--write` puts it into README.md between `<!-- map -->` and
+`<!-- /map -->`; `--check` ends with 1 when README.md is not current, or when a file opens without a
+sentence.
 """
 
 import argparse
@@ -16,7 +18,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 START, STOP = "<!-- map -->", "<!-- /map -->"
 ROWS = (
-    *("cli", "recipes", "verify", "train", "infer", "rl", "posttrain", "models", "nn", "optim", "data", "checkpoint"),
+    *(
+        "cli",
+        "recipes",
+        "verify",
+        "train",
+        "infer",
+        "rl",
+        "posttrain",
+        "models",
+        "nn",
+        "optim",
+        "data",
+        "checkpoint",
+    ),
     *("parallel", "kernels", "precision", "observe", "testing", "plan", "config"),
 )
 """Folders in the order of the import rows, top first; anything else follows."""
@@ -63,7 +78,11 @@ def build_map(package: Path) -> str:
 def silent_files(package: Path) -> list[str]:
     """Files that hold code but open without a sentence."""
     texts = {file: file.read_text() for file in files_of(package)}
-    return [file.relative_to(package.parent).as_posix() for file, text in texts.items() if not first_sentence(text)]
+    return [
+        file.relative_to(package.parent).as_posix()
+        for file, text in texts.items()
+        if not first_sentence(text)
+    ]
 
 
 def insert_map(readme: str, text: str) -> str:
@@ -73,7 +92,9 @@ def insert_map(readme: str, text: str) -> str:
         ValueError: a marker is missing.
     """
     if START not in readme or STOP not in readme.split(START, 1)[-1]:
-        raise ValueError(f"README.md has no lines {START} and {STOP}. Add both where the map should stand.")
+        raise ValueError(
+            f"README.md has no lines {START} and {STOP}. Add both where the map should stand."
+        )
     before, rest = readme.split(START, 1)
     return f"{before}{START}\n{text}\n{STOP}{rest.split(STOP, 1)[1]}"
 
@@ -81,7 +102,10 @@ def insert_map(readme: str, text: str) -> str:
 def problems(root: Path) -> list[str]:
     """What keeps the map from being true: silent files, and a README that does not hold it."""
     package, readme = root / "megalith", root / "README.md"
-    found = [f"{path}: opens without a docstring. Write one sentence on what it is." for path in silent_files(package)]
+    found = [
+        f"{path}: opens without a docstring. Write one sentence on what it is."
+        for path in silent_files(package)
+    ]
     if not readme.exists():
         return [*found, "README.md: no such file. Add one with the two markers of the map."]
     try:
@@ -97,12 +121,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--write", action="store_true", help="put the map into README.md")
-    choice.add_argument("--check", action="store_true", help="end with 1 when README.md is not current")
+    choice.add_argument(
+        "--check", action="store_true", help="end with 1 when README.md is not current"
+    )
     options = parser.parse_args(arguments)
     readme = ROOT / "README.md"
     if options.check:
         found = problems(ROOT)
-        print("\n".join([*found, f"file_map: {len(files_of(ROOT / 'megalith'))} files, {len(found)} problems"]))
+        print(
+            "\n".join(
+                [
+                    *found,
+                    f"file_map: {len(files_of(ROOT / 'megalith'))} files, {len(found)} problems",
+                ]
+            )
+        )
         return int(bool(found))
     if options.write:
         readme.write_text(insert_map(readme.read_text(), build_map(ROOT / "megalith")))

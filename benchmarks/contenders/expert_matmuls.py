@@ -1,4 +1,5 @@
-"""The six matmuls of a layer of experts, on rows that lie ready: what everything around them is measured against."""
+"""The six matmuls of a layer of experts, on rows that lie ready: what everything around them is
+measured against."""
 
 from collections.abc import Callable
 
@@ -12,13 +13,21 @@ from megalith.kernels.permute import gather_rows, order_choices
 class Matmuls:
     """Each of up [e o, h] and down [e h, f] forward, for the gradient of its input and for its own.
 
-    x and dy [t, h], chosen [t, k]. `products`: one way to compute them; unset: the one that such a layer takes.
+    x and dy [t, h], chosen [t, k]. `products`: one way to compute them; unset: the one that such a
+    layer takes.
     """
 
     def __init__(
-        self, x: Tensor, dy: Tensor, chosen: Tensor, up: Tensor, down: Tensor, *, experts: int,
+        self,
+        x: Tensor,
+        dy: Tensor,
+        chosen: Tensor,
+        up: Tensor,
+        down: Tensor,
+        *,
+        experts: int,
         products: GroupedProducts | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         order = order_choices(chosen, experts)
         self.groups, self.up, self.down = groups_of(order.counts), up, down
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Every kernel's ways beside one another on one device, forward and backward, at the sizes of a layer."""
+"""Every kernel's ways beside one another on one device, forward and backward, at the sizes of a
+layer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,30 +50,44 @@ SMALL = Sizes(48, 32, 40, 4, 2, 16, 100, (30, 1, 17))
 """For a rehearsal."""
 
 SCORES: Mapping[str, Scores] = {
-    "attention": Scores(), "attention, window": Scores(window=1024), "attention, cap": Scores(softcap=50.0),
+    "attention": Scores(),
+    "attention, window": Scores(window=1024),
+    "attention, cap": Scores(softcap=50.0),
     "attention, off by one": Scores(off_by_one=True),
-}  # fmt: skip
+}
 
 
 def contests(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[tuple[str, Ways]]:
-    """(operation, its ways): each way computes it forward and backward; "auto" is the one that runs use."""
+    """(operation, its ways): each way computes it forward and backward; "auto" is the one that runs
+    use."""
     draw = torch.Generator().manual_seed(0)
 
     def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
-        return [torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
+        return [
+            torch.randn(shape, generator=draw).to(device, dtype).requires_grad_()
+            for shape in shapes
+        ]
 
     t, h, f, d = sizes.tokens, sizes.hidden, sizes.ffn, sizes.head_dim
     yield "add_rms_norm", by_kernel(partial(add_rms_norm, eps=EPS), inputs((t, h), (t, h), (h,)))
-    yield "add_layer_norm", by_kernel(partial(add_layer_norm, eps=EPS), inputs((t, h), (t, h), (h,), (h,)))
+    yield (
+        "add_layer_norm",
+        by_kernel(partial(add_layer_norm, eps=EPS), inputs((t, h), (t, h), (h,), (h,))),
+    )
     angles = torch.randn(t, d // 2, generator=draw).to(device)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     yield "rope", by_kernel(partial(apply_rope, cos=cos, sin=sin), inputs((t, sizes.heads, d)))
     turned = partial(apply_rope, cos=cos, sin=sin, interleaved=True)
     yield "rope, interleaved", by_kernel(turned, inputs((t, sizes.heads, d)))
     yield "swiglu", by_kernel(swiglu, inputs((t, 2 * f)))
-    yield "weighted gate", by_kernel(partial(weighted_gated, gate=Gate("silu")), inputs((t, 2 * f), (t,)))
+    yield (
+        "weighted gate",
+        by_kernel(partial(weighted_gated, gate=Gate("silu")), inputs((t, 2 * f), (t,))),
+    )
     labels = torch.randint(0, sizes.vocab, (t,), generator=draw).to(device)
-    loss = partial(linear_cross_entropy, labels=labels, vocab=alone("tp"), first_row=0, vocab_size=sizes.vocab)
+    loss = partial(
+        linear_cross_entropy, labels=labels, vocab=alone("tp"), first_row=0, vocab_size=sizes.vocab
+    )
     yield "head and loss", by_kernel(loss, inputs((t, h), (sizes.vocab, h)), ("auto", "torch"))
     qkv = inputs((t, sizes.heads, d), *[(t, sizes.kv_heads, d)] * 2)
     lengths = tuple((length, length) for length in sizes.documents)
@@ -81,11 +96,15 @@ def contests(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator
 
 
 def by_kernel(
-    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor],
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
     kernels: Sequence[Kernel] = KERNELS,
-) -> Ways:  # fmt: skip
+) -> Ways:
     """One way for each kernel: `function` of the inputs, which are all differentiated."""
-    return {kernel: back_and_forth(partial(function, *inputs, kernel=kernel), inputs) for kernel in kernels}
+    return {
+        kernel: back_and_forth(partial(function, *inputs, kernel=kernel), inputs)
+        for kernel in kernels
+    }
 
 
 def attention_ways(qkv: Sequence[Tensor], lengths: Lengths, scores: Scores) -> Ways:
@@ -102,7 +121,10 @@ def attention_ways(qkv: Sequence[Tensor], lengths: Lengths, scores: Scores) -> W
         known["varlen"] = lambda: varlen_attention.varlen_attention(q, k, v, lengths, scores)
     if flex_attention.takes(q, v, scores):
         known["flex"] = lambda: flex_attention.flexible_attention(q, k, v, lengths, scores)
-    ways: dict[str, Callable[[], Tensor]] = {"auto": lambda: attention(q, k, v, tokens, scores), **known}
+    ways: dict[str, Callable[[], Tensor]] = {
+        "auto": lambda: attention(q, k, v, tokens, scores),
+        **known,
+    }
     return {name: back_and_forth(way, qkv) for name, way in ways.items()}
 
 

@@ -1,6 +1,8 @@
-"""Layouts of two ranks against each other: ways to overlap tensor parallelism's messages, and a pipeline.
+"""Layouts of two ranks against each other: ways to overlap tensor parallelism's messages, and a
+pipeline.
 
-All of them live in the same two processes, compute the same step, and take turns, from barrier to barrier.
+All of them live in the same two processes, compute the same step, and take turns, from barrier to
+barrier.
 """
 
 import os
@@ -36,13 +38,16 @@ LAYOUTS: Mapping[str, ParallelConfig] = {
 
 
 def race_layouts(run: TrainRun, *, rounds: int) -> int:
-    """One rank's part: rank 0 prints every layout's rate, and how it compares with plain tensor parallelism."""
+    """One rank's part: rank 0 prints every layout's rate, and how it compares with plain tensor
+    parallelism."""
     first = replace(run, parallel=LAYOUTS["tp plain"])
     with joined(first, os.environ) as job, _served(job.device):
         steps = dict(_build(run, job))
         losses = {name: step() for name, step in steps.items()}
         turns = take_turns(
-            {name: partial(_until_all_are_done, step, job) for name, step in steps.items()}, rounds=rounds, warmup=3
+            {name: partial(_until_all_are_done, step, job) for name, step in steps.items()},
+            rounds=rounds,
+            warmup=3,
         )
         if job.first:
             _show(run, losses, turns.seconds, cpu=job.device.type == "cpu")
@@ -51,7 +56,8 @@ def race_layouts(run: TrainRun, *, rounds: int) -> int:
 
 @contextmanager
 def _served(device: torch.device) -> Iterator[None]:
-    """On CPUs a rehearsal: torch's own definition of the fused operators, which says nothing about their speed."""
+    """On CPUs a rehearsal: torch's own definition of the fused operators, which says nothing about
+    their speed."""
     if device.type != "cpu":
         yield
         return
@@ -71,7 +77,10 @@ def _build(run: TrainRun, job: Job) -> Iterator[tuple[str, Callable[[], float]]]
             if job.first:
                 print(f"  {name:22} left out: {error}", flush=True)
             continue
-        yield name, partial(_step, partial(train_step, trainer, batches, lr=LR, weight_decay=WEIGHT_DECAY))
+        yield (
+            name,
+            partial(_step, partial(train_step, trainer, batches, lr=LR, weight_decay=WEIGHT_DECAY)),
+        )
 
 
 def _step(step: Callable[[], object]) -> float:
@@ -86,13 +95,22 @@ def _until_all_are_done(step: Callable[[], float], job: Job) -> None:
     barrier(job.mesh.world)
 
 
-def _show(run: TrainRun, losses: Mapping[str, float], seconds: Mapping[str, list[float]], *, cpu: bool) -> None:
-    tokens, flops = run.train.global_batch_size * run.train.seq_len, flops_per_token(run.model, run.train.seq_len)
+def _show(
+    run: TrainRun, losses: Mapping[str, float], seconds: Mapping[str, list[float]], *, cpu: bool
+) -> None:
+    tokens, flops = (
+        run.train.global_batch_size * run.train.seq_len,
+        flops_per_token(run.model, run.train.seq_len),
+    )
     for name, times in seconds.items():
         rate = tokens / times_as_fast([1.0] * len(times), times).median
         print(
-            f"  {name:22} {rate:12,.0f} tokens/s {rate * flops / RANKS / 1e12:8.1f} TFLOP/s per rank, "
+            f"  {name:22} {rate:12,.0f} tokens/s {rate * flops / RANKS / 1e12:8.1f} TFLOP/s per "
+            "rank, "
             f"{times_as_fast(times, seconds['tp plain'])} of tp plain, loss {losses[name]:.4f}"
         )
     if cpu:
-        print("  a rehearsal on CPUs: fused products ran as torch's definition of them, one after the other")
+        print(
+            "  a rehearsal on CPUs: fused products ran as torch's definition of them, one after "
+            "the other"
+        )

@@ -1,9 +1,10 @@
 """The limit: the matmuls and the attention of one training step, alone.
 
-Every weight is multiplied three times (forward, gradient of its input, gradient of itself), in the stacks in which the
-model multiplies them and by the functions that it multiplies them with; attention runs forward and backward. There are
-no norms, no activations, no loss, no optimizer, no conversions. A step cannot be faster without other matmuls or
-another attention; how close it comes says what everything else costs.
+Every weight is multiplied three times (forward, gradient of its input, gradient of itself), in the
+stacks in which the model multiplies them and by the functions that it multiplies them with;
+attention runs forward and backward. There are no norms, no activations, no loss, no optimizer, no
+conversions. A step cannot be faster without other matmuls or another attention; how close it comes
+says what everything else costs.
 """
 
 from collections.abc import Callable
@@ -31,16 +32,22 @@ class Product(NamedTuple):
 
 
 def weight_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """(outputs, inputs) of every matmul with weights, in the order of the forward pass; the vocabulary is the last."""
+    """(outputs, inputs) of every matmul with weights, in the order of the forward pass; the
+    vocabulary is the last."""
     h, f, n, g, d = (
-        config.hidden_size, config.ffn_hidden_size, config.num_heads, config.num_kv_heads, config.head_size(),
-    )  # fmt: skip
+        config.hidden_size,
+        config.ffn_hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_size(),
+    )
     layer = [((n + 2 * g) * d, h), (h, n * d), (2 * f, h), (h, f)]
     return layer * config.num_layers + [(config.padded_vocab_size(), h)]
 
 
 class Matmuls:
-    """Every matmul with weights. Weights and gradients have memory of their own; activations of one shape share it."""
+    """Every matmul with weights. Weights and gradients have memory of their own; activations of one
+    shape share it."""
 
     def __init__(self, run: TrainRun, device: torch.device) -> None:
         dtype = DTYPES[run.precision.params]
@@ -48,14 +55,18 @@ class Matmuls:
         tokens = run.train.micro_batch_size * run.train.seq_len
         sizes = {size for shape in weight_shapes(run.model) for size in shape}
         # Not all zeros: processors may run faster on those.
-        activations = {size: torch.randn(tokens, size, dtype=dtype, device=device) for size in sizes}
+        activations = {
+            size: torch.randn(tokens, size, dtype=dtype, device=device) for size in sizes
+        }
         self.products = [
             Product(
-                activations[inputs], torch.randn(outputs, inputs, dtype=dtype, device=device), activations[outputs],
+                activations[inputs],
+                torch.randn(outputs, inputs, dtype=dtype, device=device),
+                activations[outputs],
                 torch.empty(outputs, inputs, dtype=dtype, device=device),
             )
             for outputs, inputs in weight_shapes(run.model)
-        ]  # fmt: skip
+        ]
 
     def step(self) -> None:
         """Forward through all layers and back."""
@@ -84,7 +95,9 @@ class Attention:
         ]
         self.dout = torch.randn(q_shape, dtype=dtype, device=device)
         self.run: Callable[[Tensor, Tensor, Tensor], Tensor] = (
-            (lambda q, k, v: attention(q, k, v, tokens)) if ours else (lambda q, k, v: sdpa_documents(q, k, v, length))
+            (lambda q, k, v: attention(q, k, v, tokens))
+            if ours
+            else (lambda q, k, v: sdpa_documents(q, k, v, length))
         )
 
     def step(self) -> None:

@@ -1,4 +1,5 @@
-"""One mixture of experts, forward and backward: ours as `megalith train` builds it, and transformers' block."""
+"""One mixture of experts, forward and backward: ours as `megalith train` builds it, and
+transformers' block."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,19 +21,22 @@ from megalith.recipes.qwen3 import qwen3_30b_a3b
 from megalith.testing.tolerance import relative_error
 
 DTYPE, TOLERANCE = torch.bfloat16, 3e-2
-"""bf16 rounds to 0.4 %, and a token's gradient is a sum of one such number from each of its experts."""
+"""bf16 rounds to 0.4 %, and a token's gradient is a sum of one such number from each of its
+experts."""
 
 PEERS = ("grouped_mm", "eager")
-"""transformers' ways. batched_mm copies a matrix for every row; deepgemm and sonicmoe need kernels from a network."""
+"""transformers' ways. batched_mm copies a matrix for every row; deepgemm and sonicmoe need kernels
+from a network."""
 
 AS_THEIRS = "ours, router in bf16"
 RESULTS = ("y", "dx", "drouter", "dup", "ddown")
 LEVEL = 2.0**-4
-"""Between two logits: all are exact in bf16, so that no way to compute them makes two of them equal."""
+"""Between two logits: all are exact in bf16, so that no way to compute them makes two of them
+equal."""
 
 UNEVEN = 0.5
-"""Standard deviation of what makes some experts more popular, beside 1 of a token's own taste. A guess: the busiest
-then has several times its share, as under a young router."""
+"""Standard deviation of what makes some experts more popular, beside 1 of a token's own taste. A
+guess: the busiest then has several times its share, as under a young router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +55,22 @@ def qwen3_moe() -> ModelConfig:
 def tiny_moe() -> ModelConfig:
     """For a rehearsal; features are whole blocks of 16 bytes, as grouped matmuls want them."""
     return ModelConfig(
-        vocab_size=8, hidden_size=40, num_layers=1, num_heads=2, num_kv_heads=1, ffn_hidden_size=8,
+        vocab_size=8,
+        hidden_size=40,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        ffn_hidden_size=8,
         moe=MoEConfig(experts=6, top_k=2, ffn_hidden_size=24),
-    )  # fmt: skip
+    )
 
 
 class Layer:
-    """Our layer, its weights and inputs; every contender's step gives the results and gradients that it should.
+    """Our layer, its weights and inputs; every contender's step gives the results and gradients
+    that it should.
 
-    Logits are the tokens' first features, so that all contenders choose the same experts, whatever they round.
+    Logits are the tokens' first features, so that all contenders choose the same experts, whatever
+    they round.
     """
 
     def __init__(self, mixture: Mixture, device: torch.device) -> None:
@@ -74,7 +85,8 @@ class Layer:
         places = (taste + popular).argsort(1).argsort(1)
         self.chosen = places.topk(self.moe.top_k, dim=1).indices
         self.x, self.dy = (
-            torch.randn(t, self.config.hidden_size, generator=draw, device=device, dtype=DTYPE) for _ in range(2)
+            torch.randn(t, self.config.hidden_size, generator=draw, device=device, dtype=DTYPE)
+            for _ in range(2)
         )
         self.x[:, : self.moe.experts] = LEVEL * (places - self.moe.experts // 2)
         self.weights = weights_of(self.layer)
@@ -90,8 +102,10 @@ class Layer:
         moe, rows = self.moe, self.chosen.numel()
         busiest = int(self.chosen.flatten().bincount().max()) * moe.experts / rows
         return (
-            f"{self.tokens.num_tokens} tokens of h {self.config.hidden_size}, {moe.experts} experts of "
-            f"f {moe.ffn_hidden_size}, {moe.top_k} for each token, the busiest with {busiest:.1f} times its share"
+            f"{self.tokens.num_tokens} tokens of h {self.config.hidden_size}, {moe.experts} "
+            "experts of "
+            f"f {moe.ffn_hidden_size}, {moe.top_k} for each token, the busiest with {busiest:.1f} "
+            "times its share"
         )
 
     def matmuls(self) -> Matmuls:
@@ -101,7 +115,11 @@ class Layer:
 
     def steps(self, peers: Sequence[str] = PEERS) -> dict[str, Callable[[], list[Tensor]]]:
         """By name, ours first; all of them share the weights."""
-        same = build(self.config, replace(self.moe, router=replace(self.moe.router, dtype="model")), self.x.device)
+        same = build(
+            self.config,
+            replace(self.moe, router=replace(self.moe.router, dtype="model")),
+            self.x.device,
+        )
         for mine, first in zip(same.parameters(), self.layer.parameters(), strict=True):
             mine.data = first.data
         steps = {"ours": self.ours(self.layer), AS_THEIRS: self.ours(same)}
@@ -115,9 +133,12 @@ class Layer:
     def theirs(self, implementation: str) -> Callable[[], list[Tensor]]:
         """The block of Qwen3-MoE with the same weights."""
         config = Qwen3MoeConfig(
-            num_experts=self.moe.experts, num_experts_per_tok=self.moe.top_k, hidden_size=self.config.hidden_size,
-            moe_intermediate_size=self.moe.ffn_hidden_size, norm_topk_prob=self.moe.router.renormalise,
-        )  # fmt: skip
+            num_experts=self.moe.experts,
+            num_experts_per_tok=self.moe.top_k,
+            hidden_size=self.config.hidden_size,
+            moe_intermediate_size=self.moe.ffn_hidden_size,
+            norm_topk_prob=self.moe.router.renormalise,
+        )
         config._experts_implementation = implementation
         with torch.device("meta"):
             block = Qwen3MoeSparseMoeBlock(config)
@@ -131,7 +152,13 @@ class Layer:
     def results(self, y: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """y and all gradients, as flat as ours."""
         grads = torch.autograd.grad(y, [self.x, *weights], self.dy)
-        return [y.detach(), *(g.reshape(mine.shape) for g, mine in zip(grads, (self.x, *self.weights), strict=True))]
+        return [
+            y.detach(),
+            *(
+                g.reshape(mine.shape)
+                for g, mine in zip(grads, (self.x, *self.weights), strict=True)
+            ),
+        ]
 
 
 def build(config: ModelConfig, moe: MoEConfig, device: torch.device) -> MoE:

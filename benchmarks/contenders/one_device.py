@@ -1,4 +1,5 @@
-"""Training steps that take turns on one device: ours and transformers', eager and with compiled layers."""
+"""Training steps that take turns on one device: ours and transformers', eager and with compiled
+layers."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,12 @@ from megalith.data.loader import StepBatches
 from megalith.plan.costs import num_parameters
 
 HELD_PER_PARAMETER = {"fp32": 16, "bf16": 20}
-"""Bytes a contender holds between steps: weights, master weights, gradients and two moments in fp32."""
+"""Bytes a contender holds between steps: weights, master weights, gradients and two moments in
+fp32."""
 
 SHARE_OF_MEMORY = 0.6
-"""Of a device, that contenders may hold between steps; the rest is for what a step needs. A guess."""
+"""Of a device, that contenders may hold between steps; the rest is for what a step needs. A
+guess."""
 
 CHECKED_STEPS, LATER_TOLERANCE = 4, 2e-2
 """Losses after updates differ by rounding that Adam has enlarged."""
@@ -34,23 +37,33 @@ class Contender:
 
 
 def groups(run: TrainRun, device: torch.device, *, compiled: bool, graphs: bool) -> list[list[str]]:
-    """Names of contenders that take turns: all, or those of a kind where the device cannot hold all of them."""
+    """Names of contenders that take turns: all, or those of a kind where the device cannot hold all
+    of them."""
     eager, others = ["ours", "transformers"], ["ours compiled", "transformers compiled"]
     if graphs:
         others.append(GRAPHS)
     if not compiled:
         return [eager]
     held = (2 + len(others)) * num_parameters(run.model) * HELD_PER_PARAMETER[run.precision.params]
-    return [[*eager, *others]] if held <= SHARE_OF_MEMORY * total_memory(device) else [eager, others]
+    return (
+        [[*eager, *others]] if held <= SHARE_OF_MEMORY * total_memory(device) else [eager, others]
+    )
 
 
 def total_memory(device: torch.device) -> float:
     """Bytes; no bound on a CPU, whose models are tiny here."""
-    return float("inf") if device.type == "cpu" else float(torch.cuda.get_device_properties(device).total_memory)
+    return (
+        float("inf")
+        if device.type == "cpu"
+        else float(torch.cuda.get_device_properties(device).total_memory)
+    )
 
 
-def build(names: Sequence[str], run: TrainRun, batches: StepBatches, device: torch.device) -> dict[str, Contender]:
-    """One training step per name, all from the same weights: those of the first, which must be ours."""
+def build(
+    names: Sequence[str], run: TrainRun, batches: StepBatches, device: torch.device
+) -> dict[str, Contender]:
+    """One training step per name, all from the same weights: those of the first, which must be
+    ours."""
     built: dict[str, Contender] = {}
     compiled_run = replace(run, train=replace(run.train, compile=True))
     first: Ours | None = None
@@ -68,7 +81,8 @@ def build(names: Sequence[str], run: TrainRun, batches: StepBatches, device: tor
 
 
 def _with_graphs(ours: Ours) -> Callable[[], float]:
-    """Its layers compiled once more, now with CUDA graphs, which torch makes where it can; on a CPU without."""
+    """Its layers compiled once more, now with CUDA graphs, which torch makes where it can; on a CPU
+    without."""
     for chunk in ours.trainer.staged.chunks:
         for layer in chunk.layers:
             layer.compile(mode="reduce-overhead")
@@ -80,11 +94,14 @@ def _with_graphs(ours: Ours) -> Callable[[], float]:
     return step
 
 
-def alike(contenders: Mapping[str, Contender], tolerance: float) -> tuple[dict[str, Contender], list[str]]:
-    """Those that compute the same losses as the first, step after step; and why others are left out.
+def alike(
+    contenders: Mapping[str, Contender], tolerance: float
+) -> tuple[dict[str, Contender], list[str]]:
+    """Those that compute the same losses as the first, step after step; and why others are left
+    out.
 
-    CUDA graphs are recorded in the second step and replayed from the third on. Only they may fail, because torch
-    decides what it can record; any other difference ends the benchmark.
+    CUDA graphs are recorded in the second step and replayed from the third on. Only they may fail,
+    because torch decides what it can record; any other difference ends the benchmark.
     """
     expected: list[float] = []
     same, wrong = {}, []
@@ -97,13 +114,17 @@ def alike(contenders: Mapping[str, Contender], tolerance: float) -> tuple[dict[s
             wrong.append(f"{name}: left out, {str(error).splitlines()[0]}")
             continue
         expected = expected or losses
-        apart = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, expected, strict=True)]
+        apart = [
+            abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, expected, strict=True)
+        ]
         if apart[0] <= tolerance and max(apart) <= LATER_TOLERANCE:
             same[name] = contender
         elif name == GRAPHS:
             wrong.append(f"{name}: left out, it computes losses {losses} instead of {expected}")
         else:
-            sys.exit(f"losses of {name} are {losses}, expected {expected}. Use equal weights and labels.")
+            sys.exit(
+                f"losses of {name} are {losses}, expected {expected}. Use equal weights and labels."
+            )
     return same, wrong
 
 
@@ -119,7 +140,8 @@ def extra_memory_gib(step: Callable[[], object], device: torch.device) -> float:
 
 
 def until_done(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """The step with a wait for the device at its end: an optimizer update may still be running when it returns."""
+    """The step with a wait for the device at its end: an optimizer update may still be running when
+    it returns."""
 
     def whole() -> None:
         step()

@@ -23,10 +23,14 @@ def random_step(run: TrainRun, device: torch.device, *, seed: int = 0) -> StepBa
     train, vocab = run.train, run.model.vocab_size
     draw = np.random.default_rng(seed)
     rows = [
-        Sample(draw.integers(0, vocab, train.seq_len + 1), train.seq_len + 1) for _ in range(train.global_batch_size)
+        Sample(draw.integers(0, vocab, train.seq_len + 1), train.seq_len + 1)
+        for _ in range(train.global_batch_size)
     ]
     size = train.micro_batch_size
-    batches = [build_batch(rows[first : first + size], Masks(), device=device) for first in range(0, len(rows), size)]
+    batches = [
+        build_batch(rows[first : first + size], Masks(), device=device)
+        for first in range(0, len(rows), size)
+    ]
     return StepBatches(batches, sum(batch.num_labels for batch in batches))
 
 
@@ -43,7 +47,10 @@ class Ours:
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter in the shape of the paper, by name."""
-        return {owned.shard.name: owned.weight.view(owned.shard.shape) for owned in self.trainer.data.owned}
+        return {
+            owned.shard.name: owned.weight.view(owned.shard.shape)
+            for owned in self.trainer.data.owned
+        }
 
 
 def with_precision(run: TrainRun, params: str) -> TrainRun:

@@ -1,4 +1,5 @@
-"""One rank of the comparison of exchanges with experts that hide behind computing with those that do not."""
+"""One rank of the comparison of exchanges with experts that hide behind computing with those that
+do not."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,8 @@ from megalith.train.build import build_trainer
 from megalith.train.step import train_step
 
 KINDS = ("in order", "shared", "pairs")
-"""Nothing behind anything; shared experts while tokens are on their way; and another microbatch besides."""
+"""Nothing behind anything; shared experts while tokens are on their way; and another microbatch
+besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,12 @@ def run_rank(
             if link is not None:
                 exposed[kind] += link.exposed_seconds("all_to_all") - before
 
-        turns = take_turns({kind: lambda kind=kind: turn(kind) for kind in KINDS}, rounds=rounds, warmup=warmup)
-    return RankReport(losses, turns, {kind: seconds / (rounds + warmup) for kind, seconds in exposed.items()})
+        turns = take_turns(
+            {kind: lambda kind=kind: turn(kind) for kind in KINDS}, rounds=rounds, warmup=warmup
+        )
+    return RankReport(
+        losses, turns, {kind: seconds / (rounds + warmup) for kind, seconds in exposed.items()}
+    )
 
 
 def step_of(kind: str, run: TrainRun, mesh: Mesh) -> Callable[[], float]:

@@ -1,4 +1,5 @@
-"""Kernels in the precisions of training on one device, against their plain references in float64 on the CPU."""
+"""Kernels in the precisions of training on one device, against their plain references in float64 on
+the CPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,11 @@ from torch import Tensor
 
 from megalith.kernels.activation import Gate, gated, reference_gated
 from megalith.kernels.attention import attention, reference_attention
-from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy, token_losses
+from megalith.kernels.cross_entropy import (
+    linear_cross_entropy,
+    reference_cross_entropy,
+    token_losses,
+)
 from megalith.kernels.embedding import embedding, reference_embedding
 from megalith.kernels.linear import linear, reference_linear
 from megalith.kernels.norm import (
@@ -35,14 +40,16 @@ EPS, T, H, V = 1e-5, 384, 96, 1000
 CLAMPED = Gate("quick_gelu", clamp=7.0, up_offset=1.0)
 
 LOGIT_SCALE = 0.3
-"""Of the head's inputs: logits have then a deviation of about 1. bf16 rounds large ones to eighths, for any library."""
+"""Of the head's inputs: logits have then a deviation of about 1. bf16 rounds large ones to eighths,
+for any library."""
 
 Computation = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One operation: how we compute it, its definition, and the shapes of what it differentiates."""
+    """One operation: how we compute it, its definition, and the shapes of what it
+    differentiates."""
 
     name: str
     ours: Computation
@@ -54,7 +61,8 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """The largest difference of a kernel's results and gradients, relative to each one's largest entry."""
+    """The largest difference of a kernel's results and gradients, relative to each one's largest
+    entry."""
 
     kernel: str
     dtype: str
@@ -67,7 +75,10 @@ def compare_kernels(device: torch.device) -> Iterator[Error]:
     for kernel in kernels(device):
         for dtype, allowed in TOLERANCES.items():
             draw = torch.Generator().manual_seed(0)
-            inputs = [torch.randn(shape, generator=draw).mul(kernel.scale).to(dtype) for shape in kernel.shapes]
+            inputs = [
+                torch.randn(shape, generator=draw).mul(kernel.scale).to(dtype)
+                for shape in kernel.shapes
+            ]
             expected = _results(kernel.reference, [x.double() for x in inputs])
             got = _results(kernel.ours, [x.to(device) for x in inputs])
             worst = max(relative_error(a.cpu(), b) for a, b in zip(got, expected, strict=True))
@@ -75,7 +86,8 @@ def compare_kernels(device: torch.device) -> Iterator[Error]:
 
 
 def kernels(device: torch.device) -> list[Kernel]:
-    """Every kernel whose inputs can be random; `ours` takes them on `device`, the reference on the CPU."""
+    """Every kernel whose inputs can be random; `ours` takes them on `device`, the reference on the
+    CPU."""
     angles = torch.arange(T).unsqueeze(1) / 7 ** torch.arange(16)
     rows, packed = tokens_of_rows(3, T // 3), tokens_of_lengths([200, 1, T - 201])
     rows_there, packed_there = (
@@ -90,7 +102,9 @@ def kernels(device: torch.device) -> list[Kernel]:
         return apply_rope(x, angles.cos().to(x), angles.sin().to(x))
 
     def loss(x: Tensor, w: Tensor) -> Tensor:
-        return linear_cross_entropy(x, w, labels_there, vocab=alone("tp"), first_row=0, vocab_size=V)
+        return linear_cross_entropy(
+            x, w, labels_there, vocab=alone("tp"), first_row=0, vocab_size=V
+        )
 
     def losses(x: Tensor, w: Tensor) -> Tensor:
         return token_losses(x, w, labels_there, vocab=alone("tp"), first_row=0, vocab_size=V)
@@ -104,44 +118,79 @@ def kernels(device: torch.device) -> list[Kernel]:
     hidden, attended = (T, H), [(T, 6, 32), (T, 2, 32), (T, 2, 32)]
     head = [hidden, (V, H)]
     return [
-        Kernel("linear", lambda x, *w: linear(x, w), lambda x, *w: reference_linear(x, w), [hidden, (50, H), (7, H)]),
-        Kernel("rms_norm", partial(rms_norm, eps=EPS), partial(reference_rms_norm, eps=EPS), [hidden, (H,)]),
         Kernel(
-            "add_rms_norm", partial(add_rms_norm, eps=EPS), partial(reference_add_rms_norm, eps=EPS),
+            "linear",
+            lambda x, *w: linear(x, w),
+            lambda x, *w: reference_linear(x, w),
+            [hidden, (50, H), (7, H)],
+        ),
+        Kernel(
+            "rms_norm",
+            partial(rms_norm, eps=EPS),
+            partial(reference_rms_norm, eps=EPS),
+            [hidden, (H,)],
+        ),
+        Kernel(
+            "add_rms_norm",
+            partial(add_rms_norm, eps=EPS),
+            partial(reference_add_rms_norm, eps=EPS),
             [hidden, hidden, (H,)],
         ),
         Kernel("rope", our_rope, their_rope, [(T, 3, 32)]),
         Kernel("swiglu", swiglu, reference_swiglu, [(T, 2 * H)]),
         Kernel(
-            "clamped gate", partial(gated, gate=CLAMPED), partial(reference_gated, gate=CLAMPED), [(T, 2 * H)]
+            "clamped gate",
+            partial(gated, gate=CLAMPED),
+            partial(reference_gated, gate=CLAMPED),
+            [(T, 2 * H)],
         ),
         Kernel(
-            "weighted gate", partial(weighted_gated, gate=CLAMPED), partial(reference_weighted_gated, gate=CLAMPED),
+            "weighted gate",
+            partial(weighted_gated, gate=CLAMPED),
+            partial(reference_weighted_gated, gate=CLAMPED),
             [(T, 2 * H), (T,)],
         ),
         Kernel(
-            "add_layer_norm", partial(add_layer_norm, eps=EPS), partial(reference_add_layer_norm, eps=EPS),
+            "add_layer_norm",
+            partial(add_layer_norm, eps=EPS),
+            partial(reference_add_layer_norm, eps=EPS),
             [hidden, hidden, (H,), (H,)],
         ),
         *[
             Kernel(
-                f"attention, {name}", partial(attention, tokens=packed_there, scores=scores),
-                partial(reference_attention, tokens=packed, scores=scores), attended,
+                f"attention, {name}",
+                partial(attention, tokens=packed_there, scores=scores),
+                partial(reference_attention, tokens=packed, scores=scores),
+                attended,
             )
-            for name, scores in (("window", Scores(window=50)), ("cap", Scores(softcap=2.0, off_by_one=True)))
+            for name, scores in (
+                ("window", Scores(window=50)),
+                ("cap", Scores(softcap=2.0, off_by_one=True)),
+            )
         ],
         Kernel(
-            "attention of equal rows", partial(attention, tokens=rows_there), partial(reference_attention, tokens=rows),
+            "attention of equal rows",
+            partial(attention, tokens=rows_there),
+            partial(reference_attention, tokens=rows),
             attended,
         ),
         Kernel(
-            "attention of documents", partial(attention, tokens=packed_there),
-            partial(reference_attention, tokens=packed), attended,
+            "attention of documents",
+            partial(attention, tokens=packed_there),
+            partial(reference_attention, tokens=packed),
+            attended,
         ),
-        Kernel("embedding", partial(embedding, ids_there), partial(reference_embedding, ids, first_row=0), [(V, H)]),
-        Kernel("head and loss", loss, lambda x, w: their_losses(x, w).sum(), head, scale=LOGIT_SCALE),
+        Kernel(
+            "embedding",
+            partial(embedding, ids_there),
+            partial(reference_embedding, ids, first_row=0),
+            [(V, H)],
+        ),
+        Kernel(
+            "head and loss", loss, lambda x, w: their_losses(x, w).sum(), head, scale=LOGIT_SCALE
+        ),
         Kernel("head and losses", losses, their_losses, head, scale=LOGIT_SCALE),
-    ]  # fmt: skip
+    ]
 
 
 def _results(function: Computation, inputs: Sequence[Tensor]) -> list[Tensor]:

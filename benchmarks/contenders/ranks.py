@@ -1,4 +1,5 @@
-"""One rank of the comparison with DistributedDataParallel: both contenders live in every rank and take turns."""
+"""One rank of the comparison with DistributedDataParallel: both contenders live in every rank and
+take turns."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +21,8 @@ from megalith.train.step import train_step
 
 
 class LossModel(nn.Module):
-    """Our model without data parallelism of ours: gradients arrive in `.grad`, as plain autograd leaves them."""
+    """Our model without data parallelism of ours: gradients arrive in `.grad`, as plain autograd
+    leaves them."""
 
     def __init__(self, run: TrainRun) -> None:
         super().__init__()
@@ -36,7 +38,8 @@ class LossModel(nn.Module):
 
 
 class Adam:
-    """What torch's contenders have in common: fused AdamW with clipping, and a loss of the same parts."""
+    """What torch's contenders have in common: fused AdamW with clipping, and a loss of the same
+    parts."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -44,14 +47,19 @@ class Adam:
     def __init__(self, run: TrainRun, batches: StepBatches, mesh: Mesh) -> None:
         self.batches, self.mesh, self.clip_grad = batches, mesh, run.optim.clip_grad
         self.settings = {
-            "lr": LR, "betas": (run.optim.beta1, run.optim.beta2), "eps": run.optim.eps, "weight_decay": WEIGHT_DECAY,
+            "lr": LR,
+            "betas": (run.optim.beta1, run.optim.beta2),
+            "eps": run.optim.eps,
+            "weight_decay": WEIGHT_DECAY,
             "fused": True,
-        }  # fmt: skip
+        }
 
     def step(self) -> float:
         """One update; the loss before it."""
         loss: Tensor = self.model(self.batches)
-        (loss * self.mesh.dp.size).backward()  # their gradients are means over the ranks, ours are sums
+        (
+            loss * self.mesh.dp.size
+        ).backward()  # their gradients are means over the ranks, ours are sums
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -63,18 +71,29 @@ class Replicated(Adam):
 
     def __init__(self, run: TrainRun, batches: StepBatches, mesh: Mesh) -> None:
         super().__init__(run, batches, mesh)
-        self.model = DistributedDataParallel(LossModel(run), process_group=mesh.dp.handle, gradient_as_bucket_view=True)
+        self.model = DistributedDataParallel(
+            LossModel(run), process_group=mesh.dp.handle, gradient_as_bucket_view=True
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **self.settings)
 
 
-def run_rank(rank: int, world: int, run: TrainRun, rounds: int, warmup: int) -> tuple[dict[str, float], Turns]:
+def run_rank(
+    rank: int, world: int, run: TrainRun, rounds: int, warmup: int
+) -> tuple[dict[str, float], Turns]:
     """Losses of the first step, and what every turn took."""
     trainer, batches = set_up(rank, world, run)
-    return race(trainer, batches, {"ddp": Replicated(run, batches, trainer.mesh).step}, rounds=rounds, warmup=warmup)
+    return race(
+        trainer,
+        batches,
+        {"ddp": Replicated(run, batches, trainer.mesh).step},
+        rounds=rounds,
+        warmup=warmup,
+    )
 
 
 def set_up(rank: int, world: int, run: TrainRun) -> tuple[Trainer, StepBatches]:
-    """Ours, and what all compute: an equal part of the step's rows as one microbatch, other rows on every rank."""
+    """Ours, and what all compute: an equal part of the step's rows as one microbatch, other rows on
+    every rank."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as `megalith train` does; the others share the process
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
@@ -86,10 +105,19 @@ def set_up(rank: int, world: int, run: TrainRun) -> tuple[Trainer, StepBatches]:
 
 
 def race(
-    trainer: Trainer, batches: StepBatches, theirs: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int
+    trainer: Trainer,
+    batches: StepBatches,
+    theirs: Mapping[str, Callable[[], float]],
+    *,
+    rounds: int,
+    warmup: int,
 ) -> tuple[dict[str, float], Turns]:
-    """Losses of the first step of ours and theirs, and what every turn took, each from barrier to barrier."""
-    steps = {"ours": lambda: train_step(trainer, batches, lr=LR, weight_decay=WEIGHT_DECAY).loss, **theirs}
+    """Losses of the first step of ours and theirs, and what every turn took, each from barrier to
+    barrier."""
+    steps = {
+        "ours": lambda: train_step(trainer, batches, lr=LR, weight_decay=WEIGHT_DECAY).loss,
+        **theirs,
+    }
     losses = {name: step() for name, step in steps.items()}
     turns = {name: _until_all_are_done(step, trainer.mesh) for name, step in steps.items()}
     return losses, take_turns(turns, rounds=rounds, warmup=warmup)

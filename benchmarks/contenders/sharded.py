@@ -1,4 +1,5 @@
-"""One rank of the comparison of divided optimizer state: ours, FSDP2 and DistributedDataParallel take turns in it."""
+"""One rank of the comparison of divided optimizer state: ours, FSDP2 and DistributedDataParallel
+take turns in it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,12 +31,13 @@ class RankReport:
 
     turns: Turns
     nbytes: dict[str, int]
-    """Weights, gradients and optimizer state that this rank holds between backward and the update."""
+    """Weights, gradients and optimizer state that this rank holds between backward and the
+    update."""
 
 
 class FullySharded(Adam):
-    """FSDP2: every layer a unit, and the rest one more. Weights stay gathered between forward and backward, which is
-    its faster way (ZeRO-2 in what moves), unless `reshard`."""
+    """FSDP2: every layer a unit, and the rest one more. Weights stay gathered between forward
+    and backward, which is its faster way (ZeRO-2 in what moves), unless `reshard`."""
 
     def __init__(self, run: TrainRun, batches: StepBatches, mesh: Mesh, *, reshard: bool) -> None:
         super().__init__(run, batches, mesh)
@@ -50,35 +52,50 @@ class FullySharded(Adam):
 
 
 class Redundant(Adam):
-    """DistributedDataParallel, and torch's ZeRO-1: whole parameters are dealt out over the ranks, then broadcast."""
+    """DistributedDataParallel, and torch's ZeRO-1: whole parameters are dealt out over the ranks,
+    then broadcast."""
 
     def __init__(self, run: TrainRun, batches: StepBatches, mesh: Mesh) -> None:
         super().__init__(run, batches, mesh)
-        self.model = DistributedDataParallel(LossModel(run), process_group=mesh.dp.handle, gradient_as_bucket_view=True)
+        self.model = DistributedDataParallel(
+            LossModel(run), process_group=mesh.dp.handle, gradient_as_bucket_view=True
+        )
         self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), optimizer_class=torch.optim.AdamW, process_group=mesh.dp.handle,
-            parameters_as_bucket_view=True, **self.settings,
-        )  # fmt: skip
+            self.model.parameters(),
+            optimizer_class=torch.optim.AdamW,
+            process_group=mesh.dp.handle,
+            parameters_as_bucket_view=True,
+            **self.settings,
+        )
 
 
-def run_rank(rank: int, world: int, run: TrainRun, rounds: int, warmup: int, reshard: bool) -> RankReport:
+def run_rank(
+    rank: int, world: int, run: TrainRun, rounds: int, warmup: int, reshard: bool
+) -> RankReport:
     """Every turn goes from barrier to barrier."""
     run = replace(run, parallel=ParallelConfig(zero=1))
     trainer, batches = set_up(rank, world, run)
     fsdp = FullySharded(run, batches, trainer.mesh, reshard=reshard)
     ddp = Redundant(run, batches, trainer.mesh)
-    losses, turns = race(trainer, batches, {"fsdp2": fsdp.step, "ddp": ddp.step}, rounds=rounds, warmup=warmup)
+    losses, turns = race(
+        trainer, batches, {"fsdp2": fsdp.step, "ddp": ddp.step}, rounds=rounds, warmup=warmup
+    )
     nbytes = {
-        "ours": _our_nbytes(trainer), "fsdp2": _their_nbytes(fsdp.model, fsdp.optimizer),
-        "ddp": _their_nbytes(ddp.model, ddp.optimizer.optim),  # its own part of the optimizer is one of torch's inside
-    }  # fmt: skip
+        "ours": _our_nbytes(trainer),
+        "fsdp2": _their_nbytes(fsdp.model, fsdp.optimizer),
+        "ddp": _their_nbytes(
+            ddp.model, ddp.optimizer.optim
+        ),  # its own part of the optimizer is one of torch's inside
+    }
     return RankReport(losses, turns, nbytes)
 
 
 def _their_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Gradients are as large as the weights they are for."""
     state = (value for values in optimizer.state.values() for value in values.values())
-    return 2 * _nbytes(model.parameters()) + _nbytes(value for value in state if isinstance(value, Tensor))
+    return 2 * _nbytes(model.parameters()) + _nbytes(
+        value for value in state if isinstance(value, Tensor)
+    )
 
 
 def _our_nbytes(trainer: Trainer) -> int:

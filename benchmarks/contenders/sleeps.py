@@ -1,4 +1,5 @@
-"""One rank of a pipeline whose stages sleep instead of computing, so that a machine with few cores can time many."""
+"""One rank of a pipeline whose stages sleep instead of computing, so that a machine with few cores
+can time many."""
 
 import time
 from contextlib import nullcontext
@@ -53,7 +54,9 @@ class Sleep(Function):
     """Sleeps forward, then backward towards the input; what the weights take is their sink's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stage: "SleepingStage") -> Tensor:  # Any: it takes any attribute
+    def forward(
+        ctx: Any, x: Tensor, stage: "SleepingStage"
+    ) -> Tensor:  # Any: it takes any attribute
         """x -> a copy of it."""
         time.sleep(stage.naps.forward)
         ctx.stage = stage
@@ -91,12 +94,16 @@ def run_rank(
     torch.set_num_threads(1)
     group = everyone(rank, world, "pp")
     stages = [
-        SleepingStage(schedule.stage_of(rank, chunk), schedule.num_stages, naps) for chunk in range(schedule.num_chunks)
+        SleepingStage(schedule.stage_of(rank, chunk), schedule.num_stages, naps)
+        for chunk in range(schedule.num_chunks)
     ]
     pipeline = Pipeline(
-        rank, handles_of(group, tags=True), torch.device("cpu"), lambda *_: (Spec((WIDTH,), torch.float32),),
+        rank,
+        handles_of(group, tags=True),
+        torch.device("cpu"),
+        lambda *_: (Spec((WIDTH,), torch.float32),),
         weights=[Postponed([stage]) for stage in stages],
-    )  # fmt: skip
+    )
     times = []
     for _ in range(rounds):
         barrier(group)

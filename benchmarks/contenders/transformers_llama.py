@@ -1,8 +1,9 @@
 """The peer: Hugging Face transformers' Llama in a plain PyTorch training step, eager or compiled.
 
-Everything that could make it faster without leaving the common recipe is on: sdpa attention, fused AdamW, multi-tensor
-(`foreach`) clipping and copies, gradients dropped instead of zeroed. In bf16 the module is bf16 and the optimizer works
-on fp32 copies of weights and gradients; autocast over fp32 weights, the other common recipe, was slower (docs/log.md).
+Everything that could make it faster without leaving the common recipe is on: sdpa attention, fused
+AdamW, multi-tensor (`foreach`) clipping and copies, gradients dropped instead of zeroed. In bf16
+the module is bf16 and the optimizer works on fp32 copies of weights and gradients; autocast over
+fp32 weights, the other common recipe, was slower (docs/log.md).
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,10 @@ from typing import Any
 import torch
 from contenders.ours import LR, WEIGHT_DECAY
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM  # lint: allow optional-import: the peer that we measure against
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+)  # lint: allow optional-import: the peer that we measure against
 
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
@@ -22,22 +26,34 @@ from megalith.train.build import DTYPES
 class TransformersLlama:
     """Holds model, masters and optimizer; `step()` is one optimizer update."""
 
-    def __init__(self, run: TrainRun, batches: StepBatches, weights: Mapping[str, Tensor], *, compiled: bool) -> None:
+    def __init__(
+        self, run: TrainRun, batches: StepBatches, weights: Mapping[str, Tensor], *, compiled: bool
+    ) -> None:
         """`weights`: ours, by our names; they are copied."""
         config = LlamaConfig(**LLAMA.write_config(run.model), attn_implementation="sdpa")
         self.model = (
-            LlamaForCausalLM(config).to(batches.microbatches[0].ids.device, DTYPES[run.precision.params]).train()
+            LlamaForCausalLM(config)
+            .to(batches.microbatches[0].ids.device, DTYPES[run.precision.params])
+            .train()
         )
         _load(self.model, run, weights)
         self.batches, self.rows = batches, (run.train.micro_batch_size, run.train.seq_len)
         self.clip_grad = run.optim.clip_grad
-        self.params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.params = [
+            parameter for parameter in self.model.parameters() if parameter.requires_grad
+        ]
         self.masters = _masters(self.params)
         self.optimizer = torch.optim.AdamW(
-            self.masters, lr=LR, betas=(run.optim.beta1, run.optim.beta2), eps=run.optim.eps,
-            weight_decay=WEIGHT_DECAY, fused=True,
-        )  # fmt: skip
-        self.forward: Any = torch.compile(self.model) if compiled else self.model  # Any: an nn.Module or its wrapper
+            self.masters,
+            lr=LR,
+            betas=(run.optim.beta1, run.optim.beta2),
+            eps=run.optim.eps,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+        )
+        self.forward: Any = (
+            torch.compile(self.model) if compiled else self.model
+        )  # Any: an nn.Module or its wrapper
 
     def step(self) -> float:
         """One update; the loss before it."""
@@ -45,9 +61,12 @@ class TransformersLlama:
         for batch in self.batches.microbatches:
             labels = batch.labels.where(batch.labels >= 0, -100).view(self.rows)
             loss = self.forward(
-                input_ids=batch.ids.view(self.rows), labels=labels, shift_labels=labels, use_cache=False,
+                input_ids=batch.ids.view(self.rows),
+                labels=labels,
+                shift_labels=labels,
+                use_cache=False,
                 num_items_in_batch=self.batches.num_labels,
-            ).loss  # fmt: skip
+            ).loss
             loss.backward()
             total += loss.detach()
         self._update()
@@ -56,7 +75,9 @@ class TransformersLlama:
     def _update(self) -> None:
         separate = self.masters[0] is not self.params[0]
         if separate:
-            torch._foreach_copy_([_gradient(m) for m in self.masters], [_gradient(p) for p in self.params])
+            torch._foreach_copy_(
+                [_gradient(m) for m in self.masters], [_gradient(p) for p in self.params]
+            )
         nn.utils.clip_grad_norm_(self.masters, self.clip_grad)
         self.optimizer.step()
         if separate:

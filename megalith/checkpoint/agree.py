@@ -1,4 +1,5 @@
-"""All ranks succeed, or all raise the same error: one rank's full disk must not leave the others waiting."""
+"""All ranks succeed, or all raise the same error: one rank's full disk must not leave the others
+waiting."""
 
 import errno
 import traceback
@@ -28,15 +29,17 @@ def together(work: Callable[[], T], world: Group) -> list[T]:
     """Every rank's result of its own `work`, in rank order.
 
     Raises:
-        CheckpointError: on every rank with the same text, when a rank's folder, disk or settings did not allow it (a
-            UserError or OSError); chained to the rank's own error there.
-        RankError: a rank failed otherwise, which is a fault of ours; the text starts with the traceback of the first
-            such rank. The rank itself raises the error it met.
+        CheckpointError: on every rank with the same text, when a rank's folder, disk or settings
+            did not allow it (a UserError or OSError); chained to the rank's own error there.
+        RankError: a rank failed otherwise, which is a fault of ours; the text starts with the
+            traceback of the first such rank. The rank itself raises the error it met.
     """
     cause: Exception | None = None
     try:
         mine = _Outcome(work())
-    except Exception as error:  # whatever it was, the other ranks must hear of it before this one ends
+    except (
+        Exception
+    ) as error:  # whatever it was, the other ranks must hear of it before this one ends
         cause = error
         mine = _failed(error, world)
     outcomes = [cast(_Outcome[T], outcome) for outcome in gather_objects(mine, world)]
@@ -52,12 +55,20 @@ def _failed(error: Exception, world: Group) -> _Outcome[T]:
     return _Outcome(None, bug="".join(traceback.format_exception(error)).rstrip())
 
 
-def _raise_the_worst(outcomes: Sequence[_Outcome[T]], world: Group, cause: Exception | None) -> None:
-    """Raise if any rank failed: a fault of ours first, as what others met may only follow from it."""
+def _raise_the_worst(
+    outcomes: Sequence[_Outcome[T]], world: Group, cause: Exception | None
+) -> None:
+    """Raise if any rank failed: a fault of ours first, as what others met may only follow from
+    it."""
     for rank, outcome in zip(world.ranks, outcomes, strict=True):
         if outcome.bug is not None:
-            raise RankError(f"{outcome.bug}\nThis was rank {rank}; rank {world.ranks[world.rank]} ends because of it.")
-    failures = list(dict.fromkeys(outcome.failure for outcome in outcomes if outcome.failure is not None))
+            raise RankError(
+                f"{outcome.bug}\nThis was rank {rank}; rank {world.ranks[world.rank]} ends because "
+                "of it."
+            )
+    failures = list(
+        dict.fromkeys(outcome.failure for outcome in outcomes if outcome.failure is not None)
+    )
     if failures:
         raise CheckpointError("\n".join(failures)) from cause
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a file in a zip archive: what comes before its name, with the lengths of name and extra field."""
+"""Of a file in a zip archive: what comes before its name, with the lengths of name and extra
+field."""
 
 
 class _Window(io.RawIOBase):
@@ -38,8 +39,11 @@ class _Window(io.RawIOBase):
         return len(part)
 
 
-def saved_tensor(data: memoryview) -> Any:  # what a stranger saved may be anything that weights_only lets pass
-    """What `torch.save` put into `data`. A plain tensor is a view of it, not to be written to; nothing in it is run.
+def saved_tensor(
+    data: memoryview,
+) -> Any:  # what a stranger saved may be anything that weights_only lets pass
+    """What `torch.save` put into `data`. A plain tensor is a view of it, not to be written to;
+    nothing in it is run.
 
     Raises:
         Exception: of any kind, if the bytes are something else.
@@ -50,7 +54,9 @@ def saved_tensor(data: memoryview) -> Any:  # what a stranger saved may be anyth
     if start is None:
         return _loaded(data)
     # At any address, aligned or not: x86 and ARM read either, and what follows is a copy of bytes.
-    return torch.frombuffer(data, dtype=blank.dtype, count=blank.numel(), offset=start).view(blank.shape)
+    return torch.frombuffer(data, dtype=blank.dtype, count=blank.numel(), offset=start).view(
+        blank.shape
+    )
 
 
 def _loaded(data: memoryview) -> Any:  # as above
@@ -71,7 +77,11 @@ def _values_start(data: memoryview, blank: Tensor) -> int | None:
     """Where the values of a plain tensor begin; None where they do not lie as torch lays them."""
     with zipfile.ZipFile(_Window(data)) as archive:
         values = [info for info in archive.infolist() if "/data/" in info.filename]
-    if len(values) != 1 or values[0].compress_type != zipfile.ZIP_STORED or values[0].file_size != blank.nbytes:
+    if (
+        len(values) != 1
+        or values[0].compress_type != zipfile.ZIP_STORED
+        or values[0].file_size != blank.nbytes
+    ):
         return None
     name, extra = _LOCAL_HEADER.unpack_from(data, values[0].header_offset)
     start = values[0].header_offset + 30 + name + extra

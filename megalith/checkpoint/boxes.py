@@ -21,18 +21,25 @@ class Entry:
     """Whose part it is."""
 
     role: str
-    """`param`: the weights in their own dtype; `master`, `exp_avg`, `exp_avg_sq`: the optimizer's."""
+    """`param`: the weights in their own dtype; `master`, `exp_avg`, `exp_avg_sq`: the
+    optimizer's."""
 
     tensor: Tensor
-    """The elements of the shard's box (or of its flat range) in row-major order; contiguous, any shape."""
+    """The elements of the shard's box (or of its flat range) in row-major order; contiguous, any
+    shape."""
 
     mine: bool = True
-    """This rank writes it; exactly one of the ranks that hold an element does. Loading fills it either way."""
+    """This rank writes it; exactly one of the ranks that hold an element does. Loading fills it
+    either way."""
 
     @property
     def key(self) -> str:
         """Its name in the checkpoint, the same under every layout."""
-        return f"model.{self.shard.name}" if self.role == "param" else f"optimizer.{self.role}.{self.shard.name}"
+        return (
+            f"model.{self.shard.name}"
+            if self.role == "param"
+            else f"optimizer.{self.role}.{self.shard.name}"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,18 +67,29 @@ def show_box(box: Box) -> str:
 
 
 def pieces(entry: Entry, *, max_numel: int | None = None) -> list[Piece]:
-    """The entry as boxes of the whole tensor, in the order of its memory; none above `max_numel` elements.
+    """The entry as boxes of the whole tensor, in the order of its memory; none above `max_numel`
+    elements.
 
-    A flat range of an N-dim box becomes at most 2N - 1 boxes before they are divided; an empty one gives none.
+    A flat range of an N-dim box becomes at most 2N - 1 boxes before they are divided; an empty one
+    gives none.
     """
     shard, tensor = entry.shard, entry.tensor.detach()
     start, stop = shard.flat or (0, shard.numel)
-    assert tensor.is_contiguous() and tensor.numel() == stop - start, (entry.key, tuple(tensor.shape), shard)
+    assert tensor.is_contiguous() and tensor.numel() == stop - start, (
+        entry.key,
+        tuple(tensor.shape),
+        shard,
+    )
     inside = [
-        part for box in boxes_of_range(shard.box_shape, start, stop) for part in divide(box, max_numel or stop - start)
+        part
+        for box in boxes_of_range(shard.box_shape, start, stop)
+        for part in divide(box, max_numel or stop - start)
     ]
     sizes = [numel(box) for box in inside]
-    boxes = [tuple((o + a, o + b) for (o, _), (a, b) in zip(shard.box, box, strict=True)) for box in inside]
+    boxes = [
+        tuple((o + a, o + b) for (o, _), (a, b) in zip(shard.box, box, strict=True))
+        for box in inside
+    ]
     return [
         Piece(box, values.view(lengths(box)))
         for box, values in zip(boxes, tensor.view(-1).split(sizes) if sizes else (), strict=True)
@@ -80,14 +98,17 @@ def pieces(entry: Entry, *, max_numel: int | None = None) -> list[Piece]:
 
 def inner_view(piece: Piece, box: Box) -> Tensor:
     """The part of a piece's values at `box`, which lies inside the piece's own."""
-    return piece.values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, piece.box, strict=True))]
+    return piece.values[
+        tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, piece.box, strict=True))
+    ]
 
 
 def laid_out(values: Tensor) -> Tensor:
     """The values in row-major order in memory: themselves where they are, else a copy.
 
-    Where the order is that of a transposed matrix, whatever dims make its rows and columns, torch copies it in blocks
-    if told that it is one: 2.1 GB/s on one core instead of 0.3 (measured, AMD EPYC, bf16).
+    Where the order is that of a transposed matrix, whatever dims make its rows and columns, torch
+    copies it in blocks if told that it is one: 2.1 GB/s on one core instead of 0.3 (measured, AMD
+    EPYC, bf16).
     """
     for dim in range(1, values.ndim):
         turned = values.permute(*range(dim, values.ndim), *range(dim))
@@ -105,23 +126,34 @@ def _follows_memory(values: Tensor) -> bool:
 
 
 def as_bytes(values: Tensor) -> Iterator[memoryview]:
-    """The elements in row-major order, as they lie in memory; in copies only where they lie otherwise or elsewhere.
+    """The elements in row-major order, as they lie in memory; in copies only where they lie
+    otherwise or elsewhere.
 
-    Copies are made a few rows at a time, in memory that is used again and is in the processor's cache when it is read.
+    Copies are made a few rows at a time, in memory that is used again and is in the processor's
+    cache when it is read.
     """
     values = values.detach().cpu()
     while values.ndim > 1 and len(values) == 1:
         values = values[0]
-    rows = [values] if values.is_contiguous() else values.split(max(1, _COPY_NBYTES * len(values) // values.nbytes))
+    rows = (
+        [values]
+        if values.is_contiguous()
+        else values.split(max(1, _COPY_NBYTES * len(values) // values.nbytes))
+    )
     for part in rows:
         flat = laid_out(part)
-        yield flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data  # a dim of 1 has any stride
+        yield (
+            flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
+        )  # a dim of 1 has any stride
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover each element of a tensor exactly once, naming the first place; None when they do."""
+    """Why `boxes` do not cover each element of a tensor exactly once, naming the first place; None
+    when they do."""
     for box in boxes:
-        if len(box) != len(shape) or not all(0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True)):
+        if len(box) != len(shape) or not all(
+            0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True)
+        ):
             return f"{show_box(box)} is not inside its shape {list(shape)}"
     twice = _first_overlap(boxes)
     if twice is not None:
@@ -132,7 +164,8 @@ def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
 
 
 def divide(box: Box, max_numel: int) -> Iterator[Box]:
-    """Parts of a box that lies in one run of memory, each one run of memory too, of at most `max_numel` elements.
+    """Parts of a box that lies in one run of memory, each one run of memory too, of at most
+    `max_numel` elements.
 
     >>> list(divide(((4, 7), (0, 2)), 4))
     [((4, 6), (0, 2)), ((6, 7), (0, 2))]
@@ -144,11 +177,14 @@ def divide(box: Box, max_numel: int) -> Iterator[Box]:
     rows = max(1, max_numel // numel(box[dim + 1 :]))
     start, stop = box[dim]
     for first in range(start, stop, rows):
-        yield from divide((*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :]), max_numel)
+        yield from divide(
+            (*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :]), max_numel
+        )
 
 
 def _first_overlap(boxes: Sequence[Box]) -> Box | None:
-    """A box that two of `boxes` share. Sweeps along the dim with the most cuts, so that few are compared."""
+    """A box that two of `boxes` share. Sweeps along the dim with the most cuts, so that few are
+    compared."""
     if len(boxes) < 2:
         return None
     if not boxes[0]:

@@ -1,4 +1,5 @@
-"""Two checkpoints, tensor by tensor: what only one of them has, and how far the values of the others are apart."""
+"""Two checkpoints, tensor by tensor: what only one of them has, and how far the values of the
+others are apart."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,8 +38,11 @@ class Comparison:
     numel: int = 0
 
 
-def compare_checkpoints(a: Checkpoint, b: Checkpoint, *, atol: float = 0.0, only: str = "*") -> Iterator[Comparison]:
-    """Every tensor of either whose name matches `only`, in the order of names; whichever layouts they were saved in.
+def compare_checkpoints(
+    a: Checkpoint, b: Checkpoint, *, atol: float = 0.0, only: str = "*"
+) -> Iterator[Comparison]:
+    """Every tensor of either whose name matches `only`, in the order of names; whichever layouts
+    they were saved in.
 
     Reads a box at a time: at most two stored boxes and what they meet are in memory.
 
@@ -48,7 +52,8 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, *, atol: float = 0.0, only
     names = [name for name in sorted({*a.keys(), *b.keys()}) if fnmatchcase(name, only)]
     if not names:
         raise CheckpointError(
-            f"--only={only} matches none of the tensors of {a.path} and {b.path}. Use a pattern such as model.*, "
+            f"--only={only} matches none of the tensors of {a.path} and {b.path}. Use a pattern "
+            "such as model.*, "
             f"which all weights have."
         )
     for name in names:
@@ -58,7 +63,9 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, *, atol: float = 0.0, only
 def _compare(a: Checkpoint, b: Checkpoint, name: str, atol: float) -> Comparison:
     here, there = (_describe(each, name) for each in (a, b))
     if here is None or there is None:
-        return Comparison(name=name, kind="only in b" if here is None else "only in a", a=here, b=there)
+        return Comparison(
+            name=name, kind="only in b" if here is None else "only in a", a=here, b=there
+        )
     if a.shape(name) != b.shape(name):
         return Comparison(name=name, kind="shape", a=here, b=there)
     largest, differing, numel = 0.0, 0, 0
@@ -68,11 +75,14 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str, atol: float) -> Comparison
         differing += int((gap > atol).sum())
         numel += gap.numel()
     kind: Kind = "values" if differing else "same"
-    return Comparison(name=name, kind=kind, a=here, b=there, largest=largest, differing=differing, numel=numel)
+    return Comparison(
+        name=name, kind=kind, a=here, b=there, largest=largest, differing=differing, numel=numel
+    )
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor:
-    """Absolute differences in float64; 0 between equal infinities and between nan and nan, inf where one is nan."""
+    """Absolute differences in float64; 0 between equal infinities and between nan and nan, inf
+    where one is nan."""
     x, y = x.double(), y.double()
     gap = torch.where(x == y, 0.0, (x - y).abs())
     gap = torch.where(x.isnan() & y.isnan(), 0.0, gap)

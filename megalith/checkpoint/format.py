@@ -1,14 +1,14 @@
-"""How a checkpoint lies in its folder: names of the files, and `manifest.json`, which says what is in them.
+"""How a checkpoint lies in its folder: names of the files, and `manifest.json`, which says what is
+in them.
 
-    checkpoints/
-      latest                  name of the newest one, for people; loading looks at the folders themselves
-      step_0000100/
-        __0_0.distcp          boxes of tensors, one file per rank that wrote any, each box as `torch.save` makes it
-        state.json            everything that is not a tensor
-        config.yaml           the run's settings
-        tokenizer.json        a tokenizer read from files, with the files beside it; config.yaml names it
-        .metadata             the same boxes for torch.distributed.checkpoint; a pickle, so never read by us
-        manifest.json         every box and file with its length and SHA-256, and a SHA-256 of all this; written last
+    checkpoints/ latest                  name of the newest one, for people; loading looks at the
+      folders themselves step_0000100/
+        __0_0.distcp          boxes of tensors, one file per rank that wrote any, each box as
+        `torch.save` makes it state.json            everything that is not a tensor config.yaml
+        the run's settings tokenizer.json        a tokenizer read from files, with the files beside
+        it; config.yaml names it .metadata             the same boxes for
+        torch.distributed.checkpoint; a pickle, so never read by us manifest.json         every box
+        and file with its length and SHA-256, and a SHA-256 of all this; written last
       step_0000200.tmp-1a2b3c4d   a save in progress, or one that was interrupted
 
 A folder without a manifest is not a checkpoint.
@@ -39,11 +39,23 @@ METADATA = ".metadata"
 LATEST = "latest"
 
 MANIFEST_SHA256 = "manifest_sha256"
-"""Last field of the manifest: `manifest_digest` of the other fields. Manifests saved before 2026-11-24 lack it."""
+"""Last field of the manifest: `manifest_digest` of the other fields. Manifests saved before
+2026-11-24 lack it."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    for name in (
+        "float64",
+        "float32",
+        "bfloat16",
+        "float16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
 }
 """What a tensor in a checkpoint may be made of."""
 
@@ -92,7 +104,8 @@ class Manifest:
     files: dict[str, StoredFile]
 
     sha256: str | None = field(default=None, compare=False)
-    """`manifest_digest` of the file that it was read from, compared; None: the file has none, or there is no file."""
+    """`manifest_digest` of the file that it was read from, compared; None: the file has none, or
+    there is no file."""
 
 
 def folder_name(step: int) -> str:
@@ -103,10 +116,13 @@ def folder_name(step: int) -> str:
 def step_folders(folder: Path) -> dict[int, Path]:
     """Every step that has a folder, oldest first, complete or not.
 
-    A save of a step that exists moves the old one aside first. Where that was interrupted, the old one is the step's.
+    A save of a step that exists moves the old one aside first. Where that was interrupted, the old
+    one is the step's.
     """
     found: dict[int, Path] = {}
-    for name in storage.list_names(folder):  # sorted: step_0000100 comes before step_0000100.old-...
+    for name in storage.list_names(
+        folder
+    ):  # sorted: step_0000100 comes before step_0000100.old-...
         match = _STEP_NAME.fullmatch(name)
         if match:
             found.setdefault(int(match[1]), folder / name)
@@ -114,7 +130,8 @@ def step_folders(folder: Path) -> dict[int, Path]:
 
 
 def read_pointer(folder: Path) -> str | None:
-    """What `latest` says; None when there is no such file, or it cannot be read: it is for people only."""
+    """What `latest` says; None when there is no such file, or it cannot be read: it is for people
+    only."""
     try:
         return storage.read_bytes(folder / LATEST).decode(errors="replace").strip()
     except OSError:
@@ -144,7 +161,8 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
     """The tensors of all ranks as one table; every element must be written by exactly one rank.
 
     Raises:
-        CheckpointError: ranks disagree about a tensor, or its boxes overlap or leave a hole; every such key is named.
+        CheckpointError: ranks disagree about a tensor, or its boxes overlap or leave a hole; every
+        such key is named.
     """
     merged: dict[str, StoredTensor] = {}
     problems: dict[str, str] = {}
@@ -153,7 +171,8 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
             known = merged.setdefault(key, StoredTensor(tensor.shape, tensor.dtype, ()))
             if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 problems[key] = (
-                    f"{list(known.shape)} {known.dtype} on one rank, {list(tensor.shape)} {tensor.dtype} on another"
+                    f"{list(known.shape)} {known.dtype} on one rank, {list(tensor.shape)} "
+                    f"{tensor.dtype} on another"
                 )
             merged[key] = StoredTensor(known.shape, known.dtype, known.boxes + tensor.boxes)
     for key, tensor in merged.items():
@@ -163,7 +182,8 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
     if problems:
         lines = "\n".join(f"  {key}: {problem}" for key, problem in problems.items())
         raise CheckpointError(
-            f"{len(problems)} tensors are not written exactly once (expected: one writer per element):\n{lines}"
+            f"{len(problems)} tensors are not written exactly once (expected: one writer per "
+            f"element):\n{lines}"
         )
     return merged
 
@@ -171,7 +191,11 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
 def dump_manifest(manifest: Manifest, versions: Mapping[str, str]) -> bytes:
     """The text of `manifest.json`; one line per box, so that it can be searched and compared."""
     tensors = {
-        key: {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": [_plain_box(stored) for stored in tensor.boxes]}
+        key: {
+            "shape": tensor.shape,
+            "dtype": tensor.dtype,
+            "boxes": [_plain_box(stored) for stored in tensor.boxes],
+        }
         for key, tensor in sorted(manifest.tensors.items())
     }
     files = {
@@ -186,24 +210,31 @@ def dump_manifest(manifest: Manifest, versions: Mapping[str, str]) -> bytes:
         "files": files,
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(tensor)}" for key, tensor in tensors.items())
+    entries = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(tensor)}" for key, tensor in tensors.items()
+    )
     digest = manifest_digest(head | {"tensors": tensors})
-    lines += ['"tensors": {\n' + entries + "\n}", f"{json.dumps(MANIFEST_SHA256)}: {json.dumps(digest)}"]
+    lines += [
+        '"tensors": {\n' + entries + "\n}",
+        f"{json.dumps(MANIFEST_SHA256)}: {json.dumps(digest)}",
+    ]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def manifest_digest(raw: Mapping[str, Any]) -> str:  # JSON
-    """Return the SHA-256 of a manifest's fields, without the digest itself, as JSON with sorted keys and no spaces."""
+    """Return the SHA-256 of a manifest's fields, without the digest itself, as JSON with sorted
+    keys and no spaces."""
     fields = {name: value for name, value in raw.items() if name != MANIFEST_SHA256}
     return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 def parse_manifest(data: bytes, path: Path) -> Manifest:
-    """The manifest in `data`, which may come from anyone: nothing in it is believed that was not checked.
+    """The manifest in `data`, which may come from anyone: nothing in it is believed that was not
+    checked.
 
     Raises:
-        CheckpointError: `path` names the file; the text is not ours, from a newer format, contradicts itself, or was
-            changed after it was saved.
+        CheckpointError: `path` names the file; the text is not ours, from a newer format,
+            contradicts itself, or was changed after it was saved.
     """
     try:
         raw = json.loads(data)
@@ -213,7 +244,8 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
             if manifest.sha256 in (None, computed):
                 return manifest
             raise CheckpointError(
-                f"{path}: this file was changed after it was saved. {MANIFEST_SHA256} says {manifest.sha256}, and its "
+                f"{path}: this file was changed after it was saved. {MANIFEST_SHA256} says "
+                f"{manifest.sha256}, and its "
                 f"other fields have {computed}. Copy the folder again, or use another checkpoint."
             )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -239,7 +271,9 @@ def _plain_box(stored: StoredBox) -> dict[str, Any]:  # JSON
 
 def _manifest(raw: Any) -> Manifest:  # JSON from a stranger; so are the functions below
     files = {_file_name(name): _stored_file(file) for name, file in raw["files"].items()}
-    tensors = {str(key): _stored_tensor(str(key), tensor, files) for key, tensor in raw["tensors"].items()}
+    tensors = {
+        str(key): _stored_tensor(str(key), tensor, files) for key, tensor in raw["tensors"].items()
+    }
     for name in (STATE, CONFIG):
         if name not in files or files[name].sha256 is None:
             raise ValueError(f"no hash of {name}, expected one")
@@ -264,7 +298,9 @@ def _stored_tensor(key: str, raw: Any, files: Mapping[str, StoredFile]) -> Store
 
 def _stored_box(raw: Any, files: Mapping[str, StoredFile]) -> StoredBox:
     box = tuple((_natural(start), _natural(stop)) for start, stop in raw["box"])
-    stored = StoredBox(box, raw["file"], _natural(raw["offset"]), _natural(raw["nbytes"]), _digest(raw["sha256"]))
+    stored = StoredBox(
+        box, raw["file"], _natural(raw["offset"]), _natural(raw["nbytes"]), _digest(raw["sha256"])
+    )
     if stored.offset + stored.nbytes > files[stored.file].nbytes:
         raise ValueError(f"a box ends behind the end of {stored.file}, expected inside")
     return stored

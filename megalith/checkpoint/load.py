@@ -1,7 +1,8 @@
-"""Reading a checkpoint under any layout: the boxes that are wanted, out of the boxes that are there.
+"""Reading a checkpoint under any layout: the boxes that are wanted, out of the boxes that are
+there.
 
-Nothing a stranger put into the folder is run: the manifest is checked text, tensors are read with `weights_only`, and
-`.metadata`, a pickle, is not opened.
+Nothing a stranger put into the folder is run: the manifest is checked text, tensors are read with
+`weights_only`, and `.metadata`, a pickle, is not opened.
 """
 
 import json
@@ -52,7 +53,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, opened. Tensors are read, and their hashes compared, when asked for."""
+    """A complete checkpoint, opened. Tensors are read, and their hashes compared, when asked
+    for."""
 
     path: Path
     manifest: Manifest
@@ -74,30 +76,38 @@ class Checkpoint:
         """The state, for a caller that needs these of its entries.
 
         Raises:
-            CheckpointError: some are missing, as in weights that were released without the rest of their run.
+            CheckpointError: some are missing, as in weights that were released without the rest of
+            their run.
         """
         missing = [key for key in keys if key not in self.state]
         if missing:
             raise CheckpointError(
-                f"{self.path}: no run can be resumed from it, as its {layout.STATE} lacks {', '.join(missing)} (found: "
-                f"{', '.join(self.state) or 'nothing'}). To start from its weights, move it out of {self.path.parent} "
+                f"{self.path}: no run can be resumed from it, as its {layout.STATE} lacks "
+                f"{', '.join(missing)} (found: "
+                f"{', '.join(self.state) or 'nothing'}). To start from its weights, move it out of "
+                f"{self.path.parent} "
                 f"and set checkpoint.load to where it is then."
             )
         return self.state
 
     def warnings(self) -> list[str]:
-        """Return a sentence for everything that is unusual about its files and does not keep it from being loaded."""
+        """Return a sentence for everything that is unusual about its files and does not keep it
+        from being loaded."""
         warnings = []
         if self.manifest.sha256 is None:
             warnings.append(
-                f"{self.path / layout.MANIFEST} has no {layout.MANIFEST_SHA256}, as it was saved by an older version: "
-                f"changes to the file would not be noticed. Checkpoints that are saved from now on have it."
+                f"{self.path / layout.MANIFEST} has no {layout.MANIFEST_SHA256}, as it was saved "
+                "by an older version: "
+                "changes to the file would not be noticed. Checkpoints that are saved from now on "
+                "have it."
             )
         problem = _wrong_lengths(self.path, self.manifest).get(layout.METADATA)
         if problem is not None:
             warnings.append(
-                f"{problem} Megalith does not read this file, torch.distributed.checkpoint does. If you need it, copy "
-                f"the checkpoint with a tool that copies files whose names begin with a dot, such as cp -r."
+                f"{problem} Megalith does not read this file, torch.distributed.checkpoint does. "
+                "If you need it, copy "
+                "the checkpoint with a tool that copies files whose names begin with a dot, such "
+                "as cp -r."
             )
         return warnings
 
@@ -114,23 +124,28 @@ class Checkpoint:
         return layout.DTYPES[self._tensor(key).dtype]
 
     def read(self, key: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A box of a tensor (the whole one by default), on the host, in `dtype` (as stored by default).
+        """A box of a tensor (the whole one by default), on the host, in `dtype` (as stored by
+        default).
 
         Raises:
             CheckpointError: no such tensor, a box outside it, or a damaged file.
         """
         shape = self.shape(key)
         box = tuple((0, n) for n in shape) if box is None else box
-        if len(box) != len(shape) or not all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)):
+        if len(box) != len(shape) or not all(
+            0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)
+        ):
             raise CheckpointError(
-                f"{self.path}: {key} has shape {list(shape)}, and {show_box(box)} was asked of it. Use a box inside."
+                f"{self.path}: {key} has shape {list(shape)}, and {show_box(box)} was asked of it. "
+                "Use a box inside."
             )
         values = torch.empty(lengths(box), dtype=self.dtype(key) if dtype is None else dtype)
         self._fill({key: [Piece(box, values)]})
         return values
 
     def view(self, key: str, box: Box) -> Tensor | None:
-        """The same as `read` without a copy, where one stored box has it all; else None. Not to be written to.
+        """The same as `read` without a copy, where one stored box has it all; else None. Not to be
+        written to.
 
         Raises:
             CheckpointError: no such tensor, or a damaged file.
@@ -141,25 +156,35 @@ class Checkpoint:
         return None
 
     def load_into(
-        self, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT, purpose: Purpose = "resume",
+        self,
+        entries: Sequence[Entry],
+        world: Group,
+        *,
+        rules: CheckpointConfig = STRICT,
+        purpose: Purpose = "resume",
         vocab_size: int | None = None,
-    ) -> LoadReport:  # fmt: skip
+    ) -> LoadReport:
         """Fill the tensors of every rank's `entries`, whatever layout and dtype they were saved in.
 
-        Weights and their fp32 masters are one thing in two precisions: a `master` the checkpoint lacks is read from
-        the weights, and weights wanted in another dtype than the stored one are read from the master if there is one.
-        Where both are stored and differ by more than rounding, rank 0 warns, and `rules.prefer_weights` decides.
-        Tensors that are skipped or missing keep their values, and rank 0 says how many; a run that resumes skips none.
-        Where `vocab_size` is given, tables of the vocabulary may have other numbers of rows behind it, which are zero.
+        Weights and their fp32 masters are one thing in two precisions: a `master` the checkpoint
+        lacks is read from the weights, and weights wanted in another dtype than the stored one are
+        read from the master if there is one. Where both are stored and differ by more than
+        rounding, rank 0 warns, and `rules.prefer_weights` decides. Tensors that are skipped or
+        missing keep their values, and rank 0 says how many; a run that resumes skips none. Where
+        `vocab_size` is given, tables of the vocabulary may have other numbers of rows behind it,
+        which are zero.
 
         Raises:
-            CheckpointError: on every rank with the same text: shapes differ, or tensors are missing or surplus that
-                `rules` do not let pass (all are named, before anything is changed).
-            DamagedCheckpointError: on every rank with the same text: a rank could not read a file or found it damaged;
-                some tensors may be filled already. The complete checkpoints beside it are named.
+            CheckpointError: on every rank with the same text: shapes differ, or tensors are missing
+                or surplus that `rules` do not let pass (all are named, before anything is changed).
+            DamagedCheckpointError: on every rank with the same text: a rank could not read a file
+                or found it damaged; some tensors may be filled already. The complete checkpoints
+                beside it are named.
         """
         sources = {entry.key: self._source(entry) for entry in entries}
-        asked = together(lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world)
+        asked = together(
+            lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world
+        )
         wanted = {key: (source, shape) for part in asked for key, source, shape in part}
         report = self._agree(wanted, rules, purpose, vocab_size)
         filled = [entry for entry in entries if entry.key not in report.missing + report.skipped]
@@ -171,7 +196,9 @@ class Checkpoint:
             if vocab_size is not None:
                 for piece in (piece for key in parts if is_table(key) for piece in parts[key]):
                     piece.values[max(0, vocab_size - piece.box[0][0]) :].zero_()
-            found = together(lambda: self._reconcile(filled, sources, prefer_weights=rules.prefer_weights), world)
+            found = together(
+                lambda: self._reconcile(filled, sources, prefer_weights=rules.prefer_weights), world
+            )
         except CheckpointError as error:
             advice = together(lambda: _instead_of(self.path) if world.rank == 0 else "", world)[0]
             raise DamagedCheckpointError(str(error), self.path, advice) from error
@@ -185,7 +212,9 @@ class Checkpoint:
         if key in self.manifest.tensors:
             return self.manifest.tensors[key]
         near = ", ".join(get_close_matches(key, self.manifest.tensors, n=3) or self.keys()[:3])
-        raise CheckpointError(f"{self.path}: it holds no tensor {key}. Use one of its names, such as {near}.")
+        raise CheckpointError(
+            f"{self.path}: it holds no tensor {key}. Use one of its names, such as {near}."
+        )
 
     def _source(self, entry: Entry) -> str:
         """The stored tensor that an entry is read from."""
@@ -204,7 +233,7 @@ class Checkpoint:
 
     def _agree(
         self, wanted: Wanted, rules: CheckpointConfig, purpose: Purpose, vocab_size: int | None
-    ) -> LoadReport:  # fmt: skip
+    ) -> LoadReport:
         """What of `wanted` will not be filled, once `rules` let that pass.
 
         Raises:
@@ -226,13 +255,16 @@ class Checkpoint:
         lean = report.fresh_state and not any(map(is_state, report.surplus))
         if lean and wrong.missing and not differ and all(map(is_state, wrong.missing)):
             raise CheckpointError(
-                f"{self.path} has no optimizer state: its run had checkpoint.save_optimizer=false, or it was made from "
-                f"weights. To go on with moments of zero in the run's own folder, set checkpoint.missing=warn; in "
+                f"{self.path} has no optimizer state: its run had checkpoint.save_optimizer=false, "
+                "or it was made from "
+                "weights. To go on with moments of zero in the run's own folder, set "
+                "checkpoint.missing=warn; in "
                 f"another folder, set checkpoint.load to it and checkpoint.take=progress."
             )
         if differ or wrong.missing or wrong.surplus:
             raise CheckpointError(
-                f"{self.path} is a checkpoint of another model:\n{differences(differ, wrong)}\nSet model.* and optim.* "
+                f"{self.path} is a checkpoint of another model:\n{differences(differ, wrong)}\nSet "
+                "model.* and optim.* "
                 f"to what {self.path / layout.CONFIG} says, or choose another checkpoint."
             )
         return report
@@ -240,12 +272,15 @@ class Checkpoint:
     def _reconcile(
         self, entries: Sequence[Entry], sources: Mapping[str, str], *, prefer_weights: bool
     ) -> dict[str, float]:
-        """Make weights and masters of this rank agree; {parameter: largest difference} of those that did not."""
+        """Make weights and masters of this rank agree; {parameter: largest difference} of those
+        that did not."""
         found: dict[str, float] = {}
         for pair in pairs_of(entries, sources):
             weights, master = f"{MODEL}{pair.shard.name}", f"{MASTER}{pair.shard.name}"
             wide = torch.promote_types(self.dtype(master), pair.wide.dtype) == pair.wide.dtype
-            if weights not in self.manifest.tensors or not wide:  # what was rounded on the way cannot be compared
+            if (
+                weights not in self.manifest.tensors or not wide
+            ):  # what was rounded on the way cannot be compared
                 continue
             stored = pair.low if pair.low is not None else self._weights_of(pair)
             largest = reconcile(stored, pair.wide, prefer_weights=prefer_weights)
@@ -257,14 +292,18 @@ class Checkpoint:
         return found
 
     def _weights_of(self, pair: Pair) -> Tensor:
-        """The stored weights where the run's own are not those: as many elements as the pair has, in its order."""
+        """The stored weights where the run's own are not those: as many elements as the pair has,
+        in its order."""
         key = f"{MODEL}{pair.shard.name}"
-        stored = torch.zeros(pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device)  # some may not be there
+        stored = torch.zeros(
+            pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device
+        )  # some may not be there
         self._fill({key: pieces(Entry(pair.shard, "param", stored))})
         return stored
 
     def _fill(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
-        """Copy what is stored into the pieces, reading each box that any of them needs once, in the order of files."""
+        """Copy what is stored into the pieces, reading each box that any of them needs once, in the
+        order of files."""
         for key, stored in _in_file_order(self.manifest, wanted):
             shared = [(piece, intersect(piece.box, stored.box)) for piece in wanted[key]]
             hits = [(piece, box) for piece, box in shared if box is not None]
@@ -277,10 +316,14 @@ class Checkpoint:
         """One stored box, its hash compared.
 
         Raises:
-            CheckpointError: the bytes are not those that were written, or are something else than that tensor.
+            CheckpointError: the bytes are not those that were written, or are something else than
+            that tensor.
         """
         path = self.path / stored.file
-        place = f"{path}: the {stored.nbytes:,} bytes from {stored.offset:,} on ({key} {show_box(stored.box)})"
+        place = (
+            f"{path}: the {stored.nbytes:,} bytes from {stored.offset:,} on ({key} "
+            f"{show_box(stored.box)})"
+        )
         known = (stored.file, stored.offset) in self._sound
         data = _mapped(path, stored, place) if known else _checked(path, stored, place)
         self._sound.add((stored.file, stored.offset))
@@ -288,20 +331,27 @@ class Checkpoint:
             tensor = saved_tensor(data)
         except Exception as error:  # foreign bytes may raise anything; what they cannot do is run
             raise CheckpointError(
-                f"{place} are not a plain tensor, and nothing in them was run ({_first_line(error)}). "
+                f"{place} are not a plain tensor, and nothing in them was run "
+                f"({_first_line(error)}). "
                 f"Use a checkpoint from someone you know."
             ) from error
         expected = lengths(stored.box), layout.DTYPES[self.manifest.tensors[key].dtype]
         if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
-            found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            found = (
+                f"{list(tensor.shape)} {tensor.dtype}"
+                if isinstance(tensor, Tensor)
+                else type(tensor).__name__
+            )
             raise CheckpointError(
-                f"{place} hold {found}; expected {list(expected[0])} {expected[1]}. Use another checkpoint."
+                f"{place} hold {found}; expected {list(expected[0])} {expected[1]}. Use another "
+                "checkpoint."
             )
         return tensor
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a `step_NNNNNNN` folder. File lengths and hashes of texts are compared, those of tensors later.
+    """The checkpoint in a `step_NNNNNNN` folder. File lengths and hashes of texts are compared,
+    those of tensors later.
 
     Raises:
         CheckpointError: it is not a checkpoint, incomplete, damaged, or from a newer format.
@@ -313,7 +363,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         lines = "\n".join(wrong.values())
         raise CheckpointError(f"{lines}\n{_AGAIN}, or use an older one.")
     state_text, config_text = (
-        _checked(path / name, manifest.files[name], str(path / name)) for name in (layout.STATE, layout.CONFIG)
+        _checked(path / name, manifest.files[name], str(path / name))
+        for name in (layout.STATE, layout.CONFIG)
     )
     try:
         state = json.loads(bytes(state_text))
@@ -322,7 +373,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, manifest, state, bytes(config_text).decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: {layout.STATE} or {layout.CONFIG} cannot be read ({error}). Use another checkpoint."
+            f"{path}: {layout.STATE} or {layout.CONFIG} cannot be read ({error}). Use another "
+            "checkpoint."
         ) from error
 
 
@@ -336,13 +388,16 @@ def is_complete(path: Path) -> bool:
 
 
 def find_latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint under `folder`, or None when there is none at all; run by one rank.
+    """The newest complete checkpoint under `folder`, or None when there is none at all; run by one
+    rank.
 
-    A newer one that is incomplete or damaged is passed over with a warning that says why; so is a pointer file that
-    says something else. Nothing is written: the folder may be that of a run in progress.
+    A newer one that is incomplete or damaged is passed over with a warning that says why; so is a
+    pointer file that says something else. Nothing is written: the folder may be that of a run in
+    progress.
 
     Raises:
-        CheckpointError: there are checkpoints and none of them can be used: better than starting afresh unasked.
+        CheckpointError: there are checkpoints and none of them can be used: better than starting
+        afresh unasked.
     """
     problems: list[str] = []
     for step, path in reversed(layout.step_folders(folder).items()):
@@ -358,13 +413,15 @@ def find_latest(folder: Path) -> Path | None:
         lines = "\n".join(problems)
         raise CheckpointError(
             f"{folder}: none of its {len(problems)} checkpoints can be used:\n{lines}\n"
-            f"Copy one of them here again, or choose another folder with --run to start from the beginning."
+            "Copy one of them here again, or choose another folder with --run to start from the "
+            "beginning."
         )
     return None
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """Return everything that is wrong with a checkpoint: lengths, hashes, bytes that are not tensors. Empty: sound.
+    """Return everything that is wrong with a checkpoint: lengths, hashes, bytes that are not
+    tensors. Empty: sound.
 
     A `.metadata` that was not copied is no problem but one of `Checkpoint.warnings`.
     """
@@ -393,7 +450,8 @@ def verify_checkpoint(path: Path) -> list[str]:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in `path`; where there is none, the error says what the folder looks like."""
+    """The manifest of the checkpoint in `path`; where there is none, the error says what the folder
+    looks like."""
     try:
         data = storage.read_bytes(path / layout.MANIFEST)
     except FileNotFoundError:
@@ -410,13 +468,26 @@ def _looks_like(path: Path) -> str:
     if not path.exists():
         return "no such folder. Set the path to a step_NNNNNNN folder of a run's checkpoints."
     names = storage.list_names(path)
-    steps = [found for folder in (path, path / "checkpoints") for found in layout.step_folders(folder).values()]
+    steps = [
+        found
+        for folder in (path, path / "checkpoints")
+        for found in layout.step_folders(folder).values()
+    ]
     if steps:
-        return f"this folder holds checkpoints and is not one itself. Use one of {', '.join(map(str, steps))}."
+        return (
+            "this folder holds checkpoints and is not one itself. Use one of "
+            f"{', '.join(map(str, steps))}."
+        )
     if any(name.endswith(".safetensors") for name in names):
-        return "this looks like a Hugging Face model, not a checkpoint of a run. Run `megalith convert` on it."
+        return (
+            "this looks like a Hugging Face model, not a checkpoint of a run. Run `megalith "
+            "convert` on it."
+        )
     shown = ", ".join(names[:5]) or "nothing"
-    return f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_AGAIN}, or use an older one."
+    return (
+        f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_AGAIN}, "
+        "or use an older one."
+    )
 
 
 def list_complete_checkpoints(folder: Path) -> dict[int, Path]:
@@ -428,49 +499,65 @@ def list_complete_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def list_other_checkpoints(path: Path) -> list[Path]:
-    """Return the complete checkpoints in the same folder as the one in `path`, newest first, without that one."""
+    """Return the complete checkpoints in the same folder as the one in `path`, newest first,
+    without that one."""
     complete = reversed(list_complete_checkpoints(path.parent).values())
     return [other for other in complete if other.name != path.name]
 
 
 def _instead_of(path: Path) -> str:
-    """How to go on without the checkpoint in `path`, when there are complete ones beside it; empty otherwise."""
+    """How to go on without the checkpoint in `path`, when there are complete ones beside it; empty
+    otherwise."""
     complete = [folder.name for folder in list_other_checkpoints(path)]
     if not complete:
         return ""
     more = f" and {len(complete) - 3} more" if len(complete) > 3 else ""
     return (
-        f"\nComplete in the same folder: {', '.join(complete[:3])}{more}. To resume from {complete[0]}, remove {path}, "
+        f"\nComplete in the same folder: {', '.join(complete[:3])}{more}. To resume from "
+        f"{complete[0]}, remove {path}, "
         f"or rename it to {path.name}.damaged."
     )
 
 
 def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
-    """Files that are missing or of another length than the manifest says, each with the sentence that says so."""
+    """Files that are missing or of another length than the manifest says, each with the sentence
+    that says so."""
     wrong = {}
     for name, file in sorted(manifest.files.items()):
         try:
             found = storage.file_nbytes(path / name)
         except OSError as error:
-            tensors = sum(any(box.file == name for box in tensor.boxes) for tensor in manifest.tensors.values())
+            tensors = sum(
+                any(box.file == name for box in tensor.boxes)
+                for tensor in manifest.tensors.values()
+            )
             wrong[name] = (
                 f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} bytes"
                 f"{f', parts of {tensors} tensors' if tensors else ''}."
             )
             continue
         if found != file.nbytes:
-            wrong[name] = f"{path / name} is {found:,} bytes, expected {file.nbytes:,}: the checkpoint is incomplete."
+            wrong[name] = (
+                f"{path / name} is {found:,} bytes, expected {file.nbytes:,}: the checkpoint is "
+                "incomplete."
+            )
     return wrong
 
 
 def _mapped(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
     """The bytes of a file or of a box in it; `place` names them."""
     try:
-        data = storage.mapped(path, stored.offset if isinstance(stored, StoredBox) else 0, stored.nbytes)
+        data = storage.mapped(
+            path, stored.offset if isinstance(stored, StoredBox) else 0, stored.nbytes
+        )
     except OSError as error:
-        raise CheckpointError(f"{place} cannot be read ({error}). {_AGAIN}, or use an older one.") from error
+        raise CheckpointError(
+            f"{place} cannot be read ({error}). {_AGAIN}, or use an older one."
+        ) from error
     if len(data) != stored.nbytes:
-        raise CheckpointError(f"{place}: the file ends after {len(data):,} of them. {_AGAIN}, or use an older one.")
+        raise CheckpointError(
+            f"{place}: the file ends after {len(data):,} of them. {_AGAIN}, or use an older one."
+        )
     return data
 
 
@@ -480,7 +567,8 @@ def _checked(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryvi
     found = layout.sha256(data)
     if found != stored.sha256:
         raise CheckpointError(
-            f"{place}: damaged. SHA-256 expected {stored.sha256}, found {found}. {_AGAIN}, or use an older one."
+            f"{place}: damaged. SHA-256 expected {stored.sha256}, found {found}. {_AGAIN}, or use "
+            "an older one."
         )
     return data
 
@@ -494,7 +582,12 @@ def _in_file_order(manifest: Manifest, keys: Iterable[str]) -> list[tuple[str, S
 def _warn_of_pointer(folder: Path, name: str) -> None:
     said = layout.read_pointer(folder)
     if said != name:
-        _log.warning("%s says %r; the newest complete checkpoint is %s and is used", folder / layout.LATEST, said, name)
+        _log.warning(
+            "%s says %r; the newest complete checkpoint is %s and is used",
+            folder / layout.LATEST,
+            said,
+            name,
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""One writer per run folder: a file that names it, with a heartbeat for those who cannot see its process."""
+"""One writer per run folder: a file that names it, with a heartbeat for those who cannot see its
+process."""
 
 import contextlib
 import fcntl
@@ -22,7 +23,8 @@ BEAT_S = 10.0
 """Seconds between heartbeats."""
 
 SILENT_S = 120.0
-"""A holder on another machine that was silent for so long is taken for dead (guess: long stalls of shared disks)."""
+"""A holder on another machine that was silent for so long is taken for dead (guess: long stalls of
+shared disks)."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +40,8 @@ class Holder:
 
     pid: int
     started: str
-    """When that process began, as the kernel counts: a number that was given out again is another process."""
+    """When that process began, as the kernel counts: a number that was given out again is another
+    process."""
 
 
 class RunLock:
@@ -60,16 +63,22 @@ class RunLock:
             found = _read(self.path)
         except OSError as error:
             raise CheckpointError(
-                f"{self.path} cannot be read ({error}), so another run may write to {self.path.parent} as well. "
+                f"{self.path} cannot be read ({error}), so another run may write to "
+                f"{self.path.parent} as well. "
                 f"Make it readable, or choose another folder with --run."
             ) from error
         if found == self.holder:
             return
-        by = "was deleted or overwritten" if found is None else f"now names process {found.pid} on {found.host}"
+        by = (
+            "was deleted or overwritten"
+            if found is None
+            else f"now names process {found.pid} on {found.host}"
+        )
         raise CheckpointError(
-            f"{self.path.parent}: this run (process {self.holder.pid} on {self.holder.host}) lost its lock; "
-            f"{self.path.name} {by}. Only one run may write there: stop the other one and run this again, or "
-            f"choose another folder with --run."
+            f"{self.path.parent}: this run (process {self.holder.pid} on {self.holder.host}) lost "
+            "its lock; "
+            f"{self.path.name} {by}. Only one run may write there: stop the other one and run this "
+            f"again, or choose another folder with --run."
         )
 
     def release(self) -> None:
@@ -90,16 +99,21 @@ class RunLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.release()
 
 
 def lock_run(folder: Path) -> RunLock:
-    """Take the run folder (made if it does not exist) for this process; released at the end of `with`.
+    """Take the run folder (made if it does not exist) for this process; released at the end of
+    `with`.
 
     Raises:
-        CheckpointError: another process that is alive, or was heard of lately, writes there; it is named.
+        CheckpointError: another process that is alive, or was heard of lately, writes there; it is
+        named.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,13 +121,25 @@ def lock_run(folder: Path) -> RunLock:
         with _alone_with(path) as found:
             if found is not None:
                 _refuse_if_alive(folder, found)
-                _log.warning("taking over %s from process %d on %s, which is gone", folder, found.pid, found.host)
-            mine = Holder(secrets.token_hex(8), socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()))
+                _log.warning(
+                    "taking over %s from process %d on %s, which is gone",
+                    folder,
+                    found.pid,
+                    found.host,
+                )
+            mine = Holder(
+                secrets.token_hex(8),
+                socket.gethostname(),
+                _machine(),
+                os.getpid(),
+                _started(os.getpid()),
+            )
             storage.replace_file(path, json.dumps(asdict(mine)).encode())
         return RunLock(folder, mine)
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be written to ({error}). Make it writable, or choose another folder with --run."
+            f"{folder} cannot be written to ({error}). Make it writable, or choose another folder "
+            "with --run."
         ) from error
 
 
@@ -123,24 +149,28 @@ def _refuse_if_alive(folder: Path, found: Holder) -> None:
     if found.machine == _machine():
         if _is_running(found):
             raise CheckpointError(
-                f"{who}. Stop that process first, or choose another folder with --run. (lock: {folder / NAME})"
+                f"{who}. Stop that process first, or choose another folder with --run. (lock: "
+                f"{folder / NAME})"
             )
         return
     silent = _silence_s(folder / NAME)
     if silent < SILENT_S:
         raise CheckpointError(
-            f"{who}, heard of {max(silent, 0):.0f} s ago. Stop that run, or choose another folder with --run; if it is "
+            f"{who}, heard of {max(silent, 0):.0f} s ago. Stop that run, or choose another folder "
+            "with --run; if it is "
             f"gone, run this again in {SILENT_S - silent:.0f} s, or delete {folder / NAME}."
         )
 
 
 @contextlib.contextmanager
 def _alone_with(path: Path) -> Iterator[Holder | None]:
-    """What the lock says, read and maybe changed while no other process of this machine does the same."""
+    """What the lock says, read and maybe changed while no other process of this machine does the
+    same."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT)
         try:
-            # Some cluster disks have no locks; then two starts in the same millisecond are not told apart.
+            # Some cluster disks have no locks; then two starts in the same millisecond are not told
+            # apart.
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
             if _is_open_at(handle, path):  # else it was replaced or deleted while we waited
@@ -179,7 +209,8 @@ def _is_running(found: Holder) -> bool:
 
 
 def _started(pid: int) -> str:
-    """Start of a process in the kernel's ticks; empty when there is none, or it is dead and not yet collected."""
+    """Start of a process in the kernel's ticks; empty when there is none, or it is dead and not yet
+    collected."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -189,13 +220,18 @@ def _started(pid: int) -> str:
 
 def _machine() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+        return (
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            + " "
+            + os.readlink("/proc/self/ns/pid")
+        )
     except OSError:
         return socket.gethostname()
 
 
 def _silence_s(path: Path) -> float:
-    """Seconds since the last heartbeat, both ends by the clock of the disk: those of two machines may differ."""
+    """Seconds since the last heartbeat, both ends by the clock of the disk: those of two machines
+    may differ."""
     probe = path.with_name(f"{path.name}.probe-{secrets.token_hex(4)}")
     storage.write_new(probe, b"")
     try:

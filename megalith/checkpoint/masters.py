@@ -1,4 +1,5 @@
-"""Weights and their fp32 masters in one checkpoint: they must be the same numbers, apart from rounding."""
+"""Weights and their fp32 masters in one checkpoint: they must be the same numbers, apart from
+rounding."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,14 +22,17 @@ class Pair:
     """Filled from the master."""
 
     low: Tensor | None
-    """The same slice filled from the stored weights, in their dtype; None: these were not read yet."""
+    """The same slice filled from the stored weights, in their dtype; None: these were not read
+    yet."""
 
     other: Tensor | None
-    """A further tensor of the slice that was filled from the master, too: weights of a third dtype."""
+    """A further tensor of the slice that was filled from the master, too: weights of a third
+    dtype."""
 
 
 def pairs_of(entries: Sequence[Entry], sources: Mapping[str, str]) -> list[Pair]:
-    """The slices among `entries` that were filled from masters; `sources` is {key: stored tensor it was read from}."""
+    """The slices among `entries` that were filled from masters; `sources` is {key: stored tensor it
+    was read from}."""
     weights = {(e.shard.name, e.shard.box): e for e in entries if e.role == "param"}
     masters = {(e.shard.name, e.shard.box): e for e in entries if e.role == "master"}
     pairs = []
@@ -38,24 +42,34 @@ def pairs_of(entries: Sequence[Entry], sources: Mapping[str, str]) -> list[Pair]
             continue
         same = None if low is None or low is wide else _inside(low, wide.shard)
         filled = low is not None and sources[low.key] == f"{MODEL}{low.shard.name}"
-        pairs.append(Pair(wide.shard, wide.tensor.detach(), same if filled else None, None if filled else same))
+        pairs.append(
+            Pair(
+                wide.shard, wide.tensor.detach(), same if filled else None, None if filled else same
+            )
+        )
     return pairs
 
 
 def _inside(entry: Entry, shard: Shard) -> Tensor | None:
-    """The elements of an entry that are those of `shard`, a slice of the same box; None when it lacks some."""
+    """The elements of an entry that are those of `shard`, a slice of the same box; None when it
+    lacks some."""
     whole_box = math.prod(b - a for a, b in shard.box)
     first, last = entry.shard.flat or (0, whole_box)
     start, stop = shard.flat or (0, whole_box)
-    return entry.tensor.detach().view(-1)[start - first : stop - first] if first <= start and stop <= last else None
+    return (
+        entry.tensor.detach().view(-1)[start - first : stop - first]
+        if first <= start and stop <= last
+        else None
+    )
 
 
 @torch.no_grad()
 def reconcile(weights: Tensor, masters: Tensor, *, prefer_weights: bool) -> float | None:
     """Write the side that is not believed anew, where the two differ by more than rounding.
 
-    Both hold the same elements in the same order, `weights` in their stored dtype. Returns the largest difference, inf
-    where one side is no number, or None when nothing differs; then nothing is changed.
+    Both hold the same elements in the same order, `weights` in their stored dtype. Returns the
+    largest difference, inf where one side is no number, or None when nothing differs; then nothing
+    is changed.
     """
     flat, wide = weights.view(-1), masters.view(-1)
     rounded = wide.to(flat.dtype)
@@ -71,7 +85,8 @@ def reconcile(weights: Tensor, masters: Tensor, *, prefer_weights: bool) -> floa
 
 
 def worst_line(found: Sequence[Mapping[str, float]], *, prefer_weights: bool) -> str | None:
-    """What every rank's {parameter: largest difference} comes to, in one line; None when all are empty."""
+    """What every rank's {parameter: largest difference} comes to, in one line; None when all are
+    empty."""
     names = {name for part in found for name in part}
     if not names:
         return None
@@ -83,6 +98,6 @@ def worst_line(found: Sequence[Mapping[str, float]], *, prefer_weights: bool) ->
         else ("masters", "Set checkpoint.prefer_weights=true to use the weights.")
     )
     return (
-        f"the weights of {len(names)} parameters are not their masters, rounded: {worst} differs most, by "
-        f"{largest[worst]:.3g}. The {used} are used. {advice}"
+        f"the weights of {len(names)} parameters are not their masters, rounded: {worst} differs "
+        f"most, by {largest[worst]:.3g}. The {used} are used. {advice}"
     )

@@ -18,20 +18,26 @@ _LEFTOVER = re.compile(r"(step_\d{7,})\.(tmp|old|trash)-[0-9a-f]{8}")
 _log = logging.getLogger(__name__)
 
 
-def apply(folder: Path, *, keep: int | None, keep_every: int | None, last_update: int | None = None) -> list[Path]:
-    """Delete all complete checkpoints but the newest `keep` (None: all) and the multiples of `keep_every`.
+def apply(
+    folder: Path, *, keep: int | None, keep_every: int | None, last_update: int | None = None
+) -> list[Path]:
+    """Delete all complete checkpoints but the newest `keep` (None: all) and the multiples of
+    `keep_every`.
 
-    `last_update`: the last step that updated the weights, if steps since were skipped. The newest checkpoint up to that
-    step stays too: those after it may be of a run that has diverged.
+    `last_update`: the last step that updated the weights, if steps since were skipped. The newest
+    checkpoint up to that step stays too: those after it may be of a run that has diverged.
 
-    Pinned checkpoints, links and folders that are not complete stay. Decided from what is there, so what one call
-    could not delete the next one does. Returns what was deleted; a failure to delete is a warning.
+    Pinned checkpoints, links and folders that are not complete stay. Decided from what is there, so
+    what one call could not delete the next one does. Returns what was deleted; a failure to delete
+    is a warning.
     """
     assert keep is None or keep >= 1, keep
     if keep is None:
         return []
     complete = list_complete_checkpoints(folder)
-    last_good = max((step for step in complete if last_update is None or step <= last_update), default=None)
+    last_good = max(
+        (step for step in complete if last_update is None or step <= last_update), default=None
+    )
     removed = []
     for step in _to_delete(complete, keep, keep_every):
         if step == last_good:
@@ -43,10 +49,12 @@ def apply(folder: Path, *, keep: int | None, keep_every: int | None, last_update
 
 
 def set_aside_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint to step_NNNNNNN.damaged and point `latest` to the newest complete one.
+    """Rename a damaged checkpoint to step_NNNNNNN.damaged and point `latest` to the newest complete
+    one.
 
-    The folder is kept for inspection, and no longer counts as a checkpoint: otherwise `apply` would count it as one of
-    the newest and delete a good one instead. Only for the holder of the run's lock. Returns the new path.
+    The folder is kept for inspection, and no longer counts as a checkpoint: otherwise `apply` would
+    count it as one of the newest and delete a good one instead. Only for the holder of the run's
+    lock. Returns the new path.
 
     Raises:
         OSError: the folder cannot be renamed.
@@ -62,11 +70,12 @@ def set_aside_damaged(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Remove what killed saves left behind, and put back a checkpoint that an interrupted overwrite had moved aside.
+    """Remove what killed saves left behind, and put back a checkpoint that an interrupted overwrite
+    had moved aside.
 
-    The pointer file is corrected if it does not name the newest complete checkpoint, as after a kill. All this is
-    only for the holder of the run's lock, before its first save: then whoever made these is dead. Returns the folders
-    dealt with.
+    The pointer file is corrected if it does not name the newest complete checkpoint, as after a
+    kill. All this is only for the holder of the run's lock, before its first save: then whoever
+    made these is dead. Returns the folders dealt with.
     """
     names = storage.list_names(folder)
     for name in names:
@@ -86,7 +95,8 @@ def sweep(folder: Path) -> list[Path]:
 
 
 def _correct_pointer(folder: Path) -> None:
-    """Make `latest` name the newest complete checkpoint, if there is one; failing to is a warning."""
+    """Make `latest` name the newest complete checkpoint, if there is one; failing to is a
+    warning."""
     steps = reversed(layout.step_folders(folder).items())
     newest = next((layout.folder_name(step) for step, path in steps if is_complete(path)), None)
     said = layout.read_pointer(folder)
@@ -98,7 +108,9 @@ def _correct_pointer(folder: Path) -> None:
     except OSError as error:
         _log.warning("%s could not be corrected (%s); it is for people only", pointer, error)
         return
-    _log.warning("%s said %r; corrected to %s, the newest complete checkpoint", pointer, said, newest)
+    _log.warning(
+        "%s said %r; corrected to %s, the newest complete checkpoint", pointer, said, newest
+    )
 
 
 def _to_delete(complete: Mapping[int, Path], keep: int, keep_every: int | None) -> list[int]:

@@ -1,7 +1,8 @@
-"""The safetensors file format: what a file holds, boxes of it, and writing one tensor after the other.
+"""The safetensors file format: what a file holds, boxes of it, and writing one tensor after the
+other.
 
-A file is eight bytes with the length of a JSON header, the header ({name: dtype, shape, data_offsets}), and the data.
-Nothing in it can run.
+A file is eight bytes with the length of a JSON header, the header ({name: dtype, shape,
+data_offsets}), and the data. Nothing in it can run.
 """
 
 import json
@@ -25,7 +26,11 @@ from megalith.errors import CheckpointError
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of weights; files may hold others, which are not weights as we know them."""
 
-READABLE = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+READABLE = DTYPES | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+}
 """Those, and what quantised weights are made of."""
 
 _CHUNK_NBYTES = 2**20
@@ -65,14 +70,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors in a file.
 
     Raises:
-        CheckpointError: it cannot be read, is no safetensors file, or ends early (what is cut off is named).
+        CheckpointError: it cannot be read, is no safetensors file, or ends early (what is cut off
+        is named).
     """
     try:
         nbytes = storage.file_nbytes(file)
         _refuse_pointer(file)
         (length,) = struct.unpack("<Q", storage.read_range(file, 0, 8))
         if length > min(MAX_HEADER, nbytes - 8):
-            raise ValueError(f"a header of {length:,} bytes, expected less than the file's {nbytes:,}")
+            raise ValueError(
+                f"a header of {length:,} bytes, expected less than the file's {nbytes:,}"
+            )
         header = json.loads(storage.read_range(file, 8, length), object_pairs_hook=_unique_keys)
         header.pop("__metadata__", None)
         found = {str(name): _info(file, entry, 8 + length) for name, entry in header.items()}
@@ -81,10 +89,18 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(
             f"{file} cannot be read ({error.strerror}). Copy the folder again, or use another one."
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        struct.error,
+        RecursionError,
+    ) as error:
         raise CheckpointError(
-            f"{file} is not a safetensors file ({type(error).__name__}: {error}), or it is cut off. "
-            f"Copy the folder again, or use another one."
+            f"{file} is not a safetensors file ({type(error).__name__}: {error}), or it is cut "
+            f"off. Copy the folder again, or use another one."
         ) from error
     data = nbytes - 8 - length
     cut = sorted(name for name, (start, stop) in spans.items() if start < stop and stop > data)
@@ -99,7 +115,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
-    """Return a JSON object of a header, whose keys must differ: readers would choose different ones of equal keys.
+    """Return a JSON object of a header, whose keys must differ: readers would choose different ones
+    of equal keys.
 
     Raises:
         ValueError: a key occurs twice.
@@ -113,7 +130,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
 
 
 def _refuse_gaps(file: Path, spans: Mapping[str, tuple[int, ...]], data: int) -> None:
-    """The data of a file's tensors lie one after the other: none shares bytes with another, and none are left over.
+    """The data of a file's tensors lie one after the other: none shares bytes with another, and
+    none are left over.
 
     Raises:
         CheckpointError: a header that says otherwise is not that of these bytes.
@@ -122,13 +140,15 @@ def _refuse_gaps(file: Path, spans: Mapping[str, tuple[int, ...]], data: int) ->
     for name, (start, stop) in sorted(spans.items(), key=lambda item: item[1]):
         if start != end or stop < start:
             raise CheckpointError(
-                f"{file}: {name} has bytes {start:,} to {stop:,} of the data, expected from {end:,} on, where the "
+                f"{file}: {name} has bytes {start:,} to {stop:,} of the data, expected from "
+                f"{end:,} on, where the "
                 f"tensor before it ends. Copy the folder again, or use another one."
             )
         end = stop
     if end != data:
         raise CheckpointError(
-            f"{file} has {data:,} bytes of data, expected {end:,}, as its header says. Copy the folder again, or use "
+            f"{file} has {data:,} bytes of data, expected {end:,}, as its header says. Copy the "
+            "folder again, or use "
             f"another one."
         )
 
@@ -140,7 +160,8 @@ def _refuse_pointer(file: Path) -> None:
         size = re.search(rb"\nsize (\d+)", start)
         expected = f"a file of {int(size[1]):,} bytes" if size else "a file"
         raise CheckpointError(
-            f"{file} is a Git LFS pointer to {expected}, not that file. Run `git lfs pull` in {file.parent}."
+            f"{file} is a Git LFS pointer to {expected}, not that file. Run `git lfs pull` in "
+            f"{file.parent}."
         )
 
 
@@ -151,7 +172,8 @@ def show_names(names: Sequence[str], *, limit: int = 6) -> str:
 
 
 def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
-    """A box of a tensor in the file's dtype, as a view of the file; no rows beside it are read. Not to be written to.
+    """A box of a tensor in the file's dtype, as a view of the file; no rows beside it are read. Not
+    to be written to.
 
     Raises:
         CheckpointError: the file cannot be read, or was cut off since its header was read.
@@ -166,7 +188,8 @@ def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
             raise OSError(0, f"it ends before byte {start + nbytes:,}")
     except OSError as error:
         raise CheckpointError(
-            f"{info.file}: {name} cannot be read ({error.strerror}). Copy the folder again, or use another one."
+            f"{info.file}: {name} cannot be read ({error.strerror}). Copy the folder again, or use "
+            "another one."
         ) from error
     if not nbytes:
         return torch.empty((rows, *info.shape[1:]), dtype=dtype)[:, *part[1:]]
@@ -175,7 +198,8 @@ def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
 
 
 def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]) -> list[int]:
-    """A new file with its header and room for the planned tensors; returns where each of them begins."""
+    """A new file with its header and room for the planned tensors; returns where each of them
+    begins."""
     header = _header(plan, metadata)
     starts = _starts(plan, header)
     storage.allocate_new(file, starts[-1])
@@ -184,12 +208,18 @@ def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, st
     return starts[:-1]
 
 
-def allocated_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]) -> list[int] | None:
-    """The same of a file that `allocate_file` has made of this plan; None: this is none, or there is none."""
+def allocated_file(
+    file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]
+) -> list[int] | None:
+    """The same of a file that `allocate_file` has made of this plan; None: this is none, or there
+    is none."""
     header = _header(plan, metadata)
     starts, begin = _starts(plan, header), struct.pack("<Q", len(header)) + header
     try:
-        same = storage.file_nbytes(file) == starts[-1] and storage.read_range(file, 0, len(begin)) == begin
+        same = (
+            storage.file_nbytes(file) == starts[-1]
+            and storage.read_range(file, 0, len(begin)) == begin
+        )
     except FileNotFoundError:
         return None
     return starts[:-1] if same else None
@@ -232,22 +262,28 @@ def write_part(file: Path, start: int, values: Iterable[Tensor]) -> Part:
 
 
 def part_checksum(file: Path, start: int, nbytes: int) -> int:
-    """CRC-32 of bytes of a file: it finds what a power cut left of them, and is no proof against anybody."""
+    """CRC-32 of bytes of a file: it finds what a power cut left of them, and is no proof against
+    anybody."""
     return zlib.crc32(storage.mapped(file, start, nbytes))
 
 
-def write_file(file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a new file of the planned tensors, which `tensors` gives in this order; one is in memory at a time."""
+def write_file(
+    file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a new file of the planned tensors, which `tensors` gives in this order; one is in
+    memory at a time."""
     first = [*allocate_file(file, plan, metadata), 0][0]
     write_part(file, first, _as_planned(plan, tensors))
     storage.sync_written(file)
 
 
 def header_in(nbytes: int, plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
-    """The first `nbytes` of a file whose tensors lie behind these, in this order: for what is written before all of it
-    is known."""
+    """The first `nbytes` of a file whose tensors lie behind these, in this order: for what is
+    written before all of it is known."""
     header, room = _header(plan, metadata), nbytes - 8
-    assert len(header) <= room and room % 8 == 0, f"a header of {len(header)} bytes in room for {room}"
+    assert len(header) <= room and room % 8 == 0, (
+        f"a header of {len(header)} bytes in room for {room}"
+    )
     return struct.pack("<Q", room) + header.ljust(room)
 
 
@@ -264,11 +300,15 @@ def _header(plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
     for planned in plan:
         stop = start + planned.nbytes
         entries[planned.name] = {
-            "dtype": words[planned.dtype], "shape": list(planned.shape), "data_offsets": [start, stop],
-        }  # fmt: skip
+            "dtype": words[planned.dtype],
+            "shape": list(planned.shape),
+            "data_offsets": [start, stop],
+        }
         start = stop
     header = json.dumps(entries, separators=(",", ":")).encode()
-    return header + b" " * (-len(header) % 8)  # readers map the data, which should start at a multiple of 8
+    return header + b" " * (
+        -len(header) % 8
+    )  # readers map the data, which should start at a multiple of 8
 
 
 def _info(file: Path, entry: Mapping[str, Any], data: int) -> TensorInfo:
@@ -276,7 +316,11 @@ def _info(file: Path, entry: Mapping[str, Any], data: int) -> TensorInfo:
     shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
     start, stop = entry["data_offsets"]
     if not all(type(size) is int and size >= 0 for size in (*shape, start, stop)):
-        raise ValueError(f"shape {entry['shape']} at {entry['data_offsets']}, expected whole numbers")
+        raise ValueError(
+            f"shape {entry['shape']} at {entry['data_offsets']}, expected whole numbers"
+        )
     if dtype in READABLE and stop - start != math.prod(shape) * READABLE[dtype].itemsize:
-        raise ValueError(f"{stop - start} bytes for {dtype} {entry['shape']}, expected those that it takes")
+        raise ValueError(
+            f"{stop - start} bytes for {dtype} {entry['shape']}, expected those that it takes"
+        )
     return TensorInfo(file, dtype, shape, data + start)

@@ -1,4 +1,5 @@
-"""Writing a checkpoint: every rank its boxes into a folder aside, which becomes a checkpoint by one rename."""
+"""Writing a checkpoint: every rank its boxes into a folder aside, which becomes a checkpoint by one
+rename."""
 
 import hashlib
 import json
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 BOX_NBYTES = 64 * 2**20
-"""Larger boxes are divided: a reader holds one at a time, and one that needs few rows reads few of them (guess)."""
+"""Larger boxes are divided: a reader holds one at a time, and one that needs few rows reads few of
+them (guess)."""
 
 _CHUNK_NBYTES = 2**20
-"""Hashed, and then written while they are in the processor's cache. Pages of a mapped file that nobody has looked at
-are slow to write from: 0.48 s of system time per GB instead of 0.26 (measured, Linux 6.18)."""
+"""Hashed, and then written while they are in the processor's cache. Pages of a mapped file that
+nobody has looked at are slow to write from: 0.48 s of system time per GB instead of 0.26
+(measured, Linux 6.18)."""
 
 _ENVELOPE_NBYTES = 4096
 """More than torch.save adds to a tensor (measured with torch 2.13: 1.6 kB)."""
@@ -67,7 +70,9 @@ class SaveReport:
 
     def __str__(self) -> str:
         rate = layout.show_bytes(self.nbytes / max(self.seconds, 1e-9))
-        return f"{self.path.name}: {layout.show_bytes(self.nbytes)} in {self.seconds:.1f} s ({rate}/s)"
+        return (
+            f"{self.path.name}: {layout.show_bytes(self.nbytes)} in {self.seconds:.1f} s ({rate}/s)"
+        )
 
 
 def save_checkpoint(
@@ -83,39 +88,52 @@ def save_checkpoint(
     keep_every: int | None = None,
     last_update: int | None = None,
 ) -> SaveReport:
-    """Write `folder/step_NNNNNNN` from all ranks of `world` and thin out older ones, as `retention.apply` does.
+    """Write `folder/step_NNNNNNN` from all ranks of `world` and thin out older ones, as
+    `retention.apply` does.
 
-    `state` must be the same on every rank. It comes back as JSON has it: lists for tuples, text for keys. `companions`
-    are files beside the weights, such as the tokenizer's; those of rank 0 are written. Killed at any point, this leaves
-    the earlier checkpoints and either all or nothing of the new one.
+    `state` must be the same on every rank. It comes back as JSON has it: lists for tuples, text for
+    keys. `companions` are files beside the weights, such as the tokenizer's; those of rank 0 are
+    written. Killed at any point, this leaves the earlier checkpoints and either all or nothing of
+    the new one.
 
     Raises:
-        CheckpointError: on every rank with the same text; earlier checkpoints are untouched and nothing is left behind.
+        CheckpointError: on every rank with the same text; earlier checkpoints are untouched and
+        nothing is left behind.
     """
     start = time.monotonic()
-    thin = partial(retention.apply, folder, keep=keep, keep_every=keep_every, last_update=last_update)
-    staging = folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"  # rank 0's is the one that is used
+    thin = partial(
+        retention.apply, folder, keep=keep, keep_every=keep_every, last_update=last_update
+    )
+    staging = (
+        folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"
+    )  # rank 0's is the one that is used
     try:
         plans = together(lambda: _plan(entries, state), world)
         staging = together(_on_rank_0(lambda: _prepare(staging, plans), world), world)[0] or staging
         parts = together(lambda: write_boxes(staging, world.rank, entries), world)
         done = together(
             _on_rank_0(
-                lambda: _commit_and_thin(staging, step, parts, state, config_text, companions or {}, thin), world
+                lambda: _commit_and_thin(
+                    staging, step, parts, state, config_text, companions or {}, thin
+                ),
+                world,
             ),
             world,
         )[0]
     except CheckpointError as error:
         if world.rank == 0:
             _discard(staging)
-        raise CheckpointError(f"step {step} was not saved to {folder}. {error}\n{_last_good(folder)}") from error
+        raise CheckpointError(
+            f"step {step} was not saved to {folder}. {error}\n{_last_good(folder)}"
+        ) from error
     assert done is not None
     path, nbytes, removed = done
     return SaveReport(path, nbytes, time.monotonic() - start, removed)
 
 
 def write_boxes(staging: Path, rank: int, entries: Sequence[Entry]) -> Written:
-    """Write this rank's boxes into one file of `staging`, hashing on the way; on the disk when this returns."""
+    """Write this rank's boxes into one file of `staging`, hashing on the way; on the disk when this
+    returns."""
     name = f"__{rank}_0.distcp"
     boxes: dict[str, list[StoredBox]] = {entry.key: [] for entry in entries}
     todo = [entry for entry in entries if entry.mine and entry.tensor.numel()]
@@ -123,18 +141,23 @@ def write_boxes(staging: Path, rank: int, entries: Sequence[Entry]) -> Written:
     if todo:
         with BoxFile(staging / name) as file:
             for entry in todo:
-                for piece in pieces(entry, max_numel=max(1, BOX_NBYTES // entry.tensor.element_size())):
+                for piece in pieces(
+                    entry, max_numel=max(1, BOX_NBYTES // entry.tensor.element_size())
+                ):
                     boxes[entry.key].append(file.add(piece.box, [piece.values]))
         files[name] = StoredFile(file.nbytes)
     tensors = {
-        entry.key: StoredTensor(entry.shard.shape, dtype_name(entry.tensor.dtype), tuple(boxes[entry.key]))
+        entry.key: StoredTensor(
+            entry.shard.shape, dtype_name(entry.tensor.dtype), tuple(boxes[entry.key])
+        )
         for entry in entries
     }
     return Written(tensors, files)
 
 
 class BoxFile:
-    """A new file of boxes, each as `torch.save` makes it and hashed on its way; a context, whose end is on the disk."""
+    """A new file of boxes, each as `torch.save` makes it and hashed on its way; a context, whose
+    end is on the disk."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -145,14 +168,18 @@ class BoxFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with self._file:
             if error is None:
                 storage.sync_file(self._file)
 
     def add(self, box: Box, values: Sequence[Tensor]) -> StoredBox:
-        """Append a box, whose values are those of some tensors one after the other, of one dtype, on any device.
+        """Append a box, whose values are those of some tensors one after the other, of one dtype,
+        on any device.
 
         Raises:
             OSError: the disk refused.
@@ -165,9 +192,13 @@ class BoxFile:
 
 
 def commit(
-    staging: Path, step: int, parts: Sequence[Written], state: Mapping[str, Any], config_text: str,
+    staging: Path,
+    step: int,
+    parts: Sequence[Written],
+    state: Mapping[str, Any],
+    config_text: str,
     companions: Mapping[str, bytes] | None = None,
-) -> tuple[Path, Manifest]:  # fmt: skip
+) -> tuple[Path, Manifest]:
     """Make a checkpoint of a folder into which every rank has written its part; run by one rank.
 
     `companions` are written and listed in the manifest with their hashes.
@@ -193,11 +224,17 @@ def commit(
 
 
 def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> "Metadata":
-    """The same boxes as torch.distributed.checkpoint describes them, so that `dcp.load` opens the folder."""
-    from torch.distributed.checkpoint import filesystem, metadata  # takes a second, and only rank 0 needs it
+    """The same boxes as torch.distributed.checkpoint describes them, so that `dcp.load` opens the
+    folder."""
+    from torch.distributed.checkpoint import (
+        filesystem,
+        metadata,
+    )  # takes a second, and only rank 0 needs it
 
     described: dict[str, metadata.STORAGE_TYPES] = {}
-    places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}  # torch has no public name for it
+    places: dict[
+        metadata.MetadataIndex, filesystem._StorageInfo
+    ] = {}  # torch has no public name for it
     for key, tensor in tensors.items():
         chunks = []
         for stored in tensor.boxes:
@@ -206,14 +243,20 @@ def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> "Metadata":
             index = metadata.MetadataIndex(key, corner)
             places[index] = filesystem._StorageInfo(stored.file, stored.offset, stored.nbytes)
         properties = metadata.TensorProperties(dtype=layout.DTYPES[tensor.dtype])
-        described[key] = metadata.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        described[key] = metadata.TensorStorageMetadata(
+            properties, torch.Size(tensor.shape), chunks
+        )
     return metadata.Metadata(
-        described, planner_data={key: (key,) for key in tensors}, storage_data=places, version="1.0.0"
+        described,
+        planner_data={key: (key,) for key in tensors},
+        storage_data=places,
+        version="1.0.0",
     )
 
 
 class _BoxStream:
-    """What torch.save writes a box to, front to back: hashes and counts, and has the values where torch leaves room."""
+    """What torch.save writes a box to, front to back: hashes and counts, and has the values where
+    torch leaves room."""
 
     def __init__(self, file: BinaryIO, values: Sequence[Tensor]) -> None:
         self.file = file
@@ -251,8 +294,8 @@ class _BoxStream:
 def _write_values(file: BinaryIO, box: Box, values: Sequence[Tensor]) -> _BoxStream:
     """Append what torch.save makes of the box; gives the length and hash of it.
 
-    Torch writes everything but the values, as of a tensor that has none yet, and then no checksum of them either: that
-    of its archive is weaker than ours, and took as long as writing.
+    Torch writes everything but the values, as of a tensor that has none yet, and then no checksum
+    of them either: that of its archive is weaker than ours, and took as long as writing.
 
     Raises:
         OSError: the disk refused. torch itself reports a position it did not expect in its place.
@@ -279,7 +322,9 @@ class _Plan:
 
 def _plan(entries: Sequence[Entry], state: Mapping[str, Any]) -> _Plan:
     nbytes = sum(
-        entry.tensor.nbytes + _ENVELOPE_NBYTES * (1 + 2 * len(entry.shard.shape)) for entry in entries if entry.mine
+        entry.tensor.nbytes + _ENVELOPE_NBYTES * (1 + 2 * len(entry.shard.shape))
+        for entry in entries
+        if entry.mine
     )
     digests = {name: layout.sha256(json.dumps(value).encode()) for name, value in state.items()}
     return _Plan(nbytes, digests)
@@ -288,18 +333,23 @@ def _plan(entries: Sequence[Entry], state: Mapping[str, Any]) -> _Plan:
 def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
     """Check what can be checked before anything is written, and make the folder; returns it."""
     for rank, plan in enumerate(plans):
-        differ = sorted(name for name, _ in plan.state_digests.items() ^ plans[0].state_digests.items())
+        differ = sorted(
+            name for name, _ in plan.state_digests.items() ^ plans[0].state_digests.items()
+        )
         if differ:
             raise CheckpointError(
                 f"state {', '.join(dict.fromkeys(differ))} differs between ranks 0 and {rank}; "
-                f"one copy is stored, so it must be the same on all ranks. Pass only what all ranks share."
+                "one copy is stored, so it must be the same on all ranks. Pass only what all "
+                "ranks share."
             )
     storage.make_folder(staging)
     need, free = sum(plan.nbytes for plan in plans) * 1.05, storage.free_nbytes(staging)
     if need > free:
         raise CheckpointError(
-            f"Not enough space: the checkpoint needs {layout.show_bytes(need)}, and {staging.parent} has "
-            f"{layout.show_bytes(free)} free. Free some space, or set checkpoint.keep to a lower number."
+            f"Not enough space: the checkpoint needs {layout.show_bytes(need)}, and "
+            f"{staging.parent} has "
+            f"{layout.show_bytes(free)} free. Free some space, or set checkpoint.keep to a lower "
+            "number."
         )
     return staging
 
@@ -318,7 +368,8 @@ def _commit_and_thin(
 
 
 def _publish(staging: Path, step: int) -> Path:
-    """Rename the finished folder to its final name, and point to it. An older save of the step makes way first."""
+    """Rename the finished folder to its final name, and point to it. An older save of the step
+    makes way first."""
     folder, name = staging.parent, layout.folder_name(step)
     target, old = folder / name, folder / f"{name}.old-{secrets.token_hex(4)}"
     if target.exists():
@@ -354,15 +405,26 @@ def _discard(staging: Path) -> None:
         storage.remove_tree(staging)
     except OSError as error:
         _log.warning(
-            "%s could not be removed (%s); it is not a checkpoint, and the next start tries again", staging, error
+            "%s could not be removed (%s); it is not a checkpoint, and the next start tries again",
+            staging,
+            error,
         )
 
 
 def _last_good(folder: Path) -> str:
     """What is left after a failed save."""
-    complete = [path for path in layout.step_folders(folder).values() if (path / layout.MANIFEST).exists()]
-    return f"Earlier checkpoints are untouched; the newest is {complete[-1].name if complete else 'none yet'}."
+    complete = [
+        path for path in layout.step_folders(folder).values() if (path / layout.MANIFEST).exists()
+    ]
+    return (
+        "Earlier checkpoints are untouched; the newest is "
+        f"{complete[-1].name if complete else 'none yet'}."
+    )
 
 
 def _versions() -> dict[str, str]:
-    return {"megalith": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "megalith": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

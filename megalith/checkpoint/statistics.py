@@ -1,4 +1,5 @@
-"""What the values of stored tensors look like: how they are spread, and whether all of them are numbers."""
+"""What the values of stored tensors look like: how they are spread, and whether all of them are
+numbers."""
 
 import math
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ def names_matching(checkpoint: Checkpoint, only: str) -> list[str]:
     names = [name for name in sorted(checkpoint.manifest.tensors) if fnmatchcase(name, only)]
     if not names:
         raise CheckpointError(
-            f"--only={only} matches none of the tensors of {checkpoint.path}. Use a pattern such as model.*, which all "
+            f"--only={only} matches none of the tensors of {checkpoint.path}. Use a pattern such "
+            "as model.*, which all "
             f"weights have."
         )
     return names
@@ -54,14 +56,25 @@ def statistics_of(checkpoint: Checkpoint, name: str) -> Statistics:
         if not values.numel():
             continue
         own, more = float(values.mean()), values.numel()
-        # Of two parts: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm", equation 2.1.
-        squares += float((values - own).square().sum()) + (own - mean) ** 2 * count * more / (count + more)
+        # Of two parts: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm",
+        # equation 2.1.
+        squares += float((values - own).square().sum()) + (own - mean) ** 2 * count * more / (
+            count + more
+        )
         mean += (own - mean) * more / (count + more)
         count += more
         least, largest = min(least, float(values.min())), max(largest, float(values.max()))
     if not count:
-        return Statistics(mean=math.nan, std=math.nan, least=math.nan, largest=math.nan, not_finite=not_finite)
-    return Statistics(mean=mean, std=math.sqrt(squares / count), least=least, largest=largest, not_finite=not_finite)
+        return Statistics(
+            mean=math.nan, std=math.nan, least=math.nan, largest=math.nan, not_finite=not_finite
+        )
+    return Statistics(
+        mean=mean,
+        std=math.sqrt(squares / count),
+        least=least,
+        largest=largest,
+        not_finite=not_finite,
+    )
 
 
 def values_that_are_no_numbers(checkpoint: Checkpoint) -> list[str]:
@@ -70,7 +83,10 @@ def values_that_are_no_numbers(checkpoint: Checkpoint) -> list[str]:
     Raises:
         CheckpointError: a file is damaged.
     """
-    found = {name: statistics_of(checkpoint, name).not_finite for name in sorted(checkpoint.manifest.tensors)}
+    found = {
+        name: statistics_of(checkpoint, name).not_finite
+        for name in sorted(checkpoint.manifest.tensors)
+    }
     return [
         f"{name}: {count:,} of {math.prod(checkpoint.shape(name)):,} elements are nan or infinite"
         for name, count in found.items()

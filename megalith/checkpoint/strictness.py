@@ -1,4 +1,5 @@
-"""Tensors that a run and a checkpoint do not share: which are refused, which keep their values, which are skipped."""
+"""Tensors that a run and a checkpoint do not share: which are refused, which keep their values,
+which are skipped."""
 
 import logging
 import re
@@ -24,11 +25,12 @@ _OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<number>\d+)\.(?P<part>.+)"
 """A tensor of one expert, as other libraries store them."""
 
 Purpose = Literal["resume", "start"]
-"""resume: a run goes on, and needs all of its weights whatever the settings say. start: a model begins with the weights
-of another, whose moments stay where they are."""
+"""resume: a run goes on, and needs all of its weights whatever the settings say. start: a model
+begins with the weights of another, whose moments stay where they are."""
 
 Wanted = Mapping[str, tuple[str, tuple[int, ...]]]
-"""What all ranks together ask for: {name in a checkpoint: (stored tensor to read it from, shape)}."""
+"""What all ranks together ask for: {name in a checkpoint: (stored tensor to read it from,
+shape)}."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ class LoadReport:
     """Wanted and named by `checkpoint.skip`: these keep their values, too."""
 
     numel: int = 0
-    """Elements of the tensors that keep their values; weights and their masters are counted once."""
+    """Elements of the tensors that keep their values; weights and their masters are counted
+    once."""
 
     fresh_state: bool = False
     """An optimizer's moments are wanted, and none of them is in the checkpoint."""
@@ -59,7 +62,9 @@ class LoadReport:
     def kept(self) -> tuple[str, ...]:
         """Tensors that keep their values; of weights and masters the weights."""
         names = {*self.missing, *self.skipped}
-        return tuple(sorted(key for key in names if key == weights_of(key) or weights_of(key) not in names))
+        return tuple(
+            sorted(key for key in names if key == weights_of(key) or weights_of(key) not in names)
+        )
 
 
 def weights_of(key: str) -> str:
@@ -79,7 +84,11 @@ def padded_alike(stored: tuple[int, ...], wanted: tuple[int, ...], vocab_size: i
     >>> padded_alike((64, 8), (128, 8), 61), padded_alike((64, 8), (128, 8), 70)
     (True, False)
     """
-    return vocab_size is not None and stored[1:] == wanted[1:] and min(stored[0], wanted[0]) >= vocab_size
+    return (
+        vocab_size is not None
+        and stored[1:] == wanted[1:]
+        and min(stored[0], wanted[0]) >= vocab_size
+    )
 
 
 def is_state(key: str) -> bool:
@@ -88,8 +97,9 @@ def is_state(key: str) -> bool:
 
 
 def is_skipped(key: str, patterns: Iterable[str]) -> bool:
-    """Whether a tensor is not to be loaded. Patterns name a parameter with all that belongs to it (`head.*`) or tensors
-    as a checkpoint names them (`optimizer.exp_avg.*`); weights and their masters go together."""
+    """Whether a tensor is not to be loaded. Patterns name a parameter with all that belongs to
+    it (`head.*`) or tensors as a checkpoint names them (`optimizer.exp_avg.*`); weights and
+    their masters go together."""
     key = weights_of(key)
     names = [key, key.removeprefix(MODEL) if key.startswith(MODEL) else key.split(".", 2)[-1]]
     if key.startswith(MODEL):
@@ -98,7 +108,11 @@ def is_skipped(key: str, patterns: Iterable[str]) -> bool:
 
 
 def left_out(
-    wanted: Wanted, stored: Collection[str], *, skip: Sequence[str] = (), purpose: Purpose = "resume"
+    wanted: Wanted,
+    stored: Collection[str],
+    *,
+    skip: Sequence[str] = (),
+    purpose: Purpose = "resume",
 ) -> LoadReport:
     """What a load will not fill or not read.
 
@@ -110,12 +124,17 @@ def left_out(
     used |= {f"{MASTER}{key.removeprefix(MODEL)}" for key in wanted if key.startswith(MODEL)}
     moments = purpose == "resume" and any(key.startswith(OPTIMIZER) for key in wanted)
     surplus = {
-        key for key in stored if key not in used and (moments or key.startswith(MODEL)) and not is_skipped(key, skip)
+        key
+        for key in stored
+        if key not in used and (moments or key.startswith(MODEL)) and not is_skipped(key, skip)
     }
     state = {key for key in wanted if is_state(key)}
     report = LoadReport(tuple(sorted(missing)), tuple(sorted(surplus)), tuple(sorted(skipped)))
     numel = sum(prod(wanted[key][1]) for key in report.kept)
-    fresh, experts = bool(state) and state <= missing, [wanted[key][1][0] for key in missing if EXPERTS in key]
+    fresh, experts = (
+        bool(state) and state <= missing,
+        [wanted[key][1][0] for key in missing if EXPERTS in key],
+    )
     return replace(report, numel=numel, fresh_state=fresh, num_experts=max(experts, default=0))
 
 
@@ -124,16 +143,21 @@ def refused(report: LoadReport, rules: CheckpointConfig, purpose: Purpose) -> Lo
 
     missing = _refused(report.missing, rules.missing, purpose)
     return LoadReport(
-        missing, _refused(report.surplus, rules.surplus, purpose),
+        missing,
+        _refused(report.surplus, rules.surplus, purpose),
         num_experts=report.num_experts if any(EXPERTS in key for key in missing) else 0,
-    )  # fmt: skip
+    )
 
 
 def _refused(keys: Sequence[str], answer: Answer, purpose: Purpose) -> tuple[str, ...]:
-    return tuple(key for key in keys if answer == "error" or (purpose == "resume" and not is_state(key)))
+    return tuple(
+        key for key in keys if answer == "error" or (purpose == "resume" and not is_state(key))
+    )
 
 
-def check_patterns(patterns: Sequence[str], wanted: Collection[str], stored: Collection[str]) -> None:
+def check_patterns(
+    patterns: Sequence[str], wanted: Collection[str], stored: Collection[str]
+) -> None:
     """Refuse patterns that name nothing: their tensors would be loaded.
 
     Raises:
@@ -145,7 +169,8 @@ def check_patterns(patterns: Sequence[str], wanted: Collection[str], stored: Col
         names = sorted(key.removeprefix(MODEL) for key in known if key.startswith(MODEL))
         advice = did_you_mean(idle[0], names) or f" Parameters: {', '.join(by_pattern(names))}."
         raise CheckpointError(
-            f"checkpoint.skip={', '.join(idle)} matches no tensor of the run or the checkpoint.{advice} "
+            f"checkpoint.skip={', '.join(idle)} matches no tensor of the run or the "
+            f"checkpoint.{advice} "
             f"Use patterns of names that exist, such as {names[-1] if names else 'head.*'}."
         )
 
@@ -159,12 +184,16 @@ def announce(report: LoadReport, rules: CheckpointConfig, path: object) -> None:
     if report.kept:
         names = f": {'; '.join(by_pattern(report.kept))}" if report.skipped else ""
         _log.warning(
-            "%d tensors (%s parameters) kept their initial values%s", len(report.kept), f"{report.numel:,}", names
+            "%d tensors (%s parameters) kept their initial values%s",
+            len(report.kept),
+            f"{report.numel:,}",
+            names,
         )
 
 
 def differences(differ: Sequence[str], report: LoadReport) -> str:
-    """What does not fit, all of it; tensors that differ only in a number of their names share a line."""
+    """What does not fit, all of it; tensors that differ only in a number of their names share a
+    line."""
     lines = [
         *(f"  {text}" for text in differ),
         *(f"  only in this run: {text}" for text in _with_experts(report)),
@@ -192,13 +221,20 @@ def which_experts(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     parts = [f"{run[0]} to {run[-1]}" if run[2:] else ", ".join(map(str, run)) for run in runs]
-    return f"expert{'' if len(runs) == len(runs[:1]) and not runs[0][1:] else 's'} {', '.join(parts)}" if runs else ""
+    return (
+        f"expert{'' if len(runs) == len(runs[:1]) and not runs[0][1:] else 's'} {', '.join(parts)}"
+        if runs
+        else ""
+    )
 
 
 def name_experts(names: Iterable[str]) -> list[str]:
-    """Names of tensors, those of single experts by layer: which experts, and which of their tensors.
+    """Names of tensors, those of single experts by layer: which experts, and which of their
+    tensors.
 
-    >>> name_experts(["h.0.moe.experts.3.up", "h.0.moe.experts.3.down", "h.1.moe.experts.3.up", "norm"])
+    >>> name_experts(
+    ...     ["h.0.moe.experts.3.up", "h.0.moe.experts.3.down", "h.1.moe.experts.3.up", "norm"]
+    ... )
     ['norm', 'expert 3 of h.0.moe (down, up)', 'expert 3 of h.1.moe (up)']
     """
     others: list[str] = []
@@ -207,7 +243,9 @@ def name_experts(names: Iterable[str]) -> list[str]:
         if (found := _OF_EXPERT.fullmatch(name)) is None:
             others.append(name)
         else:
-            lost.setdefault(found["block"], {}).setdefault(found["part"], []).append(int(found["number"]))
+            lost.setdefault(found["block"], {}).setdefault(found["part"], []).append(
+                int(found["number"])
+            )
     for block, parts in lost.items():
         alike: dict[str, list[str]] = {}
         for part, numbers in parts.items():
@@ -222,6 +260,8 @@ def by_pattern(keys: Sequence[str]) -> list[str]:
     for key in keys:
         groups.setdefault(re.sub(r"\d+", "*", key, count=1), []).append(key)
     return [
-        group[0] if len(group) == 1 else f"{pattern} (* = {', '.join(re.findall(r'[0-9]+', key)[0] for key in group)})"
+        group[0]
+        if len(group) == 1
+        else f"{pattern} (* = {', '.join(re.findall(r'[0-9]+', key)[0] for key in group)})"
         for pattern, group in groups.items()
     ]

@@ -1,4 +1,5 @@
-"""Command lines: dotted overrides are ours, checked against the config tree; the fixed options of a command are tyro's.
+"""Command lines: dotted overrides are ours, checked against the config tree; the fixed options of a
+command are tyro's.
 
 A command that takes a run looks like this:
 
@@ -43,15 +44,42 @@ from megalith.recipes import resolve
 
 OptionsT = TypeVar("OptionsT")
 
-# Positional words are shown by name, a flag as `--json` alone, an option that may be left out without "None".
-_STYLE = (tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+# Positional words are shown by name, a flag as `--json` alone, an option that may be left out
+# without "None".
+_STYLE = (
+    tyro.conf.PositionalMetavarFromFieldName,
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.DisallowNone,
+)
 COMMON_SETTINGS = (
-    "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads", "data.mock",
-    "data.train_path", "data.valid_path", "tokenizer.kind", "tokenizer.path", "train.steps", "train.seq_len",
-    "train.global_batch_size", "train.micro_batch_size", "train.eval_every", "train.max_minutes", "schedule.lr",
-    "schedule.warmup_steps", "parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.dp",
-    "parallel.zero", "precision.params", "recompute.granularity", "checkpoint.every", "seed",
-)  # fmt: skip
+    "model.num_layers",
+    "model.hidden_size",
+    "model.ffn_hidden_size",
+    "model.num_heads",
+    "data.mock",
+    "data.train_path",
+    "data.valid_path",
+    "tokenizer.kind",
+    "tokenizer.path",
+    "train.steps",
+    "train.seq_len",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "train.eval_every",
+    "train.max_minutes",
+    "schedule.lr",
+    "schedule.warmup_steps",
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.cp",
+    "parallel.ep",
+    "parallel.dp",
+    "parallel.zero",
+    "precision.params",
+    "recompute.granularity",
+    "checkpoint.every",
+    "seed",
+)
 """Settings that the short help lists."""
 
 MAX_OPTIONS_IN_USAGE = 4
@@ -67,11 +95,13 @@ _FLAG_WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "unset
 
 
 def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[str, Override]]:
-    """Take `--parallel.tp 2`, `--parallel.tp=2`, `--data.path a b`, `--data.documents` and `--seed 3` out of `argv`.
+    """Take `--parallel.tp 2`, `--parallel.tp=2`, `--data.path a b`, `--data.documents` and `--seed
+    3` out of `argv`.
 
-    Every option with a dot belongs to the tree `root`, and so does one that names a leaf of the root itself. A list
-    takes all words up to the next option; true/false alone means true, and takes the word behind it where that is a
-    value or, the recipe being named already, can only be meant as one; the last of two counts, as in a shell.
+    Every option with a dot belongs to the tree `root`, and so does one that names a leaf of the
+    root itself. A list takes all words up to the next option; true/false alone means true, and
+    takes the word behind it where that is a value or, the recipe being named already, can only be
+    meant as one; the last of two counts, as in a shell.
 
     Returns:
         The words that are left, and the overrides as text for `apply_overrides`.
@@ -104,7 +134,9 @@ def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[st
     return rest, overrides
 
 
-def _take_values(words: list[str], hint: Any, *, named: bool) -> list[str]:  # Any: a type annotation
+def _take_values(
+    words: list[str], hint: Any, *, named: bool
+) -> list[str]:  # Any: a type annotation
     """Remove from the front of `words` what belongs to an option of type `hint`, and return it."""
     ahead = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     options = options_of(hint)
@@ -116,12 +148,15 @@ def _take_values(words: list[str], hint: Any, *, named: bool) -> list[str]:  # A
     return taken
 
 
-def parse_options(cls: type[OptionsT], argv: Sequence[str], *, prog: str, root: type | None = None) -> OptionsT:
-    """Read the fixed options of a command, a dataclass with documented fields; `--help` prints them and exits.
+def parse_options(
+    cls: type[OptionsT], argv: Sequence[str], *, prog: str, root: type | None = None
+) -> OptionsT:
+    """Read the fixed options of a command, a dataclass with documented fields; `--help` prints them
+    and exits.
 
-    With `root`, the help also lists the most common dotted settings of that tree and its groups, `--help GROUP` one
-    group, and `--help-all` every setting, with the values of the recipe on the command line if there is one. Unknown
-    options are compared with the tree's names, too.
+    With `root`, the help also lists the most common dotted settings of that tree and its groups,
+    `--help GROUP` one group, and `--help-all` every setting, with the values of the recipe on the
+    command line if there is one. Unknown options are compared with the tree's names, too.
 
     Raises:
         ConfigError: unknown options, and words where numbers belong.
@@ -142,7 +177,9 @@ def _number_problems(cls: type, argv: Sequence[str]) -> list[str]:
     hints, problems = get_type_hints(cls), []
     for place, word in enumerate(argv):
         name, equals, value = word.partition("=")
-        numbers = {int, float}.intersection(options_of(hints.get(name.removeprefix("--").replace("-", "_"))))
+        numbers = {int, float}.intersection(
+            options_of(hints.get(name.removeprefix("--").replace("-", "_")))
+        )
         if not (name.startswith("--") and numbers) or not (equals or argv[place + 1 :]):
             continue
         value = value if equals else argv[place + 1]
@@ -156,7 +193,9 @@ def _number_problems(cls: type, argv: Sequence[str]) -> list[str]:
 
 
 def _is_positional(cls: type, name: str) -> bool:
-    return tyro.conf.Positional in getattr(get_type_hints(cls, include_extras=True)[name], "__metadata__", ())
+    return tyro.conf.Positional in getattr(
+        get_type_hints(cls, include_extras=True)[name], "__metadata__", ()
+    )
 
 
 def _is_unknown(word: str, known: Sequence[str]) -> bool:
@@ -167,14 +206,24 @@ def _is_unknown(word: str, known: Sequence[str]) -> bool:
 def _unknown_option(word: str, known: Sequence[str], root: type | None) -> str:
     name = word[2:].partition("=")[0]
     spelled = [option.replace("_", "-") for option in known]
-    near = [f"--{option}" for option in nearest(name, [*spelled, *(setting_names(root) if root else [])])]
+    near = [
+        f"--{option}"
+        for option in nearest(name, [*spelled, *(setting_names(root) if root else [])])
+    ]
     every = ", ".join(f"--{option}" for option in spelled)
-    advice = f"Did you mean {' or '.join(near)}?" if near else f"Use one of {every}." if every else "Remove it."
+    advice = (
+        f"Did you mean {' or '.join(near)}?"
+        if near
+        else f"Use one of {every}."
+        if every
+        else "Remove it."
+    )
     return f"--{name} is not an option of this command. {advice}"
 
 
 def _print_help(cls: type, argv: Sequence[str], *, prog: str, root: type | None) -> None:
-    """Print the fixed options and, with `root`, the most common of its settings, one group of them, or all."""
+    """Print the fixed options and, with `root`, the most common of its settings, one group of them,
+    or all."""
     group = _help_group(argv, root)
     if root is None or group is None:
         _print_fixed_options(cls, prog=prog)
@@ -186,13 +235,22 @@ def _print_help(cls: type, argv: Sequence[str], *, prog: str, root: type | None)
     if "--help-all" in argv:
         _print_sections(root, settings, values)
     elif group is not None:
-        in_group = [one for one in settings if one.path == group or one.path.startswith(f"{group}.")]
+        in_group = [
+            one for one in settings if one.path == group or one.path.startswith(f"{group}.")
+        ]
         _print_sections(root, in_group, values)
     else:
         print("\nEvery setting of the run is an option. The most common ones:")
-        by_path = {one.path: replace(one, doc=_first_clause(one.doc, end="[.;]")) for one in settings}
-        _print_entries([_setting_entry(by_path[path], values) for path in COMMON_SETTINGS if path in by_path])
-        print(f"\nGroups of settings; `{prog} --help GROUP` lists one, `{prog} --help-all` everything:")
+        by_path = {
+            one.path: replace(one, doc=_first_clause(one.doc, end="[.;]")) for one in settings
+        }
+        _print_entries(
+            [_setting_entry(by_path[path], values) for path in COMMON_SETTINGS if path in by_path]
+        )
+        print(
+            f"\nGroups of settings; `{prog} --help GROUP` lists one, `{prog} --help-all` "
+            "everything:"
+        )
         _print_entries(_group_entries(root))
 
 
@@ -200,7 +258,9 @@ def _help_group(argv: Sequence[str], root: type | None) -> str | None:
     """The group of settings that follows `--help`, as in `--help model.moe`."""
     place = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), len(argv))
     word = next(iter(argv[place + 1 :]), "")
-    return word if root is not None and word and section_of(hint_at(root, word)) is not None else None
+    return (
+        word if root is not None and word and section_of(hint_at(root, word)) is not None else None
+    )
 
 
 def _print_fixed_options(cls: type, *, prog: str) -> None:
@@ -221,7 +281,12 @@ def _print_fixed_options(cls: type, *, prog: str) -> None:
         elif default is False:
             optional.append((f"--{name}", doc))
         else:
-            optional.append((f"--{name} {metavar}", doc + _default_words(required, plain(default), show_none=False)))
+            optional.append(
+                (
+                    f"--{name} {metavar}",
+                    doc + _default_words(required, plain(default), show_none=False),
+                )
+            )
     few = len(optional) <= MAX_OPTIONS_IN_USAGE
     usage = [*(word for word, _ in positional), *(f"[{word}]" for word, _ in optional if few)]
     print(" ".join(["usage:", prog, "[-h]", *usage, *([] if few else ["[OPTIONS]"])]))
@@ -238,12 +303,16 @@ def _print_sections(root: type, settings: Sequence[Setting], values: Mapping[str
 
 
 def _group_entries(root: type, prefix: str = "") -> list[tuple[str, str]]:
-    """Every group of settings, also inside other groups, with the first clause of its description."""
+    """Every group of settings, also inside other groups, with the first clause of its
+    description."""
     entries = []
     for name, hint in hints_of(root).items():
         if (section := section_of(hint)) is not None:
             path = join_path(prefix, name)
-            entries += [(path, _first_clause(_summary(section), end="[.;:,]")), *_group_entries(section, path)]
+            entries += [
+                (path, _first_clause(_summary(section), end="[.;:,]")),
+                *_group_entries(section, path),
+            ]
     return entries
 
 
@@ -258,7 +327,9 @@ def _summary(section: type | None) -> str:
 def _setting_entry(setting: Setting, values: Mapping[str, object]) -> tuple[str, str]:
     required = setting.required and setting.path not in values
     value = values.get(setting.path, setting.default)
-    return f"--{setting.path} {_metavar(setting.hint)}", setting.doc + _default_words(required, value, show_none=True)
+    return f"--{setting.path} {_metavar(setting.hint)}", setting.doc + _default_words(
+        required, value, show_none=True
+    )
 
 
 def _default_words(required: bool, value: object, *, show_none: bool) -> str:
@@ -286,7 +357,9 @@ def _metavar(hint: Any) -> str:  # Any: a type annotation
             words += [str(value) for value in literal_values(option) if value is not None]
         elif is_many(option):
             items = item_hints(option, 1)
-            words.append(f"{_metavar(items[0])} ..." if len(items) == 1 else " ".join(map(_metavar, items)))
+            words.append(
+                f"{_metavar(items[0])} ..." if len(items) == 1 else " ".join(map(_metavar, items))
+            )
         else:
             names = {bool: "true|false", int: "INT", float: "FLOAT", str: "STR"}
             words.append(names.get(option, "YAML"))
@@ -294,15 +367,22 @@ def _metavar(hint: Any) -> str:  # Any: a type annotation
 
 
 def _print_entries(entries: Sequence[tuple[str, str]]) -> None:
-    """Print options in two columns; an option that is too long for the first has its text on the next line."""
+    """Print options in two columns; an option that is too long for the first has its text on the
+    next line."""
     width = min(shutil.get_terminal_size().columns, MAX_HELP_COLUMNS)
     indent = min(MAX_OPTION_COLUMNS, 4 + max((len(option) for option, _ in entries), default=0))
     for option, text in entries:
-        lines = textwrap.wrap(text, max(width - indent, 20), break_on_hyphens=False, break_long_words=False)
+        lines = textwrap.wrap(
+            text, max(width - indent, 20), break_on_hyphens=False, break_long_words=False
+        )
         first = f"  {option}"
         if len(first) + 2 <= indent and lines:
             first = f"{first:<{indent}}{lines.pop(0)}"
-        print("\n".join([first, *(" " * indent + line for line in lines)]).replace(NO_BREAK_SPACE, " "))
+        print(
+            "\n".join([first, *(" " * indent + line for line in lines)]).replace(
+                NO_BREAK_SPACE, " "
+            )
+        )
 
 
 def _run_on(argv: Sequence[str], root: type) -> object | None:

@@ -1,4 +1,5 @@
-"""`megalith bench overlap`: what a step's communication costs, and how much of it hides behind computing."""
+"""`megalith bench overlap`: what a step's communication costs, and how much of it hides behind
+computing."""
 
 import os
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapCommand:
-    """Train a few steps on made-up data and show what each kind of communication takes, and what of it is exposed."""
+    """Train a few steps on made-up data and show what each kind of communication takes, and what of
+    it is exposed."""
 
     recipe: Positional[str]
     """A recipe's name, a YAML file, or the folder of a run."""
@@ -48,8 +50,10 @@ def main(argv: list[str]) -> int:
     """Run `megalith bench overlap RECIPE`."""
     if not argv or argv[0] in ("-h", "--help"):
         print(
-            "usage: megalith bench overlap RECIPE [--nproc N] [--latency-ms MS] [--gigabytes-per-second G] [overrides]"
-            "\n\n  overlap   what each kind of communication takes in a step, and how much of it is exposed"
+            "usage: megalith bench overlap RECIPE [--nproc N] [--latency-ms MS] "
+            "[--gigabytes-per-second G] [overrides]"
+            "\n\n  overlap   what each kind of communication takes in a step, and how much of it "
+            "is exposed"
         )
         return 0
     if argv[0] != "overlap":
@@ -74,12 +78,14 @@ def _check(command: OverlapCommand) -> None:
         raise ConfigError(f"--steps={command.steps} must be at least 1. Use 5.")
     if not (command.latency_ms >= 0 and isfinite(command.latency_ms)):
         raise ConfigError(
-            f"--latency-ms={command.latency_ms} must be a finite number and not negative. Use 0 for the link as it is."
+            f"--latency-ms={command.latency_ms} must be a finite number and not negative. Use 0 "
+            "for the link as it is."
         )
     speed = command.gigabytes_per_second
     if speed is not None and not (speed > 0 and isfinite(speed)):
         raise ConfigError(
-            f"--gigabytes-per-second={speed} must be a finite number above 0. Leave it out for the link as it is."
+            f"--gigabytes-per-second={speed} must be a finite number above 0. Leave it out for the "
+            "link as it is."
         )
 
 
@@ -87,15 +93,24 @@ def _overlap(run: TrainRun, command: OverlapCommand) -> int:
     from megalith.train.exposure import exposure_of
     from megalith.train.job import joined
 
-    bandwidth = float("inf") if command.gigabytes_per_second is None else command.gigabytes_per_second * 1e9
+    bandwidth = (
+        float("inf") if command.gigabytes_per_second is None else command.gigabytes_per_second * 1e9
+    )
     with joined(run, os.environ) as job:
         found = exposure_of(
-            run, job.mesh, job.device, steps=command.steps, latency=command.latency_ms / 1000, bandwidth=bandwidth
+            run,
+            job.mesh,
+            job.device,
+            steps=command.steps,
+            latency=command.latency_ms / 1000,
+            bandwidth=bandwidth,
         )
         first = job.first
     if first and command.json:
         rows = [{**asdict(each), "hidden": each.hidden} for each in found.traffic]
-        print_json({"step_seconds": found.step_seconds, "exposed_seconds": found.exposed, "traffic": rows})
+        print_json(
+            {"step_seconds": found.step_seconds, "exposed_seconds": found.exposed, "traffic": rows}
+        )
     elif first:
         _show(found)
     return 0
@@ -104,19 +119,28 @@ def _overlap(run: TrainRun, command: OverlapCommand) -> int:
 def _show(found: "Exposure") -> None:
     console = Console(soft_wrap=True)
     if not found.traffic:
-        console.print(f"a step takes {found.step_seconds * 1000:.1f} ms and communicates nothing: it has one rank")
+        console.print(
+            f"a step takes {found.step_seconds * 1000:.1f} ms and communicates nothing: it has one "
+            "rank"
+        )
         return
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("what", "over", "per step", "MB", "ms on its way", "ms exposed", "hidden"):
         table.add_column(name, justify="left" if name in ("what", "over") else "right")
     for each in found.traffic:
         table.add_row(
-            each.kind, each.over, f"{each.per_step:.1f}", f"{each.megabytes:.3f}", f"{each.seconds * 1000:.1f}",
-            f"{each.exposed * 1000:.1f}", f"{each.hidden:.0%}",
-        )  # fmt: skip
+            each.kind,
+            each.over,
+            f"{each.per_step:.1f}",
+            f"{each.megabytes:.3f}",
+            f"{each.seconds * 1000:.1f}",
+            f"{each.exposed * 1000:.1f}",
+            f"{each.hidden:.0%}",
+        )
     console.print(table)
     share = found.exposed / found.step_seconds
     console.print(
-        f"a step takes {found.step_seconds * 1000:.1f} ms; a rank stands still for {found.exposed * 1000:.1f} ms of it "
+        f"a step takes {found.step_seconds * 1000:.1f} ms; a rank stands still for "
+        f"{found.exposed * 1000:.1f} ms of it "
         f"({share:.0%}), other ranks' delays included"
     )

@@ -27,32 +27,37 @@ if TYPE_CHECKING:  # help should not have to wait for torch
     from megalith.parallel.worker import Worker
 
 EXIT, RESET, HELP = "/exit", "/reset", "/help"
-DEFAULT_TEMPERATURE = 0.6  # as in the generation_config.json of Llama 3 and Qwen3; at 1.0 small models make slips
+DEFAULT_TEMPERATURE = (
+    0.6  # as in the generation_config.json of Llama 3 and Qwen3; at 1.0 small models make slips
+)
 PATIENCE_SECONDS = 7 * 24 * 3600.0  # ranks wait for each other while a person thinks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Talk with a model. Ctrl-C ends an answer, /reset begins again, /exit or the end of the input ends.
+    """Talk with a model. Ctrl-C ends an answer, /reset begins again, /exit or the end of the input
+    ends.
 
     Through a pipe every line is a turn: `echo "What is 3 plus 4?" | megalith chat runs/sft_tiny`.
     """
 
     source: Positional[str]
-    """Folder of a run (its newest checkpoint), of a checkpoint, or of a Hugging Face model; or a name under runs/."""
+    """Folder of a run (its newest checkpoint), of a checkpoint, or of a Hugging Face model; or a
+    name under runs/."""
 
     system: str | None = None
     """What the model is told before anything else; left out: nothing."""
 
     template: str | None = None
-    """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja file; left out: what
-    the run was tuned with, else the model's own."""
+    """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja
+    file; left out: what the run was tuned with, else the model's own."""
 
     max_new_tokens: int = 512
     """Tokens of an answer at most."""
 
     temperature: float = DEFAULT_TEMPERATURE
-    """Logits are divided by it: below 1 unlikely tokens become rarer; 0 always takes the most likely token."""
+    """Logits are divided by it: below 1 unlikely tokens become rarer; 0 always takes the most
+    likely token."""
 
     top_k: int | None = None
     """Choose among this many best tokens; left out: all."""
@@ -70,17 +75,20 @@ class ChatOptions:
     """Compute in; left out: bf16 on a GPU, fp32 on a CPU."""
 
     kernels: Kernel = "auto"
-    """How operations between matmuls are computed: auto, the fastest way on this machine; torch, torch operations;
-    reference, their plain definitions."""
+    """How operations between matmuls are computed: auto, the fastest way on this machine; torch,
+    torch operations; reference, their plain definitions."""
 
     mlp_chunks: int = 1
-    """Chunks of tokens in which MLPs read prompts: the same results in less memory, which long prompts may need."""
+    """Chunks of tokens in which MLPs read prompts: the same results in less memory, which long
+    prompts may need."""
 
     base: str | None = None
-    """For a source that holds adapters: the model they belong to; left out: where they say it is."""
+    """For a source that holds adapters: the model they belong to; left out: where they say it
+    is."""
 
     nproc: int = 1
-    """Processes on this machine that share the model (tensor parallel); under torchrun leave it out."""
+    """Processes on this machine that share the model (tensor parallel); under torchrun leave it
+    out."""
 
     input: str | None = None
     """File or named pipe to read turns from; left out: standard input."""
@@ -95,10 +103,14 @@ def main(argv: list[str]) -> int:
 
     if in_worker(os.environ) or options.nproc == 1:
         return talk(options)
-    open_source(options.source, options.nproc, base=options.base)  # what is wrong with it is better told once
+    open_source(
+        options.source, options.nproc, base=options.base
+    )  # what is wrong with it is better told once
     if options.input is not None:
         return run_workers(["chat", *worker_words(options)], options.nproc)
-    with tempfile.TemporaryDirectory(prefix="megalith-") as folder:  # workers are cut off from the terminal's input
+    with tempfile.TemporaryDirectory(
+        prefix="megalith-"
+    ) as folder:  # workers are cut off from the terminal's input
         pipe = f"{folder}/turns"
         os.mkfifo(pipe)
         threading.Thread(target=_pass_on, args=(pipe,), daemon=True).start()
@@ -119,7 +131,9 @@ def option_problems(options: ChatOptions) -> list[str]:
         problems.append(f"--greedy with --temperature={options.temperature}: use one of them.")
     problems += chunk_problems(options.mlp_chunks)
     if options.nproc < 1:
-        problems.append(f"--nproc={options.nproc} must be at least 1. Use the number of processes to start.")
+        problems.append(
+            f"--nproc={options.nproc} must be at least 1. Use the number of processes to start."
+        )
     return problems
 
 
@@ -137,13 +151,17 @@ def worker_words(options: ChatOptions) -> list[str]:
 def settings(options: ChatOptions) -> SampleConfig:
     """How tokens are chosen."""
     return SampleConfig(
-        max_new_tokens=options.max_new_tokens, temperature=0.0 if options.greedy else options.temperature,
-        top_k=options.top_k, top_p=options.top_p, seed=options.seed,
-    )  # fmt: skip
+        max_new_tokens=options.max_new_tokens,
+        temperature=0.0 if options.greedy else options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
 
 
 def talk(options: ChatOptions) -> int:
-    """Load the model and talk, as one rank of the job that the environment describes; rank 0 listens and speaks."""
+    """Load the model and talk, as one rank of the job that the environment describes; rank 0
+    listens and speaks."""
     from megalith.infer.load import open_source
     from megalith.parallel.group import gather_objects
     from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
@@ -161,7 +179,11 @@ def talk(options: ChatOptions) -> int:
             forgiving = gather_objects(turns is not None and turns.person, everyone)[0] is True
             for line in spoken(turns, everyone):
                 take_turn(
-                    chat, line, first=worker.rank == 0, forgiving=forgiving, stoppable=forgiving and worker.world == 1
+                    chat,
+                    line,
+                    first=worker.rank == 0,
+                    forgiving=forgiving,
+                    stoppable=forgiving and worker.world == 1,
                 )
     except BaseException:
         disconnect(worker, failed=True)
@@ -171,7 +193,8 @@ def talk(options: ChatOptions) -> int:
 
 
 def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "Chat":
-    """The model of this rank, ready to talk; a missing template is found before any weight is read."""
+    """The model of this rank, ready to talk; a missing template is found before any weight is
+    read."""
     import torch
 
     from megalith.data.tokenizer import build_tokenizer
@@ -181,11 +204,17 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
 
     template = template_of(source, build_tokenizer(source.tokenizer), options.template)
     grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
-    dtype: torch.dtype = getattr(torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")])
+    dtype: torch.dtype = getattr(
+        torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")]
+    )
     writer = load_writer(
-        source, build_mesh(grid, rank=worker.rank), worker.device, dtype, kernels=options.kernels,
+        source,
+        build_mesh(grid, rank=worker.rank),
+        worker.device,
+        dtype,
+        kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
-    )  # fmt: skip
+    )
     return Chat(writer, template, settings(options), options.system)
 
 
@@ -209,7 +238,9 @@ class Turns:
                 print_now("\n")
                 raise
             except UnicodeDecodeError as error:
-                raise DataError(f"turns: byte {error.start} is not UTF-8. Pass text, a line for each turn.") from None
+                raise DataError(
+                    f"turns: byte {error.start} is not UTF-8. Pass text, a line for each turn."
+                ) from None
             if not line:
                 return None
             if line.strip():
@@ -222,7 +253,10 @@ class Turns:
             print_now("\n> ")
         line = self.file.readline(storage.MAX_TEXT_NBYTES + 1)
         if len(line) > storage.MAX_TEXT_NBYTES:
-            raise DataError(f"turns: a line has more than {storage.MAX_TEXT_NBYTES:,} characters. Pass shorter lines.")
+            raise DataError(
+                f"turns: a line has more than {storage.MAX_TEXT_NBYTES:,} characters. Pass shorter "
+                "lines."
+            )
         return line
 
 
@@ -243,7 +277,8 @@ def open_turns(path: str | None) -> Iterator[Turns]:
 
 
 def spoken(turns: Turns | None, everyone: "Group") -> Iterator[str]:
-    """What is said, line by line and the same on every rank, until the end; only the first rank has `turns`."""
+    """What is said, line by line and the same on every rank, until the end; only the first rank has
+    `turns`."""
     from megalith.parallel.group import gather_objects
 
     while True:
@@ -254,9 +289,11 @@ def spoken(turns: Turns | None, everyone: "Group") -> Iterator[str]:
         yield line
 
 
-def take_turn(chat: "Chat", line: str, *, first: bool, forgiving: bool = False, stoppable: bool = False) -> None:
-    """Obey a command, or answer. `forgiving`: what goes wrong is told, and the conversation goes on; `stoppable`: so it
-    does after an answer that was interrupted.
+def take_turn(
+    chat: "Chat", line: str, *, first: bool, forgiving: bool = False, stoppable: bool = False
+) -> None:
+    """Obey a command, or answer. `forgiving`: what goes wrong is told, and the conversation goes
+    on; `stoppable`: so it does after an answer that was interrupted.
 
     Raises:
         DataError: where nobody sits who could do anything about it.
@@ -265,7 +302,10 @@ def take_turn(chat: "Chat", line: str, *, first: bool, forgiving: bool = False, 
     if line == RESET:
         chat.reset()
     elif line == HELP:
-        show(f"{RESET} begins again, {EXIT} ends, Ctrl-C ends an answer; anything else is said to the model.\n")
+        show(
+            f"{RESET} begins again, {EXIT} ends, Ctrl-C ends an answer; anything else is said to "
+            "the model.\n"
+        )
     else:
         try:
             chat.say(line, show)

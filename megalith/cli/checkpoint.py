@@ -1,4 +1,5 @@
-"""`megalith checkpoint`: what one holds (`info`), if every byte is sound (`verify`), how two differ (`diff`)."""
+"""`megalith checkpoint`: what one holds (`info`), if every byte is sound (`verify`), how two differ
+(`diff`)."""
 
 import math
 from collections import Counter
@@ -21,10 +22,12 @@ if TYPE_CHECKING:  # it loads torch
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """What a checkpoint holds: step, ranks that saved it, tensors, sizes. Reads no tensor unless asked for values."""
+    """What a checkpoint holds: step, ranks that saved it, tensors, sizes. Reads no tensor unless
+    asked for values."""
 
     path: Positional[str]
-    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then its newest one."""
+    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then its
+    newest one."""
     only: str | None = None
     """List the tensors whose names fit this pattern: "*" are all, model.* all weights."""
     values: bool = False
@@ -35,10 +38,12 @@ class InfoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Read every byte: lengths, hashes, and tensors that are tensors. Exit code 1 if one is damaged."""
+    """Read every byte: lengths, hashes, and tensors that are tensors. Exit code 1 if one is
+    damaged."""
 
     path: Positional[str]
-    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then all of them."""
+    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then all of
+    them."""
     deep: bool = False
     """Also look at every value: tensors with elements that are nan or infinite are damaged, too."""
     json: bool = False
@@ -47,16 +52,19 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions:
-    """Compare the values of two checkpoints, whatever layouts they were saved in. Exit code 0: the same, 1: not."""
+    """Compare the values of two checkpoints, whatever layouts they were saved in. Exit code 0: the
+    same, 1: not."""
 
     a: Positional[str]
-    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then its newest one."""
+    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then its
+    newest one."""
     b: Positional[str]
     """The other one."""
     atol: float = 0.0
     """Elements as near as this count as equal."""
     only: str = "*"
-    """A pattern of tensors' names: model.* are all weights, optimizer.exp_avg.* the first moments."""
+    """A pattern of tensors' names: model.* are all weights, optimizer.exp_avg.* the first
+    moments."""
     json: bool = False
     """Print one JSON document."""
 
@@ -65,12 +73,15 @@ def main(argv: list[str]) -> int:
     """Run `megalith checkpoint info|verify|diff`."""
     actions = {"info": show_info, "verify": verify, "diff": diff}
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: megalith checkpoint {{{','.join(actions)}}} PATH [PATH] [--json]\n\n{__doc__}")
+        print(
+            f"usage: megalith checkpoint {{{','.join(actions)}}} PATH [PATH] [--json]\n\n{__doc__}"
+        )
         return 0
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions) or ""
         raise ConfigError(
-            f"{argv[0]} is not something `megalith checkpoint` does.{advice} Use one of {', '.join(actions)}."
+            f"{argv[0]} is not something `megalith checkpoint` does.{advice} Use one of "
+            f"{', '.join(actions)}."
         )
     return actions[argv[0]](argv[1:])
 
@@ -85,18 +96,27 @@ def show_info(argv: list[str]) -> int:
     if options.json:
         print_json(found)
         return 0
-    print(f"{found['path']}: step {found['step']:,}, saved by {found['world_size']} ranks, {found['nbytes']:,} bytes")
-    print(f"  tensors     {found['tensors']:,} in {found['boxes']:,} boxes in {found['files']} files")
+    print(
+        f"{found['path']}: step {found['step']:,}, saved by {found['world_size']} ranks, "
+        f"{found['nbytes']:,} bytes"
+    )
+    print(
+        f"  tensors     {found['tensors']:,} in {found['boxes']:,} boxes in {found['files']} files"
+    )
     print(f"  parameters  {found['parameters']:,}")
     for role, size in found["roles"].items():
-        print(f"  {role:<11} {size['tensors']:,} tensors, {size['numel']:,} elements of {', '.join(size['dtypes'])}")
+        print(
+            f"  {role:<11} {size['tensors']:,} tensors, {size['numel']:,} elements of "
+            f"{', '.join(size['dtypes'])}"
+        )
     for tensor in found.get("listed", []):
         print(f"  {_tensor_in_words(tensor)}")
     return 0
 
 
 def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # JSON
-    """Shape, dtype and number of boxes of the tensors that fit a pattern; with `values` how these are spread.
+    """Shape, dtype and number of boxes of the tensors that fit a pattern; with `values` how these
+    are spread.
 
     Raises:
         CheckpointError: none fits, or a file is damaged.
@@ -107,7 +127,12 @@ def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # J
     opened = open_checkpoint(path)
     tensors = {name: opened.manifest.tensors[name] for name in names_matching(opened, only)}
     return [
-        {"name": name, "shape": list(tensor.shape), "dtype": tensor.dtype, "boxes": len(tensor.boxes)}
+        {
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": tensor.dtype,
+            "boxes": len(tensor.boxes),
+        }
         | (asdict(statistics_of(opened, name)) if values else {})
         for name, tensor in tensors.items()
     ]
@@ -128,7 +153,9 @@ def verify(argv: list[str]) -> int:
     from megalith.checkpoint.statistics import values_that_are_no_numbers
 
     options = parse_options(VerifyOptions, argv, prog="megalith checkpoint verify")
-    found = {str(path): verify_checkpoint(path) for path in checkpoints_in(folder_named(options.path))}
+    found = {
+        str(path): verify_checkpoint(path) for path in checkpoints_in(folder_named(options.path))
+    }
     if options.deep:
         found |= {
             path: values_that_are_no_numbers(open_checkpoint(Path(path)))
@@ -154,7 +181,10 @@ def diff(argv: list[str]) -> int:
 
     options = parse_options(DiffOptions, argv, prog="megalith checkpoint diff")
     if not 0 <= options.atol < math.inf:
-        raise ConfigError(f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol 1e-6.")
+        raise ConfigError(
+            f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol "
+            "1e-6."
+        )
     a, b = (open_checkpoint(newest_in(folder_named(name))) for name in (options.a, options.b))
     comparisons = list(compare_checkpoints(a, b, atol=options.atol, only=options.only))
     differing = [each for each in comparisons if each.kind != "same"]
@@ -162,10 +192,19 @@ def diff(argv: list[str]) -> int:
     summary = _summarize(comparisons)
     if options.json:
         print_json(
-            {"a": str(a.path), "b": str(b.path), "step_a": a.step, "step_b": b.step, "atol": options.atol,
-             "same": same, "different": [asdict(each) | {"largest": _finite(each.largest)} for each in differing],
-             "summary": [asdict(each) | {"largest": _finite(each.largest)} for each in summary]}
-        )  # fmt: skip
+            {
+                "a": str(a.path),
+                "b": str(b.path),
+                "step_a": a.step,
+                "step_b": b.step,
+                "atol": options.atol,
+                "same": same,
+                "different": [
+                    asdict(each) | {"largest": _finite(each.largest)} for each in differing
+                ],
+                "summary": [asdict(each) | {"largest": _finite(each.largest)} for each in summary],
+            }
+        )
         return int(bool(differing))
     print(f"a: {a.path}, step {a.step:,}\nb: {b.path}, step {b.step:,}")
     for each in differing:
@@ -218,23 +257,35 @@ def _summarize_role(role: str, members: Sequence["Comparison"]) -> RoleSummary:
     most = max(members, key=lambda each: each.largest)
     kinds = Counter(each.kind for each in members)
     return RoleSummary(
-        role=role, tensors=len(members), different=kinds["values"] + kinds["shape"],
-        missing=kinds["only in a"] + kinds["only in b"], numel=sum(each.numel for each in members),
-        differing=sum(each.differing for each in members), largest=most.largest,
+        role=role,
+        tensors=len(members),
+        different=kinds["values"] + kinds["shape"],
+        missing=kinds["only in a"] + kinds["only in b"],
+        numel=sum(each.numel for each in members),
+        differing=sum(each.differing for each in members),
+        largest=most.largest,
         largest_in=most.name if most.largest else None,
-    )  # fmt: skip
+    )
 
 
 def role_of(key: str) -> str:
-    """Return what a tensor of a checkpoint is: `weights`, or the name of a part of the optimizer state."""
+    """Return what a tensor of a checkpoint is: `weights`, or the name of a part of the optimizer
+    state."""
     return "weights" if key.startswith("model.") else key.split(".")[1]
 
 
 def _in_words(found: "Comparison") -> str:
     if found.kind == "values":
         types = "" if found.a == found.b else f" ({found.a} and {found.b})"
-        return f"{found.differing:,} of {found.numel:,} elements differ, by {found.largest:.3g} at most{types}"
-    return f"{found.a} in a, {found.b} in b" if found.kind == "shape" else f"{found.kind} ({found.a or found.b})"
+        return (
+            f"{found.differing:,} of {found.numel:,} elements differ, by {found.largest:.3g} "
+            f"at most{types}"
+        )
+    return (
+        f"{found.a} in a, {found.b} in b"
+        if found.kind == "shape"
+        else f"{found.kind} ({found.a or found.b})"
+    )
 
 
 def _finite(value: float) -> float | None:
@@ -253,11 +304,14 @@ def folder_named(name: str) -> Path:
         if path.is_dir():
             return path
     if Path(name).exists():
-        raise CheckpointError(f"{name} is a file. Use the folder that it is in, or the folder of a run.")
+        raise CheckpointError(
+            f"{name} is a file. Use the folder that it is in, or the folder of a run."
+        )
     there = sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
     advice = did_you_mean(name, there) or (f" Runs: {', '.join(there)}." if there else "")
     raise CheckpointError(
-        f"{name}: no such folder, neither here nor under {runs}/.{advice} Use a step_NNNNNNN folder, or a run."
+        f"{name}: no such folder, neither here nor under {runs}/.{advice} Use a step_NNNNNNN "
+        "folder, or a run."
     )
 
 
@@ -272,7 +326,9 @@ def checkpoints_in(path: Path) -> list[Path]:
 
     if (path / MANIFEST).exists() or path.name.startswith("step_"):
         return [path]
-    found = [each for folder in (path / "checkpoints", path) for each in step_folders(folder).values()]
+    found = [
+        each for folder in (path / "checkpoints", path) for each in step_folders(folder).values()
+    ]
     return found or [open_checkpoint(path).path]  # which says what the folder is instead
 
 
@@ -300,10 +356,16 @@ def describe(path: Path) -> dict[str, Any]:  # JSON
         size["numel"] += prod(tensor.shape)
         size["dtypes"][tensor.dtype] += 1
     return {
-        "path": str(path), "step": manifest.step, "world_size": manifest.world_size,
-        "nbytes": sum(file.nbytes for file in manifest.files.values()), "files": len(manifest.files),
-        "tensors": len(manifest.tensors), "boxes": sum(len(tensor.boxes) for tensor in manifest.tensors.values()),
+        "path": str(path),
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "nbytes": sum(file.nbytes for file in manifest.files.values()),
+        "files": len(manifest.files),
+        "tensors": len(manifest.tensors),
+        "boxes": sum(len(tensor.boxes) for tensor in manifest.tensors.values()),
         "parameters": roles.get("weights", {"numel": 0})["numel"],
-        "roles": {role: size | {"dtypes": sorted(size["dtypes"])} for role, size in sorted(roles.items())},
+        "roles": {
+            role: size | {"dtypes": sorted(size["dtypes"])} for role, size in sorted(roles.items())
+        },
         "state": sorted(opened.state),
-    }  # fmt: skip
+    }

@@ -1,4 +1,5 @@
-"""`megalith convert`: a Hugging Face folder to a checkpoint, and a checkpoint or run to a Hugging Face folder."""
+"""`megalith convert`: a Hugging Face folder to a checkpoint, and a checkpoint or run to a Hugging
+Face folder."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -8,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
@@ -30,11 +38,13 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Turn a Hugging Face model into a Megalith checkpoint, or a checkpoint or run into a Hugging Face folder.
+    """Turn a Hugging Face model into a Megalith checkpoint, or a checkpoint or run into a Hugging
+    Face folder.
 
-    Few tensors are in memory at a time; the target appears whole or not at all. A conversion that was killed goes on
-    where it was when it is run again. A checkpoint made so holds weights and the tokenizer: `megalith generate` takes
-    it, `megalith train` as a recipe, and checkpoint.load of any other run.
+    Few tensors are in memory at a time; the target appears whole or not at all. A conversion that
+    was killed goes on where it was when it is run again. A checkpoint made so holds weights and the
+    tokenizer: `megalith generate` takes it, `megalith train` as a recipe, and checkpoint.load of
+    any other run.
     """
 
     source: Positional[str]
@@ -44,15 +54,17 @@ class ConvertOptions:
     """Folder to write; it must not exist."""
 
     to: Target | None = None
-    """What to write; left out: the other kind than the source. A run that trained adapters becomes a whole model,
-    with the adapters merged into its weights; peft writes the adapters alone, as the peft library has them."""
+    """What to write; left out: the other kind than the source. A run that trained adapters
+    becomes a whole model, with the adapters merged into its weights; peft writes the adapters
+    alone, as the peft library has them."""
 
     base: str | None = None
-    """For a source that holds adapters: the model they belong to; left out: where they say it is."""
+    """For a source that holds adapters: the model they belong to; left out: where they say it
+    is."""
 
     family: str | None = None
-    """Architecture of the Hugging Face folder to write, as a model_type such as llama or qwen2; left out: the one that
-    the model was converted from, else the first that can hold it."""
+    """Architecture of the Hugging Face folder to write, as a model_type such as llama or qwen2;
+    left out: the one that the model was converted from, else the first that can hold it."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Store all weights so; left out: as they are."""
@@ -67,34 +79,37 @@ class ConvertOptions:
     """Let the vocabulary of a Hugging Face folder grow to so many tokens; left out: as it is."""
 
     new_rows: NewRows = "zero"
-    """What rows of embedding and head begin as that such a folder lacks, padding or new tokens: zero, or the mean of
-    all others."""
+    """What rows of embedding and head begin as that such a folder lacks, padding or new tokens:
+    zero, or the mean of all others."""
 
     upcycle: str | None = None
     """Make a mixture of experts of a dense model: a YAML file with the settings of model.moe; see
     docs/howto/experts.md."""
 
     upcycle_scale: Literal["spread", "down"] = "spread"
-    """Where the factor goes that experts need to answer together what the dense MLP did: into all their matrices, or
-    into the last alone, which is exact for any activation."""
+    """Where the factor goes that experts need to answer together what the dense MLP did: into
+    all their matrices, or into the last alone, which is exact for any activation."""
 
     upcycle_seed: int = 0
     """What decides the first weights of routers, and of what else no dense model has."""
 
     workers: int = 2
-    """Threads that read, hash and write at the same time. What they write does not depend on it; where tensors are cast
-    or turned, each holds one."""
+    """Threads that read, hash and write at the same time. What they write does not depend on it;
+    where tensors are cast or turned, each holds one."""
 
     restart: bool = False
-    """Begin anew, even if an earlier conversion to this target was killed and could be gone on with."""
+    """Begin anew, even if an earlier conversion to this target was killed and could be gone on
+    with."""
 
     take_over: bool = False
-    """Go on also with what a conversion has left of which it is not known whether it still works: another machine's, or
-    this one's before it was started anew. What a process of this machine works on is never taken."""
+    """Go on also with what a conversion has left of which it is not known whether it still
+    works: another machine's, or this one's before it was started anew. What a process of this
+    machine works on is never taken."""
 
     keep: bool = False
-    """If the disk is full, or after Ctrl-C, leave what is whole for the next attempt; left out: remove it. A conversion
-    that is killed always leaves it, and so does one that went on with what another had left."""
+    """If the disk is full, or after Ctrl-C, leave what is whole for the next attempt; left out:
+    remove it. A conversion that is killed always leaves it, and so does one that went on with
+    what another had left."""
 
     dry_run: bool = False
     """Only list every tensor and what becomes of it."""
@@ -135,18 +150,41 @@ def main(argv: list[str]) -> int:
         attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
         with shown_progress(nbytes) as advance:
             nbytes = convert(
-                source, target, to, dtype=dtype, shard_nbytes=largest, wrote=advance, workers=options.workers,
+                source,
+                target,
+                to,
+                dtype=dtype,
+                shard_nbytes=largest,
+                wrote=advance,
+                workers=options.workers,
                 attempt=attempt,
-            )  # fmt: skip
-    report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
-    report["written"], report["left_out"] = len(written_names(moves)), sum(not move.nbytes for move in moves)
+            )
+    report = {
+        "source": str(source.path),
+        "target": str(target),
+        "to": to,
+        "dry_run": options.dry_run,
+        "nbytes": nbytes,
+    }
+    report["written"], report["left_out"] = (
+        len(written_names(moves)),
+        sum(not move.nbytes for move in moves),
+    )
     report["merged"] = merged_into(read_from(source), moves)
-    # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml names any kind.
-    report["tokenizer"] = source.tokenizer.kind if to == "megalith" or source.tokenizer.kind in FILES else None
+    # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml
+    # names any kind.
+    report["tokenizer"] = (
+        source.tokenizer.kind if to == "megalith" or source.tokenizer.kind in FILES else None
+    )
     verb = "chat" if source.tuning() and report["tokenizer"] else "generate"
     family = find_family_of(source) if to == "huggingface" else None
     unknown = family.architecture if family is not None and not family.in_transformers else None
-    show({**report, "tensors": [asdict(move) for move in moves]}, json=options.json, verb=verb, unknown=unknown)
+    show(
+        {**report, "tensors": [asdict(move) for move in moves]},
+        json=options.json,
+        verb=verb,
+        unknown=unknown,
+    )
     return 0
 
 
@@ -164,11 +202,14 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     if options.base is not None:
         require_adapters(source, options.base)
     kind = kind_of(source)
-    to: Target = options.to or ("huggingface" if kind == "megalith" and options.upcycle is None else "megalith")
+    to: Target = options.to or (
+        "huggingface" if kind == "megalith" and options.upcycle is None else "megalith"
+    )
     if options.vocab_multiple is not None:
         if kind == "megalith" or to == "huggingface":
             raise ConfigError(
-                f"--vocab-multiple={options.vocab_multiple} is for checkpoints made from Hugging Face folders, whose "
+                f"--vocab-multiple={options.vocab_multiple} is for checkpoints made from Hugging "
+                "Face folders, whose "
                 f"vocabulary is not padded. Remove it."
             )
         source = replace(source, model=replace(source.model, vocab_multiple=options.vocab_multiple))
@@ -185,14 +226,16 @@ def _with_family(source: "Pretrained", name: str, to: Target) -> "Pretrained":
     """Return the model to be written as another architecture.
 
     Raises:
-        ConfigError: there is no such family, or no Hugging Face folder is written from a checkpoint.
+        ConfigError: there is no such family, or no Hugging Face folder is written from a
+        checkpoint.
     """
     from megalith.models.convert import kind_of
     from megalith.models.hf import HFSource, find_family_by_name
 
     if to == "megalith" or kind_of(source) == "huggingface":
         raise ConfigError(
-            f"--family={name} selects the architecture of a Hugging Face folder that is written from a checkpoint or "
+            f"--family={name} selects the architecture of a Hugging Face folder that is written "
+            "from a checkpoint or "
             f"run. Remove it, or convert {source.path} to a checkpoint first."
         )
     family = find_family_by_name(name, setting="--family")
@@ -214,8 +257,10 @@ def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -
     if size is not None:
         if kind_of(source) == "megalith" or size < source.model.vocab_size:
             raise ConfigError(
-                f"--vocab-size={size}: {source.path} has {source.model.vocab_size} tokens, and only the vocabulary of "
-                f"a Hugging Face folder grows. Use at least as many with such a folder, or remove it."
+                f"--vocab-size={size}: {source.path} has {source.model.vocab_size} tokens, and "
+                "only the vocabulary of "
+                "a Hugging Face folder grows. Use at least as many with such a folder, or remove "
+                "it."
             )
         source = replace(source, model=replace(source.model, vocab_size=size))
     if options.new_rows != "zero":
@@ -230,19 +275,22 @@ def option_problems(options: ConvertOptions) -> list[str]:
     if not 0 < options.shard_gb < math.inf:
         problems.append(f"--shard-gb={options.shard_gb} must be above 0. Use 5.")
     if options.workers < 1:
-        problems.append(f"--workers={options.workers} must be at least 1. Use 2, or as many as there are cores.")
+        problems.append(
+            f"--workers={options.workers} must be at least 1. Use 2, or as many as there are cores."
+        )
     if options.vocab_multiple is not None and options.vocab_multiple < 1:
         problems.append(f"--vocab-multiple={options.vocab_multiple} must be at least 1. Use 64.")
     given = {"scale": (options.upcycle_scale, "spread"), "seed": (options.upcycle_seed, 0)}
     problems += [
-        f"--upcycle-{name}={value} without --upcycle: nothing is upcycled. Set --upcycle to a YAML file with the "
-        f"settings of model.moe, or remove it."
+        f"--upcycle-{name}={value} without --upcycle: nothing is upcycled. Set --upcycle to a YAML "
+        f"file with the settings of model.moe, or remove it."
         for name, (value, usual) in given.items()
         if options.upcycle is None and value != usual
     ]
     if options.restart and options.take_over:
         problems.append(
-            f"--restart={options.restart} with --take-over={options.take_over}: one begins anew, the other goes on. "
+            f"--restart={options.restart} with --take-over={options.take_over}: one begins anew, "
+            "the other goes on. "
             f"Use one of them."
         )
     if options.to == "peft":
@@ -252,7 +300,10 @@ def option_problems(options: ConvertOptions) -> list[str]:
             if getattr(options, name.replace("-", "_"))
         ]
     if options.upcycle is not None and options.to == "peft":
-        problems.append(f"--upcycle={options.upcycle} with --to=peft: adapters have no experts. Use --to megalith.")
+        problems.append(
+            f"--upcycle={options.upcycle} with --to=peft: adapters have no experts. Use --to "
+            "megalith."
+        )
     return problems
 
 
@@ -260,18 +311,38 @@ def option_problems(options: ConvertOptions) -> list[str]:
 def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, nothing elsewhere; gives the function that is told what was done."""
     console = Console(stderr=True)
-    columns = (TextColumn("convert"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    columns = (
+        TextColumn("convert"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as progress:
         task = progress.add_task("convert", total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
 
 
 def show_peft(
-    source: str, target: str, modules: list[str], moves: "list[Move]", nbytes: int, options: ConvertOptions
+    source: str,
+    target: str,
+    modules: list[str],
+    moves: "list[Move]",
+    nbytes: int,
+    options: ConvertOptions,
 ) -> None:
-    """What became of adapters, or would: the linear layers of transformers that have them, and every tensor."""
+    """What became of adapters, or would: the linear layers of transformers that have them, and
+    every tensor."""
     if options.json:
-        report = {"source": source, "target": target, "to": "peft", "dry_run": options.dry_run, "nbytes": nbytes}
+        report = {
+            "source": source,
+            "target": target,
+            "to": "peft",
+            "dry_run": options.dry_run,
+            "nbytes": nbytes,
+        }
         print_json({**report, "modules": modules, "tensors": [asdict(move) for move in moves]})
         return
     if options.dry_run:
@@ -279,13 +350,17 @@ def show_peft(
         size = f"{sum(move.nbytes for move in moves) / 1e6:.3g} MB"
         print(f"{len(modules)} linear layers with adapters, {size}; nothing was written")
         return
-    print(f"wrote {target}: adapters of {len(modules)} linear layers, {_size(nbytes)}, from {source}")
+    print(
+        f"wrote {target}: adapters of {len(modules)} linear layers, {_size(nbytes)}, from {source}"
+    )
     print(f"try: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), {target!r})")
 
 
-def show(report: dict[str, Any], *, json: bool, verb: str, unknown: str | None = None) -> None:  # Any: JSON
-    """Print what was done, or would be: for a program, the table of a dry run, or a line; `verb`: what to try next;
-    `unknown`: the architecture, if it is none of transformers'."""
+def show(
+    report: dict[str, Any], *, json: bool, verb: str, unknown: str | None = None
+) -> None:  # Any: JSON
+    """Print what was done, or would be: for a program, the table of a dry run, or a line;
+    `verb`: what to try next; `unknown`: the architecture, if it is none of transformers'."""
     if json:
         print_json(report)
         return
@@ -296,12 +371,14 @@ def show(report: dict[str, Any], *, json: bool, verb: str, unknown: str | None =
         print(f"wrote {report['target']}: {count}, {size}, from {report['source']}")
         if unknown is not None:
             print(
-                f"transformers has no class for {unknown}: from_pretrained reads the folder only with auto_map in "
+                f"transformers has no class for {unknown}: from_pretrained reads the folder only "
+                "with auto_map in "
                 f"config.json and the code files of the published model beside it"
             )
         if report["tokenizer"] is None:
             print(
-                "the model has no tokenizer files, so the folder has no tokenizer: programs that read it must turn "
+                "the model has no tokenizer files, so the folder has no tokenizer: programs that "
+                "read it must turn "
                 "text into ids themselves"
             )
         else:
@@ -321,5 +398,7 @@ def _list(moves: Iterable[dict[str, Any]]) -> None:  # Any: JSON
 
 def _size(nbytes: int) -> str:
     """87900 -> `87.9 kB`."""
-    unit, name = next(((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if nbytes >= 0.9995 * u), (10**3, "kB"))
+    unit, name = next(
+        ((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if nbytes >= 0.9995 * u), (10**3, "kB")
+    )
     return f"{nbytes / unit:.3g} {name}"

@@ -1,4 +1,5 @@
-"""`megalith data`: `info`, `cat`, `verify` and `merge` token stores, and `pack` conversations into rows."""
+"""`megalith data`: `info`, `cat`, `verify` and `merge` token stores, and `pack` conversations into
+rows."""
 
 from dataclasses import asdict, dataclass
 
@@ -43,7 +44,8 @@ class CatOptions:
     document: int = 0
     """Its number, from 0."""
     tokenizer: str | None = None
-    """`byte`, or the folder or file of a tokenizer; default: the one that `megalith prepare` wrote the store with."""
+    """`byte`, or the folder or file of a tokenizer; default: the one that `megalith prepare` wrote
+    the store with."""
     ids: bool = False
     """Print the token ids instead."""
 
@@ -62,13 +64,26 @@ class MergeOptions:
 
 def main(argv: list[str]) -> int:
     """Run `megalith data info|verify|cat|merge|pack`."""
-    actions = {"info": show_info, "verify": verify, "cat": cat, "merge": merge, "pack": pack_conversations}
+    actions = {
+        "info": show_info,
+        "verify": verify,
+        "cat": cat,
+        "merge": merge,
+        "pack": pack_conversations,
+    }
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: megalith data {{{','.join(actions)}}} ...\n\n{__doc__}")
         return 0
     if argv[0] not in actions:
-        advice = " It is `megalith prepare`." if argv[0] == "prepare" else did_you_mean(argv[0], actions) or ""
-        raise ConfigError(f"{argv[0]} is not something `megalith data` does.{advice} Use one of {', '.join(actions)}.")
+        advice = (
+            " It is `megalith prepare`."
+            if argv[0] == "prepare"
+            else did_you_mean(argv[0], actions) or ""
+        )
+        raise ConfigError(
+            f"{argv[0]} is not something `megalith data` does.{advice} Use one of "
+            f"{', '.join(actions)}."
+        )
     return actions[argv[0]](argv[1:])
 
 
@@ -82,11 +97,14 @@ def show_info(argv: list[str]) -> int:
     print(f"{summary.prefix}: {summary.tokens:,} tokens as {summary.token_type}")
     print(f"  documents  {summary.documents:,}, {summary.empty_documents:,} of them empty")
     print(
-        f"  sequences  {summary.sequences:,}, of {summary.shortest:,} to {summary.longest:,} tokens, "
-        f"{summary.mean_length:,.1f} on average"
+        f"  sequences  {summary.sequences:,}, of {summary.shortest:,} to {summary.longest:,} "
+        f"tokens, {summary.mean_length:,.1f} on average"
     )
     if summary.common_last_token is not None:
-        print(f"  ends       {summary.common_last_share:.1%} of documents end with id {summary.common_last_token}")
+        print(
+            f"  ends       {summary.common_last_share:.1%} of documents end with id "
+            f"{summary.common_last_token}"
+        )
     print(f"  files      .bin {summary.bin_nbytes:,} bytes, .idx {summary.idx_nbytes:,} bytes")
     return 0
 
@@ -120,11 +138,16 @@ def cat(argv: list[str]) -> int:
     if options.ids:
         print(" ".join(str(token) for token in ids))
         return 0
-    tokenizer = read_store_tokenizer(options.prefix) if options.tokenizer is None else _named(options.tokenizer)
+    tokenizer = (
+        read_store_tokenizer(options.prefix)
+        if options.tokenizer is None
+        else _named(options.tokenizer)
+    )
     if ids and max(ids) >= tokenizer.vocab_size:
         raise DataError(
             f"document {options.document} of {options.prefix} has id {max(ids)}, but tokenizer "
-            f"{options.tokenizer or 'byte'} has {tokenizer.vocab_size}. Pass --tokenizer with the one that wrote the "
+            f"{options.tokenizer or 'byte'} has {tokenizer.vocab_size}. Pass --tokenizer with the "
+            "one that wrote the "
             f"store, or --ids."
         )
     print(tokenizer.decode(ids))
@@ -150,5 +173,7 @@ def merge(argv: list[str]) -> int:
     prefixes = [prefix for place in options.input for prefix in find_stores(place)]
     merge_stores(prefixes, options.output, overwrite=options.overwrite)
     merged = IndexedDataset(options.output)
-    print(f"wrote {options.output}: {merged.num_tokens:,} tokens, {merged.num_documents:,} documents")
+    print(
+        f"wrote {options.output}: {merged.num_tokens:,} tokens, {merged.num_documents:,} documents"
+    )
     return 0

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What this machine offers: cores, memory, GPUs, links, measured rates, and what is missing for what."""
+    """What this machine offers: cores, memory, GPUs, links, measured rates, and what is missing for
+    what."""
 
     measure: bool = True
     """Measure matrix products and memory bandwidth, about three seconds."""
@@ -32,15 +33,24 @@ class DoctorOptions:
 def main(argv: list[str]) -> int:
     """Run `megalith doctor`."""
     options = parse_options(DoctorOptions, argv, prog="megalith doctor")
-    from megalith.observe.capabilities import capabilities  # these load torch, which --help does without
+    from megalith.observe.capabilities import (
+        capabilities,
+    )  # these load torch, which --help does without
     from megalith.observe.checkup import advise, measure
     from megalith.observe.machine import read_machine
 
     machine, found = read_machine(), capabilities()
-    rates = [measure("cpu"), *(measure(f"cuda:{i}") for i in range(len(machine.gpus)))] if options.measure else []
+    rates = (
+        [measure("cpu"), *(measure(f"cuda:{i}") for i in range(len(machine.gpus)))]
+        if options.measure
+        else []
+    )
     advice = advise(machine, found, rates)
     if options.json:
-        print_json(report(machine, found, rates, advice) | {"kernels": [asdict(way) for way in ways_here(machine)]})
+        print_json(
+            report(machine, found, rates, advice)
+            | {"kernels": [asdict(way) for way in ways_here(machine)]}
+        )
     else:
         print_report(machine, found, rates, advice)
         Console(highlight=False).print(_ways_table(ways_here(machine)))
@@ -66,9 +76,15 @@ def ways_here(machine: Machine) -> list[Way]:
     lacking = missing_here()
     found = []
     for op, name, takes, deterministic in table_of_backends():
-        absent = "no GPU" if backend_of(op, name).device == GPU and not machine.gpus else lacking.get(name)
+        absent = (
+            "no GPU"
+            if backend_of(op, name).device == GPU and not machine.gpus
+            else lacking.get(name)
+        )
         here = "yes" if absent is None else f"no: {absent}"
-        found.append(Way(operation=op, way=name, takes=takes, deterministic=deterministic, here=here))
+        found.append(
+            Way(operation=op, way=name, takes=takes, deterministic=deterministic, here=here)
+        )
     return found
 
 
@@ -84,7 +100,9 @@ def report(
     }
 
 
-def print_report(machine: Machine, found: dict[str, Capability], rates: list[Rates], advice: list[str]) -> None:
+def print_report(
+    machine: Machine, found: dict[str, Capability], rates: list[Rates], advice: list[str]
+) -> None:
     """The whole report for a person."""
     console = Console(highlight=False)
     console.print(_machine_table(machine))
@@ -101,7 +119,9 @@ def print_report(machine: Machine, found: dict[str, Capability], rates: list[Rat
 def _machine_table(machine: Machine) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     links = [
-        f"{link.name} ({'speed unknown' if link.gbit_per_second is None else f'{link.gbit_per_second:g} Gbit/s'})"
+        f"{link.name} (speed unknown)"
+        if link.gbit_per_second is None
+        else f"{link.name} ({link.gbit_per_second:g} Gbit/s)"
         for link in machine.links
     ]
     rows = {
@@ -122,7 +142,15 @@ def _machine_table(machine: Machine) -> Table:
 
 
 def _ways_table(ways: list[Way]) -> Table:
-    table = Table("kernels.", "way", "takes", "same bits each time", "here", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        "kernels.",
+        "way",
+        "takes",
+        "same bits each time",
+        "here",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for way in ways:
         table.add_row(way.operation, way.way, way.takes, way.deterministic, way.here)
     return table

@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(EvaluateCommand, rest, prog="megalith evaluate", root=TrainRun)
     if command.samples is not None and command.samples < 1:
-        raise ConfigError(f"--samples={command.samples} must be at least 1. Leave it out to read the whole split.")
+        raise ConfigError(
+            f"--samples={command.samples} must be at least 1. Leave it out to read the whole split."
+        )
     from megalith.recipes import resolve_run
 
     folder = find_run(command.run)
@@ -67,43 +69,61 @@ def find_run(name: str) -> Path:
             return folder
     there = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
     raise ConfigError(
-        f"{name} is not the folder of a run. Use a path, or one of runs/: {', '.join(there) or 'none yet'}."
+        f"{name} is not the folder of a run. Use a path, or one of runs/: "
+        f"{', '.join(there) or 'none yet'}."
     )
 
 
 def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
     """The run in a layout for `world` processes, which need not be as many as trained it.
 
-    The settings named in `given` stay. Else tp and sp stay where tp divides `world`, and turn off where it does not; ep
-    and etp stay where they fit, and else ranks have whole experts; rows are not shared and layers not divided. Weights
-    that training divided (zero=3) stay divided, for they may fit no other way; all others are whole: no gradient or
-    optimizer takes memory, and nothing is kept for a backward. dp is the rest, and the batch one microbatch per rank,
-    because nothing is accumulated.
+    The settings named in `given` stay. Else tp and sp stay where tp divides `world`, and turn off
+    where it does not; ep and etp stay where they fit, and else ranks have whole experts; rows are
+    not shared and layers not divided. Weights that training divided (zero=3) stay divided, for they
+    may fit no other way; all others are whole: no gradient or optimizer takes memory, and nothing
+    is kept for a backward. dp is the rest, and the batch one microbatch per rank, because nothing
+    is accumulated.
     """
     p, whole = run.parallel, ParallelConfig()
     kept = {name.split(".")[1] for name in given if name.startswith("parallel.")}
     tp = p.tp if "tp" in kept or world % max(p.tp, 1) == 0 else 1
     names = [
-        "cp", "context", "pp", "pipeline", "dp", "replicas", "reduce_dtype", "rings", "ring_products",
-        "overlap_experts", *(["zero"] if p.zero < 3 else []),
-    ]  # fmt: skip
+        "cp",
+        "context",
+        "pp",
+        "pipeline",
+        "dp",
+        "replicas",
+        "reduce_dtype",
+        "rings",
+        "ring_products",
+        "overlap_experts",
+        *(["zero"] if p.zero < 3 else []),
+    ]
     layout = replace(
-        p, tp=tp, sp=p.sp if "sp" in kept else p.sp and tp > 1,
+        p,
+        tp=tp,
+        sp=p.sp if "sp" in kept else p.sp and tp > 1,
         **{name: getattr(whole, name) for name in names if name not in kept},
-    )  # fmt: skip
+    )
     layout = layout if {"ep", "etp"} & kept else with_experts_divided(layout, run.model.moe, world)
     ranks = max(layout.tp, 1) * max(layout.cp, 1) * max(layout.pp, 1)
     rows = run.train.micro_batch_size * max(layout.dp or world // ranks, 1)
     sections = {name.split(".")[0] for name in given}
     return replace(
-        run, parallel=layout, train=replace(run.train, global_batch_size=rows, compile=False),
+        run,
+        parallel=layout,
+        train=replace(run.train, global_batch_size=rows, compile=False),
         recompute=run.recompute if "recompute" in sections else RecomputeConfig(),
         offload=run.offload if "offload" in sections else OffloadConfig(),
-    )  # fmt: skip
+    )
 
 
-def with_experts_divided(layout: ParallelConfig, moe: MoEConfig | None, world: int) -> ParallelConfig:
-    """The layout with experts that `world` processes can have: as they were, else whole, over as many as can be."""
+def with_experts_divided(
+    layout: ParallelConfig, moe: MoEConfig | None, world: int
+) -> ParallelConfig:
+    """The layout with experts that `world` processes can have: as they were, else whole, over as
+    many as can be."""
     ranks, parts = world // max(layout.pp, 1), layout.tp if layout.etp is None else layout.etp
     if moe is None or ranks % max(layout.ep * parts, 1) == 0:
         return layout
@@ -125,15 +145,29 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
 
     with joined(run, os.environ) as job:
         found = run_evaluation(
-            run, RunFolder(folder), job.mesh, job.device, split=command.split, samples=command.samples, show=True
+            run,
+            RunFolder(folder),
+            job.mesh,
+            job.device,
+            split=command.split,
+            samples=command.samples,
+            show=True,
         )
         first = job.first
     if first and command.json:
-        print_json({"run": str(folder), "split": command.split, **asdict(found), "perplexity": found.perplexity})
+        print_json(
+            {
+                "run": str(folder),
+                "split": command.split,
+                **asdict(found),
+                "perplexity": found.perplexity,
+            }
+        )
     elif first:
         bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits per byte"
         print(
-            f"{folder} on {command.split}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}{bits}"
+            f"{folder} on {command.split}: loss {found.loss:.4f}, perplexity "
+            f"{found.perplexity:.2f}{bits}"
             f"{found.depths_text()} ({found.num_labels:,} tokens)"
         )
     return 0

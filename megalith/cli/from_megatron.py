@@ -1,4 +1,5 @@
-"""`megalith from-megatron`: Megatron's arguments, or the script that launches it, as a run of ours."""
+"""`megalith from-megatron`: Megatron's arguments, or the script that launches it, as a run of
+ours."""
 
 import sys
 from collections.abc import Sequence
@@ -32,17 +33,19 @@ HEADINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FromMegatron:
-    """Turn Megatron's arguments (all other words), or a launch script, into a run: YAML on standard output.
+    """Turn Megatron's arguments (all other words), or a launch script, into a run: YAML on standard
+    output.
 
-    What became of each argument goes to standard error. Arguments behind a script's own win over those in it.
-    Example: megalith from-megatron --script train_llama3_8b.sh --output llama3_8b.yaml
+    What became of each argument goes to standard error. Arguments behind a script's own win over
+    those in it. Example: megalith from-megatron --script train_llama3_8b.sh --output llama3_8b.yaml
     """
 
     script: str | None = None
     """A bash script that starts pretrain_gpt.py; it is read, never run."""
 
     set: tuple[str, ...] = ()
-    """NAME=VALUE of variables that the script takes from outside; 1=VALUE for its first argument."""
+    """NAME=VALUE of variables that the script takes from outside; 1=VALUE for its first
+    argument."""
 
     output: str | None = None
     """Write the YAML to this file."""
@@ -51,7 +54,8 @@ class FromMegatron:
     """Name of the run; default: that of the script."""
 
     world: int | None = None
-    """Ranks of the job, where the command does not say: decides a global batch size that was left out."""
+    """Ranks of the job, where the command does not say: decides a global batch size that was left
+    out."""
 
     strict: bool = False
     """Refuse also what changes the numbers, not only what would be another training."""
@@ -68,7 +72,9 @@ def main(argv: list[str]) -> int:
     _refuse_a_script_among(words)
     words = with_files([*launch.arguments, *words] if options.script else launch.arguments)
     if not words:
-        raise ConfigError(f"there are {len(words)} arguments to translate. Pass Megatron's own, or --script FILE.")
+        raise ConfigError(
+            f"there are {len(words)} arguments to translate. Pass Megatron's own, or --script FILE."
+        )
     translation = translate(
         words,
         name=options.name or (Path(options.script).stem if options.script else "from_megatron"),
@@ -113,7 +119,8 @@ def split_own(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def report(entries: Sequence[Entry]) -> str:
-    """What became of each argument, under a heading for each kind of answer; arguments with one answer share it."""
+    """What became of each argument, under a heading for each kind of answer; arguments with one
+    answer share it."""
     lines = []
     for verdict, effect, heading in HEADINGS:
         chosen = [entry for entry in entries if (entry.verdict, entry.effect) == (verdict, effect)]
@@ -141,12 +148,16 @@ def _launch(options: FromMegatron, words: Sequence[str]) -> Launch:
     variables = dict(_variable(word) for word in options.set)
     if options.script is None:
         if variables:
-            raise ConfigError(f"--set {' '.join(options.set)} belongs to a script. Use it with --script FILE.")
+            raise ConfigError(
+                f"--set {' '.join(options.set)} belongs to a script. Use it with --script FILE."
+            )
         return split_command(words)
     try:
         text = storage.read_text(Path(options.script), allow_pipe=True)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--script {options.script} cannot be read: {error}. Pass a bash script.") from None
+        raise ConfigError(
+            f"--script {options.script} cannot be read: {error}. Pass a bash script."
+        ) from None
     try:
         return read_script(text, variables)
     except ConfigError as error:
@@ -156,7 +167,10 @@ def _launch(options: FromMegatron, words: Sequence[str]) -> Launch:
 def _variable(word: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not equals or not (name.isidentifier() or name.isdecimal()):
-        raise ConfigError(f"--set {word}: expected NAME=VALUE. Use for example --set DATA_PATH=/data/text_document.")
+        raise ConfigError(
+            f"--set {word}: expected NAME=VALUE. Use for example --set "
+            "DATA_PATH=/data/text_document."
+        )
     return name, value
 
 
@@ -170,11 +184,15 @@ def _refuse_a_script_among(words: Sequence[str]) -> None:
     script = next((word for word in first if word.endswith((".sh", ".bash"))), None)
     if script is not None:
         there = "" if Path(script).is_file() else ", and there is no such file here"
-        raise ConfigError(f"{script} is no argument of Megatron's{there}. Use --script FILE to read a launch script.")
+        raise ConfigError(
+            f"{script} is no argument of Megatron's{there}. Use --script FILE to read a launch "
+            "script."
+        )
 
 
 def _tokenizer_vocab(words: Sequence[str]) -> int | None:
-    """The number of ids of the tokenizer that the arguments name; None when its files are not here."""
+    """The number of ids of the tokenizer that the arguments name; None when its files are not
+    here."""
     config = named_tokenizer(words)
     if config is None:
         return None
@@ -201,12 +219,19 @@ def _write(path: str, text: str) -> None:
         with Path(path).open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"--output {path} exists already. Use another name, or remove that file first.") from None
+        raise ConfigError(
+            f"--output {path} exists already. Use another name, or remove that file first."
+        ) from None
     except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error}. Use a folder that exists.") from None
+        raise ConfigError(
+            f"--output {path} cannot be written: {error}. Use a folder that exists."
+        ) from None
 
 
 def _next_step(output: str | None, translation: Translation) -> str:
     file = output or "FILE.yaml"
     ranks = f" --nproc {translation.ranks}" if translation.ranks > 1 else ""
-    return f"\nnext: megalith train {file}{ranks}   (one machine; on several, the same command under torchrun)"
+    return (
+        f"\nnext: megalith train {file}{ranks}   (one machine; on several, the same command "
+        "under torchrun)"
+    )

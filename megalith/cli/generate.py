@@ -34,17 +34,20 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class GenerateOptions:
     """Write on from prompts with the model of a run, a checkpoint, or a Hugging Face folder.
 
-    Without a prompt the model begins a text of its own. A model without a tokenizer reads and writes ids: "17 4 99".
+    Without a prompt the model begins a text of its own. A model without a tokenizer reads and
+    writes ids: "17 4 99".
     """
 
     source: Positional[str]
-    """Folder of a run (its newest checkpoint), of a checkpoint, or of a Hugging Face model; or a name under runs/."""
+    """Folder of a run (its newest checkpoint), of a checkpoint, or of a Hugging Face model; or a
+    name under runs/."""
 
     prompts: Positional[tuple[str, ...]] = ()
     """Texts to write on from, all at once; - reads one from standard input."""
 
     file: str | None = None
-    """File of more prompts: one in every line, or with the ending .jsonl an object with the key "prompt"."""
+    """File of more prompts: one in every line, or with the ending .jsonl an object with the key
+    "prompt"."""
 
     max_new_tokens: int = 256
     """Tokens to write at most, for each prompt."""
@@ -71,17 +74,20 @@ class GenerateOptions:
     """Compute in; left out: bf16 on a GPU, fp32 on a CPU."""
 
     kernels: Kernel = "auto"
-    """How operations between matmuls are computed: auto, the fastest way on this machine; torch, torch operations;
-    reference, their plain definitions."""
+    """How operations between matmuls are computed: auto, the fastest way on this machine; torch,
+    torch operations; reference, their plain definitions."""
 
     mlp_chunks: int = 1
-    """Chunks of tokens in which MLPs read prompts: the same results in less memory, which long prompts may need."""
+    """Chunks of tokens in which MLPs read prompts: the same results in less memory, which long
+    prompts may need."""
 
     base: str | None = None
-    """For a source that holds adapters: the model they belong to; left out: where they say it is."""
+    """For a source that holds adapters: the model they belong to; left out: where they say it
+    is."""
 
     nproc: int = 1
-    """Processes on this machine that share the model (tensor parallel); under torchrun leave it out."""
+    """Processes on this machine that share the model (tensor parallel); under torchrun leave it
+    out."""
 
     json: bool = False
     """Print one JSON document at the end instead of streaming text."""
@@ -98,9 +104,13 @@ def main(argv: list[str]) -> int:
     if in_worker(os.environ) or options.nproc == 1:
         return write(options, prompts)
     path = open_source(options.source, options.nproc, base=options.base).path
-    with tempfile.TemporaryDirectory(prefix="megalith-") as folder:  # standard input cannot be read by each worker
+    with tempfile.TemporaryDirectory(
+        prefix="megalith-"
+    ) as folder:  # standard input cannot be read by each worker
         file = Path(folder) / "prompts.jsonl"
-        file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
+        file.write_text(
+            "".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8"
+        )
         return run_workers(["generate", *worker_words(options, path, file)], options.nproc)
 
 
@@ -111,7 +121,9 @@ def option_problems(options: GenerateOptions) -> list[str]:
         problems.append(f"--greedy with --temperature={options.temperature}: use one of them.")
     problems += chunk_problems(options.mlp_chunks)
     if options.nproc < 1:
-        problems.append(f"--nproc={options.nproc} must be at least 1. Use the number of processes to start.")
+        problems.append(
+            f"--nproc={options.nproc} must be at least 1. Use the number of processes to start."
+        )
     return problems
 
 
@@ -119,7 +131,10 @@ def chunk_problems(chunks: int) -> list[str]:
     """What cannot be a number of chunks, as texts."""
     if chunks >= 1:
         return []
-    return [f"--mlp-chunks={chunks} must be at least 1. Use 1 to read prompts whole, or 4 for a quarter of the memory."]
+    return [
+        f"--mlp-chunks={chunks} must be at least 1. Use 1 to read prompts whole, or 4 for a "
+        "quarter of the memory."
+    ]
 
 
 def worker_words(options: GenerateOptions, source: Path, file: Path) -> list[str]:
@@ -135,7 +150,8 @@ def worker_words(options: GenerateOptions, source: Path, file: Path) -> list[str
 
 
 def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
-    """Load the model and write, as one rank of the job that the environment describes; rank 0 speaks."""
+    """Load the model and write, as one rank of the job that the environment describes; rank 0
+    speaks."""
     from megalith.infer.load import open_source
     from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
 
@@ -162,7 +178,8 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
 def write_all(
     options: GenerateOptions, prompts: Sequence[str], source: "Pretrained", worker: "Worker"
 ) -> "tuple[list[Transcript], float]":
-    """Load this rank's slice of the model and write on from every prompt; the texts, and the seconds for them."""
+    """Load this rank's slice of the model and write on from every prompt; the texts, and the
+    seconds for them."""
     import torch
 
     from megalith.infer.load import load_writer, writing_layout
@@ -170,19 +187,28 @@ def write_all(
     from megalith.parallel.mesh import build_mesh, model_grid
 
     grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
-    dtype: torch.dtype = getattr(torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")])
+    dtype: torch.dtype = getattr(
+        torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")]
+    )
     writer = load_writer(
-        source, build_mesh(grid, rank=worker.rank), worker.device, dtype, kernels=options.kernels,
+        source,
+        build_mesh(grid, rank=worker.rank),
+        worker.device,
+        dtype,
+        kernels=options.kernels,
         mlp_chunks=options.mlp_chunks,
-    )  # fmt: skip
+    )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()
-    transcripts = write_texts(writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show)
+    transcripts = write_texts(
+        writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show
+    )
     return transcripts, time.perf_counter() - started
 
 
 def print_now(text: str) -> None:
-    """Show text at once. On a terminal, control characters that a model may write are not obeyed."""
+    """Show text at once. On a terminal, control characters that a model may write are not
+    obeyed."""
     shown = CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text
     print(shown, end="", flush=True)
 
@@ -191,40 +217,60 @@ def ignore(text: str) -> None:
     """Show nothing: another rank speaks, or there will be one document at the end."""
 
 
-def report(source: str, transcripts: "Sequence[Transcript]", seconds: float) -> dict[str, Any]:  # Any: JSON
+def report(
+    source: str, transcripts: "Sequence[Transcript]", seconds: float
+) -> dict[str, Any]:  # Any: JSON
     """Everything as one JSON document."""
     num_tokens = sum(len(transcript.ids) for transcript in transcripts)
     results = [
         {
-            "prompt": transcript.prompt, "prompt_ids": transcript.prompt_ids, "text": transcript.text,
-            "ids": transcript.ids, "finish": transcript.finish,
+            "prompt": transcript.prompt,
+            "prompt_ids": transcript.prompt_ids,
+            "text": transcript.text,
+            "ids": transcript.ids,
+            "finish": transcript.finish,
         }
         for transcript in transcripts
-    ]  # fmt: skip
+    ]
     return {
-        "source": source, "results": results, "num_tokens": num_tokens, "seconds": round(seconds, 3),
+        "source": source,
+        "results": results,
+        "num_tokens": num_tokens,
+        "seconds": round(seconds, 3),
         "tokens_per_second": round(num_tokens / seconds, 1),
-    }  # fmt: skip
+    }
 
 
 def summary(transcripts: "Sequence[Transcript]", seconds: float) -> str:
     """How much was written and why it ended, in a line."""
     num_tokens = sum(len(transcript.ids) for transcript in transcripts)
-    words = {"stop": "the end of the document", "length": "--max-new-tokens", "context": "the model's longest context"}
-    ends = ", ".join(sorted({words[transcript.finish] for transcript in transcripts if transcript.finish}))
-    return f"[{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f}/s; ended by {ends}]"
+    words = {
+        "stop": "the end of the document",
+        "length": "--max-new-tokens",
+        "context": "the model's longest context",
+    }
+    ends = ", ".join(
+        sorted({words[transcript.finish] for transcript in transcripts if transcript.finish})
+    )
+    return (
+        f"[{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f}/s; ended by {ends}]"
+    )
 
 
 def settings(options: GenerateOptions) -> SampleConfig:
     """How tokens are chosen."""
     return SampleConfig(
-        max_new_tokens=options.max_new_tokens, temperature=0.0 if options.greedy else options.temperature,
-        top_k=options.top_k, top_p=options.top_p, seed=options.seed,
-    )  # fmt: skip
+        max_new_tokens=options.max_new_tokens,
+        temperature=0.0 if options.greedy else options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
 
 
 def read_prompts(options: GenerateOptions) -> list[str]:
-    """All prompts: those of the command line, then those of the file; one empty prompt where there is none.
+    """All prompts: those of the command line, then those of the file; one empty prompt where there
+    is none.
 
     Raises:
         DataError: the file is missing, is not text, or a line of it is no prompt.
@@ -243,11 +289,17 @@ def _read_stdin() -> str:
     """
     try:
         text = sys.stdin.read(storage.MAX_TEXT_NBYTES + 1)
-        text.encode()  # in the C locale, Python decodes invalid bytes as surrogates instead of raising an error
+        # in the C locale, Python decodes invalid bytes as surrogates instead of raising an error
+        text.encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise DataError(f"-: standard input is not UTF-8 ({error.reason}). Pass UTF-8 text.") from None
+        raise DataError(
+            f"-: standard input is not UTF-8 ({error.reason}). Pass UTF-8 text."
+        ) from None
     if len(text) > storage.MAX_TEXT_NBYTES:
-        raise DataError(f"-: standard input has more than {storage.MAX_TEXT_NBYTES:,} characters. Pass a shorter text.")
+        raise DataError(
+            f"-: standard input has more than {storage.MAX_TEXT_NBYTES:,} characters. Pass a "
+            "shorter text."
+        )
     return text.removesuffix("\n")
 
 
@@ -258,11 +310,17 @@ def read_prompt_file(path: Path) -> list[str]:
         DataError: there is no such file, it is not UTF-8, or a line of a .jsonl file has no prompt.
     """
     try:
-        lines = [line.removesuffix("\r") for line in storage.read_text(path, allow_pipe=True).split("\n")]
+        lines = [
+            line.removesuffix("\r") for line in storage.read_text(path, allow_pipe=True).split("\n")
+        ]
     except OSError as error:
-        raise DataError(f"--file={path}: {error.strerror}. Pass a text file with one prompt in every line.") from None
+        raise DataError(
+            f"--file={path}: {error.strerror}. Pass a text file with one prompt in every line."
+        ) from None
     except UnicodeDecodeError as error:
-        raise DataError(f"--file={path}: byte {error.start} is not UTF-8. Pass a text file.") from None
+        raise DataError(
+            f"--file={path}: byte {error.start} is not UTF-8. Pass a text file."
+        ) from None
     if path.suffix != ".jsonl":
         return [line for line in lines if line.strip()]
     return [_prompt_of(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -271,10 +329,16 @@ def read_prompt_file(path: Path) -> list[str]:
 def _prompt_of(path: Path, number: int, line: str) -> str:
     try:
         document = storage.parse_json(line)
-        json.dumps(document, ensure_ascii=False).encode()  # rejects lone surrogates such as "\\ud800"
+        json.dumps(
+            document, ensure_ascii=False
+        ).encode()  # rejects lone surrogates such as "\\ud800"
     except ValueError as error:
-        raise DataError(f'{path}:{number}: not JSON ({error}). Use an object like {{"prompt": "..."}}.') from None
+        raise DataError(
+            f'{path}:{number}: not JSON ({error}). Use an object like {{"prompt": "..."}}.'
+        ) from None
     text = document.get("prompt") if isinstance(document, dict) else document
     if not isinstance(text, str):
-        raise DataError(f'{path}:{number}: no text under "prompt", found {line!r:.60}. Use {{"prompt": "..."}}.')
+        raise DataError(
+            f'{path}:{number}: no text under "prompt", found {line!r:.60}. Use {{"prompt": "..."}}.'
+        )
     return text

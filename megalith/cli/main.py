@@ -1,7 +1,9 @@
-"""The `megalith` command: finds the subcommand, runs it, and turns errors for people into text and an exit code.
+"""The `megalith` command: finds the subcommand, runs it, and turns errors for people into text and
+an exit code.
 
-Exit codes: 0 done; 2 for what the user can fix; 1 for a fault, or for the answer "no" of a command that compares;
-75 stopped after a save, run the same command again; 128 + number ended by that signal, thus 130 after Ctrl-C.
+Exit codes: 0 done; 2 for what the user can fix; 1 for a fault, or for the answer "no" of a command
+that compares; 75 stopped after a save, run the same command again; 128 + number ended by that
+signal, thus 130 after Ctrl-C.
 """
 
 import errno
@@ -16,7 +18,8 @@ from megalith import __version__
 from megalith.config.suggest import did_you_mean
 from megalith.errors import ConfigError, RankError, UserError
 
-# In the order of a newcomer's day. The file of a command is its name with underscores; one without a file is not shown.
+# In the order of a newcomer's day. The file of a command is its name with underscores; one without
+# a file is not shown.
 SUMMARIES = {
     "quickstart": "train a small GPT on text that is already on this machine, and sample from it",
     "prepare": "turn text into the .bin/.idx pair that training reads",
@@ -48,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"megalith {__version__}")
         return 0
-    alone = argv is None and "RANK" not in os.environ  # of a job's worker, whoever started it hears how it ended
+    alone = (
+        argv is None and "RANK" not in os.environ
+    )  # of a job's worker, whoever started it hears how it ended
     try:
         return _guarded(words[0], words[1:], alone=alone)
     finally:
@@ -64,7 +69,9 @@ def run_command(name: str, argv: list[str]) -> int:
     """
     if name not in available():
         advice = did_you_mean(name, available()) or f" Commands: {', '.join(available())}."
-        raise ConfigError(f"{name} is not a command.{advice} Run `megalith --help` to see them all.")
+        raise ConfigError(
+            f"{name} is not a command.{advice} Run `megalith --help` to see them all."
+        )
     code = importlib.import_module(_module(name)).main(argv)
     assert isinstance(code, int), f"{name} returned {code!r} instead of an exit code"
     return code
@@ -79,9 +86,10 @@ def help_text() -> str:
     """What `megalith --help` prints."""
     rows = "\n".join(f"  {name:<15}{SUMMARIES[name]}" for name in available())
     return (
-        "Train, tune and serve transformers at any scale, from one laptop CPU to ten thousand GPUs.\n\n"
-        f"usage: megalith COMMAND [...]\n\n{rows}\n\n"
-        "`megalith COMMAND --help` shows the options of one command. `megalith train tiny_cpu` trains something now."
+        "Train, tune and serve transformers at any scale, from one laptop CPU to ten thousand "
+        f"GPUs.\n\nusage: megalith COMMAND [...]\n\n{rows}\n\n"
+        "`megalith COMMAND --help` shows the options of one command. `megalith train tiny_cpu` "
+        "trains something now."
     )
 
 
@@ -90,8 +98,8 @@ def _module(name: str) -> str:
 
 
 def _guarded(name: str, argv: list[str], *, alone: bool) -> int:
-    """Run a command; what a person can fix is one text on standard error, a fault keeps its traceback. `alone`: the
-    process has nothing else to do."""
+    """Run a command; what a person can fix is one text on standard error, a fault keeps its
+    traceback. `alone`: the process has nothing else to do."""
     try:
         if "RANK" in os.environ:  # one of many: a failure is told once, by whoever started them
             from megalith.parallel.launch import worker_main
@@ -104,7 +112,9 @@ def _guarded(name: str, argv: list[str], *, alone: bool) -> int:
     except UserError as error:
         print(f"megalith {name}: {error}", file=sys.stderr)
         return 2
-    except RankError as error:  # its text is the traceback of the process that failed; ours would only hide it
+    except (
+        RankError
+    ) as error:  # its text is the traceback of the process that failed; ours would only hide it
         print(f"megalith {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -115,15 +125,21 @@ def _guarded(name: str, argv: list[str], *, alone: bool) -> int:
     except BrokenPipeError:  # the reader of a pipe (`| head`) has seen enough
         return _reader_left()
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # any path or name on the command line or in an input file
+        if (
+            error.errno != errno.ENAMETOOLONG
+        ):  # any path or name on the command line or in an input file
             raise
         path = f"{error.filename!s:.80}..."
         print(
-            f"megalith {name}: {path}: {len(str(error.filename))} characters are too long for a path on this file "
-            f"system. Use a shorter name or path.", file=sys.stderr,
-        )  # fmt: skip
+            f"megalith {name}: {path}: {len(str(error.filename))} characters are too long for a "
+            "path on this file "
+            f"system. Use a shorter name or path.",
+            file=sys.stderr,
+        )
         return 2
-    except SystemExit as stop:  # the option parser's way out: 0 after --help, 2 after a value it cannot read
+    except (
+        SystemExit
+    ) as stop:  # the option parser's way out: 0 after --help, 2 after a value it cannot read
         if isinstance(stop.__context__, BrokenPipeError):  # rich turns that into exit code 1
             return _reader_left()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -143,8 +159,8 @@ def _check_encoding(words: Sequence[str]) -> None:
 
 
 def _end_at_next_interrupt() -> None:
-    """The process is on its way out: one more Ctrl-C ends it there and then, and Python shows no traceback of what it
-    was tidying up."""
+    """The process is on its way out: one more Ctrl-C ends it there and then, and Python shows no
+    traceback of what it was tidying up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

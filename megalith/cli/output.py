@@ -1,4 +1,5 @@
-"""What commands print: with `--json` exactly one document on standard output, and beside it what to know of a model."""
+"""What commands print: with `--json` exactly one document on standard output, and beside it what to
+know of a model."""
 
 import json
 import math
@@ -10,7 +11,8 @@ if TYPE_CHECKING:  # help should not have to wait for torch
 
 
 def print_json(document: Any) -> None:  # Any: whatever JSON can hold
-    """Write one JSON document to standard output. Numbers that JSON lacks (nan, infinity) become null."""
+    """Write one JSON document to standard output. Numbers that JSON lacks (nan, infinity) become
+    null."""
     print(json.dumps(finite(document), indent=2, ensure_ascii=False))
 
 

@@ -20,8 +20,9 @@ WIDTH = 40
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
-    """Pack a run's conversations into rows, longest first, each into the first row that has room for it; the run's seed
-    decides among equally long ones. Training reads the result with --data.sft.packs OUTPUT."""
+    """Pack a run's conversations into rows, longest first, each into the first row that has room
+    for it; the run's seed decides among equally long ones. Training reads the result with
+    --data.sft.packs OUTPUT."""
 
     recipe: Positional[str]
     """A recipe's name, a YAML file, or the folder of a run that reads conversations (data.sft)."""
@@ -50,10 +51,16 @@ def pack(argv: list[str]) -> int:
     raise_all(_problems(run, options))
     tokenizer = build_tokenizer(run.tokenizer)
     dataset = build_conversations(
-        replace(run.data, sft=replace(run.data.sft, packs=None)), split="train", seq_len=run.train.seq_len,
-        seed=run.seed, num_samples=None, vocab_size=run.model.vocab_size, tokenizer=tokenizer,
-        tokenizer_path=run.tokenizer.path, alone=True,
-    )  # fmt: skip
+        replace(run.data, sft=replace(run.data.sft, packs=None)),
+        split="train",
+        seq_len=run.train.seq_len,
+        seed=run.seed,
+        num_samples=None,
+        vocab_size=run.model.vocab_size,
+        tokenizer=tokenizer,
+        tokenizer_path=run.tokenizer.path,
+        alone=True,
+    )
     room = dataset.room()
     filled = pack_first_fit(room, run.seed)
     write_packs(output, room, filled)
@@ -70,16 +77,20 @@ def _problems(run: TrainRun, options: PackOptions) -> list[str]:
     problems = []
     if not run.data.sft.used():
         problems.append(
-            f"{options.recipe} reads no conversations (data.sft.path={list(run.data.sft.path)}). Set data.sft.path, or "
+            f"{options.recipe} reads no conversations (data.sft.path={list(run.data.sft.path)}). "
+            "Set data.sft.path, or "
             f"use another recipe; text is made ready by `megalith prepare`."
         )
     if run.train.tokens_per_microbatch is not None:
         problems.append(
-            f"train.tokens_per_microbatch={run.train.tokens_per_microbatch}: conversations are packed step by step, "
+            f"train.tokens_per_microbatch={run.train.tokens_per_microbatch}: conversations are "
+            "packed step by step, "
             f"and no file is read. Set train.tokens_per_microbatch=none."
         )
     if Path(options.output).exists() and not options.overwrite:
-        problems.append(f"--output={options.output} is there already. Pass --overwrite to replace it.")
+        problems.append(
+            f"--output={options.output} is there already. Pass --overwrite to replace it."
+        )
     return problems
 
 
@@ -94,7 +105,8 @@ def text_of(report: PackReport, seq_len: int) -> str:
             2  #################### 1
     """
     lines = [
-        f"{report.conversations:,} conversations in {report.rows:,} rows of {seq_len:,} tokens ({report.fewest:,} at "
+        f"{report.conversations:,} conversations in {report.rows:,} rows of {seq_len:,} tokens "
+        f"({report.fewest:,} at "
         f"least)",
         f"  fill  {report.fill:.1%}, {report.mean:.1f} conversations in a row on average",
         "  rows with",

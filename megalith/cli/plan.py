@@ -1,4 +1,5 @@
-"""`megalith plan`: `explain` shows where the work of a layout goes; `estimate` whether it fits, and what it sends."""
+"""`megalith plan`: `explain` shows where the work of a layout goes; `estimate` whether it fits, and
+what it sends."""
 
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ NO = 1  # the exit code of "no"
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainCommand:
-    """Where the work of a layout goes: both grids, every group, layers and slices of each rank, memory and messages."""
+    """Where the work of a layout goes: both grids, every group, layers and slices of each rank,
+    memory and messages."""
 
     recipe: Positional[str]
     """A recipe's name, a YAML file, or the folder of a run."""
@@ -38,7 +40,8 @@ class ExplainCommand:
     """Ranks of the job; default: the fewest that the layout can have."""
 
     device: str = "h100"
-    """Whose memory is told: a100, h100, h200, b200, cpu (this machine, which the ranks share), or the GiB of one."""
+    """Whose memory is told: a100, h100, h200, b200, cpu (this machine, which the ranks share), or
+    the GiB of one."""
 
     json: bool = False
     """Print one JSON document."""
@@ -46,8 +49,8 @@ class ExplainCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateCommand:
-    """Whether a run fits its devices, what the worst rank holds, the cheapest changes, and what each axis sends in a
-    step. Exit code 1 if it does not fit."""
+    """Whether a run fits its devices, what the worst rank holds, the cheapest changes, and what
+    each axis sends in a step. Exit code 1 if it does not fit."""
 
     recipe: Positional[str]
     """A recipe's name, a YAML file, or the folder of a run."""
@@ -56,7 +59,8 @@ class EstimateCommand:
     """Ranks of the job; default: the fewest that the layout can have."""
 
     device: str = "h100"
-    """a100, h100, h200, b200, cpu (this machine, which the ranks share), or the GiB of one device."""
+    """a100, h100, h200, b200, cpu (this machine, which the ranks share), or the GiB of one
+    device."""
 
     json: bool = False
     """Print one JSON document."""
@@ -68,18 +72,24 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(
             "usage: megalith plan {explain,estimate} RECIPE [--world N] [overrides] [--json]\n\n"
-            "  explain    where the work of a layout goes: grids, groups, layers, slices, memory, messages\n"
-            "  estimate   whether it fits a device, the cheapest changes, and what each axis sends\n\n"
+            "  explain    where the work of a layout goes: grids, groups, layers, slices, memory, "
+            "messages\n"
+            "  estimate   whether it fits a device, the cheapest changes, and what each axis "
+            "sends\n\n"
             "`megalith plan explain --help` and `megalith plan estimate --help` show the options."
         )
         return 0
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions)
-        raise ConfigError(f"{argv[0]} is not something `megalith plan` does.{advice} Use explain or estimate.")
+        raise ConfigError(
+            f"{argv[0]} is not something `megalith plan` does.{advice} Use explain or estimate."
+        )
     return actions[argv[0]](argv[1:])
 
 
-def checked_workload(recipe: str, overrides: dict[str, Any], world: int | None) -> Workload:  # Any: as typed
+def checked_workload(
+    recipe: str, overrides: dict[str, Any], world: int | None
+) -> Workload:  # Any: as typed
     """The run on its ranks, once every rule holds.
 
     Raises:
@@ -91,7 +101,9 @@ def checked_workload(recipe: str, overrides: dict[str, Any], world: int | None) 
     run = apply_overrides(resolve(recipe), overrides)
     ranks = world if world is not None else fewest_ranks(run.parallel)
     if ranks < 1:
-        raise ConfigError(f"--world={ranks} must be at least 1. Use the number of ranks of the real job.")
+        raise ConfigError(
+            f"--world={ranks} must be at least 1. Use the number of ranks of the real job."
+        )
     check_run(run, ranks)
     chosen = chosen_recompute(run, ranks)
     if chosen is not run:
@@ -140,7 +152,11 @@ def estimate(argv: list[str]) -> int:
 
 
 def _estimate_json(
-    workload: Workload, device: Device, ledger: Sequence[PlaceMemory], fixes: Sequence[Change], fix: Change | None
+    workload: Workload,
+    device: Device,
+    ledger: Sequence[PlaceMemory],
+    fixes: Sequence[Change],
+    fix: Change | None,
 ) -> dict[str, Any]:  # Any: JSON
     place = worst(ledger)
     return {
@@ -156,7 +172,8 @@ def _estimate_json(
         "changes": [asdict(one) for one in fixes],
         "notes": notes(workload, device),
         "traffic": [
-            asdict(row) | {"passage": None if way is None else asdict(way) | {"exposed": way.exposed}}
+            asdict(row)
+            | {"passage": None if way is None else asdict(way) | {"exposed": way.exposed}}
             for row, way in passages(workload, place, device)
         ],
         "flops_per_rank": rank_flops(workload),

@@ -1,4 +1,5 @@
-"""What `megalith plan` shows to people: tables and sentences about a layout, and about the memory that it takes."""
+"""What `megalith plan` shows to people: tables and sentences about a layout, and about the memory
+that it takes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -24,13 +25,20 @@ SHOWN = 9
 
 
 def print_layout(
-    workload: Workload, layout: Explanation, ledger: Sequence[PlaceMemory], traffic: Sequence[Traffic]
+    workload: Workload,
+    layout: Explanation,
+    ledger: Sequence[PlaceMemory],
+    traffic: Sequence[Traffic],
 ) -> None:
     """Grids, groups, stages and slices; `traffic`: of the worst place."""
     console, place = _console(), worst(ledger)
     for line in _grid_lines(workload, layout):
         console.print(line)
-    for table in (_group_table(layout.groups), _stage_table(workload, layout, ledger), _part_table(layout)):
+    for table in (
+        _group_table(layout.groups),
+        _stage_table(workload, layout, ledger),
+        _part_table(layout),
+    ):
         if table.row_count:
             console.print(table)
     for line in (
@@ -49,35 +57,49 @@ def _grid_lines(workload: Workload, layout: Explanation) -> Iterator[str]:
     elif run.lora is None:
         share = 100 * layout.trained / layout.parameters
         yield (
-            f"{run.name}: {_count(layout.parameters)} parameters, {_count(layout.trained)} of them trained "
-            f"({share:.2g} %), on {layout.world} ranks"
+            f"{run.name}: {_count(layout.parameters)} parameters, {_count(layout.trained)} of them "
+            f"trained ({share:.2g} %), on {layout.world} ranks"
         )
     else:
         share = 100 * layout.trained / layout.parameters
         yield (
-            f"{run.name}: {_count(layout.parameters)} parameters, frozen, and {_count(layout.trained)} of adapters, "
+            f"{run.name}: {_count(layout.parameters)} parameters, frozen, and "
+            f"{_count(layout.trained)} of adapters, "
             f"trained ({share:.2g} % of them), on {layout.world} ranks"
         )
     yield f"  layers: {layout.kind}"
     for name, rows in (("dense ", layout.dense), ("expert", layout.expert)):
         product = " · ".join(f"{row.axis} {row.size}" for row in rows)
         strides = ", ".join(f"{row.axis} {row.stride}" for row in rows if row.size > 1)
-        yield f"  {name} grid  {layout.world} = {product}" + (f"   (rank numbers apart: {strides})" if strides else "")
-    told = "The model has no experts; ep" if layout.experts is None else "Both grids are of the same ranks; ep"
+        yield f"  {name} grid  {layout.world} = {product}" + (
+            f"   (rank numbers apart: {strides})" if strides else ""
+        )
+    told = (
+        "The model has no experts; ep"
+        if layout.experts is None
+        else "Both grids are of the same ranks; ep"
+    )
     yield f"  {told} divides ranks that the dense grid has already, and is no factor of its own."
 
 
 def _group_table(groups: Sequence[GroupRow]) -> Table:
     table = _table("group", "ranks", "groups", "they", "which ranks")
     for row in groups:
-        shown = row.examples if len(row.examples) == row.count else (*row.examples[:2], "…", row.examples[-1])
+        shown = (
+            row.examples
+            if len(row.examples) == row.count
+            else (*row.examples[:2], "…", row.examples[-1])
+        )
         table.add_row(row.axes, str(row.size), str(row.count), row.purpose, " | ".join(shown))
     return table
 
 
 def _stage_table(workload: Workload, layout: Explanation, ledger: Sequence[PlaceMemory]) -> Table:
     table = _table("stage", "pp rank", "chunk", "layers", "", "weights", "work", "GiB a rank")
-    by_rank = {pp: worst([one for one in ledger if one.pp_rank == pp]) for pp in {one.pp_rank for one in ledger}}
+    by_rank = {
+        pp: worst([one for one in ledger if one.pp_rank == pp])
+        for pp in {one.pp_rank for one in ledger}
+    }
     for row in _some(layout.stages):
         if row is None:
             table.add_row(*["…"] * 8)
@@ -87,9 +109,15 @@ def _stage_table(workload: Workload, layout: Explanation, ledger: Sequence[Place
         ends = " + ".join(name for name, here in parts if here)
         added = "" if workload.run.lora is None else f" + {_count(row.trained)}"
         table.add_row(
-            str(row.stage), str(row.pp_rank), str(row.chunk), row.layers, ends, _count(row.parameters) + added,
-            f"{100 * row.flops_share:.1f} %", _gib(by_rank[row.pp_rank].memory.total) if row.chunk == 0 else "",
-        )  # fmt: skip
+            str(row.stage),
+            str(row.pp_rank),
+            str(row.chunk),
+            row.layers,
+            ends,
+            _count(row.parameters) + added,
+            f"{100 * row.flops_share:.1f} %",
+            _gib(by_rank[row.pp_rank].memory.total) if row.chunk == 0 else "",
+        )
     return table
 
 
@@ -107,7 +135,9 @@ def _part_table(layout: Explanation) -> Table:
     table = _table("tp rank", "query heads", "key/value heads", "ffn features", "vocabulary rows")
     for row in layout.parts:
         shared = f" (on {row.kv_copies} ranks)" if row.kv_copies > 1 else ""
-        table.add_row(row.tp_ranks, str(row.heads), f"{row.kv_heads}{shared}", str(row.ffn), str(row.vocab))
+        table.add_row(
+            row.tp_ranks, str(row.heads), f"{row.kv_heads}{shared}", str(row.ffn), str(row.vocab)
+        )
     return table
 
 
@@ -117,29 +147,38 @@ def _expert_lines(layout: Explanation) -> Iterator[str]:
     if e is None:
         return
     yield (
-        f"Experts: {e.layers} layers with {e.experts}, {e.experts_here} of them on each rank; a token goes to "
-        f"{e.top_k} and meets {_count(e.active)} parameters."
+        f"Experts: {e.layers} layers with {e.experts}, {e.experts_here} of them on each rank; a "
+        f"token goes to {e.top_k} and meets {_count(e.active)} parameters."
     )
     yield f"Their router: {e.router}."
     yield (
-        f"A rank holds up to {_count(e.parameters)} parameters of experts, {_gib(e.state)} GiB with gradients and "
+        f"A rank holds up to {_count(e.parameters)} parameters of experts, {_gib(e.state)} GiB "
+        "with gradients and "
         f"optimizer state."
     )
     yield (
-        f"In a microbatch its experts of a layer work on {e.rows:,} rows if all are equally busy, on "
-        f"{e.crowded_rows:,} if all tokens choose them."
+        f"In a microbatch its experts of a layer work on {e.rows:,} rows if all are equally busy, "
+        f"on {e.crowded_rows:,} if all tokens choose them."
     )
     if e.exchanged:
-        yield f"An exchange of rows, of 4 in each layer and microbatch, sends {_bytes(e.exchanged)} from each rank."
+        yield (
+            "An exchange of rows, of 4 in each layer and microbatch, sends "
+            f"{_bytes(e.exchanged)} from each rank."
+        )
     if e.gathered:
-        yield f"A gather of tokens, of 4 in each layer and microbatch, sends {_bytes(e.gathered)} from each rank."
+        yield (
+            f"A gather of tokens, of 4 in each layer and microbatch, sends {_bytes(e.gathered)} "
+            "from each rank."
+        )
 
 
 def _rhythm_lines(layout: Explanation) -> Iterator[str]:
     r = layout.rhythm
     yield (
-        f"A step: {r.tokens_per_step:,} tokens; each rank has {r.microbatches} × {r.tokens_per_microbatch:,} of them "
-        f"(microbatches × tokens). Up to {r.tokens_in_flight:,} are in flight on the first pipeline rank."
+        f"A step: {r.tokens_per_step:,} tokens; each rank has {r.microbatches} × "
+        f"{r.tokens_per_microbatch:,} of them "
+        f"(microbatches × tokens). Up to {r.tokens_in_flight:,} are in flight on the first "
+        "pipeline rank."
     )
     yield f"Schedule {r.schedule}: {100 * r.bubble:.1f} % of the computing time is added as bubble."
 
@@ -158,11 +197,15 @@ def _adapter_lines(workload: Workload, place: PlaceMemory) -> Iterator[str]:
     if trains_all(workload.run):
         return
     held = workload.parameters(place.pp_rank, place.tp_rank)
-    frozen, own = (sum(one.numel for one in held if one.frozen is is_frozen) for is_frozen in (True, False))
+    frozen, own = (
+        sum(one.numel for one in held if one.frozen is is_frozen) for is_frozen in (True, False)
+    )
     m = place.memory
     yield (
-        f"It holds {_count(frozen)} frozen and {_count(own)} trained parameters: weights {_gib(m.weights)} GiB, and of "
-        f"the trained alone gradients {_gib(m.gradients)} and optimizer state {_gib(m.master + m.moments)} GiB."
+        f"It holds {_count(frozen)} frozen and {_count(own)} trained parameters: weights "
+        f"{_gib(m.weights)} GiB, and of "
+        f"the trained alone gradients {_gib(m.gradients)} and optimizer state "
+        f"{_gib(m.master + m.moments)} GiB."
     )
 
 
@@ -170,13 +213,18 @@ def _adapter_lines(workload: Workload, place: PlaceMemory) -> Iterator[str]:
 
 
 def print_estimate(
-    workload: Workload, device: Device, ledger: Sequence[PlaceMemory], fixes: Sequence[Change], fix: Change | None
+    workload: Workload,
+    device: Device,
+    ledger: Sequence[PlaceMemory],
+    fixes: Sequence[Change],
+    fix: Change | None,
 ) -> None:
     """The worst rank's memory, the verdict, what would change it, and what each axis sends."""
     console, place = _console(), worst(ledger)
     axes = " · ".join(f"{axis} {workload.grid.size(axis)}" for axis in ("tp", "cp", "pp", "dp"))
     console.print(
-        f"{workload.run.name} on {workload.world} × {device.name}: {axes}, zero {workload.run.parallel.zero}, "
+        f"{workload.run.name} on {workload.world} × {device.name}: {axes}, zero "
+        f"{workload.run.parallel.zero}, "
         f"{workload.num_microbatches} microbatches of {workload.tokens:,} tokens a rank"
     )
     console.print(_memory_table(place))
@@ -187,11 +235,18 @@ def print_estimate(
         console.print(f"If all tokens go to the experts of one rank: {_gib(crowded)} GiB there.")
     host = max(one.host for one in ledger)
     if host:
-        console.print(f"In host memory: {_gib(host)} GiB of activations a rank, {_gib(host * device.node)} GiB a node.")
+        console.print(
+            f"In host memory: {_gib(host)} GiB of activations a rank, {_gib(host * device.node)} "
+            "GiB a node."
+        )
     if fix is not None:
-        console.print(f"Nearest fix: {_spelled(fix.overrides)}: {_gib(fix.nbytes)} GiB ({fix.price}).")
+        console.print(
+            f"Nearest fix: {_spelled(fix.overrides)}: {_gib(fix.nbytes)} GiB ({fix.price})."
+        )
     elif fixes or verdict(place.memory.total, device) != "fits":
-        console.print(f"No change tried here makes it fit on {workload.world} ranks. Use more of them.")
+        console.print(
+            f"No change tried here makes it fit on {workload.world} ranks. Use more of them."
+        )
     if fixes:
         console.print(_changes_table(fixes))
     for note in notes(workload, device):
@@ -227,15 +282,22 @@ WHAT = {
 
 def _places_table(ledger: Sequence[PlaceMemory]) -> Table:
     """Total of every place, or of the first ones, the worst and the last."""
-    table = _table("pp rank", "tp rank", "state GiB", "activations GiB", "in flight", "total GiB", "")
+    table = _table(
+        "pp rank", "tp rank", "state GiB", "activations GiB", "in flight", "total GiB", ""
+    )
     most = worst(ledger)
     shown = ledger if len(ledger) <= 2 * SHOWN else [*ledger[:SHOWN], ledger[-1]]
     for one in shown if most in shown else [*shown[:-1], most, shown[-1]]:
         m = one.memory
         table.add_row(
-            str(one.pp_rank), str(one.tp_rank), _gib(m.state), _gib(m.activations), str(one.in_flight), _gib(m.total),
+            str(one.pp_rank),
+            str(one.tp_rank),
+            _gib(m.state),
+            _gib(m.activations),
+            str(one.in_flight),
+            _gib(m.total),
             "worst" if one is most else "",
-        )  # fmt: skip
+        )
     if len(shown) < len(ledger):
         table.caption = f"{len(ledger) - len(shown)} others hold no more than the worst"
     return table
@@ -243,7 +305,10 @@ def _places_table(ledger: Sequence[PlaceMemory]) -> Table:
 
 def _verdict_line(workload: Workload, device: Device, place: PlaceMemory) -> str:
     total, answer = place.memory.total, verdict(place.memory.total, device)
-    where = f"rank {workload.rank_at(place.pp_rank, place.tp_rank)} (pp {place.pp_rank}, tp {place.tp_rank})"
+    where = (
+        f"rank {workload.rank_at(place.pp_rank, place.tp_rank)} (pp {place.pp_rank}, tp "
+        f"{place.tp_rank})"
+    )
     if device.memory is None:
         return f"{_gib(total)} GiB on {where}."
     held = f"{_gib(total)} of {_gib(device.memory)} GiB on {where}"
@@ -261,16 +326,24 @@ def _changes_table(fixes: Sequence[Change]) -> Table:
 
 
 def _traffic_table(workload: Workload, place: PlaceMemory, device: Device) -> Table:
-    table = _table("axis", "sent by that rank in a step", "bytes", "link", "ms", "ms left", "can hide behind")
+    table = _table(
+        "axis", "sent by that rank in a step", "bytes", "link", "ms", "ms left", "can hide behind"
+    )
     for row, way in passages(workload, place, device):
-        times = ("", "", "") if way is None else ("near" if way.near else "far", _ms(way.seconds), _ms(way.exposed))
+        times = (
+            ("", "", "")
+            if way is None
+            else ("near" if way.near else "far", _ms(way.seconds), _ms(way.exposed))
+        )
         table.add_row(row.axis, row.what, _bytes(row.nbytes), *times, row.behind or "nothing")
     if not table.row_count:
         table.add_row("", "nothing: ranks share no work", *[""] * 5)
     return table
 
 
-def passages(workload: Workload, place: PlaceMemory, device: Device) -> list[tuple[Traffic, Passage | None]]:
+def passages(
+    workload: Workload, place: PlaceMemory, device: Device
+) -> list[tuple[Traffic, Passage | None]]:
     """What that rank sends in a step, and how long it takes; None where that is not known."""
     pp, tp = place.pp_rank, place.tp_rank
     rows = step_traffic(workload, pp, tp)
@@ -284,8 +357,8 @@ def _work_line(workload: Workload, device: Device) -> str:
     if seconds is None:
         return told + "."
     return (
-        f"{told}: {seconds:.2f} s at {100 * EFFICIENCY:.0f} % of {device.name}'s peak, without the bubble. "
-        f"Times are for comparing axes, not predictions."
+        f"{told}: {seconds:.2f} s at {100 * EFFICIENCY:.0f} % of {device.name}'s peak, without the "
+        f"bubble. Times are for comparing axes, not predictions."
     )
 
 
@@ -300,7 +373,16 @@ def _console() -> Console:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        words = column in ("they", "which ranks", "what it is", "price", "can hide behind", "link", "layers", "")
+        words = column in (
+            "they",
+            "which ranks",
+            "what it is",
+            "price",
+            "can hide behind",
+            "link",
+            "layers",
+            "",
+        )
         first = column == columns[0] or column.startswith("sent by")
         table.add_column(column, justify="left" if words or first else "right", overflow="fold")
     return table

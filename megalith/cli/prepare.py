@@ -1,4 +1,5 @@
-"""`megalith prepare`: text files to the .bin/.idx pair that training reads, with a new tokenizer if one is wanted."""
+"""`megalith prepare`: text files to the .bin/.idx pair that training reads, with a new tokenizer if
+one is wanted."""
 
 import os
 import signal
@@ -30,10 +31,12 @@ _LINE_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareCommand:
-    """Text files to a token store: OUTPUT.bin and OUTPUT.idx, which training reads with --data.path OUTPUT.
+    """Text files to a token store: OUTPUT.bin and OUTPUT.idx, which training reads with --data.path
+    OUTPUT.
 
-    One JSON object per line is a document (.jsonl), or one file is (.txt and others); .gz and .zst are unpacked on the
-    way. Ctrl-C leaves nothing half-done under the final names, and --resume goes on later.
+    One JSON object per line is a document (.jsonl), or one file is (.txt and others); .gz and .zst
+    are unpacked on the way. Ctrl-C leaves nothing half-done under the final names, and --resume
+    goes on later.
     """
 
     input: tuple[str, ...]
@@ -41,8 +44,8 @@ class PrepareCommand:
     output: str
     """Prefix of the store; with several keys, OUTPUT_KEY for each."""
     tokenizer: str = "byte"
-    """`byte`, a folder with tokenizer.json, a hub name in the local cache, a GPT-2 vocab.json with its merges.txt
-    beside it, a SentencePiece tokenizer.model, or a tiktoken vocabulary."""
+    """`byte`, a folder with tokenizer.json, a hub name in the local cache, a GPT-2 vocab.json
+    with its merges.txt beside it, a SentencePiece tokenizer.model, or a tiktoken vocabulary."""
     tokenizer_kind: FileKind | None = None
     """What reads that file; unset: by its name. A tiktoken vocabulary in JSON has to be named."""
     tiktoken_pattern: SplitPattern | None = None
@@ -54,9 +57,11 @@ class PrepareCommand:
     tiktoken_vocab_size: int | None = None
     """Ids of a JSON vocabulary, special tokens included; unset: all."""
     train_tokenizer: int | None = None
-    """Train byte-level BPE with so many ids on the input first, into --tokenizer FOLDER or OUTPUT.tokenizer."""
+    """Train byte-level BPE with so many ids on the input first, into --tokenizer FOLDER or
+    OUTPUT.tokenizer."""
     train_tokenizer_mib: int = 1024
-    """Read at most so much of the input to train the tokenizer; of a larger input, blocks spread over all of it."""
+    """Read at most so much of the input to train the tokenizer; of a larger input, blocks spread
+    over all of it."""
     eod: str | None = None
     """Text of the token that ends a document. Unset: the tokenizer's own end-of-text token."""
     add_special_tokens: bool = True
@@ -80,7 +85,8 @@ class PrepareCommand:
 
 
 def main(argv: list[str], *, resume_advice: str = "Pass --resume to go on.") -> int:
-    """Run `megalith prepare` and return its exit code. `resume_advice` ends the message of an interrupted run."""
+    """Run `megalith prepare` and return its exit code. `resume_advice` ends the message of an
+    interrupted run."""
     command = parse_options(PrepareCommand, argv, prog="megalith prepare")
     # Processes are how this command uses cores; threads inside them would only compete.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -95,7 +101,10 @@ def main(argv: list[str], *, resume_advice: str = "Pass --resume to go on.") -> 
         with Display() as display:
             totals = prepare(config, report=display.show)
     except KeyboardInterrupt:
-        print(f"stopped; {config.output}.preparing keeps what is done. {resume_advice}", file=sys.stderr)
+        print(
+            f"stopped; {config.output}.preparing keeps what is done. {resume_advice}",
+            file=sys.stderr,
+        )
         return STOPPED
     _print_result(config, totals, time.monotonic() - started, json=command.json)
     return 0
@@ -103,17 +112,23 @@ def main(argv: list[str], *, resume_advice: str = "Pass --resume to go on.") -> 
 
 def option_problems(command: PrepareCommand) -> list[str]:
     """What cannot be, besides what the settings say."""
-    size, kind, count = command.train_tokenizer_mib, command.tokenizer_kind, command.tiktoken_num_special_tokens
+    size, kind, count = (
+        command.train_tokenizer_mib,
+        command.tokenizer_kind,
+        command.tiktoken_num_special_tokens,
+    )
     problems = [] if size >= 1 else [f"--train-tokenizer-mib={size} must be at least 1. Use 1024."]
     if count is not None and count < 1:
         problems.append(f"--tiktoken-num-special-tokens={count} must be at least 1. Use 1000.")
     if kind is not None and command.tokenizer == "byte":
         problems.append(
-            f"--tokenizer-kind={kind} with --tokenizer=byte, which is read from no file. Remove one of them."
+            f"--tokenizer-kind={kind} with --tokenizer=byte, which is read from no file. Remove "
+            "one of them."
         )
     if kind not in (None, "huggingface") and command.train_tokenizer is not None:
         problems.append(
-            f"--tokenizer-kind={kind} with --train-tokenizer={command.train_tokenizer}, which makes a tokenizer.json. "
+            f"--tokenizer-kind={kind} with --train-tokenizer={command.train_tokenizer}, which "
+            "makes a tokenizer.json. "
             f"Remove one of them."
         )
     return problems
@@ -130,10 +145,12 @@ def config_of(command: PrepareCommand) -> PrepareConfig:
         kind = command.tokenizer_kind or ("huggingface" if trained else kind_of(path))
         tokenizer = replace(tokenizer, kind=kind, path=path)
     tokenizer = replace(
-        tokenizer, pattern=command.tiktoken_pattern or tokenizer.pattern, vocab_size=command.tiktoken_vocab_size,
+        tokenizer,
+        pattern=command.tiktoken_pattern or tokenizer.pattern,
+        vocab_size=command.tiktoken_vocab_size,
         special_tokens=command.tiktoken_special_tokens,
         num_special_tokens=command.tiktoken_num_special_tokens or tokenizer.num_special_tokens,
-    )  # fmt: skip
+    )
     return PrepareConfig(
         input=command.input,
         output=command.output,
@@ -159,8 +176,10 @@ def _train_tokenizer(command: PrepareCommand, config: PrepareConfig) -> None:
             return  # trained by the run that was stopped
         if not command.overwrite:
             raise ConfigError(
-                f"--train-tokenizer {command.train_tokenizer}: {folder} has a tokenizer already. Pass --overwrite to "
-                f"replace it, or leave out --train-tokenizer and pass --tokenizer {folder} to use it."
+                f"--train-tokenizer {command.train_tokenizer}: {folder} has a tokenizer already. "
+                "Pass --overwrite to "
+                f"replace it, or leave out --train-tokenizer and pass --tokenizer {folder} to use "
+                "it."
             )
     assert command.train_tokenizer is not None
     sources = find_sources(config.input, config.format)
@@ -173,8 +192,8 @@ def _train_tokenizer(command: PrepareCommand, config: PrepareConfig) -> None:
 def _warn_of_two_ends(config: PrepareConfig) -> None:
     if config.append_eod and ends_texts_itself(build_tokenizer(config.tokenizer)):
         print(
-            f"warning: {config.tokenizer.path} ends every text by itself, so documents get two end tokens. "
-            f"Pass --no-append-eod for one.",
+            f"warning: {config.tokenizer.path} ends every text by itself, so documents get two end "
+            f"tokens. Pass --no-append-eod for one.",
             file=sys.stderr,
         )
 
@@ -187,9 +206,14 @@ class Display:
         self._bar: Bar | None = None
         if sys.stderr.isatty():
             columns = (TextColumn("prepare"), BarColumn(), TextColumn("{task.fields[status]}"))
-            self._bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
-            # Without a total the bar pulses: worker processes start, and the first block may be one large document.
-            self._task: TaskID = self._bar.add_task("prepare", total=None, status="tokenizing the first block")
+            self._bar = Bar(
+                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+            )
+            # Without a total the bar pulses: worker processes start, and the first block may be one
+            # large document.
+            self._task: TaskID = self._bar.add_task(
+                "prepare", total=None, status="tokenizing the first block"
+            )
 
     def __enter__(self) -> "Display":
         if self._bar is not None:
@@ -207,13 +231,16 @@ class Display:
         if self._bar is not None:
             percentage = f"{progress.nbytes / max(progress.total_nbytes, 1):.0%}"
             status = f"{percentage} · {totals.documents:,} documents · {totals.tokens:,} tokens"
-            self._bar.update(self._task, completed=progress.nbytes, total=progress.total_nbytes, status=status)
+            self._bar.update(
+                self._task, completed=progress.nbytes, total=progress.total_nbytes, status=status
+            )
         elif time.monotonic() - self._said > _LINE_SECONDS:
             self._said = time.monotonic()
             share = progress.nbytes / max(progress.total_nbytes, 1)
             left = seconds * (1 - share) / share if share else float("nan")
             print(
-                f"prepare {share:.0%} · {totals.documents:,} documents · {totals.tokens:,} tokens · {left:.0f} s left",
+                f"prepare {share:.0%} · {totals.documents:,} documents · {totals.tokens:,} tokens "
+                f"· {left:.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )
@@ -222,15 +249,21 @@ class Display:
 def _print_result(config: PrepareConfig, totals: Totals, seconds: float, *, json: bool) -> None:
     outputs = output_prefixes(config)
     if json:
-        document: dict[str, Any] = {"outputs": outputs, "tokenizer": config.tokenizer.path or "byte"}
+        document: dict[str, Any] = {
+            "outputs": outputs,
+            "tokenizer": config.tokenizer.path or "byte",
+        }
         print_json({**document, **asdict(totals), "seconds": round(seconds, 3)})
         return
     print(
         f"wrote {', '.join(outputs)}: {totals.tokens:,} tokens, {totals.documents:,} documents "
-        f"({totals.empty_documents:,} empty), {totals.text_bytes / 1e6:,.1f} MB of text in {seconds:.1f} s"
+        f"({totals.empty_documents:,} empty), {totals.text_bytes / 1e6:,.1f} MB of text in "
+        f"{seconds:.1f} s"
     )
     if totals.rejected:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(totals.rejected.items()))
+        reasons = ", ".join(
+            f"{count:,} {reason}" for reason, count in sorted(totals.rejected.items())
+        )
         print(f"left out {sum(totals.rejected.values()):,} lines or files: {reasons}. The first:")
         for example in totals.examples:
             print(f"  {example}")

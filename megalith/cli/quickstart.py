@@ -1,4 +1,5 @@
-"""`megalith quickstart`: tokenizer, token store, a small GPT on two processes, a plot and a sample, in minutes.
+"""`megalith quickstart`: tokenizer, token store, a small GPT on two processes, a plot and a sample,
+in minutes.
 
 It runs the commands a person would type, and shows each before it runs.
 """
@@ -17,18 +18,25 @@ from megalith.cli import prepare
 from megalith.cli.arguments import parse_options
 from megalith.cli.main import run_command
 from megalith.data.indexed import store_exists
-from megalith.data.local_text import LocalText, find_local_text, share_of_known_words, zlib_bits_per_byte
+from megalith.data.local_text import (
+    LocalText,
+    find_local_text,
+    share_of_known_words,
+    zlib_bits_per_byte,
+)
 from megalith.errors import ConfigError
 
 VOCABULARY = 4096
 
 NUM_SAMPLES = 4
-"""Heuristic: single samples of this small model vary between half and nine tenths of known words (docs/log.md)."""
+"""Heuristic: single samples of this small model vary between half and nine tenths of known words
+(docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartCommand:
-    """Train a small GPT on text that is already on this machine, on two processes, and let it write."""
+    """Train a small GPT on text that is already on this machine, on two processes, and let it
+    write."""
 
     folder: str = "runs/quickstart"
     """Where everything goes; the same command resumes there."""
@@ -41,7 +49,9 @@ def main(argv: list[str]) -> int:
     """Run every step; a step that is done already is not repeated."""
     command = parse_options(QuickstartCommand, argv, prog="megalith quickstart")
     if command.nproc < 1:
-        raise ConfigError(f"--nproc={command.nproc} must be at least 1. Use the number of processes to train on.")
+        raise ConfigError(
+            f"--nproc={command.nproc} must be at least 1. Use the number of processes to train on."
+        )
     started = time.monotonic()
     run, text = Path(command.folder), find_local_text()
     data = run / "data"
@@ -50,16 +60,21 @@ def main(argv: list[str]) -> int:
         tempfile.TemporaryFile(dir=data).close()  # one that is there may still be somebody else's
     except OSError as error:
         raise ConfigError(
-            f"--folder={command.folder}: nothing can be written into {data} ({error}). Use a folder that you can write "
+            f"--folder={command.folder}: nothing can be written into {data} ({error}). Use a "
+            "folder that you can write "
             f"to."
         ) from error
-    print(f"corpus: {_describe(text.training)} of this Python's standard library; held out: {_describe(text.held_out)}")
+    print(
+        f"corpus: {_describe(text.training)} of this Python's standard library; held out: "
+        f"{_describe(text.held_out)}"
+    )
     code = _prepare(data, text) or _train(run, data, command.nproc)
     return code or _look_back(run, text, started)
 
 
 def _prepare(data: Path, text: LocalText) -> int:
-    """Tokenizer and token stores; each step that an earlier run finished is kept, and one it began is gone on with."""
+    """Tokenizer and token stores; each step that an earlier run finished is kept, and one it began
+    is gone on with."""
     lists = {"train": text.training, "valid": text.held_out}
     for name, files in lists.items():
         if store_exists(f"{data}/{name}"):
@@ -68,10 +83,17 @@ def _prepare(data: Path, text: LocalText) -> int:
         begun = (data / f"{name}.preparing").exists()
         _write_corpus(data / f"{name}.jsonl", files)
         words = [
-            "--input", f"{data}/{name}.jsonl", "--output", f"{data}/{name}",
-            "--tokenizer", f"{data}/tokenizer", *([] if trained else ["--train-tokenizer", str(VOCABULARY)]),
-            "--workers", "2", *(["--resume"] if begun else []),
-        ]  # fmt: skip
+            "--input",
+            f"{data}/{name}.jsonl",
+            "--output",
+            f"{data}/{name}",
+            "--tokenizer",
+            f"{data}/tokenizer",
+            *([] if trained else ["--train-tokenizer", str(VOCABULARY)]),
+            "--workers",
+            "2",
+            *(["--resume"] if begun else []),
+        ]
         _print_command("prepare", *words)
         code = prepare.main(words, resume_advice="Run the same command again to continue.")
         if code:
@@ -81,18 +103,37 @@ def _prepare(data: Path, text: LocalText) -> int:
 
 def _train(run: Path, data: Path, nproc: int) -> int:
     return _run(
-        "train", "quickstart", "--run", f"./{run}" if not run.is_absolute() else str(run), "--nproc", str(nproc),
-        "--data.mock", "false", "--data.train_path", f"{data}/train", "--data.valid_path", f"{data}/valid",
-        "--tokenizer.kind", "huggingface", "--tokenizer.path", f"{data}/tokenizer", "--tokenizer.vocab_size", "none",
-    )  # fmt: skip
+        "train",
+        "quickstart",
+        "--run",
+        f"./{run}" if not run.is_absolute() else str(run),
+        "--nproc",
+        str(nproc),
+        "--data.mock",
+        "false",
+        "--data.train_path",
+        f"{data}/train",
+        "--data.valid_path",
+        f"{data}/valid",
+        "--tokenizer.kind",
+        "huggingface",
+        "--tokenizer.path",
+        f"{data}/tokenizer",
+        "--tokenizer.vocab_size",
+        "none",
+    )
 
 
 def _look_back(run: Path, text: LocalText, started: float) -> int:
     """What came out of it, and what to try next."""
     found = json.loads(_captured("evaluate", str(run), "--json"))
-    results = json.loads(_captured("generate", str(run), *sample_words(seed=1, count=NUM_SAMPLES), "--json"))["results"]
+    results = json.loads(
+        _captured("generate", str(run), *sample_words(seed=1, count=NUM_SAMPLES), "--json")
+    )["results"]
     shares = {
-        result["prompt"] + result["text"]: share_of_known_words(result["text"], (*text.training, *text.held_out))
+        result["prompt"] + result["text"]: share_of_known_words(
+            result["text"], (*text.training, *text.held_out)
+        )
         for result in results
     }
     sample = max(shares, key=lambda text: shares[text])
@@ -101,15 +142,15 @@ def _look_back(run: Path, text: LocalText, started: float) -> int:
     print(
         f"held-out files: {found['bits_per_byte']:.3f} bits per byte; "
         f"zlib -9 needs {zlib_bits_per_byte(text.held_out):.3f}\n"
-        f"sample: {run}/sample.txt, the best of {NUM_SAMPLES}: {shares[sample]:.0%} of its words occur in the corpus "
+        f"sample: {run}/sample.txt, the best of {NUM_SAMPLES}: {shares[sample]:.0%} of its words "
+        "occur in the corpus "
         f"(on average {sum(shares.values()) / len(shares):.0%})\n"
         f"loss plot: {run}/plots/loss.png\n"
         f"all of it took {time.monotonic() - started:.0f} s\n\n"
-        f"try next:\n"
-        f"  megalith generate {run} 'class ' --temperature 0.8 --top-p 0.9\n"
+        f"try next:\n  megalith generate {run} 'class ' --temperature 0.8 --top-p 0.9\n"
         f"  megalith train {run} --run {run} --train.steps 2000      # goes on where it stopped\n"
-        f"  megalith verify {run} --parallel.tp 2 --parallel.dp 2    # prove another layout on this machine\n"
-        f"  megalith recipes                                         # larger models"
+        f"  megalith verify {run} --parallel.tp 2 --parallel.dp 2    # prove another layout on "
+        f"this machine\n  megalith recipes                                         # larger models"
     )
     return 0
 
@@ -119,8 +160,18 @@ def sample_words(seed: int, count: int = 1) -> tuple[str, ...]:
 
     At a lower temperature the model repeats lists of invented constants.
     """
-    return (*["def "] * count, "--max-new-tokens", "500", "--temperature", "0.8", "--top-p", "0.9", "--seed", str(seed),
-            "--ignore-eod")  # fmt: skip
+    return (
+        *["def "] * count,
+        "--max-new-tokens",
+        "500",
+        "--temperature",
+        "0.8",
+        "--top-p",
+        "0.9",
+        "--seed",
+        str(seed),
+        "--ignore-eod",
+    )
 
 
 def _print_command(*words: str) -> None:

@@ -1,4 +1,5 @@
-"""`megalith recipes`: the ready-made runs with their parameters and memory; `show` prints one, `diff` compares two."""
+"""`megalith recipes`: the ready-made runs with their parameters and memory; `show` prints one,
+`diff` compares two."""
 
 from dataclasses import dataclass, replace
 from inspect import getdoc
@@ -25,7 +26,8 @@ from megalith.recipes import recipes, resolve
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """List the recipes, with parameters and the memory of one rank. `show NAME` prints one, `diff A B` compares two."""
+    """List the recipes, with parameters and the memory of one rank. `show NAME` prints one, `diff A
+    B` compares two."""
 
     json: bool = False
     """Print one JSON document."""
@@ -66,7 +68,9 @@ def main(argv: list[str]) -> int:
         return list_recipes(argv)
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions)
-        raise ConfigError(f"{argv[0]} is not something `megalith recipes` does.{advice} Use list, show or diff.")
+        raise ConfigError(
+            f"{argv[0]} is not something `megalith recipes` does.{advice} Use list, show or diff."
+        )
     return actions[argv[0]](argv[1:])
 
 
@@ -87,20 +91,27 @@ def list_recipes(argv: list[str]) -> int:
         table.add_row(row["name"], _short_count(row["parameters"]), memory, row["summary"])
     console = Console()
     console.print(table)
-    console.print("GiB a rank: weights, gradients, optimizer and activations; ×8: one replica takes 8 ranks.")
+    console.print(
+        "GiB a rank: weights, gradients, optimizer and activations; ×8: one replica takes 8 ranks."
+    )
     console.print("`megalith plan estimate NAME --world N` says more, and what would make it fit.")
-    console.print("`megalith recipes show NAME` prints every setting, `megalith train NAME` trains it.")
+    console.print(
+        "`megalith recipes show NAME` prints every setting, `megalith train NAME` trains it."
+    )
     return 0
 
 
 def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
-    """What the list says about one recipe: sizes, memory of a rank in GiB with a single replica, and its first line."""
+    """What the list says about one recipe: sizes, memory of a rank in GiB with a single replica,
+    and its first line."""
     recipe = recipes()[name]
     run = recipe()
     p, t = run.parallel, run.train
     ranks = fewest_ranks(p)
     rows = t.micro_batch_size * ranks // (p.tp * p.cp * p.pp)
-    few = replace(t, global_batch_size=min(t.global_batch_size, 4 * p.pp * rows))  # as much is in flight
+    few = replace(
+        t, global_batch_size=min(t.global_batch_size, 4 * p.pp * rows)
+    )  # as much is in flight
     memory = worst(memory_ledger(plan_workload(replace(run, train=few), ranks))).memory
     return {
         "name": name,

@@ -27,7 +27,8 @@ class TrainCommand:
     """A recipe's name (see `megalith recipes`), a YAML file, or the folder of an earlier run."""
 
     run: str | None = None
-    """Name of a folder under runs/, or a path with a slash or a leading dot; default: the recipe's name."""
+    """Name of a folder under runs/, or a path with a slash or a leading dot; default: the recipe's
+    name."""
 
     nproc: int = 1
     """Processes to start on this machine; under torchrun leave it out."""
@@ -48,7 +49,8 @@ def main(argv: list[str]) -> int:
 
 
 def _select_folder(run: TrainRun, command: TrainCommand) -> Path:
-    """Return --run; else the folder of the run to resume, if the recipe is one; else runs/NAME for a new run."""
+    """Return --run; else the folder of the run to resume, if the recipe is one; else runs/NAME for
+    a new run."""
     from megalith.train.folder import run_folder
 
     folder = Path(command.recipe)
@@ -68,7 +70,9 @@ def must_start_workers(run: TrainRun, nproc: int) -> bool:
     from megalith.train.rules import check_run
 
     if nproc < 1:
-        raise ConfigError(f"--nproc={nproc} must be at least 1. Use the number of processes to start.")
+        raise ConfigError(
+            f"--nproc={nproc} must be at least 1. Use the number of processes to start."
+        )
     if in_worker(os.environ):
         return False
     check_run(run, nproc)
@@ -77,7 +81,8 @@ def must_start_workers(run: TrainRun, nproc: int) -> bool:
 
 
 def with_recompute_chosen(run: TrainRun) -> TrainRun:
-    """The run of this rank with a choice in place of recompute.granularity=auto; the first rank says which."""
+    """The run of this rank with a choice in place of recompute.granularity=auto; the first rank
+    says which."""
     if run.recompute.granularity != "auto":
         return run
     from megalith.parallel.worker import Worker
@@ -109,12 +114,20 @@ def _train(run: TrainRun, path: Path) -> int:
 def _closing_words(outcome: "Outcome", folder: str, run: TrainRun) -> str:
     if outcome.kind == "stopped" and not outcome.saved:
         return (
-            f"stopped at step {outcome.step} ({outcome.reason}) without a save, because its loss or gradient norm is "
+            f"stopped at step {outcome.step} ({outcome.reason}) without a save, because its loss "
+            "or gradient norm is "
             f"not finite; run the same command again to go on from the newest checkpoint"
         )
     if outcome.kind == "stopped":
-        return f"stopped at step {outcome.step} ({outcome.reason}) and saved; run the same command again to go on"
-    found = "metrics.jsonl, plots/ and checkpoints/" if run.observe.plots else "metrics.jsonl and checkpoints/"
+        return (
+            f"stopped at step {outcome.step} ({outcome.reason}) and saved; run the same "
+            "command again to go on"
+        )
+    found = (
+        "metrics.jsonl, plots/ and checkpoints/"
+        if run.observe.plots
+        else "metrics.jsonl and checkpoints/"
+    )
     return f"done at step {outcome.step}: {folder} has {found}\ntry: {_next_command(folder, run)}"
 
 
@@ -122,6 +135,8 @@ def _next_command(folder: str, run: TrainRun) -> str:
     """The command that shows what the model has learned."""
     if run.data.sft.used():
         return f"megalith chat {folder}"
-    if run.data.mock and run.tokenizer.kind != "null":  # mock documents are numbers: as text they are no characters
+    if (
+        run.data.mock and run.tokenizer.kind != "null"
+    ):  # mock documents are numbers: as text they are no characters
         return "megalith quickstart, which trains on text; the mock data of this run are numbers"
     return f"megalith generate {folder}"

@@ -20,10 +20,12 @@ RULE_VIOLATED = 2  # such a run cannot be built: its settings have to be changed
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCommand:
-    """Prove a layout: (a) every rule; (b) the types of every gradient and (c) the pipeline's lists, both at the real
-    world size and on paper; (d) tiny copies in float64 on real processes equal one process. Nothing needs a GPU.
+    """Prove a layout: (a) every rule; (b) the types of every gradient and (c) the pipeline's lists,
+    both at the real world size and on paper; (d) tiny copies in float64 on real processes equal one
+    process. Nothing needs a GPU.
 
-    Exit code 0: all holds; 1: a check failed; 2: the settings violate a rule, or the options are invalid.
+    Exit code 0: all holds; 1: a check failed; 2: the settings violate a rule, or the options are
+    invalid.
     """
 
     recipe: Positional[str | None] = None
@@ -33,8 +35,9 @@ class VerifyCommand:
     """Ranks of the real job; default: the fewest that the layout can have."""
 
     all: bool = False
-    """Instead of one recipe: every layout of the matrix, and every fault that can be planted, which must be refused.
-    Some ten minutes on two cores. With --kernels layouts are computed so, and faults as always."""
+    """Instead of one recipe: every layout of the matrix, and every fault that can be planted,
+    which must be refused. Some ten minutes on two cores. With --kernels layouts are computed so,
+    and faults as always."""
 
     sample: bool = False
     """With --all: the layouts that together have everything once."""
@@ -50,20 +53,27 @@ def main(argv: list[str]) -> int:
     if command.all:
         _refuse_beside_all(command, [name for name in overrides if name != "kernels"])
         return _verify_all(
-            sample=command.sample, json=command.json, kernels=apply_overrides(_AsComputed(), overrides).kernels
+            sample=command.sample,
+            json=command.json,
+            kernels=apply_overrides(_AsComputed(), overrides).kernels,
         )
     if command.sample:
-        raise ConfigError(f"--sample={command.sample} chooses among all layouts. Use it with --all.")
+        raise ConfigError(
+            f"--sample={command.sample} chooses among all layouts. Use it with --all."
+        )
     if command.recipe is None:
         raise ConfigError(
-            f"recipe={command.recipe}: there is nothing to verify. Pass a recipe's name, a YAML file or --all."
+            f"recipe={command.recipe}: there is nothing to verify. Pass a recipe's name, a YAML "
+            "file or --all."
         )
     from megalith.recipes import resolve
 
     run = apply_overrides(resolve(command.recipe), overrides)
     world = command.world if command.world is not None else fewest_ranks(run.parallel)
     if world < 1:
-        raise ConfigError(f"--world={world} must be at least 1. Use the number of ranks of the real job.")
+        raise ConfigError(
+            f"--world={world} must be at least 1. Use the number of ranks of the real job."
+        )
     return _verify(run, world, json=command.json)
 
 
@@ -72,7 +82,10 @@ def _refuse_beside_all(command: VerifyCommand, overrides: list[str]) -> None:
     beside += [f"--world {command.world}"] if command.world is not None else []
     beside += [f"--{name}" for name in overrides]
     if beside:
-        raise ConfigError(f"--all with {', '.join(beside)}: all layouts have their own sizes. Use one or the other.")
+        raise ConfigError(
+            f"--all with {', '.join(beside)}: all layouts have their own sizes. Use one or the "
+            "other."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +128,13 @@ def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
         console.print(fault_summary(verdicts))
         for line in problem_lines(results, verdicts):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-        held, refused = sum(result.holds for result in results), sum(verdict.refused for verdict in verdicts)
+        held, refused = (
+            sum(result.holds for result in results),
+            sum(verdict.refused for verdict in verdicts),
+        )
         console.print(
-            f"{held} of {len(results)} layouts equal one process, {refused} of {len(verdicts)} planted faults are "
+            f"{held} of {len(results)} layouts equal one process, {refused} of {len(verdicts)} "
+            "planted faults are "
             f"refused; {time.perf_counter() - started:.0f} s",
             highlight=False,
         )

@@ -11,14 +11,16 @@ class ContextConfig:
     """Slices and exchange of context parallelism; nothing here matters with parallel.cp=1."""
 
     kind: ContextKind = "ring"
-    """ring: keys and values go round; gather: every rank gets them all; a2a: each rank gets all tokens of some heads;
-    a2a+ring: a2a among neighbours, a ring across them."""
+    """ring: keys and values go round; gather: every rank gets them all; a2a: each rank gets all
+    tokens of some heads; a2a+ring: a2a among neighbours, a ring across them."""
 
     layers: tuple[ContextKind, ...] = ()
     """Kind of each layer, where they differ; empty: `kind` for all."""
 
     a2a: int | None = None
-    """a2a+ring: neighbours that exchange heads; the ring has cp / a2a members. Unset: no kind is a2a+ring."""
+    """a2a+ring: neighbours that exchange heads; the ring has cp / a2a members. Unset: no kind is
+    a2a+ring."""
 
     slicing: Literal["row", "document"] = "row"
-    """Each rank gets an early and a late chunk, so that all have equal work: of each row, or of each document."""
+    """Each rank gets an early and a late chunk, so that all have equal work: of each row, or of
+    each document."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutConfig:
-    """Probabilities of being set to zero. What is dropped depends on seed, step, layer, token and feature, so it is
-    the same under every layout, when backward computes again, and after a resume."""
+    """Probabilities of being set to zero. What is dropped depends on seed, step, layer, token
+    and feature, so it is the same under every layout, when backward computes again, and after a
+    resume."""
 
     embedding: float = 0.0
     """Of the embeddings."""

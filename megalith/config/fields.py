@@ -1,4 +1,5 @@
-"""Which settings a tree of config dataclasses has: dotted names, types in words, defaults and documentation."""
+"""Which settings a tree of config dataclasses has: dotted names, types in words, defaults and
+documentation."""
 
 import ast
 import functools
@@ -11,7 +12,9 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 from megalith.config.suggest import did_you_mean
 
-Hint: TypeAlias = Any  # a type as an annotation has it: a class, `int | None`, `Literal[...]`, `tuple[str, ...]`
+Hint: TypeAlias = (
+    Any  # a type as an annotation has it: a class, `int | None`, `Literal[...]`, `tuple[str, ...]`
+)
 Plain: TypeAlias = Any  # what JSON and YAML hold: None, bool, int, float, str, list, dict
 
 
@@ -61,14 +64,21 @@ def hint_at(cls: type, path: str) -> Hint | None:
 
 
 def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
-    """The message about a dotted name that `cls` does not have, with the names it could have been."""
+    """The message about a dotted name that `cls` does not have, with the names it could have
+    been."""
     advice = did_you_mean(path, [*hints_of(cls), *setting_names(cls)])
     if not advice:
         prefix = path.rpartition(".")[0]
         hint = hint_at(cls, prefix)
         section = section_of(hint)
-        names = [join_path(prefix, name) for name in hints_of(section)] if section else [*hints_of(cls)]
-        advice = f" Use one of {', '.join(names)}." if section or hint is None else f" {prefix} is one value: set that."
+        names = (
+            [join_path(prefix, name) for name in hints_of(section)] if section else [*hints_of(cls)]
+        )
+        advice = (
+            f" Use one of {', '.join(names)}."
+            if section or hint is None
+            else f" {prefix} is one value: set that."
+        )
     return f"{path}{'' if value is None else f'={value}'}: there is no such setting.{advice}"
 
 
@@ -101,7 +111,9 @@ def docs_of(cls: type) -> Mapping[str, str]:
     docs = {}
     for field, text in zip(tree.body, tree.body[1:]):
         match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(doc))
+            ):
                 docs[name] = " ".join(doc.split())
     return docs
 
@@ -132,13 +144,18 @@ def _describe(cls: type, prefix: str) -> tuple[Setting, ...]:
             settings += _describe(section, path)
             continue
         default, doc = plain(default_of(field)), docs_of(cls).get(field.name, "")
-        settings.append(Setting(path=path, hint=hint, required=is_required(field), default=default, doc=doc))
-        settings += () if section is None else _describe(section, path)  # one word, or each by itself
+        settings.append(
+            Setting(path=path, hint=hint, required=is_required(field), default=default, doc=doc)
+        )
+        settings += (
+            () if section is None else _describe(section, path)
+        )  # one word, or each by itself
     return tuple(settings)
 
 
 def type_name(hint: Hint) -> str:
-    """A type in words: `a whole number`, `true or false`, `one of a, b`, `a list of text`, `a number or null`."""
+    """A type in words: `a whole number`, `true or false`, `one of a, b`, `a list of text`, `a
+    number or null`."""
     options = options_of(hint)
     if len(options) > 1:
         return " or ".join(type_name(option) for option in options)
@@ -149,10 +166,19 @@ def type_name(hint: Hint) -> str:
         arguments = get_args(option)
         if origin_of(option) is list or arguments[-1:] == (Ellipsis,):
             return f"a list of {type_name(arguments[0])}"
-        return f"a list of {len(arguments)}: {', '.join(type_name(argument) for argument in arguments)}"
+        return (
+            f"a list of {len(arguments)}: "
+            f"{', '.join(type_name(argument) for argument in arguments)}"
+        )
     if origin_of(option) is dict or is_section(option):
         return "a mapping"
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        type(None): "null",
+    }
     words |= {dict: "a mapping", list: "a list"}
     return words.get(option, str(option))
 
@@ -164,7 +190,12 @@ def options_of(hint: Hint) -> tuple[Hint, ...]:
 
 def literal_values(hint: Hint) -> list[Plain]:
     """The values that a `Literal` among the alternatives allows."""
-    return [value for option in options_of(hint) if origin_of(option) is Literal for value in get_args(option)]
+    return [
+        value
+        for option in options_of(hint)
+        if origin_of(option) is Literal
+        for value in get_args(option)
+    ]
 
 
 @functools.cache
@@ -184,7 +215,8 @@ def is_many(option: Hint) -> bool:
 
 
 def item_hints(option: Hint, count: int) -> list[Hint]:
-    """The type of each of `count` items of a list or tuple; a tuple of fixed length keeps its own length."""
+    """The type of each of `count` items of a list or tuple; a tuple of fixed length keeps its own
+    length."""
     arguments = get_args(option)
     if origin_of(option) is list or arguments[-1:] == (Ellipsis,):
         return [arguments[0]] * count

@@ -1,19 +1,34 @@
-"""How operations are computed: the fastest way, in torch's operations, by their definitions, or in a way by name."""
+"""How operations are computed: the fastest way, in torch's operations, by their definitions, or in
+a way by name."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 Kernel = Literal["auto", "torch", "reference"]
-"""auto: the fastest way on this machine; torch: torch operations with our own backward; reference: the plain
-definition, whose backward is autograd's."""
+"""auto: the fastest way on this machine; torch: torch operations with our own backward;
+reference: the plain definition, whose backward is autograd's."""
 
 Form = Literal[
-    "auto", "torch", "reference", "loops", "triton", "tiles", "sdpa", "spans", "varlen", "flex", "loop", "grouped",
-    "batched", "upcast",
-]  # fmt: skip
+    "auto",
+    "torch",
+    "reference",
+    "loops",
+    "triton",
+    "tiles",
+    "sdpa",
+    "spans",
+    "varlen",
+    "flex",
+    "loop",
+    "grouped",
+    "batched",
+    "upcast",
+]
 """Every way that some operation knows."""
 
-Op = Literal["norm", "rope", "activation", "dropout", "attention", "experts", "cross_entropy", "matmul"]
+Op = Literal[
+    "norm", "rope", "activation", "dropout", "attention", "experts", "cross_entropy", "matmul"
+]
 OPS: tuple[Op, ...] = get_args(Op)
 
 InOnePass = Literal["auto", "torch", "reference", "loops", "triton"]
@@ -21,13 +36,15 @@ InOnePass = Literal["auto", "torch", "reference", "loops", "triton"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelsConfig:
-    """How each operation is computed. One that is named, and is not here or does not take what comes, is an error."""
+    """How each operation is computed. One that is named, and is not here or does not take what
+    comes, is an error."""
 
     shorthand: ClassVar[str] = "all"
     """What `kernels: torch` sets."""
 
     all: Kernel = "auto"
-    """Of operations that are left at auto: auto, the fastest way on this machine; torch; reference."""
+    """Of operations that are left at auto: auto, the fastest way on this machine; torch;
+    reference."""
 
     norm: InOnePass = "auto"
     """RMSNorm and LayerNorm, alone and after a residual: loops (CPUs), triton (NVIDIA GPUs)."""
@@ -36,24 +53,29 @@ class KernelsConfig:
     """Rotations by position: loops (CPUs), triton (NVIDIA GPUs)."""
 
     activation: InOnePass = "auto"
-    """Gates and activations, also those of experts with their weights: loops (CPUs), triton (NVIDIA GPUs)."""
+    """Gates and activations, also those of experts with their weights: loops (CPUs), triton (NVIDIA
+    GPUs)."""
 
     dropout: Literal["auto", "torch", "reference", "loops"] = "auto"
     """Of hidden states: loops (CPUs)."""
 
-    attention: Literal["auto", "torch", "reference", "tiles", "sdpa", "spans", "varlen", "flex"] = "auto"
-    """tiles (CPUs), sdpa (torch's kernel), spans (intervals of keys), varlen and flex (NVIDIA GPUs); torch: sdpa where
-    it knows the scores, else the definition."""
+    attention: Literal["auto", "torch", "reference", "tiles", "sdpa", "spans", "varlen", "flex"] = (
+        "auto"
+    )
+    """tiles (CPUs), sdpa (torch's kernel), spans (intervals of keys), varlen and flex (NVIDIA
+    GPUs); torch: sdpa where it knows the scores, else the definition."""
 
     experts: Literal["auto", "torch", "reference", "loop", "grouped", "batched"] = "auto"
-    """Their matmuls: loop (one by one), grouped (torch's grouped_mm), batched (equal groups); torch: as auto."""
+    """Their matmuls: loop (one by one), grouped (torch's grouped_mm), batched (equal groups);
+    torch: as auto."""
 
     cross_entropy: InOnePass = "auto"
     """Softmax and gradients of the loss: loops (CPUs), triton (NVIDIA GPUs)."""
 
     matmul: Literal["auto", "torch", "reference", "upcast"] = "auto"
-    """Matmuls of bf16 on CPUs, those of attention and experts too: upcast (fp32 on upcast operands, rounded to bf16);
-    torch and reference: torch's bf16 kernels; auto: upcast on CPUs for which torch has no bf16 kernels."""
+    """Matmuls of bf16 on CPUs, those of attention and experts too: upcast (fp32 on upcast
+    operands, rounded to bf16); torch and reference: torch's bf16 kernels; auto: upcast on CPUs
+    for which torch has no bf16 kernels."""
 
     def of(self, op: Op) -> Form:
         """How an operation is computed."""
@@ -78,7 +100,9 @@ def plainly(setting: KernelSetting) -> KernelSetting:
     """The same with auto for ways by name, which do not take every dtype and device."""
     if not isinstance(setting, KernelsConfig):
         return setting
-    left: dict[str, Any] = {op: "auto" for op in OPS if is_forced(getattr(setting, op))}  # Any: all know that word
+    left: dict[str, Any] = {
+        op: "auto" for op in OPS if is_forced(getattr(setting, op))
+    }  # Any: all know that word
     return replace(setting, **left)
 
 

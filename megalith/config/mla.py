@@ -26,10 +26,12 @@ class MLAConfig:
     """Features per head of values."""
 
     norms: bool = True
-    """Norm the two short vectors, as published models do. Without, heads read what the projections down give."""
+    """Norm the two short vectors, as published models do. Without, heads read what the projections
+    down give."""
 
     norm_eps: float = 1e-6
     """Of the norms of the two vectors, which are of the kind of `model.norm`."""
 
     yarn_mscale: float | None = None
-    """With yarn: scores are multiplied by (0.1 yarn_mscale ln(rope.factor) + 1) squared; unset: not at all."""
+    """With yarn: scores are multiplied by (0.1 yarn_mscale ln(rope.factor) + 1) squared; unset: not
+    at all."""

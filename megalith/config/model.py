@@ -1,4 +1,5 @@
-"""What a decoder-only transformer is made of: the sizes and choices that decide its weights and its mathematics."""
+"""What a decoder-only transformer is made of: the sizes and choices that decide its weights and its
+mathematics."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
@@ -20,7 +21,8 @@ Norm = Literal["rms", "layer"]
 """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450)."""
 
 NormPlacement = Literal["before", "around", "after"]
-"""Where a layer norms: what goes into attention and MLP, what goes in and comes out, or what comes out."""
+"""Where a layer norms: what goes into attention and MLP, what goes in and comes out, or what comes
+out."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
 """gelu is the exact one, gelu_tanh its approximation, quick_gelu x * sigmoid(1.702 x)."""
@@ -28,8 +30,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer. The defaults are those of Llama: RMSNorm before attention and MLP, rotary positions,
-    grouped-query attention and SwiGLU.
+    """A decoder-only transformer. The defaults are those of Llama: RMSNorm before attention and
+    MLP, rotary positions, grouped-query attention and SwiGLU.
 
     Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024, arXiv:2407.21783.
     """
@@ -71,11 +73,12 @@ class ModelConfig:
     """before: x + f(norm(x)), around: x + norm(f(norm(x))), after: x + norm(f(x))."""
 
     block: Literal["sequential", "parallel", "parallel_one_norm"] = "sequential"
-    """parallel: attention and MLP read the same x and are added together, each with a norm of its own or with one."""
+    """parallel: attention and MLP read the same x and are added together, each with a norm of its
+    own or with one."""
 
     positions: Literal["rope", "learned", "relative", "none"] = "rope"
-    """How tokens know their place: turned features, a learnt vector for each place, scores that grow or shrink by the
-    distance, or only by what they may see."""
+    """How tokens know their place: turned features, a learnt vector for each place, scores that
+    grow or shrink by the distance, or only by what they may see."""
 
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
@@ -87,8 +90,9 @@ class ModelConfig:
     """How queries and keys become weights of values."""
 
     mla: MLAConfig | None = None
-    """Multi-head latent attention in place of keys and values per head, with sizes of its own: head_dim is then unset,
-    and num_kv_heads the number of query heads. Unset: keys and values per head."""
+    """Multi-head latent attention in place of keys and values per head, with sizes of its own:
+    head_dim is then unset, and num_kv_heads the number of query heads. Unset: keys and values
+    per head."""
 
     cross: CrossConfig | None = None
     """A second attention in some layers, to hidden states of an earlier layer. Unset: none."""
@@ -109,20 +113,22 @@ class ModelConfig:
     """With `gated`: added to up(x)."""
 
     embedding_scale: float = 1.0
-    """What embeddings are multiplied by, with the vectors of learnt positions that are added to them."""
+    """What embeddings are multiplied by, with the vectors of learnt positions that are added to
+    them."""
 
     residual_scale: float = 1.0
     """What attention and MLP are multiplied by before they are added to the residual stream."""
 
     fp32_residual: bool = False
-    """Keep the residual stream in fp32 from the embeddings to the last norm, also between pipeline stages, while
-    attention and MLPs compute as precision.params says."""
+    """Keep the residual stream in fp32 from the embeddings to the last norm, also between
+    pipeline stages, while attention and MLPs compute as precision.params says."""
 
     logit_scale: float = 1.0
     """What scores of the vocabulary are multiplied by."""
 
     logit_softcap: float | None = None
-    """Scores z of the vocabulary become logit_softcap * tanh(z / logit_softcap); unset: they stay."""
+    """Scores z of the vocabulary become logit_softcap * tanh(z / logit_softcap); unset: they
+    stay."""
 
     layers: LayersConfig = ALIKE
     """Where layers are not all alike."""
@@ -146,25 +152,28 @@ class ModelConfig:
     """Add biases inside the MLP."""
 
     vocab_multiple: int = 64
-    """The vocabulary's rows are padded to a multiple of this; padded rows stay zero and are never chosen."""
+    """The vocabulary's rows are padded to a multiple of this; padded rows stay zero and are never
+    chosen."""
 
     init_std: float = 0.02
     """Standard deviation of the initial weights; the projections back into the residual stream get
     init_std / sqrt(2 * num_layers) (Radford et al. 2019, section 2.3)."""
 
     embedding_init_std: float | None = None
-    """The same of the tables of tokens and of places, which then do not decay, so that they keep it; unset: init_std,
-    and they decay as all matrices do."""
+    """The same of the tables of tokens and of places, which then do not decay, so that they keep
+    it; unset: init_std, and they decay as all matrices do."""
 
     init: Literal["normal", "xavier_uniform"] = "normal"
-    """xavier_uniform: matrices start uniform, with variance 2 / (inputs + outputs) whatever init_std; tables do not."""
+    """xavier_uniform: matrices start uniform, with variance 2 / (inputs + outputs) whatever
+    init_std; tables do not."""
 
     init_overrides: tuple[tuple[str, float], ...] = ()
-    """Patterns of parameter names, such as layers.*.mlp.down, with the standard deviation of their normal first values;
-    the first that fits decides."""
+    """Patterns of parameter names, such as layers.*.mlp.down, with the standard deviation of
+    their normal first values; the first that fits decides."""
 
     mup: MuPConfig | None = None
-    """Start and learn as a narrower model does. Unset: the same rates and spreads for every width."""
+    """Start and learn as a narrower model does. Unset: the same rates and spreads for every
+    width."""
 
     def at(self, layer: int) -> "ModelConfig":
         """A model whose layers are all as this one's layer of that number, over all stages."""
@@ -175,10 +184,14 @@ class ModelConfig:
         if own == ALIKE:
             return self if kind is self.attention else replace(self, attention=kind)
         return replace(
-            self, attention=kind, num_kv_heads=_repeated(own.num_kv_heads, layer, self.num_kv_heads),
+            self,
+            attention=kind,
+            num_kv_heads=_repeated(own.num_kv_heads, layer, self.num_kv_heads),
             ffn_hidden_size=_repeated(own.ffn_hidden_size, layer, self.ffn_hidden_size),
-            layers=LayersConfig(attention=(self.attention_part(layer),), mlp=(self.mlp_part(layer),)),
-        )  # fmt: skip
+            layers=LayersConfig(
+                attention=(self.attention_part(layer),), mlp=(self.mlp_part(layer),)
+            ),
+        )
 
     def attention_part(self, layer: int) -> Part:
         """What a layer, numbered over all stages, has for attention."""
@@ -221,17 +234,23 @@ class ModelConfig:
         return self.norm_eps if self.attention.qk_norm_eps is None else self.attention.qk_norm_eps
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, numbered over all stages, has a mixture of experts in place of its MLP."""
+        """Whether a layer, numbered over all stages, has a mixture of experts in place of its
+        MLP."""
         mixes = self.moe is not None and self.mlp_part(layer) == "full"
         return mixes and _repeated(self.moe.layers if self.moe else (), layer, True)
 
     def looks(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, looks at the memory."""
         own = self.cross
-        return own is not None and layer >= own.memory and _repeated(own.layers, layer - own.memory, True)
+        return (
+            own is not None
+            and layer >= own.memory
+            and _repeated(own.layers, layer - own.memory, True)
+        )
 
     def remembers_before(self, layers: range) -> int | None:
-        """Which of these layers reads the hidden states that become the memory, counted from the first; None: none."""
+        """Which of these layers reads the hidden states that become the memory, counted from the
+        first; None: none."""
         taken = self.cross is not None and self.cross.memory in layers
         return self.cross.memory - layers.start if taken and self.cross is not None else None
 
@@ -241,22 +260,29 @@ class ModelConfig:
         return taken and any(self.looks(later) for later in range(layer, self.num_layers))
 
     def needs_biases(self, *, layers: int) -> bool:
-        """Whether so many layers, those that predict further ahead too, read the table of biases by distance."""
+        """Whether so many layers, those that predict further ahead too, read the table of biases by
+        distance."""
         return self.positions == "relative" and layers > 0
 
     def turns(self, layer: int) -> bool:
-        """Whether a layer, numbered over all stages, turns its queries and keys with their positions."""
+        """Whether a layer, numbered over all stages, turns its queries and keys with their
+        positions."""
         attends = self.positions == "rope" and self.attention_part(layer) == "full"
         return attends and not _repeated(self.rope.skip, layer, False)
 
     def sharpens(self, layer: int) -> bool:
-        """Whether a layer, numbered over all stages, multiplies its queries by what grows with their positions."""
+        """Whether a layer, numbered over all stages, multiplies its queries by what grows with
+        their positions."""
         attends = self.positions == "rope" and self.attention_part(layer) == "full"
         return attends and not self.turns(layer) and self.rope.skip_growth > 0
 
     def rotary_size(self) -> int:
         """Features per head that turn with the position."""
-        return self.mla.rope_dim if self.mla is not None else int(self.head_size() * self.rope.fraction)
+        return (
+            self.mla.rope_dim
+            if self.mla is not None
+            else int(self.head_size() * self.rope.fraction)
+        )
 
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: `vocab_size` rounded up to `vocab_multiple`."""

@@ -1,4 +1,5 @@
-"""A mixture of experts in place of an MLP: how many, who chooses them, and what keeps them equally busy."""
+"""A mixture of experts in place of an MLP: how many, who chooses them, and what keeps them equally
+busy."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,7 +8,8 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 """What makes a router's logits scores of experts."""
 
 Drop = Literal["least", "last"]
-"""Which choices an expert refuses beyond its capacity: those of least weight, or the last of the sequence."""
+"""Which choices an expert refuses beyond its capacity: those of least weight, or the last of the
+sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,30 +17,34 @@ class RouterConfig:
     """How a token chooses its experts, and how much each counts."""
 
     score: Score = "softmax"
-    """Scores of a token's experts: shares of one (softmax), or each by itself (sigmoid, or √log(1 + exp(logit)))."""
+    """Scores of a token's experts: shares of one (softmax), or each by itself (sigmoid, or √log(1 +
+    exp(logit)))."""
 
     renormalise: bool = True
-    """The weights of a token's chosen experts are divided by their sum; otherwise they are their scores."""
+    """The weights of a token's chosen experts are divided by their sum; otherwise they are their
+    scores."""
 
     scale: float = 1.0
     """What the weights are multiplied by."""
 
     groups: int | None = None
-    """Experts, in order, form so many groups, and only those of the best `top_groups` are chosen from; unset: all.
-    Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.2.2."""
+    """Experts, in order, form so many groups, and only those of the best `top_groups` are chosen
+    from; unset: all. Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.2.2."""
 
     top_groups: int | None = None
     """Groups that a token chooses from; unset: all, as `groups`."""
 
     group_score: Literal["top", "max"] = "top"
-    """A group is as good as the sum of its best top_k / top_groups scores (DeepSeek-V3), or as its best (V2)."""
+    """A group is as good as the sum of its best top_k / top_groups scores (DeepSeek-V3), or as its
+    best (V2)."""
 
     bias: bool = False
     """Add a learnt number per expert to the logits."""
 
     balancing_bias: bool = False
-    """With sigmoid or sqrt_softplus: add to scores, for the choice alone, a number per expert that each step moves by
-    `balancing_rate` towards equal use. Source: Wang et al. 2024, arXiv:2408.15664."""
+    """With sigmoid or sqrt_softplus: add to scores, for the choice alone, a number per expert
+    that each step moves by `balancing_rate` towards equal use. Source: Wang et al. 2024,
+    arXiv:2408.15664."""
 
     balancing_rate: float = 1e-3
     """What a step moves the balancing bias by."""
@@ -51,16 +57,23 @@ class RouterConfig:
     Source: Fedus et al. 2021, arXiv:2101.03961, section 2.4."""
 
     forced_balance: bool = False
-    """For measuring alone: experts are chosen at random, so that all are equally busy. The model learns nothing."""
+    """For measuring alone: experts are chosen at random, so that all are equally busy. The model
+    learns nothing."""
 
     forced_bias: float = 0.0
-    """For measuring alone: while training, logits are moved by random numbers of this standard deviation, one for each
-    expert of a layer and the same in every step, so that some are far busier than others."""
+    """For measuring alone: while training, logits are moved by random numbers of this standard
+    deviation, one for each expert of a layer and the same in every step, so that some are far
+    busier than others."""
 
     def forced(self) -> tuple[str, ...]:
-        """The settings under which chance chooses, as a person writes them; none in a run that learns."""
+        """The settings under which chance chooses, as a person writes them; none in a run that
+        learns."""
         balance = ("model.moe.router.forced_balance=true",) if self.forced_balance else ()
-        return (*balance, f"model.moe.router.forced_bias={self.forced_bias}") if self.forced_bias > 0 else balance
+        return (
+            (*balance, f"model.moe.router.forced_bias={self.forced_bias}")
+            if self.forced_bias > 0
+            else balance
+        )
 
     def draws(self) -> bool:
         """Whether a choice depends on random numbers while training."""
@@ -71,9 +84,10 @@ class RouterConfig:
 class BalanceConfig:
     """What is added to the loss so that experts are equally busy. A weight of 0 leaves a loss out.
 
-    Each is 1, before its weight, when all experts are equally busy. With E experts, K of them chosen by a token, N
-    tokens, f_i of them sent to expert i and s_ti its score for token t: E / (K N²) Σ_i f_i Σ_t s_ti.
-    Source: Fedus et al. 2021, arXiv:2101.03961, section 2.2; over the global batch: Qiu et al. 2025, arXiv:2501.11873.
+    Each is 1, before its weight, when all experts are equally busy. With E experts, K of them
+    chosen by a token, N tokens, f_i of them sent to expert i and s_ti its score for token t: E / (K
+    N²) Σ_i f_i Σ_t s_ti. Source: Fedus et al. 2021, arXiv:2101.03961, section 2.2; over the global
+    batch: Qiu et al. 2025, arXiv:2501.11873.
     """
 
     sequence: float = 0.0
@@ -90,16 +104,16 @@ class BalanceConfig:
     Source: Zoph et al. 2022, arXiv:2202.08906."""
 
     of_choices: bool = False
-    """The f_i of these losses are of the experts that tokens ask for, with groups, biases and noise, before any
-    refuses; otherwise of the best by score alone."""
+    """The f_i of these losses are of the experts that tokens ask for, with groups, biases and
+    noise, before any refuses; otherwise of the best by score alone."""
 
     sinkhorn: bool = False
     """While training, experts are chosen by a plan that sends all equally many tokens.
     Source: Clark et al. 2022, arXiv:2202.01169."""
 
     quantile: bool = False
-    """Experts are chosen by logits less an offset per expert, which each step sets to what would have sent all experts
-    equally many tokens. Source: as Megatron-LM has it."""
+    """Experts are chosen by logits less an offset per expert, which each step sets to what would
+    have sent all experts equally many tokens. Source: as Megatron-LM has it."""
 
     quantile_ema: float = 0.0
     """What of the offsets before a step remains in those after it."""
@@ -112,25 +126,30 @@ def has_balance_losses(balance: BalanceConfig) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityConfig:
-    """How many tokens an expert takes. What it refuses goes on without it, in the residual stream."""
+    """How many tokens an expert takes. What it refuses goes on without it, in the residual
+    stream."""
 
     factor: float | None = None
-    """An expert takes ceil(factor K N / E) of a microbatch's N tokens; unset: all that choose it."""
+    """An expert takes ceil(factor K N / E) of a microbatch's N tokens; unset: all that choose
+    it."""
 
     drop: Drop = "least"
     """Which it refuses: padding first, and then those that weigh least, or that come last."""
 
     pad: bool = False
-    """While training, every expert computes equally many rows, zeros where fewer chose it, so that no shape depends on
-    the choices and no counts travel. Of a rank's n tokens, of N that ranks share, each of the E experts gets
-    min(n, ceil(factor K N / E)) rows: with ep and etp a rank computes E etp times as many."""
+    """While training, every expert computes equally many rows, zeros where fewer chose it, so
+    that no shape depends on the choices and no counts travel. Of a rank's n tokens, of N that
+    ranks share, each of the E experts gets min(n, ceil(factor K N / E)) rows: with ep and etp a
+    rank computes E etp times as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts in place of an MLP. Activation, gate, clamp and offset are those of the model's MLP.
+    """A mixture of experts in place of an MLP. Activation, gate, clamp and offset are those of the
+    model's MLP.
 
-    Source: Shazeer et al. 2017, arXiv:1701.06538; shared experts: Dai et al. 2024, arXiv:2401.06066.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; shared experts: Dai et al. 2024,
+    arXiv:2401.06066.
     """
 
     experts: int
@@ -149,16 +168,19 @@ class MoEConfig:
     """Experts add biases after both of their matmuls."""
 
     weigh_input: bool = False
-    """With top_k=1: a token is multiplied by its weight before the expert, and not what comes out of it."""
+    """With top_k=1: a token is multiplied by its weight before the expert, and not what comes out
+    of it."""
 
     shared_ffn_hidden_size: int | None = None
-    """Inner features of an MLP for all tokens, beside the experts; of several, their sum. Unset: none."""
+    """Inner features of an MLP for all tokens, beside the experts; of several, their sum. Unset:
+    none."""
 
     shared_gate: bool = False
     """Multiply what it gives by the sigmoid of a learnt product with the token."""
 
     latent_size: int | None = None
-    """Experts work on so many features, which a matmul takes out of the token's and another brings back; unset: all."""
+    """Experts work on so many features, which a matmul takes out of the token's and another brings
+    back; unset: all."""
 
     router: RouterConfig = field(default_factory=RouterConfig)
     """How a token chooses."""

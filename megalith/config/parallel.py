@@ -19,15 +19,17 @@ class ParallelConfig:
     """Tensor parallel: ranks that split every weight matrix. Keep inside one node."""
 
     sp: bool = False
-    """Sequence parallel: between tensor-parallel regions each rank keeps only its part of the tokens. Needs tp > 1."""
+    """Sequence parallel: between tensor-parallel regions each rank keeps only its part of the
+    tokens. Needs tp > 1."""
 
     rings: bool = False
-    """With sp: gather and scatter tokens step by step around the tp ranks, each step behind a part of a matmul. Adds
-    up in another order, so the last digits differ."""
+    """With sp: gather and scatter tokens step by step around the tp ranks, each step behind a
+    part of a matmul. Adds up in another order, so the last digits differ."""
 
     ring_products: RingProductsName = "auto"
-    """With rings: messages between matmuls, on any device, or torch's products that are fused with them, on GPUs of one
-    machine that read each other's memory. auto: fused where every tp rank can."""
+    """With rings: messages between matmuls, on any device, or torch's products that are fused
+    with them, on GPUs of one machine that read each other's memory. auto: fused where every tp
+    rank can."""
 
     cp: int = 1
     """Context parallel: ranks that share the tokens of each row."""
@@ -42,45 +44,54 @@ class ParallelConfig:
     """How layers divide into stages, and the schedule."""
 
     ep: int = 1
-    """Expert parallel: ranks that divide the experts of each layer. No factor of the world: with etp and edp it divides
-    the ranks of a pipeline stage once more."""
+    """Expert parallel: ranks that divide the experts of each layer. No factor of the world: with
+    etp and edp it divides the ranks of a pipeline stage once more."""
 
     etp: int | None = None
     """Expert tensor parallel: ranks that split every expert's matrices; unset: as tp."""
 
     dispatcher: DispatcherName = "exchange"
-    """How tokens reach the ranks with their experts: each its own (exchange, an all-to-all), or all tokens every rank
-    (gather); a plain way that proves others (reference); or one that an installed package brings, by its name."""
+    """How tokens reach the ranks with their experts: each its own (exchange, an all-to-all), or
+    all tokens every rank (gather); a plain way that proves others (reference); or one that an
+    installed package brings, by its name."""
 
     overlap_experts: bool = False
-    """Compute the forward of one microbatch together with the backward of another, each while the tokens of the other
-    travel to experts and back. Same numbers; needs ep > 1, and memory for one or more microbatches more."""
+    """Compute the forward of one microbatch together with the backward of another, each while
+    the tokens of the other travel to experts and back. Same numbers; needs ep > 1, and memory
+    for one or more microbatches more."""
 
     dp: int | None = None
-    """Data parallel: ranks that read different rows of the batch; unset: world size / (tp · cp · pp)."""
+    """Data parallel: ranks that read different rows of the batch; unset: world size / (tp · cp ·
+    pp)."""
 
     zero: Literal[0, 1, 2, 3] = 0
-    """What dp · cp ranks divide instead of each holding all: 1 optimizer state, 2 gradients too, 3 weights too."""
+    """What dp · cp ranks divide instead of each holding all: 1 optimizer state, 2 gradients too, 3
+    weights too."""
 
     replicas: int = 1
     """With zero > 0: groups of dp ranks that each hold everything once (HSDP). Must divide dp."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What gradients travel in. bf16 halves the traffic; each rank still adds what it receives in fp32."""
+    """What gradients travel in. bf16 halves the traffic; each rank still adds what it receives in
+    fp32."""
 
     order: str = "tp-cp-ep-dp-pp"
     """Which axis varies fastest over neighbouring ranks, fastest first."""
 
     bucket_numel: int = 4_000_000
-    """Gradients are summed over dp in buckets of at least this many elements, each as soon as it is full."""
+    """Gradients are summed over dp in buckets of at least this many elements, each as soon as it is
+    full."""
 
     overlap: bool = True
-    """Communicate while computing: gradient sums behind backward, weights behind forward, stages' messages behind other
-    microbatches, keys and values around cp ranks behind attention. Same numbers either way."""
+    """Communicate while computing: gradient sums behind backward, weights behind forward,
+    stages' messages behind other microbatches, keys and values around cp ranks behind attention.
+    Same numbers either way."""
 
     check_collectives: bool = False
-    """Compare what all ranks are about to do before every collective, so that a mismatch is an error and not a hang;
-    slow. The collectives that torch's FSDP2 launches under zero=3 are not compared."""
+    """Compare what all ranks are about to do before every collective, so that a mismatch is an
+    error and not a hang; slow. The collectives that torch's FSDP2 launches under zero=3 are not
+    compared."""
 
     timeout_seconds: float = 600.0
-    """A collective that waits longer than this ends the run and names the ranks that did not arrive."""
+    """A collective that waits longer than this ends the run and names the ranks that did not
+    arrive."""

@@ -1,4 +1,5 @@
-"""Relative positions: a learnt number for each head and each bucket of distances, added to the scores."""
+"""Relative positions: a learnt number for each head and each bucket of distances, added to the
+scores."""
 
 from dataclasses import dataclass
 
@@ -11,8 +12,8 @@ class RelativeConfig:
     """
 
     buckets: int = 32
-    """Of distances; near ones have a bucket each, further ones share. Where tokens look both ways, later keys have the
-    second half."""
+    """Of distances; near ones have a bucket each, further ones share. Where tokens look both
+    ways, later keys have the second half."""
 
     max_distance: int = 128
     """Distances of so many tokens and more share the last bucket."""

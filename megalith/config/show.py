@@ -1,4 +1,5 @@
-"""A run on a screen: every setting with its value, the ones that differ from their default marked."""
+"""A run on a screen: every setting with its value, the ones that differ from their default
+marked."""
 
 import json
 
@@ -11,7 +12,8 @@ from megalith.config.tree import flatten
 
 
 def run_table(run: object) -> Table:
-    """Every leaf of a tree: dotted name, value, meaning. Values other than the default are bold, with the default."""
+    """Every leaf of a tree: dotted name, value, meaning. Values other than the default are bold,
+    with the default."""
     settings = {setting.path: setting for setting in describe(type(run))}
     table = Table("setting", "value", "meaning", box=box.SIMPLE_HEAD, pad_edge=False)
     section = ""

@@ -21,23 +21,26 @@ class TokenizerConfig:
     """A tokenizer: bytes, one read from files, or none for made-up data."""
 
     kind: Literal["byte", "huggingface", "sentencepiece", "tiktoken", "null"] = "byte"
-    """`byte` needs no file; `huggingface`, `sentencepiece` and `tiktoken` read `path`; `null` writes ids as digits and
-    goes with mock data."""
+    """`byte` needs no file; `huggingface`, `sentencepiece` and `tiktoken` read `path`; `null`
+    writes ids as digits and goes with mock data."""
     path: str | None = None
-    """huggingface: folder with tokenizer.json, that file, a hub name already in the local cache, or the vocab.json of a
-    GPT-2 tokenizer with its merges.txt beside it; sentencepiece: tokenizer.model, or its folder; tiktoken: a .tiktoken
-    file or a JSON vocabulary; unset with the other kinds."""
+    """huggingface: folder with tokenizer.json, that file, a hub name already in the local cache,
+    or the vocab.json of a GPT-2 tokenizer with its merges.txt beside it; sentencepiece:
+    tokenizer.model, or its folder; tiktoken: a .tiktoken file or a JSON vocabulary; unset with
+    the other kinds."""
     vocab_size: int | None = None
-    """Number of ids of the `null` tokenizer, the last of which ends documents, or of a tiktoken vocabulary in JSON;
-    unset: the others know their own."""
+    """Number of ids of the `null` tokenizer, the last of which ends documents, or of a tiktoken
+    vocabulary in JSON; unset: the others know their own."""
     eod: str | None = None
     """Text of the token that ends a document. Unset: the tokenizer's own end-of-text token."""
     add_special_tokens: bool = True
-    """Let the tokenizer put its own first and last tokens around a text, as its authors meant it to."""
+    """Let the tokenizer put its own first and last tokens around a text, as its authors meant it
+    to."""
     pattern: SplitPattern = "v2"
     """tiktoken: how text is cut before bytes are paired; cl100k is that of GPT-4 and Llama 3."""
     special_tokens: tuple[str, ...] = ()
-    """tiktoken: texts of the special tokens, in order; in a .tiktoken file they follow the vocabulary."""
+    """tiktoken: texts of the special tokens, in order; in a .tiktoken file they follow the
+    vocabulary."""
     num_special_tokens: int = 1000
     """tiktoken: ids at the beginning that a JSON vocabulary keeps for special tokens."""
 
@@ -48,14 +51,19 @@ def merges_beside(vocabulary: str) -> str | None:
     >>> merges_beside("gpt2/gpt2-vocab.json"), merges_beside("tokenizer.json")
     ('gpt2/gpt2-merges.txt', None)
     """
-    return f"{vocabulary.removesuffix(VOCABULARY)}{MERGES}" if vocabulary.endswith(VOCABULARY) else None
+    return (
+        f"{vocabulary.removesuffix(VOCABULARY)}{MERGES}"
+        if vocabulary.endswith(VOCABULARY)
+        else None
+    )
 
 
 def locate_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfig:
-    """Return the tokenizer of the config.yaml in `folder`, read from the copy there if `path` names a file in it.
+    """Return the tokenizer of the config.yaml in `folder`, read from the copy there if `path` names
+    a file in it.
 
-    Runs and checkpoints have a copy of their tokenizer and name it relative to their folder, so that it moves with
-    them. Any other relative path is relative to the working directory.
+    Runs and checkpoints have a copy of their tokenizer and name it relative to their folder, so
+    that it moves with them. Any other relative path is relative to the working directory.
     """
     if tokenizer.path is None or not (folder / tokenizer.path).is_file():
         return tokenizer
@@ -69,7 +77,11 @@ def tokenizer_problems(tokenizer: TokenizerConfig) -> list[str]:
     if kind in FILES and not tokenizer.path:
         problems.append(f"tokenizer.kind={kind} needs tokenizer.path. Set it to {_wanted(kind)}.")
     if kind not in FILES:
-        given = [f"tokenizer.{name}={value}" for name, value in _file_fields(tokenizer) if value is not None]
+        given = [
+            f"tokenizer.{name}={value}"
+            for name, value in _file_fields(tokenizer)
+            if value is not None
+        ]
         problems += [
             f"{field} belongs to a tokenizer read from files, but tokenizer.kind={kind}. "
             f"Set tokenizer.kind to one of {', '.join(FILES)}, or remove it."
@@ -78,20 +90,25 @@ def tokenizer_problems(tokenizer: TokenizerConfig) -> list[str]:
     usual = TokenizerConfig()
     if kind != "tiktoken":
         problems += [
-            f"tokenizer.{name}={getattr(tokenizer, name)} belongs to tiktoken vocabularies, but tokenizer.kind={kind}. "
+            f"tokenizer.{name}={getattr(tokenizer, name)} belongs to tiktoken vocabularies, but "
+            f"tokenizer.kind={kind}. "
             f"Set tokenizer.kind=tiktoken, or remove it."
             for name in ("pattern", "special_tokens", "num_special_tokens")
             if getattr(tokenizer, name) != getattr(usual, name)
         ]
-    elif len(tokenizer.special_tokens) > tokenizer.num_special_tokens or tokenizer.num_special_tokens < 1:
+    elif (
+        len(tokenizer.special_tokens) > tokenizer.num_special_tokens
+        or tokenizer.num_special_tokens < 1
+    ):
         problems.append(
-            f"tokenizer.num_special_tokens={tokenizer.num_special_tokens} must be 1 or more, and as many as are named. "
+            f"tokenizer.num_special_tokens={tokenizer.num_special_tokens} must be 1 or more, and "
+            "as many as are named. "
             f"Set it to {max(1, len(tokenizer.special_tokens))} or more."
         )
     if kind == "null" and (tokenizer.vocab_size or 0) < 2:
         problems.append(
-            f"tokenizer.vocab_size={tokenizer.vocab_size}: the null tokenizer has no vocabulary of its own. "
-            f"Set tokenizer.vocab_size to 2 or more."
+            f"tokenizer.vocab_size={tokenizer.vocab_size}: the null tokenizer has no vocabulary of "
+            f"its own. Set tokenizer.vocab_size to 2 or more."
         )
     if kind not in ("null", "tiktoken") and tokenizer.vocab_size is not None:
         problems.append(

@@ -37,30 +37,35 @@ class LoopConfig:
     """Tokens per row; with `tokens_per_microbatch`, of the longest document."""
 
     tokens_per_microbatch: int | None = None
-    """Read whole documents, or conversations, in packs of at most so many tokens instead of rows: those that one rank
-    computes at once (ranks along cp share packs of cp times as many). A step then has `global_batch_size` documents in
-    as many microbatches as they need, and ranks along dp work alike. Unset: rows of `seq_len`."""
+    """Read whole documents, or conversations, in packs of at most so many tokens instead of
+    rows: those that one rank computes at once (ranks along cp share packs of cp times as many).
+    A step then has `global_batch_size` documents in as many microbatches as they need, and ranks
+    along dp work alike. Unset: rows of `seq_len`."""
 
     balance_rows: bool = False
-    """Deal rows of conversations to ranks along dp so that they cost them alike; the rows of a step stay the same."""
+    """Deal rows of conversations to ranks along dp so that they cost them alike; the rows of a step
+    stay the same."""
 
     label_smoothing: float = 0.0
-    """Share of each label that all other tokens of the vocabulary divide evenly, in the losses that are minimised and
-    logged while training; evaluation measures -log p(label) all the same. Source: arXiv:1512.00567, section 7."""
+    """Share of each label that all other tokens of the vocabulary divide evenly, in the losses
+    that are minimised and logged while training; evaluation measures -log p(label) all the same.
+    Source: arXiv:1512.00567, section 7."""
 
     z_loss: float = 0.0
-    """What the square of each labelled token's log of the sum of exp(score) adds to the loss of every head; logged
-    as `z_loss`, beside `max_logit`, and no part of `loss`. 1e-4 is usual: arXiv:2204.02311, section 5."""
+    """What the square of each labelled token's log of the sum of exp(score) adds to the loss of
+    every head; logged as `z_loss`, beside `max_logit`, and no part of `loss`. 1e-4 is usual:
+    arXiv:2204.02311, section 5."""
 
     loss_chunk: int | None = None
     """Tokens whose logits there are at a time; unset: as many as fill a few MiB."""
 
     loss_backward: Literal["kept", "recomputed"] = "kept"
-    """Gradients of hidden states and of the head: formed beside the loss and kept until backward, or there, from logits
-    that are computed again."""
+    """Gradients of hidden states and of the head: formed beside the loss and kept until
+    backward, or there, from logits that are computed again."""
 
     log_every: int = 1
-    """Steps between rows of metrics.jsonl; a row has the loss of its own step, and times since the last one."""
+    """Steps between rows of metrics.jsonl; a row has the loss of its own step, and times since the
+    last one."""
 
     eval_every: int | None = None
     """Steps between evaluations on the validation split; 0 or unset: only after the last step."""
@@ -75,7 +80,8 @@ class LoopConfig:
     """CPU threads per rank; unset: cores / ranks on this machine."""
 
     max_minutes: float | None = None
-    """Stop after this many minutes with a save and exit code 75; the same command goes on. Unset: no limit."""
+    """Stop after this many minutes with a save and exit code 75; the same command goes on. Unset:
+    no limit."""
 
 
 Captured = Literal["hidden", "logits", "weights", "routers"]
@@ -92,22 +98,25 @@ class ObserveConfig:
     """Draw plots/loss.png when the run ends or is stopped."""
 
     max_logit: bool = False
-    """Write the largest score of a labelled token in each step; with train.z_loss it is always written."""
+    """Write the largest score of a labelled token in each step; with train.z_loss it is always
+    written."""
 
     per_layer: bool = False
-    """Write what experts did for each layer, too: losses of balance, entropy, idle experts, refused choices, the range
-    of balancing biases, and the tokens of every expert."""
+    """Write what experts did for each layer, too: losses of balance, entropy, idle experts,
+    refused choices, the range of balancing biases, and the tokens of every expert."""
 
     routing_trace: int = 0
-    """Write which experts every token chose in so many first steps to routing/, a file for each rank; 0: in none."""
+    """Write which experts every token chose in so many first steps to routing/, a file for each
+    rank; 0: in none."""
 
     routing_captures: tuple[Captured, ...] = ()
-    """What else to write of these steps, for each rank and step a safetensors file: `hidden`, what routers read;
-    `logits`; `weights` of the chosen; all in bf16. And `routers`, their own weights, as they are."""
+    """What else to write of these steps, for each rank and step a safetensors file: `hidden`,
+    what routers read; `logits`; `weights` of the chosen; all in bf16. And `routers`, their own
+    weights, as they are."""
 
     parameters: bool = False
-    """Write to parameters.jsonl, when the run starts, for every parameter whether it is trained and which group decides
-    its learning rate and its weight decay."""
+    """Write to parameters.jsonl, when the run starts, for every parameter whether it is trained
+    and which group decides its learning rate and its weight decay."""
 
     peak_tflops: float | None = None
     """Peak rate of one device, for the MFU; unset: measured on CPUs, from a table on known GPUs."""
@@ -160,15 +169,17 @@ class TrainRun:
     """Plots, TensorBoard, MFU."""
 
     kernels: KernelSetting = "auto"
-    """How operations between matmuls are computed: auto, the fastest way on this machine; torch, torch operations with
-    our own backward; reference, their plain definitions. Or for each operation, as kernels.norm."""
+    """How operations between matmuls are computed: auto, the fastest way on this machine; torch,
+    torch operations with our own backward; reference, their plain definitions. Or for each
+    operation, as kernels.norm."""
 
     seed: int = 1234
     """Decides initial weights, data order and sampling."""
 
 
 def load_run(file: Path) -> TrainRun:
-    """Read a run from a YAML file; that of a run or checkpoint, config.yaml, may name copies beside it.
+    """Read a run from a YAML file; that of a run or checkpoint, config.yaml, may name copies beside
+    it.
 
     Raises:
         ConfigError: the file does not describe a run.

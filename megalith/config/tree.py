@@ -1,7 +1,8 @@
-"""Trees of frozen dataclasses to and from plain dicts, YAML files and dotted overrides, checked field by field.
+"""Trees of frozen dataclasses to and from plain dicts, YAML files and dotted overrides, checked
+field by field.
 
-Every function takes any root dataclass made of dataclasses, numbers, text, `Literal`s, `X | None`, lists, tuples and
-dicts. All problems of one input are reported together, each with its dotted path.
+Every function takes any root dataclass made of dataclasses, numbers, text, `Literal`s, `X | None`,
+lists, tuples and dicts. All problems of one input are reported together, each with its dotted path.
 """
 
 import re
@@ -40,13 +41,16 @@ Override: TypeAlias = str | list[str]  # one value as it was typed, or several f
 T = TypeVar("T")
 
 MAX_YAML_CHARACTERS = 2**19
-"""Of a YAML text, and again of its keys and values after aliases are expanded. Heuristic: a run has 10 thousand."""
+"""Of a YAML text, and again of its keys and values after aliases are expanded. Heuristic: a run has
+10 thousand."""
 
 MAX_YAML_NODES = 20_000
-"""Keys, values, lists and mappings of a YAML text, aliases expanded. Heuristic: PyYAML reads about as many a second."""
+"""Keys, values, lists and mappings of a YAML text, aliases expanded. Heuristic: PyYAML reads about
+as many a second."""
 
 MAX_YAML_DEPTH = 50
-"""Of nested mappings and lists, aliases expanded. Heuristic: the settings of a run nest five deep."""
+"""Of nested mappings and lists, aliases expanded. Heuristic: the settings of a run nest five
+deep."""
 
 _MAX_SHOWN = 200
 """Characters of a wrong value that a message shows."""
@@ -74,22 +78,29 @@ def from_dict(cls: type[T], data: Mapping[str, Plain]) -> T:
 
 
 def to_dict(run: object) -> dict[str, Plain]:
-    """The tree as nested plain data; tuples become lists. `from_dict(type(run), to_dict(run)) == run`."""
+    """The tree as nested plain data; tuples become lists. `from_dict(type(run), to_dict(run)) ==
+    run`."""
     data = plain(run)
     assert isinstance(data, dict), f"{type(run).__name__} is not a dataclass"
     return data
 
 
 def flatten(run: object) -> dict[str, Plain]:
-    """Every leaf of the tree under its dotted path, in the order of the fields; a list is one leaf."""
+    """Every leaf of the tree under its dotted path, in the order of the fields; a list is one
+    leaf."""
     return _flatten(to_dict(run), "")
 
 
 def differences(a: object, b: object) -> list[tuple[str, Plain, Plain]]:
-    """(path, value in a, value in b) of every leaf that differs; a leaf that one side lacks is None there."""
+    """(path, value in a, value in b) of every leaf that differs; a leaf that one side lacks is None
+    there."""
     left, right = flatten(a), flatten(b)
     paths = dict.fromkeys([*left, *right])
-    return [(path, left.get(path), right.get(path)) for path in paths if left.get(path) != right.get(path)]
+    return [
+        (path, left.get(path), right.get(path))
+        for path in paths
+        if left.get(path) != right.get(path)
+    ]
 
 
 def _flatten(data: Mapping[str, Plain], prefix: str) -> dict[str, Plain]:
@@ -113,12 +124,21 @@ def load_yaml(path: str | Path, cls: type[T]) -> T:
     try:
         data, repeated = _parse_document(text)
     except yaml.YAMLError as error:
-        reason = str(error).replace("<unicode string>", str(path))  # PyYAML's name for a text without a file
-        raise ConfigError(f"{path} is not YAML: {reason}. The file must be a mapping of settings.") from None
+        reason = str(error).replace(
+            "<unicode string>", str(path)
+        )  # PyYAML's name for a text without a file
+        raise ConfigError(
+            f"{path} is not YAML: {reason}. The file must be a mapping of settings."
+        ) from None
     if not isinstance(data, Mapping):
         found = "nothing" if data is None else f"only {data!r:.60}"
-        raise ConfigError(f"{path} holds {found}: expected a mapping of {', '.join(f.name for f in _fields(cls))}.")
-    problems = [f"{name:.{_MAX_SHOWN}} is written more than once. Remove all but one." for name in repeated]
+        raise ConfigError(
+            f"{path} holds {found}: expected a mapping of "
+            f"{', '.join(f.name for f in _fields(cls))}."
+        )
+    problems = [
+        f"{name:.{_MAX_SHOWN}} is written more than once. Remove all but one." for name in repeated
+    ]
     try:
         return _build(cls, data, problems)
     except ConfigError as error:
@@ -126,7 +146,8 @@ def load_yaml(path: str | Path, cls: type[T]) -> T:
 
 
 def save_yaml(run: object, path: str | Path) -> None:
-    """Write the whole tree, defaults included, so that the file alone repeats the run; `load_yaml` gives it back."""
+    """Write the whole tree, defaults included, so that the file alone repeats the run; `load_yaml`
+    gives it back."""
     Path(path).write_text(dump_yaml(run), encoding="utf-8")
 
 
@@ -143,9 +164,13 @@ def _read_text(path: Path) -> str:
         advice = did_you_mean(path.name, beside)
         raise ConfigError(f"{path}: no such file.{advice} Pass a YAML file that exists.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text: byte {error.start} is not UTF-8. Pass a YAML file.") from None
+        raise ConfigError(
+            f"{path} is not text: byte {error.start} is not UTF-8. Pass a YAML file."
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. Pass a readable YAML file.") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Pass a readable YAML file."
+        ) from None
 
 
 def parse_yaml(text: str | bytes) -> Plain:
@@ -158,9 +183,12 @@ def parse_yaml(text: str | bytes) -> Plain:
 
 
 def _parse_document(text: str | bytes) -> tuple[Plain, list[str]]:
-    """Return the data of a YAML text and the dotted paths of keys that occur more than once in their mapping."""
+    """Return the data of a YAML text and the dotted paths of keys that occur more than once in
+    their mapping."""
     if len(text) > MAX_YAML_CHARACTERS:
-        raise yaml.YAMLError(f"it has {len(text):,} characters, and the limit is {MAX_YAML_CHARACTERS:,}")
+        raise yaml.YAMLError(
+            f"it has {len(text):,} characters, and the limit is {MAX_YAML_CHARACTERS:,}"
+        )
     loader = _BoundedLoader(text)
     try:
         node = loader.get_single_node()
@@ -174,13 +202,16 @@ def _parse_document(text: str | bytes) -> tuple[Plain, list[str]]:
 
 
 class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
-    """YAML loader of plain data that rejects deep nesting, and reports values that do not fit their tag."""
+    """YAML loader of plain data that rejects deep nesting, and reports values that do not fit their
+    tag."""
 
     def __init__(self, text: str | bytes) -> None:
         super().__init__(text)
         self._depth = self._num_nodes = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:  # Any: PyYAML's own type
+    def compose_node(
+        self, parent: yaml.Node | None, index: Any
+    ) -> yaml.Node | None:  # Any: PyYAML's own type
         """Read one node; called again for each nested one."""
         self._num_nodes += 1
         _check_limits(self._depth, self._num_nodes, 0, self.peek_event().start_mark)
@@ -195,9 +226,17 @@ class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no 
             data = super().construct_object(node, deep)
             if isinstance(data, int) and abs(data) > MAX_INT:
                 raise ValueError(f"the largest is {MAX_INT}")
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of int("abc") and such
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:  # of int("abc") and such
             value = f"{node.value!r:.60}" if isinstance(node, yaml.ScalarNode) else "this value"
-            reason = f" ({error})" if isinstance(error, ValueError) else ""  # the others are PyYAML's own
+            reason = (
+                f" ({error})" if isinstance(error, ValueError) else ""
+            )  # the others are PyYAML's own
             text = f"{value} is not a valid {node.tag.rpartition(':')[2]}{reason:.80}"
             raise MarkedYAMLError(None, None, text, node.start_mark) from None
         return data
@@ -205,18 +244,28 @@ class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no 
 
 def _check_limits(depth: int, num_nodes: int, num_characters: int, mark: yaml.Mark) -> None:
     if depth > MAX_YAML_DEPTH:
-        text = f"mappings and lists are nested more than {MAX_YAML_DEPTH} deep, or an alias contains itself"
+        text = (
+            f"mappings and lists are nested more than {MAX_YAML_DEPTH} deep, or an alias "
+            "contains itself"
+        )
     elif num_nodes > MAX_YAML_NODES:
-        text = f"the text has more than {MAX_YAML_NODES:,} keys and values (each use of an alias counts)"
+        text = (
+            f"the text has more than {MAX_YAML_NODES:,} keys and values (each use of an alias "
+            "counts)"
+        )
     elif num_characters > MAX_YAML_CHARACTERS:
-        text = f"the text has more than {MAX_YAML_CHARACTERS:,} characters (each use of an alias counts)"
+        text = (
+            f"the text has more than {MAX_YAML_CHARACTERS:,} characters (each use of an alias "
+            "counts)"
+        )
     else:
         return
     raise MarkedYAMLError(None, None, text, mark)
 
 
 class _KeyChecker:
-    """Visits every node of a document with its aliases expanded, within the limits, and collects repeated keys.
+    """Visits every node of a document with its aliases expanded, within the limits, and collects
+    repeated keys.
 
     YAML by itself keeps the last of several equal keys without a warning.
     """
@@ -240,7 +289,9 @@ class _KeyChecker:
         elif isinstance(node, yaml.MappingNode):
             seen = set()
             for key, value in node.value:
-                name = join_path(path, str(key.value) if isinstance(key, yaml.ScalarNode) else key.tag)
+                name = join_path(
+                    path, str(key.value) if isinstance(key, yaml.ScalarNode) else key.tag
+                )
                 if name in seen:
                     self.repeated.append(name)
                 seen.add(name)
@@ -254,8 +305,9 @@ class _KeyChecker:
 def apply_overrides(run: T, overrides: Mapping[str, Override]) -> T:
     """A copy of `run` with dotted fields replaced by values given as text: `{"parallel.tp": "2"}`.
 
-    Numbers, `true`/`false`, `none` for a field that may be unset, a list of texts for a list; anything nested may also
-    be YAML in one text (`"[a, b]"`, `"{theta: 500000}"`). A mapping replaces the whole section.
+    Numbers, `true`/`false`, `none` for a field that may be unset, a list of texts for a list;
+    anything nested may also be YAML in one text (`"[a, b]"`, `"{theta: 500000}"`). A mapping
+    replaces the whole section.
 
     Raises:
         ConfigError: unknown names and values of the wrong type, all of them together.
@@ -276,8 +328,9 @@ def _typed(text: Override) -> str:
 
 
 def _put(cls: type, data: dict[str, Plain], path: str, value: Plain) -> None:
-    """Set one leaf. A section that was unset on the way becomes one whose other fields are defaults; of one that was a
-    single word that word stays, where its class says what it stands for."""
+    """Set one leaf. A section that was unset on the way becomes one whose other fields are
+    defaults; of one that was a single word that word stays, where its class says what it stands
+    for."""
     *sections, leaf = path.split(".")
     for number, section in enumerate(sections, 1):
         before = data.get(section)
@@ -289,16 +342,27 @@ def _put(cls: type, data: dict[str, Plain], path: str, value: Plain) -> None:
 
 
 def _parse(hint: Hint, text: Override) -> Plain:
-    """Text as plain data of type `hint`; text that does not fit stays as it is, to be reported with its path."""
+    """Text as plain data of type `hint`; text that does not fit stays as it is, to be reported with
+    its path."""
     if isinstance(text, list):
         many = next((option for option in options_of(hint) if is_many(option)), None)
         if many is None:
             return _parse(hint, text[0]) if len(text) == 1 else text
         hints = item_hints(many, len(text))
-        return [_parse(item, word) for item, word in zip(hints, text)] if len(hints) == len(text) else text
-    if type(None) in options_of(hint) and text.lower() in _NONE_WORDS and text not in literal_values(hint):
+        return (
+            [_parse(item, word) for item, word in zip(hints, text)]
+            if len(hints) == len(text)
+            else text
+        )
+    if (
+        type(None) in options_of(hint)
+        and text.lower() in _NONE_WORDS
+        and text not in literal_values(hint)
+    ):
         return None
-    candidates = [_parse_one(option, text) for option in options_of(hint) if option is not type(None)]
+    candidates = [
+        _parse_one(option, text) for option in options_of(hint) if option is not type(None)
+    ]
     return next((value for value in candidates if _fits(hint, value)), candidates[0])
 
 
@@ -326,7 +390,8 @@ def _parse_one(option: Hint, text: str) -> Plain:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Where problems go while a tree of type `root` is built; without a root only their number matters."""
+    """Where problems go while a tree of type `root` is built; without a root only their number
+    matters."""
 
     root: type | None
     problems: list[str]
@@ -353,7 +418,9 @@ def _build(cls: type[T], data: Mapping[str, Plain], problems: list[str]) -> T:
     return run
 
 
-def _section(cls: type, data: Mapping[Any, Plain], path: str, report: _Report) -> Any:  # Any: an instance of `cls`
+def _section(
+    cls: type, data: Mapping[Any, Plain], path: str, report: _Report
+) -> Any:  # Any: an instance of `cls`
     hints, values, before = hints_of(cls), {}, len(report.problems)
     for key in data:
         if key not in hints:
@@ -373,11 +440,17 @@ def _missing(cls: type, name: str, path: str) -> str:
     if section is None:
         return f"{path} is missing. Set it to {type_name(hint)}: {docs_of(cls).get(name, '')}"
     needed = [join_path(path, field.name) for field in _fields(section) if is_required(field)]
-    return f"{path} is missing: {docs_of(cls).get(name, '')} Set {' and '.join(needed) or path + ' to a mapping'}."
+    return (
+        f"{path} is missing: {docs_of(cls).get(name, '')} Set "
+        f"{' and '.join(needed) or path + ' to a mapping'}."
+    )
 
 
-def _value(hint: Hint, value: Plain, path: str, report: _Report) -> Any:  # Any: as dynamic as `hint`
-    """`value` as the type `hint` asks for. Problems go to `report`; the result then means nothing."""
+def _value(
+    hint: Hint, value: Plain, path: str, report: _Report
+) -> Any:  # Any: as dynamic as `hint`
+    """`value` as the type `hint` asks for. Problems go to `report`; the result then means
+    nothing."""
     if type(value) is hint:  # most values; the rest of this function gives the same
         return value
     if value is None and type(None) in options_of(hint):
@@ -388,7 +461,9 @@ def _value(hint: Hint, value: Plain, path: str, report: _Report) -> Any:  # Any:
         return _section(section, value, path, report)
     if len(options) > 1:
         fitting = [option for option in options if _fits(option, value)]
-        exact = [option for option in fitting if option is type(value)]  # 1 stays an int in `float | int`
+        exact = [
+            option for option in fitting if option is type(value)
+        ]  # 1 stays an int in `float | int`
         if not fitting:
             return report.mismatch(path, hint, value)
         return _value((exact or fitting)[0], value, path, report)
@@ -396,29 +471,41 @@ def _value(hint: Hint, value: Plain, path: str, report: _Report) -> Any:  # Any:
     if is_many(option) and isinstance(value, list | tuple):
         return _many(option, value, path, report)
     if origin_of(option) is dict and isinstance(value, Mapping):
-        return {str(k): _value(get_args(option)[1], v, join_path(path, str(k)), report) for k, v in value.items()}
+        return {
+            str(k): _value(get_args(option)[1], v, join_path(path, str(k)), report)
+            for k, v in value.items()
+        }
     scalar = _scalar(option, value)
     return report.mismatch(path, hint, value) if scalar is None else scalar
 
 
-def _many(option: Hint, items: Sequence[Plain], path: str, report: _Report) -> Any:  # Any: a list or a tuple
+def _many(
+    option: Hint, items: Sequence[Plain], path: str, report: _Report
+) -> Any:  # Any: a list or a tuple
     hints = item_hints(option, len(items))
     if len(hints) != len(items):
         return report.mismatch(path, option, list(items))
-    values = [_value(hint, item, f"{path}[{i}]", report) for i, (hint, item) in enumerate(zip(hints, items))]
+    values = [
+        _value(hint, item, f"{path}[{i}]", report)
+        for i, (hint, item) in enumerate(zip(hints, items))
+    ]
     return tuple(values) if origin_of(option) is tuple else values
 
 
 def _scalar(option: Hint, value: Plain) -> Plain:
     """`value` as a bool, int, float, text or literal; None when it is none of that type."""
     if origin_of(option) is Literal:
-        return next((word for word in get_args(option) if word == value and type(word) is type(value)), None)
+        return next(
+            (word for word in get_args(option) if word == value and type(word) is type(value)), None
+        )
     if option in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
         number = float(value)
         value = int(number) if option is int and number.is_integer() else number
     if option is float and type(value) is int and abs(value) < MAX_INT:
         return float(value)
-    if (option is int and type(value) is int and abs(value) > MAX_INT) or (option is str and not _is_text(value)):
+    if (option is int and type(value) is int and abs(value) > MAX_INT) or (
+        option is str and not _is_text(value)
+    ):
         return None
     return value if type(value) is option else None
 
@@ -430,27 +517,45 @@ def _fits(hint: Hint, value: Plain) -> bool:
 
 
 def _is_text(value: Plain) -> bool:
-    """Return whether a value is text that UTF-8 and file names can hold: no NUL, no lone surrogate."""
+    """Return whether a value is text that UTF-8 and file names can hold: no NUL, no lone
+    surrogate."""
     return isinstance(value, str) and not _NOT_TEXT.search(value)
 
 
 def _mismatch(path: str, hint: Hint, value: Plain) -> str:
-    short = isinstance(value, str) and value.isprintable() and value.strip() and len(value) <= _MAX_SHOWN
+    short = (
+        isinstance(value, str)
+        and value.isprintable()
+        and value.strip()
+        and len(value) <= _MAX_SHOWN
+    )
     shown = value if short else f"{value!r:.60}"
     if isinstance(value, str) and str in options_of(hint) and not _is_text(value):
-        return f"{path}={shown}: it contains NUL or a character that is not valid Unicode. Use UTF-8 text without it."
+        return (
+            f"{path}={shown}: it contains NUL or a character that is not valid Unicode. Use "
+            "UTF-8 text without it."
+        )
     if int in options_of(hint) and type(value) is int and abs(value) > MAX_INT:
-        return f"{path}={shown}: the largest whole number is {MAX_INT} (2**63 - 1). Use a smaller one."
+        return (
+            f"{path}={shown}: the largest whole number is {MAX_INT} (2**63 - 1). Use a smaller one."
+        )
     if literal_values(hint) and all(
-        origin_of(option) is Literal or option is type(None) or is_section(option) for option in options_of(hint)
+        origin_of(option) is Literal or option is type(None) or is_section(option)
+        for option in options_of(hint)
     ):
         choices = type_name(hint)
-        return f"{path}={shown}: there is no such choice.{_nearest_choice(hint, value)} Use {choices}."
-    return f"{path}={shown}: expected {type_name(hint)}, found {type_name(type(value))}.{_advice(hint, value)}"
+        return (
+            f"{path}={shown}: there is no such choice.{_nearest_choice(hint, value)} Use {choices}."
+        )
+    return (
+        f"{path}={shown}: expected {type_name(hint)}, found "
+        f"{type_name(type(value))}.{_advice(hint, value)}"
+    )
 
 
 def _nearest_choice(hint: Hint, value: Plain) -> str:
-    """Which choice was meant: the same spelled in another way, else names that look alike; no number looks alike."""
+    """Which choice was meant: the same spelled in another way, else names that look alike; no
+    number looks alike."""
     words = literal_values(hint)
     if value in [str(word) for word in words]:
         return " Remove the quotes."

@@ -1,1 +1,2 @@
-"""Text to tokens to samples: tokenizers, the .bin/.idx store, the order of samples, blends and `prepare`."""
+"""Text to tokens to samples: tokenizers, the .bin/.idx store, the order of samples, blends and
+`prepare`."""

@@ -51,11 +51,14 @@ def member_sizes(weights: Sequence[float], num_samples: int, surplus: float) -> 
     MemberSizes(targets=(51, 51), built_for=(52, 52))
     """
     targets = [math.ceil(num_samples * share) for share in normalized(weights)]
-    return MemberSizes(tuple(targets), tuple(math.ceil(target * (1 + surplus)) for target in targets))
+    return MemberSizes(
+        tuple(targets), tuple(math.ceil(target * (1 + surplus)) for target in targets)
+    )
 
 
 def weighted_order(weights: Sequence[float], num_samples: int) -> BlendOrder:
-    """At each step the member furthest behind its share, the first of equals: no randomness, and no end in view."""
+    """At each step the member furthest behind its share, the first of equals: no randomness, and no
+    end in view."""
     order = _empty_order(num_samples)
     fill = loop_for(fill_weighted_order, rounds=num_samples * len(weights))
     shares = np.array(normalized(weights), np.float64)
@@ -83,7 +86,9 @@ def order_arrays(order: BlendOrder) -> Arrays:
 class BlendedDataset:
     """Samples of several datasets in the order of a blend."""
 
-    def __init__(self, members: Sequence[Dataset], names: Sequence[str], order: BlendOrder, fingerprint: str) -> None:
+    def __init__(
+        self, members: Sequence[Dataset], names: Sequence[str], order: BlendOrder, fingerprint: str
+    ) -> None:
         """`names` are the members' names for messages.
 
         Raises:
@@ -94,13 +99,16 @@ class BlendedDataset:
         self._members = members
         self._order = order
         if len(members) > MAX_MEMBERS:
-            raise DataError(f"a blend of {len(members)} members: use at most {MAX_MEMBERS}; merge small stores first.")
+            raise DataError(
+                f"a blend of {len(members)} members: use at most {MAX_MEMBERS}; merge small stores "
+                "first."
+            )
         taken = np.bincount(order.members, minlength=len(members)).tolist()
         for name, member, count in zip(names, members, taken):
             if count > member.num_samples:
                 raise DataError(
-                    f"{name} has {member.num_samples} samples, and the blend takes {count} of them. "
-                    f"Set data.mid_level_dataset_surplus higher than its current value."
+                    f"{name} has {member.num_samples} samples, and the blend takes {count} of "
+                    f"them. Set data.mid_level_dataset_surplus higher than its current value."
                 )
 
     def __len__(self) -> int:
@@ -119,7 +127,8 @@ class BlendedDataset:
         if not 0 <= k < self.num_samples:
             raise DataError(
                 f"the blend has {self.num_samples} samples, and sample {k} was asked for. "
-                f"Use more data, or set train.steps, or train.eval_steps, to a value that needs fewer."
+                "Use more data, or set train.steps, or train.eval_steps, to a value that needs "
+                "fewer."
             )
 
 
@@ -129,7 +138,9 @@ class BlendedDocuments(BlendedDataset):
     @property
     def reports(self) -> tuple[str, ...]:
         """What became of each member's documents, for people."""
-        return tuple(f"{one.name}: {one.report}" for one in self._members if isinstance(one, DocumentDataset))
+        return tuple(
+            f"{one.name}: {one.report}" for one in self._members if isinstance(one, DocumentDataset)
+        )
 
     def lengths_of(self, k: int) -> tuple[int, ...]:
         """Tokens that are read of document k.

@@ -39,7 +39,9 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 
 _log = logging.getLogger(__name__)
-_PROBES = 64  # sequences looked at before a run starts; every sample is checked again when it is read
+_PROBES = (
+    64  # sequences looked at before a run starts; every sample is checked again when it is read
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +72,17 @@ def build_datasets(
 ) -> Splits:
     """Build the three splits: for so many samples each, one epoch for None, nothing for 0.
 
-    `train_longer`: the counts that a run was made longer to since it began with `train_samples`, ascending. What comes
-    first stays as it is, whatever follows; where every sample is read once there may be fewer than the last count.
-    `whole_documents`: a sample is a document, or a conversation, of at most seq_len tokens, and no row of so many.
-    Every process may call this at once: indices are built by one of them and mapped by all. `eod` ends the documents
-    of mock data; stored data has its own. `tokenizer` and where it lies are for conversations, which are text still.
+    `train_longer`: the counts that a run was made longer to since it began with `train_samples`,
+    ascending. What comes first stays as it is, whatever follows; where every sample is read once
+    there may be fewer than the last count. `whole_documents`: a sample is a document, or a
+    conversation, of at most seq_len tokens, and no row of so many. Every process may call this at
+    once: indices are built by one of them and mapped by all. `eod` ends the documents of mock data;
+    stored data has its own. `tokenizer` and where it lies are for conversations, which are text
+    still.
 
     Raises:
-        ConfigError: the settings break a rule.
-        DataError: files are missing or damaged, a split is too small, or token ids do not fit the vocabulary.
+        ConfigError: the settings break a rule. DataError: files are missing or damaged, a split is
+        too small, or token ids do not fit the vocabulary.
     """
     raise_all([*data_problems(data), *_seed_problems(seed)])
     if data.sft.used():
@@ -86,25 +90,40 @@ def build_datasets(
         rows = train_samples if train_samples is None else max([train_samples, *train_longer])
         counts = {"train": rows, "valid": valid_samples, "test": test_samples}
         build = partial(
-            build_conversations, data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, tokenizer=tokenizer,
-            tokenizer_path=tokenizer_path, alone=whole_documents,
-        )  # fmt: skip
+            build_conversations,
+            data,
+            seq_len=seq_len,
+            seed=seed,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            tokenizer_path=tokenizer_path,
+            alone=whole_documents,
+        )
         return _conversation_splits(counts, build)
     missing = _missing_stores(data)
     if missing:
-        raise DataError("\n".join(f"data: expected a token store at {message}" for message in missing))
+        raise DataError(
+            "\n".join(f"data: expected a token store at {message}" for message in missing)
+        )
     kind = _Documents if whole_documents else _Builder
     builder = kind(data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, eod=eod)
     pinned = data.num_train_samples if train_samples else None
     train = builder.split("train", pinned or train_samples, train_longer)
     ends = data.sampler == "sequential"
-    if ends and train is not None and train_samples is not None and train.num_samples < train_samples:
+    if (
+        ends
+        and train is not None
+        and train_samples is not None
+        and train.num_samples < train_samples
+    ):
         raise DataError(
-            f"the training data has {train.num_samples} samples, and the run reads {train_samples}. "
+            f"the training data has {train.num_samples} samples, and the run reads "
+            f"{train_samples}. "
             + (
                 f"Set data.num_train_samples={pinned} higher or remove it."
                 if pinned
-                else "Set weights in front of the prefixes so that they repeat, or set train.steps lower."
+                else "Set weights in front of the prefixes so that they repeat, or set train.steps "
+                "lower."
             )
         )
     valid, test = builder.split("valid", valid_samples), builder.split("test", test_samples)
@@ -120,9 +139,13 @@ def _told(dataset: Dataset | None) -> tuple[str, ...]:
     return dataset.reports if isinstance(dataset, BlendedDocuments) else ()
 
 
-def _conversation_splits(counts: Mapping[str, int | None], build: Callable[..., ConversationDataset]) -> Splits:
+def _conversation_splits(
+    counts: Mapping[str, int | None], build: Callable[..., ConversationDataset]
+) -> Splits:
     """The splits of which samples were asked for; what became of their conversations is told."""
-    made = {name: build(split=name, num_samples=count) for name, count in counts.items() if count != 0}
+    made = {
+        name: build(split=name, num_samples=count) for name, count in counts.items() if count != 0
+    }
     notes = tuple(f"{name}: {dataset.report}" for name, dataset in made.items())
     return Splits(made.get("train"), made.get("valid"), made.get("test"), notes)
 
@@ -130,13 +153,25 @@ def _conversation_splits(counts: Mapping[str, int | None], build: Callable[..., 
 def _seed_problems(seed: int) -> list[str]:
     if 0 <= seed < 2**32:
         return []
-    return [f"seed={seed}: the order of samples needs a seed of 0 to {2**32 - 1}. Set seed inside that range."]
+    return [
+        f"seed={seed}: the order of samples needs a seed of 0 to {2**32 - 1}. Set seed inside that "
+        "range."
+    ]
 
 
 def _missing_stores(data: DataConfig) -> list[str]:
-    fields = {"path": data.path} | {f"{name}_path": words for name, words in per_split_paths(data).items()}
-    prefixes = [prefix for name, words in fields.items() if words for prefix in parse_blend(name, words).prefixes]
-    return [message for prefix in dict.fromkeys(prefixes) if (message := missing_store_message(prefix))]
+    fields = {"path": data.path} | {
+        f"{name}_path": words for name, words in per_split_paths(data).items()
+    }
+    prefixes = [
+        prefix
+        for name, words in fields.items()
+        if words
+        for prefix in parse_blend(name, words).prefixes
+    ]
+    return [
+        message for prefix in dict.fromkeys(prefixes) if (message := missing_store_message(prefix))
+    ]
 
 
 class _Builder:
@@ -144,7 +179,9 @@ class _Builder:
 
     blended = BlendedDataset
 
-    def __init__(self, data: DataConfig, *, seq_len: int, seed: int, vocab_size: int, eod: int) -> None:
+    def __init__(
+        self, data: DataConfig, *, seq_len: int, seed: int, vocab_size: int, eod: int
+    ) -> None:
         self._data = data
         self._seq_len = seq_len
         self._seed = seed
@@ -152,52 +189,76 @@ class _Builder:
         self._eod = eod
         self._stores: dict[str, TokenStore] = {}
 
-    def split(self, name: str, num_samples: int | None, longer: Sequence[int] = ()) -> Dataset | None:
-        """One split, None when no sample of it was asked for; `longer`: counts that it goes on to."""
+    def split(
+        self, name: str, num_samples: int | None, longer: Sequence[int] = ()
+    ) -> Dataset | None:
+        """One split, None when no sample of it was asked for; `longer`: counts that it goes on
+        to."""
         if num_samples == 0:
             return None
         words = per_split_paths(self._data)
         if words:
             if name not in words:
                 raise ConfigError(
-                    f"data.{name}_path is not set, but the run reads {num_samples or 'all'} {name} samples. Set it."
+                    f"data.{name}_path is not set, but the run reads {num_samples or 'all'} {name} "
+                    "samples. Set it."
                 )
-            return self._blend(name, parse_blend(f"data.{name}_path", words[name]), (0.0, 1.0), num_samples, longer)
+            return self._blend(
+                name, parse_blend(f"data.{name}_path", words[name]), (0.0, 1.0), num_samples, longer
+            )
         share = parse_split(split_of(self._data))[SPLIT_NAMES.index(name)]
         if share is None:
             raise ConfigError(
-                f"data.split={split_of(self._data)} gives {name} nothing, but the run reads {num_samples or 'all'} "
+                f"data.split={split_of(self._data)} gives {name} nothing, but the run reads "
+                f"{num_samples or 'all'} "
                 f"{name} samples. Set a {name} share above 0."
             )
-        blend = Blend(("mock",), None) if self._data.mock else parse_blend("data.path", self._data.path)
+        blend = (
+            Blend(("mock",), None) if self._data.mock else parse_blend("data.path", self._data.path)
+        )
         return self._blend(name, blend, share, num_samples, longer)
 
     def _blend(
-        self, name: str, blend: Blend, share: tuple[float, float], num_samples: int | None, longer: Sequence[int]
+        self,
+        name: str,
+        blend: Blend,
+        share: tuple[float, float],
+        num_samples: int | None,
+        longer: Sequence[int],
     ) -> Dataset:
         alone = len(blend.prefixes) == 1 and (blend.weights is None or per_split_paths(self._data))
         if alone:
             return self._member(name, blend.prefixes[0], share, num_samples, longer)
         if blend.weights is None:
-            return self._unweighted(name, blend.prefixes, share, num_samples and max([num_samples, *longer]))
+            return self._unweighted(
+                name, blend.prefixes, share, num_samples and max([num_samples, *longer])
+            )
         if num_samples is None:
             raise ConfigError(
-                f"data weights {list(blend.weights)} cannot be honoured over the whole {name} split, which reads every "
+                f"data weights {list(blend.weights)} cannot be honoured over the whole {name} "
+                "split, which reads every "
                 f"sample once. Remove the weights, or set a number of {name} samples."
             )
         return self._weighted(name, blend.prefixes, blend.weights, share, (num_samples, *longer))
 
     def _weighted(
-        self, name: str, prefixes: Sequence[str], weights: Sequence[float], share: tuple[float, float],
+        self,
+        name: str,
+        prefixes: Sequence[str],
+        weights: Sequence[float],
+        share: tuple[float, float],
         counts: Sequence[int],
-    ) -> Dataset:  # fmt: skip
-        """Every prefix as often as its weight says, for the last of `counts`; those before it are where a run was made
-        longer. The order of a blend for more samples begins with its order for fewer; that of a member is continued."""
+    ) -> Dataset:
+        """Every prefix as often as its weight says, for the last of `counts`; those before it
+        are where a run was made longer. The order of a blend for more samples begins with its
+        order for fewer; that of a member is continued."""
         used = [place for place, weight in enumerate(weights) if weight > 0]
         for place in sorted(set(range(len(weights))) - set(used)):
             _log.info("%s: %s has weight 0 and is not read", name, prefixes[place])
         kept = [weights[place] for place in used]
-        sizes = [member_sizes(kept, count, self._data.mid_level_dataset_surplus) for count in counts]
+        sizes = [
+            member_sizes(kept, count, self._data.mid_level_dataset_surplus) for count in counts
+        ]
         members = [
             self._member(name, prefixes[place], share, first, longer, repeat_short=True)
             for place, (first, *longer) in zip(used, zip(*(size.built_for for size in sizes)))
@@ -212,7 +273,11 @@ class _Builder:
         return self.blended(members, [prefixes[place] for place in used], order, fingerprint)
 
     def _unweighted(
-        self, name: str, prefixes: Sequence[str], share: tuple[float, float], num_samples: int | None
+        self,
+        name: str,
+        prefixes: Sequence[str],
+        share: tuple[float, float],
+        num_samples: int | None,
     ) -> Dataset:
         """Every prefix once, in proportion to its size."""
         members = [self._member(name, prefix, share, None) for prefix in prefixes]
@@ -222,7 +287,9 @@ class _Builder:
         arrays = load_or_build(
             self._blend_folder(),
             f"{fingerprint} samples={count}",
-            lambda: order_arrays(exhaustive_order(sizes) if num_samples is None else weighted_order(sizes, count)),
+            lambda: order_arrays(
+                exhaustive_order(sizes) if num_samples is None else weighted_order(sizes, count)
+            ),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])
         return self.blended(members, prefixes, order, fingerprint)
@@ -281,19 +348,34 @@ class _Documents(_Builder):
     blended = BlendedDocuments
 
     def _member(
-        self, name: str, prefix: str, share: tuple[float, float], num_samples: int | None, longer: Sequence[int] = (),
-        *, repeat_short: bool = False,
-    ) -> Dataset:  # fmt: skip
+        self,
+        name: str,
+        prefix: str,
+        share: tuple[float, float],
+        num_samples: int | None,
+        longer: Sequence[int] = (),
+        *,
+        repeat_short: bool = False,
+    ) -> Dataset:
         return DocumentDataset(
-            self._store(prefix), share=share, split=name, seq_len=self._seq_len, overlong=self._data.overlong,
-            seed=self._seed, num_samples=num_samples and max([num_samples, *longer]), vocab_size=self._vocab_size,
-        )  # fmt: skip
+            self._store(prefix),
+            share=share,
+            split=name,
+            seq_len=self._seq_len,
+            overlong=self._data.overlong,
+            seed=self._seed,
+            num_samples=num_samples and max([num_samples, *longer]),
+            vocab_size=self._vocab_size,
+        )
 
 
 def _probe(store: TokenStore, vocab_size: int) -> None:
-    """Look at some sequences, so that data of another tokenizer is refused before the run starts."""
+    """Look at some sequences, so that data of another tokenizer is refused before the run
+    starts."""
     lengths = store.sequence_lengths
-    for index in np.unique(np.linspace(0, len(lengths) - 1, _PROBES, dtype=np.int64)) if len(lengths) else ():
+    for index in (
+        np.unique(np.linspace(0, len(lengths) - 1, _PROBES, dtype=np.int64)) if len(lengths) else ()
+    ):
         check_ids(store.get(int(index), 0, min(int(lengths[index]), 4096)), vocab_size, store.name)
 
 
@@ -301,5 +383,6 @@ def _blend_fingerprint(members: Sequence[Dataset], weights: Sequence[float] | No
     shares = "all" if weights is None else ",".join(str(weight) for weight in weights)
     text = "\n".join(member.fingerprint for member in members)
     return (
-        f"blend of {len(members)} weights={shares} members={hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+        f"blend of {len(members)} weights={shares} "
+        f"members={hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
     )

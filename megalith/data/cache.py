@@ -1,7 +1,8 @@
 """Built indices kept on disk: one process builds, the others map the same files.
 
-An entry is some .npy files and a .json that is written last and says what they were built from, how large they are and
-what they hash to. An entry that does not match its .json is built again, with a warning.
+An entry is some .npy files and a .json that is written last and says what they were built from, how
+large they are and what they hash to. An entry that does not match its .json is built again, with a
+warning.
 """
 
 import fcntl
@@ -29,9 +30,11 @@ _SAY_SECONDS = 30.0
 
 
 def load_or_build(folder: Path | None, description: str, build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that belong to `description`: mapped from `folder` if they are there, else built and kept.
+    """The arrays that belong to `description`: mapped from `folder` if they are there, else built
+    and kept.
 
-    Without a folder they are built in memory. `description` names everything they depend on, so it is the key.
+    Without a folder they are built in memory. `description` names everything they depend on, so it
+    is the key.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -78,7 +81,9 @@ class _Entry:
     def _load_array(self, name: str, digest: str) -> NDArray[Any]:
         path = self.path(f"-{name}.npy")
         if file_digest(path) != digest:
-            raise ValueError(f"{path.name} is not the file that was written; expected hash {digest}")
+            raise ValueError(
+                f"{path.name} is not the file that was written; expected hash {digest}"
+            )
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         return array
 
@@ -87,11 +92,14 @@ class _Entry:
             for name, array in arrays.items():
                 _write_whole(self.path(f"-{name}.npy"), array)
             files = {name: file_digest(self.path(f"-{name}.npy")) for name in arrays}
-            _write_whole(self.path(".json"), json.dumps({"built_from": self._description, "files": files}, indent=1))
+            _write_whole(
+                self.path(".json"),
+                json.dumps({"built_from": self._description, "files": files}, indent=1),
+            )
         except OSError as error:
             raise DataError(
-                f"{self._folder}: the index of samples cannot be kept ({error}). Free some space, or set "
-                f"data.cache_path to another folder."
+                f"{self._folder}: the index of samples cannot be kept ({error}). Free some space, "
+                f"or set data.cache_path to another folder."
             ) from error
 
 
@@ -133,7 +141,9 @@ def _only_builder(lock: Path) -> Iterator[None]:
             time.sleep(_POLL_SECONDS)
             if time.monotonic() - said > _SAY_SECONDS:
                 said = time.monotonic()
-                _log.warning("waiting %.0f s for another process to build %s", said - started, lock.stem)
+                _log.warning(
+                    "waiting %.0f s for another process to build %s", said - started, lock.stem
+                )
         yield  # closing the file gives the lock back, as does the end of the process
 
 
@@ -144,5 +154,7 @@ def _try_lock(descriptor: int, lock: Path) -> bool:
         return False
     except OSError as error:
         # Renames keep every file whole, so without locks several processes merely do the same work.
-        _log.warning("%s: no locks on this file system (%s): every process builds for itself", lock, error)
+        _log.warning(
+            "%s: no locks on this file system (%s): every process builds for itself", lock, error
+        )
     return True

@@ -1,7 +1,7 @@
 """Chat templates: conversations as text, and which of the text is learnt.
 
-A template is a Jinja program that comes with a model and is run in a sandbox. Templates find the same names here as in
-transformers, so that both render the same text.
+A template is a Jinja program that comes with a model and is run in a sandbox. Templates find the
+same names here as in transformers, so that both render the same text.
 """
 
 import hashlib
@@ -40,7 +40,8 @@ BUILT_IN = {
         "{% if message['role'] == 'assistant' %}"
         "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
         "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' "
+        "}}{% endif %}"
     ),
     "identity": (
         "{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -50,20 +51,23 @@ BUILT_IN = {
     # The user's turn ends with what asks for an answer, and nothing but a line's end ends that.
     "nemotron-h-aligned": (
         "{% for message in messages %}{% set text = message['content'] | trim %}"
-        "{% if message['role'] == 'assistant' %}{% generation %}{{ text + '\n' }}{% endgeneration %}"
-        "{% elif message['role'] == 'user' %}{{ '<SPECIAL_11>User\n' + text + '\n<SPECIAL_11>Assistant\n' }}"
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ text + '\n' }}{% endgeneration "
+        "%}{% elif message['role'] == 'user' %}{{ '<SPECIAL_11>User\n' + text + "
+        "'\n<SPECIAL_11>Assistant\n' }}"
         "{% elif message['role'] == 'system' %}{{ '<SPECIAL_10>System\n' + text + '\n' }}"
-        "{% else %}{{ raise_exception('it has no words for the role ' + message['role']) }}{% endif %}{% endfor %}"
+        "{% else %}{{ raise_exception('it has no words for the role ' + message['role']) }}{% "
+        "endif %}{% endfor %}"
     ),
     # Words that turn thinking on and off are for who renders the prompt, and are left out of it.
     "nemotron-nano-v2": (
         "{% for message in messages %}{% set text = message['content'] | trim %}"
-        "{% set told = message['content'] | replace('/think', '') | replace('/no_think', '') | trim %}"
-        "{% if message['role'] == 'assistant' %}{{ '<SPECIAL_11>Assistant\n' }}"
+        "{% set told = message['content'] | replace('/think', '') | replace('/no_think', '') | "
+        "trim %}{% if message['role'] == 'assistant' %}{{ '<SPECIAL_11>Assistant\n' }}"
         "{% generation %}{{ text + '\n<SPECIAL_12>\n' }}{% endgeneration %}"
         "{% elif message['role'] == 'user' %}{{ '<SPECIAL_11>User\n' + told + '\n' }}"
         "{% elif message['role'] == 'system' %}{{ '<SPECIAL_10>System\n' + told + '\n' }}"
-        "{% else %}{{ raise_exception('it has no words for the role ' + message['role']) }}{% endif %}{% endfor %}"
+        "{% else %}{{ raise_exception('it has no words for the role ' + message['role']) }}{% "
+        "endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<SPECIAL_11>Assistant\n' }}{% endif %}"
     ),
 }
@@ -99,7 +103,13 @@ class ChatTemplate:
         told = json.dumps([self.source, dict(self.specials), str(self.today)])
         return f"template-{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}"
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        prompt: bool = False,
+    ) -> str:
         """The text of a conversation; with `prompt` up to where the assistant is to speak.
 
         Raises:
@@ -107,12 +117,16 @@ class ChatTemplate:
         """
         return self._render(messages, tools, prompt=prompt).replace(_OPEN, "").replace(_CLOSE, "")
 
-    def pieces(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Piece]:
-        """The text of a conversation, cut where learning begins and ends: at the template's generation blocks if it
-        has any, else turn by turn, from where an assistant's turn departs from what asks for it.
+    def pieces(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
+    ) -> list[Piece]:
+        """The text of a conversation, cut where learning begins and ends: at the template's
+        generation blocks if it has any, else turn by turn, from where an assistant's turn departs
+        from what asks for it.
 
         Raises:
-            DataError: the template fails, or what it makes of the first turns is not how the whole begins.
+            DataError: the template fails, or what it makes of the first turns is not how the whole
+            begins.
         """
         marked = self._render(messages, tools, prompt=False)
         if _OPEN in marked:
@@ -120,26 +134,39 @@ class ChatTemplate:
         return self._turns(marked, messages, tools)
 
     def turn_end(self) -> str:
-        """The first line of what the template puts behind an assistant's turn; often a special token."""
+        """The first line of what the template puts behind an assistant's turn; often a special
+        token."""
         answer = "\x02"
-        text = self.render([{"role": "user", "content": "\x01"}, {"role": "assistant", "content": answer}])
+        text = self.render(
+            [{"role": "user", "content": "\x01"}, {"role": "assistant", "content": answer}]
+        )
         return text.rpartition(answer)[2].strip().split("\n")[0].strip()
 
     def _marked_pieces(self, marked: str, messages: Sequence[Message]) -> list[Piece]:
-        parts = [part.partition(_CLOSE) for part in marked.split(_OPEN)]  # each: learnt text, then what follows
+        parts = [
+            part.partition(_CLOSE) for part in marked.split(_OPEN)
+        ]  # each: learnt text, then what follows
         answers = [message for message in messages if message["role"] == "assistant"]
         if len(parts) - 1 != len(answers) and any("train" in message for message in answers):
             raise DataError(
-                f"{self.name}: {len(parts) - 1} generation blocks for {len(answers)} assistant turns, so that "
-                f'"train" of a message has no block. Use one block for each turn, or remove "train".'
+                f"{self.name}: {len(parts) - 1} generation blocks for {len(answers)} assistant "
+                "turns, so that "
+                '"train" of a message has no block. Use one block for each turn, or remove '
+                '"train".'
             )
-        flags = [message.get("train", True) for message in answers] if len(parts) - 1 == len(answers) else []
+        flags = (
+            [message.get("train", True) for message in answers]
+            if len(parts) - 1 == len(answers)
+            else []
+        )
         pieces = [Piece(parts[0][0], False)]
         for number, (learnt, _, rest) in enumerate(parts[1:]):
             pieces += [Piece(learnt, bool(flags[number]) if flags else True), Piece(rest, False)]
         return _joined(pieces)
 
-    def _turns(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Piece]:
+    def _turns(
+        self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> list[Piece]:
         ends, pieces = [0], []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -149,9 +176,11 @@ class ChatTemplate:
             if not whole.startswith(told):
                 place = _common(told, whole)
                 raise DataError(
-                    f"{self.name}: the first {number + 1} messages alone are not how the whole conversation begins: at "
+                    f"{self.name}: the first {number + 1} messages alone are not how the whole "
+                    "conversation begins: at "
                     f"character {place} they have {told[place : place + 30]!r}, the whole has "
-                    f"{whole[place : place + 30]!r}. Use a template with generation blocks, or conversations in which "
+                    f"{whole[place : place + 30]!r}. Use a template with generation blocks, or "
+                    "conversations in which "
                     f"nothing of an earlier turn is left out."
                 )
             ends += [max(_common(asked, told), ends[-1]), len(told)]
@@ -160,37 +189,52 @@ class ChatTemplate:
             pieces.append(Piece(whole[start:end], number % 2 == 1 and flags[number // 2]))
         return _joined(pieces)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
-        plain = [{name: value for name, value in message.items() if name != "train"} for message in messages]
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool
+    ) -> str:
+        plain = [
+            {name: value for name, value in message.items() if name != "train"}
+            for message in messages
+        ]
         environment, template = self._compiled
         variables = {
-            "messages": plain, "tools": None if tools is None else list(tools), "documents": None,
-            "add_generation_prompt": prompt, **self.specials,
-        }  # fmt: skip
+            "messages": plain,
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": prompt,
+            **self.specials,
+        }
         try:
             text: str = environment.render(template, variables)
-        except Exception as error:  # a template is a program of strangers, which may fail of anything
+        except (
+            Exception
+        ) as error:  # a template is a program of strangers, which may fail of anything
             raise DataError(
-                f"{self.name}: the chat template refuses the conversation ({type(error).__name__}: {error}). "
-                f"Use conversations as it expects them, or set another template."
+                f"{self.name}: the chat template refuses the conversation ({type(error).__name__}: "
+                f"{error}). Use conversations as it expects them, or set another template."
             ) from error
         return text
 
     @cached_property
-    def _compiled(self) -> tuple[Any, Any]:  # a TemplateEnvironment and a jinja2.Template: Jinja is optional
+    def _compiled(
+        self,
+    ) -> tuple[Any, Any]:  # a TemplateEnvironment and a jinja2.Template: Jinja is optional
         try:
             from megalith.data.template_sandbox import build_environment
         except ImportError as error:
             raise DataError(
-                f'chat templates need Jinja ({error}). Install it with pip install "megalith[chat]".'
+                f"chat templates need Jinja ({error}). Install it with pip install "
+                '"megalith[chat]".'
             ) from error
         environment = build_environment(self.today, (_OPEN, _CLOSE))
         try:
             return environment, environment.compile_source(self.source)
-        except Exception as error:  # an untrusted program: Jinja and Python's compiler raise many kinds of errors
+        except (
+            Exception
+        ) as error:  # an untrusted program: Jinja and Python's compiler raise many kinds of errors
             raise DataError(
-                f"{self.name}: not a Jinja template ({type(error).__name__}: {error!s:.300}). Use the "
-                f"file that came with the model, or one of {', '.join(BUILT_IN)}."
+                f"{self.name}: not a Jinja template ({type(error).__name__}: {error!s:.300}). Use "
+                f"the file that came with the model, or one of {', '.join(BUILT_IN)}."
             ) from error
 
 
@@ -213,9 +257,13 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def find_template(
-    wanted: str | None, tokenizer: Tokenizer, tokenizer_path: str | None, *, setting: str,
+    wanted: str | None,
+    tokenizer: Tokenizer,
+    tokenizer_path: str | None,
+    *,
+    setting: str,
     today: datetime | None = None,
-) -> ChatTemplate:  # fmt: skip
+) -> ChatTemplate:
     """The template that a setting names, or the tokenizer's own.
 
     setting: what it is called, for messages.
@@ -238,8 +286,10 @@ def find_template(
     if own is None:
         where = folder if folder is not None else "the tokenizer's folder"
         raise DataError(
-            f"{tokenizer_path or 'the tokenizer'} has no chat template. Put one into {where}/{TEMPLATE_FILE}, or under "
-            f'"chat_template" of its {CONFIG_FILE}; or set {setting} to one of {", ".join(BUILT_IN)}, or to a Jinja '
+            f"{tokenizer_path or 'the tokenizer'} has no chat template. Put one into "
+            f"{where}/{TEMPLATE_FILE}, or under "
+            f'"chat_template" of its {CONFIG_FILE}; or set {setting} to one of '
+            f"{', '.join(BUILT_IN)}, or to a Jinja "
             f"file."
         )
     return ChatTemplate(f"{folder}/{CONFIG_FILE}", own, specials, today)
@@ -249,7 +299,9 @@ def _read_template(file: Path) -> str:
     try:
         return storage.read_text(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read ({error}). Use the file that came with the tokenizer.") from error
+        raise DataError(
+            f"{file} cannot be read ({error}). Use the file that came with the tokenizer."
+        ) from error
 
 
 def _template_file(wanted: str, setting: str) -> str:
@@ -259,7 +311,8 @@ def _template_file(wanted: str, setting: str) -> str:
         advice = did_you_mean(wanted, BUILT_IN) or ""
         told = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise DataError(
-            f"{setting}={wanted}: {told}.{advice} Set it to one of {', '.join(BUILT_IN)}, or to a Jinja file."
+            f"{setting}={wanted}: {told}.{advice} Set it to one of {', '.join(BUILT_IN)}, or to a "
+            "Jinja file."
         ) from error
 
 
@@ -280,14 +333,20 @@ def _tokenizer_settings(tokenizer_path: str | None) -> Mapping[str, Any]:  # JSO
     try:
         settings = storage.parse_json(storage.read_bytes(file, max_nbytes=storage.MAX_TEXT_NBYTES))
     except (OSError, ValueError) as error:
-        raise DataError(f"{file}: not JSON ({error}). Use the file that came with the tokenizer.") from error
+        raise DataError(
+            f"{file}: not JSON ({error}). Use the file that came with the tokenizer."
+        ) from error
     return settings if isinstance(settings, dict) else {}
 
 
 def _specials(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of special tokens that templates may ask for: each a text, or an object that has it."""
+    """The texts of special tokens that templates may ask for: each a text, or an object that has
+    it."""
     entries = {name: value for name, value in settings.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in entries.items()}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in entries.items()
+    }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -303,6 +362,8 @@ def _own_specials(tokenizer: Tokenizer) -> dict[str, str]:
 
 def _default_of(found: Any) -> str | None:  # JSON: a text, or a list of named ones
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)
+        }
         found = named.get("default")
     return found if isinstance(found, str) else None

@@ -1,4 +1,5 @@
-"""Conversations: read from JSONL or Parquet in the shapes that people publish, checked turn by turn, or made up."""
+"""Conversations: read from JSONL or Parquet in the shapes that people publish, checked turn by
+turn, or made up."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +16,29 @@ from megalith.errors import DataError
 from megalith.plan.keys import key
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function_response": "tool"}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "function_response": "tool",
+}
 ANSWERS_TO = ("user", "tool")
 COLUMNS = (
-    "messages", "conversations", "system", "tools", "instruction", "input", "context", "output", "response", "prompt",
+    "messages",
+    "conversations",
+    "system",
+    "tools",
+    "instruction",
+    "input",
+    "context",
+    "output",
+    "response",
+    "prompt",
     "completion",
-)  # fmt: skip
+)
 SCHEMAS = (
-    'messages: [{"role", "content"}], conversations: [{"from", "value"}] (ShareGPT), instruction, input and output '
+    'messages: [{"role", "content"}], conversations: [{"from", "value"}] (ShareGPT), instruction, '
+    "input and output "
     "(Alpaca), or prompt and completion"
 )
 MADE_UP = "made-up conversations"
@@ -52,7 +68,8 @@ def read_conversations(inputs: Sequence[str]) -> Iterator[Conversation]:
     """All conversations of files, folders and globs, in order.
 
     Raises:
-        DataError: a file is missing or cannot be read, or a row is no conversation; the text has file and row.
+        DataError: a file is missing or cannot be read, or a row is no conversation; the text has
+        file and row.
     """
     for block in read_blocks(conversation_sources(inputs), Position()):
         for number, row in _rows(block):
@@ -68,7 +85,10 @@ def conversation_sources(inputs: Sequence[str]) -> list[Source]:
     sources = find_sources(inputs)
     for source in sources:
         if source.kind == "text":
-            raise DataError(f"data.sft.path={source.path}: plain text has no turns. Use JSONL or Parquet: {SCHEMAS}.")
+            raise DataError(
+                f"data.sft.path={source.path}: plain text has no turns. Use JSONL or Parquet: "
+                f"{SCHEMAS}."
+            )
     return sources
 
 
@@ -100,15 +120,19 @@ def _parsed(text: bytes, where: str) -> Mapping[str, Any]:
         json.dumps(row, ensure_ascii=False).encode()  # no halves of surrogate pairs
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{where}: not JSON in UTF-8 ({type(error).__name__}): {shown!r}. Use one object in each line."
+            f"{where}: not JSON in UTF-8 ({type(error).__name__}): {shown!r}. Use one object in "
+            "each line."
         ) from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: {type(row).__name__} where an object must be: {shown!r}. Use {SCHEMAS}.")
+        raise DataError(
+            f"{where}: {type(row).__name__} where an object must be: {shown!r}. Use {SCHEMAS}."
+        )
     return row
 
 
 def conversations_of_row(row: Mapping[str, Any], path: str, number: int) -> list[Conversation]:
-    """The conversations of one row: a new one starts at each system message that is not the first message.
+    """The conversations of one row: a new one starts at each system message that is not the first
+    message.
 
     Raises:
         DataError: the row has no known shape, or a turn that cannot be.
@@ -116,9 +140,15 @@ def conversations_of_row(row: Mapping[str, Any], path: str, number: int) -> list
     where = f"{path}:{number}"
     messages = _messages(row, where)
     if not messages:
-        raise DataError(f"{where}: 0 messages. Use at least a user's and an assistant's, or remove the row.")
+        raise DataError(
+            f"{where}: 0 messages. Use at least a user's and an assistant's, or remove the row."
+        )
     tools = _tools(row, where)
-    starts = [0, *(i for i, message in enumerate(messages) if i and message["role"] == "system"), len(messages)]
+    starts = [
+        0,
+        *(i for i, message in enumerate(messages) if i and message["role"] == "system"),
+        len(messages),
+    ]
     parts = [messages[start:end] for start, end in pairwise(starts)]
     for part in parts:
         _check_turns(part, where)
@@ -127,13 +157,19 @@ def conversations_of_row(row: Mapping[str, Any], path: str, number: int) -> list
 
 def _messages(row: Mapping[str, Any], where: str) -> list[Message]:
     if "messages" in row:
-        return [_message(entry, where, number) for number, entry in enumerate(_list(row, "messages", where), 1)]
+        return [
+            _message(entry, where, number)
+            for number, entry in enumerate(_list(row, "messages", where), 1)
+        ]
     if "conversations" in row:
         system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         entries = [_from_sharegpt(entry) for entry in _list(row, "conversations", where)]
         return [_message(entry, where, number) for number, entry in enumerate(system + entries, 1)]
     if "instruction" in row and ("output" in row or "response" in row):
-        return [_message(entry, where, number) for number, entry in enumerate(_from_alpaca(row, where), 1)]
+        return [
+            _message(entry, where, number)
+            for number, entry in enumerate(_from_alpaca(row, where), 1)
+        ]
     if "prompt" in row and "completion" in row:
         turns = [*_said(row["prompt"], "user"), *_said(row["completion"], "assistant")]
         return [_message(entry, where, number) for number, entry in enumerate(turns, 1)]
@@ -155,7 +191,9 @@ def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
         try:
             found = storage.parse_json(found)
         except ValueError as error:
-            raise DataError(f"{where}: 'tools' is no JSON ({error}): {found[:60]!r}. Use a list of schemas.") from error
+            raise DataError(
+                f"{where}: 'tools' is no JSON ({error}): {found[:60]!r}. Use a list of schemas."
+            ) from error
     if not isinstance(found, list):
         raise DataError(f"{where}: 'tools' is {type(found).__name__}. Use a list of JSON schemas.")
     return tuple(found)
@@ -175,10 +213,16 @@ def _from_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
     texts = [row["instruction"], more, row.get("output", row.get("response"))]
     for name, text in zip(("instruction", "input", "output"), texts):
         if not isinstance(text, str):
-            raise DataError(f"{where}: {name!r} is {type(text).__name__}, not a text. Use {SCHEMAS}.")
+            raise DataError(
+                f"{where}: {name!r} is {type(text).__name__}, not a text. Use {SCHEMAS}."
+            )
     question = f"{texts[0]}\n\n{more}" if more else texts[0]
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": texts[2]}]
+    return [
+        *system,
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": texts[2]},
+    ]
 
 
 def _said(value: Any, role: str) -> list[Any]:
@@ -194,20 +238,26 @@ def _message(entry: Any, where: str, number: int) -> Message:
     """
     place = f"{where}: message {number}"
     if not isinstance(entry, dict):
-        raise DataError(f'{place} is {type(entry).__name__}, not an object. Use {{"role": ..., "content": ...}}.')
+        raise DataError(
+            f'{place} is {type(entry).__name__}, not an object. Use {{"role": ..., "content": '
+            "...}."
+        )
     role, content = entry.get("role"), entry.get("content")
     if role not in ROLES:
         raise DataError(f"{place} has the unknown role {role!r}. Use one of {', '.join(ROLES)}.")
     if content is None and role == "assistant" and entry.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise DataError(f"{place} ({role}) has {type(content).__name__} as its content. Use a text.")
+        raise DataError(
+            f"{place} ({role}) has {type(content).__name__} as its content. Use a text."
+        )
     if "weight" in entry and "train" not in entry:  # OpenAI's word: 0 leaves a turn out
         entry = {**entry, "train": entry["weight"] != 0} if role == "assistant" else entry
     train = entry.get("train", role == "assistant")
     if not isinstance(train, bool) or (train and role != "assistant"):
         raise DataError(
-            f'{place} ({role}) has "train": {train!r}. Use false to leave out an assistant\'s turn, or remove it.'
+            f'{place} ({role}) has "train": {train!r}. Use false to leave out an assistant\'s '
+            "turn, or remove it."
         )
     return {**entry, "content": content}
 
@@ -219,12 +269,14 @@ def _check_turns(messages: Sequence[Message], where: str) -> None:
         if role == "assistant":
             if not message["content"].strip() and not message.get("tool_calls"):
                 raise DataError(
-                    f"{where}: message {number} is an empty assistant turn ({message['content']!r}). Use a text to be "
+                    f"{where}: message {number} is an empty assistant turn "
+                    f"({message['content']!r}). Use a text to be "
                     f"learnt, or remove the row."
                 )
             if before not in ANSWERS_TO:
                 raise DataError(
-                    f"{where}: message {number} is an assistant turn after {before or 'nothing'}: it must follow one "
+                    f"{where}: message {number} is an assistant turn after {before or 'nothing'}: "
+                    "it must follow one "
                     f"of {', '.join(ANSWERS_TO)}."
                 )
         before = role

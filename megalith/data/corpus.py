@@ -18,7 +18,9 @@ from megalith.errors import DataError
 Format = Literal["auto", "jsonl", "text"]
 JSONL_ENDINGS = (".jsonl", ".json", ".ndjson")
 _UNREADABLE = (".arrow", ".bin", ".idx")
-_BLOCK_BYTES = 1 << 20  # a worker's piece of work: about a second of tokenizing, a millisecond to send
+_BLOCK_BYTES = (
+    1 << 20
+)  # a worker's piece of work: about a second of tokenizing, a millisecond to send
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Reason = Literal["not UTF-8", "not JSON", "lacks a key", "not text", "blank"]
@@ -36,7 +38,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place between two documents: files read whole, then lines (or rows) and unpacked bytes of the next."""
+    """A place between two documents: files read whole, then lines (or rows) and unpacked bytes of
+    the next."""
 
     sources: int = 0
     lines: int = 0
@@ -45,7 +48,8 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some neighbouring documents: lines of one JSONL file, rows of one Parquet file, or whole text files."""
+    """Some neighbouring documents: lines of one JSONL file, rows of one Parquet file, or whole text
+    files."""
 
     paths: tuple[str, ...]
     lines: bytes | None  # None: the worker reads rows, or files that are documents themselves
@@ -76,7 +80,8 @@ class Rejected:
 
 
 def find_sources(inputs: Sequence[str], form: Format = "auto") -> list[Source]:
-    """The files that inputs name, each once: files as given, folders and globs in the order of their names.
+    """The files that inputs name, each once: files as given, folders and globs in the order of
+    their names.
 
     Raises:
         DataError: an input matches nothing, or is of a kind that cannot be read.
@@ -93,29 +98,41 @@ def _expand(pattern: str) -> list[str]:
         found = [
             str(file)
             for file in sorted(path.rglob("*"))
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
         ]
     else:
-        found = [file for file in sorted(glob.glob(pattern, recursive=True)) if Path(file).is_file()]
+        found = [
+            file for file in sorted(glob.glob(pattern, recursive=True)) if Path(file).is_file()
+        ]
     if found:
         return found
-    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.glob("*")], cutoff=0.5)
+    near = difflib.get_close_matches(
+        path.name, [entry.name for entry in path.parent.glob("*")], cutoff=0.5
+    )
     raise DataError(
-        f"input {pattern}: no file there. Use a file, a folder or a glob" + (f", such as {near}." if near else ".")
+        f"input {pattern}: no file there. Use a file, a folder or a glob"
+        + (f", such as {near}." if near else ".")
     )
 
 
 def _source(path: str, form: Format) -> Source:
     ending = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
     if ending in _UNREADABLE:
-        raise DataError(f"input {path}: {ending} files hold no plain text. Use JSONL or text files.")
+        raise DataError(
+            f"input {path}: {ending} files hold no plain text. Use JSONL or text files."
+        )
     status = Path(path).stat()
     jsonl = ending in JSONL_ENDINGS if form == "auto" else form == "jsonl"
-    kind: Literal["jsonl", "text", "parquet"] = "parquet" if ending == ".parquet" else "jsonl" if jsonl else "text"
+    kind: Literal["jsonl", "text", "parquet"] = (
+        "parquet" if ending == ".parquet" else "jsonl" if jsonl else "text"
+    )
     return Source(path, kind, status.st_size, status.st_mtime_ns)
 
 
-def read_blocks(sources: Sequence[Source], start: Position, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[Block]:
+def read_blocks(
+    sources: Sequence[Source], start: Position, *, block_bytes: int = _BLOCK_BYTES
+) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about `block_bytes`."""
     done = sum(source.nbytes for source in sources[: start.sources])
     number = start.sources
@@ -130,7 +147,9 @@ def read_blocks(sources: Sequence[Source], start: Position, *, block_bytes: int 
             count = _text_files_together(sources[number:], block_bytes)
             files = sources[number : number + count]
             nbytes_done = done + sum(file.nbytes for file in files)
-            yield Block(tuple(file.path for file in files), None, 1, Position(number + count), nbytes_done)
+            yield Block(
+                tuple(file.path for file in files), None, 1, Position(number + count), nbytes_done
+            )
         done += sum(source.nbytes for source in sources[number : number + count])
         number += count
         start = Position(number)
@@ -146,7 +165,9 @@ def _text_files_together(sources: Sequence[Source], block_bytes: int) -> int:
     return len(sources)
 
 
-def _line_blocks(source: Source, number: int, start: Position, done: int, block_bytes: int) -> Iterator[Block]:
+def _line_blocks(
+    source: Source, number: int, start: Position, done: int, block_bytes: int
+) -> Iterator[Block]:
     line, nbytes = start.lines, start.nbytes
     with Path(source.path).open("rb") as raw, open_unpacked(raw, source.path) as file:
         try:
@@ -157,14 +178,19 @@ def _line_blocks(source: Source, number: int, start: Position, done: int, block_
                 line += lines.count(b"\n") + (not lines.endswith(b"\n"))
                 nbytes += len(lines)
                 end = Position(number, line, nbytes)
-                yield Block((source.path,), lines, first, end, done + min(raw.tell(), source.nbytes))
+                yield Block(
+                    (source.path,), lines, first, end, done + min(raw.tell(), source.nbytes)
+                )
         except (OSError, EOFError, zstandard.ZstdError) as error:
             raise _unpack_error(source.path, error) from error
 
 
 def _row_blocks(source: Source, number: int, start: Position, done: int) -> Iterator[Block]:
     for rows in row_ranges(source.path, start.lines):
-        end, nbytes_done = Position(number, rows.stop, 0), done + min(rows.nbytes_done, source.nbytes)
+        end, nbytes_done = (
+            Position(number, rows.stop, 0),
+            done + min(rows.nbytes_done, source.nbytes),
+        )
         yield Block((source.path,), None, rows.start + 1, end, nbytes_done, (rows.start, rows.stop))
 
 
@@ -178,7 +204,8 @@ def open_unpacked(raw: BinaryIO, path: str) -> BinaryIO:
 
 
 class _ZstdReader(io.RawIOBase):
-    """All frames of a .zst, one after another. The library's own reader takes a file cut short for a whole one."""
+    """All frames of a .zst, one after another. The library's own reader takes a file cut short for
+    a whole one."""
 
     def __init__(self, raw: BinaryIO) -> None:
         super().__init__()
@@ -221,14 +248,17 @@ def _skip(file: BinaryIO, nbytes: int, *, packed: bool) -> None:
 
 def _unpack_error(path: str, error: Exception) -> DataError:
     return DataError(
-        f"input {path}: cannot be read to its end ({error}). Copy or pack the file again, or run without it."
+        f"input {path}: cannot be read to its end ({error}). Copy or pack the file again, or run "
+        "without it."
     )
 
 
 def block_documents(block: Block, keys: Sequence[str]) -> Iterator[Document | Rejected]:
     """The documents of a block, in order; in place of one that cannot be used, the reason."""
     if block.rows is not None:
-        for number, row in enumerate(read_rows(block.paths[0], *block.rows, keys), block.first_line):
+        for number, row in enumerate(
+            read_rows(block.paths[0], *block.rows, keys), block.first_line
+        ):
             yield _entry_document(row, f"{block.paths[0]}:{number}", keys)
         return
     if block.lines is None:
@@ -266,16 +296,24 @@ def _line_document(line: bytes, where: str, keys: Sequence[str]) -> Document | R
     except (ValueError, RecursionError):
         return Rejected(where, "not JSON", shown)
     if not isinstance(entry, dict):
-        return Rejected(where, "not JSON", f"an object is expected, not {type(entry).__name__}: {shown}")
+        return Rejected(
+            where, "not JSON", f"an object is expected, not {type(entry).__name__}: {shown}"
+        )
     found = _entry_document(entry, where, keys)
     if b"\\u" in line and isinstance(found, Document):
-        halves = [key for key, texts in zip(keys, found.texts, strict=True) if not all(map(_encodable, texts))]
+        halves = [
+            key
+            for key, texts in zip(keys, found.texts, strict=True)
+            if not all(map(_encodable, texts))
+        ]
         if halves:
             return Rejected(where, "not UTF-8", f"half a surrogate pair in {halves[0]!r}: {shown}")
     return found
 
 
-def _entry_document(entry: Mapping[str, Any], where: str, keys: Sequence[str]) -> Document | Rejected:
+def _entry_document(
+    entry: Mapping[str, Any], where: str, keys: Sequence[str]
+) -> Document | Rejected:
     """The texts under the keys: each a text, or a list of texts."""
     texts = []
     for key in keys:
@@ -283,8 +321,14 @@ def _entry_document(entry: Mapping[str, Any], where: str, keys: Sequence[str]) -
             return Rejected(where, "lacks a key", f"no {key!r} among the keys {list(entry)[:10]}")
         value = entry[key]
         sentences = (value,) if isinstance(value, str) else value
-        if not isinstance(sentences, list | tuple) or not all(isinstance(text, str) for text in sentences):
-            return Rejected(where, "not text", f"{key!r} is {type(value).__name__}, not a text or a list of texts")
+        if not isinstance(sentences, list | tuple) or not all(
+            isinstance(text, str) for text in sentences
+        ):
+            return Rejected(
+                where,
+                "not text",
+                f"{key!r} is {type(value).__name__}, not a text or a list of texts",
+            )
         texts.append(tuple(sentences))
     return Document(where, tuple(texts))
 
@@ -298,7 +342,8 @@ def _encodable(text: str) -> bool:
 
 
 def read_texts(sources: Sequence[Source], keys: Sequence[str], *, max_bytes: int) -> Iterator[str]:
-    """Texts to train a tokenizer on: all of them, or of a corpus above `max_bytes` every n-th block."""
+    """Texts to train a tokenizer on: all of them, or of a corpus above `max_bytes` every n-th
+    block."""
     total = sum(source.nbytes for source in sources)
     stride = max(1, -(-total // max_bytes))
     for number, block in enumerate(read_blocks(sources, Position())):

@@ -14,9 +14,17 @@ class DocumentDataset:
     """One split of one store; sample k is one document, a function of k alone."""
 
     def __init__(
-        self, store: TokenStore, *, share: tuple[float, float] = (0.0, 1.0), split: str = "train", seq_len: int,
-        overlong: Overlong, seed: int, num_samples: int | None, vocab_size: int,
-    ) -> None:  # fmt: skip
+        self,
+        store: TokenStore,
+        *,
+        share: tuple[float, float] = (0.0, 1.0),
+        split: str = "train",
+        seq_len: int,
+        overlong: Overlong,
+        seed: int,
+        num_samples: int | None,
+        vocab_size: int,
+    ) -> None:
         """`num_samples`: at least so many, in whole epochs; None: one epoch.
 
         Raises:
@@ -26,13 +34,17 @@ class DocumentDataset:
         self.name = store.name
         self._first, end = split_range(share, len(store.sequence_lengths))
         self._lengths, self._kept, self._told = _readable(
-            store.sequence_lengths[self._first : end], seq_len, overlong, f"the {split} split of {store.name}"
+            store.sequence_lengths[self._first : end],
+            seq_len,
+            overlong,
+            f"the {split} split of {store.name}",
         )
         epochs = 1 if num_samples is None else max(-(-num_samples // len(self._kept)), 1)
         self._orders: dict[int, NDArray[np.int64]] = {}
         self.num_samples = epochs * len(self._kept)
         self.fingerprint = (
-            f"documents {store.fingerprint} sequences={self._first}:{end} seq_len={seq_len} overlong={overlong} "
+            f"documents {store.fingerprint} sequences={self._first}:{end} seq_len={seq_len} "
+            f"overlong={overlong} "
             f"seed={seed}"
         )
 
@@ -50,7 +62,8 @@ class DocumentDataset:
         return (int(self._lengths[self._number(k)]),)
 
     def sample(self, k: int) -> PackedSample:
-        """Document k of the order, in a row of its own length; its last token is predicted and not read.
+        """Document k of the order, in a row of its own length; its last token is predicted and not
+        read.
 
         Raises:
             DataError: there is no sample k, or a token id does not fit the vocabulary.
@@ -65,7 +78,8 @@ class DocumentDataset:
         """Which document of the split sample k is."""
         if not 0 <= k < self.num_samples:
             raise DataError(
-                f"the {self._split} split of {self._store.name} has {self.num_samples} documents, and document {k} was "
+                f"the {self._split} split of {self._store.name} has {self.num_samples} documents, "
+                f"and document {k} was "
                 f"asked for. Use more data, or set train.steps to a value that needs fewer."
             )
         epoch, place = divmod(k, len(self._kept))
@@ -90,21 +104,24 @@ def _readable(
     if overlong == "error" and long.any():
         first = int(np.flatnonzero(long)[0])
         raise DataError(
-            f"{name}: document {first} has {int(lengths[first]) + 1} tokens, and train.seq_len={seq_len} lets one "
-            f"have {seq_len + 1} with the last label; {int(long.sum())} of {len(long)} are too long. Set train.seq_len "
+            f"{name}: document {first} has {int(lengths[first]) + 1} tokens, and "
+            f"train.seq_len={seq_len} lets one "
+            f"have {seq_len + 1} with the last label; {int(long.sum())} of {len(long)} are too "
+            "long. Set train.seq_len "
             f"to {int(lengths.max())}, or data.overlong to truncate or drop."
         )
     kept = np.flatnonzero(~short & ~long if overlong == "drop" else ~short).astype(np.int64)
     if len(kept) == 0:
         raise DataError(
-            f"{name} has {len(kept)} documents to read of {len(lengths)}: {int(long.sum())} are too long for "
-            f"train.seq_len={seq_len}, and {int(short.sum())} have no token to predict. Use more data, or set "
-            f"data.overlong=truncate."
+            f"{name} has {len(kept)} documents to read of {len(lengths)}: {int(long.sum())} are "
+            "too long for "
+            f"train.seq_len={seq_len}, and {int(short.sum())} have no token to predict. Use more "
+            f"data, or set data.overlong=truncate."
         )
     counts = {
         "cut": int(long.sum()) if overlong == "truncate" else 0,
         "left out as too long": int(long.sum()) if overlong == "drop" else 0,
         "left out with nothing to predict": int(short.sum()),
-    }  # fmt: skip
+    }
     told = "".join(f", {count:,} {words}" for words, count in counts.items() if count)
     return np.minimum(lengths, seq_len), kept, told

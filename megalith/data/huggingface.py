@@ -1,4 +1,5 @@
-"""Tokenizers of the Hugging Face `tokenizers` library: read from tokenizer.json or GPT-2's two files, or trained."""
+"""Tokenizers of the Hugging Face `tokenizers` library: read from tokenizer.json or GPT-2's two
+files, or trained."""
 
 import hashlib
 import json
@@ -22,15 +23,22 @@ END_OF_TEXT = "<|endoftext|>"
 # What well-known tokenizers call it, for folders whose tokenizer_config.json does not say.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _OF_OTHERS = ("add_prefix_space", "add_bos_token", "add_eos_token")  # which GPT-2 does not
-_OF_GPT2 = (None, "GPT2Tokenizer", "GPT2TokenizerFast")  # whose two files say all; others cut texts in another way
+_OF_GPT2 = (
+    None,
+    "GPT2Tokenizer",
+    "GPT2TokenizerFast",
+)  # whose two files say all; others cut texts in another way
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, or a GPT-2 vocabulary and its merges. `eod` is the token named, else the end-of-sequence token
-    of its tokenizer_config.json."""
+    """A tokenizer.json, or a GPT-2 vocabulary and its merges. `eod` is the token named, else the
+    end-of-sequence token of its tokenizer_config.json."""
 
-    def __init__(self, path: str, *, eod: str | None = None, add_special_tokens: bool = True) -> None:
-        """`path` is a folder, a tokenizer.json, a hub name in the local cache, or a vocab.json beside its merges.txt.
+    def __init__(
+        self, path: str, *, eod: str | None = None, add_special_tokens: bool = True
+    ) -> None:
+        """`path` is a folder, a tokenizer.json, a hub name in the local cache, or a vocab.json
+        beside its merges.txt.
 
         Raises:
             DataError: there is no tokenizer, it cannot be read, or it has no token `eod`.
@@ -39,7 +47,9 @@ class HuggingFaceTokenizer:
         self.path = path
         self._add_special_tokens = add_special_tokens
         self._tokenizer = _read(file)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = (
+            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
         settings = _read_settings(file.with_name("tokenizer_config.json"))
         self.bos = self._id(_token_text(settings.get("bos_token")))
         self._eod = self._find_eod(eod, _token_text(settings.get("eos_token")))
@@ -77,7 +87,9 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=self._add_special_tokens
+        ).ids
         return ids
 
     @cached_property
@@ -94,22 +106,30 @@ class HuggingFaceTokenizer:
     def encode_spans(self, text: str) -> Spans:
         """The same ids, and the characters that each stands for.
 
-        Where a tokenizer leaves spaces out of what it tells, a token of spaces alone is said to lie behind them.
+        Where a tokenizer leaves spaces out of what it tells, a token of spaces alone is said to lie
+        behind them.
         """
         found = self._tokenizer.encode(text, add_special_tokens=False)
-        places = [(start, end) if start < end else (max(0, start - 1), max(1, end)) for start, end in found.offsets]
+        places = [
+            (start, end) if start < end else (max(0, start - 1), max(1, end))
+            for start, end in found.offsets
+        ]
         return Spans(found.ids, places)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts; on several threads unless TOKENIZERS_PARALLELISM=false."""
-        batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._add_special_tokens)
+        batch = self._tokenizer.encode_batch_fast(
+            list(texts), add_special_tokens=self._add_special_tokens
+        )
         return [encoding.ids for encoding in batch]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The ids of all texts one after another, and how many each has."""
         batch = self.encode_batch(texts)
         lengths = np.array([len(ids) for ids in batch], np.int32)
-        return np.fromiter(chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))), lengths
+        return np.fromiter(
+            chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))
+        ), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens left out."""
@@ -117,14 +137,16 @@ class HuggingFaceTokenizer:
         return text
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """UTF-8 bytes of text that the ids stand for: exact where tokens are runs of bytes, else of the decoding."""
+        """UTF-8 bytes of text that the ids stand for: exact where tokens are runs of bytes, else of
+        the decoding."""
         if self._byte_lengths is None:
             return len(self.decode(ids).encode())
         return int(self._byte_lengths[np.asarray(ids, np.int64)].sum())
 
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int64] | None:
-        """Bytes of each id of a byte-level tokenizer, whose tokens have a character per byte; None for others."""
+        """Bytes of each id of a byte-level tokenizer, whose tokens have a character per byte; None
+        for others."""
         description = json.loads(self._tokenizer.to_str())
         if (description["decoder"] or {}).get("type") != "ByteLevel":
             return None
@@ -141,8 +163,9 @@ class HuggingFaceTokenizer:
     def _find_eod(self, wanted: str | None, named: str | None) -> int | None:
         if wanted is not None and self._id(wanted) is None:
             raise DataError(
-                f"tokenizer.eod={wanted!r} is not a token of {self.path}. Set it to one of its tokens, "
-                f"such as {[token for token in (named, *_END_NAMES) if self._id(token) is not None]}."
+                f"tokenizer.eod={wanted!r} is not a token of {self.path}. Set it to one of its "
+                "tokens, such as "
+                f"{[token for token in (named, *_END_NAMES) if self._id(token) is not None]}."
             )
         found = (self._id(token) for token in (wanted, named, *_END_NAMES))
         return next((number for number in found if number is not None), None)
@@ -153,26 +176,33 @@ def _reopen(path: str, eod: str | None, add_special_tokens: bool) -> HuggingFace
 
 
 def find_tokenizer_file(path: str) -> Path:
-    """The tokenizer.json of a folder, of a file name, or of a hub name in the local cache; or a GPT-2 vocab.json.
+    """The tokenizer.json of a folder, of a file name, or of a hub name in the local cache; or a
+    GPT-2 vocab.json.
 
     Raises:
         DataError: there is none.
     """
     place = Path(path)
-    for file in (place, place / "tokenizer.json", *([place / VOCABULARY] if (place / MERGES).is_file() else [])):
+    for file in (
+        place,
+        place / "tokenizer.json",
+        *([place / VOCABULARY] if (place / MERGES).is_file() else []),
+    ):
         if file.is_file():
             return file
     if place.is_dir():
         there = sorted(entry.name for entry in place.iterdir())[:8]
         raise DataError(
-            f"tokenizer.path={path}: the folder has no tokenizer.json, only {there}. Use a folder written by "
-            f"`megalith prepare --train-tokenizer` or by transformers' save_pretrained."
+            f"tokenizer.path={path}: the folder has no tokenizer.json, only {there}. Use a folder "
+            f"written by `megalith prepare --train-tokenizer` or by transformers' save_pretrained."
         )
     cached = _cached_file(path)
     if cached is None:
         raise DataError(
-            f"tokenizer.path={path}: neither a folder nor a model in the local Hugging Face cache. Set it to a folder "
-            f"with tokenizer.json, or run `hf download {path} tokenizer.json tokenizer_config.json` first."
+            f"tokenizer.path={path}: neither a folder nor a model in the local Hugging Face cache. "
+            "Set it to a folder "
+            f"with tokenizer.json, or run `hf download {path} tokenizer.json "
+            "tokenizer_config.json` first."
         )
     return cached
 
@@ -197,31 +227,39 @@ def _read(file: Path) -> Any:  # tokenizers.Tokenizer, which has no type informa
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise DataError(
-            f"tokenizer.path={file}: not a tokenizer that the installed tokenizers {tokenizers.__version__} can read "
+            f"tokenizer.path={file}: not a tokenizer that the installed tokenizers "
+            f"{tokenizers.__version__} can read "
             f"({error}). Use another file, or install a newer version of tokenizers."
         ) from error
 
 
 def _of_gpt2(vocabulary: Path, merges: Path) -> Any:  # tokenizers.Tokenizer
-    """Byte-level BPE as GPT-2 has it, of a vocabulary and its merges. Source: Radford et al. 2019, section 2.2."""
+    """Byte-level BPE as GPT-2 has it, of a vocabulary and its merges. Source: Radford et al. 2019,
+    section 2.2."""
     kind = _read_settings(vocabulary.with_name("tokenizer_config.json")).get("tokenizer_class")
     if kind not in _OF_GPT2:
         raise DataError(
-            f"{vocabulary}: of a {kind}, which does more than vocabulary and merges say. Use its tokenizer.json, as "
+            f"{vocabulary}: of a {kind}, which does more than vocabulary and merges say. Use its "
+            "tokenizer.json, as "
             f"transformers' save_pretrained writes it."
         )
     if said := _beyond_gpt2(vocabulary.parent):
         raise DataError(
-            f"{vocabulary}: files beside it say {', '.join(said)}, which vocabulary and merges alone do not. Use its "
+            f"{vocabulary}: files beside it say {', '.join(said)}, which vocabulary and merges "
+            "alone do not. Use its "
             f"tokenizer.json, as transformers' save_pretrained writes it."
         )
     if not merges.is_file():
-        raise DataError(f"tokenizer.path={vocabulary}: its merges {merges.name} must be beside it. Copy them there.")
+        raise DataError(
+            f"tokenizer.path={vocabulary}: its merges {merges.name} must be beside it. Copy them "
+            "there."
+        )
     try:
         model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
     except Exception as error:  # the library raises bare Exceptions
         raise DataError(
-            f"tokenizer.path={vocabulary}: with {merges.name} no vocabulary of byte pairs ({error}). Use the two files "
+            f"tokenizer.path={vocabulary}: with {merges.name} no vocabulary of byte pairs "
+            f"({error}). Use the two files "
             f"that came together."
         ) from error
     tokenizer = _byte_level(model)
@@ -231,22 +269,32 @@ def _of_gpt2(vocabulary: Path, merges: Path) -> Any:  # tokenizers.Tokenizer
 
 
 def _beyond_gpt2(folder: Path) -> list[str]:
-    """What a folder says of its tokenizer that would give texts other ids than GPT-2's, in words."""
-    settings, added = _read_settings(folder / "tokenizer_config.json"), _read_settings(folder / "added_tokens.json")
+    """What a folder says of its tokenizer that would give texts other ids than GPT-2's, in
+    words."""
+    settings, added = (
+        _read_settings(folder / "tokenizer_config.json"),
+        _read_settings(folder / "added_tokens.json"),
+    )
     found = [f"{name}=true" for name in _OF_OTHERS if settings.get(name)]
     named = _read_settings(folder / "special_tokens_map.json") | settings
     decoder = settings.get("added_tokens_decoder")
     entries = [value for name, value in named.items() if name.endswith("_token")]
     entries += named.get("additional_special_tokens") or []
     entries += [*added, *(decoder.values() if isinstance(decoder, dict) else [])]
-    texts = dict.fromkeys(text for entry in entries if (text := _token_text(entry)) not in (None, END_OF_TEXT))
+    texts = dict.fromkeys(
+        text for entry in entries if (text := _token_text(entry)) not in (None, END_OF_TEXT)
+    )
     return found + [f"a token {text!r}" for text in texts]
 
 
 def is_gpt2(folder: Path) -> bool:
-    """Whether a folder has the two files of a GPT-2 tokenizer, and says of no other that they are its."""
+    """Whether a folder has the two files of a GPT-2 tokenizer, and says of no other that they are
+    its."""
     there = all((folder / name).is_file() for name in (VOCABULARY, MERGES))
-    return there and _read_settings(folder / "tokenizer_config.json").get("tokenizer_class") in _OF_GPT2
+    return (
+        there
+        and _read_settings(folder / "tokenizer_config.json").get("tokenizer_class") in _OF_GPT2
+    )
 
 
 def _byte_level(model: Any) -> Any:  # a model and a Tokenizer of the library
@@ -260,9 +308,13 @@ def _byte_level(model: Any) -> Any:  # a model and a Tokenizer of the library
 def _settings_of(eod: str | None) -> str:
     """A tokenizer_config.json."""
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod, "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
-    return json.dumps({name: value for name, value in settings.items() if value is not None}, indent=2)
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eod,
+        "clean_up_tokenization_spaces": False,
+    }
+    return json.dumps(
+        {name: value for name, value in settings.items() if value is not None}, indent=2
+    )
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -271,7 +323,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         settings = storage.parse_json(storage.read_bytes(file, max_nbytes=storage.MAX_TEXT_NBYTES))
     except (OSError, ValueError) as error:
-        raise DataError(f"{file}: not JSON ({error}). Use the file that came with the tokenizer.") from error
+        raise DataError(
+            f"{file}: not JSON ({error}). Use the file that came with the tokenizer."
+        ) from error
     return settings if isinstance(settings, dict) else {}
 
 
@@ -282,7 +336,8 @@ def _token_text(entry: object) -> str | None:
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFaceTokenizer:
-    """Train byte-level BPE on texts and write the folder `path`; any text survives encoding and decoding.
+    """Train byte-level BPE on texts and write the folder `path`; any text survives encoding and
+    decoding.
 
     `vocab_size` counts the 256 bytes and the end token. Small corpora may give fewer ids.
 
@@ -290,15 +345,20 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFac
         DataError: vocab_size leaves no room for a merge, or the folder cannot be made.
     """
     if vocab_size < 258:
-        raise DataError(f"vocab_size={vocab_size}: bytes and the end token alone are 257 ids. Use 258 or more.")
+        raise DataError(
+            f"vocab_size={vocab_size}: bytes and the end token alone are 257 ids. Use 258 or more."
+        )
     folder = Path(path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # before the work: a place that cannot be written should cost none
+        folder.mkdir(
+            parents=True, exist_ok=True
+        )  # before the work: a place that cannot be written should cost none
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise DataError(
-            f"tokenizer {path}: cannot be written ({error}). Use a folder, old or new, that you can write to."
+            f"tokenizer {path}: cannot be written ({error}). Use a folder, old or new, that you "
+            "can write to."
         ) from error
     tokenizer = _byte_level(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(

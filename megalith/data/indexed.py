@@ -1,9 +1,10 @@
-"""The .idx/.bin pair: token sequences on disk, byte for byte the format of Megatron, read through memory maps.
+"""The .idx/.bin pair: token sequences on disk, byte for byte the format of Megatron, read through
+memory maps.
 
-`PREFIX.bin` is raw tokens. `PREFIX.idx` is, little-endian and packed: 9 bytes of magic, version, a code for the token
-type, the number n of sequences, the length m of the document index, int32 lengths [n], int64 byte offsets [n], int64
-document index [m] (the sequence at which each document ends, after a leading 0), and one mode byte per sequence in
-multimodal files (0 tokens, 1 an image).
+`PREFIX.bin` is raw tokens. `PREFIX.idx` is, little-endian and packed: 9 bytes of magic, version, a
+code for the token type, the number n of sequences, the length m of the document index, int32
+lengths [n], int64 byte offsets [n], int64 document index [m] (the sequence at which each document
+ends, after a leading 0), and one mode byte per sequence in multimodal files (0 tokens, 1 an image).
 """
 
 import difflib
@@ -31,13 +32,16 @@ DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in enumerate(["u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"], start=1)
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-_DIGEST_WHOLE = 64 << 20  # files up to this size are hashed whole; larger ones in 64 pieces of 1 MiB
+_DIGEST_WHOLE = (
+    64 << 20
+)  # files up to this size are hashed whole; larger ones in 64 pieces of 1 MiB
 _PIECES = 64
 _SEQUENCES_AT_ONCE = 1 << 20  # checked in one piece: some tens of MiB
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that holds every id: two bytes below 65500 ids, else four. Megatron's rule, so that files agree."""
+    """The type that holds every id: two bytes below 65500 ids, else four. Megatron's rule, so that
+    files agree."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -57,7 +61,8 @@ def store_exists(prefix: str) -> bool:
 
 
 def file_digest(path: Path) -> str:
-    """A hash of a file's size and contents; of a file above 64 MiB, of 64 evenly spaced MiB of it."""
+    """A hash of a file's size and contents; of a file above 64 MiB, of 64 evenly spaced MiB of
+    it."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
@@ -93,7 +98,9 @@ class _Layout:
 
     @property
     def modes(self) -> slice:
-        return slice(self.documents.stop, self.documents.stop + self.num_sequences * self.multimodal)
+        return slice(
+            self.documents.stop, self.documents.stop + self.num_sequences * self.multimodal
+        )
 
 
 def missing_store_message(prefix: str) -> str | None:
@@ -101,10 +108,18 @@ def missing_store_message(prefix: str) -> str | None:
     if store_exists(prefix):
         return None
     folder = Path(prefix).parent
-    there = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.with_suffix(".bin").is_file())
+    there = sorted(
+        str(path.with_suffix(""))
+        for path in folder.glob("*.idx")
+        if path.with_suffix(".bin").is_file()
+    )
     near = [name for name in there if Path(name).name.startswith(Path(prefix).name)]
-    near += [name for name in difflib.get_close_matches(prefix, there, cutoff=0.5) if name not in near]
-    absent = " and ".join(str(path) for path in (index_path(prefix), tokens_path(prefix)) if not path.is_file())
+    near += [
+        name for name in difflib.get_close_matches(prefix, there, cutoff=0.5) if name not in near
+    ]
+    absent = " and ".join(
+        str(path) for path in (index_path(prefix), tokens_path(prefix)) if not path.is_file()
+    )
     if near:
         hint = f"Use one of {near[:4]}."
     elif prefix.endswith((".bin", ".idx")):
@@ -122,21 +137,24 @@ def _read_layout(path: Path, contents: bytes | mmap.mmap, multimodal: bool | Non
     """
     if len(contents) < HEADER.size:
         raise DataError(
-            f"{path}: {len(contents)} bytes, but a header alone has {HEADER.size}. It is a truncated copy: "
-            f"copy the file again, or run `megalith prepare` again."
+            f"{path}: {len(contents)} bytes, but a header alone has {HEADER.size}. It is a "
+            f"truncated copy: copy the file again, or run `megalith prepare` again."
         )
     magic, version, code, num_sequences, num_ends = HEADER.unpack(contents[: HEADER.size])
     if magic != MAGIC:
         raise DataError(
-            f"{path}: starts with {magic!r}, expected {MAGIC!r}. It is not the index of a token store: "
-            f"use a prefix that `megalith prepare` wrote."
+            f"{path}: starts with {magic!r}, expected {MAGIC!r}. It is not the index of a token "
+            f"store: use a prefix that `megalith prepare` wrote."
         )
     if version != 1:
-        raise DataError(f"{path}: version {version}, expected 1. Run `megalith prepare` again to write version 1.")
+        raise DataError(
+            f"{path}: version {version}, expected 1. Run `megalith prepare` again to write version "
+            "1."
+        )
     if code not in DTYPES:
         raise DataError(
-            f"{path}: token type code {code}, expected one of {sorted(DTYPES)}. The header is corrupt: "
-            f"copy the file again, or run `megalith prepare` again."
+            f"{path}: token type code {code}, expected one of {sorted(DTYPES)}. The header is "
+            f"corrupt: copy the file again, or run `megalith prepare` again."
         )
     plain = HEADER.size + 12 * num_sequences + 8 * num_ends
     if multimodal is None:
@@ -146,16 +164,25 @@ def _read_layout(path: Path, contents: bytes | mmap.mmap, multimodal: bool | Non
     return layout
 
 
-def _check_size(path: Path, found: int, expected: int, without_and_with_modes: tuple[int, int]) -> None:
+def _check_size(
+    path: Path, found: int, expected: int, without_and_with_modes: tuple[int, int]
+) -> None:
     if found == expected:
         return
     if found in without_and_with_modes:
-        cause = "the multimodal setting differs from the file's: pass multimodal=None to read it from the size"
+        cause = (
+            "the multimodal setting differs from the file's: pass multimodal=None to read it "
+            "from the size"
+        )
     elif found < expected:
         cause = "a truncated copy: copy the file again, or run `megalith prepare` again"
     else:
-        cause = "the header or the end is corrupt: copy the file again, or run `megalith prepare` again"
-    raise DataError(f"{path}: {found} bytes found, {expected} expected from its header. Likely {cause}.")
+        cause = (
+            "the header or the end is corrupt: copy the file again, or run `megalith prepare` again"
+        )
+    raise DataError(
+        f"{path}: {found} bytes found, {expected} expected from its header. Likely {cause}."
+    )
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
@@ -166,16 +193,18 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 class IndexedDataset:
-    """Sequences of a store, read in any order. Pickling keeps the arguments only and opens the files again."""
+    """Sequences of a store, read in any order. Pickling keeps the arguments only and opens the
+    files again."""
 
     def __init__(self, prefix: str, *, multimodal: bool | None = None, mmap: bool = True) -> None:
         """Open `PREFIX.idx` and `PREFIX.bin` and check that they belong together.
 
-        `multimodal` None tells from the file's size; `mmap` False reads .bin by position instead of mapping it.
+        `multimodal` None tells from the file's size; `mmap` False reads .bin by position instead of
+        mapping it.
 
         Raises:
-            DataError: a file is missing, truncated, corrupt, or no token store. The lengths and offsets of all
-                sequences are read for it, a second per hundred million of them.
+            DataError: a file is missing, truncated, corrupt, or no token store. The lengths and
+                offsets of all sequences are read for it, a second per hundred million of them.
         """
         problem = missing_store_message(prefix)
         if problem:
@@ -193,7 +222,9 @@ class IndexedDataset:
         broken = self._end_problems() or self._sum_problems()
         if broken:
             raise DataError(f"{broken[0]}. Copy both files again, or run `megalith prepare` again.")
-        self._read = _mapped_reader(tokens_path(prefix)) if mmap else _positioned_reader(tokens_path(prefix))
+        self._read = (
+            _mapped_reader(tokens_path(prefix)) if mmap else _positioned_reader(tokens_path(prefix))
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self._arguments,)
@@ -208,7 +239,8 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of both files: the lengths of all sequences, and the tokens, of a large .bin samples of them."""
+        """A hash of both files: the lengths of all sequences, and the tokens, of a large .bin
+        samples of them."""
         index, tokens = (file_digest(path(self.path_prefix)) for path in (index_path, tokens_path))
         return f"idx-{index} bin-{tokens}"
 
@@ -230,27 +262,34 @@ class IndexedDataset:
             DataError: .bin does not hold it; a file was changed after it was opened.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {self.path_prefix}, which has {len(self)}: use a smaller one")
+            raise IndexError(
+                f"sequence {index} of {self.path_prefix}, which has {len(self)}: use a smaller one"
+            )
         total = int(self.sequence_lengths[index])
         count = total - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > total:
             raise IndexError(
-                f"tokens {offset} to {offset + count} of sequence {index} of {self.path_prefix}: use 0 to {total}"
+                f"tokens {offset} to {offset + count} of sequence {index} of {self.path_prefix}: "
+                f"use 0 to {total}"
             )
         itemsize = self.dtype.itemsize
         start = int(self.sequence_pointers[index]) + offset * itemsize
         found = self._read(start, count * itemsize) if start >= 0 else b""
         if start < 0 or len(found) != count * itemsize:
             raise DataError(
-                f"{tokens_path(self.path_prefix)}: {len(found)} bytes of sequence {index} found at byte {start}, "
-                f"{count * itemsize} expected. Copy both files again, or run `megalith prepare` again."
+                f"{tokens_path(self.path_prefix)}: {len(found)} bytes of sequence {index} found at "
+                f"byte {start}, "
+                f"{count * itemsize} expected. Copy both files again, or run `megalith prepare` "
+                "again."
             )
         return np.frombuffer(found, dtype=self.dtype)
 
     def __getitem__(self, key: int | slice) -> NDArray[Any] | list[NDArray[Any]]:
         if isinstance(key, slice):
             if key.step not in (None, 1):
-                raise ValueError(f"slice step {key.step}: only neighbouring sequences can be sliced, use step 1")
+                raise ValueError(
+                    f"slice step {key.step}: only neighbouring sequences can be sliced, use step 1"
+                )
             return [self.get(index) for index in range(*key.indices(len(self)))]
         return self.get(key + len(self) if key < 0 else key)
 
@@ -258,57 +297,83 @@ class IndexedDataset:
         """All tokens of one document."""
         if not 0 <= number < self.num_documents:
             raise DataError(
-                f"{self.path_prefix} has no document {number}: choose one of 0 to {self.num_documents - 1}."
+                f"{self.path_prefix} has no document {number}: choose one of 0 to "
+                f"{self.num_documents - 1}."
             )
         first, last = self.document_indices[number : number + 2].tolist()
-        return np.concatenate([np.empty(0, self.dtype), *(self.get(index) for index in range(first, last))])
+        return np.concatenate(
+            [np.empty(0, self.dtype), *(self.get(index) for index in range(first, last))]
+        )
 
     def verify(self) -> list[str]:
-        """Every broken invariant that opening does not refuse, as texts, and those that may have broken since."""
+        """Every broken invariant that opening does not refuse, as texts, and those that may have
+        broken since."""
         problems = self._end_problems()
         path = index_path(self.path_prefix)
         falls = np.flatnonzero(np.diff(self.document_indices) < 0)
         if len(falls):
-            problems.append(f"{path}: the document index falls after document {falls[0]}, expected it never to")
+            problems.append(
+                f"{path}: the document index falls after document {falls[0]}, expected it never to"
+            )
         return problems
 
     def _expected_nbytes(self) -> int:
         if not len(self):
             return 0
-        return int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        return (
+            int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        )
 
     def _end_problems(self) -> list[str]:
         path, tokens = index_path(self.path_prefix), tokens_path(self.path_prefix)
         if not len(self.document_indices):
-            return [f"{path}: the document index is empty, expected at least a 0; the index is corrupt"]
+            return [
+                f"{path}: the document index is empty, expected at least a 0; the index is corrupt"
+            ]
         problems = []
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if first != 0:
-            problems.append(f"{path}: the document index starts with {first}, expected 0; the index is corrupt")
+            problems.append(
+                f"{path}: the document index starts with {first}, expected 0; the index is corrupt"
+            )
         if last != len(self):
-            problems.append(f"{path}: the document index ends with {last}, expected {len(self)}; the index is corrupt")
+            problems.append(
+                f"{path}: the document index ends with {last}, expected {len(self)}; the index is "
+                "corrupt"
+            )
         found, expected = tokens.stat().st_size, self._expected_nbytes()
         if found != expected:
-            cause = "a truncated copy" if found < expected else "the two files are not of the same store"
-            problems.append(f"{tokens}: {found} bytes found, {expected} expected from {path}; likely {cause}")
+            cause = (
+                "a truncated copy"
+                if found < expected
+                else "the two files are not of the same store"
+            )
+            problems.append(
+                f"{tokens}: {found} bytes found, {expected} expected from {path}; likely {cause}"
+            )
         return problems
 
     def _sum_problems(self) -> list[str]:
-        """The first negative length, and the first offset that is not the bytes of all sequences before it."""
+        """The first negative length, and the first offset that is not the bytes of all sequences
+        before it."""
         path, before = index_path(self.path_prefix), 0
         for first in range(0, len(self), _SEQUENCES_AT_ONCE):
             lengths = self.sequence_lengths[first : first + _SEQUENCES_AT_ONCE]
             negative = np.flatnonzero(lengths < 0)
             if len(negative):
                 place = int(negative[0])
-                return [f"{path}: sequence {first + place} has {lengths[place]} tokens, expected 0 or more"]
+                return [
+                    f"{path}: sequence {first + place} has {lengths[place]} tokens, expected 0 or "
+                    "more"
+                ]
             offsets = self.sequence_pointers[first : first + _SEQUENCES_AT_ONCE]
             expected = byte_offsets(lengths, self.dtype) + before
             wrong = np.flatnonzero(offsets != expected)
             if len(wrong):
                 place = int(wrong[0])
                 return [
-                    f"{path}: sequence {first + place} starts at byte {offsets[place]}, expected {expected[place]}, "
+                    f"{path}: sequence {first + place} starts at byte {offsets[place]}, expected "
+                    f"{expected[place]}, "
                     f"the sum of the lengths before it; the index is corrupt"
                 ]
             before = int(expected[-1]) + int(lengths[-1]) * self.dtype.itemsize
@@ -345,7 +410,9 @@ def _read_exactly(file: BinaryIO, start: int, nbytes: int) -> bytes:
     while nbytes:
         part = os.pread(file.fileno(), nbytes, start)
         if not part:
-            raise DataError(f"{file.name}: ends at byte {start}, {nbytes} more expected. Copy the file again.")
+            raise DataError(
+                f"{file.name}: ends at byte {start}, {nbytes} more expected. Copy the file again."
+            )
         parts.append(part)
         start += len(part)
         nbytes -= len(part)
@@ -368,9 +435,14 @@ def write_index(
     document_index: NDArray[np.int64],
     modes: NDArray[np.int8] | None = None,
 ) -> None:
-    """Write an .idx: lengths [n], document_index [documents + 1], modes [n] in multimodal stores only."""
+    """Write an .idx: lengths [n], document_index [documents + 1], modes [n] in multimodal stores
+    only."""
     file.write(HEADER.pack(MAGIC, 1, CODES[dtype], len(lengths), len(document_index)))
-    for values, kind in ((lengths, "<i4"), (byte_offsets(lengths, dtype), "<i8"), (document_index, "<i8")):
+    for values, kind in (
+        (lengths, "<i4"),
+        (byte_offsets(lengths, dtype), "<i8"),
+        (document_index, "<i8"),
+    ):
         file.write(np.ascontiguousarray(values, kind).data)
     if modes is not None:
         file.write(np.ascontiguousarray(modes, np.int8).data)
@@ -387,13 +459,16 @@ def publish_store(prefix: str, *, tokens: Path, index: Path) -> None:
 
 
 class IndexedDatasetBuilder:
-    """Writes a store under temporary names; `finalize` gives it its own. Leaving the `with` without it removes all."""
+    """Writes a store under temporary names; `finalize` gives it its own. Leaving the `with` without
+    it removes all."""
 
     def __init__(self, prefix: str, dtype: DTypeLike, *, multimodal: bool = False) -> None:
         self.prefix = prefix
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
-            raise DataError(f"token type {self.dtype} has no code: use one of {sorted(str(d) for d in CODES)}.")
+            raise DataError(
+                f"token type {self.dtype} has no code: use one of {sorted(str(d) for d in CODES)}."
+            )
         self._lengths = array("i")
         self._ends = array("q", [0])
         self._modes = array("b") if multimodal else None
@@ -404,14 +479,18 @@ class IndexedDatasetBuilder:
             self._file = self._tokens_temporary.open("wb")
         except OSError as error:
             raise DataError(
-                f"output {prefix}: cannot be written ({error}). Use an output in a folder you can write to."
+                f"output {prefix}: cannot be written ({error}). Use an output in a folder you can "
+                "write to."
             ) from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._file.close()
         self._tokens_temporary.unlink(missing_ok=True)
@@ -428,11 +507,15 @@ class IndexedDatasetBuilder:
         """End the document; without a sequence since the last end, it is an empty one."""
         self._ends.append(len(self._lengths))
 
-    def add_document(self, ids: NDArray[Any], lengths: list[int], modes: list[int] | None = None) -> None:
-        """Add one whole document: the ids of its sequences, one after another, and their lengths."""
+    def add_document(
+        self, ids: NDArray[Any], lengths: list[int], modes: list[int] | None = None
+    ) -> None:
+        """Add one whole document: the ids of its sequences, one after another, and their
+        lengths."""
         if sum(lengths) != len(ids):
             raise DataError(
-                f"document with {len(ids)} ids but lengths {lengths}: expected lengths that sum to {len(ids)}."
+                f"document with {len(ids)} ids but lengths {lengths}: expected lengths that sum to "
+                f"{len(ids)}."
             )
         start = 0
         for number, length in enumerate(lengths):
@@ -447,9 +530,12 @@ class IndexedDatasetBuilder:
             DataError: it has another token type, or modes where this has none.
         """
         other = IndexedDataset(prefix)
-        if other.dtype != self.dtype or (other.multimodal != (self._modes is not None) and len(other)):
+        if other.dtype != self.dtype or (
+            other.multimodal != (self._modes is not None) and len(other)
+        ):
             raise DataError(
-                f"{prefix} holds {other.dtype} tokens, multimodal={other.multimodal}, but {self.prefix} is written as "
+                f"{prefix} holds {other.dtype} tokens, multimodal={other.multimodal}, but "
+                f"{self.prefix} is written as "
                 f"{self.dtype}, multimodal={self._modes is not None}. Use stores of one kind."
             )
         self._file.flush()

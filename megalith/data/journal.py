@@ -1,7 +1,8 @@
 """Stores that are being written: files that only grow, and a note of how much of them counts.
 
-They lie in a folder of their own until they are whole. `state.json` in it names the place in the input that was reached
-and the size of every file at that moment; going on means cutting the files there and reading on from that place.
+They lie in a folder of their own until they are whole. `state.json` in it names the place in the
+input that was reached and the size of every file at that moment; going on means cutting the files
+there and reading on from that place.
 """
 
 import fcntl
@@ -47,7 +48,10 @@ class Totals:
             sequences=self.sequences + other.sequences,
             tokens=self.tokens + other.tokens,
             text_bytes=self.text_bytes + other.text_bytes,
-            rejected={reason: self.rejected.get(reason, 0) + other.rejected.get(reason, 0) for reason in reasons},
+            rejected={
+                reason: self.rejected.get(reason, 0) + other.rejected.get(reason, 0)
+                for reason in reasons
+            },
             examples=(self.examples + other.examples)[:_EXAMPLES],
         )
 
@@ -68,7 +72,8 @@ class EncodedKey:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A moment at which everything up to a place in the input was written: replaced as a whole, never changed."""
+    """A moment at which everything up to a place in the input was written: replaced as a whole,
+    never changed."""
 
     position: Position
     totals: Totals
@@ -95,7 +100,10 @@ class _GrowingStore:
             file = path.open("ab")
             self._files.append(file)
             if file.tell() < size:
-                raise DataError(f"{path}: {file.tell()} bytes, {size} expected. Pass --overwrite to start again.")
+                raise DataError(
+                    f"{path}: {file.tell()} bytes, {size} expected. Pass --overwrite to start "
+                    "again."
+                )
             file.truncate(size)
 
     def append(self, encoded: EncodedKey) -> tuple[int, ...]:
@@ -135,10 +143,14 @@ class _GrowingStore:
 
 
 class Journal:
-    """The stores of one `prepare`, one per key, and the place in the input up to which they are safe."""
+    """The stores of one `prepare`, one per key, and the place in the input up to which they are
+    safe."""
 
-    def __init__(self, folder: Path, keys: Sequence[str], settings: dict[str, Any], sources: Sequence[Source]) -> None:
-        """`settings` is all that decides the tokens besides the input; a run that goes on must have the same."""
+    def __init__(
+        self, folder: Path, keys: Sequence[str], settings: dict[str, Any], sources: Sequence[Source]
+    ) -> None:
+        """`settings` is all that decides the tokens besides the input; a run that goes on must have
+        the same."""
         self.finished = False
         self._done = _Done(Position(), Totals(), ((0, 0, 0),) * len(keys))
         self._folder = folder
@@ -161,17 +173,22 @@ class Journal:
         return self._done.totals
 
     def start(self, *, resume: bool, overwrite: bool) -> None:
-        """Take the folder: a fresh one, what is left of an earlier run with `resume`, or its place with `overwrite`.
+        """Take the folder: a fresh one, what is left of an earlier run with `resume`, or its place
+        with `overwrite`.
 
         Raises:
-            DataError: it is another process's, holds unfinished work, does not fit these settings, or cannot be made.
+            DataError: it is another process's, holds unfinished work, does not fit these settings,
+            or cannot be made.
         """
-        there = os.path.exists(self._folder)  # unlike Path.exists, no error where looking is not allowed
+        there = os.path.exists(
+            self._folder
+        )  # unlike Path.exists, no error where looking is not allowed
         lock = _take(self._folder)
         if there and not (resume or overwrite):
             lock.close()
             raise DataError(
-                f"{self._folder} holds an unfinished run. Pass --resume to go on, or --overwrite to start again."
+                f"{self._folder} holds an unfinished run. Pass --resume to go on, or --overwrite "
+                "to start again."
             )
         self._lock = lock
         if overwrite:
@@ -185,17 +202,22 @@ class Journal:
 
     def _load(self) -> None:
         state = json.loads(self._state.read_text())
-        differing = [name for name, value in self._settings.items() if state["settings"].get(name) != value]
+        differing = [
+            name for name, value in self._settings.items() if state["settings"].get(name) != value
+        ]
         position = Position(**state["position"])
         begun = position.sources + (position.lines > 0)
         if differing or state["sources"][:begun] != self._sources[:begun]:
             what = ", ".join(differing) or "the files read so far"
             raise DataError(
-                f"{self._folder} was begun with other settings or files ({what} differ). Use the same ones to resume, "
+                f"{self._folder} was begun with other settings or files ({what} differ). Use the "
+                "same ones to resume, "
                 f"or pass --overwrite to start again."
             )
         self.finished = state["finished"]
-        self._done = _Done(position, Totals(**state["totals"]), tuple(tuple(sizes) for sizes in state["sizes"]))
+        self._done = _Done(
+            position, Totals(**state["totals"]), tuple(tuple(sizes) for sizes in state["sizes"])
+        )
 
     def append(self, end: Position, keys: Sequence[EncodedKey], totals: Totals) -> None:
         """Add the documents up to `end`; from time to time, make sure that they are safe.
@@ -205,12 +227,15 @@ class Journal:
         """
         try:
             sizes = tuple(store.append(encoded) for store, encoded in zip(self._stores, keys))
-            # One assignment: an interrupt before it leaves bytes that do not count, and never a count without bytes.
+            # One assignment: an interrupt before it leaves bytes that do not count, and never a
+            # count without bytes.
             self._done = _Done(end, self.totals + totals, sizes)
             if time.monotonic() - self._saved > _SAVE_SECONDS:
                 self.save()
         except OSError as error:
-            raise DataError(f"{self._folder}: {error}. Free some space, and pass --resume to go on.") from error
+            raise DataError(
+                f"{self._folder}: {error}. Free some space, and pass --resume to go on."
+            ) from error
 
     def save(self) -> None:
         """Note what is on the disk now."""
@@ -231,7 +256,8 @@ class Journal:
         self._saved = time.monotonic()
 
     def finish(self, dtype: np.dtype[Any]) -> None:
-        """Write the indices; from here on only renames are left, which a later run can make up for."""
+        """Write the indices; from here on only renames are left, which a later run can make up
+        for."""
         try:
             for store in self._stores:
                 store.sync()
@@ -239,7 +265,9 @@ class Journal:
             self.finished = True
             self.save()
         except OSError as error:
-            raise DataError(f"{self._folder}: {error}. Free some space, and pass --resume to go on.") from error
+            raise DataError(
+                f"{self._folder}: {error}. Free some space, and pass --resume to go on."
+            ) from error
 
     def publish(self, prefixes: Sequence[str]) -> None:
         """Give the stores their names and remove the folder."""
@@ -251,7 +279,10 @@ class Journal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._lock is None:
             return
@@ -262,7 +293,9 @@ class Journal:
             store.close()
         useful = self._state.exists() and (self.totals.tokens or not self._fits)
         if kind is not None and not useful:
-            shutil.rmtree(self._folder, ignore_errors=True)  # nothing in it that a later run could use
+            shutil.rmtree(
+                self._folder, ignore_errors=True
+            )  # nothing in it that a later run could use
         self._lock.close()
 
 
@@ -284,9 +317,12 @@ def _take(folder: Path) -> BinaryIO:
     except BlockingIOError as error:
         lock.close()
         raise DataError(
-            f"{folder}: another process is writing it ({error}). Wait for it, or use another output."
+            f"{folder}: another process is writing it ({error}). Wait for it, or use another "
+            "output."
         ) from error
     except OSError as error:
         lock.close()
-        raise DataError(f"{folder}: cannot be locked ({error}). Use an output on a file system with locks.") from error
+        raise DataError(
+            f"{folder}: cannot be locked ({error}). Use an output on a file system with locks."
+        ) from error
     return lock

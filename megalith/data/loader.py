@@ -1,4 +1,5 @@
-"""The loader: the microbatches one rank computes in a step, and how many labels the global batch has."""
+"""The loader: the microbatches one rank computes in a step, and how many labels the global batch
+has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,13 @@ from megalith.data.packs import joined, numbers_of
 from megalith.data.row_masks import masks_of_rows, with_row_masks
 from megalith.data.sample import Dataset, Indexed, PackedSample, Row, Sample
 from megalith.errors import DataError
-from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices, with_places
+from megalith.kernels.tokens import (
+    DropoutKey,
+    Tokens,
+    tokens_of_lengths,
+    tokens_of_slices,
+    with_places,
+)
 from megalith.parallel.group import Group, gather_objects, start_all_reduce_
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
@@ -30,7 +37,8 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One microbatch: t = rows * seq_len tokens, row after row; or my share of them, where ranks share rows."""
+    """One microbatch: t = rows * seq_len tokens, row after row; or my share of them, where ranks
+    share rows."""
 
     ids: Tensor
     """int64 [t]."""
@@ -51,14 +59,15 @@ class Batch:
     """Tokens as they were read, without filler, over the same ranks."""
 
     further: tuple[tuple[Tensor, Tensor], ...] = ()
-    """(ids, labels), each [t], of every depth that predicts further ahead: those one, two, ... tokens further on in the
-    same document; where it ends first, token 0 and no label."""
+    """(ids, labels), each [t], of every depth that predicts further ahead: those one, two, ...
+    tokens further on in the same document; where it ends first, token 0 and no label."""
 
     num_further: tuple[int, ...] = ()
     """Labels of each depth that count, as `num_labels`."""
 
     part: float = 1.0
-    """How many of the step's tokens it has, as a multiple of an even part; rows all have the same."""
+    """How many of the step's tokens it has, as a multiple of an even part; rows all have the
+    same."""
 
     @property
     def squared_lengths(self) -> int:
@@ -87,7 +96,8 @@ class StepBatches:
     """Of all documents of the global batch, where they are known before they are read."""
 
     imbalance: float | None = None
-    """How much longer the busiest data-parallel rank works than all do on average, as a share, where that is known."""
+    """How much longer the busiest data-parallel rank works than all do on average, as a share,
+    where that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,39 +108,65 @@ class Masks:
     """The token that ends a document; None when the data has none."""
 
     documents: bool = False
-    """Start a new document after each end-of-document token, and drop the label that crosses the border."""
+    """Start a new document after each end-of-document token, and drop the label that crosses the
+    border."""
 
     eod_mask_loss: bool = False
     """Drop the label of each end-of-document token."""
 
     padding: bool = False
-    """Let no token see the padding at the end of a row: for models that look at later tokens. Others see none."""
+    """Let no token see the padding at the end of a row: for models that look at later tokens.
+    Others see none."""
 
 
 def masks_of(data: DataConfig, model: ModelConfig, eod: int | None) -> Masks:
     """What the settings of a run say of it."""
     return Masks(
-        eod=eod, documents=data.documents, eod_mask_loss=data.eod_mask_loss, padding=not model.attention.causal
+        eod=eod,
+        documents=data.documents,
+        eod_mask_loss=data.eod_mask_loss,
+        padding=not model.attention.causal,
     )
 
 
 class Loader:
-    """Reads the samples of each step, a step ahead, so that counting the labels of all ranks keeps no one waiting.
+    """Reads the samples of each step, a step ahead, so that counting the labels of all ranks keeps
+    no one waiting.
 
     Its whole state is how many samples have been consumed: order is a function of that number.
     """
 
     def __init__(
-        self, dataset: Dataset, masks: Masks, dp: Group, *, global_batch_size: int, micro_batch_size: int,
-        consumed: int, steps: int, device: torch.device, slicing: Slicing = WHOLE, sampler: Sampler = "sequential",
-        dropout_seed: int | None = None, further: int = 0, budget: Budget | None = None, everyone: Group | None = None,
-        cost: DocumentCost | None = None, balanced: bool = False,
-    ) -> None:  # fmt: skip
-        """`dropout_seed`: the seed of a run that trains with dropout; unset: nothing is dropped. `further`: depths that
-        predict further ahead. `budget`: the dataset's samples are documents, to be packed by it; `everyone`: all ranks,
-        which then make sure that they deal alike. `cost`: what the ranks' work is compared by; `balanced`: rows are
-        dealt by it."""
-        self.dataset, self.masks, self.dp, self.device, self.slicing = dataset, masks, dp, device, slicing
+        self,
+        dataset: Dataset,
+        masks: Masks,
+        dp: Group,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        consumed: int,
+        steps: int,
+        device: torch.device,
+        slicing: Slicing = WHOLE,
+        sampler: Sampler = "sequential",
+        dropout_seed: int | None = None,
+        further: int = 0,
+        budget: Budget | None = None,
+        everyone: Group | None = None,
+        cost: DocumentCost | None = None,
+        balanced: bool = False,
+    ) -> None:
+        """`dropout_seed`: the seed of a run that trains with dropout; unset: nothing is dropped.
+        `further`: depths that predict further ahead. `budget`: the dataset's samples are
+        documents, to be packed by it; `everyone`: all ranks, which then make sure that they deal
+        alike. `cost`: what the ranks' work is compared by; `balanced`: rows are dealt by it."""
+        self.dataset, self.masks, self.dp, self.device, self.slicing = (
+            dataset,
+            masks,
+            dp,
+            device,
+            slicing,
+        )
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.sampler, self.dropout_seed, self.further = sampler, dropout_seed, further
         self.budget, self.everyone, self.balanced = budget, everyone or dp, balanced
@@ -165,7 +201,9 @@ class Loader:
         else:
             step, deal = self._read_packs(self.budget)
         self._position += self.global_batch_size
-        counts = [(batch.num_read, batch.num_labels, *batch.num_further) for batch in step.microbatches]
+        counts = [
+            (batch.num_read, batch.num_labels, *batch.num_further) for batch in step.microbatches
+        ]
         sums = [sum(depth) for depth in zip(*counts, strict=True)]
         seen = [] if deal is None else [deal.digest(), deal.digest() ** 2]
         count = torch.tensor([*sums, *seen], device=self.device)
@@ -181,21 +219,30 @@ class Loader:
             places = rows
         samples = [[self.dataset.sample(k) for k in ids] for ids in rows]
         batches = [
-            build_batch(each, self.masks, device=self.device, slicing=self.slicing, further=self.further)
+            build_batch(
+                each, self.masks, device=self.device, slicing=self.slicing, further=self.further
+            )
             for each in samples
         ]
         if self.dropout_seed is not None:
-            batches = [with_dropout(batch, at, seed=self.dropout_seed) for batch, at in zip(batches, places)]
+            batches = [
+                with_dropout(batch, at, seed=self.dropout_seed)
+                for batch, at in zip(batches, places)
+            ]
         size = len(samples[0][0].ids) - isinstance(samples[0][0], Sample)
         return replace(told, microbatches=batches, num_places=self.global_batch_size * size)
 
     def _known_rows(self, dataset: Indexed) -> tuple[list[list[int]], StepBatches]:
-        """My rows of the next step, by microbatch, and what is known of all ranks' before they are read."""
+        """My rows of the next step, by microbatch, and what is known of all ranks' before they are
+        read."""
         dp, count = self.dp, self.global_batch_size
         lengths = [dataset.lengths_of(self._position + number) for number in range(count)]
         costs = [sum(map(self.cost, row)) for row in lengths]
         deal = deal_rows(costs, dp=dp.size, rows=self.micro_batch_size, balanced=self.balanced)
-        ranks = [sum(costs[row] for rows in deal[rank :: dp.size] for row in rows) for rank in range(dp.size)]
+        ranks = [
+            sum(costs[row] for rows in deal[rank :: dp.size] for row in rows)
+            for rank in range(dp.size)
+        ]
         mine = [[self._position + row for row in rows] for rows in deal[dp.rank :: dp.size]]
         return mine, StepBatches([], 0, lengths=tuple(chain(*lengths)), imbalance=imbalance(ranks))
 
@@ -203,16 +250,24 @@ class Loader:
         """My packs of the next step's documents."""
         first, dataset = self._position, self.dataset
         assert isinstance(dataset, Indexed), "only documents can be packed"
-        lengths = [sum(dataset.lengths_of(first + number)) for number in range(self.global_batch_size)]
+        lengths = [
+            sum(dataset.lengths_of(first + number)) for number in range(self.global_batch_size)
+        ]
         deal = budget.deal(lengths, self.dp.size)
         even = sum(lengths) / len(deal.packs)
         batches = [
             build_pack(
-                dataset, [first + number for number in pack], budget, device=self.device, slicing=self.slicing,
-                further=self.further, dropout_seed=self.dropout_seed, even=even,
+                dataset,
+                [first + number for number in pack],
+                budget,
+                device=self.device,
+                slicing=self.slicing,
+                further=self.further,
+                dropout_seed=self.dropout_seed,
+                even=even,
             )
             for pack in deal.of(self.dp.rank)
-        ]  # fmt: skip
+        ]
         places = len(deal.packs) * budget.capacity
         return StepBatches(batches, 0, (), 0, places, tuple(lengths), deal.imbalance), deal
 
@@ -221,17 +276,26 @@ class Loader:
         if self.sampler == "sequential":
             return self._places(total=self.dataset.num_samples)
         return cyclic_sample_ids(
-            consumed=self._position, global_batch_size=self.global_batch_size, dp=self.dp.size,
-            micro_batch_size=self.micro_batch_size, dp_rank=self.dp.rank, total=self.dataset.num_samples,
-            permutation=shuffle_of_epoch, sharded=self.sampler == "cyclic_per_rank",
-        )  # fmt: skip
+            consumed=self._position,
+            global_batch_size=self.global_batch_size,
+            dp=self.dp.size,
+            micro_batch_size=self.micro_batch_size,
+            dp_rank=self.dp.rank,
+            total=self.dataset.num_samples,
+            permutation=shuffle_of_epoch,
+            sharded=self.sampler == "cyclic_per_rank",
+        )
 
     def _places(self, *, total: int | None = None) -> list[list[int]]:
         """Which rows of the whole run those are: the samples themselves in the sequential order."""
         return sample_ids(
-            consumed=self._position, global_batch_size=self.global_batch_size, dp=self.dp.size,
-            micro_batch_size=self.micro_batch_size, dp_rank=self.dp.rank, total=total,
-        )  # fmt: skip
+            consumed=self._position,
+            global_batch_size=self.global_batch_size,
+            dp=self.dp.size,
+            micro_batch_size=self.micro_batch_size,
+            dp_rank=self.dp.rank,
+            total=total,
+        )
 
 
 class _Ahead(NamedTuple):
@@ -239,17 +303,19 @@ class _Ahead(NamedTuple):
 
     step: StepBatches
     sums: Tensor
-    """int64: tokens read, labels, those of every further depth; with a deal, its digest and the square of that."""
+    """int64: tokens read, labels, those of every further depth; with a deal, its digest and the
+    square of that."""
 
     deal: Deal | None
     works: list[dist.Work]
 
 
 def check_alike(microbatches: int, sums: Sequence[int], everyone: Group) -> None:
-    """Make sure that all ranks have dealt alike, before any waits for a microbatch that another does not have.
+    """Make sure that all ranks have dealt alike, before any waits for a microbatch that another
+    does not have.
 
-    sums: of the digests of all ranks, and of their squares: only equal numbers have (Σ d)² = ranks · Σ d². Collective
-    over `everyone` where they differ.
+    sums: of the digests of all ranks, and of their squares: only equal numbers have (Σ d)² = ranks
+    · Σ d². Collective over `everyone` where they differ.
 
     Raises:
         DataError: on every rank, with the counts of those that differ.
@@ -260,22 +326,32 @@ def check_alike(microbatches: int, sums: Sequence[int], everyone: Group) -> None
     found = dict(zip(everyone.ranks, gather_objects(microbatches, everyone), strict=True))
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in list(found.items())[:8])
     raise DataError(
-        f"ranks have dealt out the documents of a step in different ways (microbatches: {counts}). Make sure that all "
+        f"ranks have dealt out the documents of a step in different ways (microbatches: {counts}). "
+        "Make sure that all "
         f"of them run the same version and read the same files, and run the same command again."
     )
 
 
 @lru_cache(maxsize=2)  # a step may end one epoch and begin the next
 def shuffle_of_epoch(length: int, epoch: int) -> NDArray[np.int64]:
-    """The numbers 0 to length - 1 in the order in which Megatron's cyclic sampler shuffles them in an epoch."""
-    order: NDArray[np.int64] = torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).numpy()
+    """The numbers 0 to length - 1 in the order in which Megatron's cyclic sampler shuffles them in
+    an epoch."""
+    order: NDArray[np.int64] = torch.randperm(
+        length, generator=torch.Generator().manual_seed(epoch)
+    ).numpy()
     return order
 
 
 def build_batch(
-    samples: Sequence[Row], masks: Masks, *, device: torch.device, slicing: Slicing = WHOLE, further: int = 0
+    samples: Sequence[Row],
+    masks: Masks,
+    *,
+    device: torch.device,
+    slicing: Slicing = WHOLE,
+    further: int = 0,
 ) -> Batch:
-    """Rows of one microbatch as packed tokens, of which one rank gets its slice: here and nowhere else.
+    """Rows of one microbatch as packed tokens, of which one rank gets its slice: here and nowhere
+    else.
 
     Rows that were filled document by document know their own labels; `masks` is for the others.
     """
@@ -283,33 +359,56 @@ def build_batch(
     plain = [sample for sample in samples if isinstance(sample, Sample)]
     assert not (packed and plain), "rows of two kinds in one microbatch"
     inputs, labels, lengths = _packed_rows(packed) if packed else _plain_rows(plain, masks)
-    read = tuple(length for row in packed for length in row.read_lengths) if packed else tuple(lengths)
+    read = (
+        tuple(length for row in packed for length in row.read_lengths) if packed else tuple(lengths)
+    )
     counted = labels >= 0
-    pairs = [(inputs, labels), *(_further_on(inputs, labels, lengths, depth) for depth in range(1, further + 1))]
+    pairs = [
+        (inputs, labels),
+        *(_further_on(inputs, labels, lengths, depth) for depth in range(1, further + 1)),
+    ]
     shared, tokens = _share(pairs, lengths, slicing, device)
     if (places := _places(samples, lengths)) is not None:
         tokens = with_places(tokens, places)
     hidden = masks_of_rows(samples, padding=masks.padding)
     tokens = _without_filler(with_row_masks(tokens, hidden, lengths), packed)
-    (own_ids, own_labels), *others = [(_flat(ids, device), _flat(labels, device)) for ids, labels in shared]
+    (own_ids, own_labels), *others = [
+        (_flat(ids, device), _flat(labels, device)) for ids, labels in shared
+    ]
     return Batch(
-        own_ids, own_labels, tokens, int(counted.sum()), read, num_read=sum(read), further=tuple(others),
+        own_ids,
+        own_labels,
+        tokens,
+        int(counted.sum()),
+        read,
+        num_read=sum(read),
+        further=tuple(others),
         num_further=tuple(int((labels >= 0).sum()) for _, labels in pairs[1:]),
-    )  # fmt: skip
+    )
 
 
 def build_pack(
-    dataset: Dataset, documents: Sequence[int], budget: Budget, *, device: torch.device, slicing: Slicing = WHOLE,
-    further: int = 0, dropout_seed: int | None = None, even: float = 0.0,
-) -> Batch:  # fmt: skip
-    """One microbatch of these documents, or of none; filler is padding, to which experts pay no heed.
+    dataset: Dataset,
+    documents: Sequence[int],
+    budget: Budget,
+    *,
+    device: torch.device,
+    slicing: Slicing = WHOLE,
+    further: int = 0,
+    dropout_seed: int | None = None,
+    even: float = 0.0,
+) -> Batch:
+    """One microbatch of these documents, or of none; filler is padding, to which experts pay no
+    heed.
 
     `even`: tokens that a microbatch of the step has on average.
     """
     samples = [dataset.sample(k) for k in documents]
     row = joined([sample for sample in samples if isinstance(sample, PackedSample)], budget)
     batch = build_batch([row], Masks(), device=device, slicing=slicing, further=further)
-    tokens = _with_numbers(batch.tokens, numbers_of(documents, row, budget.longest), seed=dropout_seed)
+    tokens = _with_numbers(
+        batch.tokens, numbers_of(documents, row, budget.longest), seed=dropout_seed
+    )
     return replace(batch, tokens=tokens, part=row.num_valid / even if even else 1.0)
 
 
@@ -322,7 +421,8 @@ def _without_filler(tokens: Tokens, rows: Sequence[PackedSample]) -> Tokens:
 
 
 def _with_numbers(tokens: Tokens, numbers: Ids, *, seed: int | None) -> Tokens:
-    """The tokens with padding where `numbers` [t], of all that was read, are below 0; with dropout if it has a seed."""
+    """The tokens with padding where `numbers` [t], of all that was read, are below 0; with dropout
+    if it has a seed."""
     context = tokens.context
     source = None if context is None else context.slices.source
     every = numbers if source is None else np.where(source >= 0, numbers[source], -1)
@@ -356,25 +456,35 @@ def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list
 
 def _packed_rows(samples: Sequence[PackedSample]) -> tuple[Ids, Ids, list[int]]:
     """The same of rows that were filled document by document, filler included."""
-    inputs, labels = np.stack([sample.ids for sample in samples]), np.stack([sample.labels for sample in samples])
+    inputs, labels = (
+        np.stack([sample.ids for sample in samples]),
+        np.stack([sample.labels for sample in samples]),
+    )
     return inputs, labels, [length for sample in samples for length in sample.lengths]
 
 
 def _further_on(ids: Ids, labels: Ids, lengths: list[int], depth: int) -> tuple[Ids, Ids]:
-    """What a depth reads and predicts: ids and labels that many tokens further on in the same document."""
+    """What a depth reads and predicts: ids and labels that many tokens further on in the same
+    document."""
     source = tokens_further_on(lengths, depth)
-    return np.where(source >= 0, ids.reshape(-1)[source], 0), np.where(source >= 0, labels.reshape(-1)[source], -1)
+    return np.where(source >= 0, ids.reshape(-1)[source], 0), np.where(
+        source >= 0, labels.reshape(-1)[source], -1
+    )
 
 
 def _places(samples: Sequence[Row], lengths: list[int]) -> Ids | None:
-    """[3, t]: where every token is in time, height and width; in rows of text three times its place in the document.
+    """[3, t]: where every token is in time, height and width; in rows of text three times its place
+    in the document.
 
     None where all rows are text.
     """
     if all(sample.places is None for sample in samples):
         return None
     rows = np.split(np.concatenate([np.arange(length) for length in lengths]), len(samples))
-    given = [np.stack([row] * 3) if one.places is None else one.places for one, row in zip(samples, rows, strict=True)]
+    given = [
+        np.stack([row] * 3) if one.places is None else one.places
+        for one, row in zip(samples, rows, strict=True)
+    ]
     return np.concatenate(given, axis=1)
 
 
@@ -383,10 +493,14 @@ def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
     context, device = batch.tokens.context, batch.ids.device
     source = None if context is None else context.slices.source
     read = batch.tokens.whole.num_tokens if source is None else np.count_nonzero(source >= 0)
-    numbers = np.asarray(rows, dtype=np.int64)[:, None] * (read // len(rows)) + np.arange(read // len(rows))
+    numbers = np.asarray(rows, dtype=np.int64)[:, None] * (read // len(rows)) + np.arange(
+        read // len(rows)
+    )
     numbers = numbers.reshape(-1)
     if context is None:
-        return replace(batch, tokens=replace(batch.tokens, dropout=DropoutKey(seed, _flat(numbers, device))))
+        return replace(
+            batch, tokens=replace(batch.tokens, dropout=DropoutKey(seed, _flat(numbers, device)))
+        )
     mine = context.slices.as_read(context.rank)
     every = numbers if source is None else np.where(source >= 0, numbers[source], -1)
     numbers = np.where(mine >= 0, numbers[mine], -1)
@@ -398,7 +512,8 @@ def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
 def _share(
     pairs: list[tuple[Ids, Ids]], lengths: list[int], slicing: Slicing, device: torch.device
 ) -> tuple[list[tuple[Ids, Ids]], Tokens]:
-    """One rank's (ids, labels) and tokens of rows with documents of these lengths; padding is token 0, without a label.
+    """One rank's (ids, labels) and tokens of rows with documents of these lengths; padding is token
+    0, without a label.
 
     Labels are the next tokens of the text already, so that no token needs its neighbour.
     """
@@ -407,7 +522,10 @@ def _share(
     slices = plan_slices(lengths, row=pairs[0][0].shape[1], slicing=slicing)
     mine = slices.as_read(slicing.rank)
     shared = [
-        (np.where(mine >= 0, ids.reshape(-1)[mine], 0), np.where(mine >= 0, labels.reshape(-1)[mine], -1))
+        (
+            np.where(mine >= 0, ids.reshape(-1)[mine], 0),
+            np.where(mine >= 0, labels.reshape(-1)[mine], -1),
+        )
         for ids, labels in pairs
     ]
     return shared, tokens_of_slices(slices, slicing, device=device)

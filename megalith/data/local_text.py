@@ -1,4 +1,5 @@
-"""Real text that is already on every machine: the source and documentation of Python's own standard library."""
+"""Real text that is already on every machine: the source and documentation of Python's own standard
+library."""
 
 import hashlib
 import sysconfig
@@ -9,8 +10,18 @@ from pathlib import Path
 
 from megalith.errors import DataError
 
-LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings")
-"""Folders whose files are not what a person would write: other packages, test data, tables of characters."""
+LEFT_OUT = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "lib2to3",
+    "encodings",
+)
+"""Folders whose files are not what a person would write: other packages, test data, tables of
+characters."""
 
 ENDINGS = (".py", ".txt", ".rst")
 HELD_OUT_ONE_IN = 25  # files, by a hash of their name, so that the choice is the same everywhere
@@ -32,7 +43,9 @@ def find_local_text(folder: Path | None = None) -> LocalText:
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(_text_files(folder))
-    held_out = tuple(file for file in files if _number(file.relative_to(folder)) % HELD_OUT_ONE_IN == 0)
+    held_out = tuple(
+        file for file in files if _number(file.relative_to(folder)) % HELD_OUT_ONE_IN == 0
+    )
     training = tuple(file for file in files if file not in set(held_out))
     if len(held_out) < 3:
         raise DataError(
@@ -43,7 +56,8 @@ def find_local_text(folder: Path | None = None) -> LocalText:
 
 
 def zlib_bits_per_byte(files: Sequence[Path]) -> float:
-    """What `zlib -9` needs for these files, one after the other: a yardstick for a model of the same text."""
+    """What `zlib -9` needs for these files, one after the other: a yardstick for a model of the
+    same text."""
     text = b"".join(file.read_bytes() for file in files)
     return 8 * len(zlib.compress(text, 9)) / len(text)
 
@@ -65,7 +79,12 @@ def share_of_known_words(sample: str, files: Sequence[Path]) -> float:
 def _text_files(folder: Path) -> Iterator[Path]:
     for file in folder.rglob("*"):
         inside = file.relative_to(folder).parts[:-1]
-        if file.suffix in ENDINGS and not set(inside) & set(LEFT_OUT) and file.is_file() and _is_utf8(file):
+        if (
+            file.suffix in ENDINGS
+            and not set(inside) & set(LEFT_OUT)
+            and file.is_file()
+            and _is_utf8(file)
+        ):
             yield file
 
 
@@ -77,4 +96,6 @@ def _is_utf8(file: Path) -> bool:
 
 
 def _number(path: Path) -> int:
-    return int.from_bytes(hashlib.blake2b(path.as_posix().encode(), digest_size=4).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(path.as_posix().encode(), digest_size=4).digest(), "little"
+    )

@@ -1,7 +1,8 @@
-"""The loops over millions of documents and samples, written once in plain Python and compiled by numba for long inputs.
+"""The loops over millions of documents and samples, written once in plain Python and compiled by
+numba for long inputs.
 
-The plain function is the definition; the compiled one is the same source, tested to give the same arrays. Nothing
-is compiled for short inputs: importing numba takes longer than running them.
+The plain function is the definition; the compiled one is the same source, tested to give the same
+arrays. Nothing is compiled for short inputs: importing numba takes longer than running them.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_WORTH_COMPILING = 50_000  # rounds that plain Python does in the half second that importing numba takes: measured
+_WORTH_COMPILING = (
+    50_000  # rounds that plain Python does in the half second that importing numba takes: measured
+)
 
 
 def loop_for(function: Callable[P, R], *, rounds: int) -> Callable[P, R]:
@@ -24,7 +27,8 @@ def loop_for(function: Callable[P, R], *, rounds: int) -> Callable[P, R]:
 
 @cache
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Machine code for one of the loops below, kept on disk between runs; it releases the interpreter lock."""
+    """Machine code for one of the loops below, kept on disk between runs; it releases the
+    interpreter lock."""
     from numba import njit  # half a second: only when a long loop needs it
 
     result: Callable[P, R] = njit(cache=True, nogil=True)(function)
@@ -38,10 +42,11 @@ def fill_sample_index(
     extra: int,
     index: NDArray[Any],
 ) -> None:
-    """Write where each sample starts, as rows (position in `documents`, offset), and where the last one ends.
+    """Write where each sample starts, as rows (position in `documents`, offset), and where the last
+    one ends.
 
-    A sample takes seq_len + extra tokens, and the next starts `extra` tokens before its end. The last window may
-    be short: its end is then the end of the last document.
+    A sample takes seq_len + extra tokens, and the next starts `extra` tokens before its end. The
+    last window may be short: its end is then the end of the last document.
     """
     position = 0
     offset = 0
@@ -66,9 +71,13 @@ def fill_sample_index(
 
 
 def fill_weighted_order(
-    weights: NDArray[np.float64], counts: NDArray[np.int64], member: NDArray[np.int16], sample: NDArray[np.int64]
+    weights: NDArray[np.float64],
+    counts: NDArray[np.int64],
+    member: NDArray[np.int16],
+    sample: NDArray[np.int64],
 ) -> None:
-    """Write which member each sample of a blend comes from: the one furthest behind its share, the first of equals.
+    """Write which member each sample of a blend comes from: the one furthest behind its share, the
+    first of equals.
 
     `weights` [m] sum to 1; `counts` [m], zeros at the start, ends as the samples taken from each.
     """
@@ -87,9 +96,13 @@ def fill_weighted_order(
 
 
 def fill_exhaustive_order(
-    sizes: NDArray[np.int64], counts: NDArray[np.int64], member: NDArray[np.int16], sample: NDArray[np.int64]
+    sizes: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    member: NDArray[np.int16],
+    sample: NDArray[np.int64],
 ) -> None:
-    """Write an order that uses every sample of every member once, keeping the shares even until members run out."""
+    """Write an order that uses every sample of every member once, keeping the shares even until
+    members run out."""
     total_size = len(member)
     for i in range(total_size):
         total = float(max(i, 1))

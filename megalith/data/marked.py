@@ -1,4 +1,5 @@
-"""Text in which special tokens are written out, as chat templates make it: its ids, and where in it each token lies."""
+"""Text in which special tokens are written out, as chat templates make it: its ids, and where in it
+each token lies."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,15 +10,18 @@ import numpy as np
 
 
 class Spans(NamedTuple):
-    """The ids of a text, and the characters [start, end) that each stands for: at least one, and one may have several
-    tokens."""
+    """The ids of a text, and the characters [start, end) that each stands for: at least one, and
+    one may have several tokens."""
 
     ids: list[int]
     places: list[tuple[int, int]]
 
 
-def encode_parts(text: str, specials: Mapping[str, int], encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Ids of a text: those of the special tokens where they stand in it, and `encode` of what lies between.
+def encode_parts(
+    text: str, specials: Mapping[str, int], encode: Callable[[str], Sequence[int]]
+) -> list[int]:
+    """Ids of a text: those of the special tokens where they stand in it, and `encode` of what lies
+    between.
 
     >>> encode_parts("a<end>b", {"<end>": 256}, lambda text: list(text.encode()))
     [97, 256, 98]
@@ -29,14 +33,17 @@ def encode_parts(text: str, specials: Mapping[str, int], encode: Callable[[str],
 
 
 def spans_of_parts(text: str, specials: Mapping[str, int], encode: Callable[[str], Spans]) -> Spans:
-    """The same with the place of each token; `encode` counts from the beginning of what it is given.
+    """The same with the place of each token; `encode` counts from the beginning of what it is
+    given.
 
     >>> spans_of_parts("a<end>b", {"<end>": 256}, lambda text: Spans([ord(text)], [(0, 1)]))
     Spans(ids=[97, 256, 98], places=[(0, 1), (1, 6), (6, 7)])
     """
     found, first = Spans([], []), 0
     for part in _parts(text, specials):
-        ids, places = Spans([specials[part]], [(0, len(part))]) if part in specials else encode(part)
+        ids, places = (
+            Spans([specials[part]], [(0, len(part))]) if part in specials else encode(part)
+        )
         found.ids.extend(ids)
         found.places.extend((first + start, first + end) for start, end in places)
         first += len(part)
@@ -44,12 +51,15 @@ def spans_of_parts(text: str, specials: Mapping[str, int], encode: Callable[[str
 
 
 def places_of_bytes(text: str, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Where tokens lie whose UTF-8 bytes are the text's, one after the other; `lengths`: bytes of each.
+    """Where tokens lie whose UTF-8 bytes are the text's, one after the other; `lengths`: bytes of
+    each.
 
     >>> places_of_bytes("aé", [1, 1, 1])
     [(0, 1), (1, 2), (1, 2)]
     """
-    characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text]).tolist()
+    characters = np.repeat(
+        np.arange(len(text)), [len(character.encode()) for character in text]
+    ).tolist()
     borders = np.cumsum([0, *lengths]).tolist()
     return [(characters[start], characters[end - 1] + 1) for start, end in pairwise(borders)]
 

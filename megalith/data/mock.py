@@ -16,9 +16,11 @@ from megalith.errors import DataError
 
 @dataclass(frozen=True)
 class MockStore:
-    """Documents of random lengths; one of length L is 1, 2 … L-1, each modulo the vocabulary, then the end token.
+    """Documents of random lengths; one of length L is 1, 2 … L-1, each modulo the vocabulary, then
+    the end token.
 
-    Unless others are asked for, lengths and contents are those of Megatron's mock data, so both read the same samples.
+    Unless others are asked for, lengths and contents are those of Megatron's mock data, so both
+    read the same samples.
     """
 
     vocab_size: int
@@ -35,7 +37,8 @@ class MockStore:
     @property
     def fingerprint(self) -> str:
         """All that decides the tokens."""
-        made_of = f"documents={self.num_documents},max={self.max_tokens},vocab={self.vocab_size},eod={self.eod}"
+        sizes = f"documents={self.num_documents},max={self.max_tokens}"
+        made_of = f"{sizes},vocab={self.vocab_size},eod={self.eod}"
         if self.lengths.kind == "uniform":
             return f"mock({made_of})"
         digest = hashlib.blake2b(self.sequence_lengths.tobytes(), digest_size=16).hexdigest()
@@ -67,8 +70,11 @@ class MockStore:
         return tokens
 
 
-def lognormal_lengths(lengths: MockLengths, draw: np.random.Generator, count: int, *, most: int) -> NDArray[np.int32]:
-    """[count] whole numbers whose logarithms are normal, with the mean asked for before the ends cut them off."""
+def lognormal_lengths(
+    lengths: MockLengths, draw: np.random.Generator, count: int, *, most: int
+) -> NDArray[np.int32]:
+    """[count] whole numbers whose logarithms are normal, with the mean asked for before the ends
+    cut them off."""
     assert lengths.mean is not None
     drawn = draw.lognormal(math.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma, count)
     return np.clip(np.rint(drawn), lengths.shortest, most).astype(np.int32)
@@ -86,10 +92,13 @@ def read_lengths(path: str) -> NDArray[np.int32]:
         raise DataError(
             f"data.mock_lengths.path={path} cannot be read ({error}). Set it to a file of numbers."
         ) from error
-    wrong = next((word for word in words if not (word.isdecimal() and 1 <= int(word) < 2**31)), None)
+    wrong = next(
+        (word for word in words if not (word.isdecimal() and 1 <= int(word) < 2**31)), None
+    )
     if wrong is not None or not words:
         raise DataError(
-            f"data.mock_lengths.path={path} holds {wrong if words else 'nothing'!r}: expected whole numbers from 1 on. "
+            f"data.mock_lengths.path={path} holds {wrong if words else 'nothing'!r}: expected "
+            "whole numbers from 1 on. "
             f"Use for example: 17 240 1003."
         )
     return np.array(words, np.int64).astype(np.int32)

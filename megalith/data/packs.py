@@ -1,4 +1,5 @@
-"""Packs: several documents in one row, joined for a step, or decided beforehand and kept in a file."""
+"""Packs: several documents in one row, joined for a step, or decided beforehand and kept in a
+file."""
 
 import hashlib
 import os
@@ -25,7 +26,8 @@ BARS = 12
 
 
 def joined(documents: Sequence[PackedSample], budget: Budget) -> PackedSample:
-    """Single documents one after the other, and filler after the last up to the capacity; of nothing, all filler.
+    """Single documents one after the other, and filler after the last up to the capacity; of
+    nothing, all filler.
 
     Where each is padded before ranks share it, there is less filler by that.
     """
@@ -41,9 +43,13 @@ def joined(documents: Sequence[PackedSample], budget: Budget) -> PackedSample:
 
 
 def numbers_of(documents: Sequence[int], row: PackedSample, longest: int) -> NDArray[np.int64]:
-    """[t]: which token of the whole run each is: (document, counted from the run's first) · longest + place in it; -1
-    for filler. It does not depend on what a document shares a pack with."""
-    own = [np.arange(length) + number * longest for number, length in zip(documents, row.read_lengths, strict=True)]
+    """[t]: which token of the whole run each is: (document, counted from the run's first) ·
+    longest + place in it; -1 for filler. It does not depend on what a document shares a pack
+    with."""
+    own = [
+        np.arange(length) + number * longest
+        for number, length in zip(documents, row.read_lengths, strict=True)
+    ]
     return np.concatenate([*own, np.full(len(row.ids) - row.num_valid, -1)]).astype(np.int64)
 
 
@@ -95,12 +101,18 @@ def write_packs(path: Path, room: Room, filled: Filled) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             np.savez(
-                file, documents=filled.documents, starts=filled.starts, conversations=np.array(room.digest),
-                seq_len=np.array(room.seq_len), overlong=np.array(room.overlong),
-            )  # fmt: skip
+                file,
+                documents=filled.documents,
+                starts=filled.starts,
+                conversations=np.array(room.digest),
+                seq_len=np.array(room.seq_len),
+                overlong=np.array(room.overlong),
+            )
         temporary.replace(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be written ({error}). Choose another path, or free some space.") from error
+        raise DataError(
+            f"{path} cannot be written ({error}). Choose another path, or free some space."
+        ) from error
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -116,25 +128,45 @@ def read_packs(path: str, room: Room) -> Packs:
         with np.load(path, allow_pickle=False) as file:
             made_for = str(file["conversations"]), int(file["seq_len"]), str(file["overlong"])
             filled = Filled(file["documents"].astype(np.int64), file["starts"].astype(np.int64))
-    except (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        EOFError,
+        AttributeError,
+        TypeError,
+        zipfile.BadZipFile,
+    ) as error:
         raise DataError(
-            f"data.sft.packs={path} is not a file of packs ({error}). Make it with `megalith data pack`."
+            f"data.sft.packs={path} is not a file of packs ({error}). Make it with `megalith data "
+            "pack`."
         ) from error
-    names = ("other conversations or another template or tokenizer", "train.seq_len", "data.sft.overlong")
+    names = (
+        "other conversations or another template or tokenizer",
+        "train.seq_len",
+        "data.sft.overlong",
+    )
     wanted = room.digest, room.seq_len, room.overlong
     for name, there, here in zip(names, made_for, wanted, strict=True):
         if there != here:
             raise DataError(
-                f"data.sft.packs={path} was made for {name}: {there} there, {here} here. Make it again with "
-                f"`megalith data pack` and the settings of this run."
+                f"data.sft.packs={path} was made for {name}: {there} there, {here} here. Make it "
+                f"again with `megalith data pack` and the settings of this run."
             )
-    sizes = np.add.reduceat(room.lengths[filled.documents], filled.starts[:-1]) if filled.num_rows else np.zeros(1)
+    sizes = (
+        np.add.reduceat(room.lengths[filled.documents], filled.starts[:-1])
+        if filled.num_rows
+        else np.zeros(1)
+    )
     if sorted(filled.documents.tolist()) != room.kept.tolist() or sizes.max() > room.seq_len:
         raise DataError(
-            f"data.sft.packs={path} does not hold each of the {len(room.kept)} conversations once, in rows of at most "
+            f"data.sft.packs={path} does not hold each of the {len(room.kept)} conversations once, "
+            "in rows of at most "
             f"{room.seq_len} tokens. Make it again with `megalith data pack`."
         )
-    digest = hashlib.blake2b(filled.documents.tobytes() + filled.starts.tobytes(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(
+        filled.documents.tobytes() + filled.starts.tobytes(), digest_size=16
+    ).hexdigest()
     return Packs(filled, digest)
 
 
@@ -165,7 +197,9 @@ def report_of(filled: Filled, lengths: NDArray[np.int64], room: int) -> PackRepo
     bars: Counter[int] = Counter()
     for size, count in sizes.items():
         bars[(size - 1) // width] += count
-    histogram = tuple((1 + width * bar, width * (bar + 1), bars[bar]) for bar in range(max(bars, default=-1) + 1))
+    histogram = tuple(
+        (1 + width * bar, width * (bar + 1), bars[bar]) for bar in range(max(bars, default=-1) + 1)
+    )
     count = len(filled.documents)
     fill, mean = tokens / max(1, rows * room), count / max(1, rows)
     return PackReport(rows, -(-tokens // room), count, fill, mean, histogram)

@@ -1,4 +1,5 @@
-"""Parquet files as a corpus: rows in order, some of their columns; the one file that imports pyarrow."""
+"""Parquet files as a corpus: rows in order, some of their columns; the one file that imports
+pyarrow."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,8 @@ BATCH_ROWS = 1024
 
 
 def row_ranges(path: str, start: int) -> Iterator[Rows]:
-    """The rows of a file from `start` on, a row group at a time, because a part of one costs as much as all of it.
+    """The rows of a file from `start` on, a row group at a time, because a part of one costs as
+    much as all of it.
 
     Raises:
         DataError: it is no Parquet file, or pyarrow is not installed.
@@ -31,7 +33,9 @@ def row_ranges(path: str, start: int) -> Iterator[Rows]:
         first, done = 0, 0
         for number in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(number)
-            done += sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+            done += sum(
+                group.column(column).total_compressed_size for column in range(group.num_columns)
+            )
             stop = first + group.num_rows
             if stop > max(first, start):
                 yield Rows(max(first, start), stop, done)
@@ -39,7 +43,8 @@ def row_ranges(path: str, start: int) -> Iterator[Rows]:
 
 
 def read_rows(path: str, start: int, stop: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows `start` to `stop`, which lie in one row group, as {column: value}; columns the file lacks are left out.
+    """Rows `start` to `stop`, which lie in one row group, as {column: value}; columns the file
+    lacks are left out.
 
     Raises:
         DataError: the file is damaged, or pyarrow is not installed.
@@ -73,7 +78,8 @@ def _open(path: str) -> Any:  # a pyarrow.parquet.ParquetFile, which ships no ty
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise DataError(
-            f'input {path}: reading Parquet needs pyarrow. Install it with pip install "megalith[parquet]", '
+            f"input {path}: reading Parquet needs pyarrow. Install it with pip install "
+            '"megalith[parquet]", '
             f"or use JSONL."
         ) from error
     try:
@@ -84,4 +90,6 @@ def _open(path: str) -> Any:  # a pyarrow.parquet.ParquetFile, which ships no ty
 
 def _unreadable(path: str, error: Exception) -> DataError:
     told = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return DataError(f"input {path}: cannot be read as Parquet ({told}). Copy the file again, or run without it.")
+    return DataError(
+        f"input {path}: cannot be read as Parquet ({told}). Copy the file again, or run without it."
+    )

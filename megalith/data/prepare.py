@@ -1,4 +1,5 @@
-"""Text files to token stores: workers tokenize blocks of documents, one process writes them in order."""
+"""Text files to token stores: workers tokenize blocks of documents, one process writes them in
+order."""
 
 import os
 import signal
@@ -18,7 +19,15 @@ from numpy.typing import NDArray
 
 from megalith.config.prepare import PrepareConfig, prepare_problems
 from megalith.config.tokenizer import TokenizerConfig
-from megalith.data.corpus import Block, Document, Rejected, Source, block_documents, find_sources, read_blocks
+from megalith.data.corpus import (
+    Block,
+    Document,
+    Rejected,
+    Source,
+    block_documents,
+    find_sources,
+    read_blocks,
+)
 from megalith.data.indexed import index_path, token_dtype, tokens_path
 from megalith.data.journal import EncodedKey, Journal, Totals
 from megalith.data.stores import write_tokenizer_record
@@ -58,8 +67,8 @@ class EncodedBlock:
 def prepare(config: PrepareConfig, *, report: Callable[[Progress], None] | None = None) -> Totals:
     """Tokenize the input into `config.output`. The files depend on input, keys and tokenizer alone.
 
-    `report` is called after every block. Stopping leaves nothing under the final names, and a run with `resume` goes on
-    from the last saved place.
+    `report` is called after every block. Stopping leaves nothing under the final names, and a run
+    with `resume` goes on from the last saved place.
 
     Raises:
         ConfigError: the settings break a rule.
@@ -69,7 +78,9 @@ def prepare(config: PrepareConfig, *, report: Callable[[Progress], None] | None 
     sources = find_sources(config.input, config.format)
     tokenizer = build_tokenizer(config.tokenizer)
     outputs = output_prefixes(config)
-    with Journal(Path(f"{config.output}.preparing"), config.keys, _settings(config, tokenizer), sources) as journal:
+    with Journal(
+        Path(f"{config.output}.preparing"), config.keys, _settings(config, tokenizer), sources
+    ) as journal:
         journal.start(resume=config.resume, overwrite=config.overwrite)
         if not journal.finished:
             _refuse_existing(outputs, overwrite=config.overwrite)
@@ -83,7 +94,11 @@ def prepare(config: PrepareConfig, *, report: Callable[[Progress], None] | None 
 
 def output_prefixes(config: PrepareConfig) -> list[str]:
     """The store of each key."""
-    return [config.output] if len(config.keys) == 1 else [f"{config.output}_{key}" for key in config.keys]
+    return (
+        [config.output]
+        if len(config.keys) == 1
+        else [f"{config.output}_{key}" for key in config.keys]
+    )
 
 
 def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -97,17 +112,27 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _refuse_existing(outputs: Sequence[str], *, overwrite: bool) -> None:
-    there = [prefix for prefix in outputs if index_path(prefix).exists() or tokens_path(prefix).exists()]
+    there = [
+        prefix for prefix in outputs if index_path(prefix).exists() or tokens_path(prefix).exists()
+    ]
     if there and not overwrite:
-        raise DataError(f"output {there[0]}: a store of that name exists. Use another name, or pass --overwrite.")
+        raise DataError(
+            f"output {there[0]}: a store of that name exists. Use another name, or pass "
+            "--overwrite."
+        )
 
 
 def _tokenize(
-    journal: Journal, sources: Sequence[Source], config: PrepareConfig, report: Callable[[Progress], None] | None
+    journal: Journal,
+    sources: Sequence[Source],
+    config: PrepareConfig,
+    report: Callable[[Progress], None] | None,
 ) -> None:
     work = Work(config.tokenizer, config.keys, config.append_eod, config.strict)
     total = sum(source.nbytes for source in sources)
-    for block, encoded in _encode_in_order(read_blocks(sources, journal.position), work, config.workers):
+    for block, encoded in _encode_in_order(
+        read_blocks(sources, journal.position), work, config.workers
+    ):
         journal.append(block.end, encoded.keys, encoded.totals)
         if report is not None:
             report(Progress(block.nbytes_done, total, journal.totals))
@@ -119,7 +144,9 @@ def _tokenize(
         )
 
 
-def _encode_in_order(blocks: Iterator[Block], work: Work, workers: int) -> Iterator[tuple[Block, EncodedBlock]]:
+def _encode_in_order(
+    blocks: Iterator[Block], work: Work, workers: int
+) -> Iterator[tuple[Block, EncodedBlock]]:
     """Every block with its tokens, in the order of the blocks; a single worker is this process."""
     if workers == 1:
         for block in blocks:
@@ -144,15 +171,17 @@ def _first_done(waiting: deque[tuple[Block, Future[EncodedBlock]]]) -> tuple[Blo
         return block, future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            f"a worker died at {block.paths[0]}:{block.first_line}; often the machine ran out of memory. "
-            f"Use fewer --workers."
+            f"a worker died at {block.paths[0]}:{block.first_line}; often the machine ran out of "
+            f"memory. Use fewer --workers."
         ) from error
 
 
 def _start_worker() -> None:
-    """Set up a worker process: Ctrl-C is the writer's to handle, and without the writer there is nothing to do."""
+    """Set up a worker process: Ctrl-C is the writer's to handle, and without the writer there is
+    nothing to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # One process per core already: the tokenizer's own threads would compete with the other workers.
+    # One process per core already: the tokenizer's own threads would compete with the other
+    # workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -174,7 +203,8 @@ def encode_block(block: Block, work: Work) -> EncodedBlock:
     """Tokenize the documents of a block.
 
     Raises:
-        DataError: with `strict`, a document that cannot be used; else only an id outside the tokenizer's vocabulary.
+        DataError: with `strict`, a document that cannot be used; else only an id outside the
+        tokenizer's vocabulary.
     """
     totals = Totals()
     documents = []
@@ -186,14 +216,18 @@ def encode_block(block: Block, work: Work) -> EncodedBlock:
             totals.reject(document.reason, str(document))
     tokenizer = _tokenizer_of(work.tokenizer)
     keys = [
-        _encode_key([document.texts[place] for document in documents], tokenizer, append_eod=work.append_eod)
+        _encode_key(
+            [document.texts[place] for document in documents], tokenizer, append_eod=work.append_eod
+        )
         for place in range(len(work.keys))
     ]
     _count(documents, keys, totals, work)
     return EncodedBlock(keys, totals)
 
 
-def _count(documents: Sequence[Document], keys: Sequence[EncodedKey], totals: Totals, work: Work) -> None:
+def _count(
+    documents: Sequence[Document], keys: Sequence[EncodedKey], totals: Totals, work: Work
+) -> None:
     empty = np.flatnonzero(np.sum([key.sequences for key in keys], axis=0) == 0)
     if len(empty):
         where = documents[int(empty[0])].where
@@ -202,16 +236,24 @@ def _count(documents: Sequence[Document], keys: Sequence[EncodedKey], totals: To
     totals.empty_documents = len(empty)
     totals.sequences = sum(len(key.lengths) for key in keys)
     totals.tokens = sum(len(key.ids) for key in keys)
-    totals.text_bytes = sum(len(text.encode()) for document in documents for texts in document.texts for text in texts)
+    totals.text_bytes = sum(
+        len(text.encode()) for document in documents for texts in document.texts for text in texts
+    )
 
 
 def _refuse_if_strict(rejected: Rejected, work: Work) -> None:
     if work.strict:
-        raise DataError(f"{rejected}. Correct it, or run without --strict to count such documents and leave them out.")
+        raise DataError(
+            f"{rejected}. Correct it, or run without --strict to count such documents and leave "
+            "them out."
+        )
 
 
-def _encode_key(texts: Sequence[tuple[str, ...]], tokenizer: Tokenizer, *, append_eod: bool) -> EncodedKey:
-    """One key's texts as sequences: those without tokens are dropped, and the last of a document gets the end token."""
+def _encode_key(
+    texts: Sequence[tuple[str, ...]], tokenizer: Tokenizer, *, append_eod: bool
+) -> EncodedKey:
+    """One key's texts as sequences: those without tokens are dropped, and the last of a document
+    gets the end token."""
     document_of = np.repeat(np.arange(len(texts)), [len(parts) for parts in texts])
     ids, lengths = tokenizer.encode_joined([text for parts in texts for text in parts])
     _check_range(ids, tokenizer)
@@ -228,6 +270,7 @@ def _encode_key(texts: Sequence[tuple[str, ...]], tokenizer: Tokenizer, *, appen
 def _check_range(ids: NDArray[np.int64], tokenizer: Tokenizer) -> None:
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
         raise DataError(
-            f"the tokenizer gave id {int(ids.max())}, but its vocabulary has {tokenizer.vocab_size} ids. "
+            f"the tokenizer gave id {int(ids.max())}, but its vocabulary has "
+            f"{tokenizer.vocab_size} ids. "
             f"Use a tokenizer whose files belong together."
         )

@@ -1,7 +1,8 @@
-"""The order of pretraining samples: documents shuffled, joined into one stream, cut into windows, windows shuffled.
+"""The order of pretraining samples: documents shuffled, joined into one stream, cut into windows,
+windows shuffled.
 
-All of it follows from the lengths of the documents, the sequence length, the number of samples and a seed, in exactly
-Megatron's order of random draws, so that the same corpus gives the same samples.
+All of it follows from the lengths of the documents, the sequence length, the number of samples and
+a seed, in exactly Megatron's order of random draws, so that the same corpus gives the same samples.
 """
 
 import logging
@@ -25,7 +26,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """How a split is cut into samples: everything that decides the order, besides the document lengths."""
+    """How a split is cut into samples: everything that decides the order, besides the document
+    lengths."""
 
     seq_len: int
     extra: int = 1  # tokens that a sample shares with the next: 1 for the label of the last
@@ -40,15 +42,21 @@ class EpochPlan:
 
     tokens_per_epoch: int
     epochs: int
-    separate: bool  # the last epoch is used for less than 80 %: shuffled on its own, so no document comes early twice
-    samples_before_last: int  # samples that need nothing of the last epoch; only meaningful when separate
+    # the last epoch is used for less than 80 %: shuffled on its own, so no document comes early
+    # twice
+    separate: bool
+    samples_before_last: (
+        int  # samples that need nothing of the last epoch; only meaningful when separate
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SampleIndex:
     """The three arrays that say which tokens sample k has."""
 
-    documents: NDArray[np.int32]  # [epochs * documents], sequences of the store in the order they are read
+    documents: NDArray[
+        np.int32
+    ]  # [epochs * documents], sequences of the store in the order they are read
     samples: NDArray[Any]  # [n + 1, 2], where each window starts: (position in `documents`, offset)
     shuffle: NDArray[Any]  # [n], which window sample k is
 
@@ -78,11 +86,14 @@ def plan_epochs(tokens_per_epoch: int, plan: WindowPlan) -> EpochPlan:
     return EpochPlan(tokens_per_epoch, epochs, in_last < int(0.80 * per_epoch), before_last)
 
 
-def build_sample_index(lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: WindowPlan) -> SampleIndex:
-    """Build the three arrays. lengths [store], indices [split]: the sequences that belong to the split.
+def build_sample_index(
+    lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: WindowPlan
+) -> SampleIndex:
+    """Build the three arrays. lengths [store], indices [split]: the sequences that belong to the
+    split.
 
-    The random draws, in this order: the documents of all epochs (or of all but the last, then of the last), then the
-    windows in the same one or two parts.
+    The random draws, in this order: the documents of all epochs (or of all but the last, then of
+    the last), then the windows in the same one or two parts.
     """
     epoch = plan_epochs(int(lengths[indices].sum(dtype=np.int64)), plan)
     draw = np.random.RandomState(plan.seed)
@@ -92,7 +103,9 @@ def build_sample_index(lengths: NDArray[np.int32], indices: NDArray[np.int32], p
     return SampleIndex(documents, samples, shuffle)
 
 
-def _shuffled_documents(indices: NDArray[np.int32], epoch: EpochPlan, draw: np.random.RandomState) -> NDArray[np.int32]:
+def _shuffled_documents(
+    indices: NDArray[np.int32], epoch: EpochPlan, draw: np.random.RandomState
+) -> NDArray[np.int32]:
     documents = np.tile(indices.astype(np.int32, copy=False), epoch.epochs)
     last = len(indices) * (epoch.epochs - 1) if epoch.separate else 0
     for part in (documents[:last], documents[last:]):
@@ -106,7 +119,9 @@ def _window_starts(
     tokens = epoch.epochs * epoch.tokens_per_epoch - plan.extra
     count = -(-tokens // plan.seq_len) if plan.keep_partial else tokens // plan.seq_len
     largest = max(len(documents), int(lengths.max()))
-    index = np.empty((count + 1, 2), dtype=np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    index = np.empty(
+        (count + 1, 2), dtype=np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+    )
     fill = loop_for(fill_sample_index, rounds=count + len(documents))
     fill(lengths, documents, plan.seq_len, plan.extra, index)
     return index
@@ -121,7 +136,8 @@ def _shuffled_windows(count: int, epoch: EpochPlan, draw: np.random.RandomState)
 
 
 class PretrainDataset:
-    """One split of one store: `num_samples` windows of seq_len tokens and a label, in their shuffled order."""
+    """One split of one store: `num_samples` windows of seq_len tokens and a label, in their
+    shuffled order."""
 
     def __init__(
         self,
@@ -134,9 +150,11 @@ class PretrainDataset:
         cache: Path | None = None,
         repeat_short: bool = False,
     ) -> None:
-        """`share` (low, high) is the part of the store's sequences that is read; `cache` keeps the index if given.
+        """`share` (low, high) is the part of the store's sequences that is read; `cache` keeps the
+        index if given.
 
-        `repeat_short` lets a part that is shorter than one sample repeat inside it, as small members of a blend must.
+        `repeat_short` lets a part that is shorter than one sample repeat inside it, as small
+        members of a blend must.
 
         Raises:
             DataError: the part is empty, or too short for one sample.
@@ -148,14 +166,20 @@ class PretrainDataset:
         lengths = store.sequence_lengths
         begin, end = split_range(share, len(lengths))
         tokens = int(lengths[begin:end].sum(dtype=np.int64))
-        self._check_enough(end - begin, tokens, repeat_short=repeat_short and plan.num_samples is not None)
+        self._check_enough(
+            end - begin, tokens, repeat_short=repeat_short and plan.num_samples is not None
+        )
         epoch = plan_epochs(tokens, plan)
         self.fingerprint = (
-            f"pretrain {store.fingerprint} sequences={begin}:{end} seq_len={plan.seq_len} extra={plan.extra} "
-            f"seed={plan.seed} epochs={epoch.epochs} last_apart={epoch.separate} partial={plan.keep_partial}"
+            f"pretrain {store.fingerprint} sequences={begin}:{end} seq_len={plan.seq_len} "
+            f"extra={plan.extra} "
+            f"seed={plan.seed} epochs={epoch.epochs} last_apart={epoch.separate} "
+            f"partial={plan.keep_partial}"
         )
         indices = np.arange(begin, end, dtype=np.int32)
-        arrays = load_or_build(cache, self.fingerprint, lambda: _index_arrays(lengths, indices, plan))
+        arrays = load_or_build(
+            cache, self.fingerprint, lambda: _index_arrays(lengths, indices, plan)
+        )
         self._index = SampleIndex(arrays["documents"], arrays["samples"], arrays["shuffle"])
         self.num_samples = len(self._index.shuffle)
 
@@ -163,16 +187,23 @@ class PretrainDataset:
         name, split, size = self._store.name, self._split, self._plan.seq_len + self._plan.extra
         if sequences == 0:
             raise DataError(
-                f"the {split} split of {name} has 0 of its {len(self._store.sequence_lengths)} sequences. "
+                f"the {split} split of {name} has 0 of its {len(self._store.sequence_lengths)} "
+                "sequences. "
                 f"Set data.split so that {split} has a larger share, or set data.{split}_path."
             )
         if 0 < tokens < size and repeat_short:
-            _log.warning("the %s split of %s has %d tokens: they repeat inside each sample", split, name, tokens)
+            _log.warning(
+                "the %s split of %s has %d tokens: they repeat inside each sample",
+                split,
+                name,
+                tokens,
+            )
         elif tokens < size:
             raise DataError(
-                f"the {split} split of {name} has {tokens} tokens in {sequences} sequences, and one sample needs "
-                f"{size}. Use more data, set data.split so that {split} has a larger share, or set train.seq_len "
-                f"to {max(tokens - self._plan.extra, 1)} or less."
+                f"the {split} split of {name} has {tokens} tokens in {sequences} sequences, and "
+                "one sample needs "
+                f"{size}. Use more data, set data.split so that {split} has a larger share, or set "
+                f"train.seq_len to {max(tokens - self._plan.extra, 1)} or less."
             )
 
     def __len__(self) -> int:
@@ -186,9 +217,9 @@ class PretrainDataset:
         """
         if not 0 <= k < self.num_samples:
             raise DataError(
-                f"the {self._split} split of {self._store.name} has {self.num_samples} samples, and sample {k} was "
-                f"asked for. "
-                f"Use more data, or set train.steps to a value that needs fewer."
+                f"the {self._split} split of {self._store.name} has {self.num_samples} samples, "
+                f"and sample {k} was "
+                f"asked for. Use more data, or set train.steps to a value that needs fewer."
             )
         size = self._plan.seq_len + self._plan.extra
         ids = np.zeros(size, dtype=np.int64)
@@ -207,15 +238,18 @@ class PretrainDataset:
         ends.append(end + self._plan.extra)
         starts = [start] + [0] * (len(documents) - 1)
         return [
-            (document, begin, stop - begin) for document, begin, stop in zip(documents, starts, ends) if stop > begin
+            (document, begin, stop - begin)
+            for document, begin, stop in zip(documents, starts, ends)
+            if stop > begin
         ]
 
 
 class ContinuedDataset:
-    """A split that was made longer: its first order to the end, and then further epochs, each part in its own order.
+    """A split that was made longer: its first order to the end, and then further epochs, each part
+    in its own order.
 
-    Megatron shuffles the documents of all epochs together, so the order for more epochs does not begin with the order
-    for fewer. Here what has been read stays what it was.
+    Megatron shuffles the documents of all epochs together, so the order for more epochs does not
+    begin with the order for fewer. Here what has been read stays what it was.
     """
 
     def __init__(self, parts: Sequence[PretrainDataset]) -> None:
@@ -236,8 +270,8 @@ class ContinuedDataset:
         number = bisect_right(self._ends, k) if k >= 0 else 0
         if number == len(self._parts):
             raise DataError(
-                f"the split and its further epochs have {self.num_samples} samples, and sample {k} was asked for. "
-                f"Use more data, or set train.steps to a value that needs fewer."
+                f"the split and its further epochs have {self.num_samples} samples, and sample {k} "
+                f"was asked for. Use more data, or set train.steps to a value that needs fewer."
             )
         return self._parts[number].sample(k - (self._ends[number - 1] if number else 0))
 
@@ -245,19 +279,25 @@ class ContinuedDataset:
 def continued(
     build: Callable[[WindowPlan], PretrainDataset], plan: WindowPlan, longer: Sequence[int]
 ) -> PretrainDataset | ContinuedDataset:
-    """The split for `plan`, continued for each count in `longer` that it has too few samples for, one after the other.
+    """The split for `plan`, continued for each count in `longer` that it has too few samples for,
+    one after the other.
 
-    What follows has a seed of its own, so that no two parts are alike. The first samples never depend on `longer`.
+    What follows has a seed of its own, so that no two parts are alike. The first samples never
+    depend on `longer`.
     """
     parts = [build(plan)]
     for count in longer:
         lacking = count - sum(part.num_samples for part in parts)
         if lacking > 0:
-            parts.append(build(replace(plan, num_samples=lacking, seed=(plan.seed + len(parts)) % 2**32)))
+            parts.append(
+                build(replace(plan, num_samples=lacking, seed=(plan.seed + len(parts)) % 2**32))
+            )
     return parts[0] if len(parts) == 1 else ContinuedDataset(parts)
 
 
-def _index_arrays(lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: WindowPlan) -> Arrays:
+def _index_arrays(
+    lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: WindowPlan
+) -> Arrays:
     index = build_sample_index(lengths, indices, plan)
     return {"documents": index.documents, "samples": index.samples, "shuffle": index.shuffle}
 
@@ -273,6 +313,7 @@ def check_ids(ids: NDArray[Any], vocab_size: int, name: str) -> None:
     for worst in (int(ids.max()), int(ids.min())):
         if not 0 <= worst < vocab_size:
             raise DataError(
-                f"{name}: token id {worst} is outside the vocabulary of {vocab_size} ids. Use the tokenizer that wrote "
+                f"{name}: token id {worst} is outside the vocabulary of {vocab_size} ids. Use the "
+                "tokenizer that wrote "
                 f"the data, or set the model's vocabulary to its size."
             )

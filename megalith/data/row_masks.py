@@ -17,7 +17,8 @@ Seen = NDArray[np.bool_]
 def masks_of_rows(rows: Sequence[Row], *, padding: bool) -> list[RowMask | None]:
     """What rows say of their tokens; with `padding` no token sees that at the end of a row of text.
 
-    In rows of which nothing is read, and so nothing learnt, nothing more is hidden: they need no way that knows masks.
+    In rows of which nothing is read, and so nothing learnt, nothing more is hidden: they need no
+    way that knows masks.
     """
     found = []
     for row in rows:
@@ -44,16 +45,23 @@ def _texts(rows: Sequence[RowMask | None], lengths: Sequence[int]) -> Seen | Non
     texts = [_text(row) for row in rows]
     if all(text is None for text in texts):
         return None
-    return np.concatenate([
-        np.ones(length, np.bool_) if text is None else text for text, length in zip(texts, lengths, strict=True)
-    ])  # fmt: skip
+    return np.concatenate(
+        [
+            np.ones(length, np.bool_) if text is None else text
+            for text, length in zip(texts, lengths, strict=True)
+        ]
+    )
 
 
-def with_row_masks(tokens: Tokens, rows: Sequence[RowMask | None], lengths: Sequence[int]) -> Tokens:
-    """The tokens of rows, whose documents have these lengths as they were read, with the masks of the rows.
+def with_row_masks(
+    tokens: Tokens, rows: Sequence[RowMask | None], lengths: Sequence[int]
+) -> Tokens:
+    """The tokens of rows, whose documents have these lengths as they were read, with the masks of
+    the rows.
 
     Raises:
-        DataError: a mask has not the shape of its row, or masks of several kinds are in one microbatch.
+        DataError: a mask has not the shape of its row, or masks of several kinds are in one
+        microbatch.
     """
     if all(row is None for row in rows):
         return tokens
@@ -72,8 +80,11 @@ def with_row_masks(tokens: Tokens, rows: Sequence[RowMask | None], lengths: Sequ
     return with_masks(tokens, masks, alone=any(row is not None and row.alone for row in rows))
 
 
-def joined_masks(rows: Sequence[RowMask | None], lengths: Sequence[int], size: int) -> RowMask | None:
-    """Masks of short rows of these lengths as that of one row of `size` tokens, in which they follow one another.
+def joined_masks(
+    rows: Sequence[RowMask | None], lengths: Sequence[int], size: int
+) -> RowMask | None:
+    """Masks of short rows of these lengths as that of one row of `size` tokens, in which they
+    follow one another.
 
     Filler behind them sees nothing and is seen by none.
 
@@ -100,17 +111,19 @@ def _check(rows: Sequence[RowMask | None], size: int) -> None:
     for number, row in enumerate(rows):
         if row is not None and row.seen.shape not in ((size,), (size, size)):
             raise DataError(
-                f"the mask of row {number} is {list(row.seen.shape)}: a row of {size} tokens must have "
-                f"[{size}, {size}], or [{size}] for padding. Pass one of such a shape."
+                f"the mask of row {number} is {list(row.seen.shape)}: a row of {size} tokens must "
+                f"have [{size}, {size}], or [{size}] for padding. Pass one of such a shape."
             )
         if row is not None and row.text is not None and row.text.shape != (size,):
             raise DataError(
-                f"the padding of row {number} is {list(row.text.shape)}: a row of {size} tokens must have [{size}]. "
+                f"the padding of row {number} is {list(row.text.shape)}: a row of {size} tokens "
+                f"must have [{size}]. "
                 f"Pass one of that shape."
             )
         if row is not None and row.seen.dtype != np.bool_:
             raise DataError(
-                f"the mask of row {number} is {row.seen.dtype}: expected bool, True where a token may be seen. Use "
+                f"the mask of row {number} is {row.seen.dtype}: expected bool, True where a token "
+                "may be seen. Use "
                 f"seen.astype(bool)."
             )
     _alone(rows)
@@ -119,11 +132,17 @@ def _check(rows: Sequence[RowMask | None], size: int) -> None:
 def _alone(rows: Sequence[RowMask | None]) -> bool:
     """Whether masks take the place of causality."""
     kinds = {row is not None and row.alone for row in rows}
-    padding = [number for number, row in enumerate(rows) if row is not None and row.alone and row.seen.ndim == 1]
+    padding = [
+        number
+        for number, row in enumerate(rows)
+        if row is not None and row.alone and row.seen.ndim == 1
+    ]
     if len(kinds) > 1 or padding:
         raise DataError(
-            f"rows of one microbatch have alone={[row is not None and row.alone for row in rows]}: masks that take the "
-            f"place of causality must be in all of its rows, and of all pairs. Use np.tril(np.ones((s, s), bool)) for "
+            f"rows of one microbatch have alone={[row is not None and row.alone for row in rows]}: "
+            "masks that take the "
+            "place of causality must be in all of its rows, and of all pairs. Use "
+            "np.tril(np.ones((s, s), bool)) for "
             f"rows of s tokens that are causal."
         )
     return kinds == {True}

@@ -9,10 +9,14 @@ from numpy.typing import NDArray
 
 
 class RowMask(NamedTuple):
-    """Which tokens of its document each token of a row may see at most; data/row_masks.py gives it to the tokens."""
+    """Which tokens of its document each token of a row may see at most; data/row_masks.py gives it
+    to the tokens."""
 
-    seen: NDArray[np.bool_]  # [seq_len, seq_len]: by which, of which; or [seq_len]: False for padding, which none sees
-    alone: bool = False  # the mask takes the place of causality; then all rows of a dataset have one of all pairs
+    seen: NDArray[
+        np.bool_
+    ]  # [seq_len, seq_len]: by which, of which; or [seq_len]: False for padding, which none sees
+    # the mask takes the place of causality; then all rows of a dataset have one of all pairs
+    alone: bool = False
     text: NDArray[np.bool_] | None = None  # [seq_len], beside a mask of pairs: False for padding
 
     def blank(self) -> "RowMask":
@@ -29,7 +33,9 @@ class Sample:
 
     ids: NDArray[np.int64]  # [seq_len + 1]; zeros from num_valid on
     num_valid: int  # ids from here on are padding: neither read nor predicted
-    places: NDArray[np.int64] | None = None  # [3, seq_len], by time, height and width; None: the place in the document
+    places: NDArray[np.int64] | None = (
+        None  # [3, seq_len], by time, height and width; None: the place in the document
+    )
     mask: RowMask | None = None  # None: no more is hidden than layers hide
 
     @property
@@ -47,10 +53,16 @@ class PackedSample:
     """One row filled with whole documents, each with labels of its own."""
 
     ids: NDArray[np.int64]  # [seq_len], what is read; zeros in the filler
-    labels: NDArray[np.int64]  # [seq_len], the next token of the same document; -1 where there is no loss
-    lengths: tuple[int, ...]  # of the documents, which fill the row; the filler at its end is one more, or several
+    labels: NDArray[
+        np.int64
+    ]  # [seq_len], the next token of the same document; -1 where there is no loss
+    lengths: tuple[
+        int, ...
+    ]  # of the documents, which fill the row; the filler at its end is one more, or several
     num_valid: int  # tokens before the filler
-    places: NDArray[np.int64] | None = None  # [3, seq_len], by time, height and width; None: the place in the document
+    places: NDArray[np.int64] | None = (
+        None  # [3, seq_len], by time, height and width; None: the place in the document
+    )
     mask: RowMask | None = None  # None: no more is hidden than layers hide
 
     @property
@@ -58,7 +70,11 @@ class PackedSample:
         """Of the documents without the filler."""
         if self.num_valid == len(self.ids):
             return self.lengths
-        return tuple(length for length, end in zip(self.lengths, accumulate(self.lengths)) if end <= self.num_valid)
+        return tuple(
+            length
+            for length, end in zip(self.lengths, accumulate(self.lengths))
+            if end <= self.num_valid
+        )
 
     def blank(self) -> "PackedSample":
         """A row as long, all of it filler."""
@@ -71,7 +87,8 @@ Row = Sample | PackedSample
 
 
 class Dataset(Protocol):
-    """Samples in a fixed order. `sample(k)` depends on k alone, so the count of samples read is all the state."""
+    """Samples in a fixed order. `sample(k)` depends on k alone, so the count of samples read is all
+    the state."""
 
     @property
     def num_samples(self) -> int:
@@ -82,7 +99,8 @@ class Dataset(Protocol):
         """A text that changes when the tokens or their order do; kept in checkpoints."""
 
     def sample(self, k: int) -> Row:
-        """Sample k; all of a dataset are of one kind, and equally long unless they are single documents.
+        """Sample k; all of a dataset are of one kind, and equally long unless they are single
+        documents.
 
         Raises:
             DataError: there is no sample k, or it holds a token id outside the vocabulary.
@@ -101,7 +119,8 @@ class Indexed(Protocol):
 
 
 class TokenStore(Protocol):
-    """Sequences of token ids that can be read in any order: an indexed file pair, or made-up ones."""
+    """Sequences of token ids that can be read in any order: an indexed file pair, or made-up
+    ones."""
 
     @property
     def name(self) -> str:
@@ -116,4 +135,5 @@ class TokenStore(Protocol):
         """[n], tokens per sequence."""
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """`length` tokens of one sequence from `offset` on; all that are left when length is None."""
+        """`length` tokens of one sequence from `offset` on; all that are left when length is
+        None."""

@@ -1,4 +1,5 @@
-"""SentencePiece models: the tokenizer.model of Llama 2, Mistral or Gemma. The one file that imports the library."""
+"""SentencePiece models: the tokenizer.model of Llama 2, Mistral or Gemma. The one file that imports
+the library."""
 
 import hashlib
 import importlib
@@ -20,8 +21,11 @@ MODEL = "tokenizer.model"
 class SentencePieceTokenizer:
     """A SentencePiece model. `eod` is the piece named, else the model's own end of a sentence."""
 
-    def __init__(self, path: str, *, eod: str | None = None, add_special_tokens: bool = True) -> None:
-        """`path`: the model, or a folder with tokenizer.model. `add_special_tokens`: begin texts with its first token.
+    def __init__(
+        self, path: str, *, eod: str | None = None, add_special_tokens: bool = True
+    ) -> None:
+        """`path`: the model, or a folder with tokenizer.model. `add_special_tokens`: begin texts
+        with its first token.
 
         Raises:
             DataError: there is no such model, it cannot be read, or it has no piece `eod`.
@@ -49,7 +53,8 @@ class SentencePieceTokenizer:
         if self._eod is None:
             raise DataError(
                 f"tokenizer.path={self.path}: the model has no end-of-sentence piece. "
-                f"Set tokenizer.eod to one of its pieces, such as {self._model.id_to_piece(self.vocab_size - 1)!r}."
+                "Set tokenizer.eod to one of its pieces, such as "
+                f"{self._model.id_to_piece(self.vocab_size - 1)!r}."
             )
         return self._eod
 
@@ -80,11 +85,15 @@ class SentencePieceTokenizer:
         """The ids of all texts one after another, and how many each has."""
         batch = self.encode_batch(texts)
         lengths = np.array([len(ids) for ids in batch], np.int32)
-        return np.fromiter(chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))), lengths
+        return np.fromiter(
+            chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))
+        ), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, control pieces left out."""
-        text: str = self._model.decode([int(token) for token in ids if not self._model.is_control(int(token))])
+        text: str = self._model.decode(
+            [int(token) for token in ids if not self._model.is_control(int(token))]
+        )
         return text
 
     def num_bytes(self, ids: Sequence[int]) -> int:
@@ -92,17 +101,20 @@ class SentencePieceTokenizer:
         return len(self.decode(ids).encode())
 
     def _spans(self, text: str) -> Spans:
-        """Of several bytes of one character only the last has it; a space that is put before the text lies nowhere.
-        Both are given the character that follows."""
+        """Of several bytes of one character only the last has it; a space that is put before the
+        text lies nowhere. Both are given the character that follows."""
         found = self._model.encode(text, return_type="offset_mapping")
-        return Spans(list(found["ids"]), [(start, max(end, start + 1)) for start, end in found["offsets"]])
+        return Spans(
+            list(found["ids"]), [(start, max(end, start + 1)) for start, end in found["offsets"]]
+        )
 
     def _piece(self, text: str) -> int:
         number: int = self._model.piece_to_id(text)
         if self._model.id_to_piece(number) != text:
             named = [self._model.id_to_piece(token) for token in range(min(8, self.vocab_size))]
             raise DataError(
-                f"tokenizer.eod={text!r} is not a piece of {self.path}. Set it to one of its pieces, such as {named}."
+                f"tokenizer.eod={text!r} is not a piece of {self.path}. Set it to one of its "
+                f"pieces, such as {named}."
             )
         return number
 
@@ -125,13 +137,15 @@ def find_model_file(path: str) -> Path:
     file = Path(path) / MODEL if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise DataError(
-            f"tokenizer.path={path}: there is no {MODEL}. Set it to a SentencePiece model, or to a folder that has one."
+            f"tokenizer.path={path}: there is no {MODEL}. Set it to a SentencePiece model, or to a "
+            "folder that has one."
         )
     return file
 
 
 def is_sentencepiece(place: Path) -> bool:
-    """Whether a folder has a SentencePiece model, or a file is one; Llama 3's of the same name is lines of text."""
+    """Whether a folder has a SentencePiece model, or a file is one; Llama 3's of the same name is
+    lines of text."""
     try:
         with (place / MODEL if place.is_dir() else place).open("rb") as file:
             return file.read(1) == b"\n"  # a protocol buffer whose first field is a list of pieces
@@ -151,5 +165,6 @@ def _read(file: Path) -> Any:  # a SentencePieceProcessor, which ships no types
         return library.SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError) as error:
         raise DataError(
-            f"tokenizer.path={file}: not a SentencePiece model ({str(error)[:80]}). Use the model's own file."
+            f"tokenizer.path={file}: not a SentencePiece model ({str(error)[:80]}). Use the "
+            "model's own file."
         ) from error

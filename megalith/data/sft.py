@@ -1,4 +1,5 @@
-"""Fine-tuning samples: conversations as tokens and what of them is learnt, and rows filled with them."""
+"""Fine-tuning samples: conversations as tokens and what of them is learnt, and rows filled with
+them."""
 
 import hashlib
 import logging
@@ -15,7 +16,13 @@ from megalith.config.data import DataConfig
 from megalith.config.sft import SFTConfig
 from megalith.data.cache import Arrays, load_or_build
 from megalith.data.chat_template import ChatTemplate, Piece, find_template
-from megalith.data.conversations import MADE_UP, Conversation, conversation_sources, made_up, read_conversations
+from megalith.data.conversations import (
+    MADE_UP,
+    Conversation,
+    conversation_sources,
+    made_up,
+    read_conversations,
+)
 from megalith.data.packs import Room, read_packs
 from megalith.data.pretrain import check_ids
 from megalith.data.sample import PackedSample
@@ -83,21 +90,34 @@ class Report:
     """Of rows; 0 where each conversation is by itself."""
 
     def __str__(self) -> str:
-        share, fill = self.supervised / max(1, self.tokens), self.tokens / max(1, self.rows * self.seq_len)
+        share, fill = (
+            self.supervised / max(1, self.tokens),
+            self.tokens / max(1, self.rows * self.seq_len),
+        )
         lost = {
-            "cut": self.truncated, "left out as too long": self.dropped,
+            "cut": self.truncated,
+            "left out as too long": self.dropped,
             "left out without a token to learn": self.masked,
-        }  # fmt: skip
+        }
         told = "".join(f", {count} {what}" for what, count in lost.items() if count)
-        rows = f"{self.rows} rows an epoch, {fill:.1%} filled" if self.seq_len else f"{self.rows} an epoch"
-        return f"{self.conversations} conversations{told}; {rows}, {share:.1%} of their tokens learnt"
+        rows = (
+            f"{self.rows} rows an epoch, {fill:.1%} filled"
+            if self.seq_len
+            else f"{self.rows} an epoch"
+        )
+        return (
+            f"{self.conversations} conversations{told}; {rows}, {share:.1%} of their tokens learnt"
+        )
 
 
-def tokenise(conversation: Conversation, template: ChatTemplate, tokenizer: Tokenizer, *, everything: bool) -> Arrays:
-    """Tokens of one conversation, and which of them are learnt: `everything`, or what the template says.
+def tokenise(
+    conversation: Conversation, template: ChatTemplate, tokenizer: Tokenizer, *, everything: bool
+) -> Arrays:
+    """Tokens of one conversation, and which of them are learnt: `everything`, or what the template
+    says.
 
-    A token across the border of what is learnt is learnt: it holds the first or the last of what the assistant wrote,
-    which nothing else would teach.
+    A token across the border of what is learnt is learnt: it holds the first or the last of what
+    the assistant wrote, which nothing else would teach.
 
     Raises:
         DataError: the template refuses it, or makes no text of it; the message has file and row.
@@ -106,15 +126,22 @@ def tokenise(conversation: Conversation, template: ChatTemplate, tokenizer: Toke
         pieces = _pieces(conversation, template, everything)
         ids, places = tokenizer.encode_spans("".join(piece.text for piece in pieces))
     except DataError as error:
-        raise DataError(f"{conversation.where}: {error} Use other text there, or remove the row.") from error
+        raise DataError(
+            f"{conversation.where}: {error} Use other text there, or remove the row."
+        ) from error
     if not ids:
         raise DataError(
-            f"{conversation.where}: {template.name} makes {len(ids)} tokens of its {len(conversation.messages)} "
+            f"{conversation.where}: {template.name} makes {len(ids)} tokens of its "
+            f"{len(conversation.messages)} "
             f"messages. Use a template that writes them down, or remove the row."
         )
-    characters = np.repeat([piece.learnt for piece in pieces], [len(piece.text) for piece in pieces])
+    characters = np.repeat(
+        [piece.learnt for piece in pieces], [len(piece.text) for piece in pieces]
+    )
     before = np.concatenate([[0], np.cumsum(characters)])
-    starts, ends = np.minimum(np.array(places, np.int64).T, [[len(characters) - 1], [len(characters)]])
+    starts, ends = np.minimum(
+        np.array(places, np.int64).T, [[len(characters) - 1], [len(characters)]]
+    )
     return {"tokens": np.array(ids, np.int32), "learnt": before[ends] > before[starts]}
 
 
@@ -130,9 +157,13 @@ def _pieces(conversation: Conversation, template: ChatTemplate, everything: bool
 
 
 def tokenise_all(
-    conversations: Iterable[Conversation], paths: Sequence[str], template: ChatTemplate, tokenizer: Tokenizer, *,
+    conversations: Iterable[Conversation],
+    paths: Sequence[str],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    *,
     everything: bool,
-) -> Arrays:  # fmt: skip
+) -> Arrays:
     """The arrays of `Tokenised`, and their hash; paths: of the files, in order.
 
     Raises:
@@ -151,14 +182,16 @@ def tokenise_all(
     if not tokens:
         named = ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
         raise DataError(
-            f"data.sft.path: {len(tokens)} conversations were found in {named}. Set it to files that have some."
+            f"data.sft.path: {len(tokens)} conversations were found in {named}. Set it to files "
+            "that have some."
         )
     arrays: Arrays = {
-        "tokens": np.concatenate(tokens), "learnt": np.concatenate(learnt),
+        "tokens": np.concatenate(tokens),
+        "learnt": np.concatenate(learnt),
         "starts": np.cumsum([0, *map(len, tokens)], dtype=np.int64),
         "files": np.array([file for file, _ in places], np.int32),
         "rows": np.array([row for _, row in places], np.int64),
-    }  # fmt: skip
+    }
     digest = hashlib.blake2b(digest_size=16)
     for name in arrays:
         digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
@@ -166,30 +199,55 @@ def tokenise_all(
 
 
 class ConversationDataset:
-    """Rows filled with whole conversations, epoch after epoch; sample k is a function of k alone."""
+    """Rows filled with whole conversations, epoch after epoch; sample k is a function of k
+    alone."""
 
     def __init__(
-        self, name: str, store: Tokenised, sft: SFTConfig, *, seq_len: int, seed: int, num_samples: int | None,
-        vocab_size: int, cache: Path | None = None, alone: bool = False,
-    ) -> None:  # fmt: skip
-        """`num_samples`: at least so many rows, in whole epochs; None: one epoch. `alone`: each conversation in a row
-        of its own length.
+        self,
+        name: str,
+        store: Tokenised,
+        sft: SFTConfig,
+        *,
+        seq_len: int,
+        seed: int,
+        num_samples: int | None,
+        vocab_size: int,
+        cache: Path | None = None,
+        alone: bool = False,
+    ) -> None:
+        """`num_samples`: at least so many rows, in whole epochs; None: one epoch. `alone`: each
+        conversation in a row of its own length.
 
         Raises:
-            DataError: a conversation is too long and must not be, none has anything to learn, or token ids do not fit
-                the vocabulary.
+            DataError: a conversation is too long and must not be, none has anything to learn, or
+                token ids do not fit the vocabulary.
         """
-        self._name, self._store, self._sft, self._seq_len, self._seed = name, store, sft, seq_len, seed
+        self._name, self._store, self._sft, self._seq_len, self._seed = (
+            name,
+            store,
+            sft,
+            seq_len,
+            seed,
+        )
         check_ids(store.tokens, vocab_size, f"data.sft ({name})")
         self._lengths, self._kept, counts = _usable(store, sft, seq_len, name)
         self._alone = alone
         self._packs = None if sft.packs is None else read_packs(sft.packs, self.room())
-        packing = "none" if alone else sft.packing if self._packs is None else f"packs {self._packs.digest}"
+        packing = (
+            "none"
+            if alone
+            else sft.packing
+            if self._packs is None
+            else f"packs {self._packs.digest}"
+        )
         self.fingerprint = (
-            f"conversations {store.digest} seq_len={seq_len} packing={packing} overlong={sft.overlong} "
+            f"conversations {store.digest} seq_len={seq_len} packing={packing} "
+            f"overlong={sft.overlong} "
             f"shuffle={f'{sft.shuffle} seed={seed}' if sft.shuffle == 'epoch' else sft.shuffle}"
         )
-        arrays = load_or_build(cache, f"{self.fingerprint} rows={num_samples}", lambda: self._epochs(num_samples))
+        arrays = load_or_build(
+            cache, f"{self.fingerprint} rows={num_samples}", lambda: self._epochs(num_samples)
+        )
         self._rows = Filled(arrays["documents"], arrays["starts"])
         self.num_samples = self._rows.num_rows
         self.report = self._report(counts, int(arrays["per_epoch"][0]))
@@ -205,7 +263,8 @@ class ConversationDataset:
         """
         if not 0 <= k < self.num_samples:
             raise DataError(
-                f"the {self._name} conversations were packed into {self.num_samples} rows, and row {k} was asked for. "
+                f"the {self._name} conversations were packed into {self.num_samples} rows, and row "
+                f"{k} was asked for. "
                 f"Set train.steps to a value that needs fewer."
             )
         size = sum(self.lengths_of(k)) if self._alone else self._seq_len
@@ -215,7 +274,9 @@ class ConversationDataset:
             length, first = int(self._lengths[number]), int(self._store.starts[number])
             tokens = self._store.tokens[first : first + length + 1]
             ids[end : end + length] = tokens[:-1]
-            labels[end : end + length] = np.where(self._store.learnt[first + 1 : first + length + 1], tokens[1:], -1)
+            labels[end : end + length] = np.where(
+                self._store.learnt[first + 1 : first + length + 1], tokens[1:], -1
+            )
             lengths.append(length)
             end += length
         filler = [size - end] if end < size else []
@@ -227,7 +288,9 @@ class ConversationDataset:
 
     def room(self) -> Room:
         """What a packing is made for."""
-        return Room(self._store.digest, self._seq_len, self._sft.overlong, self._lengths, self._kept)
+        return Room(
+            self._store.digest, self._seq_len, self._sft.overlong, self._lengths, self._kept
+        )
 
     def _epochs(self, num_samples: int | None) -> Arrays:
         """Epochs until there are as many rows."""
@@ -255,8 +318,11 @@ class ConversationDataset:
         elif together:
             filled = fill_by_group(lengths, self._lines(), self._seq_len)
         else:
-            filled = (fill_best if sft.packing == "best_fit" else fill_in_order)(lengths, self._seq_len)
-        # Rows of many short conversations have small first numbers: without this they would come early.
+            filled = (fill_best if sft.packing == "best_fit" else fill_in_order)(
+                lengths, self._seq_len
+            )
+        # Rows of many short conversations have small first numbers: without this they would come
+        # early.
         rows = draw.permutation(filled.num_rows) if shuffled else np.arange(filled.num_rows)
         parts = [order[filled.row(number)] for number in rows.tolist()]
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
@@ -270,10 +336,15 @@ class ConversationDataset:
     def _report(self, counts: "_Counts", rows: int) -> Report:
         kept = self._kept
         return Report(
-            conversations=len(self._store.rows), truncated=counts.truncated, dropped=counts.dropped,
-            masked=counts.masked, rows=rows, tokens=int(self._lengths[kept].sum()),
-            supervised=int(counts.supervised[kept].sum()), seq_len=0 if self._alone else self._seq_len,
-        )  # fmt: skip
+            conversations=len(self._store.rows),
+            truncated=counts.truncated,
+            dropped=counts.dropped,
+            masked=counts.masked,
+            rows=rows,
+            tokens=int(self._lengths[kept].sum()),
+            supervised=int(counts.supervised[kept].sum()),
+            seq_len=0 if self._alone else self._seq_len,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +358,8 @@ class _Counts:
 def _usable(
     store: Tokenised, sft: SFTConfig, seq_len: int, name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], _Counts]:
-    """Tokens that are read of each conversation, which conversations are, and what became of the others.
+    """Tokens that are read of each conversation, which conversations are, and what became of the
+    others.
 
     The last token of a conversation is predicted and not read.
     """
@@ -296,31 +368,48 @@ def _usable(
     if sft.overlong == "error" and long.any():
         first = int(np.flatnonzero(long)[0])
         raise DataError(
-            f"{store.where(first)}: a conversation of {int(lengths[first]) + 1} tokens, and a row of "
-            f"train.seq_len={seq_len} holds {seq_len + 1} with the last label; {int(long.sum())} of {len(long)} are "
-            f"too long. Set train.seq_len to {int(lengths.max())}, or data.sft.overlong to truncate or drop."
+            f"{store.where(first)}: a conversation of {int(lengths[first]) + 1} tokens, and a row "
+            "of "
+            f"train.seq_len={seq_len} holds {seq_len + 1} with the last label; {int(long.sum())} "
+            f"of {len(long)} are "
+            f"too long. Set train.seq_len to {int(lengths.max())}, or data.sft.overlong to "
+            "truncate or drop."
         )
     read = np.minimum(lengths, seq_len)
     before = np.concatenate([[0], np.cumsum(store.learnt, dtype=np.int64)])
-    firsts = store.starts[:-1] + 1  # the first token of a conversation follows nothing, so it cannot be learnt
+    firsts = (
+        store.starts[:-1] + 1
+    )  # the first token of a conversation follows nothing, so it cannot be learnt
     supervised = before[np.maximum(firsts + read, firsts)] - before[firsts]
     dropped = long if sft.overlong == "drop" else np.zeros_like(long)
     masked = (supervised == 0) & ~dropped
     kept = np.flatnonzero(~dropped & ~masked)
     if len(kept) == 0:
         raise DataError(
-            f"data.sft ({name}): of {len(long)} conversations {int(dropped.sum())} are too long and "
-            f"{int(masked.sum())} have nothing to learn, which leaves 0 (the first is {store.where(0)}). Use "
-            f"conversations with assistant turns that are trained, or set data.sft.overlong=truncate."
+            f"data.sft ({name}): of {len(long)} conversations {int(dropped.sum())} are too long "
+            f"and {int(masked.sum())} have nothing to learn, which leaves 0 (the first is "
+            f"{store.where(0)}). Use "
+            "conversations with assistant turns that are trained, or set "
+            "data.sft.overlong=truncate."
         )
-    counts = _Counts(int((long & ~dropped & ~masked).sum()), int(dropped.sum()), int(masked.sum()), supervised)
+    counts = _Counts(
+        int((long & ~dropped & ~masked).sum()), int(dropped.sum()), int(masked.sum()), supervised
+    )
     return read, kept, counts
 
 
 def build_conversations(
-    data: DataConfig, *, split: str, seq_len: int, seed: int, num_samples: int | None, vocab_size: int,
-    tokenizer: Tokenizer, tokenizer_path: str | None, alone: bool = False,
-) -> ConversationDataset:  # fmt: skip
+    data: DataConfig,
+    *,
+    split: str,
+    seq_len: int,
+    seed: int,
+    num_samples: int | None,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    tokenizer_path: str | None,
+    alone: bool = False,
+) -> ConversationDataset:
     """One split of a fine-tuning run.
 
     Raises:
@@ -331,11 +420,14 @@ def build_conversations(
     paths = {"train": sft.path, "valid": sft.valid_path}.get(split, ())
     if not paths and (sft.mock_conversations is None or split == "test"):
         raise ConfigError(
-            f"data.sft has no {split} conversations (data.sft.{split}_path is unset), but the run reads "
-            f"{num_samples or 'all'} {split} samples. Set data.sft.valid_path, or train.eval_steps=0."
+            f"data.sft has no {split} conversations (data.sft.{split}_path is unset), but the run "
+            f"reads {num_samples or 'all'} {split} samples. Set data.sft.valid_path, or "
+            "train.eval_steps=0."
         )
     today = datetime.fromisoformat(sft.date)
-    template = find_template(sft.template, tokenizer, tokenizer_path, setting="data.sft.template", today=today)
+    template = find_template(
+        sft.template, tokenizer, tokenizer_path, setting="data.sft.template", today=today
+    )
     everything = sft.loss_on == "all"
     told = f"{template.fingerprint} {tokenizer.fingerprint} everything={everything}"
     if paths:
@@ -347,18 +439,34 @@ def build_conversations(
     else:
         assert sft.mock_conversations is not None
         cache, names = None, (MADE_UP,)
-        found = made_up(sft.mock_conversations, 0) if split == "train" else made_up(MADE_UP_VALID, 1)
+        found = (
+            made_up(sft.mock_conversations, 0) if split == "train" else made_up(MADE_UP_VALID, 1)
+        )
     arrays = load_or_build(
-        cache, f"conversations {told}", lambda: tokenise_all(found, names, template, tokenizer, everything=everything)
+        cache,
+        f"conversations {told}",
+        lambda: tokenise_all(found, names, template, tokenizer, everything=everything),
     )
     return ConversationDataset(
-        split, _tokenised(arrays, names), sft, seq_len=seq_len, seed=seed, num_samples=num_samples,
-        vocab_size=vocab_size, cache=cache, alone=alone,
-    )  # fmt: skip
+        split,
+        _tokenised(arrays, names),
+        sft,
+        seq_len=seq_len,
+        seed=seed,
+        num_samples=num_samples,
+        vocab_size=vocab_size,
+        cache=cache,
+        alone=alone,
+    )
 
 
 def _tokenised(arrays: Arrays, paths: tuple[str, ...]) -> Tokenised:
     return Tokenised(
-        arrays["tokens"], arrays["learnt"], arrays["starts"], arrays["files"], arrays["rows"], paths,
+        arrays["tokens"],
+        arrays["learnt"],
+        arrays["starts"],
+        arrays["files"],
+        arrays["rows"],
+        paths,
         bytes(arrays["digest"]).hex(),
-    )  # fmt: skip
+    )

@@ -10,11 +10,19 @@ import numpy as np
 from megalith import storage
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml, load_yaml
-from megalith.data.indexed import IndexedDataset, IndexedDatasetBuilder, index_path, store_exists, tokens_path
+from megalith.data.indexed import (
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    index_path,
+    store_exists,
+    tokens_path,
+)
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError
 
-_LOOKED_AT = 100_000  # documents whose last token is read: enough for a share, and seconds on a slow disk
+_LOOKED_AT = (
+    100_000  # documents whose last token is read: enough for a share, and seconds on a slow disk
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,9 @@ class StoreSummary:
     mean_length: float
     longest: int
     common_last_token: int | None  # of documents; None when all are empty
-    common_last_share: float  # of the documents that are not empty: 1 when each ends with the end token
+    common_last_share: (
+        float  # of the documents that are not empty: 1 when each ends with the end token
+    )
     bin_nbytes: int
     idx_nbytes: int
 
@@ -63,7 +73,9 @@ def _common_last_token(store: IndexedDataset) -> tuple[int | None, float]:
     """The token that most documents end with, and how many of those looked at do."""
     ends = store.document_indices[1:][np.diff(store.document_indices) > 0]
     step = max(1, len(ends) // _LOOKED_AT)
-    lasts = [int(store.get(int(end) - 1)[-1]) for end in ends[::step] if store.sequence_lengths[end - 1]]
+    lasts = [
+        int(store.get(int(end) - 1)[-1]) for end in ends[::step] if store.sequence_lengths[end - 1]
+    ]
     if not lasts:
         return None, 0.0
     values, counts = np.unique(lasts, return_counts=True)
@@ -77,9 +89,17 @@ def find_stores(place: str) -> list[str]:
     Raises:
         DataError: there is none, or one of the two files of a store is missing.
     """
-    if store_exists(place) or not Path(place).is_dir():  # training puts a folder PREFIX/cache beside a store
+    if (
+        store_exists(place) or not Path(place).is_dir()
+    ):  # training puts a folder PREFIX/cache beside a store
         return [place]
-    stems = sorted({str(path.with_suffix("")) for ending in ("idx", "bin") for path in Path(place).glob(f"*.{ending}")})
+    stems = sorted(
+        {
+            str(path.with_suffix(""))
+            for ending in ("idx", "bin")
+            for path in Path(place).glob(f"*.{ending}")
+        }
+    )
     broken = [stem for stem in stems if not store_exists(stem)]
     if broken or not stems:
         what = f"{broken[0]} has only one of its two files" if broken else "no .idx and .bin files"
@@ -88,15 +108,22 @@ def find_stores(place: str) -> list[str]:
 
 
 def merge_stores(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> None:
-    """Write one store with the documents of several, in their order: what preparing all texts at once would give.
+    """Write one store with the documents of several, in their order: what preparing all texts at
+    once would give.
 
     Raises:
         DataError: no store, one of another kind than the first, or the output is in the way.
     """
     if not prefixes:
-        raise DataError(f"nothing to merge into {output}. Use one or more prefixes or folders of stores.")
-    if os.path.exists(index_path(output)) and not overwrite:  # no error where looking is not allowed
-        raise DataError(f"output {output}: a store of that name exists. Use another name, or pass --overwrite.")
+        raise DataError(
+            f"nothing to merge into {output}. Use one or more prefixes or folders of stores."
+        )
+    if (
+        os.path.exists(index_path(output)) and not overwrite
+    ):  # no error where looking is not allowed
+        raise DataError(
+            f"output {output}: a store of that name exists. Use another name, or pass --overwrite."
+        )
     stores = [IndexedDataset(prefix) for prefix in prefixes]
     _refuse_other_kinds(stores)
     with IndexedDatasetBuilder(output, stores[0].dtype, multimodal=stores[0].multimodal) as builder:
@@ -112,11 +139,13 @@ def merge_stores(prefixes: Sequence[str], output: str, *, overwrite: bool = Fals
 
 def _refuse_other_kinds(stores: Sequence[IndexedDataset]) -> None:
     kinds = [f"{store.dtype.name}{' with modes' if store.multimodal else ''}" for store in stores]
-    others = [f"{store.path_prefix} ({kind})" for store, kind in zip(stores, kinds) if kind != kinds[0]]
+    others = [
+        f"{store.path_prefix} ({kind})" for store, kind in zip(stores, kinds) if kind != kinds[0]
+    ]
     if others:
         raise DataError(
-            f"{', '.join(others)}: not of the same token type as {stores[0].path_prefix} ({kinds[0]}). "
-            f"Use stores of one tokenizer."
+            f"{', '.join(others)}: not of the same token type as {stores[0].path_prefix} "
+            f"({kinds[0]}). Use stores of one tokenizer."
         )
 
 
@@ -140,7 +169,9 @@ def write_tokenizer_record(prefix: str, config: TokenizerConfig, fingerprint: st
     file = tokenizer_record(prefix)
     if config.path is not None and Path(config.path).exists():  # else it is a hub name
         config = replace(config, path=os.path.relpath(config.path, file.parent))
-    storage.replace_file(file, dump_yaml(StoreTokenizer(fingerprint=fingerprint, tokenizer=config)).encode())
+    storage.replace_file(
+        file, dump_yaml(StoreTokenizer(fingerprint=fingerprint, tokenizer=config)).encode()
+    )
 
 
 def read_store_tokenizer(prefix: str) -> Tokenizer:
@@ -156,15 +187,18 @@ def read_store_tokenizer(prefix: str) -> Tokenizer:
     tokenizer = build_tokenizer(record.tokenizer)
     if tokenizer.fingerprint != record.fingerprint:
         raise DataError(
-            f"{tokenizer_record(prefix)}: the store was written by the tokenizer {record.fingerprint}, and "
-            f"{record.tokenizer.path} is {tokenizer.fingerprint} now. Pass --tokenizer with the one that wrote it, or "
+            f"{tokenizer_record(prefix)}: the store was written by the tokenizer "
+            f"{record.fingerprint}, and "
+            f"{record.tokenizer.path} is {tokenizer.fingerprint} now. Pass --tokenizer with the "
+            "one that wrote it, or "
             f"--ids."
         )
     return tokenizer
 
 
 def _read_record(prefix: str) -> StoreTokenizer | None:
-    """Read the record of a store, with the path of the tokenizer as it is from here; None: the store has none."""
+    """Read the record of a store, with the path of the tokenizer as it is from here; None: the
+    store has none."""
     file = tokenizer_record(prefix)
     if not file.is_file():
         return None
@@ -172,4 +206,6 @@ def _read_record(prefix: str) -> StoreTokenizer | None:
     path = record.tokenizer.path
     if path is None or not (file.parent / path).exists():
         return record
-    return replace(record, tokenizer=replace(record.tokenizer, path=os.path.normpath(file.parent / path)))
+    return replace(
+        record, tokenizer=replace(record.tokenizer, path=os.path.normpath(file.parent / path))
+    )

@@ -1,8 +1,10 @@
-"""Jinja sandbox for chat templates: work, memory and output of a template are limited. The one file that imports Jinja.
+"""Jinja sandbox for chat templates: work, memory and output of a template are limited. The one file
+that imports Jinja.
 
-A chat template is a program from an untrusted source. Jinja's sandbox keeps it away from Python objects, but not from
-endless loops or strings of many GB. Here every loop iteration, call, filter, test and growing operator is charged to a
-budget in proportion to the size of its operands, before it runs. Nothing is computed while the template is compiled.
+A chat template is a program from an untrusted source. Jinja's sandbox keeps it away from Python
+objects, but not from endless loops or strings of many GB. Here every loop iteration, call, filter,
+test and growing operator is charged to a budget in proportion to the size of its operands, before
+it runs. Nothing is computed while the template is compiled.
 """
 
 import json
@@ -25,7 +27,8 @@ MAX_SOURCE = 2**17
 """Characters of a template. Heuristic: published ones have up to 30,000."""
 
 MAX_COST = 300_000
-"""Cost of rendering one conversation. Heuristic: about a second; usual conversations cost less than a thousandth."""
+"""Cost of rendering one conversation. Heuristic: about a second; usual conversations cost less than
+a thousandth."""
 
 MAX_OPERATION = 2**16
 """Cost of one call, filter or operator: 64 MiB of text."""
@@ -40,7 +43,8 @@ _NODE_SIZE = 64
 """Size of one item of a container, in characters."""
 
 _NODES_PER_UNIT = 4
-"""Items of containers that are visited in the time of a call. Measured: 0.4 us an item, 1.7 us a call, on a CPU."""
+"""Items of containers that are visited in the time of a call. Measured: 0.4 us an item, 1.7 us a
+call, on a CPU."""
 
 _MAX_INT_BITS = 4096
 _CONTAINERS = (list, tuple, dict, set, frozenset, range, KeysView, ValuesView, ItemsView)
@@ -66,12 +70,15 @@ class _Budget(threading.local):
         self.spent += cost
         if cost > MAX_OPERATION or self.spent > MAX_COST:
             raise TemplateLimitError(
-                f"its loops, calls and texts cost more than the limits of {MAX_COST:,} units for a conversation and "
-                f"{MAX_OPERATION:,} for one operation; a unit is a call, an iteration or {_UNIT} characters"
+                f"its loops, calls and texts cost more than the limits of {MAX_COST:,} units for a "
+                "conversation and "
+                f"{MAX_OPERATION:,} for one operation; a unit is a call, an iteration or {_UNIT} "
+                "characters"
             )
 
     def size(self, value: Value) -> int:
-        """Return the characters of a text, or of everything in a container, each use of a shared part counted.
+        """Return the characters of a text, or of everything in a container, each use of a shared
+        part counted.
 
         The visit is charged. It ends at the size that no single operation may have.
         """
@@ -82,7 +89,9 @@ class _Budget(threading.local):
             part = waiting.pop()
             num_nodes += 1
             if isinstance(part, Namespace):
-                part = object.__getattribute__(part, "_Namespace__attrs")  # str() of a namespace shows them
+                part = object.__getattribute__(
+                    part, "_Namespace__attrs"
+                )  # str() of a namespace shows them
             if isinstance(part, str | bytes):
                 size += len(part)
             elif isinstance(part, _CONTAINERS):
@@ -101,7 +110,8 @@ class _Budget(threading.local):
 def build_environment(today: datetime | None, marks: tuple[str, str]) -> "TemplateEnvironment":
     """Return a sandbox in which templates find the names that transformers gives them.
 
-    today: the time of `strftime_now`; None: the clock. marks: texts around the output of a generation block.
+    today: the time of `strftime_now`; None: the clock. marks: texts around the output of a
+    generation block.
     """
     environment = TemplateEnvironment(
         trim_blocks=True,
@@ -138,7 +148,9 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             TemplateLimitError: the source is too long.
         """
         if len(source) > MAX_SOURCE:
-            raise TemplateLimitError(f"its source has {len(source):,} characters, and the limit is {MAX_SOURCE:,}")
+            raise TemplateLimitError(
+                f"its source has {len(source):,} characters, and the limit is {MAX_SOURCE:,}"
+            )
         self.budget.spent = 0
         return self.from_string(source)
 
@@ -146,7 +158,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Render a template with a new budget.
 
         Raises:
-            TemplateLimitError: the template exceeds the budget. It may raise any other exception, too.
+            TemplateLimitError: the template exceeds the budget. It may raise any other exception,
+            too.
         """
         self.budget.spent = 0
         return template.render(variables)
@@ -158,28 +171,47 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         limits.instrument(template)
         return template
 
-    def call(__self, __context: jinja2.runtime.Context, __obj: Value, *args: Value, **kwargs: Value) -> Value:
+    def call(
+        __self, __context: jinja2.runtime.Context, __obj: Value, *args: Value, **kwargs: Value
+    ) -> Value:
         """Call a function or method, after it was charged. The parameters are named as in Jinja."""
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
         subject = getattr(method, "__self__", None)
         if isinstance(subject, _Limits | _Generation):
             return super().call(__context, __obj, *args, **kwargs)
         args = tuple(map(__self.without_iterator, args))
-        if isinstance(__obj, jinja2.runtime.Macro | jinja2.runtime.LoopContext):  # their bodies are charged
+        if isinstance(
+            __obj, jinja2.runtime.Macro | jinja2.runtime.LoopContext
+        ):  # their bodies are charged
             __self.budget.charge(1 + sum(map(__self.budget.size, args)) // _UNIT)
         else:
             widths = getattr(method, "__name__", "") in ("format", "format_map")
-            __self.charge_operation(subject, chain(args, kwargs.values()), __self.budget.magnitude, widths=widths)
+            __self.charge_operation(
+                subject, chain(args, kwargs.values()), __self.budget.magnitude, widths=widths
+            )
         return __self.charge_result(super().call(__context, __obj, *args, **kwargs))
 
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Value, right: Value) -> Value:
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Value, right: Value
+    ) -> Value:
         """Compute one of the operators whose results may be far larger than their operands."""
-        if operator == "+" and isinstance(left, str) and isinstance(right, str) and len(left) + len(right) < _UNIT:
+        if (
+            operator == "+"
+            and isinstance(left, str)
+            and isinstance(right, str)
+            and len(left) + len(right) < _UNIT
+        ):
             return left + right  # charged with the body that it is part of
         if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            bits = (
+                left.bit_length() * right
+                if operator == "**"
+                else left.bit_length() + right.bit_length()
+            )
             if bits > _MAX_INT_BITS:
-                raise TemplateLimitError(f"{operator} gives a number of more than {_MAX_INT_BITS} bits")
+                raise TemplateLimitError(
+                    f"{operator} gives a number of more than {_MAX_INT_BITS} bits"
+                )
         elif operator == "+":
             self.budget.charge(1 + (self.budget.size(left) + self.budget.size(right)) // _UNIT)
         elif operator == "*" and isinstance(left, int):
@@ -206,11 +238,18 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return items
 
     def charge_operation(
-        self, subject: Value, arguments: Iterable[Value], measure: Callable[[Value], int], *, widths: bool = False
+        self,
+        subject: Value,
+        arguments: Iterable[Value],
+        measure: Callable[[Value], int],
+        *,
+        widths: bool = False,
     ) -> None:
-        """Charge an operation whose result, or whose work, may be as large as the product of its operands.
+        """Charge an operation whose result, or whose work, may be as large as the product of its
+        operands.
 
-        measure: the size of an argument. widths: the subject is a format, in which numbers are widths of texts.
+        measure: the size of an argument. widths: the subject is a format, in which numbers are
+        widths of texts.
         """
         size = sum(map(measure, arguments))
         if widths and isinstance(subject, str):
@@ -222,7 +261,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.budget.charge(self.budget.size(value) // _UNIT)
         return value
 
-    @jinja2.pass_context  # which also keeps Jinja from computing constant expressions when it compiles a template
+    # which also keeps Jinja from computing constant expressions when it compiles a template
+    @jinja2.pass_context
     def charge_output(self, context: jinja2.runtime.Context, value: Value) -> Value:
         """Charge and return a value that becomes output."""
         if isinstance(value, str) and len(value) < _UNIT_OF_OUTPUT:
@@ -232,12 +272,14 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Limits(jinja2.ext.Extension):
-    """Inserts charges into the syntax tree of a template. Its methods cannot be replaced by names of the template."""
+    """Inserts charges into the syntax tree of a template. Its methods cannot be replaced by names
+    of the template."""
 
     environment: TemplateEnvironment
 
     def instrument(self, template: nodes.Template) -> None:
-        """Charge iterations and bodies of loops and macros, joined texts, slices, keys and comparisons."""
+        """Charge iterations and bodies of loops and macros, joined texts, slices, keys and
+        comparisons."""
         bodies = [loop.body for loop in template.find_all(nodes.For)]
         bodies += [macro.body for macro in template.find_all(nodes.Macro)]
         bodies += [block.body for block in template.find_all(nodes.CallBlock)]
@@ -253,21 +295,31 @@ class _Limits(jinja2.ext.Extension):
             if not isinstance(pair.key, nodes.Const):
                 pair.key = self._call("_visit", pair.key)
         for compare in list(template.find_all(nodes.Compare)):
-            if not any(isinstance(part, nodes.Const) for part in (compare.expr, *(op.expr for op in compare.ops))):
+            if not any(
+                isinstance(part, nodes.Const)
+                for part in (compare.expr, *(op.expr for op in compare.ops))
+            ):
                 compare.expr = self._call("_visit", compare.expr)
                 for operand in compare.ops:
                     operand.expr = self._call("_visit", operand.expr)
         for concat in list(template.find_all(nodes.Concat)):
             concat.nodes = [self._call("_visit", part) for part in concat.nodes]
 
-    def _call(self, method: str, argument: Any) -> nodes.Call:  # Any: a nodes.Expr, which Jinja often types as Node
+    def _call(
+        self, method: str, argument: Any
+    ) -> nodes.Call:  # Any: a nodes.Expr, which Jinja often types as Node
         return self.call_method(method, [argument], lineno=argument.lineno)
 
     def _charge(self, body: list[nodes.Node]) -> nodes.ExprStmt:
-        """Return a statement that charges the constant text and the number of syntax nodes of a body."""
+        """Return a statement that charges the constant text and the number of syntax nodes of a
+        body."""
         whole = nodes.Scope(body)
         text = sum(len(data.data) for data in whole.find_all(nodes.TemplateData))
-        cost = 1 + text // _UNIT_OF_OUTPUT + sum(1 for _ in whole.find_all(nodes.Node)) // _NODES_PER_UNIT
+        cost = (
+            1
+            + text // _UNIT_OF_OUTPUT
+            + sum(1 for _ in whole.find_all(nodes.Node)) // _NODES_PER_UNIT
+        )
         line = body[0].lineno if body else 1
         return nodes.ExprStmt(self._call("_spend", nodes.Const(cost, lineno=line)), lineno=line)
 
@@ -301,17 +353,28 @@ class _Generation(jinja2.ext.Extension):
         return f"{before}{caller()}{after}"
 
 
-def _charged(environment: TemplateEnvironment, name: str, function: Any, *, is_test: bool) -> Callable[..., Value]:
+def _charged(
+    environment: TemplateEnvironment, name: str, function: Any, *, is_test: bool
+) -> Callable[..., Value]:
     """Return a filter or test (`function`: any callable) that is charged before it runs."""
-    passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # context or environment come before the subject
+    passed = (
+        1 if hasattr(function, "jinja_pass_arg") else 0
+    )  # context or environment come before the subject
     budget = environment.budget
-    measure = budget.size if is_test or name in ("default", "d") else budget.magnitude  # these return no larger value
+    measure = (
+        budget.size if is_test or name in ("default", "d") else budget.magnitude
+    )  # these return no larger value
 
     @wraps(function)
     def charged(*args: Value, **kwargs: Value) -> Value:
-        context, operands = args[:passed], [environment.without_iterator(value) for value in args[passed:]]
+        context, operands = (
+            args[:passed],
+            [environment.without_iterator(value) for value in args[passed:]],
+        )
         subject = operands[0] if operands else None
-        environment.charge_operation(subject, chain(operands[1:], kwargs.values()), measure, widths=name == "format")
+        environment.charge_operation(
+            subject, chain(operands[1:], kwargs.values()), measure, widths=name == "format"
+        )
         return environment.charge_result(function(*context, *operands, **kwargs))
 
     return charged
@@ -322,7 +385,13 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _to_json(
-    value: Value, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Value,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:  # Any: JSON
     """Return JSON as transformers writes it. Jinja's own filter escapes the characters of HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,4 +1,5 @@
-"""Byte-pair vocabularies of the tiktoken library: of Llama 3, or a list in JSON. The one file that imports it."""
+"""Byte-pair vocabularies of the tiktoken library: of Llama 3, or a list in JSON. The one file that
+imports it."""
 
 import base64
 import binascii
@@ -25,7 +26,8 @@ PATTERNS: dict[SplitPattern, str] = {
     "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""How text is cut before bytes are paired: v1 and v2 as Mistral's and NVIDIA's models, cl100k as GPT-4 and Llama 3."""
+"""How text is cut before bytes are paired: v1 and v2 as Mistral's and NVIDIA's models, cl100k as
+GPT-4 and Llama 3."""
 
 USUAL_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 """First special tokens of a vocabulary in JSON, where none are named."""
@@ -35,29 +37,45 @@ FIRST_NAMES = ("<s>", "<|begin_of_text|>")
 
 
 class TiktokenTokenizer:
-    """A byte-pair vocabulary, and special tokens: before it in a JSON vocabulary, behind it in a .tiktoken file."""
+    """A byte-pair vocabulary, and special tokens: before it in a JSON vocabulary, behind it in a
+    .tiktoken file."""
 
     def __init__(
-        self, path: str, *, pattern: SplitPattern = "v2", special_tokens: Sequence[str] = (), num_special: int = 1000,
-        vocab_size: int | None = None, eod: str | None = None, add_special_tokens: bool = True,
-    ) -> None:  # fmt: skip
-        """`num_special`: ids that a JSON vocabulary keeps for special tokens; those without a name get one.
-        `vocab_size`: of a JSON vocabulary, all ids together; unset: all that it has.
+        self,
+        path: str,
+        *,
+        pattern: SplitPattern = "v2",
+        special_tokens: Sequence[str] = (),
+        num_special: int = 1000,
+        vocab_size: int | None = None,
+        eod: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> None:
+        """`num_special`: ids that a JSON vocabulary keeps for special tokens; those without a name
+        get one. `vocab_size`: of a JSON vocabulary, all ids together; unset: all that it has.
 
         Raises:
             DataError: the file is no vocabulary, or there is no special token `eod`.
         """
         self.path = path
         self._options = {
-            "pattern": pattern, "special_tokens": tuple(special_tokens), "num_special": num_special,
-            "vocab_size": vocab_size, "eod": eod, "add_special_tokens": add_special_tokens,
-        }  # fmt: skip
+            "pattern": pattern,
+            "special_tokens": tuple(special_tokens),
+            "num_special": num_special,
+            "vocab_size": vocab_size,
+            "eod": eod,
+            "add_special_tokens": add_special_tokens,
+        }
         file = Path(path)
         contents = _contents(file)
         if contents.lstrip()[:1] == b"[":
             specials = _named(special_tokens or USUAL_SPECIALS, num_special)
             ranks = _ranks_of_json(file, contents)
-            kept = len(ranks) if vocab_size is None else _kept(file, vocab_size - num_special, len(ranks), num_special)
+            kept = (
+                len(ranks)
+                if vocab_size is None
+                else _kept(file, vocab_size - num_special, len(ranks), num_special)
+            )
             self._shift = num_special
             ranks = {token: rank for token, rank in ranks.items() if rank < kept}
             self._specials = {text: number for number, text in enumerate(specials)}
@@ -65,10 +83,13 @@ class TiktokenTokenizer:
             ranks, self._shift = _ranks_of_lines(file, contents), 0
             if vocab_size is not None:
                 raise DataError(
-                    f"tokenizer.vocab_size={vocab_size}: {file} has {len(ranks)} tokens, and those in "
-                    f"tokenizer.special_tokens follow. Remove tokenizer.vocab_size; it is for vocabularies in JSON."
+                    f"tokenizer.vocab_size={vocab_size}: {file} has {len(ranks)} tokens, and those "
+                    "in tokenizer.special_tokens follow. Remove tokenizer.vocab_size; it is for "
+                    "vocabularies in JSON."
                 )
-            self._specials = {text: len(ranks) + number for number, text in enumerate(special_tokens)}
+            self._specials = {
+                text: len(ranks) + number for number, text in enumerate(special_tokens)
+            }
         self._ids_of_specials = frozenset(self._specials.values())
         self.vocab_size = len(ranks) + (num_special if self._shift else len(special_tokens))
         self._encoding = _library(file).Encoding(
@@ -91,8 +112,10 @@ class TiktokenTokenizer:
         """
         if self._eod is None:
             raise DataError(
-                f"tokenizer.path={self.path}: none of its special tokens is known to end a document. "
-                f"Set tokenizer.special_tokens to their texts in order, and tokenizer.eod to one of them."
+                f"tokenizer.path={self.path}: none of its special tokens is known to end a "
+                "document. "
+                "Set tokenizer.special_tokens to their texts in order, and tokenizer.eod to one "
+                "of them."
             )
         return self._eod
 
@@ -117,7 +140,9 @@ class TiktokenTokenizer:
 
     def _spans(self, text: str) -> Spans:
         ids = self._ordinary(text)
-        lengths = [len(self._encoding.decode_single_token_bytes(token - self._shift)) for token in ids]
+        lengths = [
+            len(self._encoding.decode_single_token_bytes(token - self._shift)) for token in ids
+        ]
         return Spans(ids, places_of_bytes(text, lengths))
 
     def _ordinary(self, text: str) -> list[int]:
@@ -131,7 +156,9 @@ class TiktokenTokenizer:
         """The ids of all texts one after another, and how many each has."""
         batch = self.encode_batch(texts)
         lengths = np.array([len(ids) for ids in batch], np.int32)
-        return np.fromiter(chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))), lengths
+        return np.fromiter(
+            chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))
+        ), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens left out."""
@@ -142,7 +169,9 @@ class TiktokenTokenizer:
         return len(self._bytes(ids))
 
     def _bytes(self, ids: Sequence[int]) -> bytes:
-        ordinary = [int(token) - self._shift for token in ids if int(token) not in self._ids_of_specials]
+        ordinary = [
+            int(token) - self._shift for token in ids if int(token) not in self._ids_of_specials
+        ]
         joined: bytes = self._encoding.decode_bytes(ordinary)
         return joined
 
@@ -163,11 +192,14 @@ def _reopen(path: str, options: Mapping[str, Any]) -> TiktokenTokenizer:
 
 
 def _kept(file: Path, kept: int, found: int, num_special: int) -> int:
-    """How many of a vocabulary's tokens are used: every byte at least, and no more than there are."""
+    """How many of a vocabulary's tokens are used: every byte at least, and no more than there
+    are."""
     if not 256 <= kept <= found:
         raise DataError(
-            f"tokenizer.vocab_size={kept + num_special}: {file} has {found} tokens, of which 256 are needed, beside "
-            f"tokenizer.num_special_tokens={num_special}. Set it to a number from {256 + num_special} to "
+            f"tokenizer.vocab_size={kept + num_special}: {file} has {found} tokens, of which 256 "
+            "are needed, beside "
+            f"tokenizer.num_special_tokens={num_special}. Set it to a number from "
+            f"{256 + num_special} to "
             f"{found + num_special}."
         )
     return kept
@@ -175,7 +207,9 @@ def _kept(file: Path, kept: int, found: int, num_special: int) -> int:
 
 def _named(names: Sequence[str], count: int) -> list[str]:
     """Texts of `count` special tokens, of which the first have names."""
-    return [names[number] if number < len(names) else f"<SPECIAL_{number}>" for number in range(count)]
+    return [
+        names[number] if number < len(names) else f"<SPECIAL_{number}>" for number in range(count)
+    ]
 
 
 def _contents(file: Path) -> bytes:
@@ -183,7 +217,8 @@ def _contents(file: Path) -> bytes:
         return storage.read_bytes(file)
     except OSError as error:
         raise DataError(
-            f"tokenizer.path={file}: cannot be read ({error.strerror}). Set it to a .tiktoken file or JSON vocabulary."
+            f"tokenizer.path={file}: cannot be read ({error.strerror}). Set it to a .tiktoken file "
+            "or JSON vocabulary."
         ) from error
 
 
@@ -201,14 +236,18 @@ def _ranks_of_json(file: Path, contents: bytes) -> dict[bytes, int]:
     """A list of {rank, token_bytes: base64, token_str}."""
     try:
         entries = storage.parse_json(contents)
-        ranks = {base64.b64decode(entry["token_bytes"], validate=True): int(entry["rank"]) for entry in entries}
+        ranks = {
+            base64.b64decode(entry["token_bytes"], validate=True): int(entry["rank"])
+            for entry in entries
+        }
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
         raise _no_vocabulary(file, error) from error
     return _checked(file, ranks)
 
 
 def _checked(file: Path, ranks: dict[bytes, int]) -> dict[bytes, int]:
-    """Ranks must be 0, 1, 2 …, and every byte must be a token, or some text could not be written."""
+    """Ranks must be 0, 1, 2 …, and every byte must be a token, or some text could not be
+    written."""
     lost = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if lost or sorted(ranks.values()) != list(range(len(ranks))):
         found = f"no token for byte {lost[0]}" if lost else "ranks with gaps"
@@ -218,7 +257,8 @@ def _checked(file: Path, ranks: dict[bytes, int]) -> dict[bytes, int]:
 
 def _no_vocabulary(file: Path, error: Exception) -> DataError:
     return DataError(
-        f"tokenizer.path={file}: not a byte-pair vocabulary ({error}). Use lines of base64 and rank (.tiktoken), or a "
+        f"tokenizer.path={file}: not a byte-pair vocabulary ({error}). Use lines of base64 and "
+        "rank (.tiktoken), or a "
         f"JSON list of rank and token_bytes."
     )
 

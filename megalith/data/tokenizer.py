@@ -9,10 +9,20 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.config.tokenizer import FileKind, TokenizerConfig, locate_tokenizer, tokenizer_problems
+from megalith.config.tokenizer import (
+    FileKind,
+    TokenizerConfig,
+    locate_tokenizer,
+    tokenizer_problems,
+)
 from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
 from megalith.data.marked import Spans, encode_parts, places_of_bytes, spans_of_parts
-from megalith.data.sentencepiece import MODEL, SentencePieceTokenizer, find_model_file, is_sentencepiece
+from megalith.data.sentencepiece import (
+    MODEL,
+    SentencePieceTokenizer,
+    find_model_file,
+    is_sentencepiece,
+)
 from megalith.data.tiktoken import TiktokenTokenizer
 from megalith.errors import DataError, raise_all
 
@@ -48,7 +58,8 @@ class Tokenizer(Protocol):
         """Ids of the special tokens, by their texts."""
 
     def encode_marked(self, text: str) -> list[int]:
-        """The ids of a text in which special tokens are written out, as chat templates do; nothing is put around it."""
+        """The ids of a text in which special tokens are written out, as chat templates do; nothing
+        is put around it."""
 
     def encode_spans(self, text: str) -> Spans:
         """The same ids, and the characters that each stands for."""
@@ -57,13 +68,15 @@ class Tokenizer(Protocol):
         """The ids of several texts, in order."""
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The ids of all texts one after another, and how many each has: the form that files take."""
+        """The ids of all texts one after another, and how many each has: the form that files
+        take."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """UTF-8 bytes of text that the ids stand for; special tokens stand for none. 0 where ids are no text at all."""
+        """UTF-8 bytes of text that the ids stand for; special tokens stand for none. 0 where ids
+        are no text at all."""
 
 
 class ByteTokenizer:
@@ -115,7 +128,8 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Ids written as numbers with spaces between; the last id ends documents. It goes with mock data."""
+    """Ids written as numbers with spaces between; the last id ends documents. It goes with mock
+    data."""
 
     bos = None
 
@@ -175,22 +189,27 @@ class NullTokenizer:
     def _id(self, word: str) -> int:
         if not word.isascii() or not word.isdigit() or int(word) >= self.vocab_size:
             raise DataError(
-                f"tokenizer.kind=null: {word!r} is not an id. Use numbers from 0 to {self.vocab_size - 1} with spaces "
+                f"tokenizer.kind=null: {word!r} is not an id. Use numbers from 0 to "
+                f"{self.vocab_size - 1} with spaces "
                 f"between, or choose tokenizer.kind=byte for text."
             )
         return int(word)
 
 
 class StreamDecoder:
-    """Text of ids that arrive one at a time: whole characters come out as soon as they are complete."""
+    """Text of ids that arrive one at a time: whole characters come out as soon as they are
+    complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []  # ids whose text is out, kept because decoders treat a first token differently
+        self._context: list[
+            int
+        ] = []  # ids whose text is out, kept because decoders treat a first token differently
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """Take one id; return the text that is now certain, often empty in the middle of a character."""
+        """Take one id; return the text that is now certain, often empty in the middle of a
+        character."""
         self._pending.append(token)
         text = self._new_text()
         return "" if text.endswith("\ufffd") else self._accept(text)
@@ -223,18 +242,27 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.path is None:
         return ByteTokenizer()
     if config.kind == "sentencepiece":
-        return SentencePieceTokenizer(config.path, eod=config.eod, add_special_tokens=config.add_special_tokens)
+        return SentencePieceTokenizer(
+            config.path, eod=config.eod, add_special_tokens=config.add_special_tokens
+        )
     if config.kind == "tiktoken":
         return TiktokenTokenizer(
-            config.path, pattern=config.pattern, special_tokens=config.special_tokens,
-            num_special=config.num_special_tokens, vocab_size=config.vocab_size, eod=config.eod,
+            config.path,
+            pattern=config.pattern,
+            special_tokens=config.special_tokens,
+            num_special=config.num_special_tokens,
+            vocab_size=config.vocab_size,
+            eod=config.eod,
             add_special_tokens=config.add_special_tokens,
-        )  # fmt: skip
-    return HuggingFaceTokenizer(config.path, eod=config.eod, add_special_tokens=config.add_special_tokens)
+        )
+    return HuggingFaceTokenizer(
+        config.path, eod=config.eod, add_special_tokens=config.add_special_tokens
+    )
 
 
 def kind_of(path: str) -> FileKind:
-    """Which library reads a tokenizer, by its file's name, and its first byte where the name says too little."""
+    """Which library reads a tokenizer, by its file's name, and its first byte where the name says
+    too little."""
     place = Path(path)
     if place.is_dir():
         plain = (place / "tokenizer.json").is_file() or not is_sentencepiece(place)
@@ -266,15 +294,26 @@ def moved_to(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
 
 
 def brought_along(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
-    """Return the tokenizer read from its copy in a model's folder, wherever that is now; unchanged without one."""
+    """Return the tokenizer read from its copy in a model's folder, wherever that is now; unchanged
+    without one."""
     located = locate_tokenizer(config, folder)
     if config.path is None or located != config:
         return located
-    names = {"huggingface": "tokenizer.json", "sentencepiece": MODEL, "tiktoken": Path(config.path).name}
+    names = {
+        "huggingface": "tokenizer.json",
+        "sentencepiece": MODEL,
+        "tiktoken": Path(config.path).name,
+    }
     file = folder / names[config.kind]
-    return replace(config, path=str(file if config.kind == "tiktoken" else folder)) if file.is_file() else config
+    return (
+        replace(config, path=str(file if config.kind == "tiktoken" else folder))
+        if file.is_file()
+        else config
+    )
 
 
 def ends_texts_itself(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer puts the end token behind every text of its own accord."""
-    return not isinstance(tokenizer, NullTokenizer) and tokenizer.encode("a")[-1:] == [tokenizer.eod]
+    return not isinstance(tokenizer, NullTokenizer) and tokenizer.encode("a")[-1:] == [
+        tokenizer.eod
+    ]

@@ -34,11 +34,13 @@ class Sight:
 EVERYTHING = Sight()
 
 FIRST_ROOM = 64
-"""Tokens that a new buffer has room for (guess); it doubles when they are used up, so each is copied about once."""
+"""Tokens that a new buffer has room for (guess); it doubles when they are used up, so each is
+copied about once."""
 
 
 class GrowingBuffer:
-    """Rows of one document at one layer, keys or values: appended at the end, read as one tensor [rows, g, d].
+    """Rows of one document at one layer, keys or values: appended at the end, read as one tensor
+    [rows, g, d].
 
     Only what later tokens see is sure to stay: with a window the last rows.
     """
@@ -50,7 +52,8 @@ class GrowingBuffer:
         self._count = 0  # rows of the document
 
     def append(self, rows: Tensor) -> Tensor:
-        """Add rows [t, g, d] and return all that the new tokens may see: a view, good until the next call."""
+        """Add rows [t, g, d] and return all that the new tokens may see: a view, good until the
+        next call."""
         before = self._sight.before(self._count)
         if self._rows is None or self._end + len(rows) > len(self._rows):
             self._rows, self._end = self._grown(rows, before), before
@@ -65,7 +68,8 @@ class GrowingBuffer:
         return self._rows is not None
 
     def holds(self, count: int) -> bool:
-        """Whether a document that goes on after its first `count` rows finds here all that it sees."""
+        """Whether a document that goes on after its first `count` rows finds here all that it
+        sees."""
         first = count - self._sight.before(count)
         return count <= self._count and first >= self._count - self._end
 
@@ -95,13 +99,16 @@ class PackedCache:
         self._keys, self._values = keys, values
 
     def extend(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Keep k, v [t, g, d] of the tokens read now; give back those that they may see [t_kv, g, d]."""
+        """Keep k, v [t, g, d] of the tokens read now; give back those that they may see [t_kv, g,
+        d]."""
         queries = [length for length, _ in tokens.lengths]
         return _extend(self._keys, k, queries), _extend(self._values, v, queries)
 
 
 def _extend(buffers: Sequence[GrowingBuffer], rows: Tensor, queries: Sequence[int]) -> Tensor:
-    parts = [buffer.append(part) for buffer, part in zip(buffers, rows.split(list(queries)), strict=True)]
+    parts = [
+        buffer.append(part) for buffer, part in zip(buffers, rows.split(list(queries)), strict=True)
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -119,7 +126,9 @@ class KeyValueCache:
         """What the layers need to read some tokens of each of these sequences, in this order."""
         for number in sequences:
             if number not in self._buffers:
-                self._buffers[number] = [(GrowingBuffer(sight), GrowingBuffer(sight)) for sight in self._sights]
+                self._buffers[number] = [
+                    (GrowingBuffer(sight), GrowingBuffer(sight)) for sight in self._sights
+                ]
         chosen = [self._buffers[number] for number in sequences]
         return [
             PackedCache([layers[i][0] for layers in chosen], [layers[i][1] for layers in chosen])
@@ -131,9 +140,11 @@ class KeyValueCache:
         self._buffers.pop(sequence, None)
 
     def cut(self, sequence: int, count: int) -> bool:
-        """Keep the first `count` tokens of a sequence; False, and nothing of it is left, where some layer holds too
-        little for that."""
-        buffers = [buffer for pair in self._buffers.get(sequence, []) for buffer in pair if buffer.used]
+        """Keep the first `count` tokens of a sequence; False, and nothing of it is left, where
+        some layer holds too little for that."""
+        buffers = [
+            buffer for pair in self._buffers.get(sequence, []) for buffer in pair if buffer.used
+        ]
         if not count or not buffers or not all(buffer.holds(count) for buffer in buffers):
             self.drop(sequence)
             return False
@@ -150,12 +161,16 @@ class ReadText:
         self._ids: list[int] = []
 
     def resume(self, ids: Sequence[int], *, sequence: int) -> int:
-        """Keep what a text has in common with the one before and forget the rest; how many of its tokens are read.
+        """Keep what a text has in common with the one before and forget the rest; how many of its
+        tokens are read.
 
         At least one is not, because a text is written on by what is seen at its last token.
         """
         pairs = zip(self._ids, ids[:-1], strict=False)
-        common = next((n for n, (old, new) in enumerate(pairs) if old != new), min(len(self._ids), len(ids) - 1))
+        common = next(
+            (n for n, (old, new) in enumerate(pairs) if old != new),
+            min(len(self._ids), len(ids) - 1),
+        )
         self.forget()
         return common if self.cache.cut(sequence, common) else 0
 
@@ -165,7 +180,8 @@ class ReadText:
         self.cache.drop(sequence)
 
     def forget(self) -> None:
-        """Trust nothing that was read; said before reading, which may end halfway through the layers."""
+        """Trust nothing that was read; said before reading, which may end halfway through the
+        layers."""
         self._ids = []
 
     def note(self, ids: Sequence[int]) -> None:

@@ -1,4 +1,5 @@
-"""A conversation with a model: the template writes what was said so far, the model the next turn."""
+"""A conversation with a model: the template writes what was said so far, the model the next
+turn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from megalith.models.pretrained import Pretrained
 
 
 class Until:
-    """Text that is shown up to where a certain text begins; what may be the beginning of it is held back."""
+    """Text that is shown up to where a certain text begins; what may be the beginning of it is held
+    back."""
 
     def __init__(self, end: str) -> None:
         self._end, self._held = end, ""
@@ -50,7 +52,8 @@ class Chat:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     read: ReadText = field(init=False)
-    """What the model has read so far: a turn costs its own tokens only, as far as the template repeats the others."""
+    """What the model has read so far: a turn costs its own tokens only, as far as the template
+    repeats the others."""
 
     def __post_init__(self) -> None:
         self.read = remember(self.writer.model.config)
@@ -63,8 +66,8 @@ class Chat:
     def say(self, text: str, show: Callable[[str], None]) -> str:
         """Tell the model something and get its answer; `show` gets it piece by piece.
 
-        Every tensor-parallel rank calls this with the same text. The conversation stays as it was if this fails; an
-        answer that is interrupted ends there.
+        Every tensor-parallel rank calls this with the same text. The conversation stays as it was
+        if this fails; an answer that is interrupted ends there.
 
         Raises:
             DataError: the template refuses it, or the conversation is longer than the model reads.
@@ -76,13 +79,16 @@ class Chat:
         ids, longest = tokenizer.encode_marked(prompt), self.writer.model.config.max_seq_len
         if len(ids) >= longest:
             raise DataError(
-                f"the conversation has {len(ids)} tokens, and the model reads at most {longest} together with its "
+                f"the conversation has {len(ids)} tokens, and the model reads at most {longest} "
+                "together with its "
                 f"answer. Use /reset to begin again."
             )
         ends, end = turn_ends(self.template, tokenizer)
         transcript, until = Transcript(prompt, ids, tokenizer), Until(end)
         answer: list[str] = []
-        stream = generate(self.writer.model, [ids], self.sample, stops=self.writer.stops | ends, before=self.read)
+        stream = generate(
+            self.writer.model, [ids], self.sample, stops=self.writer.stops | ends, before=self.read
+        )
         try:
             for written in stream:
                 known = len(transcript.text)
@@ -107,7 +113,8 @@ def template_of(source: Pretrained, tokenizer: Tokenizer, wanted: str | None) ->
     """
     if source.tokenizer.kind == "null":
         raise DataError(
-            f"{source.path}: tokenizer.kind={source.tokenizer.kind}, so it reads numbers and no text. Use a model with "
+            f"{source.path}: tokenizer.kind={source.tokenizer.kind}, so it reads numbers and no "
+            "text. Use a model with "
             f"a tokenizer, or run `megalith generate`."
         )
     own = None if wanted else own_template(source, tokenizer)

@@ -20,7 +20,8 @@ Finish = Literal["stop", "length", "context"]
 """Why a text ended: its end token, max_new_tokens, or the longest context the model reads."""
 
 STEP_TOKENS = 4096
-"""Tokens read in one forward; longer prompts are read in parts, so that activations stay small (guess)."""
+"""Tokens read in one forward; longer prompts are read in parts, so that activations stay small
+(guess)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,13 @@ def generate(
     step_tokens: int = STEP_TOKENS,
     before: ReadText | None = None,
 ) -> Iterator[Written]:
-    """Write on from every prompt; tokens come out as they are chosen, one of each unfinished sequence per round.
+    """Write on from every prompt; tokens come out as they are chosen, one of each unfinished
+    sequence per round.
 
-    `stops`: tokens that end a text. All ranks of the model's tensor-parallel group call this with the same arguments,
-    and each chooses the same tokens by itself. A sequence's tokens do not depend on how the others are cut or end.
-    `before`: what was read of the only prompt in earlier calls, and is of it in this one.
+    `stops`: tokens that end a text. All ranks of the model's tensor-parallel group call this with
+    the same arguments, and each chooses the same tokens by itself. A sequence's tokens do not
+    depend on how the others are cut or end. `before`: what was read of the only prompt in earlier
+    calls, and is of it in this one.
 
     Raises:
         ConfigError: the sampling settings break a rule.
@@ -76,7 +79,9 @@ def generate(
     elif before is not None:
         active[0].num_read = before.resume(prompts[0], sequence=0)
     kept = before or remember(model.config)
-    if any(_turns_by_length(model.config, len(ids)) for ids in prompts):  # a part of such a text turns otherwise
+    if any(
+        _turns_by_length(model.config, len(ids)) for ids in prompts
+    ):  # a part of such a text turns otherwise
         step_tokens = max(step_tokens, sum(map(len, prompts)))
     while active:
         counts = divide_room([len(s.ids) - s.num_read for s in active], step_tokens)
@@ -86,10 +91,14 @@ def generate(
         scores = _read(model, reading, kept.cache)
         if before is not None and not _turns_anew(model.config, len(active[0].ids)):
             kept.note(active[0].ids[: active[0].num_read])
-        tokens = choose(scores, sample, [(s.number, len(s.ids)) for s in complete]) if complete else []
+        tokens = (
+            choose(scores, sample, [(s.number, len(s.ids)) for s in complete]) if complete else []
+        )
         for sequence, token in zip(complete, tokens, strict=True):
             sequence.ids.append(token)
-            if _turns_anew(model.config, len(sequence.ids)) and not _turns_anew(model.config, len(sequence.ids) - 1):
+            if _turns_anew(model.config, len(sequence.ids)) and not _turns_anew(
+                model.config, len(sequence.ids) - 1
+            ):
                 kept.cache.drop(sequence.number)
                 sequence.num_read = 0
             finish = _finish(sequence, sample, model.config, stops)
@@ -106,22 +115,28 @@ def remember(model: ModelConfig) -> ReadText:
 
 
 def _turns_by_length(model: ModelConfig, length: int) -> bool:
-    """Whether keys of so long a text turn by angles that follow from its length: in another text they would others."""
+    """Whether keys of so long a text turn by angles that follow from its length: in another text
+    they would others."""
     return model.positions == "rope" and turning_length(model.rope, length) > 0
 
 
 def _turns_anew(model: ModelConfig, length: int) -> bool:
-    """Whether so long a text turns by other angles, from its first token on, than while it was shorter."""
+    """Whether so long a text turns by other angles, from its first token on, than while it was
+    shorter."""
     return model.rope.scaling == "longrope" and _turns_by_length(model, length)
 
 
 def sights_of_layers(model: ModelConfig) -> list[Sight]:
-    """How many tokens each layer sees, and behind that how many of the memory, where it looks at one."""
+    """How many tokens each layer sees, and behind that how many of the memory, where it looks at
+    one."""
     own = Sight(model.attention.window, model.attention.chunked)
     return [
         sight
         for layer in range(model.num_layers)
-        for sight in (own if model.has_window(layer) else EVERYTHING, *([EVERYTHING] if model.looks(layer) else []))
+        for sight in (
+            own if model.has_window(layer) else EVERYTHING,
+            *([EVERYTHING] if model.looks(layer) else []),
+        )
     ]
 
 
@@ -133,16 +148,20 @@ def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
     """
     for number, ids in enumerate(prompts):
         if not ids:
-            raise DataError(f"prompt {number + 1} has {len(ids)} tokens: pass at least one to begin with.")
+            raise DataError(
+                f"prompt {number + 1} has {len(ids)} tokens: pass at least one to begin with."
+            )
         if len(ids) >= model.max_seq_len:
             raise DataError(
-                f"prompt {number + 1} has {len(ids)} tokens, and the model reads at most {model.max_seq_len} together "
+                f"prompt {number + 1} has {len(ids)} tokens, and the model reads at most "
+                f"{model.max_seq_len} together "
                 f"with what it writes. Use a prompt of at most {model.max_seq_len - 1} tokens."
             )
         unknown = [token for token in ids if not 0 <= token < model.vocab_size]
         if unknown:
             raise DataError(
-                f"prompt {number + 1} has token {unknown[0]}, and the model knows ids below {model.vocab_size}. "
+                f"prompt {number + 1} has token {unknown[0]}, and the model knows ids below "
+                f"{model.vocab_size}. "
                 f"Use the tokenizer that the model was trained with."
             )
 
@@ -162,7 +181,8 @@ def divide_room(wanted: Sequence[int], room: int) -> list[int]:
 
 @torch.no_grad()
 def _read(model: Decoder, reading: Sequence[tuple[_Sequence, int]], cache: KeyValueCache) -> Tensor:
-    """Read the next `count` tokens of each sequence; scores [b, v] after the last token of those read to their end."""
+    """Read the next `count` tokens of each sequence; scores [b, v] after the last token of those
+    read to their end."""
     device = next(model.parameters()).device
     ids: list[int] = []
     wanted: list[int] = []
@@ -173,13 +193,18 @@ def _read(model: Decoder, reading: Sequence[tuple[_Sequence, int]], cache: KeyVa
             wanted.append(len(ids) - 1)
     tokens = tokens_of_queries(
         [(count, sequence.num_read) for sequence, count in reading],
-        reach=[len(sequence.ids) for sequence, _ in reading], device=device,
-    )  # fmt: skip
+        reach=[len(sequence.ids) for sequence, _ in reading],
+        device=device,
+    )
     caches = cache.layers([sequence.number for sequence, _ in reading])
-    return model.logits(torch.tensor(ids, device=device), tokens, caches, torch.tensor(wanted, device=device).long())
+    return model.logits(
+        torch.tensor(ids, device=device), tokens, caches, torch.tensor(wanted, device=device).long()
+    )
 
 
-def _finish(sequence: _Sequence, sample: SampleConfig, model: ModelConfig, stops: frozenset[int]) -> Finish | None:
+def _finish(
+    sequence: _Sequence, sample: SampleConfig, model: ModelConfig, stops: frozenset[int]
+) -> Finish | None:
     if sequence.ids[-1] in stops:
         return "stop"
     if len(sequence.ids) - sequence.prompt_length == sample.max_new_tokens:

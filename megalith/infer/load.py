@@ -16,7 +16,13 @@ from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 from megalith.models.decoder import Decoder, allocate, declared_parameters
-from megalith.models.pretrained import Pretrained, fill_from, locate, open_pretrained, require_adapters
+from megalith.models.pretrained import (
+    Pretrained,
+    fill_from,
+    locate,
+    open_pretrained,
+    require_adapters,
+)
 from megalith.models.release import release_run
 from megalith.nn.kernels import use_kernels
 from megalith.nn.mlp import read_prompts_in_chunks
@@ -40,12 +46,12 @@ class Writer:
 
 
 def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
-    """The model that a person means, which must be one that `tp` ranks can share; `base`: of adapters that moved away
-    from theirs.
+    """The model that a person means, which must be one that `tp` ranks can share; `base`: of
+    adapters that moved away from theirs.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: the ranks are too many, or do not fit its heads; or there is a base and no adapters.
+        CheckpointError: there is none, or it is damaged. ConfigError: the ranks are too many, or do
+        not fit its heads; or there is a base and no adapters.
     """
     opened = open_pretrained(locate(source), base=base)
     if base is not None:
@@ -56,7 +62,8 @@ def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
         counts = sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})
         fits = ", ".join(str(count) for count in counts if not _model_problems(opened, count))
         raise ConfigError(
-            f"--nproc={tp}: so many processes cannot share {opened.path}: {_why_not(opened, tp, problems[0])}. "
+            f"--nproc={tp}: so many processes cannot share {opened.path}: "
+            f"{_why_not(opened, tp, problems[0])}. "
             f"Set --nproc to one of {fits}."
         )
     return opened
@@ -75,8 +82,8 @@ def _run(opened: Pretrained, tp: int) -> TrainRun:
 
 
 def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
-    """What keeps so many ranks from sharing a model: its heads, or what a rule of layouts says, in other words than
-    those of a run's settings, which nobody set here."""
+    """What keeps so many ranks from sharing a model: its heads, or what a rule of layouts says,
+    in other words than those of a run's settings, which nobody set here."""
     if key_value_heads_fit(_run(opened, tp), tp) is not None:
         return (
             f"each has whole key/value heads of model.num_heads={opened.model.num_heads} and "
@@ -87,8 +94,9 @@ def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
 
 
 def writing_layout(model: ModelConfig, ranks: int) -> ParallelConfig:
-    """How ranks share a model that writes: each has some of the features, and some of the experts where these divide
-    evenly. All have all tokens, so that all take part in every exchange."""
+    """How ranks share a model that writes: each has some of the features, and some of the
+    experts where these divide evenly. All have all tokens, so that all take part in every
+    exchange."""
     whole_experts = model.moe is not None and model.moe.experts % ranks == 0
     return ParallelConfig(tp=ranks, ep=ranks, etp=1) if whole_experts else ParallelConfig(tp=ranks)
 
@@ -98,17 +106,23 @@ def writing_problems(model: ModelConfig) -> list[str]:
     if model.attention.causal:
         return []
     return [
-        f"model.attention.causal={str(model.attention.causal).lower()}: its tokens look at what comes after them, "
+        f"model.attention.causal={str(model.attention.causal).lower()}: its tokens look at what "
+        "comes after them, "
         f"which is not written yet. Use a model with model.attention.causal=true to generate."
     ]
 
 
 def load_writer(
-    source: Pretrained, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, kernels: Kernel = "auto",
+    source: Pretrained,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    kernels: Kernel = "auto",
     mlp_chunks: int = 1,
-) -> Writer:  # fmt: skip
-    """Build this rank's slice of the model, which computes by `kernels` and reads prompts in `mlp_chunks`, and fill it.
-    Collective over the mesh.
+) -> Writer:
+    """Build this rank's slice of the model, which computes by `kernels` and reads prompts in
+    `mlp_chunks`, and fill it. Collective over the mesh.
 
     Raises:
         CheckpointError: its weights are damaged.
@@ -122,14 +136,21 @@ def load_writer(
     use_kernels([model], kernels, mesh)
     if mlp_chunks > 1 and read_prompts_in_chunks(model, mlp_chunks) == 0:
         raise ConfigError(
-            f"--mlp-chunks={mlp_chunks} divides what MLPs read, and no layer of {source.path} has one that all tokens "
+            f"--mlp-chunks={mlp_chunks} divides what MLPs read, and no layer of {source.path} has "
+            "one that all tokens "
             f"read. Remove --mlp-chunks, or set it to 1."
         )
     allocate(model, device)
     entries = [
-        Entry(declared.shard, "param", getattr(module, name)) for declared, module, name in declared_parameters(model)
+        Entry(declared.shard, "param", getattr(module, name))
+        for declared, module, name in declared_parameters(model)
     ]
-    fill_from(source, entries, mesh.world, rules=CheckpointConfig(skip=FURTHER if source.model.mtp.depths else ()))
+    fill_from(
+        source,
+        entries,
+        mesh.world,
+        rules=CheckpointConfig(skip=FURTHER if source.model.mtp.depths else ()),
+    )
     return Writer(model.eval(), tokenizer, stop_ids(source, tokenizer))
 
 
@@ -141,16 +162,22 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: Path) -> No
     """
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, and the model knows {model.vocab_size}. "
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, and the model knows "
+            f"{model.vocab_size}. "
             f"Use the tokenizer that the model was trained with."
         )
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text: those the folder names, and the tokenizer's own end of a document."""
+    """The tokens that end a text: those the folder names, and the tokenizer's own end of a
+    document."""
     named = source.stop_ids()
-    foreign = source.checkpoint is None or bool(source.token_ids)  # a folder of others, or made from one
-    if foreign and source.tokenizer.kind == "null":  # no tokenizer came with it; its ids have no names
+    foreign = source.checkpoint is None or bool(
+        source.token_ids
+    )  # a folder of others, or made from one
+    if (
+        foreign and source.tokenizer.kind == "null"
+    ):  # no tokenizer came with it; its ids have no names
         return named
     try:
         return named | {tokenizer.eod}

@@ -13,12 +13,17 @@ def encode_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
     """The ids of a text to be written on: without an end token. An empty text begins a document.
 
     Raises:
-        DataError: it holds what no text in Unicode does, or it is empty and the tokenizer has no token to begin with.
+        DataError: it holds what no text in Unicode does, or it is empty and the tokenizer has no
+        token to begin with.
     """
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # the shell passes bytes that are not UTF-8 as halves of surrogate pairs
-        raise DataError(f"character {error.start + 1} is {text[error.start]!r}: must be UTF-8 text.") from error
+    except (
+        UnicodeEncodeError
+    ) as error:  # the shell passes bytes that are not UTF-8 as halves of surrogate pairs
+        raise DataError(
+            f"character {error.start + 1} is {text[error.start]!r}: must be UTF-8 text."
+        ) from error
     ids = tokenizer.encode(text)
     if ids and ends_texts_itself(tokenizer):
         ids = ids[:-1]
@@ -37,7 +42,8 @@ class Transcript:
         self.text = ""
         self.finish: Finish | None = None
         self._decoder = StreamDecoder(tokenizer)
-        # Many tokenizers drop the space before the first word they decode; after the prompt there is none to drop.
+        # Many tokenizers drop the space before the first word they decode; after the prompt there
+        # is none to drop.
         self.echo = "".join(self._decoder.push(token) for token in prompt_ids)
 
     def add(self, written: Written) -> None:
@@ -52,7 +58,8 @@ class Transcript:
 
 
 class InOrder:
-    """Texts of several sequences that grow at once, shown one after the other: the first unfinished one streams."""
+    """Texts of several sequences that grow at once, shown one after the other: the first unfinished
+    one streams."""
 
     def __init__(self, transcripts: Sequence[Transcript]) -> None:
         self._transcripts = transcripts
@@ -60,7 +67,8 @@ class InOrder:
         self._shown = 0  # characters of the current one
 
     def news(self) -> str:
-        """What can be shown now: prompts and what follows them; with several, a line of its own before each."""
+        """What can be shown now: prompts and what follows them; with several, a line of its own
+        before each."""
         parts = [self._next()] if self._current < 0 else []
         while self._current < len(self._transcripts):
             transcript = self._transcripts[self._current]
@@ -88,12 +96,19 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]
         try:
             encoded.append(encode_prompt(text, tokenizer))
         except DataError as error:
-            raise DataError(f"prompt {number} ({text!r:.40}): {error} Use another prompt.") from error
+            raise DataError(
+                f"prompt {number} ({text!r:.40}): {error} Use another prompt."
+            ) from error
     return encoded
 
 
 def write_texts(
-    writer: Writer, prompts: Sequence[str], sample: SampleConfig, *, ignore_eod: bool, show: Callable[[str], None]
+    writer: Writer,
+    prompts: Sequence[str],
+    sample: SampleConfig,
+    *,
+    ignore_eod: bool,
+    show: Callable[[str], None],
 ) -> list[Transcript]:
     """Write on from every prompt; `show` gets the texts as they grow, in the order of the prompts.
 
@@ -105,7 +120,9 @@ def write_texts(
         CheckpointError: the model's scores are not finite.
     """
     encoded = encode_prompts(prompts, writer.tokenizer)
-    transcripts = [Transcript(text, ids, writer.tokenizer) for text, ids in zip(prompts, encoded, strict=True)]
+    transcripts = [
+        Transcript(text, ids, writer.tokenizer) for text, ids in zip(prompts, encoded, strict=True)
+    ]
     stream = InOrder(transcripts)
     stops: frozenset[int] = frozenset() if ignore_eod else writer.stops
     for written in generate(writer.model, encoded, sample, stops=stops):

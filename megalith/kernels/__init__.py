@@ -1,1 +1,2 @@
-"""One operation per file: a plain reference, which is the definition, and faster versions tested against it."""
+"""One operation per file: a plain reference, which is the definition, and faster versions tested
+against it."""

@@ -1,8 +1,10 @@
-"""What an MLP does to its inner features: an activation, or an activation that gates other features.
+"""What an MLP does to its inner features: an activation, or an activation that gates other
+features.
 
-Backward keeps the input alone and computes the activation again. SwiGLU has a file of its own (kernels/swiglu.py).
-Sources: gelu: Hendrycks and Gimpel 2016, arXiv:1606.08415; gated: Shazeer 2020, arXiv:2002.05202; squared ReLU: So et
-al. 2021, arXiv:2109.08668; a clamped gate with an offset: gpt-oss, arXiv:2508.10925, section 2.
+Backward keeps the input alone and computes the activation again. SwiGLU has a file of its own
+(kernels/swiglu.py). Sources: gelu: Hendrycks and Gimpel 2016, arXiv:1606.08415; gated: Shazeer
+2020, arXiv:2002.05202; squared ReLU: So et al. 2021, arXiv:2109.08668; a clamped gate with an
+offset: gpt-oss, arXiv:2508.10925, section 2.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,14 +23,16 @@ from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 QUICK = 1.702
-"""quick_gelu's logistic function is nearest to the normal distribution's with this (arXiv:1606.08415, section 2)."""
+"""quick_gelu's logistic function is nearest to the normal distribution's with this
+(arXiv:1606.08415, section 2)."""
 
 ROOT_2_OVER_PI, CUBE = 0.7978845608028654, 0.044715
 """gelu_tanh is x / 2 * (1 + tanh(ROOT_2_OVER_PI * (x + CUBE * x^3)))."""
 
 
 class Gate(NamedTuple):
-    """How gate [t, f] and up [t, f] become `activation(min(gate, clamp)) * (clip(up, -clamp, clamp) + up_offset)`."""
+    """How gate [t, f] and up [t, f] become `activation(min(gate, clamp)) * (clip(up, -clamp, clamp)
+    + up_offset)`."""
 
     activation: Activation
     clamp: float | None = None
@@ -38,16 +42,20 @@ class Gate(NamedTuple):
 
 
 def activate(x: Tensor, activation: Activation, *, kernel: Form = "auto") -> Tensor:
-    """The activation of every element: x [t, f] -> [t, f], computed in fp32 (float64 for float64), rounded once."""
+    """The activation of every element: x [t, f] -> [t, f], computed in fp32 (float64 for float64),
+    rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_activate(x, activation)
-    engine_for(kernel, x, op="activation", loops=False, triton=False)  # it has neither, and no other is meant
+    engine_for(
+        kernel, x, op="activation", loops=False, triton=False
+    )  # it has neither, and no other is meant
     y: Tensor = ActivationFunction.apply(x, activation)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
 def gated(gate_up: Tensor, gate: Gate, *, kernel: Form = "auto") -> Tensor:
-    """The gated features: gate_up [t, 2 f], the gate first -> [t, f], computed in fp32 or float64, rounded once."""
+    """The gated features: gate_up [t, 2 f], the gate first -> [t, f], computed in fp32 or float64,
+    rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_gated(gate_up, gate)
     engine = engine_for(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
@@ -84,7 +92,8 @@ def reference_gated(gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 class Formula(NamedTuple):
-    """An activation for tensors of any shape and floating dtype, which computes in fp32 at least and rounds once."""
+    """An activation for tensors of any shape and floating dtype, which computes in fp32 at least
+    and rounds once."""
 
     value: Callable[[Tensor], Tensor]
     """x -> y."""
@@ -122,7 +131,10 @@ FORMULAS: Mapping[Activation, Formula] = {
 SIGMOIDS: Mapping[Activation, tuple[float, float]] = {
     "silu": (1.0, 0.0),
     "quick_gelu": (QUICK, 0.0),
-    "gelu_tanh": (2 * ROOT_2_OVER_PI, 2 * ROOT_2_OVER_PI * CUBE),  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+    "gelu_tanh": (
+        2 * ROOT_2_OVER_PI,
+        2 * ROOT_2_OVER_PI * CUBE,
+    ),  # (1 + tanh(u)) / 2 is sigmoid(2 u)
 }
 """Those that are x * sigmoid(a x + b x^3), which one compiled loop computes: a and b."""
 
@@ -213,7 +225,16 @@ def _loop_backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
     """`_backward` in one pass."""
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     out = torch.empty_like(gate_up)
-    cpu.run("gated_backward", dy.dtype, *dy.shape, *numbers_of(gate), dy, gate_up, out, elements=dy.numel())
+    cpu.run(
+        "gated_backward",
+        dy.dtype,
+        *dy.shape,
+        *numbers_of(gate),
+        dy,
+        gate_up,
+        out,
+        elements=dy.numel(),
+    )
     return out
 
 
@@ -232,11 +253,15 @@ def _triton_backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 FORWARD: Mapping[Engine, Callable[[Tensor, Gate], Tensor]] = {
-    "torch": _forward, "loops": _loop_forward, "triton": _triton_forward,
-}  # fmt: skip
+    "torch": _forward,
+    "loops": _loop_forward,
+    "triton": _triton_forward,
+}
 BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Gate], Tensor]] = {
-    "torch": _backward, "loops": _loop_backward, "triton": _triton_backward,
-}  # fmt: skip
+    "torch": _backward,
+    "loops": _loop_backward,
+    "triton": _triton_backward,
+}
 
 
 def limits_of(gate: Gate) -> tuple[float, float]:

@@ -1,10 +1,12 @@
-"""Attention of each token to others of its document: the plain definition, and the fastest way to compute it.
+"""Attention of each token to others of its document: the plain definition, and the fastest way to
+compute it.
 
-Several ways serve: tiles of whole documents on CPUs, kernels/tiled_attention.py; torch's kernel, kernels/sdpa.py;
-intervals of the keys for windows, caps, sinks and dropped weights, kernels/span_attention.py; and on GPUs torch's
-kernels for documents of many lengths, kernels/varlen_attention.py, and for scores of many kinds,
-kernels/flex_attention.py. Biases of single pairs go to torch's kernel, too, document by document, and so do masks, but
-for those beside windows, caps, sinks and dropped weights: these take the ways that know intervals.
+Several ways serve: tiles of whole documents on CPUs, kernels/tiled_attention.py; torch's kernel,
+kernels/sdpa.py; intervals of the keys for windows, caps, sinks and dropped weights,
+kernels/span_attention.py; and on GPUs torch's kernels for documents of many lengths,
+kernels/varlen_attention.py, and for scores of many kinds, kernels/flex_attention.py. Biases of
+single pairs go to torch's kernel, too, document by document, and so do masks, but for those beside
+windows, caps, sinks and dropped weights: these take the ways that know intervals.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,15 +33,22 @@ Way = Literal["tiles", "torch", "spans", "varlen", "flex"]
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    *, kernel: Form = "auto",
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: Tokens,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+    *,
+    kernel: Form = "auto",
+) -> Tensor:
     """Softmax attention inside each document; every n/g query heads share one key/value head.
 
-    q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], any strides -> [t, n, d_v]. A document's queries are the last of its
-    keys, so a key/value cache may stand in front of them; where neither causality nor a window asks for places, they
-    may as well be other tokens, of another number. `sinks` [n]: see `masked_attention`. Masks of the tokens hide keys
-    beside what `scores` hide. For bf16, scores and softmax are fp32. kernel="torch": torch's kernel where it knows such
+    q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], any strides -> [t, n, d_v]. A document's queries
+    are the last of its keys, so a key/value cache may stand in front of them; where neither
+    causality nor a window asks for places, they may as well be other tokens, of another number.
+    `sinks` [n]: see `masked_attention`. Masks of the tokens hide keys beside what `scores` hide.
+    For bf16, scores and softmax are fp32. kernel="torch": torch's kernel where it knows such
     scores, else the plain definition.
     """
     lengths = tokens.lengths
@@ -52,47 +61,73 @@ def attention(
         scores = replace(scores, window=None, chunked=False)
     if scores.window is not None:
         k, v, lengths = within_reach(k, v, lengths, scores.window)
-        scores = scores if scores.hides(max(keys for _, keys in lengths)) else replace(scores, window=None)
+        scores = (
+            scores
+            if scores.hides(max(keys for _, keys in lengths))
+            else replace(scores, window=None)
+        )
     if scores.relative is not None:
         return _pair_by_pair(q, k, v, lengths, tokens, scores, sinks, kernel)
     if kernel == "reference" or (kernel == "torch" and not known_to_torch(scores, sinks)):
         return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
     way = way_of(q, v, lengths, scores, sinks) if kernel == "auto" else WAYS[kernel]
     if way == "spans":
-        # Planned on the host for the lengths at hand: a compiler would trace that, and once more for all other lengths.
+        # Planned on the host for the lengths at hand: a compiler would trace that, and once more
+        # for all other lengths.
         run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
         return run(q, k, v, lengths, scores, sinks, dropped_between(tokens, scores))
     if way in ("varlen", "flex"):
         return _on_gpu(way, q, k, _alone_in_memory(v, q, k), lengths, scores, sinks)
     if way == "tiles":
-        return tiled_attention(q, k, v, row_of(lengths), scale=scores.factor(q.shape[2]), causal=scores.causal)
-    return sdpa_attention(q, k, _alone_in_memory(v, q, k), lengths, scale=scores.scale, causal=scores.causal)
+        return tiled_attention(
+            q, k, v, row_of(lengths), scale=scores.factor(q.shape[2]), causal=scores.causal
+        )
+    return sdpa_attention(
+        q, k, _alone_in_memory(v, q, k), lengths, scale=scores.scale, causal=scores.causal
+    )
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores = PLAIN, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: Tokens,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What `attention` computes, document by document, in plain operations."""
     return _document_by_document(q, k, v, tokens.lengths, tokens, scores, sinks)
 
 
 def _document_by_document(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, tokens: Tokens, scores: Scores, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    tokens: Tokens,
+    scores: Scores,
+    sinks: Tensor | None,
 ) -> Tensor:
     counts, every = zip(*lengths, strict=True)
     masks = _masks(tokens, lengths, scores, q.device)
     numbers = None
     if scores.dropout is not None and tokens.dropout is not None:
-        numbers = list(zip(tokens.dropout.numbers.split(counts), tokens.dropout.numbers_of_keys.split(every)))
+        numbers = list(
+            zip(tokens.dropout.numbers.split(counts), tokens.dropout.numbers_of_keys.split(every))
+        )
     outs = []
-    for n, (queries, keys, values) in enumerate(zip(q.split(counts), k.split(every), v.split(every), strict=True)):
+    for n, (queries, keys, values) in enumerate(
+        zip(q.split(counts), k.split(every), v.split(every), strict=True)
+    ):
         mask, factors = next(masks), None
         if scores.dropout is not None and numbers is not None:
             first = scores.dropout.first_head
             heads = range(first, first + q.shape[1])
             factors = weight_factors(scores.dropout, *numbers[n], heads, q.dtype)
         bias = _bias(tokens, *lengths[n], scores)
-        outs.append(masked_attention(queries, keys, values, mask, scores, sinks, bias=bias, factors=factors))
+        outs.append(
+            masked_attention(queries, keys, values, mask, scores, sinks, bias=bias, factors=factors)
+        )
     return torch.cat(outs)
 
 
@@ -101,15 +136,22 @@ def _bias(tokens: Tokens, queries: int, keys: int, scores: Scores) -> Tensor | N
     if scores.relative is None:
         return None
     assert tokens.biases is not None, "the model gives its table of biases to the tokens"
-    return distance_biases(tokens.biases, queries, keys, max_distance=scores.relative, causal=scores.causal)
+    return distance_biases(
+        tokens.biases, queries, keys, max_distance=scores.relative, causal=scores.causal
+    )
 
 
-def _masks(tokens: Tokens, lengths: Lengths, scores: Scores, device: torch.device) -> Iterator[Tensor | None]:
-    """For each document, of whose keys the last may be left: what its queries see by `scores` and by its mask, bool
-    [queries or 1, keys]; None: everything."""
+def _masks(
+    tokens: Tokens, lengths: Lengths, scores: Scores, device: torch.device
+) -> Iterator[Tensor | None]:
+    """For each document, of whose keys the last may be left: what its queries see by `scores`
+    and by its mask, bool [queries or 1, keys]; None: everything."""
     own: list[Tensor | None] = [None] * len(lengths)
     if tokens.visible is not None:
-        own, scores = tokens.visible.of_documents(tokens.lengths, lengths), tokens.visible.scores(scores)
+        own, scores = (
+            tokens.visible.of_documents(tokens.lengths, lengths),
+            tokens.visible.scores(scores),
+        )
     for (queries, keys), mask in zip(lengths, own, strict=True):
         seen = keys_seen(queries, keys, scores, device=device)
         yield seen if mask is None else mask if seen is None else seen & mask
@@ -123,14 +165,22 @@ def dropped_between(tokens: Tokens, scores: Scores) -> DroppedWeights | None:
 
 
 def _pair_by_pair(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, tokens: Tokens, scores: Scores, sinks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    tokens: Tokens,
+    scores: Scores,
+    sinks: Tensor | None,
     kernel: Form,
-) -> Tensor:  # fmt: skip
-    """Attention with masks or biases of pairs: by torch's kernel, unless it does not know the rest."""
+) -> Tensor:
+    """Attention with masks or biases of pairs: by torch's kernel, unless it does not know the
+    rest."""
     known = known_to_torch(replace(scores, window=None, relative=None), sinks)
     if kernel == "reference" or not known:
         return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
-    v = v.contiguous()  # as a part of the projection it would keep all of it for backward; of the rest copies are kept
+    # as a part of the projection it would keep all of it for backward; of the rest copies are kept
+    v = v.contiguous()
     rows = len(lengths) if len(set(lengths)) == 1 else 1  # alike: one call, and one bias for all
     masks: Iterator[Tensor | Mask | None] = _masks(tokens, lengths, scores, q.device)
     if tokens.visible is not None:
@@ -138,7 +188,9 @@ def _pair_by_pair(
     lengths = lengths[:1] if rows > 1 else lengths
     counts, every = [queries * rows for queries, _ in lengths], [keys * rows for _, keys in lengths]
     outs = []
-    for n, (queries, keys, values) in enumerate(zip(q.split(counts), k.split(every), v.split(every), strict=True)):
+    for n, (queries, keys, values) in enumerate(
+        zip(q.split(counts), k.split(every), v.split(every), strict=True)
+    ):
         seen, bias = next(masks), _bias(tokens, *lengths[n], scores)
         outs.append(sdpa_masked(queries, keys, values, seen, bias, rows=rows, scale=scores.scale))
     return torch.cat(outs)
@@ -161,7 +213,8 @@ def _masks_for_torch(
 
 
 def _stacked(masks: list[Tensor | None]) -> Tensor | None:
-    """Masks [queries or 1, keys] of documents of one length as one: [documents, queries or 1, keys]."""
+    """Masks [queries or 1, keys] of documents of one length as one: [documents, queries or 1,
+    keys]."""
     given = [mask for mask in masks if mask is not None]
     if not given:
         return None
@@ -171,14 +224,22 @@ def _stacked(masks: list[Tensor | None]) -> Tensor | None:
 
 
 def _with_masks(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, visible: Visible, scores: Scores, sinks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: Tokens,
+    visible: Visible,
+    scores: Scores,
+    sinks: Tensor | None,
     kernel: Form,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention where tokens have masks. No way that knows none is asked."""
     hiding = visible.scores(scores)
     kept = seen_at_most(tokens.lengths, hiding)
     k, v = _last_keys(k, v, tokens.lengths, kept)
-    window = hiding.window if hiding.chunked or hiding.hides(max(keys for _, keys in kept)) else None
+    window = (
+        hiding.window if hiding.chunked or hiding.hides(max(keys for _, keys in kept)) else None
+    )
     scores, hiding = replace(scores, window=window), replace(hiding, window=window)
     auto = kernel == "auto"
     way = way_with_masks(q, v, kept, scores, sinks, visible) if auto else WAYS.get(kernel, "torch")
@@ -186,23 +247,33 @@ def _with_masks(
         return _pair_by_pair(q, k, v, kept, tokens, scores, sinks, kernel)
     lengths = kept
     if hiding.window is not None and hiding.chunked:
-        lengths, hiding = lengths_of_chunks(kept, hiding.window), replace(hiding, window=None, chunked=False)
-    seen = SeenPairs(visible, torch.arange(len(q), device=q.device), _numbers_of_keys(tokens.lengths, kept, q.device))
+        lengths, hiding = (
+            lengths_of_chunks(kept, hiding.window),
+            replace(hiding, window=None, chunked=False),
+        )
+    seen = SeenPairs(
+        visible,
+        torch.arange(len(q), device=q.device),
+        _numbers_of_keys(tokens.lengths, kept, q.device),
+    )
     if way == "flex":
         from megalith.kernels.flex_attention import flexible_attention
 
         return flexible_attention(q, k, _alone_in_memory(v, q, k), lengths, hiding, sinks, seen)
-    run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans  # as without masks
+    run = (
+        torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
+    )  # as without masks
     return run(q, k, v, lengths, hiding, sinks, dropped_between(tokens, scores), seen)
 
 
 def way_with_masks(
     q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None, visible: Visible
 ) -> Way:
-    """The fastest way that knows these scores and masks: torch's kernel has all pairs in its mask, so it is none for
-    windows. Nor is it, on CPUs, for long documents of which nothing but padding is hidden beside causality: intervals
-    cost them the same (2048 tokens, 8 heads: 1.01 of torch's time in fp32, 0.96 in bf16), and no mask of all pairs.
-    Biases by distance go to torch's kernel, or to the plain definition, whatever else there is."""
+    """The fastest way that knows these scores and masks: torch's kernel has all pairs in its
+    mask, so it is none for windows. Nor is it, on CPUs, for long documents of which nothing but
+    padding is hidden beside causality: intervals cost them the same (2048 tokens, 8 heads: 1.01
+    of torch's time in fp32, 0.96 in bf16), and no mask of all pairs. Biases by distance go to
+    torch's kernel, or to the plain definition, whatever else there is."""
     cpu = q.device.type == "cpu"
     long = any(keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths)
     intervals = cpu and long and scores.causal and visible.pairs is None
@@ -216,34 +287,61 @@ def way_with_masks(
 
 
 def seen_at_most(lengths: Lengths, scores: Scores) -> Lengths:
-    """(queries, keys) of each document without the keys of a cache that lie before every query's window or chunk."""
+    """(queries, keys) of each document without the keys of a cache that lie before every query's
+    window or chunk."""
     if scores.window is None:
         return lengths
-    return _of_chunks(lengths, scores.window) if scores.chunked else _of_windows(lengths, scores.window)
+    return (
+        _of_chunks(lengths, scores.window)
+        if scores.chunked
+        else _of_windows(lengths, scores.window)
+    )
 
 
 def _numbers_of_keys(lengths: Lengths, kept: Lengths, device: torch.device) -> Tensor:
     """Which of all keys are left of documents of which the last keys are: int64 [t_kv]."""
     ends = accumulate(keys for _, keys in lengths)
-    return torch.cat([torch.arange(end - left, end, device=device) for end, (_, left) in zip(ends, kept, strict=True)])
+    return torch.cat(
+        [
+            torch.arange(end - left, end, device=device)
+            for end, (_, left) in zip(ends, kept, strict=True)
+        ]
+    )
 
 
 def _spans(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None,
-    dropped: DroppedWeights | None, seen: SeenPairs | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scores: Scores,
+    sinks: Tensor | None,
+    dropped: DroppedWeights | None,
+    seen: SeenPairs | None = None,
+) -> Tensor:
     spans = spans_of_lengths(lengths, scores.window, causal=scores.causal, right=scores.right)
     return span_attention(q, k, v, spans, scores, sinks, dropped, seen=seen)
 
 
 WAYS: Mapping[Form, Way] = {
-    "torch": "torch", "sdpa": "torch", "tiles": "tiles", "spans": "spans", "varlen": "varlen", "flex": "flex",
-}  # fmt: skip
+    "torch": "torch",
+    "sdpa": "torch",
+    "tiles": "tiles",
+    "spans": "spans",
+    "varlen": "varlen",
+    "flex": "flex",
+}
 """Of ways that are asked for."""
 
 
 def check_forced(
-    kernel: Form, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores, sinks: Tensor | None
+    kernel: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: Tokens,
+    scores: Scores,
+    sinks: Tensor | None,
 ) -> None:
     """Refuse a way that was asked for by name and does not take these.
 
@@ -252,7 +350,9 @@ def check_forced(
     """
     plain = known_to_torch(scores, sinks)
     if scores.relative is not None:
-        fits = kernel == "sdpa" and known_to_torch(replace(scores, window=None, relative=None), sinks)
+        fits = kernel == "sdpa" and known_to_torch(
+            replace(scores, window=None, relative=None), sinks
+        )
     elif tokens.visible is not None and kernel in ("sdpa", "tiles", "varlen"):
         fits = kernel == "sdpa" and known_to_torch(replace(scores, window=None), sinks)
     elif kernel in ("sdpa", "tiles"):
@@ -272,9 +372,9 @@ def check_forced(
 def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Way:
     """The fastest way that knows these scores; a window that reaches over whole documents is none.
 
-    - spans: windows, caps, sinks and dropped weights, which torch's kernel does not know, or, windows, only as a mask
-      over all pairs. On CPUs also long documents whose values have another width than keys, since torch has no fused
-      kernel for those and keeps all scores.
+    - spans: windows, caps, sinks and dropped weights, which torch's kernel does not know, or,
+      windows, only as a mask over all pairs. On CPUs also long documents whose values have another
+      width than keys, since torch has no fused kernel for those and keeps all scores.
     - tiles: on CPUs, documents without a cache that are neither very short nor very long.
     - varlen: on GPUs, documents of several lengths, and windows, in 16 bits.
     - flex: on GPUs, caps and sinks, and windows that varlen does not take.
@@ -291,13 +391,20 @@ def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor
     whole = all(queries == keys for queries, keys in lengths)
     if whole and _tiles_pay(q.dtype, row_of(lengths)):
         return "tiles"
-    unfused = v.shape[2] != q.shape[2] and any(keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths)
+    unfused = v.shape[2] != q.shape[2] and any(
+        keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths
+    )
     return "spans" if unfused else "torch"
 
 
-def _way_on_gpu(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Way:
+def _way_on_gpu(
+    q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None
+) -> Way:
     """On devices other than CPUs, by what their torch has."""
-    from megalith.kernels import flex_attention, varlen_attention  # here: they load parts of torch that CPUs never need
+    from megalith.kernels import (
+        flex_attention,
+        varlen_attention,
+    )  # here: they load parts of torch that CPUs never need
 
     known, alike = known_to_torch(scores, sinks), len(set(lengths)) == 1
     if not (known and alike) and varlen_attention.takes(q, v, scores, sinks):
@@ -308,7 +415,13 @@ def _way_on_gpu(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: T
 
 
 def _on_gpu(
-    way: Way, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None
+    way: Way,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    scores: Scores,
+    sinks: Tensor | None,
 ) -> Tensor:
     from megalith.kernels.flex_attention import flexible_attention
     from megalith.kernels.varlen_attention import varlen_attention
@@ -320,14 +433,21 @@ def _on_gpu(
 
 def known_to_torch(scores: Scores, sinks: Tensor | None) -> bool:
     """Whether torch's kernel computes these scores without a mask over all pairs."""
-    strange = scores.off_by_one or scores.dropout is not None or scores.relative is not None or sinks is not None
+    strange = (
+        scores.off_by_one
+        or scores.dropout is not None
+        or scores.relative is not None
+        or sinks is not None
+    )
     return scores.window is None and scores.softcap is None and not strange
 
 
 def _tiles_pay(dtype: torch.dtype, lengths: tuple[int, ...]) -> bool:
-    """Whether tiles are faster on a CPU: for documents that are neither very short nor very long."""
+    """Whether tiles are faster on a CPU: for documents that are neither very short nor very
+    long."""
     typical = sum(lengths) // max(1, sum(length > 0 for length in lengths))
-    # Short documents: torch's bf16 backward is slow (4 to 9 times); and packed, a tile holds several, a call just one.
+    # Short documents: torch's bf16 backward is slow (4 to 9 times); and packed, a tile holds
+    # several, a call just one.
     shortest = 16 if dtype == torch.bfloat16 or len(lengths) > 1 else TILED_LENGTHS.start
     return shortest <= typical and max(lengths) < TILED_LENGTHS.stop
 
@@ -337,35 +457,45 @@ def row_of(lengths: Lengths) -> tuple[int, ...]:
     return tuple(keys for _, keys in (lengths[:1] if len(set(lengths)) == 1 else lengths))
 
 
-def within_reach(k: Tensor, v: Tensor, lengths: Lengths, window: int) -> tuple[Tensor, Tensor, Lengths]:
-    """Without the keys of a cache that lie before every query's window: k, v and the lengths that are left.
+def within_reach(
+    k: Tensor, v: Tensor, lengths: Lengths, window: int
+) -> tuple[Tensor, Tensor, Lengths]:
+    """Without the keys of a cache that lie before every query's window: k, v and the lengths that
+    are left.
 
-    So a token that is read from a cache costs no more than its window. A cache may have dropped those keys itself.
+    So a token that is read from a cache costs no more than its window. A cache may have dropped
+    those keys itself.
     """
     kept = _of_windows(lengths, window)
     return *_last_keys(k, v, lengths, kept), kept
 
 
 def _of_windows(lengths: Lengths, window: int) -> Lengths:
-    return tuple((queries, min(keys, queries + window - 1) if queries else 0) for queries, keys in lengths)
+    return tuple(
+        (queries, min(keys, queries + window - 1) if queries else 0) for queries, keys in lengths
+    )
 
 
 def in_chunks(k: Tensor, v: Tensor, lengths: Lengths, size: int) -> tuple[Tensor, Tensor, Lengths]:
-    """Runs of `size` tokens as documents of their own: k and v without runs that no query is in, and lengths.
+    """Runs of `size` tokens as documents of their own: k and v without runs that no query is in,
+    and lengths.
 
-    Whatever knows documents so computes attention in chunks, at no more than its cost. A cache may have dropped whole
-    runs itself.
+    Whatever knows documents so computes attention in chunks, at no more than its cost. A cache may
+    have dropped whole runs itself.
     """
     kept = _of_chunks(lengths, size)
     return *_last_keys(k, v, lengths, kept), lengths_of_chunks(kept, size)
 
 
 def _of_chunks(lengths: Lengths, size: int) -> Lengths:
-    return tuple((queries, queries + (keys - queries) % size if queries else 0) for queries, keys in lengths)
+    return tuple(
+        (queries, queries + (keys - queries) % size if queries else 0) for queries, keys in lengths
+    )
 
 
 def lengths_of_chunks(lengths: Lengths, size: int) -> Lengths:
-    """(queries, keys) of each run of `size` tokens, where documents' queries begin in their first run.
+    """(queries, keys) of each run of `size` tokens, where documents' queries begin in their first
+    run.
 
     >>> lengths_of_chunks(((3, 4), (5, 5)), 2)
     ((1, 2), (2, 2), (2, 2), (2, 2), (1, 1))
@@ -378,12 +508,18 @@ def lengths_of_chunks(lengths: Lengths, size: int) -> Lengths:
 
 
 def _last_keys(k: Tensor, v: Tensor, lengths: Lengths, kept: Lengths) -> tuple[Tensor, Tensor]:
-    """The last keys and values of each document, as many as are `kept`; they may be all that there are."""
+    """The last keys and values of each document, as many as are `kept`; they may be all that there
+    are."""
     if len(k) == sum(keys for _, keys in kept):
         return k, v
     counts = [keys for _, keys in lengths]
     k, v = (
-        torch.cat([part[len(part) - left :] for part, (_, left) in zip(x.split(counts), kept, strict=True)])
+        torch.cat(
+            [
+                part[len(part) - left :]
+                for part, (_, left) in zip(x.split(counts), kept, strict=True)
+            ]
+        )
         for x in (k, v)
     )
     return k, v
@@ -392,8 +528,9 @@ def _last_keys(k: Tensor, v: Tensor, lengths: Lengths, kept: Lengths) -> tuple[T
 def _alone_in_memory(v: Tensor, *others: Tensor) -> Tensor:
     """v, copied where it is a part of a larger tensor that backward would keep whole for it.
 
-    Values are a part of what the projection gives for queries, keys and values, while rotated queries and keys are new.
-    In a layer of Llama-3 8B this is 10 KiB of the 146 that it keeps of each token in bf16.
+    Values are a part of what the projection gives for queries, keys and values, while rotated
+    queries and keys are new. In a layer of Llama-3 8B this is 10 KiB of the 146 that it keeps of
+    each token in bf16.
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and v.requires_grad):
         return v

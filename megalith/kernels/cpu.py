@@ -1,8 +1,10 @@
-"""The compiled loops of `kernels/loops.py`: when they serve, and how they run on the threads torch already has.
+"""The compiled loops of `kernels/loops.py`: when they serve, and how they run on the threads torch
+already has.
 
-A second pool of threads would fight torch's for the same cores, because both spin for a while after their work. So a
-loop is handed to the OpenMP library that torch itself has loaded. Where there is none that we can call (macOS), no loop
-runs, and the operations use their torch versions; both give the same values to the last bit or two of the dtype.
+A second pool of threads would fight torch's for the same cores, because both spin for a while after
+their work. So a loop is handed to the OpenMP library that torch itself has loaded. Where there is
+none that we can call (macOS), no loop runs, and the operations use their torch versions; both give
+the same values to the last bit or two of the dtype.
 """
 
 import ctypes
@@ -18,13 +20,29 @@ import torch
 from torch import Tensor
 
 Loop = Literal[
-    "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "gated", "gated_backward", "dropout", "rope",
-    "rope_part", "rope_neighbours",
-    "weighted_gated", "weighted_gated_backward", "weighted_squared_relu", "weighted_squared_relu_backward",
-    "row_sums", "logit_gradients", "visible_softmax", "visible_exp",
-]  # fmt: skip
+    "rms_norm",
+    "rms_norm_backward",
+    "swiglu",
+    "swiglu_backward",
+    "gated",
+    "gated_backward",
+    "dropout",
+    "rope",
+    "rope_part",
+    "rope_neighbours",
+    "weighted_gated",
+    "weighted_gated_backward",
+    "weighted_squared_relu",
+    "weighted_squared_relu_backward",
+    "row_sums",
+    "logit_gradients",
+    "visible_softmax",
+    "visible_exp",
+]
 
-WORTH_A_LOOP = 1 << 13  # elements; below, starting a loop costs more than the passes over memory that it saves
+WORTH_A_LOOP = (
+    1 << 13
+)  # elements; below, starting a loop costs more than the passes over memory that it saves
 WORTH_THREADS = 1 << 15  # elements; below, waking a thread takes longer than the loop
 
 
@@ -32,11 +50,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 """What the loops read and write."""
 
 
-COMPILATION_LINE_SECONDS = 5.0  # between lines while loops are compiled: a few in the half minute that it takes
+COMPILATION_LINE_SECONDS = (
+    5.0  # between lines while loops are compiled: a few in the half minute that it takes
+)
 
 
 class CompilationProgress:
-    """Reports the compilation of loops inside a `with` block: one line when it begins, then one every few seconds."""
+    """Reports the compilation of loops inside a `with` block: one line when it begins, then one
+    every few seconds."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """`say`: is given each line."""
@@ -52,15 +73,22 @@ class CompilationProgress:
         _progress.reset(self._token)
 
     def start(self, *, cached: bool) -> None:
-        """Note that a loop is about to be compiled; `cached`: its machine code is kept for later runs."""
+        """Note that a loop is about to be compiled; `cached`: its machine code is kept for later
+        runs."""
         now = time.monotonic()
         if self._num_compiled == 0:
             self._began = self._last_line = now
-            when = "first run on this machine only" if cached else "in every run: numba has no folder to cache them in"
+            when = (
+                "first run on this machine only"
+                if cached
+                else "in every run: numba has no folder to cache them in"
+            )
             self._say(f"compiling CPU kernels ({when})...")
         elif now - self._last_line >= COMPILATION_LINE_SECONDS:
             self._last_line = now
-            self._say(f"compiling CPU kernels: {self._num_compiled} done in {now - self._began:.0f} s")
+            self._say(
+                f"compiling CPU kernels: {self._num_compiled} done in {now - self._began:.0f} s"
+            )
         self._num_compiled += 1
 
 
@@ -78,7 +106,8 @@ class OpenMP(NamedTuple):
     """What we call in torch's OpenMP library."""
 
     parallel: Callable[..., None]
-    """GOMP_parallel(function, argument, threads, flags): runs function(argument) on every thread, then waits."""
+    """GOMP_parallel(function, argument, threads, flags): runs function(argument) on every thread,
+    then waits."""
 
     thread_num: int
     """Address of omp_get_thread_num."""
@@ -89,7 +118,8 @@ class OpenMP(NamedTuple):
 
 @cache
 def openmp() -> OpenMP | None:
-    """The OpenMP library that torch runs its own loops with; None where it is not one that we can call."""
+    """The OpenMP library that torch runs its own loops with; None where it is not one that we can
+    call."""
     for path in _loaded_libraries():
         library = ctypes.CDLL(path)
         if not hasattr(library, "GOMP_parallel"):
@@ -97,7 +127,9 @@ def openmp() -> OpenMP | None:
         parallel = library.GOMP_parallel
         parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         parallel.restype = None
-        return OpenMP(parallel, _address(library.omp_get_thread_num), _address(library.omp_get_num_threads))
+        return OpenMP(
+            parallel, _address(library.omp_get_thread_num), _address(library.omp_get_num_threads)
+        )
     return None
 
 
@@ -108,7 +140,9 @@ def _loaded_libraries() -> list[str]:
         return []
     fields = (line.split(maxsplit=5) for line in maps.read_text().splitlines())
     paths = {field[5] for field in fields if len(field) == 6}
-    known = [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
+    known = [
+        path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))
+    ]
     return sorted(known, key=lambda path: ("/torch" not in path, path))
 
 
@@ -119,7 +153,8 @@ def _address(function: object) -> int:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the compiled loops work on these and pay: on the CPU, all fp32 or all bf16, the first large enough."""
+    """Whether the compiled loops work on these and pay: on the CPU, all fp32 or all bf16, the first
+    large enough."""
     return tensors[0].numel() >= WORTH_A_LOOP and could_take(*tensors)
 
 
@@ -137,8 +172,11 @@ def could_take(*tensors: Tensor) -> bool:
 
 
 def run(loop: Loop, dtype: torch.dtype, *arguments: Tensor | int | float, elements: int) -> None:
-    """Run a compiled loop on torch's threads: tensors of `dtype`, work of `elements`, arguments as the loop lists."""
-    from megalith.kernels.loops import address  # imports numba: half a second, only where a loop is needed
+    """Run a compiled loop on torch's threads: tensors of `dtype`, work of `elements`, arguments as
+    the loop lists."""
+    from megalith.kernels.loops import (
+        address,
+    )  # imports numba: half a second, only where a loop is needed
 
     library = openmp()
     assert library is not None
@@ -152,7 +190,8 @@ def num_threads(elements: int) -> int:
 
 
 def _bits(argument: Tensor | int | float) -> int:
-    """Eight bytes that stand for an argument: where a tensor lies, a number, or the bits of a double."""
+    """Eight bytes that stand for an argument: where a tensor lies, a number, or the bits of a
+    double."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if isinstance(argument, float):

@@ -1,7 +1,9 @@
-"""The output head and its cross entropy in one: logits exist only chunk by chunk, over a vocabulary split by rows.
+"""The output head and its cross entropy in one: logits exist only chunk by chunk, over a vocabulary
+split by rows.
 
-The two collectives are small: per chunk of tokens, the ranks of the vocabulary agree on each token's largest logit, and
-sum its exponentials and its target's logit. Source of the parallel form: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+The two collectives are small: per chunk of tokens, the ranks of the vocabulary agree on each
+token's largest logit, and sum its exponentials and its target's logit. Source of the parallel form:
+Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,12 +27,13 @@ from megalith.plan.costs import loss_chunk
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """How the products of hidden states and vocabulary become scores: s = scale * product, then softcap * tanh(s /
-    softcap). In fp32 or float64, unless nothing is to be done."""
+    """How the products of hidden states and vocabulary become scores: s = scale * product, then
+    softcap * tanh(s / softcap). In fp32 or float64, unless nothing is to be done."""
 
     scale: float = 1.0
     softcap: float | None = None
-    """The largest score there can be; unset: none. Source: Gemma Team 2024, arXiv:2408.00118, section 2."""
+    """The largest score there can be; unset: none. Source: Gemma Team 2024, arXiv:2408.00118,
+    section 2."""
 
     def scores(self, products: Tensor) -> Tensor:
         """What they become, in their memory where the dtype allows: [t, v] -> [t, v]."""
@@ -40,7 +43,8 @@ class Readout:
         return wide if self.softcap is None else wide.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def slopes(self, scores: Tensor) -> Tensor | float | None:
-        """The derivative of scores by products, from the scores [t, v]: 0 where a score is infinite; None: 1."""
+        """The derivative of scores by products, from the scores [t, v]: 0 where a score is
+        infinite; None: 1."""
         if self.softcap is not None:
             return (scores / self.softcap).square_().neg_().add_(1).clamp_(min=0).mul_(self.scale)
         return None if self.scale == 1.0 else self.scale
@@ -77,72 +81,167 @@ def linear_cross_entropy(
     chunk: int | None = None,
     kernel: Form = "auto",
 ) -> Tensor:
-    """Sum over labelled tokens of -log softmax(readout(x @ W.T))[label], for the whole vocabulary W: one fp32 or fp64.
+    """Sum over labelled tokens of -log softmax(readout(x @ W.T))[label], for the whole vocabulary
+    W: one fp32 or fp64.
 
-    x [t, h], whole on every rank of `vocab`; weight [v_local, h], rows first_row ... of the padded vocabulary; labels
-    [t] int64, negative where a token has no loss, else below `vocab_size` (rows from there on are padding and take no
-    part). The loss is the same on every rank of `vocab`; dx is this rank's part of a sum over them.
+    x [t, h], whole on every rank of `vocab`; weight [v_local, h], rows first_row ... of the padded
+    vocabulary; labels [t] int64, negative where a token has no loss, else below `vocab_size` (rows
+    from there on are padding and take no part). The loss is the same on every rank of `vocab`; dx
+    is this rank's part of a sum over them.
 
-    With `smoothing` a label is 1 - smoothing likely, and all other tokens of the vocabulary share the rest evenly: see
-    `spread_of`. With `z_loss` a labelled token adds z_loss * logsumexp(scores)^2, which keeps scores near those of a
-    normalised distribution (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+    With `smoothing` a label is 1 - smoothing likely, and all other tokens of the vocabulary share
+    the rest evenly: see `spread_of`. With `z_loss` a labelled token adds z_loss *
+    logsumexp(scores)^2, which keeps scores near those of a normalised distribution (Chowdhery et
+    al. 2022, arXiv:2204.02311, section 5).
 
-    The gradients that are wanted are formed here, while a chunk's logits are at hand; backward only scales them. Until
-    then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`: tokens at a time; kernel="reference" has all
-    of them at once.
+    The gradients that are wanted are formed here, while a chunk's logits are at hand; backward only
+    scales them. Until then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`: tokens
+    at a time; kernel="reference" has all of them at once.
     """
     return _sum_of_losses(
-        x, weight, labels, vocab, first_row, vocab_size, readout, smoothing, z_loss, sink, chunk, kernel, measures=False
+        x,
+        weight,
+        labels,
+        vocab,
+        first_row,
+        vocab_size,
+        readout,
+        smoothing,
+        z_loss,
+        sink,
+        chunk,
+        kernel,
+        measures=False,
     ).loss
 
 
 def measured_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
-    readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, z_loss: float = 0.0, sink: Sink | None = None,
-    chunk: int | None = None, kernel: Form = "auto",
-) -> Measured:  # fmt: skip
-    """`linear_cross_entropy`, and with it what it saw of each token, through which nothing flows back."""
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab: Group,
+    first_row: int,
+    vocab_size: int,
+    readout: Readout = AS_THEY_ARE,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    sink: Sink | None = None,
+    chunk: int | None = None,
+    kernel: Form = "auto",
+) -> Measured:
+    """`linear_cross_entropy`, and with it what it saw of each token, through which nothing flows
+    back."""
     return _sum_of_losses(
-        x, weight, labels, vocab, first_row, vocab_size, readout, smoothing, z_loss, sink, chunk, kernel, measures=True
+        x,
+        weight,
+        labels,
+        vocab,
+        first_row,
+        vocab_size,
+        readout,
+        smoothing,
+        z_loss,
+        sink,
+        chunk,
+        kernel,
+        measures=True,
     )
 
 
 def recomputed_measures(
-    x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
-    readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, z_loss: float = 0.0, sink: Sink | None = None,
-    chunk: int | None = None, kernel: Form = "auto",
-) -> Measured:  # fmt: skip
-    """`recomputed_cross_entropy`, and with it what it saw of each token; logsumexp may be differentiated."""
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab: Group,
+    first_row: int,
+    vocab_size: int,
+    readout: Readout = AS_THEY_ARE,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    sink: Sink | None = None,
+    chunk: int | None = None,
+    kernel: Form = "auto",
+) -> Measured:
+    """`recomputed_cross_entropy`, and with it what it saw of each token; logsumexp may be
+    differentiated."""
     each = token_measures(
-        x, weight, labels, vocab=vocab, first_row=first_row, vocab_size=vocab_size, readout=readout,
-        smoothing=smoothing, sink=sink, chunk=chunk, kernel=kernel,
-    )  # fmt: skip
+        x,
+        weight,
+        labels,
+        vocab=vocab,
+        first_row=first_row,
+        vocab_size=vocab_size,
+        readout=readout,
+        smoothing=smoothing,
+        sink=sink,
+        chunk=chunk,
+        kernel=kernel,
+    )
     return each._replace(loss=_with_z_loss(each, labels, z_loss).sum())
 
 
 def recomputed_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
-    readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, z_loss: float = 0.0, sink: Sink | None = None,
-    chunk: int | None = None, kernel: Form = "auto",
-) -> Tensor:  # fmt: skip
-    """`linear_cross_entropy` whose backward computes logits again: one matmul more, and no gradients wait for it."""
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab: Group,
+    first_row: int,
+    vocab_size: int,
+    readout: Readout = AS_THEY_ARE,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    sink: Sink | None = None,
+    chunk: int | None = None,
+    kernel: Form = "auto",
+) -> Tensor:
+    """`linear_cross_entropy` whose backward computes logits again: one matmul more, and no
+    gradients wait for it."""
     return recomputed_measures(
-        x, weight, labels, vocab=vocab, first_row=first_row, vocab_size=vocab_size, readout=readout,
-        smoothing=smoothing, z_loss=z_loss, sink=sink, chunk=chunk, kernel=kernel,
-    ).loss  # fmt: skip
+        x,
+        weight,
+        labels,
+        vocab=vocab,
+        first_row=first_row,
+        vocab_size=vocab_size,
+        readout=readout,
+        smoothing=smoothing,
+        z_loss=z_loss,
+        sink=sink,
+        chunk=chunk,
+        kernel=kernel,
+    ).loss
 
 
 def _sum_of_losses(
-    x: Tensor, weight: Tensor, labels: Tensor, vocab: Group, first_row: int, vocab_size: int, readout: Readout,
-    smoothing: float, z_loss: float, sink: Sink | None, chunk: int | None, kernel: Form, *, measures: bool,
-) -> Measured:  # fmt: skip
-    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel != "torch", readout=readout)
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab: Group,
+    first_row: int,
+    vocab_size: int,
+    readout: Readout,
+    smoothing: float,
+    z_loss: float,
+    sink: Sink | None,
+    chunk: int | None,
+    kernel: Form,
+    *,
+    measures: bool,
+) -> Measured:
+    head = Head.of(
+        weight, vocab, first_row, vocab_size, chunk, loops=kernel != "torch", readout=readout
+    )
     head = replace(head.smoothed(smoothing, vocab_size), z_loss=z_loss, form=kernel)
     if kernel == "reference":
         each = _plain_losses(x, weight, labels, head, sink)
         return each._replace(loss=_with_z_loss(each, labels, z_loss).sum())
     grad = torch.is_grad_enabled()
-    wanted = Wanted(x=grad and x.requires_grad, weight=grad and weight.requires_grad, measures=measures)
+    wanted = Wanted(
+        x=grad and x.requires_grad, weight=grad and weight.requires_grad, measures=measures
+    )
     return Measured(*LossSumFunction.apply(x, weight, labels, vocab, head, wanted, sink))  # type: ignore[no-untyped-call]  # torch's own
 
 
@@ -169,22 +268,43 @@ def token_losses(
 ) -> Tensor:
     """The same loss of each token: [t], 0 where a token has none; fp32 or float64.
 
-    The weight gradient of a weighted sum of losses does not factor by token, so backward computes each chunk's logits
-    again (one matmul more than `linear_cross_entropy`).
+    The weight gradient of a weighted sum of losses does not factor by token, so backward computes
+    each chunk's logits again (one matmul more than `linear_cross_entropy`).
     """
     return token_measures(
-        x, weight, labels, vocab=vocab, first_row=first_row, vocab_size=vocab_size, readout=readout,
-        smoothing=smoothing, sink=sink, chunk=chunk, kernel=kernel,
-    ).loss  # fmt: skip
+        x,
+        weight,
+        labels,
+        vocab=vocab,
+        first_row=first_row,
+        vocab_size=vocab_size,
+        readout=readout,
+        smoothing=smoothing,
+        sink=sink,
+        chunk=chunk,
+        kernel=kernel,
+    ).loss
 
 
 def token_measures(
-    x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
-    readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, sink: Sink | None = None, chunk: int | None = None,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab: Group,
+    first_row: int,
+    vocab_size: int,
+    readout: Readout = AS_THEY_ARE,
+    smoothing: float = 0.0,
+    sink: Sink | None = None,
+    chunk: int | None = None,
     kernel: Form = "auto",
-) -> Measured:  # fmt: skip
-    """`token_losses`, and what they saw of each token; losses and logsumexp may both be differentiated."""
-    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel != "torch", readout=readout)
+) -> Measured:
+    """`token_losses`, and what they saw of each token; losses and logsumexp may both be
+    differentiated."""
+    head = Head.of(
+        weight, vocab, first_row, vocab_size, chunk, loops=kernel != "torch", readout=readout
+    )
     head = replace(head.smoothed(smoothing, vocab_size), form=kernel)
     if kernel == "reference":
         return _plain_losses(x, weight, labels, head, sink)
@@ -192,9 +312,11 @@ def token_measures(
 
 
 def spread_of(smoothing: float, vocab_size: int) -> float:
-    """What all tokens, the label included, share evenly, where the others share `smoothing` of what labels are sure of.
+    """What all tokens, the label included, share evenly, where the others share `smoothing` of what
+    labels are sure of.
 
-    It is what torch calls label_smoothing. Source: Szegedy et al. 2015, arXiv:1512.00567, section 7.
+    It is what torch calls label_smoothing. Source: Szegedy et al. 2015, arXiv:1512.00567, section
+    7.
 
     >>> spread_of(0.1, 5)
     0.125
@@ -203,11 +325,19 @@ def spread_of(smoothing: float, vocab_size: int) -> float:
 
 
 def reference_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, readout: Readout = AS_THEY_ARE,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    readout: Readout = AS_THEY_ARE,
     smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """What `token_losses` computes where one rank has the whole vocabulary, in plain operations: [t]."""
-    logits = (x @ weight[:vocab_size].t()).to(torch.promote_types(x.dtype, torch.float32)) * readout.scale
+) -> Tensor:
+    """What `token_losses` computes where one rank has the whole vocabulary, in plain operations:
+    [t]."""
+    logits = (x @ weight[:vocab_size].t()).to(
+        torch.promote_types(x.dtype, torch.float32)
+    ) * readout.scale
     if readout.softcap is not None:
         logits = readout.softcap * torch.tanh(logits / readout.softcap)
     spread = spread_of(smoothing, vocab_size)
@@ -216,10 +346,15 @@ def reference_cross_entropy(
     )
 
 
-def _plain_losses(x: Tensor, weight: Tensor, labels: Tensor, head: "Head", sink: Sink | None) -> Measured:
-    """`reference_cross_entropy` where ranks share the vocabulary, or the weight's gradient goes to a sink, and what it
-    saw of each token."""
-    logits = linear(x, [weight], sink=sink).to(torch.promote_types(x.dtype, torch.float32)) * head.readout.scale
+def _plain_losses(
+    x: Tensor, weight: Tensor, labels: Tensor, head: "Head", sink: Sink | None
+) -> Measured:
+    """`reference_cross_entropy` where ranks share the vocabulary, or the weight's gradient goes
+    to a sink, and what it saw of each token."""
+    logits = (
+        linear(x, [weight], sink=sink).to(torch.promote_types(x.dtype, torch.float32))
+        * head.readout.scale
+    )
     if head.readout.softcap is not None:
         logits = head.readout.softcap * torch.tanh(logits / head.readout.softcap)
     padding = torch.arange(weight.shape[0], device=x.device) >= head.rows
@@ -275,25 +410,41 @@ class Head:
 
     @staticmethod
     def of(
-        weight: Tensor, group: Group, first_row: int, vocab_size: int, chunk: int | None, *, loops: bool,
+        weight: Tensor,
+        group: Group,
+        first_row: int,
+        vocab_size: int,
+        chunk: int | None,
+        *,
+        loops: bool,
         readout: Readout = AS_THEY_ARE,
-    ) -> "Head":  # fmt: skip
+    ) -> "Head":
         """The head whose matrix is `weight` [v_local, h]."""
         rows = max(0, min(weight.shape[0], vocab_size - first_row))
-        # From what all ranks know alike, not from my rows, which may be more than theirs: every chunk is a collective.
+        # From what all ranks know alike, not from my rows, which may be more than theirs: every
+        # chunk is a collective.
         fitting = loss_chunk(vocab_size, ranks=group.size)
-        return Head(group, first_row, rows, chunk if chunk is not None else fitting, loops and rows > 0, readout)
+        return Head(
+            group,
+            first_row,
+            rows,
+            chunk if chunk is not None else fitting,
+            loops and rows > 0,
+            readout,
+        )
 
     def engine(self, logits: Tensor) -> Engine:
         """What works on them."""
         return engine_for(self.form if self.loops else "torch", logits, op="cross_entropy")
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """My rows without padding; one row of padding if there is only that, so that no rank leaves out a sum."""
+        """My rows without padding; one row of padding if there is only that, so that no rank leaves
+        out a sum."""
         return weight[: max(1, self.rows)]
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [c, h] -> [c, rows], products rounded to x's dtype; -inf where there is only padding."""
+        """x [c, h] -> [c, rows], products rounded to x's dtype; -inf where there is only
+        padding."""
         logits = self.readout.scores(linear_forward(x, self.matrix(weight)))
         return logits if self.rows else logits.fill_(float("-inf"))
 
@@ -324,7 +475,8 @@ class Softmax(NamedTuple):
     """[c]: sum of exp(logit - largest)."""
 
     target: Tensor
-    """[c]: the label's logit - largest, 0 without a label; smoothed, the mean of what labels say of all logits."""
+    """[c]: the label's logit - largest, 0 without a label; smoothed, the mean of what labels say of
+    all logits."""
 
     def losses(self, labels: Tensor) -> Tensor:
         """[c]: -log p(label), or the mean of it over what labels say, 0 without one."""
@@ -336,7 +488,8 @@ class Softmax(NamedTuple):
 
 
 def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
-    """Two small collectives over the ranks that hold the vocabulary, whatever the labels are; leaves logits alone."""
+    """Two small collectives over the ranks that hold the vocabulary, whatever the labels are;
+    leaves logits alone."""
     own_largest, own_total = ROW_SUMS[head.engine(logits)](logits)
     largest = all_reduce_max_(own_largest.clone(), head.group)
     rows, mine = head.target(labels)
@@ -344,23 +497,32 @@ def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
     if head.spread and head.rows:
         every = (logits.to(target.dtype) - largest.unsqueeze(1)).sum(-1)
         target.mul_(1 - head.spread).add_(every, alpha=head.spread_each)
-    sums = all_reduce_(torch.stack([own_total.mul_((own_largest - largest).exp_()), target]), head.group)
+    sums = all_reduce_(
+        torch.stack([own_total.mul_((own_largest - largest).exp_()), target]), head.group
+    )
     return Softmax(largest, sums[0], sums[1])
 
 
 def logit_gradient(
-    logits: Tensor, labels: Tensor, softmax: Softmax, weights: Tensor, head: Head, more: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    softmax: Softmax,
+    weights: Tensor,
+    head: Head,
+    more: Tensor | None = None,
 ) -> Tensor:
-    """What products get: ((weights + more) * p - weights * what labels say) * slopes, [c, rows], where possible in
-    logits' memory.
+    """What products get: ((weights + more) * p - weights * what labels say) * slopes, [c, rows],
+    where possible in logits' memory.
 
-    weights [c]: what each token's loss counts, 0 without a label; more [c]: what its logsumexp does. The entry at the
-    label is computed apart: in bf16, 1 would swallow the last digits of p.
+    weights [c]: what each token's loss counts, 0 without a label; more [c]: what its logsumexp
+    does. The entry at the label is computed apart: in bf16, 1 would swallow the last digits of p.
     """
     rows, mine = head.target(labels)
     likely = _scores_of_labels(logits, rows, softmax, head).exp() / softmax.total
     at_label = likely - 1
-    at_label = (at_label.add_(head.spread - head.spread_each) if head.spread else at_label).mul_(weights)
+    at_label = (at_label.add_(head.spread - head.spread_each) if head.spread else at_label).mul_(
+        weights
+    )
     at_label = at_label if more is None else at_label.addcmul_(likely, more)
     factor = (weights if more is None else weights + more) / softmax.total
     even = weights * head.spread_each if head.spread and head.rows else None
@@ -369,7 +531,9 @@ def logit_gradient(
         row = torch.where(mine, rows, -1).squeeze(1)
         return _triton_gradient(logits, softmax.largest, factor, row, at_label, even, head.readout)
     slopes = head.readout.slopes(logits)  # before the gradient takes their place
-    gradient = (_loop_scaled_exp if engine == "loops" else _scaled_exp)(logits, softmax.largest, factor)
+    gradient = (_loop_scaled_exp if engine == "loops" else _scaled_exp)(
+        logits, softmax.largest, factor
+    )
     gradient = gradient if even is None else gradient.sub_(even.unsqueeze(1).to(gradient.dtype))
     at_label = at_label.unsqueeze(1).to(gradient.dtype)
     gradient.scatter_(1, rows, torch.where(mine, at_label, gradient.gather(1, rows)))
@@ -384,17 +548,22 @@ def _scores_of_labels(logits: Tensor, rows: Tensor, softmax: Softmax, head: Head
 
 
 def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest of each row of [c, rows], and the sum of exp(logit - largest): [c] each, in fp32 or float64."""
+    """Largest of each row of [c, rows], and the sum of exp(logit - largest): [c] each, in fp32 or
+    float64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = wide.amax(-1)
     # A row of -inf (a rank that has only padding) sums to 0, not to the NaN of inf - inf.
-    return largest, (wide - largest.clamp(min=torch.finfo(wide.dtype).min).unsqueeze(1)).exp_().sum(-1)
+    return largest, (wide - largest.clamp(min=torch.finfo(wide.dtype).min).unsqueeze(1)).exp_().sum(
+        -1
+    )
 
 
 def _loop_row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     """`_row_sums` in one pass."""
     largest, total = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
-    cpu.run("row_sums", logits.dtype, *logits.shape, logits, largest, total, elements=logits.numel())
+    cpu.run(
+        "row_sums", logits.dtype, *logits.shape, logits, largest, total, elements=logits.numel()
+    )
     return largest, total
 
 
@@ -407,9 +576,14 @@ def _scaled_exp(logits: Tensor, largest: Tensor, factor: Tensor) -> Tensor:
 def _loop_scaled_exp(logits: Tensor, largest: Tensor, factor: Tensor) -> Tensor:
     """`_scaled_exp` in one pass, in place."""
     cpu.run(
-        "logit_gradients", logits.dtype, *logits.shape, largest.contiguous(), factor.contiguous(), logits,
+        "logit_gradients",
+        logits.dtype,
+        *logits.shape,
+        largest.contiguous(),
+        factor.contiguous(),
+        logits,
         elements=logits.numel(),
-    )  # fmt: skip
+    )
     return logits
 
 
@@ -421,25 +595,35 @@ def _triton_row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ROW_SUMS: Mapping[Engine, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "torch": _row_sums, "loops": _loop_row_sums, "triton": _triton_row_sums,
-}  # fmt: skip
+    "torch": _row_sums,
+    "loops": _loop_row_sums,
+    "triton": _triton_row_sums,
+}
 
 
 def _triton_gradient(
-    logits: Tensor, largest: Tensor, factor: Tensor, row: Tensor, at_label: Tensor, even: Tensor | None,
+    logits: Tensor,
+    largest: Tensor,
+    factor: Tensor,
+    row: Tensor,
+    at_label: Tensor,
+    even: Tensor | None,
     readout: Readout,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """All of `logit_gradient` in one pass, in place."""
     from megalith.kernels import triton_loss
 
     scale, cap = readout.scale, readout.softcap
-    return triton_loss.gradient_(logits, largest, factor, row, at_label, even, scale=scale, softcap=cap)
+    return triton_loss.gradient_(
+        logits, largest, factor, row, at_label, even, scale=scale, softcap=cap
+    )
 
 
 def _add_gradients(
     dlogits: Tensor, x: Tensor, weight: Tensor, head: Head, dx: Tensor | None, dw: Tensor | None
 ) -> None:
-    """What a chunk's logits gradient [c, rows] gives x: written to dx [c, h]; and weight: added to dw [v_local, h]."""
+    """What a chunk's logits gradient [c, rows] gives x: written to dx [c, h]; and weight: added to
+    dw [v_local, h]."""
     dlogits = dlogits.to(x.dtype)
     if dx is not None:
         dx.copy_(input_grad(dlogits, head.matrix(weight)))
@@ -463,8 +647,8 @@ class LossSumFunction(Function):
         wanted: Wanted,
         sink: Sink | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [t, h] -> scalar, and of each token, if measures are wanted, logsumexp and largest score, else empty ones;
-        keeps dx and dw for a gradient of one."""
+        """x [t, h] -> scalar, and of each token, if measures are wanted, logsumexp and largest
+        score, else empty ones; keeps dx and dw for a gradient of one."""
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = x.new_zeros((), dtype=wide)
         seen = x.new_empty(2, x.shape[0] if wanted.measures else 0, dtype=wide)
@@ -494,7 +678,8 @@ class LossSumFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dloss: Tensor, *nothing: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale what forward left, in place: dw may be the largest tensor there is. A second backward is refused."""
+        """Scale what forward left, in place: dw may be the largest tensor there is. A second
+        backward is refused."""
         dx, dw = (None if saved is None else saved.mul_(dloss) for saved in ctx.saved_tensors)
         return dx, _deliver(dw, ctx.sink, ctx.dtype), None, None, None, None, None
 
@@ -506,7 +691,13 @@ class TokenLossesFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weight: Tensor, labels: Tensor, group: Group, head: Head, sink: Sink | None
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        group: Group,
+        head: Head,
+        sink: Sink | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [t, h] -> three times [t], as in `Measured`; keeps three numbers per token."""
         kept = x.new_empty(3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
@@ -527,7 +718,8 @@ class TokenLossesFunction(Function):
     def backward(
         ctx: Context, dlosses: Tensor | None, dlogsumexp: Tensor | None, nothing: None
     ) -> tuple[Tensor | None, ...]:
-        """dlosses, dlogsumexp [t] -> dx [t, h] and dw, logits computed again chunk by chunk; no collective."""
+        """dlosses, dlogsumexp [t] -> dx [t, h] and dw, logits computed again chunk by chunk; no
+        collective."""
         x, weight, labels, kept = ctx.saved_tensors
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dw = x.new_zeros(weight.shape, dtype=kept.dtype) if ctx.needs_input_grad[1] else None
@@ -536,7 +728,9 @@ class TokenLossesFunction(Function):
             rows = slice(start, start + ctx.head.chunk)
             logits = ctx.head.logits(x[rows], weight)
             more = None if dlogsumexp is None else dlogsumexp[rows]
-            dlogits = logit_gradient(logits, labels[rows], Softmax(*kept[:, rows]), weights[rows], ctx.head, more)
+            dlogits = logit_gradient(
+                logits, labels[rows], Softmax(*kept[:, rows]), weights[rows], ctx.head, more
+            )
             _add_gradients(dlogits, x[rows], weight, ctx.head, None if dx is None else dx[rows], dw)
         return dx, _deliver(dw, ctx.sink, weight.dtype), None, None, None, None
 

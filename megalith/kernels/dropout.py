@@ -1,9 +1,10 @@
 """Dropout whose masks are hashes: no generator, nothing kept but which tokens these are.
 
-Whether a feature is dropped depends on a key (seed, place, layer), the token's number in the run, and the feature. So a
-mask is the same wherever and whenever it is computed: on any rank of any layout, in backward, after a resume.
-Source of dropout: Srivastava et al. 2014, JMLR 15(56). Of the mixers: Steele et al. 2014, "Fast splittable pseudorandom
-number generators", section 2 (64 bits), and Appleby's MurmurHash3 (32 bits).
+Whether a feature is dropped depends on a key (seed, place, layer), the token's number in the run,
+and the feature. So a mask is the same wherever and whenever it is computed: on any rank of any
+layout, in backward, after a resume. Source of dropout: Srivastava et al. 2014, JMLR 15(56). Of the
+mixers: Steele et al. 2014, "Fast splittable pseudorandom number generators", section 2 (64 bits),
+and Appleby's MurmurHash3 (32 bits).
 """
 
 from dataclasses import dataclass
@@ -24,11 +25,14 @@ STEP_64, MIX_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 STEP_32, MIX_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
 
 
-def dropout(x: Tensor, p: float, key: int, numbers: Tensor, *, first_feature: int = 0, kernel: Form = "auto") -> Tensor:
-    """Each feature is 0 with probability p, else divided by 1 - p: x [t, h], numbers int64 [t] -> [t, h].
+def dropout(
+    x: Tensor, p: float, key: int, numbers: Tensor, *, first_feature: int = 0, kernel: Form = "auto"
+) -> Tensor:
+    """Each feature is 0 with probability p, else divided by 1 - p: x [t, h], numbers int64 [t] ->
+    [t, h].
 
-    key: 63 bits for this place and layer (`plan/keys.py`); numbers: which token of the run each is; first_feature: what
-    the first column is, of all features. Backward computes the mask again.
+    key: 63 bits for this place and layer (`plan/keys.py`); numbers: which token of the run each is;
+    first_feature: what the first column is, of all features. Backward computes the mask again.
     """
     assert 0.0 <= p < 1.0
     if p == 0.0:
@@ -40,19 +44,28 @@ def dropout(x: Tensor, p: float, key: int, numbers: Tensor, *, first_feature: in
     return y
 
 
-def reference_dropout(x: Tensor, p: float, key: int, numbers: Tensor, first_feature: int = 0) -> Tensor:
+def reference_dropout(
+    x: Tensor, p: float, key: int, numbers: Tensor, first_feature: int = 0
+) -> Tensor:
     """What `dropout` computes, in plain operations."""
-    return (x * (1 / (1 - p))).masked_fill(dropped_features(p, key, numbers, first_feature, x.shape[-1]), 0.0)
+    return (x * (1 / (1 - p))).masked_fill(
+        dropped_features(p, key, numbers, first_feature, x.shape[-1]), 0.0
+    )
 
 
-def dropped_features(p: float, key: int, numbers: Tensor, first_feature: int, features: int) -> Tensor:
+def dropped_features(
+    p: float, key: int, numbers: Tensor, first_feature: int, features: int
+) -> Tensor:
     """Which features are dropped: numbers int64 [t] -> bool [t, features]."""
     places = torch.arange(first_feature, first_feature + features, device=numbers.device)
-    return _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)) < _threshold(p)
+    return _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)) < _threshold(
+        p
+    )
 
 
 def dropped_weights(p: float, key: int, queries: Tensor, keys: Tensor, heads: range) -> Tensor:
-    """Which of attention's weights are dropped: numbers int64 [t_q] and [t_k] of tokens -> bool [heads, t_q, t_k].
+    """Which of attention's weights are dropped: numbers int64 [t_q] and [t_k] of tokens -> bool
+    [heads, t_q, t_k].
 
     heads: which of the model's query heads these are.
     """
@@ -72,10 +85,11 @@ class DroppedWeights:
     """int64 [t_k]: the same of the keys."""
 
     def factors(self, spans: Spans, tile: Tile, heads: slice, q: Tensor) -> Tensor:
-        """What a tile's weights are multiplied by, [its heads, shared * rows, keys]; `heads`: those of the tile.
+        """What a tile's weights are multiplied by, [its heads, shared * rows, keys]; `heads`: those
+        of the tile.
 
-        q [heads, shared, length, d], as span attention orders it: key/value heads of row after row, and the query heads
-        that share each.
+        q [heads, shared, length, d], as span attention orders it: key/value heads of row after row,
+        and the query heads that share each.
         """
         each, count, shared = [], q.shape[0] // spans.repeats, q.shape[1]
         for head in range(*heads.indices(q.shape[0])):
@@ -83,21 +97,28 @@ class DroppedWeights:
             queries, keys = self._row(head // count, spans.repeats)
             queries, keys = queries[tile.start : tile.stop], keys[tile.first : tile.last]
             each.append(
-                weight_factors(self.dropout, queries, keys, range(first, first + shared), q.dtype).flatten(0, 1)
+                weight_factors(
+                    self.dropout, queries, keys, range(first, first + shared), q.dtype
+                ).flatten(0, 1)
             )
         return torch.stack(each)
 
     def of_row(self, row: int, rows: int, heads: int, dtype: torch.dtype) -> Tensor:
         """The same of all pairs of one of equal rows, [heads, queries, keys]."""
         first = self.dropout.first_head
-        return weight_factors(self.dropout, *self._row(row, rows), range(first, first + heads), dtype)
+        return weight_factors(
+            self.dropout, *self._row(row, rows), range(first, first + heads), dtype
+        )
 
     def _row(self, row: int, rows: int) -> tuple[Tensor, Tensor]:
         return self.queries.view(rows, -1)[row], self.keys.view(rows, -1)[row]
 
 
-def weight_factors(dropout: WeightDropout, queries: Tensor, keys: Tensor, heads: range, dtype: torch.dtype) -> Tensor:
-    """0 for weights that are dropped, else 1 / (1 - p), fp32 or float64: numbers [t_q], [t_k] -> [heads, t_q, t_k]."""
+def weight_factors(
+    dropout: WeightDropout, queries: Tensor, keys: Tensor, heads: range, dtype: torch.dtype
+) -> Tensor:
+    """0 for weights that are dropped, else 1 / (1 - p), fp32 or float64: numbers [t_q], [t_k] ->
+    [heads, t_q, t_k]."""
     kept = ~dropped_weights(dropout.p, dropout.key, queries, keys, heads)
     return kept.to(torch.promote_types(dtype, torch.float32)).div_(1 - dropout.p)
 
@@ -105,11 +126,19 @@ def weight_factors(dropout: WeightDropout, queries: Tensor, keys: Tensor, heads:
 class DropoutFunction(Function):
     """`dropout` as autograd sees it: the same function of dy as of x."""
 
-    reference = staticmethod(lambda x, p, key, numbers, first, loops: reference_dropout(x, p, key, numbers, first))
+    reference = staticmethod(
+        lambda x, p, key, numbers, first, loops: reference_dropout(x, p, key, numbers, first)
+    )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, p: float, key: int, numbers: Tensor, first_feature: int, loops: bool
+        ctx: Context,
+        x: Tensor,
+        p: float,
+        key: int,
+        numbers: Tensor,
+        first_feature: int,
+        loops: bool,
     ) -> Tensor:
         """x [t, h] -> [t, h]."""
         ctx.save_for_backward(numbers)
@@ -134,15 +163,27 @@ def _loop(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) ->
     x = x.contiguous()
     y, hashes = torch.empty_like(x), _hash(numbers, key)
     cpu.run(
-        "dropout", x.dtype, *x.shape, first_feature, _threshold(p), 1 / (1 - p), hashes, x, y, elements=x.numel()
-    )  # fmt: skip
+        "dropout",
+        x.dtype,
+        *x.shape,
+        first_feature,
+        _threshold(p),
+        1 / (1 - p),
+        hashes,
+        x,
+        y,
+        elements=x.numel(),
+    )
     return y
 
 
 def uniform_features(key: int, numbers: Tensor, features: int) -> Tensor:
-    """Draws from -1 to 1 that depend on key, token and feature alone: numbers int64 [t] -> fp32 [t, features]."""
+    """Draws from -1 to 1 that depend on key, token and feature alone: numbers int64 [t] -> fp32 [t,
+    features]."""
     places = torch.arange(features, device=numbers.device)
-    return _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)).float() / 2**31
+    return (
+        _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)).float() / 2**31
+    )
 
 
 def _threshold(p: float) -> int:
@@ -159,10 +200,11 @@ def _hash(numbers: Tensor, key: int) -> Tensor:
 
 
 def _mix(hashes: Tensor, places: Tensor) -> Tensor:
-    """32 bits for each place of each row: hashes int64 [..., 1], places int32 [h] -> int32 [..., h].
+    """32 bits for each place of each row: hashes int64 [..., 1], places int32 [h] -> int32 [...,
+    h].
 
-    The low half of the hash is where a row begins. The high half comes in between the two rounds, so that rows which
-    begin near one another do not go on alike.
+    The low half of the hash is where a row begins. The high half comes in between the two rounds,
+    so that rows which begin near one another do not go on alike.
     """
     low, high = hashes.to(torch.int32), (hashes >> 32).to(torch.int32)
     z = low + places

@@ -8,10 +8,14 @@ from torch.autograd.function import once_differentiable
 from megalith.kernels.linear import Context, Sink
 
 
-def embedding(ids: Tensor, weight: Tensor, *, first_row: int = 0, sink: Sink | None = None) -> Tensor:
-    """Look up my rows; the other ranks' rows come out as zeros, so that the sum over ranks is the whole answer.
+def embedding(
+    ids: Tensor, weight: Tensor, *, first_row: int = 0, sink: Sink | None = None
+) -> Tensor:
+    """Look up my rows; the other ranks' rows come out as zeros, so that the sum over ranks is the
+    whole answer.
 
-    ids [t] int64, weight [rows, h] = rows first_row ... first_row + rows - 1 of the table -> [t, h].
+    ids [t] int64, weight [rows, h] = rows first_row ... first_row + rows - 1 of the table -> [t,
+    h].
     """
     y: Tensor = EmbeddingFunction.apply(ids, weight, first_row, sink)  # type: ignore[no-untyped-call]  # torch's own
     return y
@@ -24,7 +28,8 @@ def reference_embedding(ids: Tensor, weight: Tensor, first_row: int) -> Tensor:
 
 
 def add_rows_(total: Tensor, rows: Tensor, dy: Tensor) -> Tensor:
-    """`total[rows[i]] += dy[i]` for every i, in place and in order: total [rows, h] of any dtype, dy [t, h]."""
+    """`total[rows[i]] += dy[i]` for every i, in place and in order: total [rows, h] of any dtype,
+    dy [t, h]."""
     return total.index_add_(0, rows, dy.to(total.dtype))
 
 
@@ -38,10 +43,14 @@ def _local_rows(ids: Tensor, weight: Tensor, first_row: int) -> tuple[Tensor, Te
 class EmbeddingFunction(Function):
     """`embedding` as autograd sees it."""
 
-    reference = staticmethod(lambda ids, weight, first_row, sink: reference_embedding(ids, weight, first_row))
+    reference = staticmethod(
+        lambda ids, weight, first_row, sink: reference_embedding(ids, weight, first_row)
+    )
 
     @staticmethod
-    def forward(ctx: Context, ids: Tensor, weight: Tensor, first_row: int, sink: Sink | None) -> Tensor:
+    def forward(
+        ctx: Context, ids: Tensor, weight: Tensor, first_row: int, sink: Sink | None
+    ) -> Tensor:
         """ids [t] -> [t, h]."""
         rows, mine = _local_rows(ids, weight, first_row)
         ctx.save_for_backward(rows, mine)
@@ -53,10 +62,13 @@ class EmbeddingFunction(Function):
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, h] -> the table's gradient, or its rows to the sink."""
         rows, mine = ctx.saved_tensors
-        dy = dy * mine.unsqueeze(1)  # an id of another rank adds zeros to row 0, so that no shape depends on the data
+        dy = dy * mine.unsqueeze(
+            1
+        )  # an id of another rank adds zeros to row 0, so that no shape depends on the data
         if ctx.sink is not None:
             ctx.sink.rows(rows, dy)
             return None, None, None, None
-        # In bf16 a frequent token's later rows would be swallowed by its sum: add in fp32, round once.
+        # In bf16 a frequent token's later rows would be swallowed by its sum: add in fp32, round
+        # once.
         total = dy.new_zeros(ctx.shape, dtype=torch.promote_types(dy.dtype, torch.float32))
         return None, add_rows_(total, rows, dy).to(dy.dtype), None, None

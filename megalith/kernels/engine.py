@@ -1,4 +1,5 @@
-"""Which of an operation's forms computes it: compiled loops on CPUs, Triton programs on GPUs, or torch's operations."""
+"""Which of an operation's forms computes it: compiled loops on CPUs, Triton programs on GPUs, or
+torch's operations."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -13,8 +14,11 @@ from megalith.plan.kernels import backend_of
 Engine = Literal["loops", "triton", "torch"]
 
 
-def engine_for(kernel: Form, *tensors: Tensor, op: Op, loops: bool = True, triton: bool = True) -> Engine:
-    """The fastest form that works on these tensors; torch's, or one by name, where the caller asks for that.
+def engine_for(
+    kernel: Form, *tensors: Tensor, op: Op, loops: bool = True, triton: bool = True
+) -> Engine:
+    """The fastest form that works on these tensors; torch's, or one by name, where the caller asks
+    for that.
 
     `loops`, `triton`: whether there is a loop, and a program, for what is asked.
 
@@ -42,16 +46,29 @@ def refuse(op: Op, form: Form, *tensors: Tensor, works: Form = "torch") -> Engin
     first, lacking = tensors[0], missing_here()
     given = f"{str(first.dtype).removeprefix('torch.')} {list(first.shape)} on {first.device.type}"
     reason = lacking.get(form, f"it takes {backend_of(op, form).takes()}; it was given {given}")
-    raise ConfigError(f"kernels.{op}={form}: {reason}. Set kernels.{op} to {works}, which takes this, or to auto.")
+    raise ConfigError(
+        f"kernels.{op}={form}: {reason}. Set kernels.{op} to {works}, which takes this, or to auto."
+    )
 
 
 def missing_here() -> Mapping[str, str]:
     """Ways that this machine cannot compute anything by, and why."""
-    found = {} if cpu.openmp() is not None else {"loops": "torch has no OpenMP library here that loops could run on"}
+    found = (
+        {}
+        if cpu.openmp() is not None
+        else {"loops": "torch has no OpenMP library here that loops could run on"}
+    )
     if not gpu.has_triton():
-        found |= {"triton": "Triton is not installed", "flex": "Triton, which it is compiled to, is not installed"}
+        found |= {
+            "triton": "Triton is not installed",
+            "flex": "Triton, which it is compiled to, is not installed",
+        }
     from megalith.kernels.grouped_linear import HAS_GROUPED_MM
-    from megalith.kernels.varlen_attention import has_varlen  # looks for a part of torch, and loads it if it is there
+    from megalith.kernels.varlen_attention import (
+        has_varlen,
+    )  # looks for a part of torch, and loads it if it is there
 
     found |= {} if HAS_GROUPED_MM else {"grouped": "this torch has no grouped_mm"}
-    return found | ({} if has_varlen() else {"varlen": "this torch has no varlen_attn with windows"})
+    return found | (
+        {} if has_varlen() else {"varlen": "this torch has no varlen_attn with windows"}
+    )

@@ -1,8 +1,8 @@
 """The MLPs of all experts at once: up, an activation times each row's weight, and down.
 
-A row's weight multiplies its activation, which is narrower than what comes out and is computed again in backward
-anyway: so backward keeps the rows, what `up` gave and the weights, and nothing else. Bias and weight of an output
-`w (W a + b)` are then `W (w a) + w b`.
+A row's weight multiplies its activation, which is narrower than what comes out and is computed
+again in backward anyway: so backward keeps the rows, what `up` gave and the weights, and nothing
+else. Bias and weight of an output `w (W a + b)` are then `W (w a) + w b`.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,8 @@ COLUMNS = 8
 """What weights of rows are repeated to, so that matmuls with them are aligned."""
 
 Inner = Callable[[Tensor, Tensor], Tensor]
-"""What lies between the matmuls: of [r, 2 f] with a gate, or [r, f] without, and the rows' weights [r] -> [r, f]."""
+"""What lies between the matmuls: of [r, 2 f] with a gate, or [r, f] without, and the rows' weights
+[r] -> [r, f]."""
 
 
 class Matrix(NamedTuple):
@@ -51,30 +52,43 @@ class Matrix(NamedTuple):
 
 
 def experts(
-    rows: Input, weights: Tensor, groups: Groups, up: Matrix, down: Matrix, inner: Inner, *,
-    again: Rebuilding | None = Rebuilt, kernel: Form = "auto",
-) -> Tensor:  # fmt: skip
+    rows: Input,
+    weights: Tensor,
+    groups: Groups,
+    up: Matrix,
+    down: Matrix,
+    inner: Inner,
+    *,
+    again: Rebuilding | None = Rebuilt,
+    kernel: Form = "auto",
+) -> Tensor:
     """`down(inner(up(row), weight))` by the expert of each row: rows [r, h], weights [r] -> [r, h].
 
-    `again`: how backward gets the activation; None: it is kept. kernel="reference": expert after expert, each a plain
-    MLP, of which backward keeps every step.
+    `again`: how backward gets the activation; None: it is kept. kernel="reference": expert after
+    expert, each a plain MLP, of which backward keeps every step.
     """
     if kernel == "reference":
         return reference_experts(value_of(rows), weights, groups, _sunk(up), _sunk(down), inner)
     first = products_named(kernel, value_of(rows), up.weight, groups)
     if first is LOOP:
         groups = groups.known_on_host()  # a GPU is waited for once, not by every product
-    wide = with_bias(grouped_linear(rows, up.weight, groups, sink=up.sink, products=first), up.bias, groups)
+    wide = with_bias(
+        grouped_linear(rows, up.weight, groups, sink=up.sink, products=first), up.bias, groups
+    )
     narrow = inner(wide, weights)
     kept: Input = narrow if again is None else again(narrow, inner, (wide, weights))
     last = products_named(kernel, narrow, down.weight, groups)
     return with_bias(
-        grouped_linear(kept, down.weight, groups, sink=down.sink, products=last), down.bias, groups, weights
+        grouped_linear(kept, down.weight, groups, sink=down.sink, products=last),
+        down.bias,
+        groups,
+        weights,
     )
 
 
 def products_named(kernel: Form, x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
-    """The matmuls of experts that are asked for, of x [r, i] and w [e o, i]; the fastest unless by name.
+    """The matmuls of experts that are asked for, of x [r, i] and w [e o, i]; the fastest unless by
+    name.
 
     Raises:
         ConfigError: these do not take such rows.
@@ -93,8 +107,11 @@ def _refused(kernel: Form, x: Tensor) -> GroupedProducts:
     raise AssertionError(f"{kernel} was refused")
 
 
-def reference_experts(rows: Tensor, weights: Tensor, groups: Groups, up: Matrix, down: Matrix, inner: Inner) -> Tensor:
-    """What `experts` computes, in plain operations, if `inner` is one: a loop in which weights meet outputs."""
+def reference_experts(
+    rows: Tensor, weights: Tensor, groups: Groups, up: Matrix, down: Matrix, inner: Inner
+) -> Tensor:
+    """What `experts` computes, in plain operations, if `inner` is one: a loop in which weights meet
+    outputs."""
     e, out = groups.experts, []
     matrices = zip(*(by_expert(each.weight, e) for each in (up, down)), strict=True)
     biases = [None if each.bias is None else each.bias.view(e, -1) for each in (up, down)]
@@ -107,7 +124,8 @@ def reference_experts(rows: Tensor, weights: Tensor, groups: Groups, up: Matrix,
 
 
 def _sunk(matrix: Matrix) -> Matrix:
-    """The same for plain operations: what autograd finds of the weight's gradient goes to its sink."""
+    """The same for plain operations: what autograd finds of the weight's gradient goes to its
+    sink."""
     if matrix.sink is None:
         return matrix
     return Matrix(SinkFunction.apply(matrix.weight, matrix.sink), matrix.bias)  # type: ignore[no-untyped-call]  # torch's own
@@ -132,8 +150,11 @@ class SinkFunction(Function):
         return None, None
 
 
-def with_bias(y: Tensor, bias: Tensor | None, groups: Groups, weights: Tensor | None = None) -> Tensor:
-    """y [r, o] plus each row's expert's bias, times the row's weight [r] if there are weights; y itself without bias.
+def with_bias(
+    y: Tensor, bias: Tensor | None, groups: Groups, weights: Tensor | None = None
+) -> Tensor:
+    """y [r, o] plus each row's expert's bias, times the row's weight [r] if there are weights; y
+    itself without bias.
 
     y is overwritten, so it must be a result that no backward keeps, such as a matmul's.
     """
@@ -152,7 +173,9 @@ def reference_with_bias(y: Tensor, bias: Tensor, groups: Groups, weights: Tensor
 def experts_of_rows(groups: Groups, rows: Tensor) -> Tensor:
     """The expert of each row: rows [r, ...] -> [r] int64."""
     ends = groups.on_device(rows.device)
-    return torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
+    return torch.searchsorted(
+        ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True
+    )
 
 
 class BiasFunction(Function):
@@ -161,13 +184,17 @@ class BiasFunction(Function):
     reference = staticmethod(reference_with_bias)
 
     @staticmethod
-    def forward(ctx: Context, y: Tensor, bias: Tensor, groups: Groups, weights: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Context, y: Tensor, bias: Tensor, groups: Groups, weights: Tensor | None
+    ) -> Tensor:
         """[r, o], in place."""
         ctx.mark_dirty(y)
         ctx.save_for_backward(bias, weights)
         ctx.groups = groups
         each = bias.view(groups.experts, -1).index_select(0, experts_of_rows(groups, y))
-        return y.add_(each) if weights is None else y.addcmul_(each, weights.unsqueeze(1).to(y.dtype))
+        return (
+            y.add_(each) if weights is None else y.addcmul_(each, weights.unsqueeze(1).to(y.dtype))
+        )
 
     @staticmethod
     @once_differentiable
@@ -186,7 +213,8 @@ class BiasFunction(Function):
 
 
 def _weighted_sums(dy: Tensor, weights: Tensor | None, groups: Groups) -> Tensor:
-    """Each expert's sum of its rows: dy [r, o], weights [r] -> [e o]; a matmul, so it adds in fp32 and in order."""
+    """Each expert's sum of its rows: dy [r, o], weights [r] -> [e o]; a matmul, so it adds in fp32
+    and in order."""
     column = dy.new_ones(len(dy)) if weights is None else weights.to(dy.dtype)
     columns = column.unsqueeze(1).expand(-1, COLUMNS).contiguous()
     sums = best_products(columns, dy.new_empty(groups.experts * dy.shape[1], COLUMNS), groups)

@@ -1,7 +1,9 @@
-"""The Triton programs of `kernels/triton_*.py`: when they serve, and how much of a matrix one of them takes at once.
+"""The Triton programs of `kernels/triton_*.py`: when they serve, and how much of a matrix one of
+them takes at once.
 
-Triton is imported by those files alone, which are imported when one of them is first needed. Each does in one pass over
-memory what torch does in several; both give the same values to the last bit or two of the dtype.
+Triton is imported by those files alone, which are imported when one of them is first needed. Each
+does in one pass over memory what torch does in several; both give the same values to the last bit
+or two of the dtype.
 """
 
 from functools import cache
@@ -15,7 +17,8 @@ WIDEST = 1 << 16
 """Features of a row that a program can hold whole; norms of wider ones are left to torch."""
 
 TILE = 1 << 11
-"""Elements that a program of four warps takes at once: 16 for each thread. A guess, no GPU was at hand."""
+"""Elements that a program of four warps takes at once: 16 for each thread. A guess, no GPU was at
+hand."""
 
 
 @cache
@@ -25,11 +28,14 @@ def has_triton() -> bool:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the Triton programs work on these: on a GPU, of 16 or 32 bits, the first not empty."""
+    """Whether the Triton programs work on these: on a GPU, of 16 or 32 bits, the first not
+    empty."""
     first = tensors[0]
     return (
         first.device.type == "cuda"  # lint: allow cuda-literal: Triton programs run nowhere else
-        and all(tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors)
+        and all(
+            tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors
+        )
         and first.numel() > 0
         and not torch.compiler.is_compiling()
         and has_triton()

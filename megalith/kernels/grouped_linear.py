@@ -1,7 +1,8 @@
-"""`grouped_linear`: one matmul for the rows of each expert, as `linear` does for all; any number of them, also none.
+"""`grouped_linear`: one matmul for the rows of each expert, as `linear` does for all; any number of
+them, also none.
 
-An expert without rows gets a gradient of zeros, never none: which experts are busy differs between ranks, and what they
-sum must not.
+An expert without rows gets a gradient of zeros, never none: which experts are busy differs between
+ranks, and what they sum must not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,11 +33,12 @@ HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 ALIGNED = 16
 """Bytes that torch's grouped matmul wants all rows of features to be a multiple of."""
 WORTH_A_COPY = 1 << 24
-"""Multiplications of an fp32 matmul on CPUs, from which oneDNN with a copy of what it gives beats MKL without one.
+"""Multiplications of an fp32 matmul on CPUs, from which oneDNN with a copy of what it gives beats
+MKL without one.
 
-oneDNN takes 0.88 of MKL's time, but not where to put the result. Measured, AMD Zen 4 with AVX-512, torch 2.13, one
-thread, 64 matrices of 512 x 512: MKL takes 1.09 (forward) and 1.05 (dx) of its time with 256 rows for each, copies
-included, and 0.99 and 0.89 with 32 rows.
+oneDNN takes 0.88 of MKL's time, but not where to put the result. Measured, AMD Zen 4 with AVX-512,
+torch 2.13, one thread, 64 matrices of 512 x 512: MKL takes 1.09 (forward) and 1.05 (dx) of its time
+with 256 rows for each, copies included, and 0.99 and 0.89 with 32 rows.
 """
 
 
@@ -48,7 +50,8 @@ class Groups:
     """[e], where the host knows."""
 
     ends: Tensor | None = None
-    """[e] int32, where each expert's rows end, on the device that has them; unset: made of `counts`."""
+    """[e] int32, where each expert's rows end, on the device that has them; unset: made of
+    `counts`."""
 
     equal: bool = False
     """All experts have equally many, whatever tokens chose."""
@@ -56,7 +59,11 @@ class Groups:
     @property
     def experts(self) -> int:
         """How many there are."""
-        return len(self.ends) if self.counts is None and self.ends is not None else len(self.counts or ())
+        return (
+            len(self.ends)
+            if self.counts is None and self.ends is not None
+            else len(self.counts or ())
+        )
 
     def on_host(self) -> tuple[int, ...]:
         """[e]; waits for a GPU if only that knows."""
@@ -70,19 +77,23 @@ class Groups:
         """`ends`, on `device`."""
         if self.ends is not None:
             return self.ends
-        return torch.tensor(self.on_host(), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        return (
+            torch.tensor(self.on_host(), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        )
 
     def known_on_host(self) -> "Groups":
         """The same, with `counts` from now on."""
         return self if self.counts is not None else replace(self, counts=self.on_host())
 
     def known_on(self, device: torch.device) -> "Groups":
-        """The same, with `ends` on `device` from now on: each copy to a GPU waits for what that is at."""
+        """The same, with `ends` on `device` from now on: each copy to a GPU waits for what that is
+        at."""
         return replace(self, ends=self.on_device(device))
 
 
 def groups_of(counts: Sequence[int] | Tensor) -> Groups:
-    """Groups of these sizes [e]: numbers, or an int64 tensor, which stays where it is if that is a GPU."""
+    """Groups of these sizes [e]: numbers, or an int64 tensor, which stays where it is if that is a
+    GPU."""
     if not isinstance(counts, Tensor):
         return Groups(tuple(counts))
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -132,7 +143,9 @@ def loop_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """One matmul after the other, each into its rows of dx."""
     counts = groups.on_host()
     dx = dy.new_empty(dy.shape[0], w.shape[1])
-    for part, weight, out in _busy(counts, dy.split(counts), by_expert(w, len(counts)), dx.split(counts)):
+    for part, weight, out in _busy(
+        counts, dy.split(counts), by_expert(w, len(counts)), dx.split(counts)
+    ):
         if _worth_a_copy(part, weight):
             out.copy_(input_grad(part, weight))
         else:
@@ -141,8 +154,11 @@ def loop_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
 
 
 def _busy(counts: Sequence[int], *of_experts: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """What belongs to each expert that has rows: of hundreds, a single token being generated needs a few."""
-    return (mine for count, mine in zip(counts, zip(*of_experts, strict=True), strict=True) if count)
+    """What belongs to each expert that has rows: of hundreds, a single token being generated needs
+    a few."""
+    return (
+        mine for count, mine in zip(counts, zip(*of_experts, strict=True), strict=True) if count
+    )
 
 
 def _worth_a_copy(part: Tensor, weight: Tensor) -> bool:
@@ -161,7 +177,9 @@ def loop_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
     return dw
 
 
-def _each(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _each(
+    total: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Each expert's rows of dy and of x, and its matrix [o, i] in `total`."""
     return zip(dy.split(counts), x.split(counts), by_expert(total, len(counts)), strict=True)
 
@@ -210,14 +228,16 @@ def fused_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
 
 
 def fused_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """torch's grouped matmul; what has no rows becomes zeros here, where it need not write them itself."""
+    """torch's grouped matmul; what has no rows becomes zeros here, where it need not write them
+    itself."""
     ends = groups.on_device(dy.device)
     dw = grouped_mm(dy.t(), x, offs=ends)
     return (dw if dy.device.type == "cpu" else without_rows_zero_(dw, groups, ends)).flatten(0, 1)
 
 
 def without_rows_zero_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
-    """dw [e, o, i], with zeros for experts that have no rows; where the host knows them, nothing else is touched."""
+    """dw [e, o, i], with zeros for experts that have no rows; where the host knows them, nothing
+    else is touched."""
     if groups.counts is None:
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
         return dw.masked_fill_(empty.view(-1, 1, 1), 0.0)
@@ -228,7 +248,8 @@ def without_rows_zero_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
 
 
 FUSED = GroupedProducts(fused_forward, fused_input_grad, fused_weight_grad)
-"""On GPUs one kernel, which reads the sizes of groups where they are; on CPUs a loop as `LOOP`, but not in Python."""
+"""On GPUs one kernel, which reads the sizes of groups where they are; on CPUs a loop as `LOOP`, but
+not in Python."""
 
 
 def best_products(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
@@ -237,11 +258,15 @@ def best_products(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
         return BATCHED
     outputs, inputs = w.shape[0] // groups.experts, w.shape[1]
     aligned = all(features * x.element_size() % ALIGNED == 0 for features in (outputs, inputs))
-    if not (HAS_GROUPED_MM and aligned) or is_upcast(x):  # the loop upcasts the matrices of busy experts alone
+    if not (HAS_GROUPED_MM and aligned) or is_upcast(
+        x
+    ):  # the loop upcasts the matrices of busy experts alone
         return LOOP
     if x.device.type == "cpu":
         large = x.shape[0] * outputs * inputs >= WORTH_A_COPY * groups.experts and HAS_ONEDNN
-        return FUSED if x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not large) else LOOP
+        return (
+            FUSED if x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not large) else LOOP
+        )
     return FUSED if x.is_cuda and x.dtype == torch.bfloat16 else LOOP
 
 
@@ -260,18 +285,31 @@ class GroupedSink(Sink, Protocol):
     """A sink that takes the gradient of all experts' matrices, as one parameter [e o, i]."""
 
     def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
-        """Add each expert's `dy.T @ x`: x [r, i], dy [r, o]. Called for groups without rows, too."""
+        """Add each expert's `dy.T @ x`: x [r, i], dy [r, o]. Called for groups without rows,
+        too."""
 
 
 def put_grouped_product_(
-    total: Tensor, x: Tensor, dy: Tensor, groups: Groups, *, fresh: bool, products: GroupedProducts | None = None
+    total: Tensor,
+    x: Tensor,
+    dy: Tensor,
+    groups: Groups,
+    *,
+    fresh: bool,
+    products: GroupedProducts | None = None,
 ) -> Tensor:
-    """`total += each expert's dy.T @ x` in place, or `total =` it if `fresh`: total [e o, i], of any dtype.
+    """`total += each expert's dy.T @ x` in place, or `total =` it if `fresh`: total [e o, i], of
+    any dtype.
 
-    What most sinks do with a product. On CPUs an expert's product is added while it is still in a cache.
+    What most sinks do with a product. On CPUs an expert's product is added while it is still in a
+    cache.
     """
     if products is None:
-        products = LOOP if total.device.type == "cpu" and not groups.equal else best_products(x, total, groups)
+        products = (
+            LOOP
+            if total.device.type == "cpu" and not groups.equal
+            else best_products(x, total, groups)
+        )
     if products is not LOOP:
         dw = products.weight_grad(dy, x, groups)
         return total.copy_(dw) if fresh else total.add_(dw)
@@ -289,12 +327,19 @@ def put_grouped_product_(
 
 
 def grouped_linear(
-    x: Input, w: Tensor, groups: Groups, *, sink: GroupedSink | None = None, products: GroupedProducts | None = None
+    x: Input,
+    w: Tensor,
+    groups: Groups,
+    *,
+    sink: GroupedSink | None = None,
+    products: GroupedProducts | None = None,
 ) -> Tensor:
-    """Each expert's rows times its matrix: x [r, i], w [e o, i], the experts' matrices one below the other -> [r, o].
+    """Each expert's rows times its matrix: x [r, i], w [e o, i], the experts' matrices one below
+    the other -> [r, o].
 
-    Backward computes dx first. With a sink it then hands over (x, dy) once, and autograd sees none. If x is `Rebuilt`,
-    its inputs are kept instead of it; if w wants no gradient, neither. `products`: unset, the fastest for x.
+    Backward computes dx first. With a sink it then hands over (x, dy) once, and autograd sees none.
+    If x is `Rebuilt`, its inputs are kept instead of it; if w wants no gradient, neither.
+    `products`: unset, the fastest for x.
     """
     value = value_of(x)
     assert groups.counts is None or sum(groups.counts) == len(value), (groups, value.shape)
@@ -317,13 +362,20 @@ def reference_grouped_linear(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
 class GroupedLinearFunction(Function):
     """`grouped_linear` as autograd sees it."""
 
-    reference = staticmethod(lambda x, kept, groups, sink, products, w: reference_grouped_linear(x, w, groups))
+    reference = staticmethod(
+        lambda x, kept, groups, sink, products, w: reference_grouped_linear(x, w, groups)
+    )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, kept: Kept, groups: Groups, sink: GroupedSink | None, products: GroupedProducts,
+        ctx: Context,
+        x: Tensor,
+        kept: Kept,
+        groups: Groups,
+        sink: GroupedSink | None,
+        products: GroupedProducts,
         w: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """x [r, i] -> y [r, o]."""
         save(ctx, kept, x, [w])
         ctx.groups, ctx.sink, ctx.products = groups, sink, products

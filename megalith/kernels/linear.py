@@ -1,4 +1,5 @@
-"""`linear`: every weight matmul, as three plain functions and the one autograd function that calls them."""
+"""`linear`: every weight matmul, as three plain functions and the one autograd function that calls
+them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -37,14 +38,19 @@ def weight_grad(dy: Tensor, x: Tensor) -> Tensor:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b.T`: a [t, k], b [m, k], any strides -> [t, m].
 
-    For fp32, torch gives matmuls on x86 to MKL. oneDNN, which every such torch has too, takes 0.88 of MKL's time (AMD
-    Zen 4 with AVX-512, torch 2.13, 2048 tokens, weights of 256 x 512 to 3072 x 512). For weight gradients, whose
-    operands are both transposed, it gains nothing, so these stay with `torch.mm`. bf16 goes to oneDNN anyway, or is
-    upcast where that has no kernels for it; but for one row, which torch multiplies as fast as it reads `b`.
+    For fp32, torch gives matmuls on x86 to MKL. oneDNN, which every such torch has too, takes 0.88
+    of MKL's time (AMD Zen 4 with AVX-512, torch 2.13, 2048 tokens, weights of 256 x 512 to 3072 x
+    512). For weight gradients, whose operands are both transposed, it gains nothing, so these stay
+    with `torch.mm`. bf16 goes to oneDNN anyway, or is upcast where that has no kernels for it; but
+    for one row, which torch multiplies as fast as it reads `b`.
     """
     if is_upcast(a) and not (a.shape[0] == 1 and b.is_contiguous()):
         return _product(a.float(), b.float()).to(a.dtype)
-    worth = a.dtype == torch.float32 and a.device.type == "cpu" and a.shape[0] * b.numel() >= WORTH_ONEDNN
+    worth = (
+        a.dtype == torch.float32
+        and a.device.type == "cpu"
+        and a.shape[0] * b.numel() >= WORTH_ONEDNN
+    )
     if worth and HAS_ONEDNN and not torch.compiler.is_compiling():
         product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
         return product
@@ -52,7 +58,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Products(NamedTuple):
-    """The three matmuls of a linear layer; precision recipes and communication rings replace them, never the layer."""
+    """The three matmuls of a linear layer; precision recipes and communication rings replace them,
+    never the layer."""
 
     forward: Callable[[Tensor, Tensor], Tensor] = forward
     input_grad: Callable[[Tensor, Tensor], Tensor] = input_grad
@@ -65,7 +72,8 @@ PLAIN = Products()
 class Sink(Protocol):
     """Where the gradient of one weight matrix goes instead of autograd's `.grad`, now or later.
 
-    A sink may keep what it is given and add it up afterwards, so nobody may write to those tensors again.
+    A sink may keep what it is given and add it up afterwards, so nobody may write to those tensors
+    again.
     """
 
     def product(self, x: Tensor, dy: Tensor) -> None:
@@ -75,21 +83,28 @@ class Sink(Protocol):
         """Add a gradient that is ready: dw [o, i]."""
 
     def rows(self, rows: Tensor, dy: Tensor) -> None:
-        """Add row i of dy [t, i] to row `rows[i]` of the gradient: rows [t] int64, repeats allowed."""
+        """Add row i of dy [t, i] to row `rows[i]` of the gradient: rows [t] int64, repeats
+        allowed."""
 
 
 def add_product_(total: Tensor, x: Tensor, dy: Tensor) -> Tensor:
     """`total += dy.T @ x` in place: total [o, i], of any dtype; what most sinks do with a product.
 
-    When the dtypes agree the matmul adds into `total` itself, which saves a pass over a matrix as large as the weight.
+    When the dtypes agree the matmul adds into `total` itself, which saves a pass over a matrix as
+    large as the weight.
     """
     if total.dtype == dy.dtype == x.dtype:
-        return total.add_(torch.mm(dy.float().t(), x.float())) if is_upcast(dy) else total.addmm_(dy.t(), x)
+        return (
+            total.add_(torch.mm(dy.float().t(), x.float()))
+            if is_upcast(dy)
+            else total.addmm_(dy.t(), x)
+        )
     return total.add_(weight_grad(dy, x))
 
 
 def stacked(parameters: Sequence[Tensor]) -> Tensor:
-    """One matrix made of the rows of all `parameters`: a view where they lie one below the other, else a copy."""
+    """One matrix made of the rows of all `parameters`: a view where they lie one below the other,
+    else a copy."""
     if len(parameters) == 1:
         return parameters[0]
     first = parameters[0]
@@ -106,19 +121,25 @@ def _lie_below_one_another(parameters: Sequence[Tensor]) -> bool:
     first = parameters[0]
     storage, offset = first.untyped_storage()._cdata, first.storage_offset()
     for p in parameters:
-        if not p.is_contiguous() or p.untyped_storage()._cdata != storage or p.storage_offset() != offset:
+        if (
+            not p.is_contiguous()
+            or p.untyped_storage()._cdata != storage
+            or p.storage_offset() != offset
+        ):
             return False
         offset += p.numel()
     return True
 
 
-def linear(x: Input, parameters: Sequence[Tensor], *, sink: Sink | None = None, products: Products = PLAIN) -> Tensor:
+def linear(
+    x: Input, parameters: Sequence[Tensor], *, sink: Sink | None = None, products: Products = PLAIN
+) -> Tensor:
     """`x @ W.T`, where W is the rows of `parameters` stacked (queries above keys and values, say).
 
-    x [t, i], parameters [o_1, i], [o_2, i] ... -> [t, o_1 + o_2 ...].
-    Backward computes dx first. With a sink it then hands over (x, dy) once for the whole stack, if any parameter wants
-    a gradient, and autograd sees none; without one, each parameter gets its rows of dw. If x is `Rebuilt`, its inputs
-    are kept instead of it; if no parameter wants a gradient, neither.
+    x [t, i], parameters [o_1, i], [o_2, i] ... -> [t, o_1 + o_2 ...]. Backward computes dx first.
+    With a sink it then hands over (x, dy) once for the whole stack, if any parameter wants a
+    gradient, and autograd sees none; without one, each parameter gets its rows of dw. If x is
+    `Rebuilt`, its inputs are kept instead of it; if no parameter wants a gradient, neither.
     """
     kept = kept_of(x, parameters)
     y: Tensor = LinearFunction.apply(value_of(x), kept, sink, products, *parameters)  # type: ignore[no-untyped-call]  # torch's own
@@ -144,14 +165,16 @@ def kept_of(x: Input, parameters: Sequence[Tensor]) -> Kept:
 
 
 def save(ctx: Context, kept: Kept, x: Tensor, parameters: Sequence[Tensor]) -> None:
-    """In a forward: keep the parameters, and x [t, i] or what it is rebuilt from, for `saved_input`."""
+    """In a forward: keep the parameters, and x [t, i] or what it is rebuilt from, for
+    `saved_input`."""
     inputs = kept.inputs if kept.again is not None else (x,)
     ctx.save_for_backward(*parameters, *(inputs if kept.wanted else ()))
     ctx.again, ctx.like = kept.again, (x.shape, x.dtype)
 
 
 def saved_input(ctx: Context, wanted: Sequence[bool], inputs: tuple[Tensor, ...]) -> Tensor | None:
-    """In a backward: x, out of the saved tensors behind the parameters; None: no parameter wants a gradient."""
+    """In a backward: x, out of the saved tensors behind the parameters; None: no parameter wants a
+    gradient."""
     if not any(wanted):
         return None
     return inputs[0] if ctx.again is None else rebuild(ctx.again, inputs, like=ctx.like)
@@ -160,7 +183,8 @@ def saved_input(ctx: Context, wanted: Sequence[bool], inputs: tuple[Tensor, ...]
 def weight_gradients(
     ctx: Context, parameters: Sequence[Tensor], wanted: Sequence[bool], x: Tensor | None, dy: Tensor
 ) -> list[Tensor | None]:
-    """Hand x [t, i] and dy [t, o] to the sink, or give each parameter its rows of their product; without x, nothing."""
+    """Hand x [t, i] and dy [t, o] to the sink, or give each parameter its rows of their product;
+    without x, nothing."""
     if x is None:
         return [None] * len(parameters)
     if ctx.sink is not None:
@@ -178,11 +202,18 @@ def reference_linear(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 class LinearFunction(Function):
     """`linear` as autograd sees it."""
 
-    reference = staticmethod(lambda x, kept, sink, products, *parameters: reference_linear(x, parameters))
+    reference = staticmethod(
+        lambda x, kept, sink, products, *parameters: reference_linear(x, parameters)
+    )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, kept: Kept, sink: Sink | None, products: Products, *parameters: Tensor
+        ctx: Context,
+        x: Tensor,
+        kept: Kept,
+        sink: Sink | None,
+        products: Products,
+        *parameters: Tensor,
     ) -> Tensor:
         """x [t, i] -> y [t, o]."""
         save(ctx, kept, x, parameters)

@@ -1,8 +1,10 @@
-"""What lies between the matmuls, as single passes over memory for CPUs: compiled by numba on first use, then cached.
+"""What lies between the matmuls, as single passes over memory for CPUs: compiled by numba on first
+use, then cached.
 
-Each loop handles fp32 and bf16; it computes in fp32 and rounds where the torch version does. A loop is given a block of
-8-byte arguments (`cpu.run`) and works on its thread's share of the rows. Importing this file imports numba, which takes
-half a second, so it is imported when a loop is first needed.
+Each loop handles fp32 and bf16; it computes in fp32 and rounds where the torch version does. A loop
+is given a block of 8-byte arguments (`cpu.run`) and works on its thread's share of the rows.
+Importing this file imports numba, which takes half a second, so it is imported when a loop is first
+needed.
 """
 
 import hashlib
@@ -20,9 +22,11 @@ from numba.extending import intrinsic, overload
 
 from megalith.kernels.cpu import Loop, openmp, report_compilation
 
-# Sums may be reordered, so that they use the whole width of the vector unit; infinities and NaN keep their meaning.
+# Sums may be reordered, so that they use the whole width of the vector unit; infinities and NaN
+# keep their meaning.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
-Array = Any  # inside a loop: what numba makes of an address; elements are fp32, or uint16 that hold bf16
+# inside a loop: what numba makes of an address; elements are fp32, or uint16 that hold bf16
+Array = Any
 Block = Any  # inside a loop: the arguments
 Value = Any  # inside a loop: one fp32 or uint16
 
@@ -37,7 +41,8 @@ _num_threads: Any = types.ExternalFunction("megalith_omp_num_threads", types.int
 
 @cache
 def address(loop: Loop, dtype: torch.dtype) -> int:
-    """Where the machine code of a loop for tensors of `dtype` starts; compiled when first asked for."""
+    """Where the machine code of a loop for tensors of `dtype` starts; compiled when first asked
+    for."""
     library = openmp()
     assert library is not None
     llvmlite.binding.add_symbol("megalith_omp_thread_num", library.thread_num)
@@ -51,14 +56,19 @@ def address(loop: Loop, dtype: torch.dtype) -> int:
 
 
 def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
-    signature = types.void(types.CPointer(_ELEMENTS[dtype]))  # the type of a tensor's elements, told by the block's
+    signature = types.void(
+        types.CPointer(_ELEMENTS[dtype])
+    )  # the type of a tensor's elements, told by the block's
     with install_listener("numba:run_pass", _FirstPass(cached=keep)):
-        compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(_twin(globals()[loop], dtype))
+        compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(
+            _twin(globals()[loop], dtype)
+        )
     return int(compiled.address)
 
 
 class _FirstPass(Listener):
-    """Reports the compilation of a loop when its first pass starts; code from the cache has none."""
+    """Reports the compilation of a loop when its first pass starts; code from the cache has
+    none."""
 
     def __init__(self, *, cached: bool) -> None:
         self._cached = cached
@@ -76,16 +86,21 @@ class _FirstPass(Listener):
 def _twin(loop: FunctionType, dtype: torch.dtype) -> FunctionType:
     """The same function under a name of its own for each dtype and kind of processor.
 
-    numba numbers the variants of a function in a file that it does not lock, and does not look whether the code it
-    finds under a number is the one it asked for: processes that compile two variants at the same time, also on two
-    machines that share a home, would give both the same number, and one would then run the other's code. Under a name
-    of its own a function has one variant.
+    numba numbers the variants of a function in a file that it does not lock, and does not look
+    whether the code it finds under a number is the one it asked for: processes that compile two
+    variants at the same time, also on two machines that share a home, would give both the same
+    number, and one would then run the other's code. Under a name of its own a function has one
+    variant.
     """
-    processor = llvmlite.binding.get_host_cpu_name() + llvmlite.binding.get_host_cpu_features().flatten()
+    processor = (
+        llvmlite.binding.get_host_cpu_name() + llvmlite.binding.get_host_cpu_features().flatten()
+    )
     twin = FunctionType(loop.__code__, loop.__globals__, loop.__name__)
     twin.__module__, twin.__doc__ = loop.__module__, loop.__doc__
     element = str(dtype).removeprefix("torch.")
-    twin.__qualname__ = f"{loop.__name__}_{element}_{hashlib.sha256(processor.encode()).hexdigest()[:8]}"
+    twin.__qualname__ = (
+        f"{loop.__name__}_{element}_{hashlib.sha256(processor.encode()).hexdigest()[:8]}"
+    )
     return twin
 
 
@@ -94,12 +109,15 @@ def _twin(loop: FunctionType, dtype: torch.dtype) -> FunctionType:
 
 def part(function: Callable[P, R]) -> Callable[P, R]:
     """A function that loops may call."""
-    # Spelled out: numba would compile it with the options of whichever loop comes first, and keep that for the others.
+    # Spelled out: numba would compile it with the options of whichever loop comes first, and keep
+    # that for the others.
     result: Callable[P, R] = njit(nogil=True, error_model="numpy", fastmath=FAST)(function)
     return result
 
 
-def _read_block(typing: Any, block: Any) -> Any:  # numba's own protocol: a signature, and what emits the code
+def _read_block(
+    typing: Any, block: Any
+) -> Any:  # numba's own protocol: a signature, and what emits the code
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], context.get_value_type(_INTEGERS))
 
@@ -207,9 +225,11 @@ def _narrow(value: Any, like: Any) -> Any:
 
 @part
 def exp(x: Any) -> Any:
-    """exp of an fp32 number to about 1e-7 (relative, plus 3e-8 |x|); 1e-38 below -87, never infinite, NaN of NaN.
+    """exp of an fp32 number to about 1e-7 (relative, plus 3e-8 |x|); 1e-38 below -87, never
+    infinite, NaN of NaN.
 
-    exp(x) = 2^n exp(r) with n the integer nearest to x / ln 2; r is at most 0.35, where eight terms of the series do.
+    exp(x) = 2^n exp(r) with n the integer nearest to x / ln 2; r is at most 0.35, where eight terms
+    of the series do.
     """
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     x = np.float32(88.0) if x > np.float32(88.0) else x
@@ -237,18 +257,23 @@ def within(x: Any, limit: Any) -> Any:
 def largest_of(row: Array) -> Any:
     """The largest of a row, in fp32; NaN or the largest number where there is a NaN.
 
-    Compared as integers that order as the floats do, because a vector unit has no maximum of floats that minds NaN.
+    Compared as integers that order as the floats do, because a vector unit has no maximum of floats
+    that minds NaN.
     """
     most = np.int32(-0x7FFFFFFF)
     for j in range(len(row)):
         bits = np.float32(wide(row[j])).view(np.int32)
-        most = max(most, np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF))))
-    return np.int32(most ^ np.int32(np.int32(most >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+        most = max(
+            most, np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        )
+    return np.int32(most ^ np.int32(np.int32(most >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(
+        np.float32
+    )
 
 
-# The loops. Arguments in the order of the block. Arrays are shaped so that every innermost index is the loop's own
-# counter: an index with an offset may be negative for all numba knows, and the check for that keeps the loop from the
-# vector unit (measured: 3 to 5 times slower).
+# The loops. Arguments in the order of the block. Arrays are shaped so that every innermost index is
+# the loop's own counter: an index with an offset may be negative for all numba knows, and the check
+# for that keeps the loop from the vector unit (measured: 3 to 5 times slower).
 
 
 def rms_norm(block: Block) -> None:
@@ -276,7 +301,8 @@ def rms_norm(block: Block) -> None:
 
 
 def rms_norm_backward(block: Block) -> None:
-    """rows, h, adds, dy [rows, h], x, weight fp32 [h], scale fp32 [rows], dsum [rows, h] if adds -> dx, dweight.
+    """rows, h, adds, dy [rows, h], x, weight fp32 [h], scale fp32 [rows], dsum [rows, h] if adds ->
+    dx, dweight.
 
     dweight is fp32 [threads, h], zero before. With `adds`, dx = what comes through the norm + dsum.
     """
@@ -316,20 +342,27 @@ def swiglu(block: Block) -> None:
 def swiglu_backward(block: Block) -> None:
     """rows, f, dy [rows, f], gate_up [rows, 2, f] -> d gate_up."""
     rows, f = count(block, 0), count(block, 1)
-    dy, gate_up, out = data(block, 2, (rows, f)), data(block, 3, (rows, 2, f)), data(block, 4, (rows, 2, f))
+    dy, gate_up, out = (
+        data(block, 2, (rows, f)),
+        data(block, 3, (rows, 2, f)),
+        data(block, 4, (rows, 2, f)),
+    )
     first, last = share(rows)
     for i in range(first, last):
         for j in range(f):
             d, gate, up = wide(dy[i, j]), wide(gate_up[i, 0, j]), wide(gate_up[i, 1, j])
             sigmoid = np.float32(1) / (np.float32(1) + exp(-gate))
-            out[i, 0, j] = narrow(d * up * sigmoid * (np.float32(1) + gate * (np.float32(1) - sigmoid)), out)
+            out[i, 0, j] = narrow(
+                d * up * sigmoid * (np.float32(1) + gate * (np.float32(1) - sigmoid)), out
+            )
             out[i, 1, j] = narrow(d * gate * sigmoid, out)
 
 
 def gated(block: Block) -> None:
     """rows, f, a, b, clamp, offset, gate_up [rows, 2, f] -> y [rows, f].
 
-    y = g * sigmoid(a g + b g^3) * (u + offset), where g is the gate, at most clamp, and u is up, from -clamp to clamp.
+    y = g * sigmoid(a g + b g^3) * (u + offset), where g is the gate, at most clamp, and u is up,
+    from -clamp to clamp.
     """
     rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
     clamp, offset = number(block, 4), number(block, 5)
@@ -345,10 +378,15 @@ def gated(block: Block) -> None:
 
 
 def gated_backward(block: Block) -> None:
-    """rows, f, a, b, clamp, offset, dy [rows, f], gate_up [rows, 2, f] -> d gate_up; 0 where `gated` cuts off."""
+    """rows, f, a, b, clamp, offset, dy [rows, f], gate_up [rows, 2, f] -> d gate_up; 0 where
+    `gated` cuts off."""
     rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
     clamp, offset = number(block, 4), number(block, 5)
-    dy, gate_up, out = data(block, 6, (rows, f)), data(block, 7, (rows, 2, f)), data(block, 8, (rows, 2, f))
+    dy, gate_up, out = (
+        data(block, 6, (rows, f)),
+        data(block, 7, (rows, 2, f)),
+        data(block, 8, (rows, 2, f)),
+    )
     zero, one = np.float32(0), np.float32(1)
     first, last = share(rows)
     for i in range(first, last):
@@ -363,7 +401,8 @@ def gated_backward(block: Block) -> None:
 
 
 def weighted_gated(block: Block) -> None:
-    """rows, f, a, b, clamp, offset, weights fp32 [rows], gate_up [rows, 2, f] -> y [rows, f]: `gated` * weight."""
+    """rows, f, a, b, clamp, offset, weights fp32 [rows], gate_up [rows, 2, f] -> y [rows, f]:
+    `gated` * weight."""
     rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
     clamp, offset, weights = number(block, 4), number(block, 5), wides(block, 6, (rows,))
     gate_up, y = data(block, 7, (rows, 2, f)), data(block, 8, (rows, f))
@@ -379,13 +418,18 @@ def weighted_gated(block: Block) -> None:
 
 
 def weighted_gated_backward(block: Block) -> None:
-    """rows, f, a, b, clamp, offset, weights fp32 [rows], dy [rows, f], gate_up [rows, 2, f] -> d gate_up, dw [rows].
+    """rows, f, a, b, clamp, offset, weights fp32 [rows], dy [rows, f], gate_up [rows, 2, f] -> d
+    gate_up, dw [rows].
 
     dw is fp32: each row's sum of dy times what `gated` gives.
     """
     rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
     clamp, offset, weights = number(block, 4), number(block, 5), wides(block, 6, (rows,))
-    dy, gate_up, out = data(block, 7, (rows, f)), data(block, 8, (rows, 2, f)), data(block, 9, (rows, 2, f))
+    dy, gate_up, out = (
+        data(block, 7, (rows, f)),
+        data(block, 8, (rows, 2, f)),
+        data(block, 9, (rows, 2, f)),
+    )
     dw = wides(block, 10, (rows,))
     zero, one = np.float32(0), np.float32(1)
     first, last = share(rows)
@@ -394,7 +438,10 @@ def weighted_gated_backward(block: Block) -> None:
         for j in range(f):
             d, gate, up = wide(dy[i, j]), wide(gate_up[i, 0, j]), wide(gate_up[i, 1, j])
             g = clamp if gate > clamp else gate
-            u, c = within(up, clamp) + offset, within(g, np.float32(100))  # beyond 100, sigmoid is 0 or 1
+            u, c = (
+                within(up, clamp) + offset,
+                within(g, np.float32(100)),
+            )  # beyond 100, sigmoid is 0 or 1
             sigmoid = one / (one + exp(-(a + b * c * c) * c))
             slope = sigmoid * (one + c * (a + np.float32(3) * b * c * c) * (one - sigmoid))
             total += d * g * sigmoid * u
@@ -436,10 +483,16 @@ def weighted_squared_relu_backward(block: Block) -> None:
 def dropout(block: Block) -> None:
     """rows, h, first, threshold, factor, hashes int64 [rows], x [rows, h] -> y [rows, h].
 
-    y = factor * x, or 0 where 32 bits mixed from the row's hash and the feature, first being the first one's number,
-    are below the threshold, as a signed integer. The mixer is that of kernels/dropout.py.
+    y = factor * x, or 0 where 32 bits mixed from the row's hash and the feature, first being the
+    first one's number, are below the threshold, as a signed integer. The mixer is that of
+    kernels/dropout.py.
     """
-    rows, h, first_feature, threshold = count(block, 0), count(block, 1), count(block, 2), np.int32(count(block, 3))
+    rows, h, first_feature, threshold = (
+        count(block, 0),
+        count(block, 1),
+        count(block, 2),
+        np.int32(count(block, 3)),
+    )
     factor, hashes = number(block, 4), longs(block, 5, (rows,))
     x, y = data(block, 6, (rows, h)), data(block, 7, (rows, h))
     step = np.uint32(0x9E3779B9)
@@ -458,7 +511,8 @@ def dropout(block: Block) -> None:
 
 
 def rope(block: Block) -> None:
-    """rows, n, d, row stride of x, head stride of x, sign, x, cos [rows, d / 2], sin -> y [rows, n, d].
+    """rows, n, d, row stride of x, head stride of x, sign, x, cos [rows, d / 2], sin -> y [rows, n,
+    d].
 
     sign 1 turns by the tables' angles, -1 turns back.
     """
@@ -481,7 +535,8 @@ def rope(block: Block) -> None:
 
 
 def rope_part(block: Block) -> None:
-    """rows, n, d, pairs, row stride of x, head stride of x, sign, x, cos [rows, pairs], sin -> y [rows, n, d].
+    """rows, n, d, pairs, row stride of x, head stride of x, sign, x, cos [rows, pairs], sin -> y
+    [rows, n, d].
 
     As `rope`, but only the first 2 * pairs features turn; the rest stays.
     """
@@ -498,7 +553,11 @@ def rope_part(block: Block) -> None:
                 x[start + pairs : start + 2 * pairs],
                 x[start + 2 * pairs : start + d],
             )
-            y1, y2, same = y[out : out + pairs], y[out + pairs : out + 2 * pairs], y[out + 2 * pairs : out + d]
+            y1, y2, same = (
+                y[out : out + pairs],
+                y[out + pairs : out + 2 * pairs],
+                y[out + 2 * pairs : out + d],
+            )
             for j in range(pairs):
                 a, b = wide(x1[j]), wide(x2[j])
                 c, s = wide(cos[i, j]), wide(sin[i, j]) * sign
@@ -531,7 +590,8 @@ def rope_neighbours(block: Block) -> None:
 
 
 def row_sums(block: Block) -> None:
-    """rows, v, logits [rows, v] -> largest fp32 [rows], sums fp32 [rows]: each row's sum of exp(logit - largest)."""
+    """rows, v, logits [rows, v] -> largest fp32 [rows], sums fp32 [rows]: each row's sum of
+    exp(logit - largest)."""
     rows, v = count(block, 0), count(block, 1)
     logits = data(block, 2, (rows, v))
     largest, sums = wides(block, 3, (rows,)), wides(block, 4, (rows,))
@@ -546,7 +606,8 @@ def row_sums(block: Block) -> None:
 
 
 def logit_gradients(block: Block) -> None:
-    """rows, v, largest fp32 [rows], factor fp32 [rows], logits [rows, v] -> factor * exp(logit - largest), in place."""
+    """rows, v, largest fp32 [rows], factor fp32 [rows], logits [rows, v] -> factor * exp(logit -
+    largest), in place."""
     rows, v = count(block, 0), count(block, 1)
     largest, factor = wides(block, 2, (rows,)), wides(block, 3, (rows,))
     logits = data(block, 4, (rows, v))
@@ -570,8 +631,8 @@ def unseen(row: Array, start: Any, stop: Any) -> None:
 def visible_softmax(block: Block) -> None:
     """rows, keys, queries, scores fp32 [rows, keys], visible int64 [queries, 2] -> p [rows, keys].
 
-    The softmax of each row over the keys that its query sees, `visible[i % queries]` being the first of them and one
-    past the last; 0 elsewhere. Overwrites the scores, which p may be.
+    The softmax of each row over the keys that its query sees, `visible[i % queries]` being the
+    first of them and one past the last; 0 elsewhere. Overwrites the scores, which p may be.
     """
     rows, keys, queries = count(block, 0), count(block, 1), count(block, 2)
     scores, visible = wides(block, 3, (rows, keys)), longs(block, 4, (queries, 2))
@@ -595,9 +656,10 @@ def visible_exp(block: Block) -> None:
     """rows, keys, queries, known, largest fp32 [rows], total fp32 [rows], scores fp32 [rows, keys],
     visible int64 [queries, 2] -> p [rows, keys].
 
-    exp(score - largest) of the keys that each row's query sees, `visible[i % queries]` being the first of them and one
-    past the last; 0 elsewhere. Unless `known`, largest is written: that of the seen scores, or the lowest fp32 where
-    there are none; and total, the sum over the keys. The scores become p before rounding; p may be the same memory.
+    exp(score - largest) of the keys that each row's query sees, `visible[i % queries]` being the
+    first of them and one past the last; 0 elsewhere. Unless `known`, largest is written: that of
+    the seen scores, or the lowest fp32 where there are none; and total, the sum over the keys. The
+    scores become p before rounding; p may be the same memory.
     """
     rows, keys, queries, known = count(block, 0), count(block, 1), count(block, 2), count(block, 3)
     largest, total = wides(block, 4, (rows,)), wides(block, 5, (rows,))

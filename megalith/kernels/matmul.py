@@ -1,11 +1,13 @@
 """Matmuls of bf16 operands on CPUs: by torch's own kernels, or in fp32 on upcast operands.
 
-oneDNN has bf16 kernels for AVX-512 and newer, and for arm with bf16. For other CPUs torch has scalar loops. There the
-operands are upcast to fp32, and the result is rounded to bf16 once, as bf16 kernels do, which sum in fp32, too.
+oneDNN has bf16 kernels for AVX-512 and newer, and for arm with bf16. For other CPUs torch has
+scalar loops. There the operands are upcast to fp32, and the result is rounded to bf16 once, as bf16
+kernels do, which sum in fp32, too.
 
-Measured: Zen 5 restricted to AVX2, torch 2.13, one thread, 512 tokens, a weight of 1536 x 512, GFLOP/s of bf16 kernels
-and upcast: forward 24 and 80, weight gradient 36 and 77, input gradient 1.7 and 66. Restricted to AVX-512 without bf16
-instructions, bf16 kernels take 0.8 to 1.2 of the time of upcast operands, and less for few tokens, so they stay.
+Measured: Zen 5 restricted to AVX2, torch 2.13, one thread, 512 tokens, a weight of 1536 x 512,
+GFLOP/s of bf16 kernels and upcast: forward 24 and 80, weight gradient 36 and 77, input gradient 1.7
+and 66. Restricted to AVX-512 without bf16 instructions, bf16 kernels take 0.8 to 1.2 of the time of
+upcast operands, and less for few tokens, so they stay.
 """
 
 from collections.abc import Iterator
@@ -28,7 +30,8 @@ HAS_BF16_KERNELS = _probe_bf16_kernels()
 
 
 class _Selection:
-    """Whether bf16 operands are upcast: one choice per process, as torch.set_float32_matmul_precision."""
+    """Whether bf16 operands are upcast: one choice per process, as
+    torch.set_float32_matmul_precision."""
 
     upcast = not HAS_BF16_KERNELS
 
@@ -65,7 +68,8 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def bmm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """`torch.bmm`, on upcast operands where bf16 has no kernels: a [b, t, k], b [b, k, m] -> [b, t, m]."""
+    """`torch.bmm`, on upcast operands where bf16 has no kernels: a [b, t, k], b [b, k, m] -> [b, t,
+    m]."""
     if not is_upcast(a):
         return torch.bmm(a, b, out=out)
     return _rounded(torch.bmm(a.float(), b.float()), a.dtype, out)
@@ -92,7 +96,9 @@ def scaled_dot_product_attention(
     attend = torch.nn.functional.scaled_dot_product_attention
     if not is_upcast(q):
         return attend(q, k, v, attn_mask=attn_mask, **options)
-    mask = attn_mask.float() if attn_mask is not None and attn_mask.dtype != torch.bool else attn_mask
+    mask = (
+        attn_mask.float() if attn_mask is not None and attn_mask.dtype != torch.bool else attn_mask
+    )
     return attend(q.float(), k.float(), v.float(), attn_mask=mask, **options).to(q.dtype)
 
 

@@ -1,8 +1,10 @@
-"""`Rebuilt`: a tensor that its readers need not keep for backward, since it can be computed again from other ones.
+"""`Rebuilt`: a tensor that its readers need not keep for backward, since it can be computed again
+from other ones.
 
-A norm's output from its input, which the norm keeps anyway; all tokens from each rank's part; a whole tensor from
-slices. Readers keep the `inputs` through `save_for_backward`, so whatever looks after saved tensors (a meter, a copy in
-host memory) sees what is really kept. Source of the idea: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+A norm's output from its input, which the norm keeps anyway; all tokens from each rank's part; a
+whole tensor from slices. Readers keep the `inputs` through `save_for_backward`, so whatever looks
+after saved tensors (a meter, a copy in host memory) sees what is really kept. Source of the idea:
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +38,14 @@ Rebuilding = Callable[[Tensor, Callable[..., Tensor], tuple[Tensor, ...]], Rebui
 
 
 def checked(value: Tensor, again: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Rebuilt:
-    """`Rebuilt`, and each time the value is computed again its bits are compared with the first time's."""
+    """`Rebuilt`, and each time the value is computed again its bits are compared with the first
+    time's."""
     return Rebuilt(value, Comparison(again, fingerprint(value)), inputs)
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """Two sums over the bits of x, int64 [2]: any change of one value shows, and nearly any change of several."""
+    """Two sums over the bits of x, int64 [2]: any change of one value shows, and nearly any change
+    of several."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     bits = x.detach().contiguous().view(-1).view(whole).to(torch.int64)
     place = torch.arange(1, bits.numel() + 1, device=bits.device)
@@ -61,8 +65,10 @@ class Comparison:
         y = self.function(*inputs)
         if not torch.equal(fingerprint(y), self.expected):
             raise RuntimeError(
-                f"recompute.check: {self.function} of {[list(x.shape) for x in inputs]} did not give the same bits a "
-                f"second time. Something in it is not deterministic, or has changed what it reads, so gradients would "
+                f"recompute.check: {self.function} of {[list(x.shape) for x in inputs]} did not "
+                "give the same bits a "
+                "second time. Something in it is not deterministic, or has changed what it reads, "
+                "so gradients would "
                 f"be wrong. Set recompute.granularity=none until that is mended"
             )
         return y
@@ -83,7 +89,8 @@ def rebuilt(x: Input) -> Rebuilt:
 
 
 def in_parts(x: Input, count: int) -> Sequence[Input]:
-    """The rows of x [t, ...] in `count` parts, the first of them one row longer where they do not divide.
+    """The rows of x [t, ...] in `count` parts, the first of them one row longer where they do not
+    divide.
 
     A part of what is rebuilt is cut from the whole, which is rebuilt for each.
     """
@@ -91,18 +98,25 @@ def in_parts(x: Input, count: int) -> Sequence[Input]:
     sizes = [each + (number < longer) for number in range(count)]
     if isinstance(x, Tensor):
         return x.split(sizes)
-    cuts = (partial(torch.narrow, dim=0, start=sum(sizes[:number]), length=sizes[number]) for number in range(count))
+    cuts = (
+        partial(torch.narrow, dim=0, start=sum(sizes[:number]), length=sizes[number])
+        for number in range(count)
+    )
     return [x.then(part, cut) for part, cut in zip(x.value.split(sizes), cuts, strict=True)]
 
 
-def rebuild(again: Callable[..., Tensor], inputs: Sequence[Tensor], *, like: tuple[torch.Size, torch.dtype]) -> Tensor:
+def rebuild(
+    again: Callable[..., Tensor], inputs: Sequence[Tensor], *, like: tuple[torch.Size, torch.dtype]
+) -> Tensor:
     """The value once more, in backward; it must have the shape and dtype it had."""
     with torch.no_grad():
         x = again(*inputs)
     if (x.shape, x.dtype) != like:
         raise RuntimeError(
-            f"backward computed {x.dtype} {list(x.shape)} again where forward had {like[1]} {list(like[0])}: "
-            f"{again} must be made to give the same tensor whenever it is called with the same inputs"
+            f"backward computed {x.dtype} {list(x.shape)} again where forward had {like[1]} "
+            f"{list(like[0])}: "
+            f"{again} must be made to give the same tensor whenever it is called with the same "
+            "inputs"
         )
     return x
 
@@ -111,5 +125,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def _one_after_the_other(first: Callable[..., Tensor], second: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
+def _one_after_the_other(
+    first: Callable[..., Tensor], second: Callable[[Tensor], Tensor], *inputs: Tensor
+) -> Tensor:
     return second(first(*inputs))

@@ -1,7 +1,8 @@
-"""Routing replay: the experts that tokens chose once, chosen again, by this model or another of the same layers.
+"""Routing replay: the experts that tokens chose once, chosen again, by this model or another of the
+same layers.
 
-Rollouts and training disagree by rounding alone, and an expert that is chosen by one and not by the other makes that
-large. Source: Ma et al. 2025, arXiv:2510.11370.
+Rollouts and training disagree by rounding alone, and an expert that is chosen by one and not by the
+other makes that large. Source: Ma et al. 2025, arXiv:2510.11370.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +40,8 @@ class Routing:
     """The choices of all routers of this rank in a step's microbatches."""
 
     choices: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    """By layer, as its parameters are named, and microbatch: int64 [t, k], of my own tokens, before experts refuse."""
+    """By layer, as its parameters are named, and microbatch: int64 [t, k], of my own tokens, before
+    experts refuse."""
 
     followed: bool = False
     """Routers choose what is here; otherwise they write down what they choose."""
@@ -58,17 +60,20 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What routers decided in a part of the model that backward runs once more: there they decide the same again.
+    """What routers decided in a part of the model that backward runs once more: there they decide
+    the same again.
 
-    Where input comes back with other roundings, as after sums in no fixed order, a tie could otherwise fall the other
-    way, and backward would look for a token's gradient at an expert that never had it.
+    Where input comes back with other roundings, as after sums in no fixed order, a tie could
+    otherwise fall the other way, and backward would look for a token's gradient at an expert that
+    never had it.
     """
 
     found: dict[str, Tensor] = field(default_factory=dict)
     """By layer: int32 [t, k], the expert, or -1 - its number where it refused."""
 
     def note(self, layer: str, chosen: Tensor, kept: Tensor) -> None:
-        """Write down what was chosen, and what of it experts took: experts [t, k], the latter negative elsewhere."""
+        """Write down what was chosen, and what of it experts took: experts [t, k], the latter
+        negative elsewhere."""
         self.found[layer] = chosen.where(kept >= 0, -1 - chosen).detach().to(torch.int32)
 
     def chosen(self, layer: str) -> Tensor | None:
@@ -83,7 +88,8 @@ class Decided:
 
 
 class Route(NamedTuple):
-    """What routers do with one microbatch. A microbatch that comes again, in recomputation, does the same again."""
+    """What routers do with one microbatch. A microbatch that comes again, in recomputation, does
+    the same again."""
 
     routing: Routing
     microbatch: int
@@ -92,7 +98,14 @@ class Route(NamedTuple):
         """Write down what a layer chose, experts [t, k]."""
         self.routing.choices[layer, self.microbatch] = experts.detach()
 
-    def show(self, layer: str, hidden: Tensor, logits: Tensor, weights: Tensor, routers: Mapping[str, Tensor]) -> None:
+    def show(
+        self,
+        layer: str,
+        hidden: Tensor,
+        logits: Tensor,
+        weights: Tensor,
+        routers: Mapping[str, Tensor],
+    ) -> None:
         """Show a watcher what a layer's router read and made of it, as in `Seen`."""
         if self.routing.watch is not None:
             self.routing.watch(Seen(layer, self.microbatch, hidden, logits, weights, routers))
@@ -107,12 +120,14 @@ class Route(NamedTuple):
         if experts is None:
             there = sorted(self.routing.microbatches(layer)) or "none"
             raise DataError(
-                f"microbatch {self.microbatch}: no choices of {layer} to replay (there are: {there}). Record the same "
+                f"microbatch {self.microbatch}: no choices of {layer} to replay (there are: "
+                f"{there}). Record the same "
                 f"microbatches first, with the same layers on this rank."
             )
         if experts.shape != shape:
             raise DataError(
-                f"microbatch {self.microbatch}: choices of {layer} are {list(experts.shape)}, expected {list(shape)}. "
+                f"microbatch {self.microbatch}: choices of {layer} are {list(experts.shape)}, "
+                f"expected {list(shape)}. "
                 f"Use the microbatches, model.moe.top_k and layout that they were recorded with."
             )
         return experts

@@ -1,4 +1,5 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of features that turn further with each position."""
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of features that turn further with
+each position."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,16 @@ from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 
-def rope_frequencies(config: RopeConfig, size: int, *, length: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Radians per token of each pair: [size / 2] for `size` features that turn, fp32 unless asked for float64.
+def rope_frequencies(
+    config: RopeConfig, size: int, *, length: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Radians per token of each pair: [size / 2] for `size` features that turn, fp32 unless asked
+    for float64.
 
-    linear divides all by `factor`. llama3 divides the slow ones, keeps the fast ones, and blends linearly in between.
-    yarn does so too, over the number of the pair. dynamic raises theta once rows of `length` tokens are longer than
-    those of the first training; longrope divides each pair by a factor of its own, and by another one then.
+    linear divides all by `factor`. llama3 divides the slow ones, keeps the fast ones, and blends
+    linearly in between. yarn does so too, over the number of the pair. dynamic raises theta once
+    rows of `length` tokens are longer than those of the first training; longrope divides each pair
+    by a factor of its own, and by another one then.
     """
     exponents = torch.arange(0, size, 2, dtype=torch.int64).to(dtype) / size
     wavelengths = _theta(config, size, length) ** exponents
@@ -30,13 +35,18 @@ def rope_frequencies(config: RopeConfig, size: int, *, length: int = 0, dtype: t
         case "longrope":
             long = turning_length(config, length) > 0
             return 1.0 / (
-                torch.tensor(config.long_factors if long else config.short_factors, dtype=dtype) * wavelengths
+                torch.tensor(config.long_factors if long else config.short_factors, dtype=dtype)
+                * wavelengths
             )
         case "linear":
             return frequencies / config.factor
         case "llama3":
-            turns = config.original_max_position * frequencies / (2 * math.pi)  # over a row of the first training
-            width = max(config.high_freq_factor - config.low_freq_factor, 1e-30)  # 0 in Llama 4: nothing in part
+            turns = (
+                config.original_max_position * frequencies / (2 * math.pi)
+            )  # over a row of the first training
+            width = max(
+                config.high_freq_factor - config.low_freq_factor, 1e-30
+            )  # 0 in Llama 4: nothing in part
             keep = (turns - config.low_freq_factor) / width
         case "yarn":
             first, last = yarn_range(config, size)
@@ -57,10 +67,11 @@ def _theta(config: RopeConfig, size: int, length: int) -> float:
 
 
 def turning_length(config: RopeConfig, length: int) -> int:
-    """The shortest document, if not shorter than the first training's rows, that turns as one of `length` tokens does;
-    0 for all that turn as those rows did.
+    """The shortest document, if not shorter than the first training's rows, that turns as one of
+    `length` tokens does; 0 for all that turn as those rows did.
 
-    >>> kinds = [RopeConfig(scaling=kind, original_max_position=8) for kind in ("yarn", "dynamic", "longrope")]
+    >>> scalings = ("yarn", "dynamic", "longrope")
+    >>> kinds = [RopeConfig(scaling=kind, original_max_position=8) for kind in scalings]
     >>> [turning_length(rope, 11) for rope in kinds]
     [0, 11, 9]
     """
@@ -70,11 +81,15 @@ def turning_length(config: RopeConfig, length: int) -> int:
 
 
 def yarn_range(config: RopeConfig, size: int) -> tuple[float, float]:
-    """Numbers of the pairs between which yarn goes from keeping to stretching: those that turn beta_fast and beta_slow
-    times over a row of the first training."""
+    """Numbers of the pairs between which yarn goes from keeping to stretching: those that turn
+    beta_fast and beta_slow times over a row of the first training."""
 
     def pair(turns: float) -> float:
-        return size * math.log(config.original_max_position / (2 * math.pi * turns)) / (2 * math.log(config.theta))
+        return (
+            size
+            * math.log(config.original_max_position / (2 * math.pi * turns))
+            / (2 * math.log(config.theta))
+        )
 
     first, last = pair(config.beta_fast), pair(config.beta_slow)
     if config.whole_pairs:
@@ -97,13 +112,18 @@ def attention_factor(config: RopeConfig) -> float:
 
 
 def rope_tables(
-    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, *, factor: float = 1.0, sections: Sequence[int] = ()
+    positions: Tensor,
+    frequencies: Tensor,
+    dtype: torch.dtype,
+    *,
+    factor: float = 1.0,
+    sections: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) * factor, each [t, pairs] in `dtype`: positions [t], frequencies [pairs] or [t, pairs]; angles stay in
-    the latter's.
+    """(cos, sin) * factor, each [t, pairs] in `dtype`: positions [t], frequencies [pairs] or [t,
+    pairs]; angles stay in the latter's.
 
-    Positions may also be [len(sections), t]: so many pairs, one section after the other, then turn by each. One
-    position stands for equal ones.
+    Positions may also be [len(sections), t]: so many pairs, one section after the other, then turn
+    by each. One position stands for equal ones.
     """
     axes = positions.to(frequencies.dtype).unsqueeze(-1)
     if positions.ndim == 1:
@@ -114,11 +134,14 @@ def rope_tables(
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, kernel: Form = "auto") -> Tensor:
-    """Turn every head: x [t, n, d], any strides; cos, sin [t, pairs] -> [t, n, d]. Backward turns back, saving no x.
+def apply_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, kernel: Form = "auto"
+) -> Tensor:
+    """Turn every head: x [t, n, d], any strides; cos, sin [t, pairs] -> [t, n, d]. Backward turns
+    back, saving no x.
 
-    The first 2 * pairs features turn, the rest stays. Pairs are features i and i + pairs, or, interleaved, 2 i and
-    2 i + 1.
+    The first 2 * pairs features turn, the rest stays. Pairs are features i and i + pairs, or,
+    interleaved, 2 i and 2 i + 1.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rope(x, cos, sin, interleaved)
@@ -137,7 +160,8 @@ def reference_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fals
 
 
 def _pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The first and the second feature of every pair, and the features that do not turn; views of x."""
+    """The first and the second feature of every pair, and the features that do not turn; views of
+    x."""
     turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if interleaved:
         return turning[..., 0::2], turning[..., 1::2], rest
@@ -147,10 +171,14 @@ def _pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Te
 class RopeFunction(Function):
     """`apply_rope` as autograd sees it."""
 
-    reference = staticmethod(lambda x, cos, sin, interleaved, engine: reference_rope(x, cos, sin, interleaved))
+    reference = staticmethod(
+        lambda x, cos, sin, interleaved, engine: reference_rope(x, cos, sin, interleaved)
+    )
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, engine: Engine) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, engine: Engine
+    ) -> Tensor:
         """x [t, n, d] -> [t, n, d]."""
         ctx.save_for_backward(cos, sin)
         ctx.turn = partial(TURN[engine], interleaved=interleaved)
@@ -197,5 +225,9 @@ def _triton_turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved:
     return triton_rope.turn(x, cos, sin, sign=sign, interleaved=interleaved)
 
 
-TURN: Mapping[Engine, Callable[..., Tensor]] = {"torch": _turn, "loops": _loop_turn, "triton": _triton_turn}
+TURN: Mapping[Engine, Callable[..., Tensor]] = {
+    "torch": _turn,
+    "loops": _loop_turn,
+    "triton": _triton_turn,
+}
 """(x, cos, sin, *, sign, interleaved) -> turned."""

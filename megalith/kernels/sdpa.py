@@ -1,7 +1,9 @@
-"""Attention by torch's own kernel: documents of one length in one call, else one call for each document.
+"""Attention by torch's own kernel: documents of one length in one call, else one call for each
+document.
 
-It knows causal masks, none and given ones, biases of pairs, another scale than 1 / sqrt(d) and values of another width
-than keys (on CPUs these by an unfused way that keeps all scores of a document). Caps and sinks it does not know.
+It knows causal masks, none and given ones, biases of pairs, another scale than 1 / sqrt(d) and
+values of another width than keys (on CPUs these by an unfused way that keeps all scores of a
+document). Caps and sinks it does not know.
 """
 
 import math
@@ -18,11 +20,18 @@ Lengths = tuple[tuple[int, int], ...]
 
 
 def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float | None = None, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Attention inside each document: q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v] -> [t, n, d_v].
 
-    `scale`: of the scores; unset: 1 / sqrt(d). Unless `causal`, all queries of a document see all its keys.
+    `scale`: of the scores; unset: 1 / sqrt(d). Unless `causal`, all queries of a document see all
+    its keys.
     """
     queries, keys = lengths[0]
     if queries == keys and len(set(lengths)) == 1:
@@ -37,7 +46,9 @@ def sdpa_documents(
 ) -> Tensor:
     """Documents of one length, without copying: [t, n, d] seen as [documents, n, length, d]."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
+    out = scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], scale=scale
+    )
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -46,18 +57,20 @@ def _sdpa_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal:
     queries, keys = q.shape[0], k.shape[0]
     if queries == 0 or keys == 0:
         return q.new_zeros(queries, q.shape[1], v.shape[2])
-    # is_causal aligns the first query with the first key, so a cache needs the mask spelled out; one query sees all.
+    # is_causal aligns the first query with the first key, so a cache needs the mask spelled out;
+    # one query sees all.
     plain = queries == keys or not causal or queries == 1
     mask = None if plain else causal_mask(queries, keys, device=q.device)
     return _call(q, k, v, mask, causal=causal and queries == keys, scale=scale)
 
 
 class Mask(NamedTuple):
-    """A mask as torch's kernels want it in the end; from one of bool each call would make, and keep, its own."""
+    """A mask as torch's kernels want it in the end; from one of bool each call would make, and
+    keep, its own."""
 
     added: Tensor
-    """[q or 1, kv], or of each row [rows, q or 1, kv]: 0 or -inf, which scores gain; all 0 for queries that see
-    nothing."""
+    """[q or 1, kv], or of each row [rows, q or 1, kv]: 0 or -inf, which scores gain; all 0 for
+    queries that see nothing."""
 
     blind: Tensor
     """bool [q or 1, 1] or [rows, q or 1, 1]: which those are."""
@@ -70,16 +83,22 @@ def mask_for_torch(mask: Tensor, dtype: torch.dtype) -> Mask:
 
 
 def _without_blind(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask with queries that see nothing seeing all, since torch's kernels do not agree on what such a query gives,
-    nor on its gradient; and which those are."""
+    """The mask with queries that see nothing seeing all, since torch's kernels do not agree on
+    what such a query gives, nor on its gradient; and which those are."""
     blind = ~mask.any(-1, keepdim=True)
     return mask | blind, blind
 
 
 def sdpa_masked(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Mask | None, bias: Tensor | None = None, *, rows: int = 1,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | Mask | None,
+    bias: Tensor | None = None,
+    *,
+    rows: int = 1,
     scale: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Documents of one length in which query i sees key j where mask[i, j]; None: all see all.
 
     The mask is of every row, bool [q, kv], or a `Mask`. `bias` [n, q, kv] is added to the
@@ -103,9 +122,18 @@ def sdpa_masked(
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, rows: int = 1
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    rows: int = 1,
 ) -> Tensor:
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa, scale=scale)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa, scale=scale
+    )
     return out.transpose(1, 2).flatten(0, 1)

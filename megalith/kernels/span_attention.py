@@ -1,19 +1,23 @@
-"""Attention in which each query sees an interval of the keys, in pieces: what several sets of keys give can be merged.
+"""Attention in which each query sees an interval of the keys, in pieces: what several sets of keys
+give can be merged.
 
-With the output comes the log of the sum of exponentials, `lse`. Two results of the same queries for different keys
-merge into that for all of them: both are weighted by their share of the sum. Backward needs nothing but the merged lse,
-from which any piece's probabilities follow. A query that sees no key gives 0 and lse -inf. A sink, a score that stands
-for no key, is what a query has found before it sees the first one: nothing, with lse = sink. Weights that are dropped
-count in the sum all the same: what is dropped is decided after softmax. Biases by distance are looked up tile by tile,
-so that no more than a tile's scores are ever there. So are masks of single pairs, which hide keys of the intervals.
+With the output comes the log of the sum of exponentials, `lse`. Two results of the same queries for
+different keys merge into that for all of them: both are weighted by their share of the sum.
+Backward needs nothing but the merged lse, from which any piece's probabilities follow. A query that
+sees no key gives 0 and lse -inf. A sink, a score that stands for no key, is what a query has found
+before it sees the first one: nothing, with lse = sink. Weights that are dropped count in the sum
+all the same: what is dropped is decided after softmax. Biases by distance are looked up tile by
+tile, so that no more than a tile's scores are ever there. So are masks of single pairs, which hide
+keys of the intervals.
 
-Tensors are ordered by head, as `by_head` gives them: q [heads, shared, length, d], k and v [heads, keys, d], where
-`heads` counts key/value heads of all rows, and `shared` the query heads that use each. Widths of k and v may differ.
+Tensors are ordered by head, as `by_head` gives them: q [heads, shared, length, d], k and v [heads,
+keys, d], where `heads` counts key/value heads of all rows, and `shared` the query heads that use
+each. Widths of k and v may differ.
 
-Time of forward + backward beside plain causal attention of the same tokens in tiles, 2048 tokens in fp32 (bf16), 8
-heads of 64 features, one core with AVX-512, torch 2.13: sinks 1.03 (1.13), a soft cap 1.44 (1.70), a window of 128
-tokens 0.22 (0.30); 512 tokens: 1.28 (1.49), 1.74 (2.22), 0.80 (1.04).
-Source: Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135.
+Time of forward + backward beside plain causal attention of the same tokens in tiles, 2048 tokens in
+fp32 (bf16), 8 heads of 64 features, one core with AVX-512, torch 2.13: sinks 1.03 (1.13), a soft
+cap 1.44 (1.70), a window of 128 tokens 0.22 (0.30); 512 tokens: 1.28 (1.49), 1.74 (2.22), 0.80
+(1.04). Source: Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135.
 """
 
 import math
@@ -47,8 +51,11 @@ class Result(NamedTuple):
     """[heads, shared, length]: log of the sum of exp(score) over the keys seen; -inf: none yet."""
 
 
-def nothing_found(q: Tensor, width: int, sinks: Tensor | None = None, *, off_by_one: bool = False) -> Result:
-    """The result before any key has been seen; `width`: features of a value; sinks [n]; `off_by_one`: a sink of 0."""
+def nothing_found(
+    q: Tensor, width: int, sinks: Tensor | None = None, *, off_by_one: bool = False
+) -> Result:
+    """The result before any key has been seen; `width`: features of a value; sinks [n];
+    `off_by_one`: a sink of 0."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:3], 0.0 if off_by_one else -math.inf, dtype=dtype)
     if sinks is not None:
@@ -58,19 +65,33 @@ def nothing_found(q: Tensor, width: int, sinks: Tensor | None = None, *, off_by_
 
 def _by_head(sinks: Tensor, q: Tensor) -> Tensor:
     """[n] -> [heads, shared, 1], the same in every row."""
-    return sinks.view(-1, q.shape[1]).repeat(q.shape[0] * q.shape[1] // sinks.numel(), 1).unsqueeze(-1)
+    return (
+        sinks.view(-1, q.shape[1]).repeat(q.shape[0] * q.shape[1] // sinks.numel(), 1).unsqueeze(-1)
+    )
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores = PLAIN,
-    dropped: DroppedWeights | None = None, biases: PairBiases | None = None, seen: SeenPairs | None = None,
-) -> None:  # fmt: skip
-    """Let queries see these keys, too: merges into `result`, in place. What `scores` hide is in the spans, which
-    weights are dropped in `dropped`, what scores gain in `biases`, and which pairs masks let see in `seen`."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    result: Result,
+    scores: Scores = PLAIN,
+    dropped: DroppedWeights | None = None,
+    biases: PairBiases | None = None,
+    seen: SeenPairs | None = None,
+) -> None:
+    """Let queries see these keys, too: merges into `result`, in place. What `scores` hide is in
+    the spans, which weights are dropped in `dropped`, what scores gain in `biases`, and which
+    pairs masks let see in `seen`."""
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
         s = _scores(wide_q, wide_k, tile, heads, scores)
-        s = s if biases is None else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
+        s = (
+            s
+            if biases is None
+            else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
+        )
         mask = None if seen is None else seen.of_tile(spans, tile, heads, q)
         p, largest, total = _exponentials(s, tile, v.dtype, mask)
         p = p if dropped is None else p * dropped.factors(spans, tile, heads, q).to(p.dtype)
@@ -80,12 +101,19 @@ def attend(
         _merge(result, place, found.view(*shape, -1), largest.view(shape), total.view(shape))
 
 
-def _merge(result: Result, place: tuple[slice, ...], found: Tensor, largest: Tensor, total: Tensor) -> None:
-    """Add the sums `found` = sum of exp(score - largest) · v, and `total` of the same exponentials, to the result."""
+def _merge(
+    result: Result, place: tuple[slice, ...], found: Tensor, largest: Tensor, total: Tensor
+) -> None:
+    """Add the sums `found` = sum of exp(score - largest) · v, and `total` of the same exponentials,
+    to the result."""
     out, old = result.out[place], result.lse[place]
     new = torch.logaddexp(old, total.log().add_(largest))
-    finite = new.clamp(min=torch.finfo(new.dtype).min)  # -inf - -inf would be NaN: a row that still sees nothing is 0
-    out.mul_((old - finite).exp_().unsqueeze(-1)).addcmul_(found, (largest - finite).exp_().unsqueeze(-1))
+    finite = new.clamp(
+        min=torch.finfo(new.dtype).min
+    )  # -inf - -inf would be NaN: a row that still sees nothing is 0
+    out.mul_((old - finite).exp_().unsqueeze(-1)).addcmul_(
+        found, (largest - finite).exp_().unsqueeze(-1)
+    )
     old.copy_(new)
 
 
@@ -100,22 +128,39 @@ class Gradients(NamedTuple):
 
 
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, delta: Tensor, spans: Spans, into: Gradients,
-    scores: Scores = PLAIN, dropped: DroppedWeights | None = None, biases: PairBiases | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    delta: Tensor,
+    spans: Spans,
+    into: Gradients,
+    scores: Scores = PLAIN,
+    dropped: DroppedWeights | None = None,
+    biases: PairBiases | None = None,
     seen: SeenPairs | None = None,
-) -> None:  # fmt: skip
-    """Add what these keys contribute to the gradients, given the lse over all keys and `delta` = sum of dout · out.
+) -> None:
+    """Add what these keys contribute to the gradients, given the lse over all keys and `delta` =
+    sum of dout · out.
 
     dout as q with the width of v; lse and delta [heads, shared, length] fp32 or float64.
     """
     scale = scores.factor(q.shape[-1])
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
-        queries, keys = (heads, slice(None), slice(tile.start, tile.stop)), (heads, slice(tile.first, tile.last))
+        queries, keys = (
+            (heads, slice(None), slice(tile.start, tile.stop)),
+            (heads, slice(tile.first, tile.last)),
+        )
         rows, drows = q[queries].flatten(1, 2), dout[queries].flatten(1, 2)
         s = _scores(wide_q, wide_k, tile, heads, scores)
         slope = None if scores.softcap is None else _slope(s, scores.softcap)
-        s = s if biases is None else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
+        s = (
+            s
+            if biases is None
+            else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
+        )
         mask = None if seen is None else seen.of_tile(spans, tile, heads, q)
         p, narrow = _probabilities(s, tile, lse[queries].flatten(1, 2), q.dtype, mask)
         factors = None if dropped is None else dropped.factors(spans, tile, heads, q)
@@ -137,7 +182,8 @@ def attend_backward(
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """What my queries contribute to the gradient of the sinks [n]: lse and delta [heads, shared, length] of all keys.
+    """What my queries contribute to the gradient of the sinks [n]: lse and delta [heads, shared,
+    length] of all keys.
 
     A sink's share of softmax is exp(sink - lse), and its value is 0.
     """
@@ -146,7 +192,8 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _work(q: Tensor, spans: Spans) -> Iterator[tuple[Tile, slice]]:
-    """Every tile, for as many heads at a time as keep its scores in a cache; none where there are no numbers."""
+    """Every tile, for as many heads at a time as keep its scores in a cache; none where there are
+    no numbers."""
     for tile in () if q.is_meta else spans.tiles:
         scores = q.shape[1] * (tile.stop - tile.start) * (tile.last - tile.first)
         together = max(1, TILE_SCORES // scores)
@@ -160,13 +207,18 @@ def _kv_heads(heads: slice, q: Tensor, spans: Spans) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, heads: slice, scores: Scores) -> Tensor:
-    """Scores of a tile [heads, shared * rows, keys], scaled and capped; of keys that are not seen, too."""
+    """Scores of a tile [heads, shared * rows, keys], scaled and capped; of keys that are not seen,
+    too."""
     rows, keys = q[heads, :, tile.start : tile.stop].flatten(1, 2), k[heads, tile.first : tile.last]
     s = rows.new_empty(*rows.shape[:2], keys.shape[1])
     factor, cap = scores.factor(q.shape[-1]), scores.softcap
     if cap is None:
         return torch.baddbmm(s, rows, keys.transpose(1, 2), beta=0, alpha=factor, out=s)
-    return torch.baddbmm(s, rows, keys.transpose(1, 2), beta=0, alpha=factor / cap, out=s).tanh_().mul_(cap)
+    return (
+        torch.baddbmm(s, rows, keys.transpose(1, 2), beta=0, alpha=factor / cap, out=s)
+        .tanh_()
+        .mul_(cap)
+    )
 
 
 def _slope(s: Tensor, cap: float) -> Tensor:
@@ -174,13 +226,20 @@ def _slope(s: Tensor, cap: float) -> Tensor:
     return s.square().mul_(-1 / cap**2).add_(1)
 
 
-def _exponentials(scores: Tensor, tile: Tile, dtype: torch.dtype, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(score - largest) of the keys seen in `dtype`, 0 elsewhere; the largest; the sum. Overwrites the scores."""
+def _exponentials(
+    scores: Tensor, tile: Tile, dtype: torch.dtype, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(score - largest) of the keys seen in `dtype`, 0 elsewhere; the largest; the sum.
+    Overwrites the scores."""
     largest, total = scores.new_empty(scores.shape[:2]), scores.new_empty(scores.shape[:2])
-    if mask is None and cpu.takes(scores) and dtype in cpu.DTYPES:  # the compiled pass knows intervals alone
+    if (
+        mask is None and cpu.takes(scores) and dtype in cpu.DTYPES
+    ):  # the compiled pass knows intervals alone
         return _loop(scores, tile, dtype, largest, total, known=False), largest, total
     _hide(scores, tile, mask)
-    torch.amax(scores, -1, out=largest).clamp_(min=torch.finfo(scores.dtype).min)  # -inf where nothing is seen
+    torch.amax(scores, -1, out=largest).clamp_(
+        min=torch.finfo(scores.dtype).min
+    )  # -inf where nothing is seen
     p = scores.sub_(largest.unsqueeze(-1)).exp_()
     return p.to(dtype), largest, torch.sum(p, -1, out=total)
 
@@ -188,7 +247,8 @@ def _exponentials(scores: Tensor, tile: Tile, dtype: torch.dtype, mask: Tensor |
 def _probabilities(
     scores: Tensor, tile: Tile, lse: Tensor, dtype: torch.dtype, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """exp(score - lse) of the keys seen, 0 elsewhere: as it is, and in `dtype`. Overwrites the scores."""
+    """exp(score - lse) of the keys seen, 0 elsewhere: as it is, and in `dtype`. Overwrites the
+    scores."""
     if mask is None and cpu.takes(scores) and dtype in cpu.DTYPES:
         return scores, _loop(scores, tile, dtype, lse.contiguous(), lse, known=True)
     _hide(scores, tile, mask)
@@ -197,45 +257,77 @@ def _probabilities(
     return p, p.to(dtype)
 
 
-def _loop(scores: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor, total: Tensor, *, known: bool) -> Tensor:
-    """exp(score - largest) in one compiled pass, in `dtype`; finds largest and total unless they are `known`."""
+def _loop(
+    scores: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor, total: Tensor, *, known: bool
+) -> Tensor:
+    """exp(score - largest) in one compiled pass, in `dtype`; finds largest and total unless they
+    are `known`."""
     p = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
     rows, keys, queries = largest.numel(), scores.shape[-1], tile.stop - tile.start
-    seen = np.tile([[0, keys]], (queries, 1)) if tile.visible is None else np.ascontiguousarray(tile.visible)
+    seen = (
+        np.tile([[0, keys]], (queries, 1))
+        if tile.visible is None
+        else np.ascontiguousarray(tile.visible)
+    )
     cpu.run(
-        "visible_exp", dtype, rows, keys, queries, int(known), largest, total, scores, torch.from_numpy(seen), p,
+        "visible_exp",
+        dtype,
+        rows,
+        keys,
+        queries,
+        int(known),
+        largest,
+        total,
+        scores,
+        torch.from_numpy(seen),
+        p,
         elements=scores.numel(),
-    )  # fmt: skip
+    )
     return p
 
 
 def _hide(scores: Tensor, tile: Tile, mask: Tensor | None) -> None:
-    """Set the scores of keys that a query does not see to -inf: outside its interval, and where its `mask`, bool
-    [heads, 1, rows or 1, keys], is False."""
+    """Set the scores of keys that a query does not see to -inf: outside its interval, and where
+    its `mask`, bool [heads, 1, rows or 1, keys], is False."""
     if mask is not None:
         scores.unflatten(1, (-1, tile.stop - tile.start)).masked_fill_(~mask, -math.inf)
     if tile.visible is None:
         return
     place = np.arange(tile.last - tile.first)
     hidden = torch.from_numpy((place < tile.visible[:, :1]) | (place >= tile.visible[:, 1:]))
-    scores.unflatten(1, (-1, tile.stop - tile.start)).masked_fill_(hidden.to(scores.device), -math.inf)
+    scores.unflatten(1, (-1, tile.stop - tile.start)).masked_fill_(
+        hidden.to(scores.device), -math.inf
+    )
 
 
 class SpanAttention(Function):
-    """Attention of queries to all the keys they see, at once; keeps q, k, v, the output and the lse."""
+    """Attention of queries to all the keys they see, at once; keeps q, k, v, the output and the
+    lse."""
 
     reference = staticmethod(
-        lambda q, k, v, spans, scores, sinks, dropped, values, distances, seen: reference_span_attention(
-            q, k, v, spans, scores, sinks, biases=_paired(values, distances)
+        lambda q, k, v, spans, scores, sinks, dropped, values, distances, seen: (
+            reference_span_attention(
+                q, k, v, spans, scores, sinks, biases=_paired(values, distances)
+            )
         )
     )
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores, sinks: Tensor | None,
-        dropped: DroppedWeights | None, values: Tensor | None, distances: Distances | None, seen: SeenPairs | None,
-    ) -> Tensor:  # fmt: skip
-        """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n], values [n, distances] -> [t, n, d_v]."""
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spans: Spans,
+        scores: Scores,
+        sinks: Tensor | None,
+        dropped: DroppedWeights | None,
+        values: Tensor | None,
+        distances: Distances | None,
+        seen: SeenPairs | None,
+    ) -> Tensor:
+        """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n], values [n, distances] -> [t, n,
+        d_v]."""
         heads, dtype = k.shape[1], q.dtype
         q, k, v = (rows_by_head(x, heads, spans.repeats) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
@@ -243,7 +335,13 @@ class SpanAttention(Function):
         attend(q, k, v, spans, result, scores, dropped, _paired(values, distances), seen)
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, k, v, out, result.lse, sinks, values)
-        ctx.spans, ctx.kv_heads, ctx.scores, ctx.dropped, ctx.distances = spans, heads, scores, dropped, distances
+        ctx.spans, ctx.kv_heads, ctx.scores, ctx.dropped, ctx.distances = (
+            spans,
+            heads,
+            scores,
+            dropped,
+            distances,
+        )
         ctx.seen = seen
         return out
 
@@ -258,7 +356,9 @@ class SpanAttention(Function):
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dout = rows_by_head(dout, heads, repeats)
         biases = _paired(values, ctx.distances)
-        attend_backward(q, k, v, lse, dout, delta, ctx.spans, sums, ctx.scores, ctx.dropped, biases, ctx.seen)
+        attend_backward(
+            q, k, v, lse, dout, delta, ctx.spans, sums, ctx.scores, ctx.dropped, biases, ctx.seen
+        )
         dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
         return (
@@ -290,30 +390,48 @@ def rows_by_head(x: Tensor, kv_heads: int, repeats: int) -> Tensor:
 
 
 def output_share(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of dout · out over the features, [t, n, 1]: what softmax's backward subtracts from each probability's."""
+    """Sum of dout · out over the features, [t, n, 1]: what softmax's backward subtracts from each
+    probability's."""
     return (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
 
 
 def span_attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    dropped: DroppedWeights | None = None, biases: PairBiases | None = None, seen: SeenPairs | None = None,
-) -> Tensor:  # fmt: skip
-    """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d_v].
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+    dropped: DroppedWeights | None = None,
+    biases: PairBiases | None = None,
+    seen: SeenPairs | None = None,
+) -> Tensor:
+    """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d]
+    -> [t, n, d_v].
 
-    What `scores` hide is in the spans, which weights are zero in `dropped`, what scores gain in `biases`, and which
-    pairs masks let see in `seen`; sinks [n].
+    What `scores` hide is in the spans, which weights are zero in `dropped`, what scores gain in
+    `biases`, and which pairs masks let see in `seen`; sinks [n].
     """
     if q.is_meta:
         return reference_span_attention(q, k, v, spans, scores, sinks, biases=biases)
     values, distances = (None, None) if biases is None else (biases.values, biases.distances)
-    out: Tensor = SpanAttention.apply(q, k, v, spans, scores, sinks, dropped, values, distances, seen)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = SpanAttention.apply(
+        q, k, v, spans, scores, sinks, dropped, values, distances, seen
+    )  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 def reference_span_attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    dropped: DroppedWeights | None = None, biases: PairBiases | None = None, seen: SeenPairs | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+    dropped: DroppedWeights | None = None,
+    biases: PairBiases | None = None,
+    seen: SeenPairs | None = None,
+) -> Tensor:
     """The same in plain operations, row by row, with the intervals as a mask."""
     visible = None
     if not q.is_meta:  # without numbers there is nothing to mask
@@ -323,7 +441,13 @@ def reference_span_attention(
     q_rows, k_rows, v_rows = (x.unflatten(0, (spans.repeats, -1)) for x in (q, k, v))
     outs, bias = [], None if biases is None else biases.of_row(spans.repeats)
     for row, tensors in enumerate(zip(q_rows, k_rows, v_rows, strict=True)):
-        factors = None if dropped is None else dropped.of_row(row, spans.repeats, q.shape[1], q.dtype)
-        mask = visible if seen is None or visible is None else visible & seen.of_row(row, spans.repeats)
+        factors = (
+            None if dropped is None else dropped.of_row(row, spans.repeats, q.shape[1], q.dtype)
+        )
+        mask = (
+            visible
+            if seen is None or visible is None
+            else visible & seen.of_row(row, spans.repeats)
+        )
         outs.append(masked_attention(*tensors, mask, scores, sinks, bias=bias, factors=factors))
     return torch.cat(outs)

@@ -15,7 +15,8 @@ from megalith.kernels.linear import Context
 
 
 def swiglu(gate_up: Tensor, *, kernel: Form = "auto") -> Tensor:
-    """`silu(gate) * up`: gate_up [t, 2 f], the gate first -> [t, f]. Backward keeps gate_up and computes silu again."""
+    """`silu(gate) * up`: gate_up [t, 2 f], the gate first -> [t, f]. Backward keeps gate_up and
+    computes silu again."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_swiglu(gate_up)
     y: Tensor = SwigluFunction.apply(gate_up, engine_for(kernel, gate_up, op="activation"))  # type: ignore[no-untyped-call]  # torch's own
@@ -100,8 +101,12 @@ UNLIMITED = math.inf, 0.0
 """No clamp, nothing added to up."""
 
 FORWARD: Mapping[Engine, Callable[[Tensor], Tensor]] = {
-    "torch": _forward, "loops": _loop_forward, "triton": _triton_forward,
-}  # fmt: skip
+    "torch": _forward,
+    "loops": _loop_forward,
+    "triton": _triton_forward,
+}
 BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor], Tensor]] = {
-    "torch": _backward, "loops": _loop_backward, "triton": _triton_backward,
-}  # fmt: skip
+    "torch": _backward,
+    "loops": _loop_backward,
+    "triton": _triton_backward,
+}

@@ -1,10 +1,11 @@
 """Attention of whole documents in tiles, causal or not, on CPUs.
 
-Ours works in tiles of a few query rows, like FlashAttention (Dao et al. 2022, arXiv:2205.14135), but a tile sees all of
-its keys at once, so that softmax needs no second pass, and a tile covers many heads, so that each step is one batched
-matmul. On CPUs this beats torch's kernel for documents of moderate length: forward + backward of 64 features, one core
-with AVX-512, torch 2.13: 256 tokens 1.4 times in fp32 and 2.4 times in bf16; 512: 1.7 and 2.5; 2048: 1.06 and 1.2;
-packed documents of 20 to 150 tokens 1.0 to 1.2 and 2.2 to 2.9.
+Ours works in tiles of a few query rows, like FlashAttention (Dao et al. 2022, arXiv:2205.14135),
+but a tile sees all of its keys at once, so that softmax needs no second pass, and a tile covers
+many heads, so that each step is one batched matmul. On CPUs this beats torch's kernel for documents
+of moderate length: forward + backward of 64 features, one core with AVX-512, torch 2.13: 256 tokens
+1.4 times in fp32 and 2.4 times in bf16; 512: 1.7 and 2.5; 2048: 1.06 and 1.2; packed documents of
+20 to 150 tokens 1.0 to 1.2 and 2.2 to 2.9.
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,15 +26,20 @@ from megalith.kernels.sdpa import sdpa_attention
 TILED_LENGTHS = range(
     64, 2049
 )  # tokens of documents that our way computes on a CPU: where it was measured to be faster
-KEPT_LENGTH = 512  # up to here the probabilities are kept for backward: n * length bytes per token in bf16
+KEPT_LENGTH = (
+    512  # up to here the probabilities are kept for backward: n * length bytes per token in bf16
+)
 TILE_ROWS = 64  # queries of a head in a tile; more rows compute more scores above the diagonal
-TILE_SCORES = 1 << 22  # scores of a tile over all its heads: 16 MiB in fp32; larger gains nothing, smaller adds steps
+TILE_SCORES = (
+    1 << 22
+)  # scores of a tile over all its heads: 16 MiB in fp32; larger gains nothing, smaller adds steps
 
 
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, scale: float, causal: bool = True
 ) -> Tensor:
-    """Documents of these lengths in every row: q [t, n, d], k [t, g, d], v [t, g, d_v], any strides -> [t, n, d_v].
+    """Documents of these lengths in every row: q [t, n, d], k [t, g, d], v [t, g, d_v], any strides
+    -> [t, n, d_v].
 
     t is a multiple of the sum of the lengths. `scale`: of the scores.
     """
@@ -67,7 +73,8 @@ class Tile(NamedTuple):
 
 
 def _tiles(heads: int, shared: int, lengths: Sequence[int], causal: bool) -> Iterator[Tile]:
-    """Every tile of `heads` key/value heads, each used by `shared` query heads, over documents of these lengths."""
+    """Every tile of `heads` key/value heads, each used by `shared` query heads, over documents of
+    these lengths."""
     total, starts = sum(lengths), [0, *accumulate(lengths)]
     together = max(1, TILE_SCORES // (shared * TILE_ROWS * max(lengths)))
     for head in range(0, heads, together):
@@ -75,7 +82,9 @@ def _tiles(heads: int, shared: int, lengths: Sequence[int], causal: bool) -> Ite
             stop = min(start + TILE_ROWS, total)
             before, after = bisect_right(starts, start), bisect_left(starts, stop)
             last, inside = stop if causal else starts[after], tuple(starts[before:after])
-            yield Tile(slice(head, head + together), starts[before - 1], start, stop, last, inside, causal)
+            yield Tile(
+                slice(head, head + together), starts[before - 1], start, stop, last, inside, causal
+            )
 
 
 def by_head(x: Tensor, kv_heads: int, length: int) -> Tensor:
@@ -95,7 +104,8 @@ def _rows(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _probabilities(q: Tensor, k: Tensor, tile: Tile, scale: float, dtype: torch.dtype) -> Tensor:
-    """softmax(scale · q k^T) of a tile: q [heads, shared, length, d], k [heads, length, d] in fp32 or float64.
+    """softmax(scale · q k^T) of a tile: q [heads, shared, length, d], k [heads, length, d] in fp32
+    or float64.
 
     [tile's heads, shared * rows, keys] in `dtype`.
     """
@@ -111,18 +121,27 @@ def _probabilities(q: Tensor, k: Tensor, tile: Tile, scale: float, dtype: torch.
 
 
 def _loop_softmax(scores: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
-    """Softmax over the keys that each query sees, in one pass; overwrites the scores [heads, shared * rows, keys]."""
+    """Softmax over the keys that each query sees, in one pass; overwrites the scores [heads, shared
+    * rows, keys]."""
     p = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
     queries, keys = tile.stop - tile.start, tile.last - tile.first
     cpu.run(
-        "visible_softmax", dtype, scores.numel() // keys, keys, queries, scores, _visible_keys(tile), p,
+        "visible_softmax",
+        dtype,
+        scores.numel() // keys,
+        keys,
+        queries,
+        scores,
+        _visible_keys(tile),
+        p,
         elements=scores.numel(),
-    )  # fmt: skip
+    )
     return p
 
 
 def _visible_keys(tile: Tile) -> Tensor:
-    """The first key that each of a tile's queries sees, and one past the last, counted from its first: [rows, 2]."""
+    """The first key that each of a tile's queries sees, and one past the last, counted from its
+    first: [rows, 2]."""
     visible = torch.zeros(tile.stop - tile.start, 2, dtype=torch.int64)
     if tile.causal:
         torch.arange(tile.start - tile.first + 1, tile.stop - tile.first + 1, out=visible[:, 1])
@@ -136,7 +155,8 @@ def _visible_keys(tile: Tile) -> Tensor:
 
 
 def _hidden(tile: Tile, like: Tensor) -> Tensor:
-    """-inf where a query may not see a key, 0 elsewhere: [rows, keys], or of the last keys if all others are seen."""
+    """-inf where a query may not see a key, 0 elsewhere: [rows, keys], or of the last keys if all
+    others are seen."""
     size, keys = tile.stop - tile.start, tile.last - tile.first
     if not tile.documents:
         return like.new_full((size, size), float("-inf")).triu(1)
@@ -158,9 +178,17 @@ class TiledAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, causal: bool, wanted: bool
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Sequence[int],
+        scale: float,
+        causal: bool,
+        wanted: bool,
     ) -> Tensor:
-        """q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v]; keeps copies of them, ordered by head."""
+        """q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v]; keeps copies of them, ordered by
+        head."""
         kv_heads = k.shape[1]
         q, k, v = (by_head(x, kv_heads, sum(lengths)) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
@@ -169,7 +197,9 @@ class TiledAttention(Function):
         kept = []
         for tile in _tiles(q.shape[0], q.shape[1], lengths, causal):
             p = _probabilities(wide_q, wide_k, tile, scale, q.dtype)
-            out[tile.heads, :, tile.start : tile.stop] = bmm(p, v[tile.keys]).unflatten(1, (q.shape[1], -1))
+            out[tile.heads, :, tile.start : tile.stop] = bmm(p, v[tile.keys]).unflatten(
+                1, (q.shape[1], -1)
+            )
             if wanted and max(lengths) <= KEPT_LENGTH:
                 kept.append(p)
         ctx.save_for_backward(q, k, v, *kept)
@@ -184,23 +214,37 @@ class TiledAttention(Function):
         dout = by_head(dout, ctx.kv_heads, q.shape[2])
         wide_q, wide_k = (q, k) if kept else (wide(q), wide(k))
         dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
+        dk, dv = (
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v)
+        )
         for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], ctx.lengths, ctx.causal)):
             p = kept[number] if kept else _probabilities(wide_q, wide_k, tile, ctx.scale, q.dtype)
             rows, drows = _rows(q, tile), _rows(dout, tile)
             dv[tile.keys] += bmm(p.transpose(1, 2), drows)
             dp = bmm(drows, v[tile.keys].transpose(1, 2))
             ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
-            dq[tile.heads, :, tile.start : tile.stop] = bmm(ds, k[tile.keys]).unflatten(1, (q.shape[1], -1))
+            dq[tile.heads, :, tile.start : tile.stop] = bmm(ds, k[tile.keys]).unflatten(
+                1, (q.shape[1], -1)
+            )
             dk[tile.keys] += bmm(ds.transpose(1, 2), rows)
         dk, dv = dk.mul_(ctx.scale).to(k.dtype).unsqueeze(1), dv.to(v.dtype).unsqueeze(1)
-        return *(by_token(x, ctx.kv_heads) for x in (dq.mul_(ctx.scale), dk, dv)), None, None, None, None
+        return (
+            *(by_token(x, ctx.kv_heads) for x in (dq.mul_(ctx.scale), dk, dv)),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, causal: bool) -> Tensor:
+def _sdpa_rows(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, causal: bool
+) -> Tensor:
     """What `TiledAttention` computes, by torch's kernel."""
     rows = q.shape[0] // sum(lengths)
-    return sdpa_attention(q, k, v, tuple((length, length) for length in lengths) * rows, scale=scale, causal=causal)
+    return sdpa_attention(
+        q, k, v, tuple((length, length) for length in lengths) * rows, scale=scale, causal=causal
+    )
 
 
 def wide(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""`Tokens`: which document each token belongs to and where; the only thing that knows about documents."""
+"""`Tokens`: which document each token belongs to and where; the only thing that knows about
+documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +19,16 @@ from megalith.plan.context import Numbers, Slices, Slicing, Spans, plan_spans
 class Tokens:
     """What travels beside activations [t, h]: t tokens, row after row, cut into documents.
 
-    Attention stays inside a document. The Python values are known on the host, so that nothing waits for a device.
+    Attention stays inside a document. The Python values are known on the host, so that nothing
+    waits for a device.
     """
 
     cu_q: Tensor
     """int32 [documents + 1]: where each document's queries start; begins with 0, ends with t."""
 
     cu_kv: Tensor
-    """int32 [documents + 1]: the same for keys, which are more than the queries when a cache holds earlier ones."""
+    """int32 [documents + 1]: the same for keys, which are more than the queries when a cache holds
+    earlier ones."""
 
     max_q: int
     """Longest document, in queries."""
@@ -34,11 +37,12 @@ class Tokens:
     """Longest document, in keys."""
 
     uniform: int | None
-    """Length of every document when all have the same and queries and keys are the same tokens; else None."""
+    """Length of every document when all have the same and queries and keys are the same tokens;
+    else None."""
 
     positions: Tensor
-    """int64 [t]: place of each token within its document; or [3, t]: its places in time, height and width, as tokens of
-    pictures have them (see `with_places`)."""
+    """int64 [t]: place of each token within its document; or [3, t]: its places in time, height
+    and width, as tokens of pictures have them (see `with_places`)."""
 
     document: Tensor
     """int32 [t]: number of the document a token belongs to."""
@@ -50,19 +54,20 @@ class Tokens:
     """(queries, keys) of each document, on the host."""
 
     reach: tuple[int, ...] | None = None
-    """How long each document is known to be, on the host, where it is read in parts; None: as long as its keys."""
+    """How long each document is known to be, on the host, where it is read in parts; None: as long
+    as its keys."""
 
     rotary: tuple[Tensor, ...] = ()
-    """Cosine and sine [t, pairs] of each token's rotation, filled in once per forward by the model; a second pair where
-    some layers turn by other angles."""
+    """Cosine and sine [t, pairs] of each token's rotation, filled in once per forward by the
+    model; a second pair where some layers turn by other angles."""
 
     biases: Tensor | None = None
-    """[buckets, n]: what scores gain by the bucket of a distance, for each head that is here; a parameter of the model,
-    filled in once per forward, where it has relative positions."""
+    """[buckets, n]: what scores gain by the bucket of a distance, for each head that is here; a
+    parameter of the model, filled in once per forward, where it has relative positions."""
 
     memory: Tensor | None = None
-    """Hidden states [t, h] of these tokens after an earlier layer, as the region has tokens, normed: for layers that
-    look at them, filled in by the model where it takes them."""
+    """Hidden states [t, h] of these tokens after an earlier layer, as the region has tokens,
+    normed: for layers that look at them, filled in by the model where it takes them."""
 
     dropout: "DropoutKey | None" = None
     """What dropout's masks are made from; None where nothing is dropped, as in evaluation."""
@@ -71,18 +76,19 @@ class Tokens:
     """What losses that keep experts busy count; None where nothing is trained."""
 
     decided: Decided | None = None
-    """What routers decided when these tokens came here first; filled in where a part of the model runs twice."""
+    """What routers decided when these tokens came here first; filled in where a part of the model
+    runs twice."""
 
     route: Route | None = None
     """What routers write down of this microbatch, or follow; None: neither."""
 
     visible: Visible | None = None
-    """What of its document each query may see at most, as `kernels/masks.py` gives it; None: no more is hidden than
-    layers hide. Where ranks share tokens, `whole` alone has it."""
+    """What of its document each query may see at most, as `kernels/masks.py` gives it; None: no
+    more is hidden than layers hide. Where ranks share tokens, `whole` alone has it."""
 
     context: "Context | None" = None
-    """Which tokens of the microbatch these are, when ranks share it. `cu_q` and `lengths` then count queries that are
-    here, and keys wherever they are."""
+    """Which tokens of the microbatch these are, when ranks share it. `cu_q` and `lengths` then
+    count queries that are here, and keys wherever they are."""
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +111,8 @@ class BalanceShare(NamedTuple):
     """How many this rank has in the step."""
 
     weight: float
-    """What a mean over the microbatch counts: `part` / (microbatches of all ranks), times the loss scale of fp16."""
+    """What a mean over the microbatch counts: `part` / (microbatches of all ranks), times the loss
+    scale of fp16."""
 
     part: float = 1.0
     """How many of the step's tokens it has, as a multiple of an even part."""
@@ -118,8 +125,9 @@ class DropoutKey(NamedTuple):
     """The run's."""
 
     numbers: Tensor
-    """int64 [t]: which token of the whole run each is: (row, counted from the run's first) * seq_len + place in it; -1
-    for padding. A number comes once in a run, so that it stands for the step, too."""
+    """int64 [t]: which token of the whole run each is: (row, counted from the run's first) *
+    seq_len + place in it; -1 for padding. A number comes once in a run, so that it stands for
+    the step, too."""
 
     keys: Tensor | None = None
     """The same of the keys, where those are other tokens than the queries."""
@@ -135,7 +143,8 @@ class Join:
     """The order of the tokens that some ranks put together."""
 
     order: Tensor
-    """int64 [n]: where each token, in natural order, lies among the ranks' parts one after the other."""
+    """int64 [n]: where each token, in natural order, lies among the ranks' parts one after the
+    other."""
 
     back: Tensor
     """int64 [n]: the way back: which token, in natural order, each of the parts' is."""
@@ -143,7 +152,8 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Which tokens of a microbatch one of several ranks has, and what they see of those of the others."""
+    """Which tokens of a microbatch one of several ranks has, and what they see of those of the
+    others."""
 
     slices: Slices
     rank: int
@@ -155,7 +165,8 @@ class Context:
     """Of all ranks."""
 
     neighbours: Join
-    """Of those that exchange heads before a ring goes across them; of me alone where there are none."""
+    """Of those that exchange heads before a ring goes across them; of me alone where there are
+    none."""
 
     seen: dict[tuple[int, int | None, int | None, bool, bool], tuple[Spans, ...]] = field(
         default_factory=dict, repr=False
@@ -170,24 +181,39 @@ class Context:
         if near not in self.numbered:
             parts, device = self.slices.joined(near), self.everyone.order.device
             on_host = tuple(torch.from_numpy(part) for part in parts)
-            # Biases without numbers look none up, and what is checked there should not see them move.
-            self.numbered[near] = on_host if device.type == "meta" else tuple(part.to(device) for part in on_host)
+            # Biases without numbers look none up, and what is checked there should not see them
+            # move.
+            self.numbered[near] = (
+                on_host if device.type == "meta" else tuple(part.to(device) for part in on_host)
+            )
         return self.numbered[near]
 
     def spans_of_groups(
-        self, near: int, *, window: int | None = None, right: int | None = None, causal: bool = True,
+        self,
+        near: int,
+        *,
+        window: int | None = None,
+        right: int | None = None,
+        causal: bool = True,
         chunked: bool = False,
-    ) -> tuple[Spans, ...]:  # fmt: skip
+    ) -> tuple[Spans, ...]:
         """What the tokens of my group of `near` neighbours see of those of every such group."""
         asked = near, window, right, causal, chunked
         if asked not in self.seen:
             parts = self.slices.joined(near)
             mine = parts[self.rank // near]
-            self.seen[asked] = tuple(self._spans(mine, keys, window, right, causal, chunked) for keys in parts)
+            self.seen[asked] = tuple(
+                self._spans(mine, keys, window, right, causal, chunked) for keys in parts
+            )
         return self.seen[asked]
 
     def spans_of_all(
-        self, *, window: int | None = None, right: int | None = None, causal: bool = True, chunked: bool = False
+        self,
+        *,
+        window: int | None = None,
+        right: int | None = None,
+        causal: bool = True,
+        chunked: bool = False,
     ) -> Spans:
         """What my tokens see of all tokens in natural order."""
         asked = 0, window, right, causal, chunked
@@ -198,24 +224,47 @@ class Context:
         return self.seen[asked][0]
 
     def spans_of_whole(
-        self, *, window: int | None = None, right: int | None = None, causal: bool = True, chunked: bool = False
+        self,
+        *,
+        window: int | None = None,
+        right: int | None = None,
+        causal: bool = True,
+        chunked: bool = False,
     ) -> Spans:
-        """What all tokens, in natural order, see of one another; unlike `whole`, without the padding that follows."""
+        """What all tokens, in natural order, see of one another; unlike `whole`, without the
+        padding that follows."""
         asked = -1, window, right, causal, chunked
         if asked not in self.seen:
             everything = np.arange(self.slices.num_tokens, dtype=np.int64)
-            self.seen[asked] = (self._spans(everything, everything, window, right, causal, chunked),)
+            self.seen[asked] = (
+                self._spans(everything, everything, window, right, causal, chunked),
+            )
         return self.seen[asked][0]
 
     def _spans(
-        self, queries: Numbers, keys: Numbers, window: int | None, right: int | None, causal: bool, chunked: bool
+        self,
+        queries: Numbers,
+        keys: Numbers,
+        window: int | None,
+        right: int | None,
+        causal: bool,
+        chunked: bool,
     ) -> Spans:
         slices, starts = self.slices, self.slices.starts()
         ends, repeats = None if causal else slices.ends(), slices.repeats
         if ends is not None and len(set((ends - starts).tolist())) > 1:
-            repeats = 1  # documents that are as long as one another with their padding, but not without
+            repeats = (
+                1  # documents that are as long as one another with their padding, but not without
+            )
         return plan_spans(
-            queries, keys, starts, ends=ends, repeats=repeats, window=window, right=right, chunked=chunked
+            queries,
+            keys,
+            starts,
+            ends=ends,
+            repeats=repeats,
+            window=window,
+            right=right,
+            chunked=chunked,
         )
 
 
@@ -230,10 +279,13 @@ def tokens_of_lengths(lengths: list[int], *, device: torch.device | str = "cpu")
 
 
 def tokens_of_queries(
-    lengths: list[tuple[int, int]], *, reach: Sequence[int] | None = None, device: torch.device | str = "cpu"
+    lengths: list[tuple[int, int]],
+    *,
+    reach: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Tokens:
-    """Documents of which only the last `queries` of `keys` tokens are read now: (queries, keys) for each; `reach`: what
-    each will have when all of it is read."""
+    """Documents of which only the last `queries` of `keys` tokens are read now: (queries, keys)
+    for each; `reach`: what each will have when all of it is read."""
     queries = np.array([q for q, _ in lengths], dtype=np.int32)
     keys = np.array([k for _, k in lengths], dtype=np.int32)
     cu_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
@@ -256,8 +308,11 @@ def tokens_of_queries(
     )
 
 
-def tokens_of_slices(slices: Slices, slicing: Slicing, *, device: torch.device | str = "cpu") -> Tokens:
-    """One rank's tokens of documents that several ranks share; documents and positions count over all of them."""
+def tokens_of_slices(
+    slices: Slices, slicing: Slicing, *, device: torch.device | str = "cpu"
+) -> Tokens:
+    """One rank's tokens of documents that several ranks share; documents and positions count over
+    all of them."""
     mine, document, starts = slices.numbers[slicing.rank], slices.document(), slices.starts()
     lengths = [int(length) for length in slices.lengths]
     queries = np.bincount(document[mine], minlength=len(lengths))
@@ -265,9 +320,12 @@ def tokens_of_slices(slices: Slices, slicing: Slicing, *, device: torch.device |
     whole = tokens_of_lengths(lengths, device=device)
     first = slicing.rank // slicing.near * slicing.near
     context = Context(
-        slices, slicing.rank, whole, _join(slices.numbers, device),
+        slices,
+        slicing.rank,
+        whole,
+        _join(slices.numbers, device),
         _join(slices.numbers[first : first + slicing.near], device),
-    )  # fmt: skip
+    )
     return Tokens(
         cu_q=torch.from_numpy(cu_q).to(device),
         cu_kv=whole.cu_kv,
@@ -283,7 +341,8 @@ def tokens_of_slices(slices: Slices, slicing: Slicing, *, device: torch.device |
 
 
 def with_places(tokens: Tokens, places: NDArray[np.int64]) -> Tokens:
-    """The tokens with `places` [3, t] in time, height and width, given for all that were read; filler is at 0.
+    """The tokens with `places` [3, t] in time, height and width, given for all that were read;
+    filler is at 0.
 
     Source: Wang et al. 2024, arXiv:2409.12191, section 2.1.
     """
@@ -295,7 +354,9 @@ def with_places(tokens: Tokens, places: NDArray[np.int64]) -> Tokens:
     mine = np.where(mine >= 0, places[:, mine], 0)
     every = places if everyone is None else np.where(everyone >= 0, places[:, everyone], 0)
     whole = replace(context.whole, positions=torch.from_numpy(every).to(device))
-    return replace(tokens, positions=torch.from_numpy(mine).to(device), context=replace(context, whole=whole))
+    return replace(
+        tokens, positions=torch.from_numpy(mine).to(device), context=replace(context, whole=whole)
+    )
 
 
 def _join(parts: Numbers, device: torch.device | str) -> Join:

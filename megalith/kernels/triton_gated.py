@@ -1,7 +1,8 @@
-"""Gates and weighted activations on GPUs: a program takes rows part by part, and computes activations again backward.
+"""Gates and weighted activations on GPUs: a program takes rows part by part, and computes
+activations again backward.
 
-One program serves all of them: with a gate or without, weighted or not. What is left out is left out when it is
-compiled.
+One program serves all of them: with a gate or without, weighted or not. What is left out is left
+out when it is compiled.
 """
 
 from typing import Any
@@ -21,19 +22,35 @@ Tensors = Any  # inside a program: numbers of many threads
 Limits = tuple[float, float]
 """The clamp and what is added to up: see `Gate`."""
 
-CUBES = {"silu": (1.0, 0.0), "quick_gelu": (1.702, 0.0), "gelu_tanh": (1.5957691216057308, 0.07135481627)}
-"""Activations that are x * sigmoid(a x + b x^3): a and b; held to kernels/activation.py's by a test."""
+CUBES = {
+    "silu": (1.0, 0.0),
+    "quick_gelu": (1.702, 0.0),
+    "gelu_tanh": (1.5957691216057308, 0.07135481627),
+}
+"""Activations that are x * sigmoid(a x + b x^3): a and b; held to kernels/activation.py's by a
+test."""
 
 
-def forward(x: Tensor, activation: Activation, limits: Limits | None, weights: Tensor | None) -> Tensor:
-    """x [t, 2 f], the gate first, or, without limits, x [t, f] without a gate; weights [t] or none -> [t, f]."""
+def forward(
+    x: Tensor, activation: Activation, limits: Limits | None, weights: Tensor | None
+) -> Tensor:
+    """x [t, 2 f], the gate first, or, without limits, x [t, f] without a gate; weights [t] or none
+    -> [t, f]."""
     x = x.contiguous()
     t, f = x.shape[0], x.shape[1] // (1 if limits is None else 2)
     y, tile = x.new_empty(t, f), part_of_rows(f)
     _forward[(tile.programs(t),)](
-        x, x if weights is None else weights.contiguous(), y, t, f, *(limits or (0.0, 0.0)),
-        **_kind(activation, limits, weights), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
+        x,
+        x if weights is None else weights.contiguous(),
+        y,
+        t,
+        f,
+        *(limits or (0.0, 0.0)),
+        **_kind(activation, limits, weights),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+    )
     return y
 
 
@@ -43,12 +60,24 @@ def backward(
     """dy [t, f] -> dx like x and, with weights, their gradient [t] in fp32."""
     dy, x = dy.contiguous(), x.contiguous()
     (t, f), dx = dy.shape, torch.empty_like(x)
-    dweights, tile = None if weights is None else x.new_empty(t, dtype=torch.float32), part_of_rows(dy.shape[1])
+    dweights, tile = (
+        None if weights is None else x.new_empty(t, dtype=torch.float32),
+        part_of_rows(dy.shape[1]),
+    )
     _backward[(tile.programs(t),)](
-        dy, x, x if weights is None else weights.contiguous(), dx, x if dweights is None else dweights, t, f,
-        *(limits or (0.0, 0.0)), **_kind(activation, limits, weights),
-        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
+        dy,
+        x,
+        x if weights is None else weights.contiguous(),
+        dx,
+        x if dweights is None else dweights,
+        t,
+        f,
+        *(limits or (0.0, 0.0)),
+        **_kind(activation, limits, weights),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+    )
     return dx, dweights
 
 
@@ -56,7 +85,13 @@ def _kind(
     activation: Activation, limits: Limits | None, weights: Tensor | None
 ) -> dict[str, Any]:  # as Triton takes it
     a, b = CUBES.get(activation, (0.0, 0.0))
-    return {"KIND": activation, "A": a, "B": b, "GATED": limits is not None, "WEIGHTED": weights is not None}
+    return {
+        "KIND": activation,
+        "A": a,
+        "B": b,
+        "GATED": limits is not None,
+        "WEIGHTED": weights is not None,
+    }
 
 
 @triton.jit
@@ -102,10 +137,21 @@ def _slope(x: "Tensors", KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr) -
 
 @triton.jit
 def _forward(
-    x_at: "Pointer", weights_at: "Pointer", y_at: "Pointer", t: "Count", f: "Count", clamp: "Any", offset: "Any",
-    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+    x_at: "Pointer",
+    weights_at: "Pointer",
+    y_at: "Pointer",
+    t: "Count",
+    f: "Count",
+    clamp: "Any",
+    offset: "Any",
+    KIND: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     for start in range(0, f, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
@@ -114,9 +160,16 @@ def _forward(
             place = rows[:, None] * (2 * f) + columns[None, :]
             gate = tl.load(x_at + place, inside, 0.0).to(tl.float32)
             up = tl.load(x_at + place + f, inside, 0.0).to(tl.float32)
-            y = _value(tl.where(gate > clamp, clamp, gate), KIND, A, B) * (_within(up, clamp) + offset)
+            y = _value(tl.where(gate > clamp, clamp, gate), KIND, A, B) * (
+                _within(up, clamp) + offset
+            )
         else:
-            y = _value(tl.load(x_at + rows[:, None] * f + columns[None, :], inside, 0.0).to(tl.float32), KIND, A, B)
+            y = _value(
+                tl.load(x_at + rows[:, None] * f + columns[None, :], inside, 0.0).to(tl.float32),
+                KIND,
+                A,
+                B,
+            )
         if WEIGHTED:
             y *= tl.load(weights_at + rows, rows < t, 0.0).to(tl.float32)[:, None]
         tl.store(y_at + rows[:, None] * f + columns[None, :], y.to(y_at.dtype.element_ty), inside)
@@ -124,10 +177,23 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy_at: "Pointer", x_at: "Pointer", weights_at: "Pointer", dx_at: "Pointer", dweights_at: "Pointer", t: "Count",
-    f: "Count", clamp: "Any", offset: "Any", KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GATED: tl.constexpr,
-    WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+    dy_at: "Pointer",
+    x_at: "Pointer",
+    weights_at: "Pointer",
+    dx_at: "Pointer",
+    dweights_at: "Pointer",
+    t: "Count",
+    f: "Count",
+    clamp: "Any",
+    offset: "Any",
+    KIND: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dweights = tl.zeros((ROWS,), tl.float32)
     for start in range(0, f, COLUMNS):
@@ -153,6 +219,8 @@ def _backward(
             if WEIGHTED:
                 dweights += tl.sum(dy * _value(x, KIND, A, B), 1)
                 dy *= tl.load(weights_at + rows, rows < t, 0.0).to(tl.float32)[:, None]
-            tl.store(dx_at + narrow, (dy * _slope(x, KIND, A, B)).to(dx_at.dtype.element_ty), inside)
+            tl.store(
+                dx_at + narrow, (dy * _slope(x, KIND, A, B)).to(dx_at.dtype.element_ty), inside
+            )
     if WEIGHTED:
         tl.store(dweights_at + rows, dweights, rows < t)

@@ -1,7 +1,8 @@
-"""What cross entropy does to a chunk of logits on GPUs: each row's sum of exponentials, and the gradient in place.
+"""What cross entropy does to a chunk of logits on GPUs: each row's sum of exponentials, and the
+gradient in place.
 
-The ranks of a divided vocabulary each do this to their own columns; what they agree on in between, the largest logit
-and the sum over all columns, comes in as numbers of a row.
+The ranks of a divided vocabulary each do this to their own columns; what they agree on in between,
+the largest logit and the sum over all columns, comes in as numbers of a row.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ Count = Any  # inside a program: an integer
 
 
 def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest of each row of [c, v], and the sum of exp(logit - largest): [c] each, in fp32, in one pass."""
+    """Largest of each row of [c, v], and the sum of exp(logit - largest): [c] each, in fp32, in one
+    pass."""
     logits = logits.contiguous()
     (c, v), tile = logits.shape, part_of_rows(logits.shape[1])
     largest, total = logits.new_empty(2, c, dtype=torch.float32)
@@ -29,37 +31,65 @@ def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_(
-    logits: Tensor, largest: Tensor, factor: Tensor, label: Tensor, at_label: Tensor, even: Tensor | None = None, *,
-    scale: float = 1.0, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """factor * exp(logit - largest) - even, but `at_label` in column `label`, times the slope of the readout; in place.
+    logits: Tensor,
+    largest: Tensor,
+    factor: Tensor,
+    label: Tensor,
+    at_label: Tensor,
+    even: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """factor * exp(logit - largest) - even, but `at_label` in column `label`, times the slope of
+    the readout; in place.
 
-    logits [c, v]; largest, factor, at_label, even [c] in fp32; label [c] int64, below 0 where it is not among these
-    columns.
+    logits [c, v]; largest, factor, at_label, even [c] in fp32; label [c] int64, below 0 where it is
+    not among these columns.
     """
     (c, v), tile = logits.shape, part_of_rows(logits.shape[1])
     assert logits.is_contiguous()
     _gradient[(tile.programs(c), -(-v // tile.columns))](
-        logits, largest.contiguous(), factor.contiguous(), label.contiguous(), at_label.contiguous(),
-        factor if even is None else even.contiguous(), c, v, scale, 1.0 if softcap is None else softcap,
-        CAPPED=softcap is not None, EVEN=even is not None,
-        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
+        logits,
+        largest.contiguous(),
+        factor.contiguous(),
+        label.contiguous(),
+        at_label.contiguous(),
+        factor if even is None else even.contiguous(),
+        c,
+        v,
+        scale,
+        1.0 if softcap is None else softcap,
+        CAPPED=softcap is not None,
+        EVEN=even is not None,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+    )
     return logits
 
 
 @triton.jit
 def _row_sums(
-    logits_at: "Pointer", largest_at: "Pointer", total_at: "Pointer", c: "Count", v: "Count",
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+    logits_at: "Pointer",
+    largest_at: "Pointer",
+    total_at: "Pointer",
+    c: "Count",
+    v: "Count",
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lowest = -3.4028234663852886e38  # finite, so that a row of -inf sums to 0, and not to the NaN of inf - inf
+    lowest = (
+        -3.4028234663852886e38
+    )  # finite, so that a row of -inf sums to 0, and not to the NaN of inf - inf
     largest, total = tl.full((ROWS,), lowest, tl.float32), tl.zeros((ROWS,), tl.float32)
     for start in range(0, v, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         inside = (rows < c)[:, None] & (columns < v)[None, :]
-        logits = tl.load(logits_at + rows[:, None] * v + columns[None, :], inside, float("-inf")).to(tl.float32)
+        logits = tl.load(
+            logits_at + rows[:, None] * v + columns[None, :], inside, float("-inf")
+        ).to(tl.float32)
         found = tl.maximum(largest, tl.max(logits, 1))
         total = total * tl.exp(largest - found) + tl.sum(tl.exp(logits - found[:, None]), 1)
         largest = found
@@ -69,10 +99,21 @@ def _row_sums(
 
 @triton.jit
 def _gradient(
-    logits_at: "Pointer", largest_at: "Pointer", factor_at: "Pointer", label_at: "Pointer", at_label_at: "Pointer",
-    even_at: "Pointer", c: "Count", v: "Count", scale: "Any", cap: "Any", CAPPED: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+    logits_at: "Pointer",
+    largest_at: "Pointer",
+    factor_at: "Pointer",
+    label_at: "Pointer",
+    at_label_at: "Pointer",
+    even_at: "Pointer",
+    c: "Count",
+    v: "Count",
+    scale: "Any",
+    cap: "Any",
+    CAPPED: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < c)[:, None] & (columns < v)[None, :]

@@ -1,7 +1,8 @@
-"""RMSNorm and LayerNorm on GPUs, with the residual addition before them: one pass forward, one backward.
+"""RMSNorm and LayerNorm on GPUs, with the residual addition before them: one pass forward, one
+backward.
 
-A program takes whole rows. In backward there are only a few programs, each with many rows, of which it sums its part of
-the weight's gradient; the parts are added up afterwards.
+A program takes whole rows. In backward there are only a few programs, each with many rows, of which
+it sums its part of the weight's gradient; the parts are added up afterwards.
 """
 
 from typing import Any
@@ -14,19 +15,27 @@ from torch import Tensor
 from megalith.kernels.gpu import whole_rows
 
 PROGRAMS = 256
-"""At most so many in backward: about two for each processor of a large GPU, and a sum of so many rows afterwards."""
+"""At most so many in backward: about two for each processor of a large GPU, and a sum of so many
+rows afterwards."""
 
 Pointer = Any  # inside a program: where a tensor begins
 Count = Any  # inside a program: an integer
 
 
 def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None, twice: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    twice: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(total, y, scale, mean): what is normed [t, h], normed, and each row's factor and mean [t, 1] in fp32.
+    """(total, y, scale, mean): what is normed [t, h], normed, and each row's factor and mean [t, 1]
+    in fp32.
 
-    x [t, h], weight [h]. total is residual + x, or x. RMSNorm without a bias, and then there is no mean. `twice`:
-    rounded before the multiplication with the weight, too.
+    x [t, h], weight [h]. total is residual + x, or x. RMSNorm without a bias, and then there is no
+    mean. `twice`: rounded before the multiplication with the weight, too.
     """
     x = x.contiguous()
     (t, h), tile = x.shape, whole_rows(x.shape[1])
@@ -35,17 +44,32 @@ def norm(
     total = x if residual is None else torch.empty_like(x)
     added = x if residual is None else residual.contiguous()
     _norm[(tile.programs(t),)](
-        x, added, weight.contiguous(), _or(bias, x), total, y, scale, _or(mean, x), t, h, eps,
-        ADDS=residual is not None, CENTRED=bias is not None, TWICE=twice,
-        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
+        x,
+        added,
+        weight.contiguous(),
+        _or(bias, x),
+        total,
+        y,
+        scale,
+        _or(mean, x),
+        t,
+        h,
+        eps,
+        ADDS=residual is not None,
+        CENTRED=bias is not None,
+        TWICE=twice,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+    )
     return total, y, scale, mean
 
 
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, mean: Tensor | None, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx [t, h], with dtotal [t, h] added if there is one, dweight [h] and, with a mean, dbias [h]; these in fp32."""
+    """dx [t, h], with dtotal [t, h] added if there is one, dweight [h] and, with a mean, dbias [h];
+    these in fp32."""
     dy, x = dy.contiguous(), x.contiguous()
     (t, h), tile, dx = x.shape, whole_rows(x.shape[1]), torch.empty_like(x)
     programs = min(PROGRAMS, tile.programs(t))
@@ -53,10 +77,23 @@ def norm_backward(
     dbias = None if mean is None else torch.empty_like(dweight)
     added = x if dtotal is None else dtotal.contiguous()
     _norm_backward[(programs,)](
-        dy, x, weight.contiguous(), scale, _or(mean, x), added, dx, dweight, _or(dbias, x), t, h,
-        ADDS=dtotal is not None, CENTRED=mean is not None,
-        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
-    )  # fmt: skip
+        dy,
+        x,
+        weight.contiguous(),
+        scale,
+        _or(mean, x),
+        added,
+        dx,
+        dweight,
+        _or(dbias, x),
+        t,
+        h,
+        ADDS=dtotal is not None,
+        CENTRED=mean is not None,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+    )
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
 
 
@@ -67,10 +104,23 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 @triton.jit
 def _norm(
-    x_at: "Pointer", residual_at: "Pointer", weight_at: "Pointer", bias_at: "Pointer", total_at: "Pointer",
-    y_at: "Pointer", scale_at: "Pointer", mean_at: "Pointer", t: "Count", h: "Count", eps: "Any",
-    ADDS: tl.constexpr, CENTRED: tl.constexpr, TWICE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+    x_at: "Pointer",
+    residual_at: "Pointer",
+    weight_at: "Pointer",
+    bias_at: "Pointer",
+    total_at: "Pointer",
+    y_at: "Pointer",
+    scale_at: "Pointer",
+    mean_at: "Pointer",
+    t: "Count",
+    h: "Count",
+    eps: "Any",
+    ADDS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    TWICE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     inside = (rows < t)[:, None] & (columns < h)[None, :]
@@ -98,10 +148,22 @@ def _norm(
 
 @triton.jit
 def _norm_backward(
-    dy_at: "Pointer", x_at: "Pointer", weight_at: "Pointer", scale_at: "Pointer", mean_at: "Pointer",
-    dtotal_at: "Pointer", dx_at: "Pointer", dweight_at: "Pointer", dbias_at: "Pointer", t: "Count", h: "Count",
-    ADDS: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+    dy_at: "Pointer",
+    x_at: "Pointer",
+    weight_at: "Pointer",
+    scale_at: "Pointer",
+    mean_at: "Pointer",
+    dtotal_at: "Pointer",
+    dx_at: "Pointer",
+    dweight_at: "Pointer",
+    dbias_at: "Pointer",
+    t: "Count",
+    h: "Count",
+    ADDS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     weight = tl.load(weight_at + columns, columns < h, 0.0).to(tl.float32)[None, :]

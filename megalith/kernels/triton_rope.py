@@ -13,31 +13,58 @@ Count = Any  # inside a program: an integer
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
-    """Turn by the tables' angles (sign 1) or back (sign -1): x [t, n, d], any strides; cos, sin [t, pairs]."""
+    """Turn by the tables' angles (sign 1) or back (sign -1): x [t, n, d], any strides; cos, sin [t,
+    pairs]."""
     x = x if x.stride(2) == 1 else x.contiguous()
     (t, n, d), pairs = x.shape, cos.shape[1]
     y, columns = x.new_empty(x.shape), power_of_two(max(pairs, d - 2 * pairs))
     heads = min(power_of_two(n), max(1, TILE // columns))
     _turn[(t, -(-n // heads))](
-        x, cos.contiguous(), sin.contiguous(), y, n, d, pairs, x.stride(0), x.stride(1), float(sign),
-        INTERLEAVED=interleaved, RESTS=d > 2 * pairs, HEADS=heads, COLUMNS=columns,
-    )  # fmt: skip
+        x,
+        cos.contiguous(),
+        sin.contiguous(),
+        y,
+        n,
+        d,
+        pairs,
+        x.stride(0),
+        x.stride(1),
+        float(sign),
+        INTERLEAVED=interleaved,
+        RESTS=d > 2 * pairs,
+        HEADS=heads,
+        COLUMNS=columns,
+    )
     return y
 
 
 @triton.jit
 def _turn(
-    x_at: "Pointer", cos_at: "Pointer", sin_at: "Pointer", y_at: "Pointer", n: "Count", d: "Count", pairs: "Count",
-    token_stride: "Count", head_stride: "Count", sign: "Any",
-    INTERLEAVED: tl.constexpr, RESTS: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+    x_at: "Pointer",
+    cos_at: "Pointer",
+    sin_at: "Pointer",
+    y_at: "Pointer",
+    n: "Count",
+    d: "Count",
+    pairs: "Count",
+    token_stride: "Count",
+    head_stride: "Count",
+    sign: "Any",
+    INTERLEAVED: tl.constexpr,
+    RESTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, COLUMNS)
     x_at += token * token_stride + heads[:, None] * head_stride
     y_at += token * n * d + heads[:, None] * d
     cos = tl.load(cos_at + token * pairs + columns, columns < pairs, 0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_at + token * pairs + columns, columns < pairs, 0.0).to(tl.float32)[None, :] * sign
+    sin = (
+        tl.load(sin_at + token * pairs + columns, columns < pairs, 0.0).to(tl.float32)[None, :]
+        * sign
+    )
     if INTERLEAVED:
         first, second = 2 * columns, 2 * columns + 1
     else:

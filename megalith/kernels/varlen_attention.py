@@ -1,6 +1,8 @@
-"""Attention on GPUs by torch's kernel for documents of many lengths: one call for all of them, windows included.
+"""Attention on GPUs by torch's kernel for documents of many lengths: one call for all of them,
+windows included.
 
-It knows no caps and no sinks, and wants 16 bits and values as wide as keys. Source: Dao 2023, arXiv:2307.08691.
+It knows no caps and no sinks, and wants 16 bits and values as wide as keys. Source: Dao 2023,
+arXiv:2307.08691.
 """
 
 from functools import cache, lru_cache
@@ -17,7 +19,8 @@ from megalith.kernels.sdpa import Lengths
 
 @cache
 def has_varlen() -> bool:
-    """Whether torch has it, with windows and shared heads; known by what it asks for, not by a version."""
+    """Whether torch has it, with windows and shared heads; known by what it asks for, not by a
+    version."""
     if find_spec("torch.nn.attention.varlen") is None:
         return False
     from torch.nn.attention.varlen import varlen_attn
@@ -42,7 +45,9 @@ def takes(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
     )
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores = PLAIN) -> Tensor:
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores = PLAIN
+) -> Tensor:
     """Softmax attention inside each document: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d].
 
     A document's queries are the last of its keys, as the kernel has it, too.
@@ -52,16 +57,25 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: 
     starts_q, starts_kv = starts(lengths, q.device)
     longest_q, longest_kv = (max(counts) for counts in zip(*lengths, strict=True))
     out = varlen_attn(
-        q, k, v, starts_q, starts_kv, longest_q, longest_kv, scale=scores.factor(q.shape[2]),
-        window_size=window_of(scores), enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        starts_q,
+        starts_kv,
+        longest_q,
+        longest_kv,
+        scale=scores.factor(q.shape[2]),
+        window_size=window_of(scores),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     assert isinstance(out, Tensor)
     return out
 
 
 @lru_cache(maxsize=8)  # every layer of a forward asks for the same one
 def starts(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each document's queries and keys start, and where the last one's end: int32 [documents + 1] each."""
+    """Where each document's queries and keys start, and where the last one's end: int32 [documents
+    + 1] each."""
     both = np.cumsum(np.array([(0, 0), *lengths], np.int32), axis=0, dtype=np.int32)
     queries, keys = torch.from_numpy(both.T.copy()).to(device, non_blocking=True)
     return queries, keys
@@ -70,7 +84,11 @@ def starts(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
 def window_of(scores: Scores) -> tuple[int, int]:
     """How many keys before its own place, and after it, a query sees; -1: all.
 
-    >>> window_of(PLAIN), window_of(Scores(window=4)), window_of(Scores(window=4, right=1, causal=False))
+    >>> both_sides = Scores(window=4, right=1, causal=False)
+    >>> window_of(PLAIN), window_of(Scores(window=4)), window_of(both_sides)
     ((-1, 0), (3, 0), (3, 1))
     """
-    return -1 if scores.window is None else scores.window - 1, -1 if scores.after is None else scores.after
+    return (
+        -1 if scores.window is None else scores.window - 1,
+        -1 if scores.after is None else scores.after,
+    )

@@ -1,7 +1,9 @@
-"""Which keys each query may see at most, beside what a layer hides: masks of single documents, and padding.
+"""Which keys each query may see at most, beside what a layer hides: masks of single documents, and
+padding.
 
-Masks lie in one piece of memory, row after row. So whatever computes attention asks for no more than the pairs that it
-is at: a whole document, or a tile of some queries of one rank with some keys of another.
+Masks lie in one piece of memory, row after row. So whatever computes attention asks for no more
+than the pairs that it is at: a whole document, or a tile of some queries of one rank with some keys
+of another.
 """
 
 from collections.abc import Hashable, Sequence
@@ -27,10 +29,12 @@ class Visible:
     """bool [t_kv]: False for keys that no query sees, as padding; None: none is hidden from all."""
 
     pairs: Tensor | None = None
-    """bool: the masks [queries, keys] of the documents that have one, row after row; None: none has one."""
+    """bool: the masks [queries, keys] of the documents that have one, row after row; None: none has
+    one."""
 
     rows: Tensor | None = None
-    """int64 [t]: where in `pairs` each query would find the first of all keys, were its row that long; or `FREE`."""
+    """int64 [t]: where in `pairs` each query would find the first of all keys, were its row that
+    long; or `FREE`."""
 
     starts: tuple[int | None, ...] = ()
     """Where the mask of each document begins in `pairs`, on the host; None: it has none."""
@@ -39,25 +43,34 @@ class Visible:
     """Whether masks take the place of causality; then every document has one."""
 
     found: dict[Hashable, list[Mask | None]] = field(default_factory=dict, repr=False)
-    """What torch's kernel has been given so far, since all layers ask the same: one mask is kept for all of them."""
+    """What torch's kernel has been given so far, since all layers ask the same: one mask is kept
+    for all of them."""
 
     def scores(self, scores: Scores) -> Scores:
         """What hides keys beside the masks: as before, but for causality where masks stand alone.
 
-        A window hides what it hid: that of a causal layer ends at the token itself. Chunks hide what is outside.
+        A window hides what it hid: that of a causal layer ends at the token itself. Chunks hide
+        what is outside.
         """
         if not self.alone or not scores.causal:
             return scores
         right = 0 if scores.window is not None and not scores.chunked else None
         return replace(scores, causal=False, right=right)
 
-    def of_documents(self, lengths: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]) -> list[Tensor | None]:
-        """For each document of (queries, keys), of whose keys the last are left: bool [queries or 1, keys left]."""
+    def of_documents(
+        self, lengths: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]
+    ) -> list[Tensor | None]:
+        """For each document of (queries, keys), of whose keys the last are left: bool [queries or
+        1, keys left]."""
         found, ends = [], accumulate(keys for _, keys in lengths)
-        for n, ((queries, keys), end, (_, left)) in enumerate(zip(lengths, ends, kept, strict=True)):
+        for n, ((queries, keys), end, (_, left)) in enumerate(
+            zip(lengths, ends, kept, strict=True)
+        ):
             mask, start = None, self.starts[n] if self.starts else None
             if self.pairs is not None and start is not None:
-                mask = self.pairs[start : start + queries * keys].view(queries, keys)[:, keys - left :]
+                mask = self.pairs[start : start + queries * keys].view(queries, keys)[
+                    :, keys - left :
+                ]
             if self.keys is not None:
                 seen = self.keys[end - left : end].unsqueeze(0)
                 mask = seen if mask is None else mask & seen
@@ -80,24 +93,33 @@ class SeenPairs:
     def of_tile(self, spans: Spans, tile: Tile, heads: slice, q: Tensor) -> Tensor:
         """For a tile's scores: bool [its heads, 1, rows or 1, keys].
 
-        q [heads, shared, length, d], as span attention orders it: key/value heads of row after row. Pairs of tokens of
-        two documents are as they may be: the tile hides them.
+        q [heads, shared, length, d], as span attention orders it: key/value heads of row after row.
+        Pairs of tokens of two documents are as they may be: the tile hides them.
         """
         count = q.shape[0] // spans.repeats
         rows = torch.arange(*heads.indices(q.shape[0]), device=q.device) // count
-        first, last = heads.indices(q.shape[0])[0] // count, (heads.indices(q.shape[0])[1] - 1) // count
-        queries, keys = (x.view(spans.repeats, -1)[first : last + 1] for x in (self.queries, self.keys))
+        first, last = (
+            heads.indices(q.shape[0])[0] // count,
+            (heads.indices(q.shape[0])[1] - 1) // count,
+        )
+        queries, keys = (
+            x.view(spans.repeats, -1)[first : last + 1] for x in (self.queries, self.keys)
+        )
         seen = self._between(queries[:, tile.start : tile.stop], keys[:, tile.first : tile.last])
         return seen.index_select(0, rows - first).unsqueeze(1)
 
     def of_row(self, row: int, rows: int) -> Tensor:
         """For all pairs of one of equal rows: bool [queries or 1, keys]."""
-        return self._between(*(x.view(rows, -1)[row : row + 1] for x in (self.queries, self.keys)))[0]
+        return self._between(*(x.view(rows, -1)[row : row + 1] for x in (self.queries, self.keys)))[
+            0
+        ]
 
     def _between(self, queries: Tensor, keys: Tensor) -> Tensor:
         """int64 [rows, t_q] and [rows, t_k] -> bool [rows, t_q or 1, t_k]."""
         visible, keys = self.visible, keys.unsqueeze(1)
-        seen = torch.ones_like(keys, dtype=torch.bool) if visible.keys is None else visible.keys[keys]
+        seen = (
+            torch.ones_like(keys, dtype=torch.bool) if visible.keys is None else visible.keys[keys]
+        )
         if visible.pairs is None or visible.rows is None:
             return seen
         starts = visible.rows[queries].unsqueeze(-1)

@@ -1,4 +1,5 @@
-"""A loss over the vocabulary that also notes what it saw of scores: how large they are, and what their size costs."""
+"""A loss over the vocabulary that also notes what it saw of scores: how large they are, and what
+their size costs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +25,9 @@ class SeenScores:
         absent = labels < 0
         z = z_loss * measured.logsumexp.detach().double().square().masked_fill(absent, 0.0).sum()
         largest = measured.largest.detach().double().masked_fill(absent, float("-inf"))
-        largest = torch.cat([largest, largest.new_full((1,), float("-inf"))]).amax()  # of no token, too
+        largest = torch.cat(
+            [largest, largest.new_full((1,), float("-inf"))]
+        ).amax()  # of no token, too
         self.z = z if self.z is None else self.z + z
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
@@ -36,7 +39,8 @@ class SeenScores:
 
 @dataclass(frozen=True, slots=True)
 class WatchedLoss:
-    """A summed loss that notes what it saw; takes what `compute` takes, and gives its loss alone."""
+    """A summed loss that notes what it saw; takes what `compute` takes, and gives its loss
+    alone."""
 
     compute: Callable[..., Measured]
     z_loss: float = 0.0

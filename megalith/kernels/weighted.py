@@ -1,7 +1,8 @@
 """Activations and gates times one weight per token: what experts do between their matmuls.
 
-An expert's output is weighted before its second matmul, since down(w * y) = w * down(y): so the wide outputs need not
-be kept for the gradient of the weight, and backward keeps the input and the weights, as it would without weights.
+An expert's output is weighted before its second matmul, since down(w * y) = w * down(y): so the
+wide outputs need not be kept for the gradient of the weight, and backward keeps the input and the
+weights, as it would without weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,16 +15,29 @@ from torch.autograd.function import once_differentiable
 from megalith.config.kernels import Form
 from megalith.config.model import Activation
 from megalith.kernels import cpu
-from megalith.kernels.activation import FORMULAS, REFERENCES, SIGMOIDS, Gate, limited, limits_of, numbers_of, wide_of
+from megalith.kernels.activation import (
+    FORMULAS,
+    REFERENCES,
+    SIGMOIDS,
+    Gate,
+    limited,
+    limits_of,
+    numbers_of,
+    wide_of,
+)
 from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 
-def weighted_gated(gate_up: Tensor, weights: Tensor, gate: Gate, *, kernel: Form = "auto") -> Tensor:
-    """`gated(gate_up) * weights`: gate_up [t, 2 f], the gate first, weights [t] -> [t, f] in gate_up's dtype.
+def weighted_gated(
+    gate_up: Tensor, weights: Tensor, gate: Gate, *, kernel: Form = "auto"
+) -> Tensor:
+    """`gated(gate_up) * weights`: gate_up [t, 2 f], the gate first, weights [t] -> [t, f] in
+    gate_up's dtype.
 
-    Computed in fp32 (float64 for float64) and rounded once; the weights may be of a wider dtype than the features.
-    Their gradient, a sum over the features, is summed in fp32 and has the weights' dtype.
+    Computed in fp32 (float64 for float64) and rounded once; the weights may be of a wider dtype
+    than the features. Their gradient, a sum over the features, is summed in fp32 and has the
+    weights' dtype.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_gated(gate_up, weights, gate)
@@ -32,8 +46,11 @@ def weighted_gated(gate_up: Tensor, weights: Tensor, gate: Gate, *, kernel: Form
     return y
 
 
-def weighted_activate(x: Tensor, weights: Tensor, activation: Activation, *, kernel: Form = "auto") -> Tensor:
-    """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; the rest as in `weighted_gated`."""
+def weighted_activate(
+    x: Tensor, weights: Tensor, activation: Activation, *, kernel: Form = "auto"
+) -> Tensor:
+    """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; the rest as in
+    `weighted_gated`."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_activate(x, weights, activation)
     engine = engine_for(kernel, x, op="activation", loops=activation == "squared_relu")
@@ -64,10 +81,14 @@ def reference_weighted_activate(x: Tensor, weights: Tensor, activation: Activati
 class WeightedGatedFunction(Function):
     """`weighted_gated` as autograd sees it."""
 
-    reference = staticmethod(lambda gate_up, weights, gate, engine: reference_weighted_gated(gate_up, weights, gate))
+    reference = staticmethod(
+        lambda gate_up, weights, gate, engine: reference_weighted_gated(gate_up, weights, gate)
+    )
 
     @staticmethod
-    def forward(ctx: Context, gate_up: Tensor, weights: Tensor, gate: Gate, engine: Engine) -> Tensor:
+    def forward(
+        ctx: Context, gate_up: Tensor, weights: Tensor, gate: Gate, engine: Engine
+    ) -> Tensor:
         """gate_up [t, 2 f], weights [t] -> [t, f]."""
         ctx.save_for_backward(gate_up, weights)
         ctx.gate, ctx.engine = gate, engine
@@ -84,10 +105,14 @@ class WeightedGatedFunction(Function):
 class WeightedActivationFunction(Function):
     """`weighted_activate` as autograd sees it."""
 
-    reference = staticmethod(lambda x, weights, activation, engine: reference_weighted_activate(x, weights, activation))
+    reference = staticmethod(
+        lambda x, weights, activation, engine: reference_weighted_activate(x, weights, activation)
+    )
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weights: Tensor, activation: Activation, engine: Engine) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, weights: Tensor, activation: Activation, engine: Engine
+    ) -> Tensor:
         """x [t, f], weights [t] -> [t, f]."""
         ctx.save_for_backward(x, weights)
         ctx.activation, ctx.engine = activation, engine
@@ -111,7 +136,9 @@ def _gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
     return y.mul_(weights.unsqueeze(-1)).to(gate_up.dtype)
 
 
-def _gated_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+def _gated_backward(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate
+) -> tuple[Tensor, Tensor]:
     """Both halves of the features' gradient, 0 for what was cut off, and the weights'."""
     wide = gate_up.to(wide_of(gate_up))
     g, up = limited(wide, gate.clamp)
@@ -132,7 +159,9 @@ def _activated(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
     return y.mul_(weights.unsqueeze(-1)).to(x.dtype)
 
 
-def _activated_backward(dy: Tensor, x: Tensor, weights: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+def _activated_backward(
+    dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor]:
     wide, d = x.to(wide_of(x)), dy.to(wide_of(x))
     dweights = torch.linalg.vecdot(FORMULAS[activation].value(wide), d)
     dx = FORMULAS[activation].backward(d * weights.unsqueeze(-1), wide)
@@ -145,17 +174,29 @@ def _activated_backward(dy: Tensor, x: Tensor, weights: Tensor, activation: Acti
 def _loop_gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
     gate_up, w = gate_up.contiguous(), weights.float().contiguous()
     y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    cpu.run("weighted_gated", y.dtype, *y.shape, *numbers_of(gate), w, gate_up, y, elements=y.numel())
+    cpu.run(
+        "weighted_gated", y.dtype, *y.shape, *numbers_of(gate), w, gate_up, y, elements=y.numel()
+    )
     return y
 
 
-def _loop_gated_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+def _loop_gated_backward(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate
+) -> tuple[Tensor, Tensor]:
     dy, gate_up, w = dy.contiguous(), gate_up.contiguous(), weights.float().contiguous()
     out, dw = torch.empty_like(gate_up), torch.empty_like(w)
     cpu.run(
-        "weighted_gated_backward", dy.dtype, *dy.shape, *numbers_of(gate), w, dy, gate_up, out, dw,
+        "weighted_gated_backward",
+        dy.dtype,
+        *dy.shape,
+        *numbers_of(gate),
+        w,
+        dy,
+        gate_up,
+        out,
+        dw,
         elements=dy.numel(),
-    )  # fmt: skip
+    )
     return out, dw.to(weights.dtype)
 
 
@@ -167,10 +208,14 @@ def _loop_squares(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
     return y
 
 
-def _loop_squares_backward(dy: Tensor, x: Tensor, weights: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+def _loop_squares_backward(
+    dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor]:
     dy, x, w = dy.contiguous(), x.contiguous(), weights.float().contiguous()
     dx, dw = torch.empty_like(x), torch.empty_like(w)
-    cpu.run("weighted_squared_relu_backward", x.dtype, *x.shape, w, dy, x, dx, dw, elements=x.numel())
+    cpu.run(
+        "weighted_squared_relu_backward", x.dtype, *x.shape, w, dy, x, dx, dw, elements=x.numel()
+    )
     return dx, dw.to(weights.dtype)
 
 
@@ -183,7 +228,9 @@ def _triton_gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
     return triton_gated.forward(gate_up, gate.activation, limits_of(gate), weights)
 
 
-def _triton_gated_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+def _triton_gated_backward(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate
+) -> tuple[Tensor, Tensor]:
     from megalith.kernels import triton_gated
 
     dx, dweights = triton_gated.backward(dy, gate_up, gate.activation, limits_of(gate), weights)
@@ -197,7 +244,9 @@ def _triton_activated(x: Tensor, weights: Tensor, activation: Activation) -> Ten
     return triton_gated.forward(x, activation, None, weights)
 
 
-def _triton_activated_backward(dy: Tensor, x: Tensor, weights: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+def _triton_activated_backward(
+    dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor]:
     from megalith.kernels import triton_gated
 
     dx, dweights = triton_gated.backward(dy, x, activation, None, weights)
@@ -208,14 +257,22 @@ def _triton_activated_backward(dy: Tensor, x: Tensor, weights: Tensor, activatio
 Pair = tuple[Tensor, Tensor]
 
 GATED: Mapping[Engine, Callable[[Tensor, Tensor, Gate], Tensor]] = {
-    "torch": _gated, "loops": _loop_gated, "triton": _triton_gated,
-}  # fmt: skip
+    "torch": _gated,
+    "loops": _loop_gated,
+    "triton": _triton_gated,
+}
 GATED_BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Tensor, Gate], Pair]] = {
-    "torch": _gated_backward, "loops": _loop_gated_backward, "triton": _triton_gated_backward,
-}  # fmt: skip
+    "torch": _gated_backward,
+    "loops": _loop_gated_backward,
+    "triton": _triton_gated_backward,
+}
 ACTIVATED: Mapping[Engine, Callable[[Tensor, Tensor, Activation], Tensor]] = {
-    "torch": _activated, "loops": _loop_squares, "triton": _triton_activated,
-}  # fmt: skip
+    "torch": _activated,
+    "loops": _loop_squares,
+    "triton": _triton_activated,
+}
 ACTIVATED_BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Tensor, Activation], Pair]] = {
-    "torch": _activated_backward, "loops": _loop_squares_backward, "triton": _triton_activated_backward,
-}  # fmt: skip
+    "torch": _activated_backward,
+    "loops": _loop_squares_backward,
+    "triton": _triton_activated_backward,
+}

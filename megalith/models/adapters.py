@@ -1,4 +1,5 @@
-"""Adapters that were trained beside a model: reading them, ours or PEFT's, and the model's weights with them added."""
+"""Adapters that were trained beside a model: reading them, ours or PEFT's, and the model's weights
+with them added."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,15 @@ from torch import Tensor
 from megalith.checkpoint.boxes import Entry, lengths, pieces
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.safetensors import DTYPES, TensorInfo, read_box, read_header, show_names
-from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers, lora_matrices, lora_targets, matrix_of
+from megalith.config.lora import (
+    STACKED,
+    LoraConfig,
+    has_adapters,
+    lora_layers,
+    lora_matrices,
+    lora_targets,
+    matrix_of,
+)
 from megalith.config.model import ModelConfig
 from megalith.config.tree import from_dict, parse_yaml
 from megalith.errors import CheckpointError, ConfigError
@@ -66,7 +75,9 @@ class AdaptedWeights:
             return self.base.read(parameter, box, dtype)
         wide = torch.promote_types(dtype, torch.float32)
         weight, product = self.base.read(parameter, box, wide), self._product(parameter, box, wide)
-        return torch.add(weight, product, alpha=self.adapters.lora.scale, out=product).to(dtype)  # never into the base
+        return torch.add(weight, product, alpha=self.adapters.lora.scale, out=product).to(
+            dtype
+        )  # never into the base
 
     def fill(self, entries: Sequence[Entry]) -> None:
         """Fill the tensors of `entries`, a piece at a time."""
@@ -89,13 +100,19 @@ class AdaptedWeights:
 
 
 def fingerprint(weights: Weights, model: ModelConfig) -> str:
-    """A hash of the names and of the first few values of every parameter, as they are stored: the same for a model
-    wherever its files are, and another one once training has moved any of these values."""
+    """A hash of the names and of the first few values of every parameter, as they are stored:
+    the same for a model wherever its files are, and another one once training has moved any of
+    these values."""
     digest = blake2b(digest_size=16)
     for shard in parameters(model):
-        box = tuple((0, min(length, size)) for length, size in zip(shard.shape, _corner(len(shard.shape)), strict=True))
+        box = tuple(
+            (0, min(length, size))
+            for length, size in zip(shard.shape, _corner(len(shard.shape)), strict=True)
+        )
         values = weights.read(shard.name, box, weights.dtype(shard.name)).to(torch.float64)
-        digest.update(f"{shard.name} {shard.shape[1:]}".encode() + values.contiguous().numpy().tobytes())
+        digest.update(
+            f"{shard.name} {shard.shape[1:]}".encode() + values.contiguous().numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -115,7 +132,9 @@ class _OurReader:
     def __call__(self, name: str) -> Tensor:
         master = f"optimizer.master.{name}"
         stored = master if master in self.checkpoint.manifest.tensors else f"model.{name}"
-        return self.checkpoint.read(stored, dtype=torch.promote_types(self.checkpoint.dtype(stored), torch.float32))
+        return self.checkpoint.read(
+            stored, dtype=torch.promote_types(self.checkpoint.dtype(stored), torch.float32)
+        )
 
 
 def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
@@ -128,10 +147,15 @@ def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
         lora = from_dict(LoraConfig, parse_yaml(checkpoint.config_text)["lora"])
     except (yaml.YAMLError, ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{checkpoint.path / 'config.yaml'} does not describe adapters ({type(error).__name__}: {error}). Use a "
+            f"{checkpoint.path / 'config.yaml'} does not describe adapters "
+            f"({type(error).__name__}: {error}). Use a "
             f"checkpoint that `megalith train` wrote."
         ) from error
-    names = frozenset(key.removeprefix("model.") for key in checkpoint.keys() if key.startswith("model."))  # noqa: SIM118  # not a mapping
+    names = frozenset(
+        key.removeprefix("model.")
+        for key in checkpoint.keys()  # noqa: SIM118  # not a mapping
+        if key.startswith("model.")
+    )
 
     return Adapters(checkpoint.path, lora, names, _OurReader(checkpoint))
 
@@ -164,7 +188,10 @@ class PeftPart:
 
 
 def peft_parts(
-    family: Family, model: ModelConfig, targets: Sequence[str], layers: Collection[int] | None = None
+    family: Family,
+    model: ModelConfig,
+    targets: Sequence[str],
+    layers: Collection[int] | None = None,
 ) -> list[PeftPart]:
     """The linear layers of transformers that are our targets, in some layers; unset: in all.
 
@@ -187,8 +214,10 @@ def peft_parts(
     if refused:
         named = "; ".join(f"{word} is in {name}" for word, name in refused.items())
         raise ConfigError(
-            f"lora.targets={list(targets)}: {family.architecture} keeps matrices together or transposed ({named}), and "
-            f"PEFT's adapters of these are others than ours. Use `megalith convert --to huggingface`, which merges "
+            f"lora.targets={list(targets)}: {family.architecture} keeps matrices together or "
+            f"transposed ({named}), and "
+            "PEFT's adapters of these are others than ours. Use `megalith convert --to "
+            "huggingface`, which merges "
             f"adapters into the weights, or set lora.targets to others when training."
         )
     return found
@@ -197,17 +226,22 @@ def peft_parts(
 def _is_linear(rule: TensorRule) -> bool:
     """Whether a tensor of theirs is one matrix of ours with outputs as rows, in our order."""
     kept = [dim for dim in rule.dims if dim is not None]
-    return rule.whole and kept == list(range(len(rule.view))) and rule.name.endswith(".weight") and len(rule.shape) == 2
+    return (
+        rule.whole
+        and kept == list(range(len(rule.view)))
+        and rule.name.endswith(".weight")
+        and len(rule.shape) == 2
+    )
 
 
 def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
-    """The adapters in a PEFT folder of a model; what is adapted nowhere is no target, layers without any are not among
-    its layers, and where one of several matrices in a parameter is adapted, or one layer of several, the others are by
-    zero.
+    """The adapters in a PEFT folder of a model; what is adapted nowhere is no target, layers
+    without any are not among its layers, and where one of several matrices in a parameter is
+    adapted, or one layer of several, the others are by zero.
 
     Raises:
-        CheckpointError: tensors are of another model, missing where its config promises them, or of the wrong shape;
-            each is named.
+        CheckpointError: tensors are of another model, missing where its config promises them, or of
+            the wrong shape; each is named.
     """
     config = read_peft_config(path / ADAPTER_CONFIG)
     stored = read_header(path / ADAPTER_WEIGHTS)
@@ -215,39 +249,60 @@ def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
     for word in lora_matrices(model):
         try:
             parts += peft_parts(family, model, [word])
-        except ConfigError:  # a matrix that PEFT cannot have adapted as we do, so its tensors are surplus below
+        except (
+            ConfigError
+        ):  # a matrix that PEFT cannot have adapted as we do, so its tensors are surplus below
             continue
     if config.modules is None:
         there = [part for part in parts if part.key("A") in stored or part.key("B") in stored]
     else:
         there = [part for part in parts if config.adapts(part.module, part.layer)]
     _check_stored(path, there, stored, config.lora.rank)
-    words, layers = {part.parameter.rsplit(".", 1)[1] for part in there}, sorted({part.layer for part in there})
+    words, layers = (
+        {part.parameter.rsplit(".", 1)[1] for part in there},
+        sorted({part.layer for part in there}),
+    )
     lora = replace(
-        config.lora, targets=tuple(word for word in lora_matrices(model) if word in words),
+        config.lora,
+        targets=tuple(word for word in lora_matrices(model) if word in words),
         layers=None if len(layers) == model.num_layers else tuple(layers),
-    )  # fmt: skip
+    )
     shapes = {shard.name: shard.shape for shard in parameters(model)}
     read = _PeftReader(there, stored, shapes, lora.rank)
     return Adapters(path, lora, adapter_names(lora, model), read)
 
 
-def _check_stored(path: Path, parts: Sequence[PeftPart], stored: Mapping[str, TensorInfo], rank: int) -> None:
+def _check_stored(
+    path: Path, parts: Sequence[PeftPart], stored: Mapping[str, TensorInfo], rank: int
+) -> None:
     wanted = {part.key("A"): (rank, part.shape[1]) for part in parts}
     wanted |= {part.key("B"): (part.shape[0], rank) for part in parts}
-    problems = [f"missing: {show_names(missing)}"] if (missing := sorted(wanted.keys() - stored.keys())) else []
-    problems += [f"unknown here: {show_names(extra)}"] if (extra := sorted(stored.keys() - wanted.keys())) else []
+    problems = (
+        [f"missing: {show_names(missing)}"]
+        if (missing := sorted(wanted.keys() - stored.keys()))
+        else []
+    )
+    problems += (
+        [f"unknown here: {show_names(extra)}"]
+        if (extra := sorted(stored.keys() - wanted.keys()))
+        else []
+    )
     problems += [
         f"{name} is {list(stored[name].shape)}, expected {list(shape)}"
         for name, shape in wanted.items()
         if name in stored and stored[name].shape != shape
     ]
-    problems += [f"{name} is stored as {info.dtype}" for name, info in stored.items() if info.dtype not in DTYPES]
+    problems += [
+        f"{name} is stored as {info.dtype}"
+        for name, info in stored.items()
+        if info.dtype not in DTYPES
+    ]
     if not parts:
         problems.append("it has no adapter of this model's matrices")
     if problems:
         raise CheckpointError(
-            f"{path / ADAPTER_WEIGHTS} is for another base: {'; '.join(problems[:4])}. Use the model that the adapters "
+            f"{path / ADAPTER_WEIGHTS} is for another base: {'; '.join(problems[:4])}. Use the "
+            "model that the adapters "
             f"were trained with."
         )
 
@@ -269,7 +324,9 @@ class _PeftReader:
             if part.parameter == parameter:
                 key = part.key(word.upper())
                 place = values if part.part is None else values[part.part]
-                place.copy_(read_box(key, self.stored[key], (slice(None), slice(None))).view(place.shape))
+                place.copy_(
+                    read_box(key, self.stored[key], (slice(None), slice(None))).view(place.shape)
+                )
         return values
 
 
@@ -286,11 +343,18 @@ def check_names(found: Adapters, lora: LoraConfig, model: ModelConfig) -> None:
         CheckpointError: some are missing or surplus, as those of a deeper model are.
     """
     wanted = adapter_names(lora, model)
-    problems = [f"missing: {show_names(missing)}"] if (missing := sorted(wanted - found.names)) else []
-    problems += [f"not of this model: {show_names(extra)}"] if (extra := sorted(found.names - wanted)) else []
+    problems = (
+        [f"missing: {show_names(missing)}"] if (missing := sorted(wanted - found.names)) else []
+    )
+    problems += (
+        [f"not of this model: {show_names(extra)}"]
+        if (extra := sorted(found.names - wanted))
+        else []
+    )
     if problems:
         raise CheckpointError(
-            f"{found.path} holds adapters of another model: {'; '.join(problems)}. Use those of a model with the same "
+            f"{found.path} holds adapters of another model: {'; '.join(problems)}. Use those of a "
+            "model with the same "
             f"layers, or set lora.* and model.* to what is there."
         )
 
@@ -307,9 +371,14 @@ def adapter_shape(weight: tuple[int, ...], parameter: str, rank: int, word: str)
 def same_adapters(found: Adapters, wanted: LoraConfig, model: ModelConfig) -> list[str]:
     """How adapters differ from those that a run would train, as texts."""
     pairs = {
-        "rank": (found.lora.rank, wanted.rank), "alpha": (found.lora.alpha, wanted.alpha),
+        "rank": (found.lora.rank, wanted.rank),
+        "alpha": (found.lora.alpha, wanted.alpha),
         "rslora": (found.lora.rslora, wanted.rslora),
         "targets": (lora_targets(found.lora, model), lora_targets(wanted, model)),
         "layers": (lora_layers(found.lora, model), lora_layers(wanted, model)),
-    }  # fmt: skip
-    return [f"lora.{name} is {there} there and {here} here" for name, (there, here) in pairs.items() if there != here]
+    }
+    return [
+        f"lora.{name} is {there} there and {here} here"
+        for name, (there, here) in pairs.items()
+        if there != here
+    ]

@@ -1,6 +1,8 @@
-"""What leaves with weights: tokenizer files, generation settings, licences, and the template they were tuned with.
+"""What leaves with weights: tokenizer files, generation settings, licences, and the template they
+were tuned with.
 
-A run on conversations decides two things that no file of its base says: the chat template, and which token ends a turn.
+A run on conversations decides two things that no file of its base says: the chat template, and
+which token ends a turn.
 """
 
 import json
@@ -18,7 +20,9 @@ from megalith.models.hf import COMPANIONS, GENERATION, TOKENIZER_FILES
 from megalith.models.pretrained import Pretrained
 
 
-def carried(source: Pretrained, token_ids: dict[str, Any], *, theirs: bool) -> dict[str, bytes]:  # Any: JSON
+def carried(
+    source: Pretrained, token_ids: dict[str, Any], *, theirs: bool
+) -> dict[str, bytes]:  # Any: JSON
     """Contents of the files that go with a model, by name; `theirs`: for a Hugging Face folder.
 
     A folder there without a tokenizer gets no chat template: nobody could use it.
@@ -27,8 +31,14 @@ def carried(source: Pretrained, token_ids: dict[str, Any], *, theirs: bool) -> d
         DataError: the tokenizer that the model was trained with is gone, or the template.
     """
     files = {name: _intact(file) for name, file in source.companions().items()}
-    copied = not theirs and source.checkpoint is not None and source.tokenizer.path == str(source.path / VOCABULARY)
-    if not copied and (made := _of_gpt2(source, files)):  # else its config.yaml names the two files, which go with it
+    copied = (
+        not theirs
+        and source.checkpoint is not None
+        and source.tokenizer.path == str(source.path / VOCABULARY)
+    )
+    if not copied and (
+        made := _of_gpt2(source, files)
+    ):  # else its config.yaml names the two files, which go with it
         files = made | {name: contents for name, contents in files.items() if name in COMPANIONS}
     if source.tokenizer.kind == "null" or not source.tuning():
         return files
@@ -40,7 +50,9 @@ def carried(source: Pretrained, token_ids: dict[str, Any], *, theirs: bool) -> d
             files[CONFIG_FILE] = _with_template(files, template)
     ends = turn_ends(template or _of_tokenizer(source, tokenizer), tokenizer)[0]
     generation = storage.parse_json(files[GENERATION]) if GENERATION in files else _plain(token_ids)
-    files[GENERATION] = _document(generation | {"eos_token_id": _with_ends(generation.get("eos_token_id"), ends)})
+    files[GENERATION] = _document(
+        generation | {"eos_token_id": _with_ends(generation.get("eos_token_id"), ends)}
+    )
     return files
 
 
@@ -48,31 +60,43 @@ def _intact(file: Path) -> bytes:
     """What a file holds.
 
     Raises:
-        DataError: its name promises JSON, and it is none: whoever reads the copy would stumble over it.
+        DataError: its name promises JSON, and it is none: whoever reads the copy would stumble over
+        it.
     """
     contents = storage.read_bytes(file)
     if file.suffix == ".json":
         try:
             found = storage.parse_json(contents)
         except ValueError as error:
-            raise DataError(f"{file}: not JSON ({error}). Copy it again, or remove it to go without it.") from error
-        if not isinstance(found, dict) or (file.name == "tokenizer.json" and not isinstance(found.get("model"), dict)):
+            raise DataError(
+                f"{file}: not JSON ({error}). Copy it again, or remove it to go without it."
+            ) from error
+        if not isinstance(found, dict) or (
+            file.name == "tokenizer.json" and not isinstance(found.get("model"), dict)
+        ):
             part = "an object" if not isinstance(found, dict) else 'a "model" in it'
-            raise DataError(f"{file}: expected {part}, found {str(found)!r:.40}. Copy it again, or remove it.")
+            raise DataError(
+                f"{file}: expected {part}, found {str(found)!r:.40}. Copy it again, or remove it."
+            )
     return contents
 
 
 def _of_gpt2(source: Pretrained, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """A tokenizer of two files as the one file that every library reads, whatever the model beside it is called."""
+    """A tokenizer of two files as the one file that every library reads, whatever the model beside
+    it is called."""
     if source.tokenizer.kind != "huggingface" or "tokenizer.json" in files:
         return {}
     tokenizer = build_tokenizer(source.tokenizer)
-    return tokenizer.written() if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.of_gpt2 else {}
+    return (
+        tokenizer.written()
+        if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.of_gpt2
+        else {}
+    )
 
 
 def own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that lies beside the weights, else the one that the run which made them names; None: the
-    tokenizer's own, if it has one.
+    """The template that lies beside the weights, else the one that the run which made them names;
+    None: the tokenizer's own, if it has one.
 
     Raises:
         DataError: there is no such file any more.
@@ -84,7 +108,9 @@ def own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | Non
     try:
         return find_template(named, tokenizer, source.tokenizer.path, setting="data.sft.template")
     except DataError as error:
-        raise DataError(f"{error} A run that is over reads {beside} first: put the template there.") from error
+        raise DataError(
+            f"{error} A run that is over reads {beside} first: put the template there."
+        ) from error
 
 
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
@@ -99,19 +125,26 @@ def _of_tokenizer(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _with_template(files: dict[str, bytes], template: ChatTemplate) -> bytes:
-    """tokenizer_config.json with the template, which transformers before 4.43 looks for there, and with the special
-    tokens that it asks for."""
+    """tokenizer_config.json with the template, which transformers before 4.43 looks for there,
+    and with the special tokens that it asks for."""
     try:
-        settings = storage.parse_json(files.get(CONFIG_FILE, b'{"tokenizer_class": "PreTrainedTokenizerFast"}'))
+        settings = storage.parse_json(
+            files.get(CONFIG_FILE, b'{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        )
     except ValueError as error:
-        raise DataError(f"{CONFIG_FILE}: not JSON ({error}). Use the file that came with the tokenizer.") from error
+        raise DataError(
+            f"{CONFIG_FILE}: not JSON ({error}). Use the file that came with the tokenizer."
+        ) from error
     asked = {name: text for name, text in template.specials.items() if name in template.source}
     return _document(asked | settings | {"chat_template": template.source})
 
 
 def _plain(token_ids: dict[str, Any]) -> dict[str, Any]:
     """generation_config.json of a model that came with none."""
-    return {"_from_model_config": True, **{name: value for name, value in token_ids.items() if value is not None}}
+    return {
+        "_from_model_config": True,
+        **{name: value for name, value in token_ids.items() if value is not None},
+    }
 
 
 def _with_ends(before: Any, ends: frozenset[int]) -> Any:  # JSON: a number, several, or none

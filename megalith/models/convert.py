@@ -31,7 +31,8 @@ class Move:
     """What becomes of one tensor."""
 
     source: str
-    """Where it is read from: a name, and the box of it where it is not whole; and adapters that are added to it."""
+    """Where it is read from: a name, and the box of it where it is not whole; and adapters that are
+    added to it."""
 
     target: str
     shape: tuple[int, ...]
@@ -60,13 +61,25 @@ def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[
     if to == "megalith" and not isinstance(weights, HuggingFaceFolder):
         return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
     family = find_family_of(source)
-    unread = [_unread(name, weights) for name in weights.others] if isinstance(weights, HuggingFaceFolder) else []
+    unread = (
+        [_unread(name, weights) for name in weights.others]
+        if isinstance(weights, HuggingFaceFolder)
+        else []
+    )
     # Of a folder's own tensors, whatever rows are added to them.
-    stored = weights.model_config if to == "megalith" and isinstance(weights, HuggingFaceFolder) else source.model
+    stored = (
+        weights.model_config
+        if to == "megalith" and isinstance(weights, HuggingFaceFolder)
+        else source.model
+    )
     moves = [_tensor_move(rule, source, to, dtype) for rule in family.rules(stored)]
     if to == "huggingface":
         family.write_config(source.model)  # raises, if anything does
-        return moves + [_tensor_move(rule, source, to, dtype) for rule in family.copies(source.model)] + unread
+        return (
+            moves
+            + [_tensor_move(rule, source, to, dtype) for rule in family.copies(source.model)]
+            + unread
+        )
     assert isinstance(weights, HuggingFaceFolder)
     return moves + [_dropped(rule, weights) for rule in weights.copies] + unread
 
@@ -85,7 +98,14 @@ def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None)
     stored = source.weights.dtype(shard.name)
     kept = dtype_to_write(shard.name, stored, dtype)
     read = shard.name + added(shard.name, source.weights)
-    return Move(read, shard.name, shard.shape, show_dtype(stored), show_dtype(kept), shard.numel * kept.itemsize)
+    return Move(
+        read,
+        shard.name,
+        shard.shape,
+        show_dtype(stored),
+        show_dtype(kept),
+        shard.numel * kept.itemsize,
+    )
 
 
 def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dtype | None) -> Move:
@@ -107,7 +127,10 @@ def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dt
 
 def added(parameter: str, weights: Weights) -> str:
     """What adapters add to a parameter: nothing, or their product."""
-    if not isinstance(weights, AdaptedWeights) or f"{parameter}.lora_a" not in weights.adapters.names:
+    if (
+        not isinstance(weights, AdaptedWeights)
+        or f"{parameter}.lora_a" not in weights.adapters.names
+    ):
         return ""
     return f" + {weights.adapters.lora.scale:g} · lora_b · lora_a"
 
@@ -123,7 +146,10 @@ def merged_into(weights: Weights, moves: Sequence[Move]) -> str | None:
         return None
     count = len(written_names(move for move in moves if " · lora_b · lora_a" in move.source))
     rank = weights.adapters.lora.rank
-    return f"{count} of them with adapters of rank {rank} from {weights.path} added to {weights.base_path}"
+    return (
+        f"{count} of them with adapters of rank {rank} from {weights.path} added to "
+        f"{weights.base_path}"
+    )
 
 
 def convert(
@@ -137,14 +163,16 @@ def convert(
     workers: int = 2,
     attempt: Attempt | None = None,
 ) -> int:
-    """Write `target`; returns its bytes of weights. `wrote` is told those of each tensor, by any of the workers.
+    """Write `target`; returns its bytes of weights. `wrote` is told those of each tensor, by any of
+    the workers.
 
-    `workers` threads write at the same time; each has views of its source's files, and of what is cast or turned a
-    piece, or one tensor, in memory. With an `attempt`, what an earlier one that was killed has written whole is kept.
+    `workers` threads write at the same time; each has views of its source's files, and of what is
+    cast or turned a piece, or one tensor, in memory. With an `attempt`, what an earlier one that
+    was killed has written whole is kept.
 
     Raises:
-        CheckpointError: the target exists, an earlier attempt was of another source or other settings, a source file
-            is damaged, or the disk refused something.
+        CheckpointError: the target exists, an earlier attempt was of another source or other
+            settings, a source file is damaged, or the disk refused something.
         ConfigError: the model has no form of that kind.
         DataError: its tokenizer is gone.
     """
@@ -152,43 +180,67 @@ def convert(
     companions = carried(source, dict(ids), theirs=to == "huggingface")
     if to == "huggingface":
         return write_folder(
-            target, source.model, source.weights, dtype=dtype, shard_nbytes=shard_nbytes, family=find_family_of(source),
-            activation_names=None if source.hf_source is None else source.hf_source.activation_names,
-            extra=ids, companions=companions, wrote=wrote, workers=workers, attempt=attempt,
-        )  # fmt: skip
+            target,
+            source.model,
+            source.weights,
+            dtype=dtype,
+            shard_nbytes=shard_nbytes,
+            family=find_family_of(source),
+            activation_names=None
+            if source.hf_source is None
+            else source.hf_source.activation_names,
+            extra=ids,
+            companions=companions,
+            wrote=wrote,
+            workers=workers,
+            attempt=attempt,
+        )
     state: dict[str, Any] = {"token_ids": ids}  # Any: JSON
     state |= {FORCED: list(source.forced)} if source.forced else {}
     state |= {} if source.hf_source is None else {HF_SOURCE: source.hf_source.as_json()}
     return write_release(
-        target, source.model, source.weights, config_text=_release_config(source, target), dtype=dtype,
-        state=state, companions=companions, wrote=wrote, workers=workers,
+        target,
+        source.model,
+        source.weights,
+        config_text=_release_config(source, target),
+        dtype=dtype,
+        state=state,
+        companions=companions,
+        wrote=wrote,
+        workers=workers,
         attempt=attempt,
-    )  # fmt: skip
+    )
 
 
 def recipe_of(
     source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_nbytes: int, new_rows: NewRows
-) -> Recipe:  # fmt: skip
-    """What decides the bytes of a conversion: two that have the same may go on with one another's files.
+) -> Recipe:
+    """What decides the bytes of a conversion: two that have the same may go on with one another's
+    files.
 
-    Values are told by their files (names, lengths, times; of a checkpoint the manifest, which has all hashes) and by
-    some of each parameter, which tell nothing of `new_rows`.
+    Values are told by their files (names, lengths, times; of a checkpoint the manifest, which has
+    all hashes) and by some of each parameter, which tell nothing of `new_rows`.
     """
     shape = sha256(repr(sorted(to_dict(source.model).items())).encode())[:16]
     return {
-        "source": str(source.path.absolute()), "its files": _files_of(source),
-        "its values": fingerprint(source.weights, source.model), "its model": shape, "to": to,
+        "source": str(source.path.absolute()),
+        "its files": _files_of(source),
+        "its values": fingerprint(source.weights, source.model),
+        "its model": shape,
+        "to": to,
         "dtype": "as they are" if dtype is None else show_dtype(dtype),
         "new rows": new_rows,
         "architecture": find_family_of(source).architecture if to == "huggingface" else "none",
         "largest file": f"{shard_nbytes:,} bytes" if to == "huggingface" else "fixed",
         "software": f"megalith {__version__}, torch {torch.__version__}",
-    }  # fmt: skip
+    }
 
 
 def _files_of(source: Pretrained) -> str:
     """A hash of what is known of a source's files without reading them."""
-    folders = dict.fromkeys((source.path, *source.origins()[: 1 if isinstance(source.weights, AdaptedWeights) else 0]))
+    folders = dict.fromkeys(
+        (source.path, *source.origins()[: 1 if isinstance(source.weights, AdaptedWeights) else 0])
+    )
     known = []
     for folder in folders:
         if (folder / MANIFEST).exists():
@@ -202,7 +254,8 @@ def _files_of(source: Pretrained) -> str:
 
 
 def token_ids(source: Pretrained) -> Mapping[str, Any]:  # JSON
-    """bos_token_id, eos_token_id and pad_token_id: those that came with the model, else its tokenizer's."""
+    """bos_token_id, eos_token_id and pad_token_id: those that came with the model, else its
+    tokenizer's."""
     if source.token_ids or source.tokenizer.kind == "null":
         return source.token_ids
     tokenizer = build_tokenizer(source.tokenizer)

@@ -52,10 +52,11 @@ NOTHING: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model or one pipeline stage of it, built without memory: `allocate`, then `initialise` or
-    a checkpoint, fill it.
+    """A decoder-only language model or one pipeline stage of it, built without memory: `allocate`,
+    then `initialise` or a checkpoint, fill it.
 
-    ids [t], the same on every rank of a tensor-parallel group -> hidden states [t, h], or [t_tp, h] with `sp`.
+    ids [t], the same on every rank of a tensor-parallel group -> hidden states [t, h], or [t_tp, h]
+    with `sp`.
     """
 
     embed: VocabEmbedding
@@ -77,15 +78,26 @@ class Decoder(nn.Module):
     """Only where the stage has the loss, or layers that predict further ahead."""
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
-        stage: Stage | None = None, holders: Mapping[str, tuple[int, ...]] = ALONE,
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        *,
+        sp: bool = False,
+        dtype: torch.dtype = torch.float32,
+        stage: Stage | None = None,
+        holders: Mapping[str, tuple[int, ...]] = ALONE,
         here: Mapping[str, nn.Parameter] = NOTHING,
-        context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
-        overlap: bool = True, rings: bool = False, products: RingProducts = MESSAGES,
+        context: ContextConfig = RINGS,
+        recompute: RecomputeConfig = KEEP_ALL,
+        offload: OffloadConfig = KEEP_HERE,
+        overlap: bool = True,
+        rings: bool = False,
+        products: RingProducts = MESSAGES,
         dispatcher: DispatcherName = "exchange",
-    ) -> None:  # fmt: skip
-        """`stage`: what to build; unset: the whole model. Of tables that several stages read, `holders` says by name
-        which pipeline ranks hold them, and `here` are those that another chunk of this rank has already."""
+    ) -> None:
+        """`stage`: what to build; unset: the whole model. Of tables that several stages read,
+        `holders` says by name which pipeline ranks hold them, and `here` are those that another
+        chunk of this rank has already."""
         super().__init__()
         region: Region = (
             SplitTokens(mesh.tp, overlap=overlap, rings=rings, products=products)
@@ -102,50 +114,81 @@ class Decoder(nn.Module):
             table = self.embed.weight
         shared = here.get("relative.weight")
         reads = self.stage.reads_biases(config)
-        self.relative = RelativeBias(config, mesh, dtype=dtype, shared=shared) if reads else NoBias()
+        self.relative = (
+            RelativeBias(config, mesh, dtype=dtype, shared=shared) if reads else NoBias()
+        )
         self.layers = nn.ModuleList(
             block_of_layer(config, index)(
-                f"layers.{index}", config, mesh, region, dtype=dtype, index=index,
-                core=build_attend(context, index, mesh, overlap=overlap), recompute=recompute, dispatcher=dispatcher,
+                f"layers.{index}",
+                config,
+                mesh,
+                region,
+                dtype=dtype,
+                index=index,
+                core=build_attend(context, index, mesh, overlap=overlap),
+                recompute=recompute,
+                dispatcher=dispatcher,
             )
             for index in self.stage.layers
-        )  # fmt: skip
+        )
         self.run_layers = LayerRunner(recompute, offload, mesh.tp)
         self.remember: Remember | None = None
         if (before := config.remembers_before(self.stage.layers)) is not None:
             self.memory_norm = _memory_norm(config, region, dtype=dtype)
             self.remember = Remember(before, self._remembered)
         if self.stage.norm:
-            self.norm = build_norm("norm", config.hidden_size, config, invariant=region.invariant, dtype=dtype)
+            self.norm = build_norm(
+                "norm", config.hidden_size, config, invariant=region.invariant, dtype=dtype
+            )
         if self.stage.loss:
             self.head = VocabHead(
-                _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh), region,
-                vocab_size=config.vocab_size, tied=table if config.tied_embeddings else None, dtype=dtype,
+                _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh),
+                region,
+                vocab_size=config.vocab_size,
+                tied=table if config.tied_embeddings else None,
+                dtype=dtype,
                 readout=Readout(config.logit_scale / config.width_factor(), config.logit_softcap),
-            )  # fmt: skip
+            )
             table = self.head.weight if config.tied_embeddings else table
         if self.stage.loss and config.mtp.depths > self.stage.further:
             self.further = FurtherLosses(config.mtp.depths, self.head)
         elif self.stage.loss or self.stage.further:
             self.further = FurtherPredictions(
-                config, mesh, region, dtype=dtype, table=_table("embed.weight", config, mesh), shared=table,
-                places=self.entrance.places() if self.stage.embedding else here.get("positions.weight"),
-                head=self.head if self.stage.loss else None, recompute=recompute, dispatcher=dispatcher,
+                config,
+                mesh,
+                region,
+                dtype=dtype,
+                table=_table("embed.weight", config, mesh),
+                shared=table,
+                places=self.entrance.places()
+                if self.stage.embedding
+                else here.get("positions.weight"),
+                head=self.head if self.stage.loss else None,
+                recompute=recompute,
+                dispatcher=dispatcher,
                 core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap),
-            )  # fmt: skip
+            )
         self.rotations = Rotations(config, dtype)
         _note_places(self, (mesh.pp.rank,), holders)
 
     def forward(
-        self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None,
-        memory: Tensor | None = None, ahead: tuple[Tensor, ...] = (), further: Further = (),
-    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+        self,
+        ids: Tensor,
+        tokens: Tokens,
+        caches: Sequence[LayerCache] | None = None,
+        *,
+        x: Tensor | None = None,
+        memory: Tensor | None = None,
+        ahead: tuple[Tensor, ...] = (),
+        further: Further = (),
+    ) -> Tensor | tuple[Tensor, ...]:
         """ids [t] -> hidden states after the last norm, as the region has tokens.
 
-        A stage of a pipeline begins with `x`, the hidden states that the stage before ended with, and ends with its
-        own layers; `memory` goes with them where the model has taken it and layers that look at it are still to come,
-        and `ahead`, the hidden states of layers that predict further ahead (from `further`, what they read and are to
-        find), from their stage to that of the loss.
+        A stage of a pipeline begins with `x`, the hidden states that the stage before ended with,
+        and ends with its own layers; `memory` goes with them where the model has taken it and
+        layers that look at it are still to come, and `ahead`, the hidden states of layers that
+        predict further ahead (from `further`, what they read and are to find), from their stage to
+        that of the loss.
         """
         tokens = replace(self.relative.given_to(self.rotations.given_to(tokens)), memory=memory)
         if self.stage.embedding:
@@ -166,7 +209,8 @@ class Decoder(nn.Module):
         return (x, *ahead) if ahead else x
 
     def received(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """What the stage before ended with, as `forward` is given it; nothing where the embedding is."""
+        """What the stage before ended with, as `forward` is given it; nothing where the embedding
+        is."""
         if not tensors:
             return {}
         x, *rest = tensors
@@ -189,15 +233,23 @@ class Decoder(nn.Module):
         return value_of(self.memory_norm(x))
 
     def loss(
-        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None, memory: Tensor | None = None
+        self,
+        ids: Tensor,
+        labels: Tensor,
+        tokens: Tokens,
+        *,
+        x: Tensor | None = None,
+        memory: Tensor | None = None,
     ) -> Tensor:
-        """Sum of -log p(label) over the labels [t] that are not negative; the same on every tensor-parallel rank."""
+        """Sum of -log p(label) over the labels [t] that are not negative; the same on every
+        tensor-parallel rank."""
         return self.head.loss(self(ids, tokens, x=x, memory=memory), labels)
 
     def losses(
         self, ids: Tensor, labels: Tensor, tokens: Tokens, *, further: Further = (), **received: Any
     ) -> tuple[Tensor, ...]:
-        """`loss`, and after it the same of every depth that predicts further ahead and has its (ids, labels) there.
+        """`loss`, and after it the same of every depth that predicts further ahead and has its
+        (ids, labels) there.
 
         received: as `forward` is given it.
         """
@@ -206,33 +258,52 @@ class Decoder(nn.Module):
         own = self.head.loss(hidden[0], labels)
         return own, *self.further.losses(hidden, further, self.relative.given_to(tokens))
 
-    def judged(self, ids: Tensor, labels: Tensor, tokens: Tokens, *, further: Further = (), **received: Any) -> Tensor:
-        """For evaluation, float64: `losses`, and behind them what `accepted` says of depths that predict further."""
+    def judged(
+        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, further: Further = (), **received: Any
+    ) -> Tensor:
+        """For evaluation, float64: `losses`, and behind them what `accepted` says of depths that
+        predict further."""
         tokens = self.rotations.given_to(tokens)
         hidden = self._hidden(ids, tokens, received)
         own = self.head.loss(hidden[0], labels, judged=True)
         losses, right = self.further.judged(hidden, further, self.relative.given_to(tokens))
         measured = torch.stack([own, *losses]).double()
-        return torch.cat([measured, accepted(right, [labels for _, labels in further])]) if right else measured
+        return (
+            torch.cat([measured, accepted(right, [labels for _, labels in further])])
+            if right
+            else measured
+        )
 
-    def _hidden(self, ids: Tensor, tokens: Tokens, received: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    def _hidden(
+        self, ids: Tensor, tokens: Tokens, received: Mapping[str, Any]
+    ) -> tuple[Tensor, ...]:
         """The model's hidden states, and those of depths that another stage has computed."""
         found = self(ids, tokens, **received)
         return found if isinstance(found, tuple) else (found,)
 
-    def logits(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache], wanted: Tensor) -> Tensor:
-        """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; every rank must have all tokens (no sp)."""
+    def logits(
+        self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache], wanted: Tensor
+    ) -> Tensor:
+        """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; every rank must have
+        all tokens (no sp)."""
         return self.head.logits(self(ids, tokens, caches)[wanted])
 
 
 def build_chunks(
-    config: ModelConfig, mesh: Mesh, parallel: ParallelConfig, *, dtype: torch.dtype = torch.float32,
-    recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE, products: RingProducts = MESSAGES,
-) -> list[Decoder]:  # fmt: skip
-    """The chunks of the model that this rank holds, by chunk number; the whole model without a pipeline.
+    config: ModelConfig,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    recompute: RecomputeConfig = KEEP_ALL,
+    offload: OffloadConfig = KEEP_HERE,
+    products: RingProducts = MESSAGES,
+) -> list[Decoder]:
+    """The chunks of the model that this rank holds, by chunk number; the whole model without a
+    pipeline.
 
-    A table that several pipeline ranks use is a parameter of the same name on all of them; one that several chunks of a
-    rank use is one parameter.
+    A table that several pipeline ranks use is a parameter of the same name on all of them; one that
+    several chunks of a rank use is one parameter.
 
     Raises:
         PlanError: the layers do not divide as asked.
@@ -243,25 +314,41 @@ def build_chunks(
     chunks: list[Decoder] = []
     for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
         chunk = Decoder(
-            config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, holders=holders, here=here,
-            context=parallel.context, recompute=recompute, offload=offload, overlap=parallel.overlap,
-            rings=parallel.rings, products=products, dispatcher=parallel.dispatcher,
-        )  # fmt: skip
-        found = {declared.shard.name: getattr(module, name) for declared, module, name in declared_parameters(chunk)}
+            config,
+            mesh,
+            sp=parallel.sp,
+            dtype=dtype,
+            stage=stage,
+            holders=holders,
+            here=here,
+            context=parallel.context,
+            recompute=recompute,
+            offload=offload,
+            overlap=parallel.overlap,
+            rings=parallel.rings,
+            products=products,
+            dispatcher=parallel.dispatcher,
+        )
+        found = {
+            declared.shard.name: getattr(module, name)
+            for declared, module, name in declared_parameters(chunk)
+        }
         here |= {name: found[name] for name in TABLES if name in found}
         chunks.append(chunk)
     return chunks
 
 
 def declared_parameters(model: nn.Module) -> Iterator[tuple[Declared, nn.Module, str]]:
-    """Every parameter once, in the order of the forward pass: what its layer declared, the layer, its name there."""
+    """Every parameter once, in the order of the forward pass: what its layer declared, the layer,
+    its name there."""
     for module in model.modules():
         for name, declared in module.__dict__.get("declared", {}).items():
             yield declared, module, name
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on `device`, with undefined values; a tied head keeps sharing its parameter."""
+    """Give every parameter memory on `device`, with undefined values; a tied head keeps sharing its
+    parameter."""
     placed: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -280,17 +367,23 @@ def initialise(model: nn.Module, *, seed: int) -> None:
 
 
 def _place_below_one_another(parameters: Sequence[nn.Parameter]) -> None:
-    """Give matrices that one matmul reads one storage; each matmul would have to copy them into one otherwise."""
+    """Give matrices that one matmul reads one storage; each matmul would have to copy them into one
+    otherwise."""
     both = torch.cat([parameter.data for parameter in parameters])
-    for parameter, rows in zip(parameters, both.split([len(parameter) for parameter in parameters]), strict=True):
+    for parameter, rows in zip(
+        parameters, both.split([len(parameter) for parameter in parameters]), strict=True
+    ):
         parameter.data = rows
 
 
 def _memory_norm(config: ModelConfig, region: Region, *, dtype: torch.dtype) -> Norm | Unnormed:
-    """Of what later layers look at: as what layers read, so none where a model norms only what they give."""
+    """Of what later layers look at: as what layers read, so none where a model norms only what they
+    give."""
     if config.norm_placement == "after":
         return Unnormed(dtype)
-    return build_norm("memory_norm", config.hidden_size, config, invariant=region.invariant, dtype=dtype)
+    return build_norm(
+        "memory_norm", config.hidden_size, config, invariant=region.invariant, dtype=dtype
+    )
 
 
 def _table(name: str, config: ModelConfig, mesh: Mesh) -> Declared:
@@ -301,9 +394,11 @@ def _table(name: str, config: ModelConfig, mesh: Mesh) -> Declared:
     return Declared(shard, Init(config.init_std, rows=config.vocab_size))
 
 
-def _note_places(model: Decoder, here: tuple[int, ...], shared: Mapping[str, tuple[int, ...]]) -> None:
-    """Write into every parameter's declaration which pipeline ranks hold it, those of `shared`, by name, or `here`; and
-    how its first values are spread."""
+def _note_places(
+    model: Decoder, here: tuple[int, ...], shared: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Write into every parameter's declaration which pipeline ranks hold it, those of `shared`,
+    by name, or `here`; and how its first values are spread."""
     for declared, module, name in list(declared_parameters(model)):
         shard, init = declared.shard, declared.init
         start = start_of(model.config, shard.name, shard.shape, shard.inputs, init.std)

@@ -1,4 +1,5 @@
-"""Reading a config.json field by field: what is wrong is collected, and a field that nobody asked for is refused."""
+"""Reading a config.json field by field: what is wrong is collected, and a field that nobody asked
+for is refused."""
 
 import re
 from collections.abc import Mapping
@@ -9,41 +10,117 @@ from megalith.errors import raise_all
 
 T = TypeVar("T")
 
-HARMLESS = frozenset((
-    "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype", "dtype", "use_cache",
-    "tokenizer_class", "prefix", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
-    "cls_token_id", "decoder_start_token_id", "return_dict", "output_hidden_states", "output_attentions",
-    "output_scores", "return_dict_in_generate", "torchscript", "id2label", "label2id", "num_labels", "problem_type",
-    "finetuning_task", "task_specific_params", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
-    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k",
-    "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "remove_invalid_values",
-    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
-    "exponential_decay_length_penalty", "is_llama_config", "unsloth_fixed", "unsloth_version",
-    "transformers.js_config", "pretraining_tp", "cache_implementation", "gradient_checkpointing",
-    "auto_map",  # whoever chooses the family looks at it
-))  # fmt: skip
-"""Fields that change no result of a forward pass. pretraining_tp only orders the sums of a matmul."""
+HARMLESS = frozenset(
+    (
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "name_or_path",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "tokenizer_class",
+        "prefix",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "output_scores",
+        "return_dict_in_generate",
+        "torchscript",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "remove_invalid_values",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "exponential_decay_length_penalty",
+        "is_llama_config",
+        "unsloth_fixed",
+        "unsloth_version",
+        "transformers.js_config",
+        "pretraining_tp",
+        "cache_implementation",
+        "gradient_checkpointing",
+        "auto_map",  # whoever chooses the family looks at it
+    )
+)
+"""Fields that change no result of a forward pass. pretraining_tp only orders the sums of a
+matmul."""
 
-OFF = frozenset((
-    "is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_bfloat16", "tf_legacy_loss",
-    "attention_bias", "qkv_bias", "mlp_bias", "lm_head_bias", "use_qk_norm", "qk_layernorm", "use_sliding_window",
-    "use_mrope", "use_bidirectional_attention", "output_router_logits", "rope_interleaved",
-))  # fmt: skip
-"""Fields that change nothing while they are false, also for families that have no such thing. A field that nobody knows
-may as well be one that is usually true."""
+OFF = frozenset(
+    (
+        "is_encoder_decoder",
+        "is_decoder",
+        "add_cross_attention",
+        "tie_encoder_decoder",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "attention_bias",
+        "qkv_bias",
+        "mlp_bias",
+        "lm_head_bias",
+        "use_qk_norm",
+        "qk_layernorm",
+        "use_sliding_window",
+        "use_mrope",
+        "use_bidirectional_attention",
+        "output_router_logits",
+        "rope_interleaved",
+    )
+)
+"""Fields that change nothing while they are false, also for families that have no such thing. A
+field that nobody knows may as well be one that is usually true."""
 
 ACTIVATIONS: Mapping[object, Activation] = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-    "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "squared_relu",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
 """Their names of activations -> ours; the first of several is the one to write."""
 
 
 class Fields:
-    """Contents of a config.json that a family asks for one by one; what it never asked for must change nothing.
+    """Contents of a config.json that a family asks for one by one; what it never asked for must
+    change nothing.
 
-    A method gives a value of the right kind in any case; what was wrong is in `problems`, and `finish` raises it.
+    A method gives a value of the right kind in any case; what was wrong is in `problems`, and
+    `finish` raises it.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -57,7 +134,8 @@ class Fields:
         """A whole number above 0; with a default, the field may be missing or null."""
         if default is None and name not in self.raw:
             self.problems.append(
-                f"{name} is missing, expected a whole number. Use the config.json that came with the weights."
+                f"{name} is missing, expected a whole number. Use the config.json that came with "
+                "the weights."
             )
         elif default is None and self.raw[name] is None:
             self.problems.append(f"{name}=None: expected a whole number above 0.")
@@ -78,7 +156,9 @@ class Fields:
         value = self.value(name)
         if type(value) in (int, float) and (value > 0 or (zero and value == 0)):
             return float(value)
-        self.problems.append(f"{name}={value!r}: expected a number {'of at least' if zero else 'above'} 0.")
+        self.problems.append(
+            f"{name}={value!r}: expected a number {'of at least' if zero else 'above'} 0."
+        )
         return default
 
     def number_or_none(self, name: str, default: float | None = None) -> float | None:
@@ -97,7 +177,8 @@ class Fields:
         return bool(value)
 
     def choice(self, name: str, choices: Mapping[object, T], default: object) -> T:
-        """What one of several words stands for; null and a missing field mean the word `default`."""
+        """What one of several words stands for; null and a missing field mean the word
+        `default`."""
         value = self.value(name)
         value = default if value is None else value
         if isinstance(value, str | int | float | bool) and value in choices:
@@ -114,17 +195,25 @@ class Fields:
         """Refuse a field of another value than those that we compute; null is allowed too."""
         value = self.value(name)
         if value is not None and value not in allowed:
-            self.problems.append(f"{name}={value!r:.60} is not supported: it must be {allowed[0]!r}.")
+            self.problems.append(
+                f"{name}={value!r:.60} is not supported: it must be {allowed[0]!r}."
+            )
 
-    def flags_of_layers(self, name: str, layers: int, words: Mapping[object, bool]) -> tuple[bool, ...] | None:
+    def flags_of_layers(
+        self, name: str, layers: int, words: Mapping[object, bool]
+    ) -> tuple[bool, ...] | None:
         """A list with a word for every layer, as flags; None where the field is missing or null."""
         value = self.value(name)
         if value is None:
             return None
-        known = isinstance(value, list) and all(isinstance(word, str | int) and word in words for word in value)
+        known = isinstance(value, list) and all(
+            isinstance(word, str | int) and word in words for word in value
+        )
         if not known or len(value) < layers:
             shown = " or ".join(map(repr, words))
-            self.problems.append(f"{name}={value!r:.90}: expected {shown} for each of {layers} layers.")
+            self.problems.append(
+                f"{name}={value!r:.90}: expected {shown} for each of {layers} layers."
+            )
             return None
         return tuple(words[word] for word in value[:layers])
 
@@ -141,7 +230,8 @@ class Fields:
         """Refuse the config if anything is wrong with it.
 
         Raises:
-            ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+            ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all
+            of them together.
         """
         for name, value in self.raw.items():
             # Null means that nothing was said.
@@ -150,51 +240,75 @@ class Fields:
                 continue
             if name == "quantization_config":
                 self.problems.append(
-                    f"{name}={value!r:.60}: the weights are stored in fewer bits than they stand for, which is not "
-                    f"read. Use the model's bf16 weights, or save them with transformers' dequantize() first."
+                    f"{name}={value!r:.60}: the weights are stored in fewer bits than they stand "
+                    "for, which is not "
+                    "read. Use the model's bf16 weights, or save them with transformers' "
+                    "dequantize() first."
                 )
             else:
                 self.problems.append(
-                    f"{name}={value!r:.60} is not known, so it may change what the model computes. Remove it from "
-                    f"config.json if it does not."
+                    f"{name}={value!r:.60} is not known, so it may change what the model computes. "
+                    f"Remove it from config.json if it does not."
                 )
         raise_all(list(dict.fromkeys(self.problems)))
 
 
 THEIRS: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size", "n_embd"), "num_layers": ("num_hidden_layers", "n_layer"),
-    "num_heads": ("num_attention_heads", "n_head"), "num_kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",), "ffn_hidden_size": ("intermediate_size", "n_inner"),
-    "vocab_size": ("vocab_size",), "max_seq_len": ("max_position_embeddings", "n_positions"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "ffn_hidden_size": ("intermediate_size", "n_inner"),
+    "vocab_size": ("vocab_size",),
+    "max_seq_len": ("max_position_embeddings", "n_positions"),
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-    "init_std": ("initializer_range",), "attention.window": ("sliding_window", "attention_chunk_size"),
-    "rope.theta": ("rope_theta", "rotary_emb_base"), "rope.fraction": ("partial_rotary_factor", "rotary_pct"),
-    "rope.scaling": ("rope_type", "type"), "rope.factor": ("factor",),
+    "init_std": ("initializer_range",),
+    "attention.window": ("sliding_window", "attention_chunk_size"),
+    "rope.theta": ("rope_theta", "rotary_emb_base"),
+    "rope.fraction": ("partial_rotary_factor", "rotary_pct"),
+    "rope.scaling": ("rope_type", "type"),
+    "rope.factor": ("factor",),
     "rope.original_max_position": ("original_max_position_embeddings",),
-    "rope.low_freq_factor": ("low_freq_factor",), "rope.high_freq_factor": ("high_freq_factor",),
-    "rope.beta_fast": ("beta_fast",), "rope.beta_slow": ("beta_slow",),
+    "rope.low_freq_factor": ("low_freq_factor",),
+    "rope.high_freq_factor": ("high_freq_factor",),
+    "rope.beta_fast": ("beta_fast",),
+    "rope.beta_slow": ("beta_slow",),
     "rope.attention_factor": ("attention_factor",),
-    "rope.short_factors": ("short_factor",), "rope.long_factors": ("long_factor",),
-    "mla.kv_rank": ("kv_lora_rank",), "mla.q_rank": ("q_lora_rank",), "mla.nope_dim": ("qk_nope_head_dim",),
-    "mla.rope_dim": ("qk_rope_head_dim",), "mla.value_dim": ("v_head_dim",),
-    "moe.experts": ("num_local_experts", "n_routed_experts", "num_experts"), "moe.top_k": ("num_experts_per_tok",),
+    "rope.short_factors": ("short_factor",),
+    "rope.long_factors": ("long_factor",),
+    "mla.kv_rank": ("kv_lora_rank",),
+    "mla.q_rank": ("q_lora_rank",),
+    "mla.nope_dim": ("qk_nope_head_dim",),
+    "mla.rope_dim": ("qk_rope_head_dim",),
+    "mla.value_dim": ("v_head_dim",),
+    "moe.experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+    "moe.top_k": ("num_experts_per_tok",),
     "moe.ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
-    "moe.router.groups": ("n_group",), "moe.router.top_groups": ("topk_group",),
-    "moe.router.scale": ("routed_scaling_factor",), "moe.router.renormalise": ("norm_topk_prob",),
-}  # fmt: skip
-"""Our settings below `model` that hold the very value of a field of theirs -> the names that field has."""
+    "moe.router.groups": ("n_group",),
+    "moe.router.top_groups": ("topk_group",),
+    "moe.router.scale": ("routed_scaling_factor",),
+    "moe.router.renormalise": ("norm_topk_prob",),
+}
+"""Our settings below `model` that hold the very value of a field of theirs -> the names that field
+has."""
 
 SECTIONS = ("rope_parameters", "rope_scaling")
 """Fields with fields of their own."""
 
 
 def in_their_words(text: str, raw: Mapping[str, Any]) -> str:
-    """A text about settings of ours, with the names of a config.json in their place where it has one for the same.
+    """A text about settings of ours, with the names of a config.json in their place where it has
+    one for the same.
 
     >>> in_their_words("model.moe.top_k=9 is more than model.moe.experts=8.", {"num_experts": 8})
     'num_experts_per_tok=9 is more than num_experts=8.'
     """
-    return re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)*)", lambda found: _their_word(found[0], found[1], raw), text)
+    return re.sub(
+        r"\bmodel\.([a-z_]+(?:\.[a-z_]+)*)",
+        lambda found: _their_word(found[0], found[1], raw),
+        text,
+    )
 
 
 def _their_word(ours: str, setting: str, raw: Mapping[str, Any]) -> str:

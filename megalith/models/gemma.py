@@ -1,4 +1,5 @@
-"""Gemma 1 as Hugging Face knows it: scaled embeddings, norms with 1 + weight, a GELU gate, wide heads.
+"""Gemma 1 as Hugging Face knows it: scaled embeddings, norms with 1 + weight, a GELU gate, wide
+heads.
 
 Source: Gemma Team 2024, arXiv:2403.08295.
 """
@@ -17,7 +18,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields({**raw, "hidden_act": _activation(raw)})
     fields.ignore("hidden_activation")
@@ -25,9 +27,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     rope = read_rope(fields, max_position=usual["max_seq_len"])
     fields.finish()
     return ModelConfig(
-        **usual, rope=rope, norm_zero_centred=True,
+        **usual,
+        rope=rope,
+        norm_zero_centred=True,
         embedding_scale=usual["hidden_size"] ** 0.5,
-    )  # fmt: skip
+    )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -42,7 +46,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _activation(raw: Mapping[str, Any]) -> Any:  # JSON
-    """In the older field gelu means its approximation by tanh, with which the first releases were trained."""
+    """In the older field gelu means its approximation by tanh, with which the first releases were
+    trained."""
     if raw.get("hidden_activation") is not None:
         return raw["hidden_activation"]
     return "gelu_pytorch_tanh" if raw.get("hidden_act") in ("gelu", None) else raw["hidden_act"]

@@ -1,4 +1,5 @@
-"""Gemma 2 as Hugging Face knows it: norms before and after, soft caps, a window in every other layer.
+"""Gemma 2 as Hugging Face knows it: norms before and after, soft caps, a window in every other
+layer.
 
 Source: Gemma Team 2024, arXiv:2408.00118.
 """
@@ -38,27 +39,40 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(
-        fields, max_seq_len=8192, kv_heads=4, head_dim=256, tied=True, activation="hidden_activation"
-    )  # fmt: skip
+        fields,
+        max_seq_len=8192,
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        activation="hidden_activation",
+    )
     fields.ignore("hidden_act")  # transformers looks at the other word alone
     layers = usual["num_layers"]
     rope = read_rope(fields, max_position=usual["max_seq_len"])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
     fields.only("sliding_window_size", window)  # the first releases say it twice
     default = [layer % 2 == 0 for layer in range(layers)]
-    windows = windowed(window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY))
+    windows = windowed(
+        window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY)
+    )
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     cap = fields.number_or_none("attn_logit_softcapping", 50.0)
     logit_cap = fields.number_or_none("final_logit_softcapping", 30.0)
     fields.finish()
     return ModelConfig(
-        **usual, rope=rope, attention=AttentionConfig(scale=scale, softcap=cap, **windows), norm_zero_centred=True,
-        norm_placement="around", embedding_scale=usual["hidden_size"] ** 0.5, logit_softcap=logit_cap,
-    )  # fmt: skip
+        **usual,
+        rope=rope,
+        attention=AttentionConfig(scale=scale, softcap=cap, **windows),
+        norm_zero_centred=True,
+        norm_placement="around",
+        embedding_scale=usual["hidden_size"] ** 0.5,
+        logit_softcap=logit_cap,
+    )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -81,7 +95,9 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 def scalar_of(config: ModelConfig) -> int:
     """query_pre_attn_scalar: scores are divided by its root; transformers wants a whole number."""
-    return config.head_size() if config.attention.scale is None else round(config.attention.scale**-2)
+    return (
+        config.head_size() if config.attention.scale is None else round(config.attention.scale**-2)
+    )
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:

@@ -35,31 +35,44 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(
-        fields, max_seq_len=131_072, kv_heads=4, head_dim=256, tied=True, activation="hidden_activation"
-    )  # fmt: skip
+        fields,
+        max_seq_len=131_072,
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        activation="hidden_activation",
+    )
     fields.ignore("hidden_act")  # transformers looks at the other word alone
     layers = usual["num_layers"]
     every = fields.whole("sliding_window_pattern", 6)
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
     default = [(layer + 1) % every != 0 for layer in range(layers)]
-    windows = windowed(window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY))
+    windows = windowed(
+        window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY)
+    )
     rope = _read_rope(fields, usual["max_seq_len"], windows=bool(windows))
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     if fields.value("attn_logit_softcapping") is not None:
         fields.problems.append(
-            f"attn_logit_softcapping={raw['attn_logit_softcapping']}: transformers keeps it and does not use it "
-            f"here, for Gemma 3 has none. Set it to null."
+            f"attn_logit_softcapping={raw['attn_logit_softcapping']}: transformers keeps it and "
+            f"does not use it here, for Gemma 3 has none. Set it to null."
         )
     logit_cap = fields.number_or_none("final_logit_softcapping")
     fields.finish()
     return ModelConfig(
-        **usual, rope=rope, attention=AttentionConfig(qk_norm="head", scale=scale, **windows), norm_zero_centred=True,
-        norm_placement="around", embedding_scale=usual["hidden_size"] ** 0.5, logit_softcap=logit_cap,
-    )  # fmt: skip
+        **usual,
+        rope=rope,
+        attention=AttentionConfig(qk_norm="head", scale=scale, **windows),
+        norm_zero_centred=True,
+        norm_placement="around",
+        embedding_scale=usual["hidden_size"] ** 0.5,
+        logit_softcap=logit_cap,
+    )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -75,7 +88,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": scalar_of(config),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": config.logit_softcap,
-        "sliding_window": config.attention.window or 4096,  # transformers wants one even where no layer has it
+        "sliding_window": config.attention.window
+        or 4096,  # transformers wants one even where no layer has it
         "layer_types": write_windows(config),
     }
     return said(raw, config, read_config, GEMMA3)
@@ -85,11 +99,16 @@ def _read_rope(fields: Fields, max_position: int, *, windows: bool) -> RopeConfi
     """Both kinds of layers; what stretches positions is for those without a window only."""
     everywhere = read_rope(fields, max_position=max_position, theta=1_000_000.0, layer=FULL)
     local = read_rope(
-        fields, max_position=max_position, theta_name="rope_local_base_freq", layer=SLIDING, scaled=False
-    )  # fmt: skip
+        fields,
+        max_position=max_position,
+        theta_name="rope_local_base_freq",
+        layer=SLIDING,
+        scaled=False,
+    )
     if local.scaling != "none":
         fields.problems.append(
-            f"rope_type={local.scaling!r} for {SLIDING} is not supported: with a window it must be 'default'."
+            f"rope_type={local.scaling!r} for {SLIDING} is not supported: with a window it must be "
+            "'default'."
         )
     return replace(everywhere, local_theta=local.theta if windows else None)
 

@@ -1,4 +1,5 @@
-"""GPT-2 as Hugging Face knows it: its config.json and its tensors, whose matrices have inputs as rows.
+"""GPT-2 as Hugging Face knows it: its config.json and its tensors, whose matrices have inputs as
+rows.
 
 Source: Radford et al. 2019, "Language models are unsupervised multitask learners".
 """
@@ -17,18 +18,26 @@ from megalith.models.usual import HEAD, said, whole_heads
 # --- config.json
 
 SIZES = {
-    "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_heads",
+    "vocab_size": "vocab_size",
+    "n_embd": "hidden_size",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
     "n_positions": "max_seq_len",
-}  # fmt: skip
+}
 """Theirs -> ours."""
 
 DROPOUTS = {"embd_pdrop": "embedding", "resid_pdrop": "residual", "attn_pdrop": "attention"}
 """Theirs -> ours: used in training only."""
 
 ELSEWHERE = (
-    "n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-    "summary_first_dropout", "gradient_checkpointing",
-)  # fmt: skip
+    "n_ctx",
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_proj_to_labels",
+    "summary_first_dropout",
+    "gradient_checkpointing",
+)
 """Fields about other models made from the same weights, or that repeat another field."""
 
 
@@ -36,14 +45,17 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     sizes: dict[str, Any] = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
     fields.only("scale_attn_weights", True)
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("add_cross_attention", False)
-    fields.ignore("reorder_and_upcast_attn", *ELSEWHERE)  # the former: scores in fp32, as ours are anyway
+    fields.ignore(
+        "reorder_and_upcast_attn", *ELSEWHERE
+    )  # the former: scores in fp32, as ours are anyway
     dropout = {ours: fields.number(theirs, 0.1, zero=True) for theirs, ours in DROPOUTS.items()}
     found = ModelConfig(
         **sizes,
@@ -118,19 +130,50 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
     fused, shape, bias = f"{theirs}.c_attn.weight", (h, 3 * n * d), f"{theirs}.c_attn.bias"
     return [
         piece(
-            fused, f"{ours}.q", (*heads, (0, h)), shape=shape, view=(h, 3, n, d), at=((0, h), q, *heads), dims=(2, 3, 0)
+            fused,
+            f"{ours}.q",
+            (*heads, (0, h)),
+            shape=shape,
+            view=(h, 3, n, d),
+            at=((0, h), q, *heads),
+            dims=(2, 3, 0),
         ),
         piece(
-            fused, f"{ours}.kv", ((0, 2), *heads, (0, h)), shape=shape, view=(h, 3, n, d), at=((0, h), kv, *heads),
+            fused,
+            f"{ours}.kv",
+            ((0, 2), *heads, (0, h)),
+            shape=shape,
+            view=(h, 3, n, d),
+            at=((0, h), kv, *heads),
             dims=(1, 2, 3, 0),
         ),
-        piece(bias, f"{ours}.q_bias", heads, shape=(3 * n * d,), view=(3, n, d), at=(q, *heads), dims=(1, 2)),
-        piece(bias, f"{ours}.kv_bias", ((0, 2), *heads), shape=(3 * n * d,), view=(3, n, d), at=(kv, *heads)),
         piece(
-            f"{theirs}.c_proj.weight", f"{ours}.o", ((0, h), *heads), shape=(n * d, h), view=(n, d, h), dims=(2, 0, 1)
+            bias,
+            f"{ours}.q_bias",
+            heads,
+            shape=(3 * n * d,),
+            view=(3, n, d),
+            at=(q, *heads),
+            dims=(1, 2),
+        ),
+        piece(
+            bias,
+            f"{ours}.kv_bias",
+            ((0, 2), *heads),
+            shape=(3 * n * d,),
+            view=(3, n, d),
+            at=(kv, *heads),
+        ),
+        piece(
+            f"{theirs}.c_proj.weight",
+            f"{ours}.o",
+            ((0, h), *heads),
+            shape=(n * d, h),
+            view=(n, d, h),
+            dims=(2, 0, 1),
         ),
         rule(f"{theirs}.c_proj.bias", f"{ours}.o_bias", (h,), shape=(h,)),
-    ]  # fmt: skip
+    ]
 
 
 def _mlp_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
@@ -138,9 +181,23 @@ def _mlp_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
     h, f = config.hidden_size, config.ffn_hidden_size
     turned = (1, 0)
     return [
-        piece(f"{theirs}.c_fc.weight", f"{ours}.up", ((0, f), (0, h)), shape=(h, f), view=(h, f), dims=turned),
+        piece(
+            f"{theirs}.c_fc.weight",
+            f"{ours}.up",
+            ((0, f), (0, h)),
+            shape=(h, f),
+            view=(h, f),
+            dims=turned,
+        ),
         rule(f"{theirs}.c_fc.bias", f"{ours}.up_bias", (f,), shape=(f,)),
-        piece(f"{theirs}.c_proj.weight", f"{ours}.down", ((0, h), (0, f)), shape=(f, h), view=(f, h), dims=turned),
+        piece(
+            f"{theirs}.c_proj.weight",
+            f"{ours}.down",
+            ((0, h), (0, f)),
+            shape=(f, h),
+            view=(f, h),
+            dims=turned,
+        ),
         rule(f"{theirs}.c_proj.bias", f"{ours}.down_bias", (h,), shape=(h,)),
     ]
 
@@ -151,7 +208,9 @@ GPT2 = Family(
     read_config=read_config,
     write_config=write_config,
     rules=rules,
-    ignored=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),  # masks that old versions stored
+    ignored=re.compile(
+        r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
+    ),  # masks that old versions stored
     tied=HEAD,
     prefix="transformer.",  # files of the first release lack it
 )

@@ -1,4 +1,5 @@
-"""Granite 3 as Hugging Face knows it: Llama with scales of embeddings, scores, residuals and logits.
+"""Granite 3 as Hugging Face knows it: Llama with scales of embeddings, scores, residuals and
+logits.
 
 Source: the release of Granite 3.0, IBM, 2024; the scales: Yang et al. 2022, arXiv:2203.03466.
 """
@@ -18,19 +19,31 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(fields)
     rope = read_rope(fields, max_position=usual["max_seq_len"])
     mlp_bias = fields.flag("mlp_bias")
-    embedding, residual = fields.number("embedding_multiplier", 1.0), fields.number("residual_multiplier", 1.0)
-    scale, divisor = fields.number("attention_multiplier", 1.0), fields.number("logits_scaling", 1.0)
+    embedding, residual = (
+        fields.number("embedding_multiplier", 1.0),
+        fields.number("residual_multiplier", 1.0),
+    )
+    scale, divisor = (
+        fields.number("attention_multiplier", 1.0),
+        fields.number("logits_scaling", 1.0),
+    )
     fields.finish()
     return ModelConfig(
-        **usual, rope=rope, attention=AttentionConfig(scale=scale),
-        mlp_bias=mlp_bias, embedding_scale=embedding, residual_scale=residual, logit_scale=1 / divisor,
-    )  # fmt: skip
+        **usual,
+        rope=rope,
+        attention=AttentionConfig(scale=scale),
+        mlp_bias=mlp_bias,
+        embedding_scale=embedding,
+        residual_scale=residual,
+        logit_scale=1 / divisor,
+    )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Hugging Face folders: config.json and safetensors, read box by box and written tensor by tensor."""
+"""Hugging Face folders: config.json and safetensors, read box by box and written tensor by
+tensor."""
 
 import json
 import math
@@ -14,7 +15,16 @@ import torch
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import Entry, Piece, divide, inner_view, laid_out, lengths, numel, pieces
+from megalith.checkpoint.boxes import (
+    Entry,
+    Piece,
+    divide,
+    inner_view,
+    laid_out,
+    lengths,
+    numel,
+    pieces,
+)
 from megalith.checkpoint.format import show_bytes, show_dtype
 from megalith.checkpoint.safetensors import (
     DTYPES,
@@ -82,13 +92,36 @@ from megalith.plan.network import network_problems
 from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, PHI3, STARCODER2, GPT2, NEOX,
-    DEEPSEEK_V3, DEEPSEEK_V2, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, LLAMA4, DECILM,
-)  # fmt: skip
-"""Every architecture that can be read and written; a model that several have words for is written as the first."""
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    OLMO2,
+    SMOLLM3,
+    GRANITE,
+    PHI3,
+    STARCODER2,
+    GPT2,
+    NEOX,
+    DEEPSEEK_V3,
+    DEEPSEEK_V2,
+    MIXTRAL,
+    QWEN3_MOE,
+    QWEN2_MOE,
+    OLMOE,
+    GPT_OSS,
+    LLAMA4,
+    DECILM,
+)
+"""Every architecture that can be read and written; a model that several have words for is written
+as the first."""
 
 PADDED = ("embed.weight", "head.weight")
-"""Our tables whose rows may be more than their tensors have; the rows added are zero, or the mean of the others."""
+"""Our tables whose rows may be more than their tensors have; the rows added are zero, or the mean
+of the others."""
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -96,9 +129,16 @@ METADATA = {"format": "pt"}
 """What transformers wants to read in a file of weights."""
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
 """Files that go with whatever is made from the weights."""
 
@@ -106,7 +146,8 @@ COMPANIONS = (*TOKENIZER_FILES, GENERATION, *LICENCES)
 """Files that go with the weights as they are."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of config.json that are about text; unset they would default to ids of the first Llama's tokenizer."""
+"""Fields of config.json that are about text; unset they would default to ids of the first Llama's
+tokenizer."""
 
 ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function")
 """Fields of config.json that name the activation; some functions have several names."""
@@ -120,7 +161,8 @@ BATCH_NBYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class HFSource:
-    """Which Hugging Face model a checkpoint was converted from, as far as its ModelConfig does not say it."""
+    """Which Hugging Face model a checkpoint was converted from, as far as its ModelConfig does not
+    say it."""
 
     family: Family
     activation_names: Mapping[str, str]
@@ -128,7 +170,10 @@ class HFSource:
 
     def as_json(self) -> dict[str, Any]:
         """Return the record for the state of a checkpoint."""
-        return {"architecture": self.family.architecture, "activation_names": dict(self.activation_names)}
+        return {
+            "architecture": self.family.architecture,
+            "activation_names": dict(self.activation_names),
+        }
 
 
 def parse_hf_source(record: Any, checkpoint_path: Path) -> HFSource:  # Any: JSON
@@ -141,16 +186,23 @@ def parse_hf_source(record: Any, checkpoint_path: Path) -> HFSource:  # Any: JSO
     by_architecture = {family.architecture: family for family in FAMILIES}
     architecture, names = fields.get("architecture"), fields.get("activation_names")
     known = isinstance(architecture, str) and architecture in by_architecture
-    if not known or not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+    if (
+        not known
+        or not isinstance(names, dict)
+        or not all(isinstance(name, str) for name in names.values())
+    ):
         raise CheckpointError(
-            f"{checkpoint_path}: the state records the Hugging Face model {record!r:.120}, expected an architecture "
-            f"out of {', '.join(by_architecture)} and activation_names. Convert the model's folder again."
+            f"{checkpoint_path}: the state records the Hugging Face model {record!r:.120}, "
+            "expected an architecture "
+            f"out of {', '.join(by_architecture)} and activation_names. Convert the model's folder "
+            "again."
         )
     return HFSource(by_architecture[str(architecture)], names)
 
 
 def find_family_by_name(name: str, *, setting: str) -> Family:
-    """Return the family with this model_type or architecture, such as `qwen2` or `Qwen2ForCausalLM`.
+    """Return the family with this model_type or architecture, such as `qwen2` or
+    `Qwen2ForCausalLM`.
 
     Raises:
         ConfigError: there is none; `setting` is where the name was given.
@@ -172,21 +224,24 @@ class Weights(Protocol):
         """As it is stored."""
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of it, on the host, perhaps as a view of a file: not to be written to, nor kept for long.
+        """A box of it, on the host, perhaps as a view of a file: not to be written to, nor kept for
+        long.
 
         Rows that only pad a vocabulary may be left out by those who ask.
         """
 
 
 class HuggingFaceFolder:
-    """A folder with config.json and safetensors, checked whole when it is opened; values are read when asked for."""
+    """A folder with config.json and safetensors, checked whole when it is opened; values are read
+    when asked for."""
 
     def __init__(self, path: Path) -> None:
         """Read the config and the headers.
 
         Raises:
-            CheckpointError: it is no such folder, of an unsupported architecture, has links that lead out of it, or
-                tensors are missing, surplus, of the wrong shape or cut off; each is named.
+            CheckpointError: it is no such folder, of an unsupported architecture, has links that
+                lead out of it, or tensors are missing, surplus, of the wrong shape or cut off; each
+                is named.
         """
         check_links(path, storage.list_names(path))
         self.path = path
@@ -196,23 +251,35 @@ class HuggingFaceFolder:
         self.family, outer = find_family(raw, path)
         self.raw = raw if outer is None else _inner_config(raw, outer, path)
         try:
-            promised = self.family.read_config({name: self.raw[name] for name in self.raw if name != QUANTISED})
+            promised = self.family.read_config(
+                {name: self.raw[name] for name in self.raw if name != QUANTISED}
+            )
         except ConfigError as error:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
         tensors = dequantised(self.raw, _stored(path), path)
-        self.others = {} if outer is None else {name: tensors[name] for name in tensors if outer.others.fullmatch(name)}
+        self.others = (
+            {}
+            if outer is None
+            else {name: tensors[name] for name in tensors if outer.others.fullmatch(name)}
+        )
         """Tensors of parts that are not read."""
         prefix = "" if outer is None else outer.prefix
-        self._tensors = {name.removeprefix(prefix): tensors[name] for name in tensors if name not in self.others}
+        self._tensors = {
+            name.removeprefix(prefix): tensors[name] for name in tensors if name not in self.others
+        }
         self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
         if problems := network_problems(self.model_config, trains=False):
             told = " ".join(in_their_words(text, self.raw) for text in problems)
             raise CheckpointError(f"{path / CONFIG} describes a model that cannot be: {told}")
         self.source = HFSource(self.family, _activation_names(self.raw, self.model_config))
         names = self._tensors.keys()
-        self.rules = as_stored(rules_of(self.family, self.model_config, names), self.family.prefix, names)
+        self.rules = as_stored(
+            rules_of(self.family, self.model_config, names), self.family.prefix, names
+        )
         self._rules = by_parameter(self.rules)
-        self.copies = [rule for rule in self.family.copies(self.model_config) if rule.name in self._tensors]
+        self.copies = [
+            rule for rule in self.family.copies(self.model_config) if rule.name in self._tensors
+        ]
         """Tensors of it that repeat others."""
         self._check_names()
         self._check_shapes()
@@ -229,8 +296,8 @@ class HuggingFaceFolder:
         return DTYPES[self._tensors[self._name(name)].dtype]
 
     def stored_as(self, name: str) -> str:
-        """What the folder has it in: a dtype, which of a part that is not read may be any word of a header, or how few
-        bits are dequantised."""
+        """What the folder has it in: a dtype, which of a part that is not read may be any word
+        of a header, or how few bits are dequantised."""
         stored = self.others.get(name) or self._tensors[self._name(name)]
         if isinstance(stored, Dequantised):
             return f"{stored.kind} dequantised"
@@ -240,7 +307,8 @@ class HuggingFaceFolder:
         return name if name in self._tensors else name.removeprefix(self.family.prefix)
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of one of our parameters, on the host: a view of the file, where one tensor has it all."""
+        """A box of one of our parameters, on the host: a view of the file, where one tensor has it
+        all."""
         parts = [rule for rule in self._rules[parameter] if intersect(rule.box, box)]
         if len(parts) == 1 and intersect(parts[0].box, box) == box:
             return self._stored_box(parts[0], box).to(dtype)
@@ -249,8 +317,8 @@ class HuggingFaceFolder:
         return values
 
     def fill(self, entries: Sequence[Entry]) -> None:
-        """Fill the tensors of `entries`, reading only their boxes, a piece at a time; rows that the folder lacks become
-        what `new_rows` says.
+        """Fill the tensors of `entries`, reading only their boxes, a piece at a time; rows that the
+        folder lacks become what `new_rows` says.
 
         Raises:
             CheckpointError: a parameter that the folder lacks, or of another shape.
@@ -263,7 +331,11 @@ class HuggingFaceFolder:
 
     def _fill_piece(self, parameter: str, piece: Piece) -> None:
         left = numel(piece.box)
-        parts = [(rule, both) for rule in self._rules[parameter] if (both := intersect(rule.box, piece.box))]
+        parts = [
+            (rule, both)
+            for rule in self._rules[parameter]
+            if (both := intersect(rule.box, piece.box))
+        ]
         left -= sum(numel(part) for _, part in parts)
         if left:
             piece.values.zero_()
@@ -289,7 +361,10 @@ class HuggingFaceFolder:
     def _mean_row(self, parameter: str) -> Tensor:
         """In float64, a piece at a time."""
         rows, *features = extent(self._rules[parameter])
-        total, step = torch.zeros(features, dtype=torch.float64), max(1, PIECE_NBYTES // (8 * math.prod(features)))
+        total, step = (
+            torch.zeros(features, dtype=torch.float64),
+            max(1, PIECE_NBYTES // (8 * math.prod(features))),
+        )
         for start in range(0, rows, step):
             box = ((start, min(start + step, rows)), *((0, size) for size in features))
             total += self.read(parameter, box, torch.float64).sum(0)
@@ -315,11 +390,15 @@ class HuggingFaceFolder:
             theirs = extent(self._rules[shard.name])
             padded = shard.name in PADDED and shard.shape[0] >= theirs[0]
             if shard.shape != ((shard.shape[0], *theirs[1:]) if padded else theirs):
-                problems.append(f"{shard.name} is {list(shard.shape)} in this run and {list(theirs)} in the folder")
+                problems.append(
+                    f"{shard.name} is {list(shard.shape)} in this run and {list(theirs)} in the "
+                    "folder"
+                )
         if problems:
             lines = "\n".join(f"  {text}" for text in problems)
             raise CheckpointError(
-                f"{self.path} is another model:\n{lines}\nTo load it, set model.* to what {self.path / CONFIG} says."
+                f"{self.path} is another model:\n{lines}\nTo load it, set model.* to what "
+                f"{self.path / CONFIG} says."
             )
 
     def _check_names(self) -> None:
@@ -329,12 +408,18 @@ class HuggingFaceFolder:
         ignored |= {rule.name for rule in self.copies}
         surplus = sorted(self._tensors.keys() - wanted - ignored - {self.family.tied})
         problems = [f"missing: {show_names(name_experts(missing))}"] if missing else []
-        problems += [f"not of a {self.family.architecture}: {show_names(surplus)}"] if surplus else []
+        problems += (
+            [f"not of a {self.family.architecture}: {show_names(surplus)}"] if surplus else []
+        )
         if missing == [self.family.tied]:
-            problems = [f"{missing[0]} is missing (set tie_word_embeddings to true if the embedding serves as head)"]
+            problems = [
+                f"{missing[0]} is missing (set tie_word_embeddings to true if the embedding serves "
+                "as head)"
+            ]
         if problems:
             raise CheckpointError(
-                f"{self.path}: its tensors are not those that its config.json describes; {'; '.join(problems)}. "
+                f"{self.path}: its tensors are not those that its config.json describes; "
+                f"{'; '.join(problems)}. "
                 f"Copy the folder again, or use the config.json that came with the weights."
             )
 
@@ -351,8 +436,9 @@ class HuggingFaceFolder:
             if info.dtype not in DTYPES
         ]
         if wrong:
+            more = f"; and {len(wrong) - 6} more" if len(wrong) > 6 else ""
             raise CheckpointError(
-                f"{self.path}: {'; '.join(wrong[:6])}{f'; and {len(wrong) - 6} more' if len(wrong) > 6 else ''}. "
+                f"{self.path}: {'; '.join(wrong[:6])}{more}. "
                 f"Use the config.json that came with the weights."
             )
 
@@ -363,7 +449,8 @@ class HuggingFaceFolder:
         table = self._rules["embed.weight"][0]
         if not self._same(self.family.tied, table):
             raise CheckpointError(
-                f"{self.path}: tie_word_embeddings=true, but {self.family.tied} differs from {table.name}. "
+                f"{self.path}: tie_word_embeddings=true, but {self.family.tied} differs from "
+                f"{table.name}. "
                 f"Set tie_word_embeddings to false in config.json if the head is one of its own."
             )
 
@@ -374,17 +461,25 @@ class HuggingFaceFolder:
             (first,) = self._rules[copy.parameter]
             if not self._same(copy.name, first):
                 raise CheckpointError(
-                    f"{self.path}: {copy.name} differs from {first.name}, and a model here has one {copy.parameter} "
-                    f"for both. Remove {copy.name} from the folder to use {first.name} in its place."
+                    f"{self.path}: {copy.name} differs from {first.name}, and a model here has one "
+                    f"{copy.parameter} "
+                    f"for both. Remove {copy.name} from the folder to use {first.name} in its "
+                    "place."
                 )
 
     def _same(self, name: str, table: TensorRule) -> bool:
-        """Whether a tensor of theirs is equal to another, a matrix, in numbers; read a piece at a time."""
+        """Whether a tensor of theirs is equal to another, a matrix, in numbers; read a piece at a
+        time."""
         info, rows = self._tensors[name], max(1, PIECE_NBYTES // (8 * table.shape[1]))
         if info.dtype not in DTYPES or info.shape != table.shape:
             return False
         return all(
-            torch.equal(*(self._read(one, (slice(start, start + rows), slice(None))) for one in (name, table.name)))
+            torch.equal(
+                *(
+                    self._read(one, (slice(start, start + rows), slice(None)))
+                    for one in (name, table.name)
+                )
+            )
             for start in range(0, table.shape[0], rows)
         )
 
@@ -392,7 +487,11 @@ class HuggingFaceFolder:
 def _activation_names(raw: Mapping[str, Any], model: ModelConfig) -> dict[str, str]:  # Any: JSON
     """Return the fields of config.json that name the activation of `model`."""
     named = {field: raw.get(field) for field in ACTIVATION_FIELDS}
-    return {field: name for field, name in named.items() if isinstance(name, str) and _names(name, model)}
+    return {
+        field: name
+        for field, name in named.items()
+        if isinstance(name, str) and _names(name, model)
+    }
 
 
 def _names(name: str, model: ModelConfig) -> bool:
@@ -431,16 +530,23 @@ def _inner_config(raw: Mapping[str, Any], outer: Outer, path: Path) -> dict[str,
     inner = raw.get(outer.section)
     if not isinstance(inner, dict):
         raise CheckpointError(
-            f"{path / CONFIG}: {outer.section}={inner!r:.60}: expected the settings of a model of text. "
-            f"Use the config.json that came with the weights."
+            f"{path / CONFIG}: {outer.section}={inner!r:.60}: expected the settings of a model of "
+            f"text. Use the config.json that came with the weights."
         )
-    shared = {name: raw[name] for name in (*TOKEN_IDS, QUANTISED, "tie_word_embeddings") if raw.get(name) is not None}
-    return shared | {name: value for name, value in inner.items() if value is not None or name not in shared}
+    shared = {
+        name: raw[name]
+        for name in (*TOKEN_IDS, QUANTISED, "tie_word_embeddings")
+        if raw.get(name) is not None
+    }
+    return shared | {
+        name: value for name, value in inner.items() if value is not None or name not in shared
+    }
 
 
 def _refuse_other_code(raw: Mapping[str, Any], architecture: str, path: Path) -> None:
-    """Code that came with a folder is not run. Where its model has the name of one of transformers' own, it is taken
-    for an older copy of that, as those of Phi-3 and DeepSeek are; any other may compute anything.
+    """Code that came with a folder is not run. Where its model has the name of one of transformers'
+    own, it is taken for an older copy of that, as those of Phi-3 and DeepSeek are; any other may
+    compute anything.
 
     Raises:
         CheckpointError: it is another.
@@ -449,8 +555,10 @@ def _refuse_other_code(raw: Mapping[str, Any], architecture: str, path: Path) ->
     model = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
     if model is not None and str(model).rsplit(".", 1)[-1] != architecture:
         raise CheckpointError(
-            f"{path / CONFIG}: auto_map={named!r:.120}: the model is computed by code of its own, which is not run. "
-            f"Use a folder that transformers reads without trust_remote_code; or remove auto_map, if it computes what "
+            f"{path / CONFIG}: auto_map={named!r:.120}: the model is computed by code of its own, "
+            "which is not run. "
+            "Use a folder that transformers reads without trust_remote_code; or remove auto_map, "
+            "if it computes what "
             f"{architecture} does."
         )
 
@@ -473,7 +581,8 @@ def family_for(config: ModelConfig) -> Family:
 
 
 def _number_lacking(refusal: ConfigError) -> float:
-    """How many settings a family has no words for; without end where the whole model is of another kind."""
+    """How many settings a family has no words for; without end where the whole model is of another
+    kind."""
     return len(refusal.settings) if isinstance(refusal, Unsaid) else math.inf
 
 
@@ -486,9 +595,13 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         raw = storage.parse_json(storage.read_bytes(file))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}). Use a folder that save_pretrained wrote.") from error
+        raise CheckpointError(
+            f"{file} cannot be read ({error}). Use a folder that save_pretrained wrote."
+        ) from error
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} holds {type(raw).__name__}; expected an object. Use the model's own file.")
+        raise CheckpointError(
+            f"{file} holds {type(raw).__name__}; expected an object. Use the model's own file."
+        )
     return raw
 
 
@@ -500,7 +613,11 @@ def _stored(path: Path) -> dict[str, TensorInfo]:
         found |= read_header(file)
     if (path / INDEX).exists() and len(files) > 1:
         index = read_json(path / INDEX)["weight_map"]
-        lost = sorted(name for name, file in index.items() if name not in found or found[name].file.name != file)
+        lost = sorted(
+            name
+            for name, file in index.items()
+            if name not in found or found[name].file.name != file
+        )
         if lost:
             raise CheckpointError(
                 f"{path}: {INDEX} promises {show_names(lost)}, which the files do not hold. "
@@ -515,16 +632,29 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / INDEX).exists():
         index = read_json(path / INDEX).get("weight_map")
         names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
-        outside = [name for name in names if Path(name).name != name or len(name.encode(errors="replace")) > 255]
+        outside = [
+            name
+            for name in names
+            if Path(name).name != name or len(name.encode(errors="replace")) > 255
+        ]
         missing = [] if outside else [name for name in names if not (path / name).exists()]
         if not names or outside or missing:
             wrong = show_names(outside or missing) or "nothing"
-            what = "which the folder lacks" if missing and not outside else "not files of this folder"
-            raise CheckpointError(f"{path / INDEX} names {wrong}, {what}. Copy the folder again, or use another one.")
+            what = (
+                "which the folder lacks" if missing and not outside else "not files of this folder"
+            )
+            raise CheckpointError(
+                f"{path / INDEX} names {wrong}, {what}. Copy the folder again, or use another one."
+            )
         return [path / name for name in names]
-    there = [name for name in storage.list_names(path) if re.search(r"\.(bin|pt|pth|safetensors|gguf)$", name)]
+    there = [
+        name
+        for name in storage.list_names(path)
+        if re.search(r"\.(bin|pt|pth|safetensors|gguf)$", name)
+    ]
     raise CheckpointError(
-        f"{path} has neither {WEIGHTS} nor {INDEX} (found: {show_names(there) or 'no weights'}). Use safetensors: "
+        f"{path} has neither {WEIGHTS} nor {INDEX} (found: {show_names(there) or 'no weights'}). "
+        "Use safetensors: "
         f"save_pretrained of transformers writes them."
     )
 
@@ -572,14 +702,15 @@ def write_folder(
     workers: int = 1,
     attempt: Attempt | None = None,
 ) -> int:
-    """Write a folder that `from_pretrained` reads, if transformers has the family; returns its bytes of weights. It
-    appears whole or not at all.
+    """Write a folder that `from_pretrained` reads, if transformers has the family; returns its
+    bytes of weights. It appears whole or not at all.
 
-    `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the model.
-    `activation_names` replace other names of the same function in config.json (`gelu_new`). `extra` goes into
-    config.json (token ids), `companions` are files beside it, by name; `wrote` is told the bytes of each tensor, by any
-    of the `workers`, threads that have a few of the source's bytes in memory each. With an `attempt`, what an earlier
-    one of the same kind left is gone on with.
+    `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the
+    model. `activation_names` replace other names of the same function in config.json (`gelu_new`).
+    `extra` goes into config.json (token ids), `companions` are files beside it, by name; `wrote` is
+    told the bytes of each tensor, by any of the `workers`, threads that have a few of the source's
+    bytes in memory each. With an `attempt`, what an earlier one of the same kind left is gone on
+    with.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -587,16 +718,26 @@ def write_folder(
     """
     family = family or family_for(config)
     raw = family.write_config(config)
-    names = {field: name for field, name in (activation_names or {}).items() if field in raw and _names(name, config)}
+    names = {
+        field: name
+        for field, name in (activation_names or {}).items()
+        if field in raw and _names(name, config)
+    }
     raw |= names | dict.fromkeys(TOKEN_IDS) | dict(extra or {})
     rules = [*family.rules(config), *family.copies(config)]
 
     def dtype_of(parts: Parts) -> torch.dtype:
-        sources = [rule.parameter or "embed.weight" for rule in parts]  # zeros are stored like the rest
-        return dtype_to_write(sources[0], reduce(torch.promote_types, map(weights.dtype, sources)), dtype)
+        sources = [
+            rule.parameter or "embed.weight" for rule in parts
+        ]  # zeros are stored like the rest
+        return dtype_to_write(
+            sources[0], reduce(torch.promote_types, map(weights.dtype, sources)), dtype
+        )
 
     files = plan_files(rules, dtype_of, shard_nbytes)
-    of_model = [one.dtype for file in files for (part, *_), one in file if not _is_bias_of_choice(part)]
+    of_model = [
+        one.dtype for file in files for (part, *_), one in file if not _is_bias_of_choice(part)
+    ]
     widest = max(of_model, key=lambda dtype: dtype.itemsize)
     raw["dtype"] = raw["torch_dtype"] = str(widest).removeprefix("torch.")  # transformers 5, and 4
     with work_on(path, attempt) as work:
@@ -621,7 +762,8 @@ def require_room(folder: Path, nbytes: int) -> None:
     free = storage.free_nbytes(folder)
     if nbytes > free:
         raise CheckpointError(
-            f"{folder.parent} has {show_bytes(free)} free, and {show_bytes(nbytes)} are to be written. Free some "
+            f"{folder.parent} has {show_bytes(free)} free, and {show_bytes(nbytes)} are to be "
+            "written. Free some "
             f"space, choose another target, or set --dtype to a smaller one."
         )
 
@@ -634,30 +776,47 @@ def _write_weights(
     workers: int,
     journal: Journal,
 ) -> int:
-    """Every file of weights, and the index when there are several; returns the bytes of all tensors."""
-    names = [WEIGHTS] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(1, len(files) + 1)]
-    plans = {name: [planned for _, planned in content] for name, content in zip(names, files, strict=True)}
+    """Every file of weights, and the index when there are several; returns the bytes of all
+    tensors."""
+    names = (
+        [WEIGHTS]
+        if len(files) == 1
+        else [_shard_name(i, len(files)) for i in range(1, len(files) + 1)]
+    )
+    plans = {
+        name: [planned for _, planned in content]
+        for name, content in zip(names, files, strict=True)
+    }
     begun = _begun_files(staging, plans)
     jobs: list[_Job] = []
     for name, content in zip(names, files, strict=True):
         starts = begun.get(name) or allocate_file(staging / name, plans[name], METADATA)
-        for batch in batches(list(zip(starts, content, strict=True)), lambda item: item[1][1].nbytes, BATCH_NBYTES):
+        for batch in batches(
+            list(zip(starts, content, strict=True)), lambda item: item[1][1].nbytes, BATCH_NBYTES
+        ):
             tensors, known = [item for _, item in batch], f"{name}@{batch[0][0]}"
             before = journal.found(known) if name in begun else None
             jobs.append(_Job(staging / name, batch[0][0], tensors, known, before))
     require_room(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
-    total = sum(done_in_order([partial(_do, job, weights, wrote, journal) for job in jobs], workers))
+    total = sum(
+        done_in_order([partial(_do, job, weights, wrote, journal) for job in jobs], workers)
+    )
     for name in names:
         storage.sync_written(staging / name)
     if len(files) > 1:
-        places = {planned.name: name for name, content in zip(names, files, strict=True) for _, planned in content}
+        places = {
+            planned.name: name
+            for name, content in zip(names, files, strict=True)
+            for _, planned in content
+        }
         index = {"metadata": {"total_size": total}, "weight_map": places}
         storage.write_new(staging / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return total
 
 
 def _begun_files(staging: Path, plans: Mapping[str, Sequence[Planned]]) -> dict[str, list[int]]:
-    """The files that an earlier attempt has made of these plans, and where their tensors begin; others are removed."""
+    """The files that an earlier attempt has made of these plans, and where their tensors begin;
+    others are removed."""
     if not staging.exists():
         storage.make_folder(staging)
     found = {name: allocated_file(staging / name, plan, METADATA) for name, plan in plans.items()}
@@ -724,7 +883,11 @@ def _joined(parts: Parts, planned: Planned, weights: Weights) -> Tensor:
     for rule in parts:
         if rule.parameter is not None:
             place = values.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
-            place.copy_(laid_out(in_their_order(rule, weights.read(rule.parameter, rule.box, planned.dtype))))
+            place.copy_(
+                laid_out(
+                    in_their_order(rule, weights.read(rule.parameter, rule.box, planned.dtype))
+                )
+            )
     return values
 
 
@@ -745,10 +908,11 @@ def companion_files(folder: Path) -> dict[str, Path]:
 
 
 def check_links(folder: Path, names: Iterable[str]) -> None:
-    """Reject symbolic links that lead out of a folder: behind them could be any file of this machine.
+    """Reject symbolic links that lead out of a folder: behind them could be any file of this
+    machine.
 
-    A snapshot in the cache of the Hugging Face hub consists of links into the `blobs` folder of its repository, which
-    stay allowed.
+    A snapshot in the cache of the Hugging Face hub consists of links into the `blobs` folder of its
+    repository, which stay allowed.
 
     Raises:
         CheckpointError: one of `names` is a link that leads elsewhere.
@@ -759,8 +923,10 @@ def check_links(folder: Path, names: Iterable[str]) -> None:
         allowed.append(root.parent.parent / "blobs")
     for name in names:
         target = Path(os.path.realpath(folder / name))
-        if (folder / name).is_symlink() and not any(target.is_relative_to(place) for place in allowed):
+        if (folder / name).is_symlink() and not any(
+            target.is_relative_to(place) for place in allowed
+        ):
             raise CheckpointError(
-                f"{folder / name} is a link to {target}, outside of its folder, and such links are not followed. "
-                f"Replace it by a copy of the file, or remove it."
+                f"{folder / name} is a link to {target}, outside of its folder, and such links are "
+                f"not followed. Replace it by a copy of the file, or remove it."
             )

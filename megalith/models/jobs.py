@@ -1,6 +1,7 @@
 """Independent pieces of a conversion, done one after the other here or by several threads.
 
-Reading, casting, hashing and writing all leave the interpreter free, so threads do them at the same time.
+Reading, casting, hashing and writing all leave the interpreter free, so threads do them at the same
+time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,8 @@ def batches(items: Sequence[Item], nbytes: Callable[[Item], int], least: int) ->
 
 
 def done_in_order(jobs: Sequence[Callable[[], Done]], workers: int) -> Iterator[Done]:
-    """What every job gives, in order. After an error, or when interrupted, those that have not begun never do."""
+    """What every job gives, in order. After an error, or when interrupted, those that have not
+    begun never do."""
     if workers == 1 or len(jobs) == 1:
         for job in jobs:
             yield job()

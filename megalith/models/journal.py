@@ -1,4 +1,5 @@
-"""What a conversion has written so far, one line for each piece, so that the next one goes on where it was killed."""
+"""What a conversion has written so far, one line for each piece, so that the next one goes on where
+it was killed."""
 
 import json
 import threading
@@ -12,7 +13,8 @@ from megalith import storage
 NAME = "journal.jsonl"
 
 Recipe = Mapping[str, str]
-"""What decides every byte of a conversion: its source and its settings, each under a name for people."""
+"""What decides every byte of a conversion: its source and its settings, each under a name for
+people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,16 @@ class Attempt:
     """Go on also with what a conversion left that another machine may still be at work at."""
 
     keep: bool = False
-    """Leave what is whole to the next one if this one ends early; what was there before is left in any case."""
+    """Leave what is whole to the next one if this one ends early; what was there before is left in
+    any case."""
 
 
 class Journal:
     """The pieces that are whole, by name. Threads may add some at the same time."""
 
-    def __init__(self, path: Path | None, done: Mapping[str, Any] | None = None) -> None:  # Any: JSON
+    def __init__(
+        self, path: Path | None, done: Mapping[str, Any] | None = None
+    ) -> None:  # Any: JSON
         """`path` unset: nothing is written down."""
         self._path, self._done, self._lock = path, dict(done or {}), threading.Lock()
 
@@ -41,7 +46,8 @@ class Journal:
         return len(self._done)
 
     def moved_to(self, folder: Path) -> "Journal":
-        """The same, in a folder that was renamed; a line that was cut short is ended, and nobody's then."""
+        """The same, in a folder that was renamed; a line that was cut short is ended, and nobody's
+        then."""
         if storage.read_bytes(folder / NAME)[-1:] != b"\n":
             storage.append_line(folder / NAME, b"")
         return Journal(folder / NAME, self._done)
@@ -58,7 +64,9 @@ class Journal:
         """
         with self._lock:
             if self._path is not None:
-                storage.append_line(self._path, json.dumps([name, record], separators=(",", ":")).encode())
+                storage.append_line(
+                    self._path, json.dumps([name, record], separators=(",", ":")).encode()
+                )
             self._done[name] = record
 
 
@@ -69,7 +77,8 @@ def begin_journal(folder: Path, recipe: Recipe) -> Journal:
 
 
 def read_journal(folder: Path) -> tuple[Recipe, Journal] | None:
-    """The one that a conversion left, as far as its lines are whole; None: it left none that can be read."""
+    """The one that a conversion left, as far as its lines are whole; None: it left none that can be
+    read."""
     try:
         first, *lines = storage.read_bytes(folder / NAME).split(b"\n")
         recipe = storage.parse_json(first)
@@ -78,7 +87,9 @@ def read_journal(folder: Path) -> tuple[Recipe, Journal] | None:
     if not isinstance(recipe, dict):
         return None
     done = {}
-    for line in lines[:-1]:  # after the last end of a line there is nothing, or a line that was cut short
+    for line in lines[
+        :-1
+    ]:  # after the last end of a line there is nothing, or a line that was cut short
         try:
             name, record = storage.parse_json(line)
         except (ValueError, TypeError):

@@ -1,4 +1,5 @@
-"""Llama 1 to 3, and SmolLM, as Hugging Face knows them: config.json and tensors, in both directions.
+"""Llama 1 to 3, and SmolLM, as Hugging Face knows them: config.json and tensors, in both
+directions.
 
 Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024, arXiv:2407.21783.
 """
@@ -10,14 +11,23 @@ from megalith.config.model import ModelConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, whole_heads, write_usual
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    read_usual,
+    said,
+    usual_rules,
+    whole_heads,
+    write_usual,
+)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(fields)

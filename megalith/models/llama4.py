@@ -1,8 +1,9 @@
-"""Llama 4 as Hugging Face knows it, its text alone: most layers attend in chunks and turn pairs of neighbours, every
-fourth has no positions and sees everything; one expert of many beside a shared one, weighed by what it reads.
+"""Llama 4 as Hugging Face knows it, its text alone: most layers attend in chunks and turn pairs of
+neighbours, every fourth has no positions and sees everything; one expert of many beside a shared
+one, weighed by what it reads.
 
-Source: Meta 2025, the Llama 4 release; layers without positions: Yang et al. 2025, arXiv:2501.18795; queries that grow:
-Nakanishi 2025, arXiv:2501.19399.
+Source: Meta 2025, the Llama 4 release; layers without positions: Yang et al. 2025,
+arXiv:2501.18795; queries that grow: Nakanishi 2025, arXiv:2501.19399.
 """
 
 import re
@@ -32,7 +33,13 @@ from megalith.models.usual import (
 
 CHUNKED, BLOCK = "chunked_attention", "feed_forward"
 
-OF_EXPERTS = ("num_local_experts", "num_experts_per_tok", "intermediate_size", "router_jitter_noise", *OF_TRAINING)
+OF_EXPERTS = (
+    "num_local_experts",
+    "num_experts_per_tok",
+    "intermediate_size",
+    "router_jitter_noise",
+    *OF_TRAINING,
+)
 """Fields that a model without experts has no use for, or that each run decides for itself."""
 
 
@@ -40,7 +47,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json, or of its text_config -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     size = None if "head_dim" in raw else 128
@@ -61,22 +69,35 @@ def _read_experts(fields: Fields, usual: Mapping[str, Any]) -> MoEConfig | None:
     """The mixture of every so many layers, or of those that are listed."""
     layers, step = usual["num_layers"], fields.whole("interleave_moe_layer_step", 1)
     listed = fields.value("moe_layers")
-    if listed is not None and not (isinstance(listed, list) and all(type(one) is int and one >= 0 for one in listed)):
-        fields.problems.append(f"moe_layers={listed!r:.60}: expected numbers of layers, from 0 on, or null.")
+    if listed is not None and not (
+        isinstance(listed, list) and all(type(one) is int and one >= 0 for one in listed)
+    ):
+        fields.problems.append(
+            f"moe_layers={listed!r:.60}: expected numbers of layers, from 0 on, or null."
+        )
         listed = None
-    having = [layer in listed if listed is not None else (layer + 1) % step == 0 for layer in range(layers)]
+    having = [
+        layer in listed if listed is not None else (layer + 1) % step == 0
+        for layer in range(layers)
+    ]
     if not any(having):
         return None
     fields.only("num_experts_per_tok", 1)
     width = usual["ffn_hidden_size"]
     return MoEConfig(
-        experts=fields.whole("num_local_experts", 16), top_k=1, ffn_hidden_size=width, shared_ffn_hidden_size=width,
-        weigh_input=True, router=RouterConfig(score="sigmoid", renormalise=False), layers=pattern(having),
-    )  # fmt: skip
+        experts=fields.whole("num_local_experts", 16),
+        top_k=1,
+        ffn_hidden_size=width,
+        shared_ffn_hidden_size=width,
+        weigh_input=True,
+        router=RouterConfig(score="sigmoid", renormalise=False),
+        layers=pattern(having),
+    )
 
 
 def _read_turned(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Which layers have positions: what the name of the field says of them is the contrary of what its ones mean."""
+    """Which layers have positions: what the name of the field says of them is the contrary of what
+    its ones mean."""
     every, there = fields.whole("no_rope_layer_interval", 4), fields.value("no_rope_layers") != []
     flags = fields.flags_of_layers("no_rope_layers", layers, {1: True, 0: False}) if there else None
     return flags or tuple((layer + 1) % every != 0 for layer in range(layers))
@@ -86,7 +107,10 @@ def _read_rope(fields: Fields, length: int, turned: tuple[bool, ...]) -> RopeCon
     """Positions where layers turn, and how queries grow where they do not."""
     growth, step = fields.number("attn_scale", 0.1, zero=True), fields.whole("floor_scale", 8192)
     tuned = fields.value("attn_temperature_tuning")
-    if tuned is not None and type(tuned) not in (bool, int):  # the release has 4 where it means true
+    if tuned is not None and type(tuned) not in (
+        bool,
+        int,
+    ):  # the release has 4 where it means true
         fields.problems.append(f"attn_temperature_tuning={tuned!r:.60}: expected true or false.")
     grows = bool(tuned) if "attn_temperature_tuning" in fields.raw else True  # null is false there
     rope = replace(read_rope(fields, max_position=length, theta=500_000.0), interleaved=True)
@@ -97,21 +121,27 @@ def _read_rope(fields: Fields, length: int, turned: tuple[bool, ...]) -> RopeCon
 
 
 def _read_chunks(fields: Fields, turned: tuple[bool, ...]) -> dict[str, Any]:
-    """Arguments of AttentionConfig about what layers see: chunks where they turn, or as layer_types says."""
-    size = fields.whole_or_none("attention_chunk_size") if "attention_chunk_size" in fields.raw else 8192
+    """Arguments of AttentionConfig about what layers see: chunks where they turn, or as layer_types
+    says."""
+    size = (
+        fields.whole_or_none("attention_chunk_size")
+        if "attention_chunk_size" in fields.raw
+        else 8192
+    )
     found = fields.flags_of_layers("layer_types", len(turned), {CHUNKED: True, FULL: False})
     flags = turned if found is None else found
     if size is None and any(flags):
         fields.problems.append(
-            f"attention_chunk_size={size}, and layers attend in chunks of so many tokens. Set it to 8192, or "
-            f"layer_types to {FULL!r} for every layer."
+            f"attention_chunk_size={size}, and layers attend in chunks of so many tokens. Set it "
+            f"to 8192, or layer_types to {FULL!r} for every layer."
         )
     chunks = windowed(size, shortest(flags))
     return {**chunks, "chunked": True} if chunks else {}
 
 
 def _read_norms(fields: Fields, turned: tuple[bool, ...]) -> dict[str, Any]:
-    """Arguments of AttentionConfig about norms: where layers turn; theirs come after that, which changes no length."""
+    """Arguments of AttentionConfig about norms: where layers turn; theirs come after that, which
+    changes no length."""
     if not fields.flag("use_qk_norm", True) or not any(turned):
         return {}
     return {"qk_norm": "l2", "qk_norm_layers": () if all(turned) else shortest(turned)}
@@ -127,15 +157,21 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     width, mixed = config.ffn_hidden_size, [layer for layer in layers if config.has_experts(layer)]
     turned = [config.turns(layer) for layer in layers]
     raw = {
-        **write_usual(config, LLAMA4), "intermediate_size": width if moe is None else moe.ffn_hidden_size,
-        "intermediate_size_mlp": width, "moe_layers": mixed, "interleave_moe_layer_step": mixed[0] + 1 if mixed else 1,
-        "num_local_experts": 1 if moe is None else moe.experts, "num_experts_per_tok": 1 if moe is None else moe.top_k,
-        "no_rope_layers": [int(flag) for flag in turned], "use_qk_norm": kind.qk_norm == "l2" and any(turned),
+        **write_usual(config, LLAMA4),
+        "intermediate_size": width if moe is None else moe.ffn_hidden_size,
+        "intermediate_size_mlp": width,
+        "moe_layers": mixed,
+        "interleave_moe_layer_step": mixed[0] + 1 if mixed else 1,
+        "num_local_experts": 1 if moe is None else moe.experts,
+        "num_experts_per_tok": 1 if moe is None else moe.top_k,
+        "no_rope_layers": [int(flag) for flag in turned],
+        "use_qk_norm": kind.qk_norm == "l2" and any(turned),
         "attention_chunk_size": kind.window or 8192,
         "layer_types": [CHUNKED if config.has_window(layer) else FULL for layer in layers],
-        "attn_temperature_tuning": config.rope.skip_growth > 0, "attn_scale": config.rope.skip_growth or 0.1,
+        "attn_temperature_tuning": config.rope.skip_growth > 0,
+        "attn_scale": config.rope.skip_growth or 0.1,
         "floor_scale": config.rope.skip_step,
-    }  # fmt: skip
+    }
     return said(raw, config, read_config, LLAMA4)
 
 
@@ -153,7 +189,14 @@ def _mixture_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRu
     up, down = f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"
     return [
         *router_rules(config, f"{block}.router", ours),
-        piece(up, f"{ours}.experts.gate_up", wide, shape=(e, h, 2 * f), view=(e, h, 2, f), dims=(0, 2, 3, 1)),
+        piece(
+            up,
+            f"{ours}.experts.gate_up",
+            wide,
+            shape=(e, h, 2 * f),
+            view=(e, h, 2, f),
+            dims=(0, 2, 3, 1),
+        ),
         piece(down, f"{ours}.experts.down", back, shape=(e, f, h), view=(e, f, h), dims=(0, 2, 1)),
         *shared_rules(config, block, ours, Words()),
     ]
@@ -168,7 +211,10 @@ LLAMA4 = Family(
     ignored=ROTARY_BUFFERS,
     tied=HEAD,
     outer=Outer(
-        architecture="Llama4ForConditionalGeneration", model_type="llama4", section="text_config",
-        prefix="language_model.", others=re.compile(r"(vision_model|multi_modal_projector)\..*"),
+        architecture="Llama4ForConditionalGeneration",
+        model_type="llama4",
+        section="text_config",
+        prefix="language_model.",
+        others=re.compile(r"(vision_model|multi_modal_projector)\..*"),
     ),
-)  # fmt: skip
+)

@@ -13,14 +13,23 @@ from megalith.models.experts import Words, experts_of, read_balance, write_balan
 from megalith.models.fields import Fields
 from megalith.models.names import Family
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, rules_with_experts, said, windowed, write_usual
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    read_usual,
+    rules_with_experts,
+    said,
+    windowed,
+    write_usual,
+)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(fields, switch=False, max_seq_len=131_072, norm_eps=1e-5, kv_heads=8)
@@ -28,9 +37,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     window = windowed(fields.whole_or_none("sliding_window"), (True,))
     chosen = fields.whole("num_experts_per_tok", 2)
     moe = MoEConfig(
-        experts=fields.whole("num_local_experts", 8), top_k=chosen, ffn_hidden_size=usual["ffn_hidden_size"],
+        experts=fields.whole("num_local_experts", 8),
+        top_k=chosen,
+        ffn_hidden_size=usual["ffn_hidden_size"],
         balance=read_balance(fields, top_k=chosen, layers=usual["num_layers"]),
-    )  # fmt: skip
+    )
     fields.ignore("router_jitter_noise")  # theirs is on what experts read, too
     fields.finish()
     return ModelConfig(**usual, rope=rope, attention=AttentionConfig(**window), moe=moe)
@@ -44,14 +55,19 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     moe = experts_of(config, MIXTRAL.architecture)
     raw = {
-        **write_usual(config, MIXTRAL, switch=False), "intermediate_size": moe.ffn_hidden_size,
-        "sliding_window": config.attention.window, "num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k,
+        **write_usual(config, MIXTRAL, switch=False),
+        "intermediate_size": moe.ffn_hidden_size,
+        "sliding_window": config.attention.window,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
         **write_balance(config, moe),
-    }  # fmt: skip
+    }
     return said(raw, config, read_config, MIXTRAL)
 
 
-rules, joined = rules_with_experts(Words(block="block_sparse_moe", gate="w1", up="w3", down="w2"), all_biases=False)
+rules, joined = rules_with_experts(
+    Words(block="block_sparse_moe", gate="w1", up="w3", down="w2"), all_biases=False
+)
 
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",

@@ -1,4 +1,5 @@
-"""How another library's tensors map to ours: a part of each, seen with other dims, is a box of one of our parameters.
+"""How another library's tensors map to ours: a part of each, seen with other dims, is a box of one
+of our parameters.
 
 The map is a list of values, so that reading, writing, dry runs and tests all follow the same rules.
 """
@@ -16,22 +17,30 @@ from megalith.config.model import ModelConfig
 from megalith.plan.shards import Box
 
 BALANCING_BIAS = ".balancing_bias"
-"""How parameters end that steps move by a thousandth: beyond a quarter bf16 has no such steps, so they stay wide."""
+"""How parameters end that steps move by a thousandth: beyond a quarter bf16 has no such steps, so
+they stay wide."""
 
 BALANCING_OFFSET = ".balancing_offset"
-"""How parameters end that are taken off logits before experts are chosen: narrowed, others would be chosen."""
+"""How parameters end that are taken off logits before experts are chosen: narrowed, others would be
+chosen."""
 
 
 def dtype_to_write(parameter: str, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """What a parameter of ours is written in, in folders of theirs and of ours; `asked` unset: as it is stored."""
+    """What a parameter of ours is written in, in folders of theirs and of ours; `asked` unset: as
+    it is stored."""
     if asked is None:
         return stored
-    return torch.promote_types(asked, stored) if parameter.endswith((BALANCING_BIAS, BALANCING_OFFSET)) else asked
+    return (
+        torch.promote_types(asked, stored)
+        if parameter.endswith((BALANCING_BIAS, BALANCING_OFFSET))
+        else asked
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRule:
-    """A part of one tensor of theirs: `theirs.view(view)[at]`, its dims in our order, is `box` of our parameter."""
+    """A part of one tensor of theirs: `theirs.view(view)[at]`, its dims in our order, is `box` of
+    our parameter."""
 
     name: str
     """Theirs."""
@@ -77,7 +86,8 @@ def as_promised(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """An architecture of theirs that has one of text inside, and more beside it that is not read here."""
+    """An architecture of theirs that has one of text inside, and more beside it that is not read
+    here."""
 
     architecture: str
     """As config.json names it."""
@@ -127,8 +137,8 @@ class Family:
     """Tensors that repeat a whole parameter; a folder may lack them, ours have them."""
 
     joined: Callable[[ModelConfig], list[TensorRule]] | None = None
-    """The same where a layer's experts share tensors, as in the memory of transformers 5; unset: there are no experts,
-    or no other way."""
+    """The same where a layer's experts share tensors, as in the memory of transformers 5; unset:
+    there are no experts, or no other way."""
 
     in_transformers: bool = True
     """Whether `from_pretrained` reads what is written without code of the model's own."""
@@ -137,11 +147,13 @@ class Family:
     """An architecture whose folders may be read as this one; it is never written."""
 
     settle: Callable[[ModelConfig, Collection[str]], ModelConfig] = as_promised
-    """What the names of a folder's tensors decide, because its config.json may promise what is not there."""
+    """What the names of a folder's tensors decide, because its config.json may promise what is not
+    there."""
 
 
 class Region(NamedTuple):
-    """Where a box of ours is in a tensor of theirs: `theirs[slices].view(view)[at]`, and then its dims in our order."""
+    """Where a box of ours is in a tensor of theirs: `theirs[slices].view(view)[at]`, and then its
+    dims in our order."""
 
     slices: tuple[slice, ...]
     """One run of each of their dims."""
@@ -164,7 +176,11 @@ def region_of(rule: TensorRule, part: Box) -> Region:
             spans[dim] = (first, first + stop - start)
     groups = [_run(rule.view[dims], spans[dims]) for dims in _groups(rule)]
     view = tuple(size for _, sizes, _ in groups for size in sizes)
-    return Region(tuple(run for run, _, _ in groups), view, tuple(span for _, _, inner in groups for span in inner))
+    return Region(
+        tuple(run for run, _, _ in groups),
+        view,
+        tuple(span for _, _, inner in groups for span in inner),
+    )
 
 
 def _groups(rule: TensorRule) -> list[slice]:
@@ -182,16 +198,26 @@ def _groups(rule: TensorRule) -> list[slice]:
     return [*groups[:-1], slice(groups[-1].start, len(rule.view))]
 
 
-def _run(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
-    """The shortest run of one dim of theirs that has the spans of the dims it is made of; its dims; the spans in it."""
+def _run(
+    sizes: Sequence[int], spans: Sequence[tuple[int, int]]
+) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
+    """The shortest run of one dim of theirs that has the spans of the dims it is made of; its dims;
+    the spans in it."""
     outer = next((i for i, (start, stop) in enumerate(spans) if stop - start > 1), len(spans) - 1)
-    first = sum(start * math.prod(sizes[i + 1 :]) for i, (start, _) in enumerate(spans[: outer + 1]))
+    first = sum(
+        start * math.prod(sizes[i + 1 :]) for i, (start, _) in enumerate(spans[: outer + 1])
+    )
     count, inner = spans[outer][1] - spans[outer][0], math.prod(sizes[outer + 1 :])
     view = (*[1] * outer, count, *sizes[outer + 1 :])
     return (
-        slice(first, first + count * inner), view,
-        (*[slice(0, 1)] * outer, slice(0, count), *(slice(start, stop) for start, stop in spans[outer + 1 :])),
-    )  # fmt: skip
+        slice(first, first + count * inner),
+        view,
+        (
+            *[slice(0, 1)] * outer,
+            slice(0, count),
+            *(slice(start, stop) for start, stop in spans[outer + 1 :]),
+        ),
+    )
 
 
 def in_our_order(rule: TensorRule, values: Tensor) -> Tensor:
@@ -248,29 +274,50 @@ def as_stored(rules: Sequence[TensorRule], prefix: str, names: Collection[str]) 
 
 def extent(rules: Sequence[TensorRule]) -> tuple[int, ...]:
     """Shape of a parameter of ours as far as their tensors fill it: without padded rows."""
-    return tuple(max(stop for _, stop in spans) for spans in zip(*(rule.box for rule in rules), strict=True))
+    return tuple(
+        max(stop for _, stop in spans) for spans in zip(*(rule.box for rule in rules), strict=True)
+    )
 
 
 def rule(
-    name: str, parameter: str | None, lengths: Sequence[int], *, shape: Sequence[int], part: int | None = None
+    name: str,
+    parameter: str | None,
+    lengths: Sequence[int],
+    *,
+    shape: Sequence[int],
+    part: int | None = None,
 ) -> TensorRule:
-    """A rule for a whole tensor of theirs: a parameter of `lengths`, or its `part`th slice along one more first dim."""
+    """A rule for a whole tensor of theirs: a parameter of `lengths`, or its `part`th slice along
+    one more first dim."""
     assert math.prod(shape) == math.prod(lengths), name
     if part is None:
-        return piece(name, parameter, tuple((0, length) for length in lengths), shape=shape, view=lengths)
+        return piece(
+            name, parameter, tuple((0, length) for length in lengths), shape=shape, view=lengths
+        )
     box = ((part, part + 1), *((0, length) for length in lengths))
     return piece(name, parameter, box, shape=shape, view=lengths, dims=(None, *range(len(lengths))))
 
 
 def piece(
-    name: str, parameter: str | None, box: Box, *, shape: Sequence[int], view: Sequence[int], at: Box | None = None,
+    name: str,
+    parameter: str | None,
+    box: Box,
+    *,
+    shape: Sequence[int],
+    view: Sequence[int],
+    at: Box | None = None,
     dims: Sequence[int | None] | None = None,
-) -> TensorRule:  # fmt: skip
+) -> TensorRule:
     """A rule for a part of a tensor of theirs; unset: all of it, its dims in the order of ours."""
     found = TensorRule(
-        name, tuple(shape), parameter, box, tuple(view), at or tuple((0, size) for size in view),
+        name,
+        tuple(shape),
+        parameter,
+        box,
+        tuple(view),
+        at or tuple((0, size) for size in view),
         tuple(range(len(box))) if dims is None else tuple(dims),
-    )  # fmt: skip
+    )
     for dim, (start, stop) in zip(found.dims, found.box, strict=True):
         theirs = (0, 1) if dim is None else found.at[dim]
         assert theirs[1] - theirs[0] == stop - start, found

@@ -1,4 +1,5 @@
-"""GPT-NeoX and Pythia as Hugging Face knows them: config.json and tensors, each head's q, k and v in one matrix.
+"""GPT-NeoX and Pythia as Hugging Face knows them: config.json and tensors, each head's q, k and v
+in one matrix.
 
 Source: Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373.
 """
@@ -22,17 +23,24 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     sizes: dict[str, Any] = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
     length = fields.whole("max_position_embeddings", 2048)
     rope = read_rope(
-        fields, max_position=length, theta_name="rotary_emb_base", fraction=0.25, fraction_name="rotary_pct"
+        fields,
+        max_position=length,
+        theta_name="rotary_emb_base",
+        fraction=0.25,
+        fraction_name="rotary_pct",
     )
     hidden = fields.number("hidden_dropout", 0.0, zero=True)
     dropout = DropoutConfig(
-        embedding=hidden, residual=hidden, attention=fields.number("attention_dropout", 0.0, zero=True)
+        embedding=hidden,
+        residual=hidden,
+        attention=fields.number("attention_dropout", 0.0, zero=True),
     )
     fields.only("is_decoder", False, True)
     fields.ignore("classifier_dropout", "gradient_checkpointing")
@@ -97,7 +105,9 @@ def rules(config: ModelConfig) -> list[TensorRule]:
         found += layer_norm_rules(f"{theirs}.input_layernorm", f"{ours}.attention_norm", h)
         found += _attention_rules(config, f"{theirs}.attention", f"{ours}.attention")
         found += layer_norm_rules(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", h)
-        found += ungated_rules(config, f"{theirs}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_4h_to_h", f"{ours}.mlp")
+        found += ungated_rules(
+            config, f"{theirs}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_4h_to_h", f"{ours}.mlp"
+        )
     found += layer_norm_rules("gpt_neox.final_layer_norm", "norm", h)
     if not config.tied_embeddings:
         found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
@@ -111,25 +121,45 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
     heads, width, h_all = (0, n), (0, d), (0, h)
     found = [
         piece(
-            f"{fused}.weight", f"{ours}.q", (heads, width, h_all), shape=(n * 3 * d, h), view=(*view, h),
-            at=(heads, q, width, h_all), dims=(0, 2, 3),
+            f"{fused}.weight",
+            f"{ours}.q",
+            (heads, width, h_all),
+            shape=(n * 3 * d, h),
+            view=(*view, h),
+            at=(heads, q, width, h_all),
+            dims=(0, 2, 3),
         ),
         piece(
-            f"{fused}.weight", f"{ours}.kv", ((0, 2), heads, width, h_all), shape=(n * 3 * d, h), view=(*view, h),
-            at=(heads, kv, width, h_all), dims=(1, 0, 2, 3),
+            f"{fused}.weight",
+            f"{ours}.kv",
+            ((0, 2), heads, width, h_all),
+            shape=(n * 3 * d, h),
+            view=(*view, h),
+            at=(heads, kv, width, h_all),
+            dims=(1, 0, 2, 3),
         ),
-    ]  # fmt: skip
+    ]
     if config.qkv_bias:
         found += [
             piece(
-                f"{fused}.bias", f"{ours}.q_bias", (heads, width), shape=(n * 3 * d,), view=view,
-                at=(heads, q, width), dims=(0, 2),
+                f"{fused}.bias",
+                f"{ours}.q_bias",
+                (heads, width),
+                shape=(n * 3 * d,),
+                view=view,
+                at=(heads, q, width),
+                dims=(0, 2),
             ),
             piece(
-                f"{fused}.bias", f"{ours}.kv_bias", ((0, 2), heads, width), shape=(n * 3 * d,), view=view,
-                at=(heads, kv, width), dims=(1, 0, 2),
+                f"{fused}.bias",
+                f"{ours}.kv_bias",
+                ((0, 2), heads, width),
+                shape=(n * 3 * d,),
+                view=view,
+                at=(heads, kv, width),
+                dims=(1, 0, 2),
             ),
-        ]  # fmt: skip
+        ]
     found.append(rule(f"{theirs}.dense.weight", f"{ours}.o", (h, n, d), shape=(h, n * d)))
     if config.output_bias:
         found.append(rule(f"{theirs}.dense.bias", f"{ours}.o_bias", (h,), shape=(h,)))
@@ -142,6 +172,8 @@ NEOX = Family(
     read_config=read_config,
     write_config=write_config,
     rules=rules,
-    ignored=re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
+    ignored=re.compile(
+        r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+    ),
     tied=HEAD,
 )

@@ -1,4 +1,5 @@
-"""OLMo 2 as Hugging Face knows it: norms only after attention and MLP, queries and keys normed over all heads.
+"""OLMo 2 as Hugging Face knows it: norms only after attention and MLP, queries and keys normed over
+all heads.
 
 Source: OLMo Team 2024, arXiv:2501.00656.
 """
@@ -13,7 +14,10 @@ from megalith.models.names import Family, TensorRule
 from megalith.models.rope import read_rope
 from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, write_usual
 
-NORMS = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 """Ours -> theirs."""
 
 
@@ -21,13 +25,16 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(fields, norm_eps=1e-5)
     rope = read_rope(fields, max_position=usual["max_seq_len"])
     fields.finish()
-    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(qk_norm="whole"), norm_placement="after")
+    return ModelConfig(
+        **usual, rope=rope, attention=AttentionConfig(qk_norm="whole"), norm_placement="after"
+    )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""OLMoE as Hugging Face knows it: queries and keys normed over all heads, and a mixture of experts in every layer.
+"""OLMoE as Hugging Face knows it: queries and keys normed over all heads, and a mixture of experts
+in every layer.
 
 Source: Muennighoff et al. 2024, arXiv:2409.02060.
 """
@@ -12,14 +13,23 @@ from megalith.models.experts import Words, experts_of, read_mixture, write_mixtu
 from megalith.models.fields import Fields
 from megalith.models.names import Family
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, rules_with_experts, said, whole_heads, write_usual
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    read_usual,
+    rules_with_experts,
+    said,
+    whole_heads,
+    write_usual,
+)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(fields, max_seq_len=4096, norm_eps=1e-5)
@@ -27,8 +37,14 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields.only("clip_qkv", None)
     width = usual["ffn_hidden_size"]
     moe = read_mixture(
-        fields, usual["num_layers"], experts=64, top_k=8, width=width, sparse=False, coefficient=0.01
-    )  # fmt: skip
+        fields,
+        usual["num_layers"],
+        experts=64,
+        top_k=8,
+        width=width,
+        sparse=False,
+        coefficient=0.01,
+    )
     fields.finish()
     return ModelConfig(**usual, rope=rope, attention=AttentionConfig(qk_norm="whole"), moe=moe)
 
@@ -42,8 +58,10 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     moe = experts_of(config, OLMOE.architecture)
     whole_heads(config)
     raw = {
-        **write_usual(config, OLMOE), "intermediate_size": moe.ffn_hidden_size, **write_mixture(config, moe),
-    }  # fmt: skip
+        **write_usual(config, OLMOE),
+        "intermediate_size": moe.ffn_hidden_size,
+        **write_mixture(config, moe),
+    }
     return said(raw, config, read_config, OLMOE)
 
 

@@ -1,4 +1,5 @@
-"""adapter_config.json of the peft library, read whole: a field is understood, known to change nothing, or refused."""
+"""adapter_config.json of the peft library, read whole: a field is understood, known to change
+nothing, or refused."""
 
 import math
 import re
@@ -12,27 +13,61 @@ from megalith.config.lora import LoraConfig
 from megalith.errors import CheckpointError
 from megalith.models.hf import check_links, read_json
 
-UNDERSTOOD = frozenset(("r", "lora_alpha", "target_modules", "layers_to_transform", "base_model_name_or_path"))
+UNDERSTOOD = frozenset(
+    ("r", "lora_alpha", "target_modules", "layers_to_transform", "base_model_name_or_path")
+)
 """Fields that may hold anything that makes sense."""
 
 PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "use_rslora": (False, True, None), "use_dora": (False, None),
-    "fan_in_fan_out": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
-    "layers_pattern": (None, "", [], "layers", ["layers"]), "modules_to_save": (None, []), "lora_bias": (False, None),
-    "layer_replication": (None,), "target_parameters": (None, []), "trainable_token_indices": (None,),
-    "exclude_modules": (None, [], ""), "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
-    "alora_invocation_tokens": (None,), "use_qalora": (False, None), "arrow_config": (None,),
-    "use_bdlora": (False, None), "velora_config": (None,), "monteclora_config": (None,), "kasa_config": (None,),
-    "megatron_config": (None,), "enable_lora": (None,),
-}  # fmt: skip
-"""Fields that change what adapters compute, or the base, and the values with which they are plain LoRA."""
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_rslora": (False, True, None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_pattern": (None, "", [], "layers", ["layers"]),
+    "modules_to_save": (None, []),
+    "lora_bias": (False, None),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "exclude_modules": (None, [], ""),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "arrow_config": (None,),
+    "use_bdlora": (False, None),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "kasa_config": (None,),
+    "megatron_config": (None,),
+    "enable_lora": (None,),
+}
+"""Fields that change what adapters compute, or the base, and the values with which they are plain
+LoRA."""
 
-WITHOUT_EFFECT = frozenset((
-    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core",
-    "qalora_group_size", "runtime_config", "ensure_weight_tying", "merge_weights",
-    "loftq_config", "eva_config", "corda_config", "lora_ga_config",  # of ways to begin, which init_lora_weights names
-))  # fmt: skip
-"""Fields that say nothing about what trained adapters compute, or only in company of others that are refused."""
+WITHOUT_EFFECT = frozenset(
+    (
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+        "ensure_weight_tying",
+        "merge_weights",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",  # of ways to begin, which init_lora_weights names
+    )
+)
+"""Fields that say nothing about what trained adapters compute, or only in company of others that
+are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +87,34 @@ class PeftConfig:
     """base_model_name_or_path"""
 
     def adapts(self, module: str, layer: int) -> bool:
-        """Whether the library puts adapters beside a linear layer, as far as that follows from the names."""
+        """Whether the library puts adapters beside a linear layer, as far as that follows from the
+        names."""
         if self.layers is not None and layer not in self.layers:
             return False
         if isinstance(self.modules, str):
             return self.modules == "all-linear" or re.fullmatch(self.modules, module) is not None
-        return self.modules is None or any(f".{module}".endswith(f".{name}") for name in self.modules)
+        return self.modules is None or any(
+            f".{module}".endswith(f".{name}") for name in self.modules
+        )
 
 
 def read_peft_config(file: Path) -> PeftConfig:
     """An adapter_config.json.
 
     Raises:
-        CheckpointError: these are no plain LoRA adapters, or nobody knows whether they are; each field is named. Or the
-            folder has links that lead out of it.
+        CheckpointError: these are no plain LoRA adapters, or nobody knows whether they are; each
+            field is named. Or the folder has links that lead out of it.
     """
     check_links(file.parent, storage.list_names(file.parent))
     raw = read_json(file)
-    wrong = [f"{name}={raw[name]!r:.80}" for name, plain in PLAIN.items() if name in raw and raw[name] not in plain]
-    rank, alpha, modules, layers = (raw.get(n) for n in ("r", "lora_alpha", "target_modules", "layers_to_transform"))
+    wrong = [
+        f"{name}={raw[name]!r:.80}"
+        for name, plain in PLAIN.items()
+        if name in raw and raw[name] not in plain
+    ]
+    rank, alpha, modules, layers = (
+        raw.get(n) for n in ("r", "lora_alpha", "target_modules", "layers_to_transform")
+    )
     layers = [layers] if type(layers) is int else layers
     sound = {
         "r": type(rank) is int and rank > 0,
@@ -81,19 +125,26 @@ def read_peft_config(file: Path) -> PeftConfig:
     wrong += [f"{name}={raw.get(name)!r:.80}" for name, good in sound.items() if not good]
     if wrong:
         raise CheckpointError(
-            f"{file}: {', '.join(wrong)}: these adapters compute something else than W + scale · B · A. Use LoRA "
+            f"{file}: {', '.join(wrong)}: these adapters compute something else than W + scale · B "
+            "· A. Use LoRA "
             f"adapters without them, or merge them with PEFT and use the merged model."
         )
     known = UNDERSTOOD | PLAIN.keys() | WITHOUT_EFFECT
-    unknown = [f"{name}={value!r:.80}" for name, value in raw.items() if name not in known and value is not None]
+    unknown = [
+        f"{name}={value!r:.80}"
+        for name, value in raw.items()
+        if name not in known and value is not None
+    ]
     if unknown:
         raise CheckpointError(
-            f"{file}: {', '.join(unknown)}: not known, so it may change what the adapters compute. Remove it if it "
-            f"does not, or merge them with PEFT and use the merged model."
+            f"{file}: {', '.join(unknown)}: not known, so it may change what the adapters compute. "
+            f"Remove it if it does not, or merge them with PEFT and use the merged model."
         )
     assert isinstance(rank, int) and isinstance(alpha, int | float)
     return PeftConfig(
-        lora=LoraConfig(rank=rank, alpha=float(alpha), rslora=bool(raw.get("use_rslora")), targets=()),
+        lora=LoraConfig(
+            rank=rank, alpha=float(alpha), rslora=bool(raw.get("use_rslora")), targets=()
+        ),
         modules=tuple(modules) if isinstance(modules, list) else modules,
         layers=None if layers is None else frozenset(layers),
         base=raw.get("base_model_name_or_path"),

@@ -1,8 +1,9 @@
-"""Phi-3 and Phi-4 as Hugging Face knows them: a Llama with fused projections, and a window in all layers.
+"""Phi-3 and Phi-4 as Hugging Face knows them: a Llama with fused projections, and a window in all
+layers.
 
-Their long-context variants slow each pair of features down by a factor of its own (longrope), and by another one in
-documents that are longer than the rows of the first training.
-Source: Abdin et al. 2024, arXiv:2404.14219.
+Their long-context variants slow each pair of features down by a factor of its own (longrope), and
+by another one in documents that are longer than the rows of the first training. Source: Abdin et
+al. 2024, arXiv:2404.14219.
 """
 
 from collections.abc import Mapping
@@ -15,25 +16,38 @@ from megalith.config.rope import RopeConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.rope import KIND, PER_PAIR, read_rope, write_rope
-from megalith.models.usual import HEAD, NORMS, ROTARY_BUFFERS, read_usual, said, whole_heads, write_usual
+from megalith.models.usual import (
+    HEAD,
+    NORMS,
+    ROTARY_BUFFERS,
+    read_usual,
+    said,
+    whole_heads,
+    write_usual,
+)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(_renamed(raw))
     usual = read_usual(fields, max_seq_len=4096, norm_eps=1e-5, switch=False)
     rope = read_rope(fields, max_position=usual["max_seq_len"], fraction=1.0)
     if rope.scaling not in ("none", "longrope"):  # transformers refuses all others
         fields.problems.append(
-            f"rotary positions with rope_type={rope.scaling!r} are not supported in a Phi-3: rope_type must be "
+            f"rotary positions with rope_type={rope.scaling!r} are not supported in a Phi-3: "
+            "rope_type must be "
             f"'default' or 'longrope'."
         )
     window = fields.whole_or_none("sliding_window")
-    embedding, residual = fields.number("embd_pdrop", 0.0, zero=True), fields.number("resid_pdrop", 0.0, zero=True)
+    embedding, residual = (
+        fields.number("embd_pdrop", 0.0, zero=True),
+        fields.number("resid_pdrop", 0.0, zero=True),
+    )
     usual["dropout"] = replace(usual["dropout"], embedding=embedding, residual=residual)
     fields.only("attention_bias", False)
     fields.ignore("original_max_position_embeddings")
@@ -45,7 +59,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with older names of longrope as they are today, and the first training's rows beside its factors."""
+    """The config with older names of longrope as they are today, and the first training's rows
+    beside its factors."""
     found = dict(raw)
     rows = {name: raw[name] for name in (ROWS,) if name in raw}
     for place in ("rope_scaling", "rope_parameters"):
@@ -70,7 +85,9 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         **write_usual(config, PHI3, switch=False),
         **_write_rope(config.rope),
         "sliding_window": config.attention.window,
-        ROWS: config.rope.original_max_position if config.rope.scaling == "longrope" else config.max_seq_len,
+        ROWS: config.rope.original_max_position
+        if config.rope.scaling == "longrope"
+        else config.max_seq_len,
         "embd_pdrop": config.dropout.embedding,
         "resid_pdrop": config.dropout.residual,
     }
@@ -78,10 +95,14 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """As usual, but with longrope nothing beside the factors in the older place, or transformers 4 refuses it."""
+    """As usual, but with longrope nothing beside the factors in the older place, or transformers 4
+    refuses it."""
     written = write_rope(rope, fraction=True)
     if rope.scaling == "longrope":
-        written["rope_scaling"] = {"type": "longrope", **{name: written["rope_scaling"][name] for name in PER_PAIR}}
+        written["rope_scaling"] = {
+            "type": "longrope",
+            **{name: written["rope_scaling"][name] for name in PER_PAIR},
+        }
         for name in ("factor", "attention_factor"):  # follow from the lengths
             written["rope_parameters"].pop(name, None)
     return written
@@ -94,12 +115,21 @@ def rules(config: ModelConfig) -> list[TensorRule]:
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
         norms = {
-            name: rule(f"{theirs}.{NORMS[name]}.weight", f"{ours}.{name}.weight", (h,), shape=(h,)) for name in NORMS
+            name: rule(f"{theirs}.{NORMS[name]}.weight", f"{ours}.{name}.weight", (h,), shape=(h,))
+            for name in NORMS
         }
-        found += [norms["attention_norm"], *_attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention")]
+        found += [
+            norms["attention_norm"],
+            *_attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention"),
+        ]
         found += [
             norms["mlp_norm"],
-            rule(f"{theirs}.mlp.gate_up_proj.weight", f"{ours}.mlp.gate_up", (2, f, h), shape=(2 * f, h)),
+            rule(
+                f"{theirs}.mlp.gate_up_proj.weight",
+                f"{ours}.mlp.gate_up",
+                (2, f, h),
+                shape=(2 * f, h),
+            ),
             rule(f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.down", (h, f), shape=(h, f)),
         ]
     found.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
@@ -115,11 +145,16 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
     shape = (view[0] * d, h)
     both = [
         piece(
-            name, f"{ours}.kv", ((part, part + 1), (0, g), *rest), shape=shape, view=view,
-            at=((n + part * g, n + (part + 1) * g), *rest), dims=(None, 0, 1, 2),
+            name,
+            f"{ours}.kv",
+            ((part, part + 1), (0, g), *rest),
+            shape=shape,
+            view=view,
+            at=((n + part * g, n + (part + 1) * g), *rest),
+            dims=(None, 0, 1, 2),
         )
         for part in range(2)
-    ]  # fmt: skip
+    ]
     return [
         piece(name, f"{ours}.q", ((0, n), *rest), shape=shape, view=view, at=((0, n), *rest)),
         *both,

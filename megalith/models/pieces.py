@@ -1,4 +1,5 @@
-"""Tensors that several families have in another form than Llama: norms with a bias, MLPs without a gate."""
+"""Tensors that several families have in another form than Llama: norms with a bias, MLPs without a
+gate."""
 
 from megalith.config.model import ModelConfig
 from megalith.models.names import TensorRule, rule
@@ -6,7 +7,10 @@ from megalith.models.names import TensorRule, rule
 
 def layer_norm_rules(theirs: str, ours: str, size: int) -> list[TensorRule]:
     """Weight and bias of a LayerNorm over `size` features."""
-    return [rule(f"{theirs}.{part}", f"{ours}.{part}", (size,), shape=(size,)) for part in ("weight", "bias")]
+    return [
+        rule(f"{theirs}.{part}", f"{ours}.{part}", (size,), shape=(size,))
+        for part in ("weight", "bias")
+    ]
 
 
 def ungated_rules(config: ModelConfig, up: str, down: str, ours: str) -> list[TensorRule]:

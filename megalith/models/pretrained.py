@@ -1,4 +1,5 @@
-"""Where weights come from: a checkpoint of ours, the newest one of a run, or a Hugging Face folder."""
+"""Where weights come from: a checkpoint of ours, the newest one of a run, or a Hugging Face
+folder."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -68,14 +69,16 @@ from megalith.plan.shards import Box
 RUNS = Path("runs")
 
 FORCED = "forced_choices"
-"""In the state of a checkpoint: settings under which chance chose experts, in any step that led to its weights."""
+"""In the state of a checkpoint: settings under which chance chose experts, in any step that led to
+its weights."""
 
 HF_SOURCE = "huggingface"
-"""In the state of a checkpoint: the Hugging Face model that its weights were converted from (`HFSource`)."""
+"""In the state of a checkpoint: the Hugging Face model that its weights were converted from
+(`HFSource`)."""
 
 FREE = ("init_std",)
-"""Settings that decide how a model learns, not what it computes, beside those that have no canonical form at all; they
-may change when weights are taken over."""
+"""Settings that decide how a model learns, not what it computes, beside those that have no
+canonical form at all; they may change when weights are taken over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,8 @@ class CheckpointWeights:
         return self.checkpoint.dtype(f"model.{parameter}")
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of a parameter; from its master copy where another dtype than the stored one is wanted."""
+        """A box of a parameter; from its master copy where another dtype than the stored one is
+        wanted."""
         master = f"optimizer.master.{parameter}"
         exact = dtype == self.dtype(parameter) or master not in self.checkpoint.manifest.tensors
         key = f"model.{parameter}" if exact else master
@@ -99,7 +103,8 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """A model with weights, opened: everything about it that is not a tensor, and a way to read those."""
+    """A model with weights, opened: everything about it that is not a tensor, and a way to read
+    those."""
 
     path: Path
     """Of the checkpoint or folder itself."""
@@ -119,7 +124,8 @@ class Pretrained:
     """Settings under which chance chose experts while it was trained."""
 
     hf_source: HFSource | None = None
-    """The Hugging Face model that it is or was converted from; None: unknown, or trained from a recipe."""
+    """The Hugging Face model that it is or was converted from; None: unknown, or trained from a
+    recipe."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -131,37 +137,51 @@ class Pretrained:
         if not self.forced:
             return []
         how = ", ".join(self.forced)
-        return [f"chance chose its experts while it was trained ({how}): use it to measure speed alone"]
+        return [
+            f"chance chose its experts while it was trained ({how}): use it to measure speed alone"
+        ]
 
     def tuning(self) -> Mapping[str, Any]:  # JSON
         """`data.sft` of the run that made it, if that read conversations."""
         sft = _within_settings(self.settings, "data", "sft")
-        used = isinstance(sft, dict) and (sft.get("path") or sft.get("mock_conversations") or sft.get("template"))
+        used = isinstance(sft, dict) and (
+            sft.get("path") or sft.get("mock_conversations") or sft.get("template")
+        )
         return sft if isinstance(sft, dict) and used else {}
 
     def origins(self) -> list[Path]:
-        """Folders of the models that this one was trained from, nearest first, as far as they are still there."""
+        """Folders of the models that this one was trained from, nearest first, as far as they are
+        still there."""
         load = _within_settings(self.settings, "checkpoint", "load")
         if isinstance(self.weights, AdaptedWeights):
             load = str(self.weights.base_path)
         found: list[Path] = []
-        while isinstance(load, str) and (path := _located(load)) is not None and path not in (self.path, *found):
+        while (
+            isinstance(load, str)
+            and (path := _located(load)) is not None
+            and path not in (self.path, *found)
+        ):
             found.append(path)
             load = _within_settings(_raw_settings(path), "checkpoint", "load")
         return found
 
     def generation_file(self) -> Path | None:
-        """The generation_config.json of the nearest model that has one, if its ids are of the same tokenizer.
+        """The generation_config.json of the nearest model that has one, if its ids are of the same
+        tokenizer.
 
         Raises:
             CheckpointError: a field of it has an invalid value.
         """
-        found = [folder for folder in (self.path, *self.origins()) if (folder / GENERATION).is_file()]
+        found = [
+            folder for folder in (self.path, *self.origins()) if (folder / GENERATION).is_file()
+        ]
         if not found or not self._reads_like(found[0]):
             return None
         file = found[0] / GENERATION
         if problems := find_generation_problems(read_json(file), self.model.vocab_size):
-            raise CheckpointError(f"{file}: {' '.join(problems)} Correct the file, or remove it to go without it.")
+            raise CheckpointError(
+                f"{file}: {' '.join(problems)} Correct the file, or remove it to go without it."
+            )
         return file
 
     def stop_ids(self) -> frozenset[int]:
@@ -173,7 +193,8 @@ class Pretrained:
         return frozenset(item for item in ids if type(item) is int)
 
     def companions(self) -> dict[str, Path]:
-        """Files that go with the weights: tokenizer, generation_config.json, licences of all they were made from.
+        """Files that go with the weights: tokenizer, generation_config.json, licences of all they
+        were made from.
 
         Raises:
             DataError: the tokenizer that the model was trained with is gone.
@@ -181,10 +202,16 @@ class Pretrained:
         files = companion_files(self.path)
         main = main_file(self.tokenizer)
         if main is not None and main.name not in files:
-            beside = {name: file for name, file in companion_files(main.parent).items() if name in TOKENIZER_FILES}
+            beside = {
+                name: file
+                for name, file in companion_files(main.parent).items()
+                if name in TOKENIZER_FILES
+            }
             files = beside | {main.name: main} | files
         for folder in self.origins():
-            files = {name: file for name, file in companion_files(folder).items() if name in LICENCES} | files
+            files = {
+                name: file for name, file in companion_files(folder).items() if name in LICENCES
+            } | files
         generation = self.generation_file()
         return files if generation is None else files | {GENERATION: generation}
 
@@ -194,24 +221,34 @@ class Pretrained:
             return True
         main = main_file(self.tokenizer)
         if main is None:
-            return not ((folder / "tokenizer.json").is_file() or is_sentencepiece(folder) or is_gpt2(folder))
+            return not (
+                (folder / "tokenizer.json").is_file() or is_sentencepiece(folder) or is_gpt2(folder)
+            )
         theirs = folder / main.name
         return not theirs.is_file() or storage.read_bytes(theirs) == storage.read_bytes(main)
 
 
 GENERATION_RANGES: Mapping[str, tuple[type, float, float]] = {
-    "temperature": (float, 0.0, math.inf), "top_p": (float, 0.0, 1.0), "min_p": (float, 0.0, 1.0),
-    "typical_p": (float, 0.0, 1.0), "repetition_penalty": (float, 0.0, math.inf), "top_k": (int, 0, math.inf),
-    "max_length": (int, 1, math.inf), "max_new_tokens": (int, 1, math.inf), "num_beams": (int, 1, math.inf),
-}  # fmt: skip
+    "temperature": (float, 0.0, math.inf),
+    "top_p": (float, 0.0, 1.0),
+    "min_p": (float, 0.0, 1.0),
+    "typical_p": (float, 0.0, 1.0),
+    "repetition_penalty": (float, 0.0, math.inf),
+    "top_k": (int, 0, math.inf),
+    "max_length": (int, 1, math.inf),
+    "max_new_tokens": (int, 1, math.inf),
+    "num_beams": (int, 1, math.inf),
+}
 """Numbers in generation_config.json -> their type, and the smallest and largest value."""
 
 
 def find_generation_problems(raw: Mapping[str, Any], vocab_size: int) -> list[str]:  # Any: JSON
-    """Return what is wrong with the fields of a generation_config.json, as messages; fields may be null.
+    """Return what is wrong with the fields of a generation_config.json, as messages; fields may be
+    null.
 
-    >>> find_generation_problems({"top_p": 2, "eos_token_id": [5, "x"]}, 8)
-    ["eos_token_id=[5, 'x']: expected token ids from 0 to 7.", 'top_p=2: expected a number from 0.0 to 1.0.']
+    >>> print(*find_generation_problems({"top_p": 2, "eos_token_id": [5, "x"]}, 8), sep="\\n")
+    eos_token_id=[5, 'x']: expected token ids from 0 to 7.
+    top_p=2: expected a number from 0.0 to 1.0.
     """
     problems = []
     eos = raw.get("eos_token_id")
@@ -223,14 +260,18 @@ def find_generation_problems(raw: Mapping[str, Any], vocab_size: int) -> list[st
         right_type = type(value) in (int, float) if kind is float else type(value) is int
         if value is not None and not (right_type and low <= value <= high and math.isfinite(value)):
             limits = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-            problems.append(f"{name}={value!r:.60}: expected a{'' if kind is float else ' whole'} number {limits}.")
+            problems.append(
+                f"{name}={value!r:.60}: expected a{'' if kind is float else ' whole'} number "
+                f"{limits}."
+            )
     if raw.get("do_sample") not in (None, True, False):
         problems.append(f"do_sample={raw['do_sample']!r:.60}: expected true or false.")
     return problems
 
 
 def locate(source: str) -> Path:
-    """The checkpoint or Hugging Face folder that a person means: itself, or the newest checkpoint of a run.
+    """The checkpoint or Hugging Face folder that a person means: itself, or the newest checkpoint
+    of a run.
 
     Run by one rank.
 
@@ -242,7 +283,8 @@ def locate(source: str) -> Path:
         path = RUNS / source
     if path.is_file():
         raise CheckpointError(
-            f"{source} is a file. Pass the folder of a run, checkpoint or model, such as {path.parent} if it is one."
+            f"{source} is a file. Pass the folder of a run, checkpoint or model, such as "
+            f"{path.parent} if it is one."
         )
     if not path.is_dir():
         advice = did_you_mean(source, storage.list_names(RUNS)) or ""
@@ -257,13 +299,14 @@ def locate(source: str) -> Path:
             return latest
     shown = ", ".join(storage.list_names(path)[:6]) or "nothing"
     raise CheckpointError(
-        f"{path} has no checkpoint (found: {shown}). Use the folder of a run that has saved one, a checkpoint, "
-        f"or a Hugging Face folder with {CONFIG}."
+        f"{path} has no checkpoint (found: {shown}). Use the folder of a run that has saved one, a "
+        f"checkpoint, or a Hugging Face folder with {CONFIG}."
     )
 
 
 def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
-    """The model in a folder that `locate` gave; adapters make one with their `base`, unset: where they say it is.
+    """The model in a folder that `locate` gave; adapters make one with their `base`, unset: where
+    they say it is.
 
     Raises:
         CheckpointError: it is damaged, incomplete, or of an architecture that is not supported.
@@ -280,13 +323,20 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
     ids = checkpoint.state.get("token_ids")
     known = ids if isinstance(ids, dict) else {}
     return Pretrained(
-        path, model, tokenizer, CheckpointWeights(checkpoint), known, _raw_settings(path), forced_in(checkpoint, model),
+        path,
+        model,
+        tokenizer,
+        CheckpointWeights(checkpoint),
+        known,
+        _raw_settings(path),
+        forced_in(checkpoint, model),
         read_hf_source(checkpoint),
-    )  # fmt: skip
+    )
 
 
 def forced_in(checkpoint: Checkpoint | None, model: ModelConfig) -> tuple[str, ...]:
-    """Settings under which chance chose experts before a checkpoint, and those under which it does in `model`."""
+    """Settings under which chance chose experts before a checkpoint, and those under which it does
+    in `model`."""
     before = [] if checkpoint is None else checkpoint.state.get(FORCED, [])
     now = () if model.moe is None else model.moe.router.forced()
     return tuple(dict.fromkeys((*(map(str, before) if isinstance(before, list) else ()), *now)))
@@ -316,25 +366,36 @@ class LoadedWeights(NamedTuple):
 
 
 def load_pretrained(
-    entries: Sequence[Entry], source: str, world: Group, *, model: ModelConfig, rules: CheckpointConfig = STRICT
+    entries: Sequence[Entry],
+    source: str,
+    world: Group,
+    *,
+    model: ModelConfig,
+    rules: CheckpointConfig = STRICT,
 ) -> list[str]:
     """Fill weights (roles `param` and `master`) from `source`; nothing else of it is taken over.
 
-    Collective over `world`. Returns what to know of the model, and how the two differ where that is allowed, one line
-    each.
+    Collective over `world`. Returns what to know of the model, and how the two differ where that is
+    allowed, one line each.
 
     Raises:
-        CheckpointError: on every rank: there is nothing to load, or it is another model than `model`.
+        CheckpointError: on every rank: there is nothing to load, or it is another model than
+        `model`.
     """
     return take_weights(entries, source, world, model=model, rules=rules, padded=False).notes
 
 
 def take_weights(
-    entries: Sequence[Entry], source: str, world: Group, *, model: ModelConfig, rules: CheckpointConfig = STRICT,
+    entries: Sequence[Entry],
+    source: str,
+    world: Group,
+    *,
+    model: ModelConfig,
+    rules: CheckpointConfig = STRICT,
     padded: bool = True,
-) -> LoadedWeights:  # fmt: skip
-    """The same, which also returns where the weights come from; with `padded` the vocabulary may be padded to another
-    multiple than there."""
+) -> LoadedWeights:
+    """The same, which also returns where the weights come from; with `padded` the vocabulary may
+    be padded to another multiple than there."""
     path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     opened = open_pretrained(path)
@@ -354,20 +415,26 @@ def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRows, *, setting: 
     """
     if not isinstance(opened.weights, HuggingFaceFolder):
         raise CheckpointError(
-            f"{setting}: {opened.path} is no Hugging Face folder, and its tables are taken as they are. Remove it."
+            f"{setting}: {opened.path} is no Hugging Face folder, and its tables are taken as they "
+            "are. Remove it."
         )
     if not opened.weights.added_rows(parameters(model)):
         raise CheckpointError(
-            f"{setting}: no rows are new, as {opened.path} has all {model.vocab_size} of them. Remove it, or set a "
+            f"{setting}: no rows are new, as {opened.path} has all {model.vocab_size} of them. "
+            "Remove it, or set a "
             f"larger vocabulary."
         )
     opened.weights.new_rows = rows
 
 
 def fill_from(
-    opened: Pretrained, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT,
+    opened: Pretrained,
+    entries: Sequence[Entry],
+    world: Group,
+    *,
+    rules: CheckpointConfig = STRICT,
     vocab_size: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Fill weights (roles `param` and `master`) from an opened model. Collective over `world`.
 
     vocab_size: where given, tables may have other numbers of rows behind it.
@@ -380,27 +447,35 @@ def fill_from(
         assert isinstance(folder, HuggingFaceFolder | AdaptedWeights)
         _fill_from_folder(entries, folder, world, rules)
     else:
-        opened.checkpoint.load_into(entries, world, rules=rules, purpose="start", vocab_size=vocab_size)
+        opened.checkpoint.load_into(
+            entries, world, rules=rules, purpose="start", vocab_size=vocab_size
+        )
 
 
 def _fill_from_folder(
-    entries: Sequence[Entry], folder: HuggingFaceFolder | AdaptedWeights, world: Group, rules: CheckpointConfig
+    entries: Sequence[Entry],
+    folder: HuggingFaceFolder | AdaptedWeights,
+    world: Group,
+    rules: CheckpointConfig,
 ) -> None:
     """Fill what `rules` ask for from a Hugging Face folder, or from a base with adapters.
 
     Raises:
-        CheckpointError: on every rank: tensors are missing or surplus that `rules` do not let pass, or of other shapes.
+        CheckpointError: on every rank: tensors are missing or surplus that `rules` do not let pass,
+        or of other shapes.
     """
     theirs = {f"{MODEL}{shard.name}" for shard in parameters(folder.model_config)}
-    asked = together(lambda: [(entry.key, weights_of(entry.key), entry.shard.shape) for entry in entries], world)
+    asked = together(
+        lambda: [(entry.key, weights_of(entry.key), entry.shard.shape) for entry in entries], world
+    )
     wanted = {key: (weights, shape) for part in asked for key, weights, shape in part}
     check_patterns(rules.skip, wanted.keys(), theirs)
     report = left_out(wanted, theirs, skip=rules.skip, purpose="start")
     wrong = refused(report, rules, "start")
     if wrong.missing or wrong.surplus:
         raise CheckpointError(
-            f"{folder.path} is another model:\n{differences([], wrong)}\nTo load it, set model.* to what "
-            f"{folder.path / CONFIG} says."
+            f"{folder.path} is another model:\n{differences([], wrong)}\nTo load it, set model.* "
+            f"to what {folder.path / CONFIG} says."
         )
     filled = [entry for entry in entries if entry.key not in report.missing + report.skipped]
     together(lambda: folder.fill(filled), world)
@@ -411,8 +486,8 @@ def _fill_from_folder(
 def compare_models(
     opened: Pretrained, model: ModelConfig, *, allow: Sequence[str] = (), padded: bool = False
 ) -> list[str]:
-    """Differences that are allowed, one line each; `allow`: settings or sections, as in `model.rope`; `padded`: whoever
-    reads these weights pads the vocabulary as it is padded here.
+    """Differences that are allowed, one line each; `allow`: settings or sections, as in
+    `model.rope`; `padded`: whoever reads these weights pads the vocabulary as it is padded here.
 
     A model may be meant for a longer context than it was before, and for other training.
 
@@ -420,24 +495,33 @@ def compare_models(
         CheckpointError: some are not; all of these are in a table.
     """
     theirs, ours = canonical(opened.model), canonical(model)
-    read_anew = isinstance(opened.weights, HuggingFaceFolder) or (padded and opened.checkpoint is not None)
+    read_anew = isinstance(opened.weights, HuggingFaceFolder) or (
+        padded and opened.checkpoint is not None
+    )
     if not read_anew:  # else padding is decided here
         theirs = replace(theirs, vocab_multiple=opened.model.vocab_multiple)
         ours = replace(ours, vocab_multiple=model.vocab_multiple)
     changed = [
-        (f"model.{path}", old, new) for path, old, new in differences_of(theirs, ours) if not _within(path, FREE)
+        (f"model.{path}", old, new)
+        for path, old, new in differences_of(theirs, ours)
+        if not _within(path, FREE)
     ]
     said = {f"model.{path}" for path, _, _ in differences_of(opened.model, model)}
-    changed = [row for row in changed if row[0] in said] or changed  # others follow from these, as head_dim may
+    changed = [
+        row for row in changed if row[0] in said
+    ] or changed  # others follow from these, as head_dim may
     allowed = [name for name, _, _ in changed if _within(name, allow)]
-    if ours.max_seq_len >= theirs.max_seq_len and model.positions != "learned":  # else there are more vectors to learn
+    if (
+        ours.max_seq_len >= theirs.max_seq_len and model.positions != "learned"
+    ):  # else there are more vectors to learn
         allowed.append("model.max_seq_len")
     refused_ones = [row for row in changed if row[0] not in allowed]
     if refused_ones:
         names = " ".join(name for name, _, _ in refused_ones)
         mixture = " To make a mixture of a dense model, run `megalith convert` with --upcycle."
         raise CheckpointError(
-            f"{opened.path} is another model:\n{_table(refused_ones)}\nTo load it, set model.* to what is there. To "
+            f"{opened.path} is another model:\n{_table(refused_ones)}\nTo load it, set model.* to "
+            "what is there. To "
             f"change what these weights compute, set checkpoint.allow_model_changes to {names}."
             f"{mixture if theirs.moe is None and ours.moe is not None else ''}"
         )
@@ -451,9 +535,14 @@ def _within(path: str, names: Sequence[str]) -> bool:
 
 def _table(rows: Sequence[tuple[str, object, object]]) -> str:
     """Field, checkpoint, yours."""
-    cells = [("field", "checkpoint", "yours"), *((name, str(old), str(new)) for name, old, new in rows)]
+    cells = [
+        ("field", "checkpoint", "yours"),
+        *((name, str(old), str(new)) for name, old, new in rows),
+    ]
     widths = [max(len(row[column]) for row in cells) for column in range(2)]
-    return "\n".join(f"  {name:<{widths[0]}}  {old:<{widths[1]}}  {new}" for name, old, new in cells)
+    return "\n".join(
+        f"  {name:<{widths[0]}}  {old:<{widths[1]}}  {new}" for name, old, new in cells
+    )
 
 
 def _open_folder(path: Path) -> Pretrained:
@@ -484,8 +573,8 @@ def adapters_in(path: Path, *, base: str | None = None) -> Adapters:
         opened = _peft_base(path, base)
         return peft_adapters(path, find_family_of(opened), opened.model)
     raise CheckpointError(
-        f"{path} holds a model and no adapters. Use a run that trained some (lora.rank), or a PEFT folder with "
-        f"{ADAPTER_CONFIG}; to start from a model, set checkpoint.load to it."
+        f"{path} holds a model and no adapters. Use a run that trained some (lora.rank), or a PEFT "
+        f"folder with {ADAPTER_CONFIG}; to start from a model, set checkpoint.load to it."
     )
 
 
@@ -496,15 +585,25 @@ def require_adapters(source: Pretrained, base: str) -> None:
         ConfigError: it holds no adapters.
     """
     if not isinstance(source.weights, AdaptedWeights):
-        raise ConfigError(f"--base={base}: {source.path} holds a model and no adapters. Remove --base, or use a run's.")
+        raise ConfigError(
+            f"--base={base}: {source.path} holds a model and no adapters. Remove --base, or use a "
+            "run's."
+        )
 
 
 def base_of_adapters(path: Path) -> dict[str, str] | None:
-    """`base_record` of the weights that adapters in a folder belong to; None: PEFT's, which name none that is here."""
+    """`base_record` of the weights that adapters in a folder belong to; None: PEFT's, which name
+    none that is here."""
     if (path / MANIFEST).exists():
         record = open_checkpoint(path).state.get(RECORD)
-        return {name: str(record[name]) for name in ("base", "fingerprint")} if isinstance(record, dict) else None
-    named = read_peft_config(path / ADAPTER_CONFIG).base if (path / ADAPTER_CONFIG).exists() else None
+        return (
+            {name: str(record[name]) for name in ("base", "fingerprint")}
+            if isinstance(record, dict)
+            else None
+        )
+    named = (
+        read_peft_config(path / ADAPTER_CONFIG).base if (path / ADAPTER_CONFIG).exists() else None
+    )
     if not isinstance(named, str) or not Path(named).is_dir():
         return None
     return base_record(open_pretrained(locate(named)))
@@ -512,31 +611,40 @@ def base_of_adapters(path: Path) -> dict[str, str] | None:
 
 def base_record(source: Pretrained) -> dict[str, str]:
     """Which weights adapters belong to, for the checkpoint that holds them."""
-    return {"base": str(source.path.absolute()), "fingerprint": fingerprint(source.weights, source.model)}
+    return {
+        "base": str(source.path.absolute()),
+        "fingerprint": fingerprint(source.weights, source.model),
+    }
 
 
 def require_base(record: Any, source: Pretrained, path: Path) -> None:  # Any: JSON
-    """Refuse to add the adapters in the checkpoint `path` to other weights than those they were trained beside.
+    """Refuse to add the adapters in the checkpoint `path` to other weights than those they were
+    trained beside.
 
     Raises:
         CheckpointError: it is another base.
     """
     if (found := fingerprint(source.weights, source.model)) != record["fingerprint"]:
         raise CheckpointError(
-            f"{path} holds adapters of another base: they were trained beside {record['base']} ({record['fingerprint']}"
-            f"), and {source.path} is {found}. Use the weights that they were trained with, wherever they are now."
+            f"{path} holds adapters of another base: they were trained beside {record['base']} "
+            f"({record['fingerprint']}"
+            f"), and {source.path} is {found}. Use the weights that they were trained with, "
+            "wherever they are now."
         )
 
 
 def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
-    """A checkpoint that holds adapters, as the model they make with their base: the weights of checkpoint.load."""
+    """A checkpoint that holds adapters, as the model they make with their base: the weights of
+    checkpoint.load."""
     record, (model, tokenizer) = checkpoint.state[RECORD], _settings(checkpoint)
     tokenizer = brought_along(tokenizer, checkpoint.path)
     base_path = where or str(record["base"])
     if where is None and not Path(base_path).is_dir():
         raise CheckpointError(
-            f"{checkpoint.path} holds adapters, and the weights that they were trained beside are not at {base_path}. "
-            f"Put them there, or set --base to the folder where they are now (checkpoint.load for a run)."
+            f"{checkpoint.path} holds adapters, and the weights that they were trained beside are "
+            f"not at {base_path}. "
+            "Put them there, or set --base to the folder where they are now (checkpoint.load for "
+            "a run)."
         )
     base = open_pretrained(locate(base_path))
     compare_models(base, model)
@@ -547,19 +655,34 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
     forced = tuple(dict.fromkeys((*base.forced, *forced_in(checkpoint, model))))
     return Pretrained(
-        checkpoint.path, model, tokenizer, weights, base.token_ids, parse_yaml(checkpoint.config_text), forced,
+        checkpoint.path,
+        model,
+        tokenizer,
+        weights,
+        base.token_ids,
+        parse_yaml(checkpoint.config_text),
+        forced,
         base.hf_source,
-    )  # fmt: skip
+    )
 
 
 def _open_peft(path: Path, where: str | None) -> Pretrained:
-    """A PEFT folder, as the model that its adapters make with their base, which must be a folder here."""
+    """A PEFT folder, as the model that its adapters make with their base, which must be a folder
+    here."""
     base = _peft_base(path, where)
     adapters = peft_adapters(path, find_family_of(base), base.model)
     weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
-    tokenizer = brought_along(base.tokenizer, path)  # whoever trains adapters often saves it with them
+    tokenizer = brought_along(
+        base.tokenizer, path
+    )  # whoever trains adapters often saves it with them
     return Pretrained(
-        path, base.model, tokenizer, weights, base.token_ids, forced=base.forced, hf_source=base.hf_source
+        path,
+        base.model,
+        tokenizer,
+        weights,
+        base.token_ids,
+        forced=base.forced,
+        hf_source=base.hf_source,
     )
 
 
@@ -572,7 +695,8 @@ def _peft_base(path: Path, where: str | None) -> Pretrained:
     named = where or read_peft_config(path / ADAPTER_CONFIG).base
     if not isinstance(named, str) or (where is None and not Path(named).is_dir()):
         raise CheckpointError(
-            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no folder here. Set it, or --base, to "
+            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no folder here. Set "
+            "it, or --base, to "
             f"the folder of the model that the adapters were trained with."
         )
     return open_pretrained(locate(named))
@@ -581,10 +705,12 @@ def _peft_base(path: Path, where: str | None) -> Pretrained:
 def find_family_of(source: Pretrained) -> Family:
     """Return the architecture that a model has, or will have, in a Hugging Face folder.
 
-    That is the one it was converted from; a model trained from a recipe gets the first that has words for it.
+    That is the one it was converted from; a model trained from a recipe gets the first that has
+    words for it.
 
     Raises:
-        ConfigError: no family has words for the model, or the one that it was converted from has none.
+        ConfigError: no family has words for the model, or the one that it was converted from has
+        none.
     """
     if isinstance(source.weights, HuggingFaceFolder):
         return source.weights.family
@@ -599,7 +725,8 @@ def find_family_of(source: Pretrained) -> Family:
         except ConfigError:
             raise error from None
         raise ConfigError(
-            f"{source.path} cannot be written as {family.architecture}: {error} Or set --family={other.model_type} to "
+            f"{source.path} cannot be written as {family.architecture}: {error} Or set "
+            f"--family={other.model_type} to "
             f"write it as {other.architecture}."
         ) from error
     return family
@@ -631,12 +758,15 @@ def _within_settings(settings: Any, *names: str) -> Any:  # JSON
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[ModelConfig, TokenizerConfig]:
-    """What the checkpoint's config.yaml says about model and tokenizer; the rest of it is not looked at."""
+    """What the checkpoint's config.yaml says about model and tokenizer; the rest of it is not
+    looked at."""
     try:
         raw = parse_yaml(checkpoint.config_text)
-        return from_dict(ModelConfig, raw["model"]), from_dict(TokenizerConfig, raw.get("tokenizer", {}))
+        return from_dict(ModelConfig, raw["model"]), from_dict(
+            TokenizerConfig, raw.get("tokenizer", {})
+        )
     except (yaml.YAMLError, ConfigError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{checkpoint.path / 'config.yaml'} does not describe a model ({type(error).__name__}: {error}). "
-            f"Use a checkpoint that `megalith train` or `megalith convert` wrote."
+            f"{checkpoint.path / 'config.yaml'} does not describe a model ({type(error).__name__}: "
+            f"{error}). Use a checkpoint that `megalith train` or `megalith convert` wrote."
         ) from error

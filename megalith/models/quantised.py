@@ -1,7 +1,9 @@
-"""Weights that a folder stores in few bits, read as what they stand for: FP8 in blocks, MXFP4 in runs of 32.
+"""Weights that a folder stores in few bits, read as what they stand for: FP8 in blocks, MXFP4 in
+runs of 32.
 
-Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3 (FP8, a scale for each 128 x 128 block); Open Compute Project
-2023, Microscaling Formats (MX) 1.0, section 5.3 (MXFP4, an exponent for each 32 values).
+Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3 (FP8, a scale for each 128 x 128 block);
+Open Compute Project 2023, Microscaling Formats (MX) 1.0, section 5.3 (MXFP4, an exponent for each
+32 values).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,9 +27,15 @@ RUN = 32  # values that share an exponent in MXFP4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What the 16 numbers of four bits stand for."""
 
-HARMLESS = ("modules_to_not_convert", "activation_scheme", "scale_fmt", "dequantize", "quant_method")
-"""Fields that say which layers are stored otherwise, how activations were, and that scales are powers of two: the
-tensors themselves show the first and the last."""
+HARMLESS = (
+    "modules_to_not_convert",
+    "activation_scheme",
+    "scale_fmt",
+    "dequantize",
+    "quant_method",
+)
+"""Fields that say which layers are stored otherwise, how activations were, and that scales are
+powers of two: the tensors themselves show the first and the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,8 @@ class Dequantised:
     """What trainers and transformers make of it; the word of safetensors."""
 
     def read(self, part: tuple[slice, ...]) -> Tensor:
-        """A box of it in fp32, rounded nowhere: few bits times a scale of few bits, or times a power of two."""
+        """A box of it in fp32, rounded nowhere: few bits times a scale of few bits, or times a
+        power of two."""
         spans = [span.indices(size)[:2] for span, size in zip(part, self.shape, strict=True)]
         if self.kind == FP8:
             return self._read_fp8(*spans)
@@ -60,8 +69,11 @@ class Dequantised:
         scales = read_box(self.name, self.scales, (first_row, first_column)).float()
         return values.float().mul_(scales[row][:, column])
 
-    def _read_mxfp4(self, experts: tuple[int, int], columns: tuple[int, int], rows: tuple[int, int]) -> Tensor:
-        """Stored [e, rows, columns / 32, 16] and read [e, columns, rows], as transformers has experts."""
+    def _read_mxfp4(
+        self, experts: tuple[int, int], columns: tuple[int, int], rows: tuple[int, int]
+    ) -> Tensor:
+        """Stored [e, rows, columns / 32, 16] and read [e, columns, rows], as transformers has
+        experts."""
         runs, column = _blocks(columns, RUN)
         stored = (slice(*experts), slice(*rows), runs)
         blocks = read_box(self.name, self.values, (*stored, slice(None)))
@@ -71,7 +83,8 @@ class Dequantised:
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """What bytes of two numbers each [..., r, 16] and exponents [..., r] stand for, in fp32: [..., 32 r].
+    """What bytes of two numbers each [..., r, 16] and exponents [..., r] stand for, in fp32: [...,
+    32 r].
 
     The lower four bits are the first number. Exponents are stored with 127 added.
     """
@@ -81,7 +94,8 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _blocks(span: tuple[int, int], size: int) -> tuple[slice, Tensor]:
-    """The blocks of `size` that a span touches, and for each element of it which of these it is in."""
+    """The blocks of `size` that a span touches, and for each element of it which of these it is
+    in."""
     first, stop = span[0] // size, -(-span[1] // size)
     return slice(first, stop), torch.arange(*span) // size - first
 
@@ -89,10 +103,12 @@ def _blocks(span: tuple[int, int], size: int) -> tuple[slice, Tensor]:
 def dequantised(
     raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path
 ) -> dict[str, TensorInfo | Dequantised]:
-    """A folder's tensors, those in few bits with their scales as one each; `raw` is its config.json.
+    """A folder's tensors, those in few bits with their scales as one each; `raw` is its
+    config.json.
 
     Raises:
-        CheckpointError: they are stored in a way that is not read, or scales are missing or of another shape.
+        CheckpointError: they are stored in a way that is not read, or scales are missing or of
+        another shape.
     """
     config = raw.get(FIELD)
     if config is None:
@@ -100,8 +116,10 @@ def dequantised(
     kind = config.get("quant_method") if isinstance(config, dict) else None
     if kind not in (FP8, MXFP4):
         raise CheckpointError(
-            f"{path}: {FIELD}.quant_method={kind!r:.60}: weights stored so are not read, only {FP8!r} and {MXFP4!r} "
-            f"are. Use the model's bf16 weights, or save them with transformers' dequantize() first."
+            f"{path}: {FIELD}.quant_method={kind!r:.60}: weights stored so are not read, only "
+            f"{FP8!r} and {MXFP4!r} "
+            "are. Use the model's bf16 weights, or save them with transformers' dequantize() "
+            "first."
         )
     problems = _config_problems(config)
     find: Callable[[str, Mapping[str, TensorInfo], Mapping[str, Any]], Dequantised | str | None]
@@ -116,7 +134,9 @@ def dequantised(
                 found.pop(stored, None)
             found[one.name] = one
     if problems:
-        raise CheckpointError(f"{path}: {'; '.join(problems[:4])}. Copy the folder again, or use its bf16 weights.")
+        raise CheckpointError(
+            f"{path}: {'; '.join(problems[:4])}. Copy the folder again, or use its bf16 weights."
+        )
     return found
 
 
@@ -131,18 +151,27 @@ def _config_problems(config: Mapping[str, Any]) -> list[str]:
     sizes = block if isinstance(block, list) else []
     problems = []
     if fp8 and (len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes)):
-        problems.append(f"{FIELD}.weight_block_size={block!r:.60}, expected two whole numbers, as [128, 128]")
+        problems.append(
+            f"{FIELD}.weight_block_size={block!r:.60}, expected two whole numbers, as [128, 128]"
+        )
     if fp8 and config.get("fmt", "e4m3") != "e4m3":
         problems.append(f"{FIELD}.fmt={config['fmt']!r:.60}, which is not read: it must be 'e4m3'")
     known = {*HARMLESS, *(("weight_block_size", "fmt") if fp8 else ())}
-    unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
+    unknown = sorted(
+        name for name, value in config.items() if name not in known and value is not None
+    )
     if unknown:
-        problems.append(f"{FIELD} has {show_names(unknown)}, which nobody here knows, expected none")
+        problems.append(
+            f"{FIELD} has {show_names(unknown)}, which nobody here knows, expected none"
+        )
     return problems
 
 
-def _fp8_of(name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Dequantised | str | None:
-    """The tensor that FP8 numbers make with their scales; or what is wrong with it; None for any other."""
+def _fp8_of(
+    name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> Dequantised | str | None:
+    """The tensor that FP8 numbers make with their scales; or what is wrong with it; None for any
+    other."""
     values = tensors[name]
     if values.dtype != "F8_E4M3":
         return None
@@ -150,10 +179,17 @@ def _fp8_of(name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, A
     if len(values.shape) != 2:
         return f"{name} is {list(values.shape)}, expected a matrix"
     wanted = tuple(-(-size // length) for size, length in zip(values.shape, block, strict=True))
-    return _joined(Dequantised(name, FP8, values.shape, values, values, block), tensors, wanted, ("F32", "BF16"))
+    return _joined(
+        Dequantised(name, FP8, values.shape, values, values, block),
+        tensors,
+        wanted,
+        ("F32", "BF16"),
+    )
 
 
-def _mxfp4_of(name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Dequantised | str | None:
+def _mxfp4_of(
+    name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> Dequantised | str | None:
     """The experts that blocks make with their scales."""
     whole, values = name.removesuffix("_blocks"), tensors[name]
     if whole == name or values.dtype != "U8":
@@ -166,13 +202,22 @@ def _mxfp4_of(name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str,
 
 
 def _joined(
-    one: Dequantised, tensors: Mapping[str, TensorInfo], wanted: tuple[int, ...], dtypes: tuple[str, ...]
+    one: Dequantised,
+    tensors: Mapping[str, TensorInfo],
+    wanted: tuple[int, ...],
+    dtypes: tuple[str, ...],
 ) -> Dequantised | str:
     """With its scales; or what is wrong with them."""
     name = _names(one.name, one.kind)[1]
     scales = tensors.get(name)
     if scales is None:
-        return f"{name} is missing: nobody knows how large the numbers of {one.name} are, expected {list(wanted)}"
+        return (
+            f"{name} is missing: nobody knows how large the numbers of {one.name} are, "
+            f"expected {list(wanted)}"
+        )
     if scales.shape != wanted or scales.dtype not in dtypes:
-        return f"{name} is {list(scales.shape)} {scales.dtype}, expected {list(wanted)} {' or '.join(dtypes)}"
+        return (
+            f"{name} is {list(scales.shape)} {scales.dtype}, expected {list(wanted)} "
+            f"{' or '.join(dtypes)}"
+        )
     return replace(one, scales=scales)

@@ -27,7 +27,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(fields, switch=False, max_seq_len=32_768, kv_heads=32)
@@ -44,7 +45,10 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         ConfigError: the model cannot be a Qwen2 of theirs.
     """
     return said(
-        {**write_usual(config, QWEN2, switch=False), **write_switched_windows(config)}, config, read_config, QWEN2
+        {**write_usual(config, QWEN2, switch=False), **write_switched_windows(config)},
+        config,
+        read_config,
+        QWEN2,
     )
 
 

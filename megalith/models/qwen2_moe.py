@@ -1,4 +1,5 @@
-"""Qwen1.5 and Qwen2 with a mixture of experts as Hugging Face knows them: a gated MLP for all tokens beside it.
+"""Qwen1.5 and Qwen2 with a mixture of experts as Hugging Face knows them: a gated MLP for all
+tokens beside it.
 
 Source: Yang et al. 2024, arXiv:2407.10671, section 2.2.2.
 """
@@ -7,7 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.config.model import ModelConfig
-from megalith.models.experts import Words, experts_of, read_mixture, write_mixture, write_sparse_layers
+from megalith.models.experts import (
+    Words,
+    experts_of,
+    read_mixture,
+    write_mixture,
+    write_sparse_layers,
+)
 from megalith.models.fields import Fields
 from megalith.models.names import Family
 from megalith.models.rope import read_rope
@@ -26,7 +33,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(fields, switch=False, max_seq_len=32_768)
@@ -34,9 +42,14 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     biases = fields.flag("qkv_bias", True)
     fields.only("use_sliding_window", False)
     moe = read_mixture(
-        fields, usual["num_layers"], experts=60, top_k=4, width=fields.whole("moe_intermediate_size", 1408),
-        shared_ffn_hidden_size=fields.whole("shared_expert_intermediate_size", 5632), shared_gate=True,
-    )  # fmt: skip
+        fields,
+        usual["num_layers"],
+        experts=60,
+        top_k=4,
+        width=fields.whole("moe_intermediate_size", 1408),
+        shared_ffn_hidden_size=fields.whole("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
     read_windows(fields, usual["num_layers"], (False,), window=None)
     fields.ignore("max_window_layers", "sliding_window")
     fields.finish()
@@ -51,10 +64,14 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     moe = experts_of(config, QWEN2_MOE.architecture)
     raw = {
-        **write_usual(config, QWEN2_MOE, switch=False), "qkv_bias": config.qkv_bias, "use_sliding_window": False,
-        "moe_intermediate_size": moe.ffn_hidden_size, "shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
-        **write_mixture(config, moe), **write_sparse_layers(config),
-    }  # fmt: skip
+        **write_usual(config, QWEN2_MOE, switch=False),
+        "qkv_bias": config.qkv_bias,
+        "use_sliding_window": False,
+        "moe_intermediate_size": moe.ffn_hidden_size,
+        "shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+        **write_mixture(config, moe),
+        **write_sparse_layers(config),
+    }
     return said(raw, config, read_config, QWEN2_MOE)
 
 

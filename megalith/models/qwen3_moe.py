@@ -8,18 +8,33 @@ from typing import Any
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.models.experts import Words, experts_of, read_mixture, write_mixture, write_sparse_layers
+from megalith.models.experts import (
+    Words,
+    experts_of,
+    read_mixture,
+    write_mixture,
+    write_sparse_layers,
+)
 from megalith.models.fields import Fields
 from megalith.models.names import Family
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, rules_with_experts, said, windowed, write_usual
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    read_usual,
+    rules_with_experts,
+    said,
+    windowed,
+    write_usual,
+)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(fields, max_seq_len=32_768, kv_heads=4)
@@ -42,9 +57,13 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     moe, window = experts_of(config, QWEN3_MOE.architecture), config.attention.window
     raw = {
-        **write_usual(config, QWEN3_MOE), "use_sliding_window": window is not None, "sliding_window": window,
-        "moe_intermediate_size": moe.ffn_hidden_size, **write_mixture(config, moe), **write_sparse_layers(config),
-    }  # fmt: skip
+        **write_usual(config, QWEN3_MOE),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "moe_intermediate_size": moe.ffn_hidden_size,
+        **write_mixture(config, moe),
+        **write_sparse_layers(config),
+    }
     return said(raw, config, read_config, QWEN3_MOE)
 
 

@@ -1,4 +1,5 @@
-"""Writing a release: a checkpoint of ours that holds weights only, read from anywhere, a few parameters at a time."""
+"""Writing a release: a checkpoint of ours that holds weights only, read from anywhere, a few
+parameters at a time."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -9,7 +10,14 @@ import torch
 
 from megalith import storage
 from megalith.checkpoint.boxes import divide
-from megalith.checkpoint.format import StoredBox, StoredFile, StoredTensor, folder_name, merge_tensors, sha256
+from megalith.checkpoint.format import (
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    folder_name,
+    merge_tensors,
+    sha256,
+)
 from megalith.checkpoint.save import BOX_NBYTES, BoxFile, Written, commit, dtype_name
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
@@ -61,30 +69,42 @@ def write_release(
     workers: int = 1,
     attempt: Attempt | None = None,
 ) -> int:
-    """Write the checkpoint folder `path`; returns its bytes of weights. It appears whole or not at all.
+    """Write the checkpoint folder `path`; returns its bytes of weights. It appears whole or not at
+    all.
 
-    `dtype` unset keeps that of each parameter; `companions` are files beside them; `wrote` is told the bytes of
-    each parameter, by any of the `workers`, threads that have a few of the source's bytes in memory each. With an
-    `attempt`, what an earlier one of the same kind left is gone on with.
+    `dtype` unset keeps that of each parameter; `companions` are files beside them; `wrote` is told
+    the bytes of each parameter, by any of the `workers`, threads that have a few of the source's
+    bytes in memory each. With an `attempt`, what an earlier one of the same kind left is gone on
+    with.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
     """
     with work_on(path, attempt) as work:
         staging = work.folder / f"{folder_name(0)}.tmp"
-        content = [(one, dtype_to_write(one.name, weights.dtype(one.name), dtype)) for one in parameters(model)]
+        content = [
+            (one, dtype_to_write(one.name, weights.dtype(one.name), dtype))
+            for one in parameters(model)
+        ]
         found = [
-            (f"__{number}_0.distcp", batch) for number, batch in enumerate(batches(content, _nbytes, BATCH_NBYTES))
+            (f"__{number}_0.distcp", batch)
+            for number, batch in enumerate(batches(content, _nbytes, BATCH_NBYTES))
         ]
         before = _files_before(staging, {name for name, _ in found}, work.journal)
-        require_room(work.folder, sum(sum(map(_nbytes, batch)) for name, batch in found if name not in before))
+        require_room(
+            work.folder,
+            sum(sum(map(_nbytes, batch)) for name, batch in found if name not in before),
+        )
         jobs = [
-            partial(_write_batch, staging / name, batch, weights, wrote, work.journal, before.get(name))
+            partial(
+                _write_batch, staging / name, batch, weights, wrote, work.journal, before.get(name)
+            )
             for name, batch in found
         ]
         parts = list(done_in_order(jobs, workers))
         written = Written(
-            merge_tensors(part.tensors for part in parts), {k: v for part in parts for k, v in part.files.items()}
+            merge_tensors(part.tensors for part in parts),
+            {k: v for part in parts for k, v in part.files.items()},
         )
         for name, contents in (companions or {}).items():
             storage.write_new(staging / name, contents)
@@ -94,7 +114,8 @@ def write_release(
 
 
 def _files_before(staging: Path, names: Collection[str], journal: Journal) -> dict[str, Written]:
-    """The files of parameters that an earlier attempt had written whole, if it says so; anything else is removed."""
+    """The files of parameters that an earlier attempt had written whole, if it says so; anything
+    else is removed."""
     finished = staging.with_suffix("")
     if finished.exists():  # it was killed after its last file, and before the folder had its name
         storage.rename(finished, staging)
@@ -104,7 +125,9 @@ def _files_before(staging: Path, names: Collection[str], journal: Journal) -> di
     for name in storage.list_names(staging):
         if found.get(name) is None:
             storage.remove_file(staging / name)
-    return {name: part for name, part in found.items() if part is not None and (staging / name).exists()}
+    return {
+        name: part for name, part in found.items() if part is not None and (staging / name).exists()
+    }
 
 
 def _recorded(name: str, record: Any) -> Written | None:  # JSON
@@ -112,11 +135,14 @@ def _recorded(name: str, record: Any) -> Written | None:  # JSON
     try:
         tensors = {
             key: StoredTensor(
-                tuple(shape), dtype,
-                tuple(StoredBox(tuple((a, b) for a, b in box), name, *place) for box, *place in boxes),
+                tuple(shape),
+                dtype,
+                tuple(
+                    StoredBox(tuple((a, b) for a, b in box), name, *place) for box, *place in boxes
+                ),
             )
             for key, (shape, dtype, boxes) in record["tensors"].items()
-        }  # fmt: skip
+        }
         return Written(tensors, {name: StoredFile(record["nbytes"])})
     except (TypeError, KeyError, ValueError):  # no such line, or none that this build writes
         return None
@@ -125,7 +151,11 @@ def _recorded(name: str, record: Any) -> Written | None:  # JSON
 def _record(part: Written, name: str) -> dict[str, Any]:  # JSON
     """The same for the journal."""
     tensors = {
-        key: (one.shape, one.dtype, [(box.box, box.offset, box.nbytes, box.sha256) for box in one.boxes])
+        key: (
+            one.shape,
+            one.dtype,
+            [(box.box, box.offset, box.nbytes, box.sha256) for box in one.boxes],
+        )
         for key, one in part.tensors.items()
     }
     return {"nbytes": part.files[name].nbytes, "tensors": tensors}
@@ -165,8 +195,12 @@ def _write_batch(
         for shard, dtype in batch:
             boxes = []
             for box in divide(shard.box, BOX_NBYTES // dtype.itemsize):
-                boxes.append(file.add(box, [weights.read(shard.name, part, dtype) for part in _slices(box)]))
-            tensors[f"model.{shard.name}"] = StoredTensor(shard.shape, dtype_name(dtype), tuple(boxes))
+                boxes.append(
+                    file.add(box, [weights.read(shard.name, part, dtype) for part in _slices(box)])
+                )
+            tensors[f"model.{shard.name}"] = StoredTensor(
+                shard.shape, dtype_name(dtype), tuple(boxes)
+            )
             wrote(shard.numel * dtype.itemsize)
     part = Written(tensors, {file.name: StoredFile(file.nbytes)})
     journal.add(file.name, _record(part, file.name))
@@ -174,7 +208,8 @@ def _write_batch(
 
 
 def _slices(box: Box) -> list[Box]:
-    """Of a few matrices in one parameter, as keys and values or gate and up are, each: others have them apart."""
+    """Of a few matrices in one parameter, as keys and values or gate and up are, each: others have
+    them apart."""
     (start, stop), *rest = box
     few = len(rest) > 1 and stop - start <= 4
     return [((i, i + 1), *rest) for i in range(start, stop)] if few else [box]

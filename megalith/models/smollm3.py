@@ -1,6 +1,7 @@
 """SmolLM3 as Hugging Face knows it: Llama with every fourth layer knowing no positions.
 
-Source: the release of SmolLM3-3B, Hugging Face, 2025; layers without positions: Yang et al. 2025, arXiv:2501.18795.
+Source: the release of SmolLM3-3B, Hugging Face, 2025; layers without positions: Yang et al. 2025,
+arXiv:2501.18795.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     usual = read_usual(fields, max_seq_len=32_768, kv_heads=4, tied=True)
@@ -44,7 +46,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     window, switched = fields.whole_or_none("sliding_window"), fields.flag("use_sliding_window")
     window = window if switched else None
     default = skip if window is not None else (False,)
-    windows = windowed(window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY))
+    windows = windowed(
+        window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY)
+    )
     fields.ignore("max_window_layers")
     mlp_bias = fields.flag("mlp_bias")
     fields.finish()

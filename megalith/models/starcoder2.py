@@ -1,4 +1,5 @@
-"""StarCoder2 as Hugging Face knows it: LayerNorm, an MLP without a gate, biases everywhere, a window in all layers.
+"""StarCoder2 as Hugging Face knows it: LayerNorm, an MLP without a gate, biases everywhere, a
+window in all layers.
 
 Source: Lozhkov et al. 2024, arXiv:2402.19173.
 """
@@ -13,15 +14,30 @@ from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.pieces import layer_norm_rules, ungated_rules
 from megalith.models.rope import read_rope, write_rope
-from megalith.models.usual import HEAD, NORMS, ROTARY_BUFFERS, SIZES, attention_rules, said, whole_heads
+from megalith.models.usual import (
+    HEAD,
+    NORMS,
+    ROTARY_BUFFERS,
+    SIZES,
+    attention_rules,
+    said,
+    whole_heads,
+)
 
-DROPOUTS = {"embedding_dropout": "embedding", "residual_dropout": "residual", "attention_dropout": "attention"}
+DROPOUTS = {
+    "embedding_dropout": "embedding",
+    "residual_dropout": "residual",
+    "attention_dropout": "attention",
+}
 """Theirs -> ours: used in training only."""
 
 UNREAD = (
-    "activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+    "activation_function",
+    "layer_norm_epsilon",
+    "attention_softmax_in_fp32",
+    "scale_attention_softmax_in_fp32",
     "scale_attn_weights",
-)  # fmt: skip
+)
 """Fields of published configs that transformers never looks at."""
 
 
@@ -29,7 +45,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
+        them together.
     """
     fields = Fields(raw)
     sizes: dict[str, Any] = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
@@ -92,8 +109,12 @@ def rules(config: ModelConfig) -> list[TensorRule]:
     found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
-        found += layer_norm_rules(f"{theirs}.{NORMS['attention_norm']}", f"{ours}.attention_norm", h)
-        found += attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=True)
+        found += layer_norm_rules(
+            f"{theirs}.{NORMS['attention_norm']}", f"{ours}.attention_norm", h
+        )
+        found += attention_rules(
+            config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=True
+        )
         found += layer_norm_rules(f"{theirs}.{NORMS['mlp_norm']}", f"{ours}.mlp_norm", h)
         found += ungated_rules(config, f"{theirs}.mlp.c_fc", f"{theirs}.mlp.c_proj", f"{ours}.mlp")
     found += layer_norm_rules("model.norm", "norm", h)

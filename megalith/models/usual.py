@@ -1,4 +1,5 @@
-"""What most families have in common with Llama: fields of config.json, tensors, and that nothing is left unsaid."""
+"""What most families have in common with Llama: fields of config.json, tensors, and that nothing is
+left unsaid."""
 
 import math
 import re
@@ -14,7 +15,13 @@ from megalith.config.rope import RopeConfig
 from megalith.config.tree import differences
 from megalith.errors import ConfigError, raise_all
 from megalith.kernels.rope import attention_factor
-from megalith.models.experts import LayerRules, Words, canonical_experts, joined_rules, mixture_rules
+from megalith.models.experts import (
+    LayerRules,
+    Words,
+    canonical_experts,
+    joined_rules,
+    mixture_rules,
+)
 from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import rope_values, write_rope
@@ -33,19 +40,30 @@ SIZES = {
 
 
 def read_usual(
-    fields: Fields, *, max_seq_len: int = 2048, norm_eps: float = 1e-6, kv_heads: int | None = None,
-    head_dim: int | None = None, tied: bool = False, activation: str = "hidden_act", switch: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Arguments of ModelConfig that nearly all families spell alike; values are those of a config without the field.
+    fields: Fields,
+    *,
+    max_seq_len: int = 2048,
+    norm_eps: float = 1e-6,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    tied: bool = False,
+    activation: str = "hidden_act",
+    switch: bool = True,
+) -> dict[str, Any]:
+    """Arguments of ModelConfig that nearly all families spell alike; values are those of a config
+    without the field.
 
-    `kv_heads` unset: as many as heads; `head_dim` unset: hidden_size / heads; `activation`: the field's name;
-    `switch`: whether attention_bias says that queries, keys, values and output have biases.
+    `kv_heads` unset: as many as heads; `head_dim` unset: hidden_size / heads; `activation`: the
+    field's name; `switch`: whether attention_bias says that queries, keys, values and output have
+    biases.
     """
     sizes = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
     size = fields.whole_or_none("head_dim") or head_dim
     default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
-    there = "num_key_value_heads" in fields.raw  # null means as many as heads, missing what the family says
+    there = (
+        "num_key_value_heads" in fields.raw
+    )  # null means as many as heads, missing what the family says
     biases = {name: fields.flag("attention_bias") for name in ("qkv_bias", "output_bias") if switch}
     return {
         **sizes,
@@ -64,7 +82,8 @@ def read_usual(
 def write_usual(
     config: ModelConfig, family: Family, *, activation: str = "hidden_act", switch: bool = True
 ) -> dict[str, Any]:
-    """The same in the other direction, and rotary positions. With the switch, biases that ours lacks are zero there."""
+    """The same in the other direction, and rotary positions. With the switch, biases that ours
+    lacks are zero there."""
     return {
         **({"attention_bias": config.qkv_bias or config.output_bias} if switch else {}),
         "architectures": [family.architecture],
@@ -92,7 +111,8 @@ def whole_heads(config: ModelConfig) -> None:
     if config.hidden_size % config.num_heads:
         raise_all(
             [
-                f"model.hidden_size={config.hidden_size} is not a multiple of model.num_heads={config.num_heads}, and "
+                f"model.hidden_size={config.hidden_size} is not a multiple of "
+                f"model.num_heads={config.num_heads}, and "
                 f"transformers refuses such a model. Use a Megalith checkpoint for this model."
             ]
         )
@@ -106,20 +126,24 @@ SIZE_REMEDY = ", or sliding_window to a number of tokens"
 def read_windows(
     fields: Fields, layers: int, default: Sequence[bool], *, window: int | None, remedy: str = ""
 ) -> tuple[bool, ...]:
-    """Return which layers have a sliding window: from layer_types, or `default` where the config has none.
+    """Return which layers have a sliding window: from layer_types, or `default` where the config
+    has none.
 
-    Sliding layers without a `window` are a problem: transformers then fails, or applies the window in some of its
-    attention backends and not in others. `remedy`: what else the message suggests.
+    Sliding layers without a `window` are a problem: transformers then fails, or applies the window
+    in some of its attention backends and not in others. `remedy`: what else the message suggests.
     """
     layer_types = fields.flags_of_layers("layer_types", layers, {SLIDING: True, FULL: False})
     sliding_layers = tuple(default) if layer_types is None else layer_types
     if window is None and any(sliding_layers):
         names = ("use_sliding_window", "sliding_window")
-        values = " and ".join(f"{name}={fields.raw[name]!r}" for name in names if name in fields.raw)
+        values = " and ".join(
+            f"{name}={fields.raw[name]!r}" for name in names if name in fields.raw
+        )
         fields.problems.append(
             f"layer_types has {SLIDING!r} for {sum(sliding_layers)} of {layers} layers"
             f"{' by default' if layer_types is None else ''}, and "
-            f"{values or f'{names[0]} and {names[1]} are missing'}: these layers have no window. Set layer_types to "
+            f"{values or f'{names[0]} and {names[1]} are missing'}: these layers have no window. "
+            "Set layer_types to "
             f"{FULL!r} for every layer{remedy}."
         )
     return shortest(sliding_layers)
@@ -131,21 +155,29 @@ def write_windows(config: ModelConfig) -> list[str]:
 
 
 def read_switched_windows(fields: Fields, layers: int) -> dict[str, Any]:
-    """Arguments of AttentionConfig from Qwen's four fields: a switch, the window, and which layers have it.
+    """Arguments of AttentionConfig from Qwen's four fields: a switch, the window, and which layers
+    have it.
 
-    max_window_layers counts the layers at the bottom that have none, whatever its name and older documentation say.
+    max_window_layers counts the layers at the bottom that have none, whatever its name and older
+    documentation say.
     """
-    first = 0 if fields.value("max_window_layers") == 0 else fields.whole_or_none("max_window_layers")
+    first = (
+        0 if fields.value("max_window_layers") == 0 else fields.whole_or_none("max_window_layers")
+    )
     first = 28 if first is None else first
     window = fields.whole_or_none("sliding_window") if "sliding_window" in fields.raw else 4096
     window = window if fields.flag("use_sliding_window") else None
     default = [window is not None and layer >= first for layer in range(layers)]
-    return windowed(window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY))
+    return windowed(
+        window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY)
+    )
 
 
 def write_switched_windows(config: ModelConfig) -> dict[str, Any]:
     """The same in the other direction."""
-    first = next((layer for layer in range(config.num_layers) if config.has_window(layer)), config.num_layers)
+    first = next(
+        (layer for layer in range(config.num_layers) if config.has_window(layer)), config.num_layers
+    )
     return {
         "use_sliding_window": first < config.num_layers,
         "sliding_window": config.attention.window if first < config.num_layers else None,
@@ -161,7 +193,9 @@ def shortest(flags: tuple[bool, ...]) -> tuple[bool, ...]:
     (True, False)
     """
     return next(
-        flags[:n] for n in range(1, len(flags) + 1) if all(flag == flags[i % n] for i, flag in enumerate(flags))
+        flags[:n]
+        for n in range(1, len(flags) + 1)
+        if all(flag == flags[i % n] for i, flag in enumerate(flags))
     )
 
 
@@ -186,7 +220,9 @@ class Unsaid(ConfigError):
         self.settings = tuple(settings)
 
 
-def said(raw: dict[str, Any], config: ModelConfig, read_config: Read, family: Family) -> dict[str, Any]:
+def said(
+    raw: dict[str, Any], config: ModelConfig, read_config: Read, family: Family
+) -> dict[str, Any]:
     """`raw`, what a family wrote about a model, if reading it gives the same model.
 
     Raises:
@@ -198,7 +234,8 @@ def said(raw: dict[str, Any], config: ModelConfig, read_config: Read, family: Fa
     try:
         raise_all(
             [
-                f"model.{field}={ours!r}: {family.architecture} has no word for it; it would be {theirs!r} there. Use "
+                f"model.{field}={ours!r}: {family.architecture} has no word for it; it would be "
+                f"{theirs!r} there. Use "
                 f"a Megalith checkpoint for this model."
                 for field, theirs, ours in lost
             ]
@@ -209,8 +246,8 @@ def said(raw: dict[str, Any], config: ModelConfig, read_config: Read, family: Fa
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
-    """The same mathematics outside of training with every setting in one way: those without effect as they are by
-    default, patterns without repetitions."""
+    """The same mathematics outside of training with every setting in one way: those without
+    effect as they are by default, patterns without repetitions."""
     size, kind, rope = config.head_size(), config.attention, RopeConfig()
     windows = tuple(config.has_window(layer) for layer in range(config.num_layers))
     window = windowed(kind.window, shortest(windows))
@@ -218,19 +255,37 @@ def canonical(config: ModelConfig) -> ModelConfig:
         turned = shortest(tuple(not config.turns(layer) for layer in range(config.num_layers)))
         rope = canonical_rope(config.rope, windows=any(windows), skip=turned if any(turned) else ())
     scale = size**-0.5 if kind.scale is None and config.mla is None else kind.scale
-    normed = tuple(config.at(layer).attention.qk_norm != "none" for layer in range(config.num_layers))
+    normed = tuple(
+        config.at(layer).attention.qk_norm != "none" for layer in range(config.num_layers)
+    )
     kind = replace(
-        kind, qk_norm=kind.qk_norm if any(normed) else "none", chunked=kind.chunked and any(windows),
+        kind,
+        qk_norm=kind.qk_norm if any(normed) else "none",
+        chunked=kind.chunked and any(windows),
         qk_norm_layers=shortest(normed) if any(normed) and not all(normed) else (),
-    )  # fmt: skip
-    own_eps = kind.qk_norm_eps if kind.qk_norm != "none" and kind.qk_norm_eps != config.norm_eps else None
-    rounded = {"window": None, "window_layers": (), "scale": scale and float(f"{scale:.12g}"), **window}
+    )
+    own_eps = (
+        kind.qk_norm_eps if kind.qk_norm != "none" and kind.qk_norm_eps != config.norm_eps else None
+    )
+    rounded = {
+        "window": None,
+        "window_layers": (),
+        "scale": scale and float(f"{scale:.12g}"),
+        **window,
+    }
     kept = replace(
-        config, vocab_multiple=1, dropout=DropoutConfig(), rope=rope,
+        config,
+        vocab_multiple=1,
+        dropout=DropoutConfig(),
+        rope=rope,
         attention=replace(kind, qk_norm_eps=own_eps, **rounded),
-        logit_scale=float(f"{config.logit_scale:.12g}"), mtp=MTPConfig(depths=config.mtp.depths),
-        init="normal", embedding_init_std=None, init_overrides=(), fp32_residual=False,
-    )  # fmt: skip
+        logit_scale=float(f"{config.logit_scale:.12g}"),
+        mtp=MTPConfig(depths=config.mtp.depths),
+        init="normal",
+        embedding_init_std=None,
+        init_overrides=(),
+        fp32_residual=False,
+    )
     kept = canonical_experts(kept)
     if config.mla is not None:
         return replace(kept, head_dim=None, num_kv_heads=config.num_heads)
@@ -238,12 +293,17 @@ def canonical(config: ModelConfig) -> ModelConfig:
 
 
 def canonical_rope(rope: RopeConfig, *, windows: bool, skip: tuple[bool, ...]) -> RopeConfig:
-    """Rotary positions with nothing said that their kind of scaling, or a model without windows, does not look at."""
+    """Rotary positions with nothing said that their kind of scaling, or a model without windows,
+    does not look at."""
     kind, values = rope_values(rope)
     kept: dict[str, Any] = {
-        "scaling": rope.scaling, "theta": rope.theta, "fraction": rope.fraction, "interleaved": rope.interleaved,
-        "sections": rope.sections, "skip": skip,
-    }  # fmt: skip
+        "scaling": rope.scaling,
+        "theta": rope.theta,
+        "fraction": rope.fraction,
+        "interleaved": rope.interleaved,
+        "sections": rope.sections,
+        "skip": skip,
+    }
     if windows and (rope.local_theta != rope.theta or values):
         kept["local_theta"] = rope.local_theta
     if skip and rope.skip_growth:
@@ -284,19 +344,26 @@ ROTARY_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_fre
 
 
 def usual_rules(
-    config: ModelConfig, *, norms: Mapping[str, str] = NORMS, all_biases: bool = True,
-    experts: LayerRules = no_experts, mlp: str = "mlp",
-) -> list[TensorRule]:  # fmt: skip
+    config: ModelConfig,
+    *,
+    norms: Mapping[str, str] = NORMS,
+    all_biases: bool = True,
+    experts: LayerRules = no_experts,
+    mlp: str = "mlp",
+) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass.
 
-    `all_biases`: they have one switch for the biases of queries, keys, values and output, so what ours lacks is zero;
-    `experts`: those of a layer with a mixture of experts; `mlp`: what an MLP is called.
+    `all_biases`: they have one switch for the biases of queries, keys, values and output, so what
+    ours lacks is zero; `experts`: those of a layer with a mixture of experts; `mlp`: what an MLP is
+    called.
     """
     v, h = config.vocab_size, config.hidden_size
     found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
-        attention = attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=all_biases)
+        attention = attention_rules(
+            config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=all_biases
+        )
         inner = (
             experts(config, theirs, f"{ours}.moe")
             if config.has_experts(layer)
@@ -304,7 +371,11 @@ def usual_rules(
         )
         for word, rules in (("attention", attention), ("mlp", inner)):
             around = {
-                part: [rule(f"{theirs}.{norms[part]}.weight", f"{ours}.{part}.weight", (h,), shape=(h,))]
+                part: [
+                    rule(
+                        f"{theirs}.{norms[part]}.weight", f"{ours}.{part}.weight", (h,), shape=(h,)
+                    )
+                ]
                 for part in (f"{word}_norm", f"{word}_post_norm")
                 if part in norms
             }
@@ -316,14 +387,18 @@ def usual_rules(
 
 
 def rules_with_experts(words: Words, *, all_biases: bool = True) -> tuple[Rules, Rules]:
-    """`Family.rules` and `Family.joined`: every expert has tensors of its own, or those of a layer share two."""
+    """`Family.rules` and `Family.joined`: every expert has tensors of its own, or those of a layer
+    share two."""
     each, together = (
-        partial(usual_rules, all_biases=all_biases, experts=kind(words)) for kind in (mixture_rules, joined_rules)
+        partial(usual_rules, all_biases=all_biases, experts=kind(words))
+        for kind in (mixture_rules, joined_rules)
     )
     return each, together
 
 
-def attention_rules(config: ModelConfig, theirs: str, ours: str, *, all_biases: bool) -> list[TensorRule]:
+def attention_rules(
+    config: ModelConfig, theirs: str, ours: str, *, all_biases: bool
+) -> list[TensorRule]:
     """Queries, keys, values, their norms, and the output."""
     h, n, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size()
     found = [
@@ -332,10 +407,14 @@ def attention_rules(config: ModelConfig, theirs: str, ours: str, *, all_biases: 
         rule(f"{theirs}.v_proj.weight", f"{ours}.kv", (g, d, h), shape=(g * d, h), part=1),
         rule(f"{theirs}.o_proj.weight", f"{ours}.o", (h, n, d), shape=(h, n * d)),
     ]
-    for word, heads in (("q", n), ("k", g)) if config.attention.qk_norm in ("head", "whole") else ():
+    for word, heads in (
+        (("q", n), ("k", g)) if config.attention.qk_norm in ("head", "whole") else ()
+    ):
         size = (d,) if config.attention.qk_norm == "head" else (heads, d)
         shape = (math.prod(size),)
-        found.append(rule(f"{theirs}.{word}_norm.weight", f"{ours}.{word}_norm.weight", size, shape=shape))
+        found.append(
+            rule(f"{theirs}.{word}_norm.weight", f"{ours}.{word}_norm.weight", size, shape=shape)
+        )
     if config.qkv_bias:
         found += [
             rule(f"{theirs}.q_proj.bias", f"{ours}.q_bias", (n, d), shape=(n * d,)),
@@ -344,7 +423,10 @@ def attention_rules(config: ModelConfig, theirs: str, ours: str, *, all_biases: 
         ]
     elif config.output_bias and all_biases:
         zeros = {"q": n * d, "k": g * d, "v": g * d}
-        found += [rule(f"{theirs}.{word}_proj.bias", None, (size,), shape=(size,)) for word, size in zeros.items()]
+        found += [
+            rule(f"{theirs}.{word}_proj.bias", None, (size,), shape=(size,))
+            for word, size in zeros.items()
+        ]
     if config.output_bias or (config.qkv_bias and all_biases):
         output = f"{ours}.o_bias" if config.output_bias else None
         found.append(rule(f"{theirs}.o_proj.bias", output, (h,), shape=(h,)))

@@ -23,19 +23,29 @@ class LayerCache(Protocol):
     """Keys and values of earlier tokens, for one layer, while text is generated."""
 
     def extend(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Keep k, v [t, g, d] of the tokens read now; give back those of all tokens of each document [t_kv, g, d]."""
+        """Keep k, v [t, g, d] of the tokens read now; give back those of all tokens of each
+        document [t_kv, g, d]."""
 
 
 class Attention(nn.Module):
-    """Each token looks at the earlier tokens of its document, or at all of them: x [t, h] -> [t, h].
+    """Each token looks at the earlier tokens of its document, or at all of them: x [t, h] -> [t,
+    h].
 
-    Source: Vaswani et al. 2017, arXiv:1706.03762; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
+    Source: Vaswani et al. 2017, arXiv:1706.03762; grouped queries: Ainslie et al. 2023,
+    arXiv:2305.13245.
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
+        self,
+        name: str,
+        config: ModelConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        index: int = 0,
         core: Attend = attention,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`index`: its number over all stages, which decides about positions and windows."""
         super().__init__()
         self.core, self.scores = core, scores_of_layer(config, index)
@@ -48,11 +58,15 @@ class Attention(nn.Module):
         weights = _input_shards(name, config, mesh, heads, columns=config.hidden_size)
         biases = _input_shards(name, config, mesh, heads, columns=None) if config.qkv_bias else []
         self.qkv = ColumnLinear(
-            [Declared(weight, start) for weight in weights], [Declared(bias, ZEROS) for bias in biases], region,
+            [Declared(weight, start) for weight in weights],
+            [Declared(bias, ZEROS) for bias in biases],
+            region,
             dtype=dtype,
-        )  # fmt: skip
+        )
         self.norms = build_qk_norms(name, config, mesh, heads, dtype=dtype)
-        self.sinks = Sinks(name, config, mesh, heads, dtype=dtype) if config.attention.sinks else no_sinks
+        self.sinks = (
+            Sinks(name, config, mesh, heads, dtype=dtype) if config.attention.sinks else no_sinks
+        )
         self.gate = sigmoid_gate if config.attention.gated else no_gate
         self.out = output_linear(name, config, heads.queries, mesh, region, dtype=dtype)
 
@@ -60,9 +74,15 @@ class Attention(nn.Module):
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         projected = self.qkv(x)
-        q, k, v, gate = projected.split([n * d, g * d, g * d, projected.shape[-1] - (n + 2 * g) * d], dim=-1)
+        q, k, v, gate = projected.split(
+            [n * d, g * d, g * d, projected.shape[-1] - (n + 2 * g) * d], dim=-1
+        )
         q, k = self.norms(q.unflatten(-1, (n, d)), k.unflatten(-1, (g, d)))
-        q, k, v = self.sharpen(self.turn(q, tokens), tokens), self.turn(k, tokens), v.unflatten(-1, (g, d))
+        q, k, v = (
+            self.sharpen(self.turn(q, tokens), tokens),
+            self.turn(k, tokens),
+            v.unflatten(-1, (g, d)),
+        )
         if cache is not None:
             k, v = cache.extend(k, v, tokens)
         heads = self.core(q, k, v, tokens, scores=self.scores, sinks=self.sinks())
@@ -70,16 +90,25 @@ class Attention(nn.Module):
 
 
 def output_linear(
-    name: str, config: ModelConfig, heads: list[int], mesh: Mesh, region: Region, *, dtype: torch.dtype
+    name: str,
+    config: ModelConfig,
+    heads: list[int],
+    mesh: Mesh,
+    region: Region,
+    *,
+    dtype: torch.dtype,
 ) -> RowLinear:
-    """From what my heads found back to the residual stream: o [h, n, d_v], `heads` of it on each tp rank."""
+    """From what my heads found back to the residual stream: o [h, n, d_v], `heads` of it on each tp
+    rank."""
     o = whole(f"{name}.o", (config.hidden_size, config.num_heads, config.value_size()), inputs=2)
     o = cut_dim(o, 1, heads, mesh.tp.rank, mesh.tp.axes)
     bias = whole(f"{name}.o_bias", (config.hidden_size,), invariant=region.invariant, inputs=0)
     return RowLinear(
         Declared(o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
-        Declared(bias, ZEROS) if config.output_bias else None, region, dtype=dtype,
-    )  # fmt: skip
+        Declared(bias, ZEROS) if config.output_bias else None,
+        region,
+        dtype=dtype,
+    )
 
 
 def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
@@ -88,20 +117,29 @@ def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
     window = kind.window if config.has_window(layer) else None
     relative = config.relative.max_distance if config.positions == "relative" else None
     return Scores(
-        config.score_scale(), window, window is not None and kind.chunked, kind.softcap, causal=kind.causal,
-        right=kind.window_right, off_by_one=kind.off_by_one, relative=relative,
-    )  # fmt: skip
+        config.score_scale(),
+        window,
+        window is not None and kind.chunked,
+        kind.softcap,
+        causal=kind.causal,
+        right=kind.window_right,
+        off_by_one=kind.off_by_one,
+        relative=relative,
+    )
 
 
 class Sinks(nn.Module):
-    """A learnt score per head that takes part in softmax and stands for no token: -> [n_tp], my heads'.
+    """A learnt score per head that takes part in softmax and stands for no token: -> [n_tp], my
+    heads'.
 
     Source: Xiao et al. 2023, arXiv:2309.17453.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         shard = whole(f"{name}.sinks", (config.num_heads,), inputs=0)
         shard = cut_dim(shard, 0, heads.queries, mesh.tp.rank, mesh.tp.axes)
@@ -127,11 +165,14 @@ def no_gate(heads: Tensor, gate: Tensor) -> Tensor:
     return heads
 
 
-def _input_shards(name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, columns: int | None) -> list[Shard]:
-    """My slices of q [n, d, h], kv [2, g, d, h] and, where there is one, gate [n, d, h]; or of their biases [n, d] and
-    [2, g, d] when there are no columns.
+def _input_shards(
+    name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, columns: int | None
+) -> list[Shard]:
+    """My slices of q [n, d, h], kv [2, g, d, h] and, where there is one, gate [n, d, h]; or of
+    their biases [n, d] and [2, g, d] when there are no columns.
 
-    Key/value heads that several ranks share are whole along tp_copy, so their gradients are summed over it.
+    Key/value heads that several ranks share are whole along tp_copy, so their gradients are summed
+    over it.
     """
     d = config.head_size()
     inputs, suffix = ((columns,), "") if columns is not None else ((), "_bias")

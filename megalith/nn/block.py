@@ -1,4 +1,5 @@
-"""Transformer layers: attention and an MLP, each normed somewhere and added to the residual stream."""
+"""Transformer layers: attention and an MLP, each normed somewhere and added to the residual
+stream."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,13 +40,22 @@ class Layer(nn.Module):
     """How many attentions have a cache of keys and values each while text is generated."""
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
-        number: int | None = None, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
+        self,
+        name: str,
+        config: ModelConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        index: int = 0,
+        number: int | None = None,
+        core: Attend = attention,
+        recompute: RecomputeConfig = KEEP_ALL,
         dispatcher: DispatcherName = "exchange",
-    ) -> None:  # fmt: skip
-        """`index`: its number over all stages, which decides its kind; `number`: what dropout knows it by, unless
-        by that; `core`: how attention sees other tokens; `recompute`: parts whose results backward computes again;
-        `dispatcher`: how tokens reach experts."""
+    ) -> None:
+        """`index`: its number over all stages, which decides its kind; `number`: what dropout
+        knows it by, unless by that; `core`: how attention sees other tokens; `recompute`: parts
+        whose results backward computes again; `dispatcher`: how tokens reach experts."""
         super().__init__()
         config, number = config.at(index), index if number is None else number
         again, check = modules_again(recompute), recompute.check
@@ -54,31 +64,52 @@ class Layer(nn.Module):
 
         def attend(place: str, *, inside: bool = False) -> Attend:
             dropped = with_dropped_weights(core, config, number, mesh, place=place)
-            return RecomputedCore(dropped, check) if "core_attention" in again and not inside else dropped
+            return (
+                RecomputedCore(dropped, check)
+                if "core_attention" in again and not inside
+                else dropped
+            )
 
-        def norm(word: str, *, again: Rebuilding | None = rebuilding if "norm" in again else None) -> Norm:
+        def norm(
+            word: str, *, again: Rebuilding | None = rebuilding if "norm" in again else None
+        ) -> Norm:
             size, invariant = config.hidden_size, region.invariant
-            return build_norm(f"{name}.{word}", size, config, invariant=invariant, dtype=dtype, again=again)
+            return build_norm(
+                f"{name}.{word}", size, config, invariant=invariant, dtype=dtype, again=again
+            )
 
         def branch(word: str) -> Branch:
             own = norm(f"{word}_post_norm", again=None) if after else None
-            return Branch(own, config.residual_scale, dropping(word, number, config.dropout.residual, region))
+            return Branch(
+                own, config.residual_scale, dropping(word, number, config.dropout.residual, region)
+            )
 
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         if config.attention_part(index) != "none":
             self.attention_norm = norm("attention_norm") if before else Unnormed(dtype)
             up = "mla_up_proj" in again
             self.attention = _attention(
-                f"{name}.attention", config, mesh, region, dtype=dtype, index=index,
-                core=attend("weights", inside=up), around=partial(Recomputed, check=check, turns=True) if up else kept,
-            )  # fmt: skip
+                f"{name}.attention",
+                config,
+                mesh,
+                region,
+                dtype=dtype,
+                index=index,
+                core=attend("weights", inside=up),
+                around=partial(Recomputed, check=check, turns=True) if up else kept,
+            )
             self.attention_out = branch("attention")
         if config.looks(index):
             self.cross_norm = norm("cross_norm") if before else Unnormed(dtype)
             self.cross = LookingBack(
-                f"{name}.cross", config, mesh, region, dtype=dtype, causal=config.attention.causal,
+                f"{name}.cross",
+                config,
+                mesh,
+                region,
+                dtype=dtype,
+                causal=config.attention.causal,
                 core=attend("cross weights"),
-            )  # fmt: skip
+            )
             self.cross_out = branch("cross")
         if config.mlp_part(index) != "none":
             own = before and config.block != "parallel_one_norm"
@@ -86,39 +117,66 @@ class Layer(nn.Module):
             mlp: nn.Module
             if config.moe is not None and config.has_experts(index):
                 mlp = MoE(
-                    f"{name}.moe", config, config.moe, mesh, region, dtype=dtype, act_again=act, dispatcher=dispatcher,
+                    f"{name}.moe",
+                    config,
+                    config.moe,
+                    mesh,
+                    region,
+                    dtype=dtype,
+                    act_again=act,
+                    dispatcher=dispatcher,
                     number=number,
-                    around_shared=partial(Recomputed, check=check) if "shared_experts" in again else itself,
-                )  # fmt: skip
+                    around_shared=partial(Recomputed, check=check)
+                    if "shared_experts" in again
+                    else itself,
+                )
             else:
-                mlp = _mlp(f"{name}.mlp", config, mesh, region, dtype=dtype, index=index, act_again=act)
+                mlp = _mlp(
+                    f"{name}.mlp", config, mesh, region, dtype=dtype, index=index, act_again=act
+                )
             self.mlp = _again(mlp, recompute) if "mlp" in again else mlp
             self.mlp_out = branch("mlp")
 
 
 def _again(mlp: nn.Module, recompute: RecomputeConfig) -> nn.Module:
-    """What stands for the MLP of a layer and runs again in backward; experts that tokens choose see all of them."""
+    """What stands for the MLP of a layer and runs again in backward; experts that tokens choose see
+    all of them."""
     if recompute.mlp_chunks > 1 and isinstance(mlp, GatedMLP | MLP):
         return RecomputedInChunks(mlp, recompute.mlp_chunks, check=recompute.check)
     return Recomputed(mlp, check=recompute.check)
 
 
 def _attention(
-    name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int, core: Attend,
+    name: str,
+    config: ModelConfig,
+    mesh: Mesh,
+    region: Region,
+    *,
+    dtype: torch.dtype,
+    index: int,
+    core: Attend,
     around: Callable[[Find], Find],
-) -> Attention | LatentAttention | Square:  # fmt: skip
+) -> Attention | LatentAttention | Square:
     """What a layer that is not without it has for attention."""
     if config.attention_part(index) == "linear":
         return Square(name, config, region, bias=config.output_bias, dtype=dtype)
     if config.mla is None:
         return Attention(name, config, mesh, region, dtype=dtype, index=index, core=core)
-    return LatentAttention(name, config, mesh, region, dtype=dtype, index=index, core=core, around=around)
+    return LatentAttention(
+        name, config, mesh, region, dtype=dtype, index=index, core=core, around=around
+    )
 
 
 def _mlp(
-    name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int,
+    name: str,
+    config: ModelConfig,
+    mesh: Mesh,
+    region: Region,
+    *,
+    dtype: torch.dtype,
+    index: int,
     act_again: Rebuilding | None,
-) -> GatedMLP | MLP | Square:  # fmt: skip
+) -> GatedMLP | MLP | Square:
     """What a layer that is not without it has for its MLP."""
     if config.mlp_part(index) == "linear":
         return Square(name, config, region, bias=config.mlp_bias, dtype=dtype)
@@ -144,9 +202,14 @@ class CrossBlock(Layer):
     attentions = 2
 
     def forward(
-        self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None, of_memory: LayerCache | None = None
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        cache: LayerCache | None = None,
+        of_memory: LayerCache | None = None,
     ) -> Tensor:
-        """x [t, h], with the memory among the tokens -> [t, h]; caches: of self-attention, and of the memory."""
+        """x [t, h], with the memory among the tokens -> [t, h]; caches: of self-attention, and of
+        the memory."""
         attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
         x, normed = self.cross_norm.after_adding(attended, x)
         found = self.cross_out(self.cross(normed, tokens, of_memory), tokens)
@@ -157,7 +220,8 @@ class CrossBlock(Layer):
 class ParallelBlock(Layer):
     """Attention and the MLP read the same x, and both are added to it: x [t, h] -> x [t, h].
 
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 2; Black et al. 2022, arXiv:2204.06745, section 2.
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 2; Black et al. 2022, arXiv:2204.06745,
+    section 2.
     """
 
     def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
@@ -193,8 +257,10 @@ class MLPBlock(Layer):
 
 
 BLOCKS: dict[str, type[Layer]] = {
-    "sequential": Block, "parallel": ParallelBlock, "parallel_one_norm": OneNormBlock,
-}  # fmt: skip
+    "sequential": Block,
+    "parallel": ParallelBlock,
+    "parallel_one_norm": OneNormBlock,
+}
 """By model.block, for layers that have both parts."""
 
 
@@ -225,7 +291,8 @@ class Unnormed(nn.Module):
 
 
 class Branch(nn.Module):
-    """What attention or MLP gives, on its way to the residual stream: normed, scaled and dropped, as the model says."""
+    """What attention or MLP gives, on its way to the residual stream: normed, scaled and dropped,
+    as the model says."""
 
     def __init__(self, norm: Norm | None, scale: float, dropped: Sequence[Step]) -> None:
         super().__init__()
@@ -260,11 +327,23 @@ class RecomputedCore:
     check: bool
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens,
+        *,
+        scores: Scores = PLAIN,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Keeps q, k, v: made contiguous, because values are a part of a larger tensor, which would be kept whole."""
+        """Keeps q, k, v: made contiguous, because values are a part of a larger tensor, which would
+        be kept whole."""
         tensors = [x.contiguous() for x in (k, v, sinks) if x is not None]
-        return recomputation.recompute(partial(self._attend, tokens, scores), q, *tensors, check=self.check)
+        return recomputation.recompute(
+            partial(self._attend, tokens, scores), q, *tensors, check=self.check
+        )
 
-    def _attend(self, tokens: Tokens, scores: Scores, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+    def _attend(
+        self, tokens: Tokens, scores: Scores, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor
+    ) -> Tensor:
         return self.core(q, k, v, tokens, scores=scores, sinks=sinks[0] if sinks else None)

@@ -1,4 +1,5 @@
-"""Cross attention: tokens look at other features than their own: an encoder's, a picture's, or of an earlier layer."""
+"""Cross attention: tokens look at other features than their own: an encoder's, a picture's, or of
+an earlier layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,8 @@ from megalith.plan.shards import Shard, cut_dim, split_heads, whole
 
 
 class Remembered(NamedTuple):
-    """Keys and values of what is looked at: computed once, however many tokens look at them while a text is written."""
+    """Keys and values of what is looked at: computed once, however many tokens look at them while a
+    text is written."""
 
     k: Tensor
     """[t_kv, g, d], of this rank's heads."""
@@ -35,23 +37,39 @@ class Remembered(NamedTuple):
 class Looking(nn.Module):
     """Queries come from x, keys and values from a memory; neither knows positions.
 
-    Both are as the region has tokens: under sequence parallelism each rank's part of either. Scores are scaled and
-    capped as in the model's other attention; queries and keys are not normed. Source: Vaswani et al. 2017,
-    arXiv:1706.03762, section 3.2.3.
+    Both are as the region has tokens: under sequence parallelism each rank's part of either. Scores
+    are scaled and capped as in the model's other attention; queries and keys are not normed.
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3.
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
-        memory_size: int | None = None, causal: bool = False, core: Attend = attention,
-    ) -> None:  # fmt: skip
-        """`memory_size`: features of the memory (m); unset: as many as of x. `causal`: the memory is of the tokens that
-        look, and none sees that of later ones."""
+        self,
+        name: str,
+        config: ModelConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        memory_size: int | None = None,
+        causal: bool = False,
+        core: Attend = attention,
+    ) -> None:
+        """`memory_size`: features of the memory (m); unset: as many as of x. `causal`: the
+        memory is of the tokens that look, and none sees that of later ones."""
         super().__init__()
         self.core = core
         self.scores = Scores(config.score_scale(), softcap=config.attention.softcap, causal=causal)
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
-        self.num_heads, self.num_kv_heads = heads.queries[mesh.tp.rank], heads.keys[mesh.over("tp_kv").rank]
-        n, g, d, holders = config.num_heads, config.num_kv_heads, config.head_size(), mesh.over("tp_kv")
+        self.num_heads, self.num_kv_heads = (
+            heads.queries[mesh.tp.rank],
+            heads.keys[mesh.over("tp_kv").rank],
+        )
+        n, g, d, holders = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size(),
+            mesh.over("tp_kv"),
+        )
 
         def queries(suffix: str, *inputs: int) -> Shard:
             shard = whole(f"{name}.q{suffix}", (n, d, *inputs), inputs=len(inputs))
@@ -63,7 +81,9 @@ class Looking(nn.Module):
 
         def column(weight: Shard, bias: Shard) -> ColumnLinear:
             biases = [Declared(bias, ZEROS)] if config.qkv_bias else []
-            return ColumnLinear([Declared(weight, Init(config.init_std))], biases, region, dtype=dtype)
+            return ColumnLinear(
+                [Declared(weight, Init(config.init_std))], biases, region, dtype=dtype
+            )
 
         self.queries = column(queries("", config.hidden_size), queries("_bias"))
         self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
@@ -82,20 +102,30 @@ class Looking(nn.Module):
 
 
 class CrossAttention(Looking):
-    """Each token looks at a whole document of a memory of other tokens: x [t, h], memory [t_kv, m] -> [t, h].
+    """Each token looks at a whole document of a memory of other tokens: x [t, h], memory [t_kv, m]
+    -> [t, h].
 
-    Nobody sees what is padding in the memory; `masks` may hide more, for each document bool [queries, its keys].
+    Nobody sees what is padding in the memory; `masks` may hide more, for each document bool
+    [queries, its keys].
     """
 
     def forward(
-        self, x: Input, tokens: Tokens, memory: Tensor, memory_tokens: Tokens,
+        self,
+        x: Input,
+        tokens: Tokens,
+        memory: Tensor,
+        memory_tokens: Tokens,
         masks: Sequence[Tensor | None] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """x [t, h], memory [t_kv, m] -> [t, h]."""
         return self.look(x, tokens, self.remember(memory, memory_tokens), masks)
 
     def look(
-        self, x: Input, tokens: Tokens, memory: Remembered, masks: Sequence[Tensor | None] | None = None
+        self,
+        x: Input,
+        tokens: Tokens,
+        memory: Remembered,
+        masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """x [t, h] -> [t, h].
 
@@ -103,14 +133,17 @@ class CrossAttention(Looking):
             DataError: masks that do not fit the documents.
         """
         both = across(tokens, memory.tokens)
-        return self.attend(x, memory.k, memory.v, both if masks is None else with_masks(both, masks))
+        return self.attend(
+            x, memory.k, memory.v, both if masks is None else with_masks(both, masks)
+        )
 
 
 class LookingBack(Looking):
-    """Each token looks at what an earlier layer made of itself and of earlier tokens: x [t, h] -> [t, h].
+    """Each token looks at what an earlier layer made of itself and of earlier tokens: x [t, h] ->
+    [t, h].
 
-    The memory [t, h] comes with the tokens. It has their documents, and their cuts wherever ranks share them; so it is
-    seen as the tokens are in self-attention, over cp, too.
+    The memory [t, h] comes with the tokens. It has their documents, and their cuts wherever ranks
+    share them; so it is seen as the tokens are in self-attention, over cp, too.
     """
 
     def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
@@ -123,15 +156,28 @@ class LookingBack(Looking):
 
 
 def across(tokens: Tokens, memory: Tokens) -> Tokens:
-    """Queries of some tokens with keys of others, document by document; of masks only the others' padding counts."""
-    assert len(tokens.lengths) == len(memory.lengths), "one document of the memory for each that looks at it"
-    assert tokens.context is None is memory.context, "a memory of other tokens is not shared over cp"
-    lengths = tuple((own, other) for (own, _), (other, _) in zip(tokens.lengths, memory.lengths, strict=True))
+    """Queries of some tokens with keys of others, document by document; of masks only the others'
+    padding counts."""
+    assert len(tokens.lengths) == len(memory.lengths), (
+        "one document of the memory for each that looks at it"
+    )
+    assert tokens.context is None is memory.context, (
+        "a memory of other tokens is not shared over cp"
+    )
+    lengths = tuple(
+        (own, other) for (own, _), (other, _) in zip(tokens.lengths, memory.lengths, strict=True)
+    )
     dropout = None
     if tokens.dropout is not None and memory.dropout is not None:
         dropout = tokens.dropout._replace(keys=memory.dropout.numbers)
     padding = None if memory.visible is None else memory.visible.keys
     return replace(
-        tokens, lengths=lengths, cu_kv=memory.cu_q, max_kv=memory.max_q, uniform=None, biases=None, dropout=dropout,
+        tokens,
+        lengths=lengths,
+        cu_kv=memory.cu_q,
+        max_kv=memory.max_q,
+        uniform=None,
+        biases=None,
+        dropout=dropout,
         visible=None if padding is None else Visible(padding),
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""Dropout of activations outside divided work, and of attention's weights, the same under every layout."""
+"""Dropout of activations outside divided work, and of attention's weights, the same under every
+layout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,10 +25,11 @@ key_of = torch.compiler.assume_constant_result(key)
 
 
 class Dropout(nn.Module):
-    """While training, set each feature of each token to zero with probability p: x [t, h] -> [t, h].
+    """While training, set each feature of each token to zero with probability p: x [t, h] -> [t,
+    h].
 
-    The same features whatever the layout, also when backward computes a layer again; the others are divided by 1 - p.
-    Source: Srivastava et al. 2014, JMLR 15(56).
+    The same features whatever the layout, also when backward computes a layer again; the others are
+    divided by 1 - p. Source: Srivastava et al. 2014, JMLR 15(56).
     """
 
     def __init__(self, place: str, layer: int, p: float, region: Region) -> None:
@@ -36,11 +38,14 @@ class Dropout(nn.Module):
         self.place, self.layer, self.p, self.region, self.drop = place, layer, p, region, dropout
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """x [t, h], of the tokens that I have outside divided work -> [t, h]; x itself where nothing is trained."""
+        """x [t, h], of the tokens that I have outside divided work -> [t, h]; x itself where
+        nothing is trained."""
         if tokens.dropout is None:
             return x
         seed, numbers = tokens.dropout.seed, tokens.dropout.numbers
-        return self.drop(x, self.p, key_of(seed, "dropout", self.place, self.layer), self.region.mine(numbers))
+        return self.drop(
+            x, self.p, key_of(seed, "dropout", self.place, self.layer), self.region.mine(numbers)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,14 @@ class DroppingAttention:
     """Keeps apart the masks of several attentions in one layer."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens,
+        *,
+        scores: Scores = PLAIN,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """What `core` does, with the weights to be dropped among the scores' settings."""
         if tokens.dropout is None:
@@ -73,12 +85,17 @@ class DroppingAttention:
 def with_dropped_weights(
     core: Attend, config: ModelConfig, layer: int, mesh: Mesh, *, place: str = "weights"
 ) -> Attend:
-    """`core` for a layer of the model, numbered over all stages; `core` itself where no weights are dropped."""
+    """`core` for a layer of the model, numbered over all stages; `core` itself where no weights are
+    dropped."""
     p = config.dropout.attention
     if p == 0.0:
         return core
     n, tp = config.num_heads, mesh.tp.size
-    heads = split_heads(n, config.num_kv_heads, tp).queries if config.mla is None else split_evenly(n, tp)
+    heads = (
+        split_heads(n, config.num_kv_heads, tp).queries
+        if config.mla is None
+        else split_evenly(n, tp)
+    )
     return DroppingAttention(core, layer, p, sum(heads[: mesh.tp.rank]), place)
 
 

@@ -1,4 +1,5 @@
-"""What becomes of the embeddings before the first layer: a learnt vector for every place, a scale, dropout."""
+"""What becomes of the embeddings before the first layer: a learnt vector for every place, a scale,
+dropout."""
 
 from dataclasses import dataclass
 
@@ -16,23 +17,32 @@ from megalith.plan.shards import whole
 
 
 class LearnedPositions(nn.Module):
-    """Adds to each token the vector of its place in its document: x [t, h] -> [t, h], as the region has tokens.
+    """Adds to each token the vector of its place in its document: x [t, h] -> [t, h], as the region
+    has tokens.
 
-    The table [max_seq_len, h] is whole on every rank. With `ahead`, what is read are embeddings of tokens so much
-    further on, whose places they get; where a document has none, and the table no such place, nothing is added.
-    Source: Radford et al. 2018; Gehring et al. 2017, arXiv:1705.03122.
+    The table [max_seq_len, h] is whole on every rank. With `ahead`, what is read are embeddings of
+    tokens so much further on, whose places they get; where a document has none, and the table no
+    such place, nothing is added. Source: Radford et al. 2018; Gehring et al. 2017,
+    arXiv:1705.03122.
     """
 
     weight: nn.Parameter
 
     def __init__(
-        self, config: ModelConfig, region: Region, *, dtype: torch.dtype, ahead: int = 0,
+        self,
+        config: ModelConfig,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        ahead: int = 0,
         shared: nn.Parameter | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`shared`: the table, where this rank has it already."""
         super().__init__()
         self.region, self.ahead = region, ahead
-        shard = whole("positions.weight", (config.max_seq_len, config.hidden_size), invariant=region.invariant)
+        shard = whole(
+            "positions.weight", (config.max_seq_len, config.hidden_size), invariant=region.invariant
+        )
         if shared is None:
             declare(self, "weight", Declared(shard, Init(config.init_std)), dtype=dtype)
         else:
@@ -47,8 +57,10 @@ class LearnedPositions(nn.Module):
         # Rows that ranks share may end with filler beyond the table, which is given zeros.
         if tokens.context is None and tokens.max_kv > len(self.weight):
             raise DataError(
-                f"a document of {tokens.max_kv} tokens with model.positions=learned, which knows {len(self.weight)} "
-                f"places. Use documents of at most {len(self.weight)} tokens, or set model.max_seq_len to as many."
+                f"a document of {tokens.max_kv} tokens with model.positions=learned, which knows "
+                f"{len(self.weight)} "
+                f"places. Use documents of at most {len(self.weight)} tokens, or set "
+                "model.max_seq_len to as many."
             )
         places = tokens.positions + self.ahead if self.ahead else tokens.positions
         return x + embedding(self.region.mine(places), self.weight)
@@ -61,15 +73,23 @@ class Entrance(nn.Module):
     """Only with learnt positions."""
 
     def __init__(
-        self, config: ModelConfig, region: Region, *, dtype: torch.dtype, number: int = 0,
+        self,
+        config: ModelConfig,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        number: int = 0,
         places: nn.Parameter | None = None,
-    ) -> None:  # fmt: skip
-        """`number`: how far ahead the tokens are whose embeddings it gets, and what dropout knows it by, where a model
-        has several; `places`: the table of learnt positions, where this rank has it already."""
+    ) -> None:
+        """`number`: how far ahead the tokens are whose embeddings it gets, and what dropout
+        knows it by, where a model has several; `places`: the table of learnt positions, where
+        this rank has it already."""
         super().__init__()
         steps: list[Step] = []
         if config.positions == "learned":
-            self.positions = LearnedPositions(config, region, dtype=dtype, ahead=number, shared=places)
+            self.positions = LearnedPositions(
+                config, region, dtype=dtype, ahead=number, shared=places
+            )
             steps.append(self.positions)
         if config.embedding_scale != 1.0:
             steps.append(Scale(config.embedding_scale, dtype))
@@ -100,7 +120,8 @@ class Widened:
 
 
 class Scale:
-    """Multiplies by a number, rounded to the dtype of activations first, as published weights expect."""
+    """Multiplies by a number, rounded to the dtype of activations first, as published weights
+    expect."""
 
     def __init__(self, factor: float, dtype: torch.dtype) -> None:
         self.factor = torch.tensor(factor, dtype=dtype).item()

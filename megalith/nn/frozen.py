@@ -16,28 +16,41 @@ from megalith.plan.frozen import first_trained_layer, tables_trained
 
 @dataclass(frozen=True, slots=True)
 class BelowTrained:
-    """Runs the layers of a chunk: those below everything that is trained without backward, for which nothing of them is
-    kept."""
+    """Runs the layers of a chunk: those below everything that is trained without backward, for
+    which nothing of them is kept."""
 
     run: LayerRunner
     count: int
-    """Of those layers: the chunk's first ones, or all it has. Then its result wants no gradient either."""
+    """Of those layers: the chunk's first ones, or all it has. Then its result wants no gradient
+    either."""
 
     def __call__(
-        self, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens, remember: Remember | None = None
+        self,
+        layers: Sequence[nn.Module],
+        x: Tensor,
+        tokens: Tokens,
+        remember: Remember | None = None,
     ) -> tuple[Tensor, Tokens]:
-        """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on the way."""
+        """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on
+        the way."""
         training = torch.is_grad_enabled()
         below = remember is not None and remember.before < self.count
         with torch.no_grad():
             x, tokens = self.run(layers[: self.count], x, tokens, remember if below else None)
-        rest, later = layers[self.count :], None if remember is None or below else remember.after(self.count)
-        return self.run(rest, x.requires_grad_() if training else x, tokens, later) if rest else (x, tokens)
+        rest, later = (
+            layers[self.count :],
+            None if remember is None or below else remember.after(self.count),
+        )
+        return (
+            self.run(rest, x.requires_grad_() if training else x, tokens, later)
+            if rest
+            else (x, tokens)
+        )
 
 
 class Start(nn.Module):
-    """What enters the layers, as the place where backward ends: frozen embeddings give nothing that wants a gradient,
-    and regions that are computed again would have no backward."""
+    """What enters the layers, as the place where backward ends: frozen embeddings give nothing
+    that wants a gradient, and regions that are computed again would have no backward."""
 
     def __init__(self, entrance: nn.Module) -> None:
         super().__init__()
@@ -59,8 +72,8 @@ def end_backward_at(chunk: Any, layer: int) -> None:  # a `Decoder`, which is bu
 
 
 def freeze(chunks: Sequence[Any], model: ModelConfig, optim: OptimConfig) -> None:
-    """Let nothing be trained that `optim` does not name, in the chunks of a model on the meta device; a parameter that
-    two chunks share is one parameter.
+    """Let nothing be trained that `optim` does not name, in the chunks of a model on the meta
+    device; a parameter that two chunks share is one parameter.
 
     Chunks: `Decoder`s, which are built of what is here, so that this file cannot name them.
     """

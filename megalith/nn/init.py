@@ -1,4 +1,5 @@
-"""First weights: the same for a name and a seed under every layout, drawn tile by tile, never as whole tensors."""
+"""First weights: the same for a name and a seed under every layout, drawn tile by tile, never as
+whole tensors."""
 
 import math
 from collections.abc import Iterator
@@ -11,14 +12,16 @@ from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard, boxes_of_range, intersect
 
 TILE = (128, 512)
-"""Rows and columns of the last two dims that one generator draws; fixed, because it decides the numbers."""
+"""Rows and columns of the last two dims that one generator draws; fixed, because it decides the
+numbers."""
 
 
 def fill(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
     """Write the first values of my box, or of my flat range of it, into `parameter`, in place.
 
-    The global tensor is cut into tiles; a tile comes from a fresh generator keyed by (seed, name, tile), on the CPU and
-    in fp32; only the tiles that my box meets are drawn. So a value depends on the seed, the name and its place alone.
+    The global tensor is cut into tiles; a tile comes from a fresh generator keyed by (seed, name,
+    tile), on the CPU and in fp32; only the tiles that my box meets are drawn. So a value depends on
+    the seed, the name and its place alone.
     """
     start, stop = shard.flat or (0, shard.numel)
     inside = boxes_of_range(shard.box_shape, start, stop)
@@ -38,7 +41,11 @@ def _fill_box(values: Tensor, box: Box, shard: Shard, init: Init, *, seed: int) 
         for tile in _tiles(shard.shape, box):
             mine = intersect(tile, box)
             if mine is not None:
-                drawn = _draw(shard.name, tile, seed, uniform=init.uniform).mul_(init.std).add_(init.offset)
+                drawn = (
+                    _draw(shard.name, tile, seed, uniform=init.uniform)
+                    .mul_(init.std)
+                    .add_(init.offset)
+                )
                 values[_within(mine, box)] = drawn[_within(mine, tile)].to(values.dtype)
     if init.rows is not None:
         values[max(0, init.rows - box[0][0]) :].zero_()
@@ -67,7 +74,9 @@ def _product(spans: list[list[tuple[int, int]]]) -> Iterator[Box]:
 
 def _draw(name: str, tile: Box, seed: int, *, uniform: bool) -> Tensor:
     """Of variance 1."""
-    generator = torch.Generator().manual_seed(key(seed, "init", name, *(start for start, _ in tile)))
+    generator = torch.Generator().manual_seed(
+        key(seed, "init", name, *(start for start, _ in tile))
+    )
     sizes = [stop - start for start, stop in tile]
     if uniform:
         return torch.rand(sizes, generator=generator).mul_(2).sub_(1).mul_(math.sqrt(3))

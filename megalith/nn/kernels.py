@@ -1,7 +1,8 @@
-"""How a whole model computes: its layers hold the operations that they compute with, and each can be told how to.
+"""How a whole model computes: its layers hold the operations that they compute with, and each can
+be told how to.
 
-Matmuls of bf16 on CPUs are selected for the whole process. Looking up embeddings and moving rows to experts have one
-form, and stay as they are.
+Matmuls of bf16 on CPUs are selected for the whole process. Looking up embeddings and moving rows to
+experts have one form, and stay as they are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,14 +23,22 @@ Held = Any  # whatever an attribute of a layer is
 
 
 OPERATIONS: Mapping[str, Op] = {
-    "norm": "norm", "rope": "rope", "swiglu": "activation", "activation": "activation", "weighted": "activation",
-    "dropout": "dropout", "attention": "attention", "experts": "experts", "cross_entropy": "cross_entropy",
-}  # fmt: skip
+    "norm": "norm",
+    "rope": "rope",
+    "swiglu": "activation",
+    "activation": "activation",
+    "weighted": "activation",
+    "dropout": "dropout",
+    "attention": "attention",
+    "experts": "experts",
+    "cross_entropy": "cross_entropy",
+}
 """What the files of kernels/ that have several forms compute."""
 
 
 def use_kernels(models: Iterable[nn.Module], kernels: KernelSetting, mesh: Mesh) -> None:
-    """Let every layer compute by `kernels`; auto is how layers are built. `matmul` is selected for the process."""
+    """Let every layer compute by `kernels`; auto is how layers are built. `matmul` is selected for
+    the process."""
     config = kernels_of(kernels)
     select_bf16_matmul(config.of("matmul"))
     if config == KernelsConfig():
@@ -41,10 +50,11 @@ def use_kernels(models: Iterable[nn.Module], kernels: KernelSetting, mesh: Mesh)
 
 
 def with_kernel(held: Held, config: KernelsConfig, mesh: Mesh) -> Held:
-    """The same with every operation in it, however deep, computed as `config` says; itself, where there is none in it.
+    """The same with every operation in it, however deep, computed as `config` says; itself, where
+    there is none in it.
 
-    An operation is a function of kernels/ with a keyword `kernel`. Attention across ranks has none: it becomes the
-    plain definition over the keys of all ranks.
+    An operation is a function of kernels/ with a keyword `kernel`. Attention across ranks has none:
+    it becomes the plain definition over the keys of all ranks.
     """
     if isinstance(held, nn.Module):  # one that its owner has not registered, as steps of a tuple
         use_kernels([held], config, mesh)
@@ -74,7 +84,8 @@ def _told(function: FunctionType, config: KernelsConfig) -> Held:
 
 
 def _parts(held: Held) -> dict[str, Held]:
-    """What a tuple, a partial function or a dataclass consists of, by names of which none comes twice."""
+    """What a tuple, a partial function or a dataclass consists of, by names of which none comes
+    twice."""
     if isinstance(held, partial):
         return {"": held.func, **_numbered(held.args), **held.keywords}
     if type(held) is tuple:

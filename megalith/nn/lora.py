@@ -1,8 +1,8 @@
 """LoRA: two thin trained matrices beside each frozen one, under every layout.
 
-A takes the features of a token to r features, B takes these to the outputs. Only the r features cross tensor-parallel
-ranks: whatever lies on the side of the adapter that no axis cuts is computed outside divided work, by `invariant` ranks
-alike or by each for its own tokens, as a norm is.
+A takes the features of a token to r features, B takes these to the outputs. Only the r features
+cross tensor-parallel ranks: whatever lies on the side of the adapter that no axis cuts is computed
+outside divided work, by `invariant` ranks alike or by each for its own tokens, as a norm is.
 Source: Hu et al. 2021, arXiv:2106.09685, section 4.
 """
 
@@ -44,14 +44,22 @@ from megalith.plan.shards import Shard
 class ColumnLora(nn.Module):
     """A `ColumnLinear` with adapters beside some of its matrices: x [t, i] -> y [t, f_tp].
 
-    A is whole on every rank and multiplies what the region has outside divided work; B is cut as the matrix's rows.
-    The r features enter divided work between them.
+    A is whole on every rank and multiplies what the region has outside divided work; B is cut as
+    the matrix's rows. The r features enter divided work between them.
     """
 
-    def __init__(self, base: ColumnLinear, names: Sequence[str], lora: LoraConfig, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, base: ColumnLinear, names: Sequence[str], lora: LoraConfig, *, dtype: torch.dtype
+    ) -> None:
         """`names`: of those matrices, in the base's order."""
         super().__init__()
-        self.base, self.region, self.scale, self.rank, self.names = base, base.region, lora.scale, lora.rank, names
+        self.base, self.region, self.scale, self.rank, self.names = (
+            base,
+            base.region,
+            lora.scale,
+            lora.rank,
+            names,
+        )
         for name in names:
             a, b = column_adapter(_shard_of(base, name), lora, base.region)
             _declare_pair(self, name, a, b, dtype=dtype)
@@ -60,7 +68,10 @@ class ColumnLora(nn.Module):
     def forward(self, x: Input) -> Tensor:
         """x [t, i], as the region has it -> [t, f_tp]."""
         y = self.base(x)
-        z = linear(self.drop(x), [getattr(self, f"{name}_lora_a") for name in self.names]) * self.scale
+        z = (
+            linear(self.drop(x), [getattr(self, f"{name}_lora_a") for name in self.names])
+            * self.scale
+        )
         features = iter(value_of(self.region.enter(z)).split(self.rank, dim=-1))
         starts, added, end = [], [], 0
         for name, weight in zip(self.base.weight_names, self.base.sunk(), strict=True):
@@ -73,7 +84,8 @@ class ColumnLora(nn.Module):
         return found
 
     def sunk(self) -> list[Tensor]:
-        """My rows of every matrix as it acts, W + scale · B · A: for readers that multiply in another order."""
+        """My rows of every matrix as it acts, W + scale · B · A: for readers that multiply in
+        another order."""
         found: list[Tensor] = []
         for name, weight in zip(self.base.weight_names, self.base.sunk(), strict=True):
             if name not in self.names:
@@ -96,7 +108,8 @@ def reference_add_columns(y: Tensor, starts: Sequence[int], *added: Tensor) -> T
 
 
 class AddColumns(Function):
-    """y [t, o] with tensors added to its columns from some `starts` on, in place; other columns are not looked at."""
+    """y [t, o] with tensors added to its columns from some `starts` on, in place; other columns are
+    not looked at."""
 
     reference = staticmethod(reference_add_columns)
 
@@ -119,16 +132,24 @@ class AddColumns(Function):
 class RowLora(nn.Module):
     """A `RowLinear` with an adapter: x [t, i_tp] -> y [t, o] as the region has tokens.
 
-    A is cut as the matrix's columns, so its r features are partial sums, which leave divided work; B is whole.
+    A is cut as the matrix's columns, so its r features are partial sums, which leave divided work;
+    B is whole.
     """
 
     def __init__(self, base: RowLinear, lora: LoraConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.base, self.region, self.scale, self.name = base, base.region, lora.scale, base.weight_name
+        self.base, self.region, self.scale, self.name = (
+            base,
+            base.region,
+            lora.scale,
+            base.weight_name,
+        )
         weight = _shard_of(base, self.name)
         a, b = row_adapter(weight, lora, base.region)
         _declare_pair(self, self.name, a, b, dtype=dtype)
-        self.drop = InputDropout(weight.name, lora.dropout, _all_of_them, first_feature=first_input(weight))
+        self.drop = InputDropout(
+            weight.name, lora.dropout, _all_of_them, first_feature=first_input(weight)
+        )
 
     def forward(self, x: Input) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
@@ -139,9 +160,12 @@ class RowLora(nn.Module):
 
 
 class WholeLora(nn.Module):
-    """A `WholeLinear` with an adapter: x [t, i], as the region has it -> y [t, o]. A and B are whole, as W is."""
+    """A `WholeLinear` with an adapter: x [t, i], as the region has it -> y [t, o]. A and B are
+    whole, as W is."""
 
-    def __init__(self, base: WholeLinear, region: Region, lora: LoraConfig, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, base: WholeLinear, region: Region, lora: LoraConfig, *, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.base, self.scale, self.name = base, lora.scale, base.weight_name
         weight = _shard_of(base, self.name)
@@ -156,20 +180,33 @@ class WholeLora(nn.Module):
 
 
 class InputDropout(nn.Module):
-    """What A sees of x: while training, each feature of each token is 0 with probability p; x [t, i] -> [t, i].
+    """What A sees of x: while training, each feature of each token is 0 with probability p; x [t,
+    i] -> [t, i].
 
-    Matrices that one matmul reads share it. The same features under every layout, as `nn/dropout.py` has it.
+    Matrices that one matmul reads share it. The same features under every layout, as
+    `nn/dropout.py` has it.
     """
 
-    def __init__(self, place: str, p: float, mine: Callable[[Tensor], Tensor], *, first_feature: int = 0) -> None:
-        """`mine`: what the layer has of something known of all tokens; `first_feature`: the first of x, of all."""
+    def __init__(
+        self, place: str, p: float, mine: Callable[[Tensor], Tensor], *, first_feature: int = 0
+    ) -> None:
+        """`mine`: what the layer has of something known of all tokens; `first_feature`: the first
+        of x, of all."""
         super().__init__()
-        self.place, self.p, self.mine, self.first_feature, self.drop = place, p, mine, first_feature, dropout
+        self.place, self.p, self.mine, self.first_feature, self.drop = (
+            place,
+            p,
+            mine,
+            first_feature,
+            dropout,
+        )
         self.tokens: Tokens | None = None
-        """Given by the attention or the MLP around, each time it begins: linear layers are not told of tokens."""
+        """Given by the attention or the MLP around, each time it begins: linear layers are not told
+        of tokens."""
 
     def forward(self, x: Input) -> Input:
-        """x itself where nothing is trained. Backward computes the mask again, from what x is rebuilt from."""
+        """x itself where nothing is trained. Backward computes the mask again, from what x is
+        rebuilt from."""
         if self.p == 0.0:
             return x
         assert self.tokens is not None, f"{self.place}: no one said which tokens these are"
@@ -177,9 +214,12 @@ class InputDropout(nn.Module):
             return x
         seen = self.tokens.dropout
         again = with_arguments(
-            self.drop, p=self.p, key=key_of(seen.seed, "adapter dropout", self.place), numbers=self.mine(seen.numbers),
+            self.drop,
+            p=self.p,
+            key=key_of(seen.seed, "adapter dropout", self.place),
+            numbers=self.mine(seen.numbers),
             first_feature=self.first_feature,
-        )  # fmt: skip
+        )
         return rebuilt(x).then(again(value_of(x)), again)
 
 
@@ -192,13 +232,20 @@ def column_adapter(weight: Shard, lora: LoraConfig, region: Region) -> tuple[Sha
     count = STACKED.get(weight.name.rsplit(".", 1)[1])
     a_shape = (*((count,) if count else ()), lora.rank, *weight.shape[outputs:])
     a = replace(
-        weight, name=f"{weight.name}.lora_a", shape=a_shape, box=tuple((0, n) for n in a_shape), cut=(),
+        weight,
+        name=f"{weight.name}.lora_a",
+        shape=a_shape,
+        box=tuple((0, n) for n in a_shape),
+        cut=(),
         invariant=region.invariant,
-    )  # fmt: skip
+    )
     b = replace(
-        weight, name=f"{weight.name}.lora_b", shape=(*weight.shape[:outputs], lora.rank),
-        box=(*weight.box[:outputs], (0, lora.rank)), inputs=1,
-    )  # fmt: skip
+        weight,
+        name=f"{weight.name}.lora_b",
+        shape=(*weight.shape[:outputs], lora.rank),
+        box=(*weight.box[:outputs], (0, lora.rank)),
+        inputs=1,
+    )
     return a, b
 
 
@@ -206,14 +253,21 @@ def row_adapter(weight: Shard, lora: LoraConfig, region: Region) -> tuple[Shard,
     """A [r, *inputs], cut as the inputs of `weight`, and B [o, r], whole."""
     outputs = len(weight.shape) - weight.inputs
     a = replace(
-        weight, name=f"{weight.name}.lora_a", shape=(lora.rank, *weight.shape[outputs:]),
+        weight,
+        name=f"{weight.name}.lora_a",
+        shape=(lora.rank, *weight.shape[outputs:]),
         box=((0, lora.rank), *weight.box[outputs:]),
-    )  # fmt: skip
+    )
     shape = (*weight.shape[:outputs], lora.rank)
     b = replace(
-        weight, name=f"{weight.name}.lora_b", shape=shape, box=tuple((0, n) for n in shape), cut=(),
-        invariant=region.invariant, inputs=1,
-    )  # fmt: skip
+        weight,
+        name=f"{weight.name}.lora_b",
+        shape=shape,
+        box=tuple((0, n) for n in shape),
+        cut=(),
+        invariant=region.invariant,
+        inputs=1,
+    )
     return a, b
 
 
@@ -221,7 +275,9 @@ def whole_adapter(weight: Shard, lora: LoraConfig) -> tuple[Shard, Shard]:
     """A [r, i] and B [o, r], both whole, as `weight` is."""
     (outputs, inputs), rank = weight.shape, lora.rank
     a, b = (
-        replace(weight, name=f"{weight.name}.lora_{word}", shape=shape, box=tuple((0, n) for n in shape))
+        replace(
+            weight, name=f"{weight.name}.lora_{word}", shape=shape, box=tuple((0, n) for n in shape)
+        )
         for word, shape in (("a", (rank, inputs)), ("b", (outputs, rank)))
     )
     return a, b
@@ -229,13 +285,17 @@ def whole_adapter(weight: Shard, lora: LoraConfig) -> tuple[Shard, Shard]:
 
 def first_input(weight: Shard) -> int:
     """Which of all inputs, one after the other, is the first of my slice of them."""
-    sizes, starts = weight.shape[-weight.inputs :], [start for start, _ in weight.box[-weight.inputs :]]
+    sizes, starts = (
+        weight.shape[-weight.inputs :],
+        [start for start, _ in weight.box[-weight.inputs :]],
+    )
     return sum(start * math.prod(sizes[dim + 1 :]) for dim, start in enumerate(starts))
 
 
 def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig | None) -> None:
-    """Freeze what the chunks of a model on the meta device have, and put adapters beside the matrices of their layers;
-    None: leave them as they are. Layers that predict further ahead get none.
+    """Freeze what the chunks of a model on the meta device have, and put adapters beside the
+    matrices of their layers; None: leave them as they are. Layers that predict further ahead get
+    none.
 
     Chunks: `Decoder`s, which are built of what is here, so that this file cannot name them.
     """
@@ -250,14 +310,21 @@ def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig 
 
 
 def _attach(layer: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig) -> None:
-    """Put adapters into one layer, and let attentions and MLP say which tokens they are called with."""
+    """Put adapters into one layer, and let attentions and MLP say which tokens they are called
+    with."""
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
             if (adapted := _adapted(child, region, model, lora)) is not None:
                 setattr(parent, name, adapted)
-    for part in (child for name, child in layer.named_children() if name in ("attention", "cross", "mlp")):
-        told = part.get_submodule("function") if isinstance(part, Recomputed) else part  # backward calls it again
-        drops = [module for module in told.modules() if isinstance(module, InputDropout) and module.p > 0]
+    for part in (
+        child for name, child in layer.named_children() if name in ("attention", "cross", "mlp")
+    ):
+        told = (
+            part.get_submodule("function") if isinstance(part, Recomputed) else part
+        )  # backward calls it again
+        drops = [
+            module for module in told.modules() if isinstance(module, InputDropout) and module.p > 0
+        ]
         if drops:
             told.register_forward_pre_hook(with_arguments(_tell, drops))
         if drops and isinstance(told, LatentAttention):  # of which backward may call a part again
@@ -269,19 +336,28 @@ def _tell(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, 
         drop.tokens = arguments[1]
 
 
-def _around_telling(around: Callable[[Find], Find], drops: Sequence[InputDropout], find: Find) -> Find:
+def _around_telling(
+    around: Callable[[Find], Find], drops: Sequence[InputDropout], find: Find
+) -> Find:
     return around(with_arguments(_tell_and_find, drops, find))
 
 
 def _tell_and_find(
-    drops: Sequence[InputDropout], find: Find, short: Input, latent: Tensor, k_turned: Tensor, tokens: Tokens
+    drops: Sequence[InputDropout],
+    find: Find,
+    short: Input,
+    latent: Tensor,
+    k_turned: Tensor,
+    tokens: Tokens,
 ) -> Tensor:
     for drop in drops:
         drop.tokens = tokens
     return find(short, latent, k_turned, tokens)
 
 
-def _adapted(module: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig) -> nn.Module | None:
+def _adapted(
+    module: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig
+) -> nn.Module | None:
     """The module with adapters; None: it gets none."""
     if not isinstance(module, ColumnLinear | RowLinear | WholeLinear):
         return None
@@ -308,7 +384,8 @@ def _shard_of(layer: nn.Module, name: str) -> Shard:
 
 
 def _declare_pair(module: nn.Module, name: str, a: Shard, b: Shard, *, dtype: torch.dtype) -> None:
-    """A starts normal with the variance that torch's linear layers (uniform in ±1/sqrt(inputs)) start with; B at zero.
+    """A starts normal with the variance that torch's linear layers (uniform in ±1/sqrt(inputs))
+    start with; B at zero.
 
     PEFT starts A as those layers are; its `gaussian` has another variance.
     """

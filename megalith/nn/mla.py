@@ -1,6 +1,7 @@
 """Multi-head latent attention: keys and values of all heads come from one short vector per token.
 
-Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1; absorbed projections: the same, section 2.1.2.
+Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1; absorbed projections: the same, section
+2.1.2.
 """
 
 import math
@@ -66,7 +67,8 @@ def absorbed(layer: "LatentAttention", parts: Parts, tokens: Tokens) -> Tensor:
     up_keys, up_values = up.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=1)
     q = torch.cat([einsum("tnd,ndr->tnr", parts.q_plain, up_keys), parts.q_turned], dim=-1)
     both = torch.cat([parts.latent.unsqueeze(1), parts.k_turned], dim=-1)
-    # The few turned features go along as values, unused: torch's fused kernel wants values as wide as keys.
+    # The few turned features go along as values, unused: torch's fused kernel wants values as wide
+    # as keys.
     found = layer.core(q, both, both, tokens, scores=layer.scores)[..., : layer.sizes.kv_rank]
     return einsum("tnr,nvr->tnv", found, up_values)
 
@@ -74,13 +76,18 @@ def absorbed(layer: "LatentAttention", parts: Parts, tokens: Tokens) -> Tensor:
 def cheaper_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> Form:
     """The form with fewer products for documents of which (queries, keys) are read and seen.
 
-    Expanding costs r·(d_nope + d_v) for each key, absorbing the same for each query; a pair of the two then costs
-    d_nope + d_rope + d_v or 2·r + d_rope. Prompts are expanded, single tokens after many absorbed.
+    Expanding costs r·(d_nope + d_v) for each key, absorbing the same for each query; a pair of the
+    two then costs d_nope + d_rope + d_v or 2·r + d_rope. Prompts are expanded, single tokens after
+    many absorbed.
     """
     queries, keys = (sum(count) for count in zip(*lengths, strict=True))
     pairs = sum(q * k - q * (q - 1) // 2 for q, k in lengths)
     up = sizes.nope_dim + sizes.value_dim
-    return absorbed if (keys - queries) * sizes.kv_rank * up > pairs * (2 * sizes.kv_rank - up) else expanded
+    return (
+        absorbed
+        if (keys - queries) * sizes.kv_rank * up > pairs * (2 * sizes.kv_rank - up)
+        else expanded
+    )
 
 
 Reading = Callable[[MLAConfig, Sequence[tuple[int, int]]], Form]
@@ -88,7 +95,8 @@ Reading = Callable[[MLAConfig, Sequence[tuple[int, int]]], Form]
 
 
 Find = Callable[..., Tensor]
-"""(short vectors of queries, those of keys and values, the shared key, tokens) -> what heads find [t, n, value_dim]."""
+"""(short vectors of queries, those of keys and values, the shared key, tokens) -> what heads find
+[t, n, value_dim]."""
 
 
 def kept(find: Find) -> Find:
@@ -99,19 +107,34 @@ def kept(find: Find) -> Find:
 class LatentAttention(nn.Module):
     """Each token looks at the earlier tokens of its document: x [t, h] -> [t, h].
 
-    A token's short vector c [r] gives keys and values of every head, and one more key of a few features, which all
-    heads share, knows its position. The vectors are computed where tokens are whole features; heads divide over tp.
+    A token's short vector c [r] gives keys and values of every head, and one more key of a few
+    features, which all heads share, knows its position. The vectors are computed where tokens are
+    whole features; heads divide over tp.
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
-        core: Attend = attention, reading: Reading = cheaper_form, around: Callable[[Find], Find] = kept,
-    ) -> None:  # fmt: skip
-        """`index`: its number over all stages; `reading`: how it goes on from what a cache has; `around`: what becomes
-        of everything between the short vectors and what heads find."""
+        self,
+        name: str,
+        config: ModelConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        index: int = 0,
+        core: Attend = attention,
+        reading: Reading = cheaper_form,
+        around: Callable[[Find], Find] = kept,
+    ) -> None:
+        """`index`: its number over all stages; `reading`: how it goes on from what a cache has;
+        `around`: what becomes of everything between the short vectors and what heads find."""
         super().__init__()
         assert config.mla is not None
-        self.core, self.region, self.turn, self.sizes = core, region, turn_of_layer(config, index), config.mla
+        self.core, self.region, self.turn, self.sizes = (
+            core,
+            region,
+            turn_of_layer(config, index),
+            config.mla,
+        )
         self.scores, self.reading, self.around = latent_scores(config, index), reading, around
         h, n, sizes = config.hidden_size, config.num_heads, config.mla
         heads = split_evenly(n, mesh.tp.size)
@@ -119,7 +142,13 @@ class LatentAttention(nn.Module):
         start = Init(config.init_std)
 
         def of_heads(word: str, features: int, columns: int) -> ColumnLinear:
-            shard = cut_dim(whole(f"{name}.{word}", (n, features, columns)), 0, heads, mesh.tp.rank, mesh.tp.axes)
+            shard = cut_dim(
+                whole(f"{name}.{word}", (n, features, columns)),
+                0,
+                heads,
+                mesh.tp.rank,
+                mesh.tp.axes,
+            )
             return ColumnLinear([Declared(shard, start)], [], region, dtype=dtype)
 
         def short(word: str, rank: int, extra: int = 0) -> tuple[WholeLinear, nn.Module]:
@@ -128,14 +157,21 @@ class LatentAttention(nn.Module):
             if not sizes.norms:
                 return down, nn.Identity()
             return down, build_norm(
-                f"{name}.{word}_norm", rank, config, eps=sizes.norm_eps, invariant=region.invariant, dtype=dtype
+                f"{name}.{word}_norm",
+                rank,
+                config,
+                eps=sizes.norm_eps,
+                invariant=region.invariant,
+                dtype=dtype,
             )
 
         if sizes.q_rank is None:
             self.queries = nn.Sequential(of_heads("q", sizes.nope_dim + sizes.rope_dim, h))
         else:
             down, norm = short("q_down", sizes.q_rank)
-            self.queries = nn.Sequential(down, norm, of_heads("q_up", sizes.nope_dim + sizes.rope_dim, sizes.q_rank))
+            self.queries = nn.Sequential(
+                down, norm, of_heads("q_up", sizes.nope_dim + sizes.rope_dim, sizes.q_rank)
+            )
         self.kv_down, self.kv_norm = short("kv_down", sizes.kv_rank, sizes.rope_dim)
         self.kv_up = of_heads("kv_up", sizes.nope_dim + sizes.value_dim, sizes.kv_rank)
         self.out = output_linear(name, config, heads, mesh, region, dtype=dtype)
@@ -152,14 +188,22 @@ class LatentAttention(nn.Module):
         return self.out(self.find(short, latent, k_turned, tokens, cache).flatten(1))
 
     def find(
-        self, short: Input, latent: Tensor, k_turned: Tensor, tokens: Tokens, cache: LayerCache | None = None
+        self,
+        short: Input,
+        latent: Tensor,
+        k_turned: Tensor,
+        tokens: Tokens,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        """What heads find: short vectors of queries, or x, [t, rq], those of keys and values [t, r] and the shared key
-        [t, rope_dim], all as the region has tokens -> [t, n, value_dim] of all tokens."""
+        """What heads find: short vectors of queries, or x, [t, rq], those of keys and values [t,
+        r] and the shared key [t, rope_dim], all as the region has tokens -> [t, n, value_dim] of
+        all tokens."""
         form: Form = expanded
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
         q_plain, q_turned = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
-        k_turned = self.turn(value_of(self.region.enter(k_turned.contiguous())).unsqueeze(1), tokens)
+        k_turned = self.turn(
+            value_of(self.region.enter(k_turned.contiguous())).unsqueeze(1), tokens
+        )
         if cache is not None:
             k_turned, cached = cache.extend(k_turned, latent.unsqueeze(1), tokens)
             latent, form = cached.squeeze(1), self.reading(self.sizes, tokens.lengths)
@@ -167,7 +211,8 @@ class LatentAttention(nn.Module):
 
 
 def latent_scores(config: ModelConfig, index: int) -> Scores:
-    """What becomes of the scores: by default divided by the root of both parts' features, and sharpened under yarn."""
+    """What becomes of the scores: by default divided by the root of both parts' features, and
+    sharpened under yarn."""
     scores, sizes = scores_of_layer(config, index), config.mla
     assert sizes is not None
     if config.attention.scale is not None:

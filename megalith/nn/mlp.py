@@ -17,16 +17,24 @@ from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region
 from megalith.plan.shards import cut_dim, split_evenly, whole
 
 Inner = Callable[[Tensor], Input]
-"""What lies between the two matmuls: an activation [t, f] -> [t, f], or a gate [t, 2 f] -> [t, f]."""
+"""What lies between the two matmuls: an activation [t, f] -> [t, f], or a gate [t, 2 f] -> [t,
+f]."""
 
 
 class GatedMLP(nn.Module):
-    """`down(activation(gate(x)) * up(x))`: x [t, h] -> [t, h]. Source: Shazeer 2020, arXiv:2002.05202."""
+    """`down(activation(gate(x)) * up(x))`: x [t, h] -> [t, h]. Source: Shazeer 2020,
+    arXiv:2002.05202."""
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+        self,
+        name: str,
+        config: ModelConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
         activation: Inner = swiglu,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`activation`: what becomes of gate and up, side by side."""
         super().__init__()
         self.activation = activation
@@ -34,15 +42,24 @@ class GatedMLP(nn.Module):
         self.down = _down(f"{name}.down", config, mesh, region, dtype)
 
     def forward(self, x: Input, tokens: Tokens | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of their features."""
+        """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of
+        their features."""
         return self.down(self.activation(self.gate_up(x)))
 
 
 class MLP(nn.Module):
-    """`down(activation(up(x)))`: x [t, h] -> [t, h]. Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.3."""
+    """`down(activation(up(x)))`: x [t, h] -> [t, h]. Source: Vaswani et al. 2017, arXiv:1706.03762,
+    section 3.3."""
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, activation: Inner
+        self,
+        name: str,
+        config: ModelConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        activation: Inner,
     ) -> None:
         super().__init__()
         self.activation = activation
@@ -50,15 +67,22 @@ class MLP(nn.Module):
         self.down = _down(f"{name}.down", config, mesh, region, dtype)
 
     def forward(self, x: Input, tokens: Tokens | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of their features."""
+        """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of
+        their features."""
         return self.down(self.activation(self.up(x)))
 
 
 def build_mlp(
-    name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+    name: str,
+    config: ModelConfig,
+    mesh: Mesh,
+    region: Region,
+    *,
+    dtype: torch.dtype,
     act_again: Rebuilding | None = None,
-) -> GatedMLP | MLP:  # fmt: skip
-    """The MLP that the config describes. `act_again`: backward computes the activation again instead of keeping it."""
+) -> GatedMLP | MLP:
+    """The MLP that the config describes. `act_again`: backward computes the activation again
+    instead of keeping it."""
     plain = choose_activation(config)
     kind = GatedMLP if config.gated else MLP
     inner: Inner = plain if act_again is None else partial(computed_again, act_again, plain)
@@ -66,9 +90,11 @@ def build_mlp(
 
 
 class PromptInChunks(nn.Module):
-    """An MLP that reads a prompt chunk by chunk, so that its inner features [t, f] never exist for all tokens.
+    """An MLP that reads a prompt chunk by chunk, so that its inner features [t, f] never exist for
+    all tokens.
 
-    x [t, h] -> [t, h]. Where each text gets one token more there is nothing to divide. For writing, without gradients.
+    x [t, h] -> [t, h]. Where each text gets one token more there is nothing to divide. For writing,
+    without gradients.
     """
 
     def __init__(self, mlp: GatedMLP | MLP, chunks: int) -> None:
@@ -82,8 +108,8 @@ class PromptInChunks(nn.Module):
 
 
 def read_prompts_in_chunks(model: nn.Module, chunks: int) -> int:
-    """Let every MLP of a model that writes, experts for all tokens included, read prompts in so many chunks; returns
-    how many there are."""
+    """Let every MLP of a model that writes, experts for all tokens included, read prompts in so
+    many chunks; returns how many there are."""
     held = [
         (module, name, part)
         for module in model.modules()
@@ -109,7 +135,12 @@ def computed_again(again: Rebuilding, activation: Callable[[Tensor], Tensor], x:
 
 
 def _up(
-    name: str, stack: tuple[int, ...], config: ModelConfig, mesh: Mesh, region: Region, dtype: torch.dtype
+    name: str,
+    stack: tuple[int, ...],
+    config: ModelConfig,
+    mesh: Mesh,
+    region: Region,
+    dtype: torch.dtype,
 ) -> ColumnLinear:
     """My inner features of one matrix [f, h], or of several, [*stack, f, h]."""
     h, f = config.hidden_size, config.ffn_hidden_size
@@ -120,12 +151,19 @@ def _up(
     return ColumnLinear([Declared(weight, Init(config.init_std))], biases, region, dtype=dtype)
 
 
-def _down(name: str, config: ModelConfig, mesh: Mesh, region: Region, dtype: torch.dtype) -> RowLinear:
+def _down(
+    name: str, config: ModelConfig, mesh: Mesh, region: Region, dtype: torch.dtype
+) -> RowLinear:
     """Back to [h] from my inner features."""
     h, f = config.hidden_size, config.ffn_hidden_size
-    weight = cut_dim(whole(name, (h, f)), 1, split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes)
+    weight = cut_dim(
+        whole(name, (h, f)), 1, split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
+    )
     bias = whole(f"{name}_bias", (h,), invariant=region.invariant, inputs=0)
     start = Init(config.init_std / math.sqrt(2 * config.num_layers))
     return RowLinear(
-        Declared(weight, start), Declared(bias, ZEROS) if config.mlp_bias else None, region, dtype=dtype
-    )  # fmt: skip
+        Declared(weight, start),
+        Declared(bias, ZEROS) if config.mlp_bias else None,
+        region,
+        dtype=dtype,
+    )

@@ -1,14 +1,17 @@
-"""Multi-token prediction: layers after the last that learn to predict tokens further ahead than the next.
+"""Multi-token prediction: layers after the last that learn to predict tokens further ahead than the
+next.
 
-Depth 1 reads the hidden states that the next token is predicted from and the embedding of that token, and predicts the
-token after it; each further depth reads what the one before it gives, and the token one further on. Tables and head are
-the model's own, and so are positions: layers turn, or are biased, by the place of the token that predicts, while a
-learnt place is that of the token whose embedding it is added to. Source: DeepSeek-AI 2024, arXiv:2412.19437, section
-2.2; the embedding comes first in what is projected, as in the published weights, where the paper's equation 21 has it
+Depth 1 reads the hidden states that the next token is predicted from and the embedding of that
+token, and predicts the token after it; each further depth reads what the one before it gives, and
+the token one further on. Tables and head are the model's own, and so are positions: layers turn, or
+are biased, by the place of the token that predicts, while a learnt place is that of the token whose
+embedding it is added to. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; the embedding
+comes first in what is projected, as in the published weights, where the paper's equation 21 has it
 last.
 
-In a pipeline all depths are on one stage, which has a copy of the embedding's table. Their losses are computed where
-the model's own is, by the same head: where that is another stage, it is handed the hidden states of every depth.
+In a pipeline all depths are on one stage, which has a copy of the embedding's table. Their losses
+are computed where the model's own is, by the same head: where that is another stage, it is handed
+the hidden states of every depth.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +41,8 @@ Further = Sequence[tuple[Tensor, Tensor]]
 
 
 class FurtherPrediction(nn.Module):
-    """Hidden states x [t, h] and the token k further on than each, ids [t] -> hidden states for the token after that.
+    """Hidden states x [t, h] and the token k further on than each, ids [t] -> hidden states for the
+    token after that.
 
     x as the region has tokens, ids of all of them -> [t, h] as the region has tokens, normed.
     """
@@ -47,13 +51,24 @@ class FurtherPrediction(nn.Module):
     """Only where the stage has the loss."""
 
     def __init__(
-        self, depth: int, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
-        shared: nn.Parameter | None, head: VocabHead | None, core: Attend = attention,
-        recompute: RecomputeConfig = KEEP_ALL, dispatcher: DispatcherName = "exchange",
+        self,
+        depth: int,
+        config: ModelConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        table: Declared,
+        shared: nn.Parameter | None,
+        head: VocabHead | None,
+        core: Attend = attention,
+        recompute: RecomputeConfig = KEEP_ALL,
+        dispatcher: DispatcherName = "exchange",
         places: nn.Parameter | None = None,
-    ) -> None:  # fmt: skip
-        """`depth`: its number; `table`: the embedding's; `shared`: its parameter, where this rank has it already, and
-        `places` that of learnt positions; `head`: the model's, unless another stage has it."""
+    ) -> None:
+        """`depth`: its number; `table`: the embedding's; `shared`: its parameter, where this
+        rank has it already, and `places` that of learnt positions; `head`: the model's, unless
+        another stage has it."""
         super().__init__()
         name, h = f"mtp.{depth}", config.hidden_size
         self.embed = VocabEmbedding(table, region, dtype=dtype, tied=shared)
@@ -66,41 +81,74 @@ class FurtherPrediction(nn.Module):
         self.project = WholeLinear(Declared(project, Init(config.init_std)), dtype=dtype)
         last = config.num_layers - 1
         self.layer = block_of_layer(config, last)(
-            f"{name}.layer", config, mesh, region, dtype=dtype, index=last,
-            number=config.num_layers + depth, core=core, recompute=recompute, dispatcher=dispatcher,
-        )  # fmt: skip
-        self.run_layers, self.stream = LayerRunner(recompute, OffloadConfig(), mesh.tp), stream_dtype(config, dtype)
+            f"{name}.layer",
+            config,
+            mesh,
+            region,
+            dtype=dtype,
+            index=last,
+            number=config.num_layers + depth,
+            core=core,
+            recompute=recompute,
+            dispatcher=dispatcher,
+        )
+        self.run_layers, self.stream = (
+            LayerRunner(recompute, OffloadConfig(), mesh.tp),
+            stream_dtype(config, dtype),
+        )
         if head is not None:
             self.head = head.again()
 
     def forward(self, x: Tensor, ids: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h], ids [t] -> [t, h]."""
         embedded = self.entrance(self.embed(ids), tokens)
-        both = torch.cat([value_of(self.embed_norm(embedded)), value_of(self.hidden_norm(x))], dim=-1)
+        both = torch.cat(
+            [value_of(self.embed_norm(embedded)), value_of(self.hidden_norm(x))], dim=-1
+        )
         x, _ = self.run_layers([self.layer], self.project(both).to(self.stream), tokens)
         return value_of(self.norm(x))
 
 
 class FurtherPredictions(nn.Module):
-    """All depths, one after the other; none where the model predicts the next token only. Losses are computed here only
-    if the stage has the head.
+    """All depths, one after the other; none where the model predicts the next token only. Losses
+    are computed here only if the stage has the head.
 
-    A module of its own, and no list in the model, so that engines which look for layers take it for one part.
+    A module of its own, and no list in the model, so that engines which look for layers take it for
+    one part.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
-        shared: nn.Parameter | None, head: VocabHead | None, core: Attend = attention,
-        recompute: RecomputeConfig = KEEP_ALL, dispatcher: DispatcherName = "exchange",
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        table: Declared,
+        shared: nn.Parameter | None,
+        head: VocabHead | None,
+        core: Attend = attention,
+        recompute: RecomputeConfig = KEEP_ALL,
+        dispatcher: DispatcherName = "exchange",
         places: nn.Parameter | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.depths = nn.ModuleList()
         for depth in range(config.mtp.depths):
             made = FurtherPrediction(
-                depth, config, mesh, region, dtype=dtype, table=table, shared=shared, head=head, core=core,
-                recompute=recompute, dispatcher=dispatcher, places=places,
-            )  # fmt: skip
+                depth,
+                config,
+                mesh,
+                region,
+                dtype=dtype,
+                table=table,
+                shared=shared,
+                head=head,
+                core=core,
+                recompute=recompute,
+                dispatcher=dispatcher,
+                places=places,
+            )
             self.depths.append(made)
             shared, places = made.embed.weight, made.entrance.places()
 
@@ -112,20 +160,27 @@ class FurtherPredictions(nn.Module):
             found.append(x)
         return tuple(found)
 
-    def losses(self, hidden: Sequence[Tensor], further: Further, tokens: Tokens) -> Iterator[Tensor]:
+    def losses(
+        self, hidden: Sequence[Tensor], further: Further, tokens: Tokens
+    ) -> Iterator[Tensor]:
         """The summed loss of every depth; hidden: the model's hidden states alone."""
         (x,) = hidden
         for prediction, (ids, labels) in self._each(further):
             x = prediction(x, ids, tokens)
             yield prediction.head.loss(x, labels)
 
-    def judged(self, hidden: Sequence[Tensor], further: Further, tokens: Tokens) -> tuple[list[Tensor], list[Tensor]]:
-        """Of every depth the summed loss, as `losses`, and where its best token is the label: bool [t]."""
+    def judged(
+        self, hidden: Sequence[Tensor], further: Further, tokens: Tokens
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of every depth the summed loss, as `losses`, and where its best token is the label: bool
+        [t]."""
         (x,), losses, right = hidden, [], []
         for prediction, (ids, labels) in self._each(further):
             x = prediction(x, ids, tokens)
             losses.append(prediction.head.loss(x, labels, judged=True))
-            right.append(prediction.head.best(x) == labels)  # no token is negative, as a missing label is
+            right.append(
+                prediction.head.best(x) == labels
+            )  # no token is negative, as a missing label is
         return losses, right
 
     def _each(self, further: Further) -> Iterator[tuple[FurtherPrediction, tuple[Tensor, Tensor]]]:
@@ -135,7 +190,8 @@ class FurtherPredictions(nn.Module):
 
 
 class FurtherLosses(nn.Module):
-    """The losses of depths whose hidden states another stage computes: what `FurtherPredictions` has where both are.
+    """The losses of depths whose hidden states another stage computes: what `FurtherPredictions`
+    has where both are.
 
     The head once more for each depth, and no other parameters.
     """
@@ -144,19 +200,28 @@ class FurtherLosses(nn.Module):
         super().__init__()
         self.heads = nn.ModuleList(head.again() for _ in range(depths))
 
-    def losses(self, hidden: Sequence[Tensor], further: Further, tokens: Tokens) -> Iterator[Tensor]:
-        """The summed loss of every depth; hidden: the model's hidden states, and those of every depth."""
+    def losses(
+        self, hidden: Sequence[Tensor], further: Further, tokens: Tokens
+    ) -> Iterator[Tensor]:
+        """The summed loss of every depth; hidden: the model's hidden states, and those of every
+        depth."""
         for head, x, labels in self._each(hidden, further):
             yield head.loss(x, labels)
 
-    def judged(self, hidden: Sequence[Tensor], further: Further, tokens: Tokens) -> tuple[list[Tensor], list[Tensor]]:
+    def judged(
+        self, hidden: Sequence[Tensor], further: Further, tokens: Tokens
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """As `FurtherPredictions.judged`."""
         each = list(self._each(hidden, further))
         losses = [head.loss(x, labels, judged=True) for head, x, labels in each]
         return losses, [head.best(x) == labels for head, x, labels in each]
 
-    def _each(self, hidden: Sequence[Tensor], further: Further) -> Iterator[tuple[VocabHead, Tensor, Tensor]]:
-        for head, x, (_, labels) in zip(self.heads if further else (), hidden[1:], further, strict=True):
+    def _each(
+        self, hidden: Sequence[Tensor], further: Further
+    ) -> Iterator[tuple[VocabHead, Tensor, Tensor]]:
+        for head, x, (_, labels) in zip(
+            self.heads if further else (), hidden[1:], further, strict=True
+        ):
             assert isinstance(head, VocabHead)
             yield head, x, labels
 
@@ -164,9 +229,10 @@ class FurtherLosses(nn.Module):
 def accepted(right: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
     """What of the depths' guesses a reader who knows the text would accept: float64 [depths + 1].
 
-    right: bool [t] of each depth; labels: [t] of each. How often each depth is right; and how many depths are so from
-    the first on without a gap, summed over the `complete` tokens. Source: Leviathan et al. 2023, arXiv:2211.17192,
-    section 3: a guess counts when all before it were right.
+    right: bool [t] of each depth; labels: [t] of each. How often each depth is right; and how many
+    depths are so from the first on without a gap, summed over the `complete` tokens. Source:
+    Leviathan et al. 2023, arXiv:2211.17192, section 3: a guess counts when all before it were
+    right.
     """
     run = torch.stack(list(right)).long().cumprod(0).sum(0)
     return torch.stack([*(one.sum() for one in right), run[complete(labels)].sum()]).double()

@@ -26,10 +26,17 @@ class Norm(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self, name: str, size: int, *, invariant: frozenset[str], dtype: torch.dtype, zero_centred: bool,
+        self,
+        name: str,
+        size: int,
+        *,
+        invariant: frozenset[str],
+        dtype: torch.dtype,
+        zero_centred: bool,
         again: Rebuilding | None,
-    ) -> None:  # fmt: skip
-        """`again`: the layer that reads the result computes it again in backward instead of keeping it."""
+    ) -> None:
+        """`again`: the layer that reads the result computes it again in backward instead of keeping
+        it."""
         super().__init__()
         self.again = again
         shard = whole(f"{name}.weight", (size,), invariant=invariant, inputs=0)
@@ -44,7 +51,8 @@ class Norm(nn.Module):
         return self._result(self.norm(x, *self.affine()), x)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Input]:
-        """x, residual [t, h] -> their sum, and the norm of the sum; in one function, backward has one pass less."""
+        """x, residual [t, h] -> their sum, and the norm of the sum; in one function, backward has
+        one pass less."""
         total, normed = self.add_norm(x, residual, *self.affine())
         return total, self._result(normed, total)
 
@@ -55,23 +63,34 @@ class Norm(nn.Module):
 
 
 class RMSNorm(Norm):
-    """Divide each token by the root of its mean square, then scale its features: x [t, h] -> x [t, h].
+    """Divide each token by the root of its mean square, then scale its features: x [t, h] -> x [t,
+    h].
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
     def __init__(
-        self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype,
-        zero_centred: bool = False, again: Rebuilding | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        size: int,
+        *,
+        eps: float,
+        invariant: frozenset[str],
+        dtype: torch.dtype,
+        zero_centred: bool = False,
+        again: Rebuilding | None = None,
+    ) -> None:
         """`zero_centred`: scale by 1 + weight, which starts at 0."""
-        super().__init__(name, size, invariant=invariant, dtype=dtype, zero_centred=zero_centred, again=again)
+        super().__init__(
+            name, size, invariant=invariant, dtype=dtype, zero_centred=zero_centred, again=again
+        )
         self.norm = partial(rms_norm, eps=eps, zero_centred=zero_centred)
         self.add_norm = partial(add_rms_norm, eps=eps, zero_centred=zero_centred)
 
 
 class LayerNorm(Norm):
-    """Take each token's mean away, divide by its standard deviation, then scale and shift: x [t, h] -> x [t, h].
+    """Take each token's mean away, divide by its standard deviation, then scale and shift: x [t, h]
+    -> x [t, h].
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
@@ -79,11 +98,20 @@ class LayerNorm(Norm):
     bias: nn.Parameter
 
     def __init__(
-        self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype,
-        zero_centred: bool = False, again: Rebuilding | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        size: int,
+        *,
+        eps: float,
+        invariant: frozenset[str],
+        dtype: torch.dtype,
+        zero_centred: bool = False,
+        again: Rebuilding | None = None,
+    ) -> None:
         """`zero_centred`: scale by 1 + weight, which starts at 0."""
-        super().__init__(name, size, invariant=invariant, dtype=dtype, zero_centred=zero_centred, again=again)
+        super().__init__(
+            name, size, invariant=invariant, dtype=dtype, zero_centred=zero_centred, again=again
+        )
         shard = whole(f"{name}.bias", (size,), invariant=invariant, inputs=0)
         declare(self, "bias", Declared(shard, ZEROS), dtype=dtype)
         self.norm = partial(layer_norm, eps=eps, zero_centred=zero_centred)
@@ -95,15 +123,27 @@ class LayerNorm(Norm):
 
 
 def build_norm(
-    name: str, size: int, config: ModelConfig, *, invariant: frozenset[str], dtype: torch.dtype,
-    again: Rebuilding | None = None, eps: float | None = None,
-) -> Norm:  # fmt: skip
-    """The norm that a model uses everywhere, over `size` features; `eps`: unless its own. See `Norm` about the rest."""
+    name: str,
+    size: int,
+    config: ModelConfig,
+    *,
+    invariant: frozenset[str],
+    dtype: torch.dtype,
+    again: Rebuilding | None = None,
+    eps: float | None = None,
+) -> Norm:
+    """The norm that a model uses everywhere, over `size` features; `eps`: unless its own. See
+    `Norm` about the rest."""
     kind = {"rms": RMSNorm, "layer": LayerNorm}[config.norm]
     norm = kind(
-        name, size, eps=config.norm_eps if eps is None else eps, invariant=invariant, dtype=dtype,
-        zero_centred=config.norm_zero_centred, again=again,
-    )  # fmt: skip
+        name,
+        size,
+        eps=config.norm_eps if eps is None else eps,
+        invariant=invariant,
+        dtype=dtype,
+        zero_centred=config.norm_zero_centred,
+        again=again,
+    )
     if config.fp32_residual:
         norm.norm, norm.add_norm = Narrowed(norm.norm, dtype), NarrowedSum(norm.add_norm, dtype)
     return norm

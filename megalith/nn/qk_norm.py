@@ -1,6 +1,7 @@
 """Norms of queries and keys before they are compared, so that no score grows without bound.
 
-Source: Henry et al. 2020, arXiv:2010.04245; over whole rows: Dehghani et al. 2023, arXiv:2302.05442.
+Source: Henry et al. 2020, arXiv:2010.04245; over whole rows: Dehghani et al. 2023,
+arXiv:2302.05442.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,9 @@ QKNorms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """q [t, n, d], k [t, g, d] -> the same, normed."""
 
 
-def build_qk_norms(name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype) -> QKNorms:
+def build_qk_norms(
+    name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
+) -> QKNorms:
     """What a layer does to queries and keys, before it turns them by their positions."""
     match config.attention.qk_norm:
         case "none":
@@ -60,27 +63,43 @@ class HeadNorms(nn.Module):
     def __init__(self, name: str, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         size, different, eps = config.head_size(), frozenset[str](), config.qk_norm_eps()
-        self.q_norm = build_norm(f"{name}.q_norm", size, config, invariant=different, dtype=dtype, eps=eps)
-        self.k_norm = build_norm(f"{name}.k_norm", size, config, invariant=different, dtype=dtype, eps=eps)
+        self.q_norm = build_norm(
+            f"{name}.q_norm", size, config, invariant=different, dtype=dtype, eps=eps
+        )
+        self.k_norm = build_norm(
+            f"{name}.k_norm", size, config, invariant=different, dtype=dtype, eps=eps
+        )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [t, n, d], k [t, g, d] -> the same, normed."""
-        normed = (value_of(norm(x.flatten(0, 1))) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        normed = (
+            value_of(norm(x.flatten(0, 1))) for norm, x in ((self.q_norm, q), (self.k_norm, k))
+        )
         q, k = (y.view(x.shape) for y, x in zip(normed, (q, k), strict=True))
         return q, k
 
 
 class WholeNorms(nn.Module):
-    """All heads of a token together, by one mean square over the heads of all tensor-parallel ranks (RMSNorm).
+    """All heads of a token together, by one mean square over the heads of all tensor-parallel ranks
+    (RMSNorm).
 
     Weights are [n, d] and [g, d], of which a rank has those of its heads.
     """
 
-    def __init__(self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.q_norm = WholeNorm(f"{name}.q_norm", config.num_heads, heads.queries, config, mesh.tp, dtype=dtype)
+        self.q_norm = WholeNorm(
+            f"{name}.q_norm", config.num_heads, heads.queries, config, mesh.tp, dtype=dtype
+        )
         self.k_norm = WholeNorm(
-            f"{name}.k_norm", config.num_kv_heads, heads.keys, config, mesh.over("tp_kv"), dtype=dtype
+            f"{name}.k_norm",
+            config.num_kv_heads,
+            heads.keys,
+            config,
+            mesh.over("tp_kv"),
+            dtype=dtype,
         )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,24 +108,43 @@ class WholeNorms(nn.Module):
 
 
 class WholeNorm(nn.Module):
-    """RMSNorm over all heads of a token, some of which `group`'s other ranks have: x [t, n_tp, d] -> [t, n_tp, d]."""
+    """RMSNorm over all heads of a token, some of which `group`'s other ranks have: x [t, n_tp, d]
+    -> [t, n_tp, d]."""
 
     weight: nn.Parameter
 
     def __init__(
-        self, name: str, num_heads: int, sizes: list[int], config: ModelConfig, group: Group, *, dtype: torch.dtype
+        self,
+        name: str,
+        num_heads: int,
+        sizes: list[int],
+        config: ModelConfig,
+        group: Group,
+        *,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.group, self.eps, self.features = group, config.qk_norm_eps(), num_heads * config.head_size()
+        self.group, self.eps, self.features = (
+            group,
+            config.qk_norm_eps(),
+            num_heads * config.head_size(),
+        )
         self.zero_centred = config.norm_zero_centred
         shard = whole(f"{name}.weight", (num_heads, config.head_size()), inputs=0)
         shard = cut_dim(shard, 0, sizes, group.rank, group.axes)
-        declare(self, "weight", Declared(shard, ZEROS if config.norm_zero_centred else ONES), dtype=dtype)
+        declare(
+            self,
+            "weight",
+            Declared(shard, ZEROS if config.norm_zero_centred else ONES),
+            dtype=dtype,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, n_tp, d] -> [t, n_tp, d]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = all_reduce(part_of_sum(wide.square().sum((1, 2), keepdim=True), self.group), self.group)
+        squares = all_reduce(
+            part_of_sum(wide.square().sum((1, 2), keepdim=True), self.group), self.group
+        )
         normed = wide * torch.rsqrt(squares / self.features + self.eps)
         weight = self.weight.view(x.shape[1:])
         if self.zero_centred:  # in fp32: 1 + weight has fewer digits of the weight than the weight

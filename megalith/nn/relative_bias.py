@@ -15,26 +15,41 @@ from megalith.plan.shards import cut_dim, split_heads, whole
 class RelativeBias(nn.Module):
     """Gives tokens the table [buckets, n] by which scores grow with the distance of query and key.
 
-    A rank has the columns of its heads. Stages of a pipeline hold a copy each, whose gradients are summed; chunks of a
-    rank share one. Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
+    A rank has the columns of its heads. Stages of a pipeline hold a copy each, whose gradients are
+    summed; chunks of a rank share one. Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
     """
 
     weight: nn.Parameter
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, *, dtype: torch.dtype, shared: nn.Parameter | None = None
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        shared: nn.Parameter | None = None,
     ) -> None:
         """`shared`: the table, where another chunk of this rank has it already."""
         super().__init__()
-        n, heads = config.num_heads, split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size).queries
-        shard = cut_dim(whole("relative.weight", (config.relative.buckets, n)), 1, heads, mesh.tp.rank, mesh.tp.axes)
+        n, heads = (
+            config.num_heads,
+            split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size).queries,
+        )
+        shard = cut_dim(
+            whole("relative.weight", (config.relative.buckets, n)),
+            1,
+            heads,
+            mesh.tp.rank,
+            mesh.tp.axes,
+        )
         if shared is None:
             declare(self, "weight", Declared(shard, Init(config.init_std)), dtype=dtype)
         else:
             self.register_parameter("weight", shared)
 
     def given_to(self, tokens: Tokens) -> Tokens:
-        """The tokens with my heads' biases. The parameter itself, so that layers that run again read it anew."""
+        """The tokens with my heads' biases. The parameter itself, so that layers that run again
+        read it anew."""
         return replace(tokens, biases=self.weight)
 
 

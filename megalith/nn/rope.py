@@ -1,4 +1,5 @@
-"""Rotary positions of a model: the angles of every token, looked up once per forward and shared by all layers."""
+"""Rotary positions of a model: the angles of every token, looked up once per forward and shared by
+all layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,11 +11,18 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import DataError
-from megalith.kernels.rope import apply_rope, attention_factor, rope_frequencies, rope_tables, turning_length
+from megalith.kernels.rope import (
+    apply_rope,
+    attention_factor,
+    rope_frequencies,
+    rope_tables,
+    turning_length,
+)
 from megalith.kernels.tokens import Tokens
 
 Turn = Callable[[Tensor, Tokens], Tensor]
-"""What a layer does to its queries and keys [t, n, d] -> [t, n, d], so that they know their places."""
+"""What a layer does to its queries and keys [t, n, d] -> [t, n, d], so that they know their
+places."""
 
 
 class Angles(NamedTuple):
@@ -34,9 +42,11 @@ class Angles(NamedTuple):
 
 
 class Rotations:
-    """Gives tokens the tables that layers turn by: one pair, and a second where windowed layers have their own.
+    """Gives tokens the tables that layers turn by: one pair, and a second where windowed layers
+    have their own.
 
-    Cosines and sines of all positions are made once and stay where tokens are; they are no part of a checkpoint.
+    Cosines and sines of all positions are made once and stay where tokens are; they are no part of
+    a checkpoint.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -45,7 +55,8 @@ class Rotations:
         self.kinds = [config.rope] if config.positions == "rope" else []
         if self.kinds and config.rope.local_theta is not None:
             self.kinds.append(replace(config.rope, theta=config.rope.local_theta, scaling="none"))
-        # For each kind of layers, one of short documents and one of long ones, so that nothing piles up.
+        # For each kind of layers, one of short documents and one of long ones, so that nothing
+        # piles up.
         self._made: dict[tuple[RopeConfig, bool], Angles] = {}
 
     def given_to(self, tokens: Tokens) -> Tokens:
@@ -60,18 +71,27 @@ class Rotations:
             return tokens
         if tokens.positions.ndim == 2 and len(tokens.positions) != len(self.sections):
             raise DataError(
-                f"tokens with {len(tokens.positions)} positions each for model.rope.sections={list(self.sections)}: "
-                f"set model.rope.sections to one count of pairs for each, or give tokens one position each."
+                f"tokens with {len(tokens.positions)} positions each for "
+                f"model.rope.sections={list(self.sections)}: "
+                "set model.rope.sections to one count of pairs for each, or give tokens one "
+                "position each."
             )
         pairs = [self._pair(rope, tokens) for rope in self.kinds]
         return replace(tokens, rotary=tuple(table for pair in pairs for table in pair))
 
     def _pair(self, rope: RopeConfig, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """(cos, sin) [t, pairs] of one kind of layers."""
-        lengths = [turning_length(rope, end) for end in tokens.reach or (keys for _, keys in tokens.lengths)]
+        lengths = [
+            turning_length(rope, end)
+            for end in tokens.reach or (keys for _, keys in tokens.lengths)
+        ]
         if len(set(lengths)) > 1:
-            each = torch.stack([rope_frequencies(rope, self.size, length=length) for length in lengths])
-            return self._computed(rope, tokens.positions, each.to(tokens.document.device)[tokens.document.long()])
+            each = torch.stack(
+                [rope_frequencies(rope, self.size, length=length) for length in lengths]
+            )
+            return self._computed(
+                rope, tokens.positions, each.to(tokens.document.device)[tokens.document.long()]
+            )
         angles = self._angles(rope, lengths[0], tokens)
         if tokens.positions.ndim == 2:
             return self._computed(rope, tokens.positions, angles.frequencies)
@@ -91,9 +111,13 @@ class Rotations:
         self._made[rope, length > 0] = made
         return made
 
-    def _computed(self, rope: RopeConfig, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    def _computed(
+        self, rope: RopeConfig, positions: Tensor, frequencies: Tensor
+    ) -> tuple[Tensor, Tensor]:
         factor = attention_factor(rope)
-        return rope_tables(positions, frequencies, self.dtype, factor=factor, sections=rope.sections)
+        return rope_tables(
+            positions, frequencies, self.dtype, factor=factor, sections=rope.sections
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +151,8 @@ def turn_of_layer(config: ModelConfig, layer: int) -> Turn:
 
 @dataclass(frozen=True, slots=True)
 class Sharpened:
-    """Multiplies queries by what grows with their position, so that attention among many tokens stays sharp.
+    """Multiplies queries by what grows with their position, so that attention among many tokens
+    stays sharp.
 
     Source: Nakanishi 2025, arXiv:2501.19399; in steps: Meta 2025, the Llama 4 release.
     """
@@ -138,9 +163,13 @@ class Sharpened:
 
     def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, n, d] -> [t, n, d]: times 1 + growth * ln(1 + floor((position + 1) / step))."""
-        time = tokens.positions.view(-1, tokens.num_tokens)[0]  # of tokens of pictures, that in time
+        time = tokens.positions.view(-1, tokens.num_tokens)[
+            0
+        ]  # of tokens of pictures, that in time
         steps = torch.div(time + 1, self.step, rounding_mode="floor")
-        factor = 1 + self.growth * torch.log1p(steps.to(torch.promote_types(x.dtype, torch.float32)))
+        factor = 1 + self.growth * torch.log1p(
+            steps.to(torch.promote_types(x.dtype, torch.float32))
+        )
         return (x * factor[:, None, None]).to(x.dtype)
 
 

@@ -1,4 +1,5 @@
-"""One matrix in place of attention or of an MLP, in layers that have learnt to do with so little."""
+"""One matrix in place of attention or of an MLP, in layers that have learnt to do with so
+little."""
 
 import math
 
@@ -14,21 +15,27 @@ from megalith.plan.shards import whole
 
 
 class Square(nn.Module):
-    """`y = x @ W.T`, or with a bias `y = x @ W.T + b`: x [t, h] -> [t, h], of the tokens that the region has.
+    """`y = x @ W.T`, or with a bias `y = x @ W.T + b`: x [t, h] -> [t, h], of the tokens that the
+    region has.
 
-    All of W [h, h] is on every rank: it is small beside what it replaces, and its tokens stay where they are.
-    Source: Bercovich et al. 2024, arXiv:2411.19146, section 3.1.
+    All of W [h, h] is on every rank: it is small beside what it replaces, and its tokens stay where
+    they are. Source: Bercovich et al. 2024, arXiv:2411.19146, section 3.1.
     """
 
-    def __init__(self, name: str, config: ModelConfig, region: Region, *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, region: Region, *, bias: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         h, start = config.hidden_size, Init(config.init_std / math.sqrt(2 * config.num_layers))
         weight = whole(f"{name}.linear", (h, h), invariant=region.invariant)
         self.linear = WholeLinear(Declared(weight, start), dtype=dtype)
         self.shift = Shift(f"{name}.linear_bias", h, region, dtype=dtype) if bias else nn.Identity()
 
-    def forward(self, x: Input, tokens: Tokens | None = None, cache: LayerCache | None = None) -> Tensor:
-        """x [t, h] -> [t, h]; which tokens these are, and what came before them, is nothing to it."""
+    def forward(
+        self, x: Input, tokens: Tokens | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """x [t, h] -> [t, h]; which tokens these are, and what came before them, is nothing to
+        it."""
         y: Tensor = self.shift(self.linear(x))
         return y
 

@@ -1,4 +1,5 @@
-"""What this installation can do, probed by attribute: version numbers lie about builds, attributes do not."""
+"""What this installation can do, probed by attribute: version numbers lie about builds, attributes
+do not."""
 
 import shutil
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ def cpu_features() -> dict[str, object]:
 
 
 def has_symmetric_memory() -> bool:
-    """Whether torch has matmuls fused with collectives, and memory of GPUs that other GPUs read, to run them in."""
+    """Whether torch has matmuls fused with collectives, and memory of GPUs that other GPUs read, to
+    run them in."""
     name = "torch.distributed._symmetric_memory"
     if not dist.is_available() or not torch.cuda.is_available() or find_spec(name) is None:
         return False
@@ -58,13 +60,19 @@ def _of_torch() -> dict[str, Capability]:
     distributed = dist.is_available()
     return {
         "gloo": Capability(
-            present=distributed and dist.is_gloo_available(), purpose="several ranks on CPUs", fix=other_torch
+            present=distributed and dist.is_gloo_available(),
+            purpose="several ranks on CPUs",
+            fix=other_torch,
         ),
         "nccl": Capability(
-            present=distributed and dist.is_nccl_available(), purpose="several ranks on NVIDIA GPUs", fix=other_torch
+            present=distributed and dist.is_nccl_available(),
+            purpose="several ranks on NVIDIA GPUs",
+            fix=other_torch,
         ),
         "NVIDIA GPU": Capability(
-            present=torch.cuda.is_available(), purpose="training on NVIDIA GPUs", fix="use a machine with one"
+            present=torch.cuda.is_available(),
+            purpose="training on NVIDIA GPUs",
+            fix="use a machine with one",
         ),
         "functional collectives": Capability(
             present=hasattr(torch.ops, "_c10d_functional")
@@ -73,21 +81,26 @@ def _of_torch() -> dict[str, Capability]:
             fix=other_torch,
         ),
         "fused AdamW": Capability(
-            present=hasattr(torch, "_fused_adamw_"), purpose="one pass over the weights per step", fix=other_torch
+            present=hasattr(torch, "_fused_adamw_"),
+            purpose="one pass over the weights per step",
+            fix=other_torch,
         ),
         "symmetric memory": Capability(
             present=has_symmetric_memory(),
             purpose="parallel.ring_products=fused, on GPUs that read each other's memory",
-            fix="use parallel.ring_products=messages, or a CUDA build of torch on a machine with GPUs",
+            fix="use parallel.ring_products=messages, or a CUDA build of torch on a machine with "
+            "GPUs",
         ),
         "bf16 instructions": Capability(
-            present=torch.cuda.is_available() or any(bool(on) for key, on in cpu_features().items() if "bf16" in key),
+            present=torch.cuda.is_available()
+            or any(bool(on) for key, on in cpu_features().items() if "bf16" in key),
             purpose="bf16 faster than fp32",
             fix="use precision.params=fp32 on this machine",
         ),
         "bf16 CPU kernels": Capability(
             present=HAS_BF16_KERNELS,
-            purpose="bf16 matmuls on CPUs; without them they are computed in fp32 (kernels.matmul=upcast)",
+            purpose="bf16 matmuls on CPUs; without them they are computed in fp32 "
+            "(kernels.matmul=upcast)",
             fix="use precision.params=fp32 on this machine",
         ),
     }
@@ -115,9 +128,15 @@ def _of_kernels() -> dict[str, Capability]:
 
 def _of_tools() -> dict[str, Capability]:
     packages = {
-        "spmd_types": ("the type check of `megalith verify`", "run `pip install spmd_types==0.3.1`"),
+        "spmd_types": (
+            "the type check of `megalith verify`",
+            "run `pip install spmd_types==0.3.1`",
+        ),
         "transformers": ("comparison with Hugging Face models", "run `pip install 'megalith[hf]'`"),
-        "tensorboard": ("TensorBoard events beside metrics.jsonl", "run `pip install 'megalith[tensorboard]'`"),
+        "tensorboard": (
+            "TensorBoard events beside metrics.jsonl",
+            "run `pip install 'megalith[tensorboard]'`",
+        ),
     }
     found = {
         name: Capability(present=find_spec(name) is not None, purpose=purpose, fix=fix)

@@ -1,4 +1,5 @@
-"""The flight recorder: the last collectives this rank entered, and the report when one of them never ends."""
+"""The flight recorder: the last collectives this rank entered, and the report when one of them
+never ends."""
 
 import sys
 import threading
@@ -14,7 +15,8 @@ from weakref import ReferenceType
 from megalith.plan.shards import EXPERT_PARTS, PARTS
 
 RECORDED = 1024
-"""Collectives that are remembered: more than a step of a large model has between two waits (a guess)."""
+"""Collectives that are remembered: more than a step of a large model has between two waits (a
+guess)."""
 
 PUBLISHED = 64
 """Of these, how many a rank tells the others about."""
@@ -30,7 +32,13 @@ BACKWARD_LANE = "backward-lane"
 """Name of the thread that works while the main thread has given its turn away."""
 
 _TURNS = "megalith.parallel.turns"
-_PLUMBING = ("megalith.parallel.group", "megalith.parallel.autograd", "megalith.observe.flight", "torch", "threading")
+_PLUMBING = (
+    "megalith.parallel.group",
+    "megalith.parallel.autograd",
+    "megalith.observe.flight",
+    "torch",
+    "threading",
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +69,8 @@ class Entry:
     """The other end of a message, a global rank."""
 
     rows: tuple[Sequence[int], Sequence[int]] | None = None
-    """Of an exchange: what is sent to each rank and received from each; `shape` is that of one row then."""
+    """Of an exchange: what is sent to each rank and received from each; `shape` is that of one row
+    then."""
 
     started: float = field(default_factory=time.monotonic)
     done: bool = False
@@ -81,25 +90,44 @@ class Entry:
 
     def describe(self) -> str:
         """What it moves and who asked for it."""
-        what = f" of {self.dtype.removeprefix('torch.')} {list(self.shape)}" if self.shape is not None else ""
-        rows = f", sending {list(self.rows[0])} and receiving {list(self.rows[1])} rows" if self.rows else ""
+        what = (
+            f" of {self.dtype.removeprefix('torch.')} {list(self.shape)}"
+            if self.shape is not None
+            else ""
+        )
+        rows = (
+            f", sending {list(self.rows[0])} and receiving {list(self.rows[1])} rows"
+            if self.rows
+            else ""
+        )
         return f"{self}{what}{rows}, at {short_path(self.site[0])}:{self.site[1]}"
 
 
 class Flight:
-    """What this rank has entered, newest last; a few microseconds per collective, and nothing is sent anywhere."""
+    """What this rank has entered, newest last; a few microseconds per collective, and nothing is
+    sent anywhere."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=RECORDED)
         self.counts: dict[str, int] = {}
         self.compare: Callable[[Entry], None] | None = None
-        """Asks the other ranks whether they are about to do the same (parallel.check_collectives)."""
+        """Asks the other ranks whether they are about to do the same
+        (parallel.check_collectives)."""
 
     def enter(
-        self, op: str, axes: tuple[str, ...], ranks: tuple[int, ...], lane: str, *, shape: Sequence[int] | None = None,
-        dtype: str = "", peer: int | None = None, rows: tuple[Sequence[int], Sequence[int]] | None = None,
-    ) -> Entry:  # fmt: skip
-        """Note that this rank is about to enter an operation; the caller marks it done, or gives it its handle."""
+        self,
+        op: str,
+        axes: tuple[str, ...],
+        ranks: tuple[int, ...],
+        lane: str,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: str = "",
+        peer: int | None = None,
+        rows: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> Entry:
+        """Note that this rank is about to enter an operation; the caller marks it done, or gives it
+        its handle."""
         number = self.counts.get(lane, 0)
         self.counts[lane] = number + 1
         size = None if shape is None else tuple(shape)
@@ -114,14 +142,19 @@ class Flight:
         return [entry for entry in list(self.entries) if not entry.finished]
 
     def note_torchs_own(self, ranks: tuple[int, ...]) -> None:
-        """Note an operation that the main thread is in and nobody wrote down: torch starts some by itself."""
+        """Note an operation that the main thread is in and nobody wrote down: torch starts some by
+        itself."""
         frame = next(_frames(), None)
         if frame is None or not inside_torch() or self.unfinished():
             return
         self.counts["torch"] = 1
         since = self.entries[-1].started if self.entries else time.monotonic()
         site = frame.f_code.co_filename, frame.f_lineno
-        self.entries.append(Entry("torch's own collective", ("all",), ranks, "torch", 0, None, "", site, started=since))
+        self.entries.append(
+            Entry(
+                "torch's own collective", ("all",), ranks, "torch", 0, None, "", site, started=since
+            )
+        )
 
     def forget_torchs_own(self) -> None:
         """Take back such notes, which nobody else would ever mark as done."""
@@ -133,12 +166,23 @@ class Flight:
         """Where this rank is now, for the others to read."""
         now = time.monotonic()
         recent = list(self.entries)
-        told = [*(entry for entry in recent[:-PUBLISHED] if not entry.finished), *recent[-PUBLISHED:]]
+        told = [
+            *(entry for entry in recent[:-PUBLISHED] if not entry.finished),
+            *recent[-PUBLISHED:],
+        ]
         events = [
-            Event(str(entry), entry.describe(), entry.lane, entry.number, entry.peer,
-                  () if entry.finished else entry.ranks, round(now - entry.started, 1), entry.finished)
+            Event(
+                str(entry),
+                entry.describe(),
+                entry.lane,
+                entry.number,
+                entry.peer,
+                () if entry.finished else entry.ranks,
+                round(now - entry.started, 1),
+                entry.finished,
+            )
             for entry in told
-        ]  # fmt: skip
+        ]
         return Place(rank, dict(self.counts), events, doing())
 
 
@@ -159,7 +203,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank is: how often it entered each lane, its last operations, and what it computes."""
+    """Where one rank is: how often it entered each lane, its last operations, and what it
+    computes."""
 
     rank: int
     counts: Mapping[str, int]
@@ -180,7 +225,8 @@ class Place:
 
 
 def missing_from(event: Event, rank: int, places: Mapping[int, Place]) -> list[int]:
-    """Ranks that have not entered the operation that `rank` is in; one without a place has not told where it is."""
+    """Ranks that have not entered the operation that `rank` is in; one without a place has not told
+    where it is."""
     lane = event.lane if event.peer is None else reverse_lane(event.lane, rank)
     others = [other for other in event.ranks if other != rank]
     return [r for r in others if r not in places or places[r].counts.get(lane, 0) <= event.number]
@@ -202,9 +248,14 @@ def reverse_lane(lane: str, rank: int) -> str:
 
 
 def describe_hang(
-    places: Mapping[int, Place], world: int, *, timeout_seconds: float, where: Callable[[int], str] = str
+    places: Mapping[int, Place],
+    world: int,
+    *,
+    timeout_seconds: float,
+    where: Callable[[int], str] = str,
 ) -> str:
-    """Who did not arrive, at what, and where every rank is; "" where nobody waits any more for as long as that.
+    """Who did not arrive, at what, and where every rank is; "" where nobody waits any more for as
+    long as that.
 
     `places`: of every rank that answered. `where`: a rank with its coordinates.
     """
@@ -213,9 +264,15 @@ def describe_hang(
         return ""  # it was slow and has gone on; who waits for a moment now does so all the time
     absent = {rank: missing_from(event, rank, places) for rank, event in waiting.items()}
     first = max(waiting, key=lambda rank: waiting[rank].age_seconds)
-    guilty = sorted({other for others in absent.values() for other in others if other not in waiting})
+    guilty = sorted(
+        {other for others in absent.values() for other in others if other not in waiting}
+    )
     if guilty:
-        victim = next(rank for rank in sorted(absent, key=lambda r: r != first) if set(absent[rank]) & set(guilty))
+        victim = next(
+            rank
+            for rank in sorted(absent, key=lambda r: r != first)
+            if set(absent[rank]) & set(guilty)
+        )
         names = " and ".join(f"rank {where(rank)}" for rank in guilty[:RANKS_SHOWN])
         more = f" and {len(guilty) - RANKS_SHOWN} more" if len(guilty) > RANKS_SHOWN else ""
         head = f"{names}{more} did not arrive at {waiting[victim].text}"
@@ -225,24 +282,42 @@ def describe_hang(
     else:
         victim = first
         head = _never_ends(waiting[first], first, places, where)
-    since = f"Rank {where(victim)} has waited there for {waiting[victim].age_seconds:g} s, which is longer than "
+    since = (
+        f"Rank {where(victim)} has waited there for {waiting[victim].age_seconds:g} s, which "
+        "is longer than "
+    )
     lines = [head, f"{since}parallel.timeout_seconds={timeout_seconds:g}.", "Where the ranks are:"]
     return "\n".join(lines + _lines_of_ranks(places, absent, world, where))
 
 
-def _never_ends(event: Event, rank: int, places: Mapping[int, Place], where: Callable[[int], str]) -> str:
-    """All ranks have entered it: either with something else in mind, or something below Python is stuck."""
+def _never_ends(
+    event: Event, rank: int, places: Mapping[int, Place], where: Callable[[int], str]
+) -> str:
+    """All ranks have entered it: either with something else in mind, or something below Python is
+    stuck."""
     for other in event.ranks if event.peer is None else ():
         for theirs in places[other].events:
-            if (theirs.lane, theirs.number) == (event.lane, event.number) and theirs.text != event.text:
-                return f"rank {where(rank)} is in {event.text}, but rank {where(other)} entered {theirs.text} instead"
-    return f"all ranks entered {event.text}, but it does not end: look at the network and the devices"
+            if (theirs.lane, theirs.number) == (
+                event.lane,
+                event.number,
+            ) and theirs.text != event.text:
+                return (
+                    f"rank {where(rank)} is in {event.text}, but rank {where(other)} entered "
+                    f"{theirs.text} instead"
+                )
+    return (
+        f"all ranks entered {event.text}, but it does not end: look at the network and the devices"
+    )
 
 
 def _lines_of_ranks(
-    places: Mapping[int, Place], absent: Mapping[int, list[int]], world: int, where: Callable[[int], str]
+    places: Mapping[int, Place],
+    absent: Mapping[int, list[int]],
+    world: int,
+    where: Callable[[int], str],
 ) -> list[str]:
-    """One line per rank, those first that others wait for; many ranks at the same place share one."""
+    """One line per rank, those first that others wait for; many ranks at the same place share
+    one."""
     shared: dict[str, list[int]] = {}
     blamed = {other for others in absent.values() for other in others}
     for rank in sorted(range(world), key=lambda r: (r not in blamed, r)):
@@ -262,24 +337,30 @@ def _line(place: Place | None) -> str:
     now = f"; now at {' < '.join(place.doing)}" if place.doing else ""
     if place.waiting is not None:
         return f"in {place.waiting.text}, for {place.waiting.age_seconds:g} s"
-    return f"in no collective{f', the last was {place.events[-1].name}' if place.events else ''}{now}"
+    return (
+        f"in no collective{f', the last was {place.events[-1].name}' if place.events else ''}{now}"
+    )
 
 
 def axes_name(axes: Sequence[str]) -> str:
-    """Axes in the words of the settings: those that were cut into two count as one where both are there.
+    """Axes in the words of the settings: those that were cut into two count as one where both are
+    there.
 
     >>> axes_name(("pp", "dp_replica", "dp_shard", "cp_ring", "tp_copy"))
     'pp_dp_cp_ring_tp_copy'
     >>> axes_name(("edp_replica", "edp_shard"))
     'edp'
     """
-    whole = {parts: axis for axis, parts in (PARTS | EXPERT_PARTS).items() if set(parts) <= set(axes)}
+    whole = {
+        parts: axis for axis, parts in (PARTS | EXPERT_PARTS).items() if set(parts) <= set(axes)
+    }
     names = [next((name for parts, name in whole.items() if axis in parts), axis) for axis in axes]
     return "_".join(dict.fromkeys(names))
 
 
 def call_site() -> tuple[str, int]:
-    """File and line of the code that asked for a collective, below the functions that carry it out."""
+    """File and line of the code that asked for a collective, below the functions that carry it
+    out."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_back is not None and _is_plumbing(frame):
         frame = frame.f_back
@@ -302,10 +383,13 @@ def inside_torch() -> bool:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Frames of the main thread, or of the other lane where it waits for its turn, that are ours or the user's."""
+    """Frames of the main thread, or of the other lane where it waits for its turn, that are ours or
+    the user's."""
     lanes = [thread for thread in threading.enumerate() if thread.name == BACKWARD_LANE]
     found = [list(_frames_of(thread)) for thread in (threading.main_thread(), *lanes)]
-    return iter(next((frames for frames in found if frames and _module(frames[0]) != _TURNS), found[0]))
+    return iter(
+        next((frames for frames in found if frames and _module(frames[0]) != _TURNS), found[0])
+    )
 
 
 def _frames_of(thread: threading.Thread) -> Iterator[FrameType]:

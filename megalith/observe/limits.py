@@ -1,4 +1,5 @@
-"""How many cores and how much memory this process may use; without torch, so that a launcher can ask early."""
+"""How many cores and how much memory this process may use; without torch, so that a launcher can
+ask early."""
 
 import os
 from pathlib import Path
@@ -6,7 +7,9 @@ from pathlib import Path
 
 def available_cores() -> int:
     """Cores this process may use: its affinity, and the quota of its container."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota, _, period = _control_group("cpu.max").partition(" ")
     return min(allowed, max(1, round(int(quota) / int(period)))) if quota.isdigit() else allowed
 

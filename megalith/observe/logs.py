@@ -8,7 +8,8 @@ from pathlib import Path
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Append what the package logs to `path` while this lasts; warnings are shown on standard error as well."""
+    """Append what the package logs to `path` while this lasts; warnings are shown on standard error
+    as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger("megalith")
     before = logger.level

@@ -1,4 +1,5 @@
-"""The machine under a run: its cores, memory, disk, GPUs and links, and how fast it multiplies and copies."""
+"""The machine under a run: its cores, memory, disk, GPUs and links, and how fast it multiplies and
+copies."""
 
 import platform
 import re
@@ -76,7 +77,8 @@ class Machine:
 
 
 def read_machine(folder: str | Path = ".") -> Machine:
-    """Look at this machine, measuring nothing; `folder` is where its free disk space is asked for."""
+    """Look at this machine, measuring nothing; `folder` is where its free disk space is asked
+    for."""
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
@@ -104,14 +106,18 @@ def _gpus() -> tuple[Gpu, ...]:
         Gpu(
             name=torch.cuda.get_device_name(device),
             memory_gib=torch.cuda.get_device_properties(device).total_memory / GIB,
-            peers=tuple(p for p in devices if p != device and torch.cuda.can_device_access_peer(device, p)),
+            peers=tuple(
+                p for p in devices if p != device and torch.cuda.can_device_access_peer(device, p)
+            ),
         )
         for device in devices
     )
 
 
 def _links() -> tuple[Link, ...]:
-    network = Path("/sys/class/net")  # Linux: an interface with a device is hardware, the others are made by software
+    network = Path(
+        "/sys/class/net"
+    )  # Linux: an interface with a device is hardware, the others are made by software
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     names = [name for name in names if (network / name / "device").exists() or not network.exists()]
     return tuple(Link(name=name, gbit_per_second=_link_speed(name)) for name in names)
@@ -119,7 +125,9 @@ def _links() -> tuple[Link, ...]:
 
 def _link_speed(name: str) -> float | None:
     try:
-        speed = int(Path("/sys/class/net", name, "speed").read_text())  # Mbit/s, or -1 when the driver does not know
+        speed = int(
+            Path("/sys/class/net", name, "speed").read_text()
+        )  # Mbit/s, or -1 when the driver does not know
     except (OSError, ValueError):
         return None
     return speed / 1000 if speed > 0 else None
@@ -129,10 +137,12 @@ def _link_speed(name: str) -> float | None:
 
 
 def measured_peak_flops(dtype: torch.dtype, *, device: str = "cpu") -> float:
-    """Floating-point operations per second of square matrix products on torch's current threads, in about a second.
+    """Floating-point operations per second of square matrix products on torch's current threads, in
+    about a second.
 
-    The fastest product of all sizes and repetitions: nothing makes a product faster than the machine is, much makes it
-    slower. On CPUs the MFU is measured against this, since their clocks and units differ too much for a table.
+    The fastest product of all sizes and repetitions: nothing makes a product faster than the
+    machine is, much makes it slower. On CPUs the MFU is measured against this, since their clocks
+    and units differ too much for a table.
     """
     best, size, largest = 0.0, 256, 2048 if device == "cpu" else 8192
     while size <= largest:
@@ -144,16 +154,24 @@ def measured_peak_flops(dtype: torch.dtype, *, device: str = "cpu") -> float:
 
 
 def measured_bandwidth(*, device: str = "cpu") -> float:
-    """Bytes per second of a copy between buffers larger than any cache; each byte counts twice, read and written."""
-    numel = 2**25 if available_memory() > 4 * GIB else 2**23  # 128 MiB each, or 32 MiB on small machines
+    """Bytes per second of a copy between buffers larger than any cache; each byte counts twice,
+    read and written."""
+    numel = (
+        2**25 if available_memory() > 4 * GIB else 2**23
+    )  # 128 MiB each, or 32 MiB on small machines
     source, target = (torch.zeros(numel, device=device) for _ in range(2))
-    return 2 * source.nbytes / statistics.median(_seconds(partial(target.copy_, source), device=device))
+    return (
+        2
+        * source.nbytes
+        / statistics.median(_seconds(partial(target.copy_, source), device=device))
+    )
 
 
 def _seconds(work: Callable[[], object], *, device: str, budget: float = 0.15) -> list[float]:
     """Times of `work`, repeated for `budget` seconds and at least 5 times.
 
-    Short work too is repeated that long: on a busy machine a few milliseconds may all fall into another's turn.
+    Short work too is repeated that long: on a busy machine a few milliseconds may all fall into
+    another's turn.
     """
     times: list[float] = []
     while len(times) < 6 or sum(times) < budget:
@@ -165,9 +183,9 @@ def _seconds(work: Callable[[], object], *, device: str, budget: float = 0.15) -
     return times[1:]  # the first one allocates and loads
 
 
-# Dense peaks in TFLOP/s with fp32 sums, from the makers' data sheets (their "sparse" figures are twice these):
-# H100 and H200 2023, Blackwell 2024, A100 2020, L40S, L4 and Ada 2022-2023, Ampere 2020-2021, V100 2017.
-# fp32 is that of the plain units, because torch uses TF32 only when asked to.
+# Dense peaks in TFLOP/s with fp32 sums, from the makers' data sheets (their "sparse" figures are
+# twice these): H100 and H200 2023, Blackwell 2024, A100 2020, L40S, L4 and Ada 2022-2023, Ampere
+# 2020-2021, V100 2017. fp32 is that of the plain units, because torch uses TF32 only when asked to.
 _PEAKS: tuple[tuple[str, dict[Format, float]], ...] = (
     (r"GB200", {"fp64": 40, "fp32": 80, "bf16": 2450, "fp16": 2450}),
     (r"B200", {"fp64": 37, "fp32": 75, "bf16": 2250, "fp16": 2250}),
@@ -186,15 +204,19 @@ _PEAKS: tuple[tuple[str, dict[Format, float]], ...] = (
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak operations per second of a known GPU, by the name torch gives it; None for unknown ones and formats."""
+    """Peak operations per second of a known GPU, by the name torch gives it; None for unknown ones
+    and formats."""
     for pattern, rates in _PEAKS:
         if re.search(pattern, device_name):
-            return next((rate * 1e12 for name, rate in rates.items() if DTYPES[name] == dtype), None)
+            return next(
+                (rate * 1e12 for name, rate in rates.items() if DTYPES[name] == dtype), None
+            )
     return None
 
 
 def device_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What MFU is measured against, in 10^12 operations per second: measured on a CPU, from the table of known GPUs."""
+    """What MFU is measured against, in 10^12 operations per second: measured on a CPU, from the
+    table of known GPUs."""
     if device.type == "cpu":
         return measured_peak_flops(dtype) / 1e12
     peak = peak_flops(torch.cuda.get_device_name(device), dtype)
@@ -205,5 +227,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """The most memory this process has held: of the device if it is a GPU, else of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux, bytes on macOS
+    largest = resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_maxrss  # kilobytes on Linux, bytes on macOS
     return largest * (1 if sys.platform == "darwin" else 1024) / GIB

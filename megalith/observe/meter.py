@@ -1,7 +1,8 @@
 """A meter of activation memory: what autograd keeps between forward and backward, module by module.
 
-Tensors that share memory count once, with all of that memory; parameters do not count. What is kept only because a
-Python variable still holds it is not seen, and neither is what appears for a while inside an operation.
+Tensors that share memory count once, with all of that memory; parameters do not count. What is kept
+only because a Python variable still holds it is not seen, and neither is what appears for a while
+inside an operation.
 """
 
 from collections import Counter
@@ -32,7 +33,11 @@ class Meter:
         """Bytes by name of the module that kept them first; "" outside of modules. Grows only."""
 
         self._models = models
-        self._excluded = {x.untyped_storage()._cdata for one in models for x in (*one.parameters(), *one.buffers())}
+        self._excluded = {
+            x.untyped_storage()._cdata
+            for one in models
+            for x in (*one.parameters(), *one.buffers())
+        }
         self._uses: Counter[int] = Counter()
 
     def layers(self) -> Mapping[str, int]:
@@ -51,8 +56,11 @@ class Meter:
         return Saved(x.detach(), self)
 
     def _is_parameter(self, key: int) -> bool:
-        """Asked each time: with zero=3 a layer has its parameters, and other ones, only while it runs."""
-        return any(p.untyped_storage()._cdata == key for model in self._models for p in model.parameters())
+        """Asked each time: with zero=3 a layer has its parameters, and other ones, only while it
+        runs."""
+        return any(
+            p.untyped_storage()._cdata == key for model in self._models for p in model.parameters()
+        )
 
     def begins(self, key: int, nbytes: int) -> None:
         """One more tensor in this memory."""
@@ -86,14 +94,16 @@ class Saved:
 def metered(*models: nn.Module) -> Iterator[Meter]:
     """Measure everything that is saved for backward inside, and when it is let go, inside or later.
 
-    Only the innermost hooks on saved tensors are called: what a recomputed region would keep is not kept and not seen,
-    and an offloaded layer reports by itself.
+    Only the innermost hooks on saved tensors are called: what a recomputed region would keep is not
+    kept and not seen, and an offloaded layer reports by itself.
     """
     meter = Meter(models)
     with ExitStack() as stack:
         for model in models:
             for name, module in model.named_modules():
-                stack.enter_context(_handle(module.register_forward_pre_hook(partial(_enter, meter, name))))
+                stack.enter_context(
+                    _handle(module.register_forward_pre_hook(partial(_enter, meter, name)))
+                )
                 hook = module.register_forward_hook(partial(_leave, meter), always_call=True)
                 stack.enter_context(_handle(hook))
         stack.enter_context(saved_tensors_hooks(meter.pack, _unpack))
@@ -104,7 +114,9 @@ def _unpack(saved: Tensor | Saved) -> Tensor:
     return saved.x if isinstance(saved, Saved) else saved
 
 
-def _enter(meter: Meter, name: str, module: nn.Module, given: Any) -> None:  # Any: whatever the module takes
+def _enter(
+    meter: Meter, name: str, module: nn.Module, given: Any
+) -> None:  # Any: whatever the module takes
     meter.path.append(name)
 
 

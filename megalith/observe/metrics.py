@@ -1,4 +1,5 @@
-"""metrics.jsonl: one JSON object per logged step, one writer, and no step twice however often a run is resumed."""
+"""metrics.jsonl: one JSON object per logged step, one writer, and no step twice however often a run
+is resumed."""
 
 import json
 import math
@@ -21,14 +22,19 @@ class MetricsFile:
     """Appends rows to a run's metrics.jsonl, and to TensorBoard when asked."""
 
     def __init__(self, path: Path, *, resume_at: int, tensorboard: Path | None = None) -> None:
-        """Continue after step `resume_at`: later rows, left by a run that was killed, are cut off."""
+        """Continue after step `resume_at`: later rows, left by a run that was killed, are cut
+        off."""
         cut_after(path, resume_at)
         self._file = path.open("a", encoding="utf-8")
         self._events = None if tensorboard is None else _event_writer(tensorboard, resume_at)
 
     def write(self, row: Row) -> None:
-        """Add one row; it is with the operating system when this returns. JSON has no nan: it becomes null."""
-        row = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+        """Add one row; it is with the operating system when this returns. JSON has no nan: it
+        becomes null."""
+        row = {
+            name: None if isinstance(x, float) and not math.isfinite(x) else x
+            for name, x in row.items()
+        }
         row = {**row, "time_utc": datetime.now(UTC).isoformat(timespec="milliseconds")}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
@@ -54,7 +60,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Remove rows of later steps than `step`, and a last line that a crash cut short; missing files stay missing.
+    """Remove rows of later steps than `step`, and a last line that a crash cut short; missing files
+    stay missing.
 
     Raises:
         DataError: a whole line is none of ours, so what is behind it is left as it is.
@@ -79,25 +86,38 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
             return
         try:
             row = storage.parse_json(line)
-            problem = "" if isinstance(row, dict) and isinstance(row.get("step"), int) else "it has no step"
+            problem = (
+                ""
+                if isinstance(row, dict) and isinstance(row.get("step"), int)
+                else "it has no step"
+            )
         except ValueError as error:
             problem = str(error)
         if problem:
             raise DataError(
-                f"{path}: line {number} is no row of a step ({problem}). Remove the line, or move the file away: a new "
+                f"{path}: line {number} is no row of a step ({problem}). Remove the line, or move "
+                "the file away: a new "
                 f"one is begun."
             )
         yield row, end
 
 
-def _add_counts(events: Any, name: str, counts: list[int], step: Value) -> None:  # Any: the optional package's own
+def _add_counts(
+    events: Any, name: str, counts: list[int], step: Value
+) -> None:  # Any: the optional package's own
     """A histogram with a bar for each of the counts, at its number."""
     pairs = list(enumerate(counts))
     events.add_histogram_raw(
-        name, min=-0.5, max=len(counts) - 0.5, num=sum(counts), sum=sum(number * count for number, count in pairs),
+        name,
+        min=-0.5,
+        max=len(counts) - 0.5,
+        num=sum(counts),
+        sum=sum(number * count for number, count in pairs),
         sum_squares=sum(number * number * count for number, count in pairs),
-        bucket_limits=[number + 0.5 for number, _ in pairs], bucket_counts=counts, global_step=step,
-    )  # fmt: skip
+        bucket_limits=[number + 0.5 for number, _ in pairs],
+        bucket_counts=counts,
+        global_step=step,
+    )
 
 
 def has_tensorboard() -> bool:

@@ -39,7 +39,13 @@ def plot_run(folder: Path) -> Path | None:
     if window > 1:
         loss.plot(steps, losses, linewidth=0.8, alpha=0.35, color="C0", label="training")
         means = running_mean(losses, window)
-        loss.plot(steps, means, linewidth=1.8, color="C0", label=f"training, running mean of {window} logged steps")
+        loss.plot(
+            steps,
+            means,
+            linewidth=1.8,
+            color="C0",
+            label=f"training, running mean of {window} logged steps",
+        )
     else:
         loss.plot(steps, losses, linewidth=1.2, color="C0", label="training")
     if curves["eval_loss"][0]:
@@ -71,13 +77,16 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def plot_experts(folder: Path) -> Path | None:
-    """Draw `plots/experts.png`: the load of each layer's busiest expert, and the aux losses, by step.
+    """Draw `plots/experts.png`: the load of each layer's busiest expert, and the aux losses, by
+    step.
 
     Returns None for models without experts.
     """
     rows = read_metrics(folder / "metrics.jsonl")
     names = {name for row in rows for name in row if name.startswith("moe_")}
-    loads = sorted((name for name in names if name.endswith("_load") and name != "moe_max_load"), key=_number)
+    loads = sorted(
+        (name for name in names if name.endswith("_load") and name != "moe_max_load"), key=_number
+    )
     if not loads:
         return None
     from matplotlib import colormaps
@@ -91,19 +100,33 @@ def plot_experts(folder: Path) -> Path | None:
     for i, name in enumerate(loads):
         label = name.removeprefix("moe_").removesuffix("_load")
         color = colormaps["viridis"](i / max(1, len(loads) - 1) * 0.9)
-        load.plot(*_curve(rows, name), linewidth=1, color=color, label=label if i % stride == 0 else f"_{label}")
-    load.axhline(1.0, color="grey", linewidth=1.2, linestyle="--", label="balanced: all experts equally busy")
+        load.plot(
+            *_curve(rows, name),
+            linewidth=1,
+            color=color,
+            label=label if i % stride == 0 else f"_{label}",
+        )
+    load.axhline(
+        1.0, color="grey", linewidth=1.2, linestyle="--", label="balanced: all experts equally busy"
+    )
     run = _run_of(folder)
     if run is not None and run.model.moe is not None:
         collapse = run.model.moe.experts / run.model.moe.top_k
-        text = f"collapse: all tokens choose the same {run.model.moe.top_k} of {run.model.moe.experts} experts"
+        text = (
+            f"collapse: all tokens choose the same {run.model.moe.top_k} of "
+            f"{run.model.moe.experts} experts"
+        )
         load.axhline(collapse, color="red", linewidth=1.2, linestyle=":", label=text)
-    load.set_title("Load of each layer's busiest expert: its tokens divided by the mean over all experts")
+    load.set_title(
+        "Load of each layer's busiest expert: its tokens divided by the mean over all experts"
+    )
     load.set_ylabel("load of the busiest expert")
     load.set_ylim(bottom=0)
     load.legend(fontsize="small", ncols=2)
     for name in losses:
-        loss.plot(*_curve(rows, name), linewidth=1, label=name.removeprefix("moe_").removesuffix("_loss"))
+        loss.plot(
+            *_curve(rows, name), linewidth=1, label=name.removeprefix("moe_").removesuffix("_loss")
+        )
     loss.set_title("Aux losses of the routers, before their coefficients")
     loss.set_ylabel("aux loss")
     loss.set_xlabel("step")
@@ -114,17 +137,24 @@ def plot_experts(folder: Path) -> Path | None:
 
 
 def plot_routing(
-    folder: Path, uses: Sequence[Use], pairs: Sequence[Foresight], found: Mapping[tuple[str, str], float]
+    folder: Path,
+    uses: Sequence[Use],
+    pairs: Sequence[Foresight],
+    found: Mapping[tuple[str, str], float],
 ) -> Path:
-    """Draw `plots/routing.png`: the load of each layer's experts, and how well each layer predicts the next.
+    """Draw `plots/routing.png`: the load of each layer's experts, and how well each layer predicts
+    the next.
 
-    `found`: of layers' choices, what a router finds in the hidden states of a layer, itself or the one before.
+    `found`: of layers' choices, what a router finds in the hidden states of a layer, itself or the
+    one before.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 10), layout="constrained")
     share, prediction = figure.subplots(2, 1)
-    busiest = [sorted((value * len(use.shares) for value in use.shares), reverse=True) for use in uses]
+    busiest = [
+        sorted((value * len(use.shares) for value in use.shares), reverse=True) for use in uses
+    ]
     image = share.imshow(busiest, aspect="auto", interpolation="nearest", vmin=0.0)
     figure.colorbar(image, ax=share, label="load (tokens of the expert / mean); balanced: 1")
     share.set_yticks(range(len(uses)), [use.layer for use in uses], fontsize="small")
@@ -133,17 +163,23 @@ def plot_routing(
     share.set_ylabel("layer")
     curves = {
         "hits, predicted from the choices one layer before": [pair.all for pair in pairs],
-        "hits, predicting the k most used experts for every token (baseline)": [pair.all_blind for pair in pairs],
+        "hits, predicting the k most used experts for every token (baseline)": [
+            pair.all_blind for pair in pairs
+        ],
         "share of the best choice's entropy that the best choice one layer before explains": [
             pair.information for pair in pairs
         ],
     }
     if any(one != other for one, other in found):
         by_router = [found.get((pair.layer, pair.following), float("nan")) for pair in pairs]
-        curves["hits, this layer's router applied to the hidden states one layer before"] = by_router
+        curves["hits, this layer's router applied to the hidden states one layer before"] = (
+            by_router
+        )
     for label, values in curves.items():
         prediction.plot(range(len(pairs)), values, "o-", markersize=4, linewidth=1, label=label)
-    prediction.set_xticks(range(len(pairs)), [pair.following for pair in pairs], fontsize="small", rotation=90)
+    prediction.set_xticks(
+        range(len(pairs)), [pair.following for pair in pairs], fontsize="small", rotation=90
+    )
     prediction.set_ylim(-0.02, 1.02)
     prediction.set_title("How well a token's experts can be predicted one layer before")
     prediction.set_xlabel("layer whose choices are predicted")
@@ -168,14 +204,17 @@ def _run_of(folder: Path) -> TrainRun | None:
 
 
 def describe_run(run: TrainRun) -> str:
-    """The main settings of a run in two lines: model, then batch, learning rate, precision and layout."""
+    """The main settings of a run in two lines: model, then batch, learning rate, precision and
+    layout."""
     model, train, parallel = run.model, run.train, run.parallel
     size = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", f"{model.num_heads} heads"]
     size += [f"{model.moe.experts} experts, top {model.moe.top_k}"] if model.moe is not None else []
     batch = f"{train.global_batch_size} x {train.seq_len} tokens"
     work = [f"{train.steps} steps of {batch}", f"lr {run.schedule.lr:g}", run.precision.params]
     degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep", "dp")}
-    work += [f"{name} {degree}" for name, degree in degrees.items() if degree is not None and degree > 1]
+    work += [
+        f"{name} {degree}" for name, degree in degrees.items() if degree is not None and degree > 1
+    ]
     return f"{', '.join(size)}\n{', '.join(work)}"
 
 
@@ -198,6 +237,12 @@ def _number(name: str) -> tuple[str, int]:
     return name.split(digits)[0] if digits else name, int(digits or 0)
 
 
-def _curve(rows: Sequence[dict[str, float | int | str | None]], name: str) -> tuple[list[float], list[float]]:
-    points = [(float(row["step"] or 0), float(row[name] or 0)) for row in rows if row.get(name) is not None]
+def _curve(
+    rows: Sequence[dict[str, float | int | str | None]], name: str
+) -> tuple[list[float], list[float]]:
+    points = [
+        (float(row["step"] or 0), float(row[name] or 0))
+        for row in rows
+        if row.get(name) is not None
+    ]
     return [x for x, _ in points], [y for _, y in points]

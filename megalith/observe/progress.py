@@ -1,4 +1,5 @@
-"""What a person sees while work goes on: a progress bar with the time left on a terminal, plain lines elsewhere."""
+"""What a person sees while work goes on: a progress bar with the time left on a terminal, plain
+lines elsewhere."""
 
 import logging
 import sys
@@ -8,7 +9,14 @@ from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -16,18 +24,28 @@ LINE_SECONDS = 10.0  # between plain lines, so that a log of a long run stays re
 
 
 class StepProgress:
-    """Shows one line per step on a terminal, in place; elsewhere a plain line at most every few seconds."""
+    """Shows one line per step on a terminal, in place; elsewhere a plain line at most every few
+    seconds."""
 
-    def __init__(self, *, total: int, show: bool, noun: str = "step", stream: TextIO | None = None) -> None:
+    def __init__(
+        self, *, total: int, show: bool, noun: str = "step", stream: TextIO | None = None
+    ) -> None:
         """`noun`: what is counted; `stream`: where it is told, unset: on standard output."""
         self._total, self._show, self._noun = total, show, noun
         self._stream = sys.stdout if stream is None else stream
         self._last_line = 0.0
         self._bar: Progress | None = None
         if show and self._stream.isatty():
-            columns = (TextColumn(noun), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[news]}"))
+            columns = (
+                TextColumn(noun),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[news]}"),
+            )
             console = Console(file=self._stream)
-            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+            self._bar = Progress(
+                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console
+            )
             self._task = self._bar.add_task("train", total=total, news="")
 
     def __enter__(self) -> "StepProgress":
@@ -36,13 +54,17 @@ class StepProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
     def resume(self, step: int) -> None:
-        """Start counting at a step that was done before; the time left is judged by what follows."""
+        """Start counting at a step that was done before; the time left is judged by what
+        follows."""
         if self._bar is not None:
             self._bar.reset(self._task, completed=step)
 
@@ -51,7 +73,9 @@ class StepProgress:
         text = " · ".join(f"{name} {value}" for name, value in news.items())
         if self._bar is not None:
             self._bar.update(self._task, completed=step, news=text)
-        elif self._show and (step == self._total or time.monotonic() - self._last_line > LINE_SECONDS):
+        elif self._show and (
+            step == self._total or time.monotonic() - self._last_line > LINE_SECONDS
+        ):
             self._last_line = time.monotonic()
             self._line(f"{self._noun} {step}/{self._total}{f' · {text}' if text else ''}")
 

@@ -1,4 +1,5 @@
-"""Pictures of a simulated pipeline step: as text, PNG, a web page of its own, or a trace for chrome://tracing."""
+"""Pictures of a simulated pipeline step: as text, PNG, a web page of its own, or a trace for
+chrome://tracing."""
 
 import html
 import json
@@ -53,21 +54,29 @@ def title(simulation: Simulation) -> str:
     held = [float(peak) / schedule.num_chunks for peak in peak_held(schedule)]
     chunks = f" × {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     return (
-        f"{schedule.name}, {schedule.num_ranks} ranks{chunks}, {schedule.num_microbatches} microbatches: bubble "
-        f"{float(simulation.bubble_of_total):.1%} of the step, at most {max(held):g} microbatches alive on a rank"
+        f"{schedule.name}, {schedule.num_ranks} ranks{chunks}, {schedule.num_microbatches} "
+        "microbatches: bubble "
+        f"{float(simulation.bubble_of_total):.1%} of the step, at most {max(held):g} microbatches "
+        "alive on a rank"
     )
 
 
 def ascii_timeline(simulation: Simulation, *, width: int | None = None) -> str:
-    """The step as text, one line per rank: `F3` forward of microbatch 3 (`F3b`: through chunk 1), dots are idle time.
+    """The step as text, one line per rank: `F3` forward of microbatch 3 (`F3b`: through chunk 1),
+    dots are idle time.
 
     width: characters per line; longer lines are cut, with a note. Unset: as long as it takes.
     """
     drawn = list(boxes(simulation))
     chunks = simulation.schedule.num_chunks
-    # Every label fits its box with a blank behind it; times are whole characters where costs are whole numbers.
+    # Every label fits its box with a blank behind it; times are whole characters where costs are
+    # whole numbers.
     scale = max(
-        (math.ceil((len(_label(box, chunks)) + 1) / (box.end - box.start)) for box in drawn if box.end > box.start),
+        (
+            math.ceil((len(_label(box, chunks)) + 1) / (box.end - box.start))
+            for box in drawn
+            if box.end > box.start
+        ),
         default=1,
     )
     names = [f"rank {rank}" for rank in range(simulation.schedule.num_ranks)]
@@ -82,44 +91,83 @@ def ascii_timeline(simulation: Simulation, *, width: int | None = None) -> str:
     if width is not None and margin + end > width:
         lines = [line[:width] for line in lines]
         shown = max(width - margin, 0) / scale
-        lines.append(f"(shown until {shown:g} of {float(simulation.makespan):g}; use a larger width to see the rest)")
+        lines.append(
+            f"(shown until {shown:g} of {float(simulation.makespan):g}; use a larger width to see "
+            "the rest)"
+        )
     return "\n".join([title(simulation), *lines])
 
 
-def chrome_trace(simulation: Simulation, *, microseconds: float = 1000.0) -> dict[str, Any]:  # Any: JSON
+def chrome_trace(
+    simulation: Simulation, *, microseconds: float = 1000.0
+) -> dict[str, Any]:  # Any: JSON
     """The step for chrome://tracing or ui.perfetto.dev: a row per rank, arrows for messages.
 
     microseconds: how long a unit of the costs is.
     """
     events: list[dict[str, Any]] = []
     for rank in range(simulation.schedule.num_ranks):
-        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        events.append(
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": 0,
+                "tid": rank,
+                "args": {"name": f"rank {rank}"},
+            }
+        )
     chunks = simulation.schedule.num_chunks
     for box in boxes(simulation):
         place = {"microbatch": box.microbatch, "chunk": box.chunk, "stage": box.stage}
-        event = {"ph": "X", "name": _label(box, chunks), "cat": box.kind, "pid": 0, "tid": box.rank, "args": place}
-        events.append(event | {"ts": box.start * microseconds, "dur": (box.end - box.start) * microseconds})
+        event = {
+            "ph": "X",
+            "name": _label(box, chunks),
+            "cat": box.kind,
+            "pid": 0,
+            "tid": box.rank,
+            "args": place,
+        }
+        events.append(
+            event | {"ts": box.start * microseconds, "dur": (box.end - box.start) * microseconds}
+        )
     for number, message in enumerate(simulation.messages()):
         source, target, direction = message.channel
         arrow = {"name": direction, "cat": "message", "id": number, "pid": 0}
         events.append(arrow | {"ph": "s", "tid": source, "ts": float(message.start) * microseconds})
-        events.append(arrow | {"ph": "f", "bp": "e", "tid": target, "ts": float(message.end) * microseconds})
-    return {"displayTimeUnit": "ms", "otherData": {"title": title(simulation)}, "traceEvents": events}
+        events.append(
+            arrow | {"ph": "f", "bp": "e", "tid": target, "ts": float(message.end) * microseconds}
+        )
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"title": title(simulation)},
+        "traceEvents": events,
+    }
 
 
 def html_timeline(simulation: Simulation) -> str:
-    """The step as a page that needs nothing else: boxes with their details under the pointer, and a slider to zoom."""
+    """The step as a page that needs nothing else: boxes with their details under the pointer, and a
+    slider to zoom."""
     chunks = simulation.schedule.num_chunks
     lanes: list[list[str]] = [[] for _ in range(simulation.schedule.num_ranks)]
     for box in boxes(simulation):
-        details = f"{box.kind} of microbatch {box.microbatch}, stage {box.stage}: {box.start:g} to {box.end:g}"
-        place = f"--l:{box.start:g};--w:{box.end - box.start:g};opacity:{_opacity(box.chunk, chunks):.2f}"
-        lanes[box.rank].append(f'<i class={box.kind} style="{place}" title="{details}">{box.microbatch}</i>')
-    rows = "\n".join(f"<p><b>rank {rank}</b><span>{''.join(lane)}</span></p>" for rank, lane in enumerate(lanes))
+        details = (
+            f"{box.kind} of microbatch {box.microbatch}, stage {box.stage}: {box.start:g} "
+            f"to {box.end:g}"
+        )
+        opacity = _opacity(box.chunk, chunks)
+        place = f"--l:{box.start:g};--w:{box.end - box.start:g};opacity:{opacity:.2f}"
+        lanes[box.rank].append(
+            f'<i class={box.kind} style="{place}" title="{details}">{box.microbatch}</i>'
+        )
+    rows = "\n".join(
+        f"<p><b>rank {rank}</b><span>{''.join(lane)}</span></p>" for rank, lane in enumerate(lanes)
+    )
     colours = "".join(f".{kind}{{background:{colour}}}" for kind, colour in COLOURS.items())
     head = html.escape(title(simulation))
     scale = max(1.0, 1200 / float(simulation.makespan))
-    return PAGE.format(title=head, colours=colours, rows=rows, scale=scale, length=float(simulation.makespan))
+    return PAGE.format(
+        title=head, colours=colours, rows=rows, scale=scale, length=float(simulation.makespan)
+    )
 
 
 PAGE = """<!doctype html>
@@ -157,19 +205,39 @@ def plot_timeline(simulation: Simulation, target: Path) -> None:
     for box in drawn:
         shade = _opacity(box.chunk, schedule.num_chunks)
         bar = [(box.start, box.end - box.start)]
-        axes.broken_barh(bar, (box.rank - 0.4, 0.8), color=COLOURS[box.kind], alpha=shade, edgecolor="white", lw=0.5)
+        axes.broken_barh(
+            bar,
+            (box.rank - 0.4, 0.8),
+            color=COLOURS[box.kind],
+            alpha=shade,
+            edgecolor="white",
+            lw=0.5,
+        )
         if len(drawn) <= MOST_LABELS:
             middle = (box.start + box.end) / 2
-            axes.text(middle, box.rank, str(box.microbatch), ha="center", va="center", fontsize=6, clip_on=True)
+            axes.text(
+                middle,
+                box.rank,
+                str(box.microbatch),
+                ha="center",
+                va="center",
+                fontsize=6,
+                clip_on=True,
+            )
     if simulation.costs.transfer:
         ends = [
-            ((float(message.start), message.channel.source), (float(message.end), message.channel.target))
+            (
+                (float(message.start), message.channel.source),
+                (float(message.end), message.channel.target),
+            )
             for message in simulation.messages()
         ]
         axes.add_collection(LineCollection(ends, colors="grey", linewidths=0.4))
     axes.set_xlim(0, float(simulation.makespan))
     axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
-    axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
+    axes.set_yticks(
+        range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    )
     axes.set_xlabel("time; blue forward, green backward, yellow weights, paler: later chunks")
     axes.set_title(title(simulation), fontsize=10)
     FigureCanvasAgg(figure)  # draws without a screen
@@ -189,10 +257,13 @@ def draw_timeline(simulation: Simulation, target: Path) -> None:
     }
     if target.suffix not in (*texts, ".png"):
         raise ConfigError(
-            f"timeline {target}: unknown kind of picture. Use a name that ends in one of .txt .png .html .json."
+            f"timeline {target}: unknown kind of picture. Use a name that ends in one of .txt .png "
+            ".html .json."
         )
     if not target.parent.is_dir():
-        raise ConfigError(f"timeline {target}: the folder {target.parent} does not exist. Use one that does.")
+        raise ConfigError(
+            f"timeline {target}: the folder {target.parent} does not exist. Use one that does."
+        )
     if target.suffix == ".png":
         plot_timeline(simulation, target)
     else:

@@ -1,4 +1,5 @@
-"""AdamW over (Shard, weight) pairs, with fp32 master weights where the weights themselves are shorter."""
+"""AdamW over (Shard, weight) pairs, with fp32 master weights where the weights themselves are
+shorter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,27 +18,41 @@ HAS_FUSED = hasattr(torch, "_fused_adamw_")
 class AdamW:
     """Adam with decoupled weight decay. Vectors (norms, biases) are not decayed.
 
-    Source: Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2; Kingma and Ba 2014, arXiv:1412.6980.
+    Source: Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2; Kingma and Ba 2014,
+    arXiv:1412.6980.
     """
 
     def __init__(
-        self, weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = same_rates
+        self,
+        weights: Sequence[tuple[Shard, Tensor]],
+        config: OptimConfig,
+        rates: RatesOf = same_rates,
     ) -> None:
         self.config = config
         self.updates = 0
-        self.slots = [build_slot(shard, weight, ("exp_avg", "exp_avg_sq"), rates(shard)) for shard, weight in weights]
+        self.slots = [
+            build_slot(shard, weight, ("exp_avg", "exp_avg_sq"), rates(shard))
+            for shard, weight in weights
+        ]
         # One count for all, in the form in which the fused kernel wants it.
         self._step = torch.zeros((), device=self.slots[0].master.device if self.slots else None)
 
     def step(
-        self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None,
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None = None,
         groups: Mapping[str, GroupRates] = NO_GROUPS,
-    ) -> None:  # fmt: skip
-        """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them. `groups`: what
-        their parameters have in place of `lr` and `weight_decay`."""
+    ) -> None:
+        """Update every weight once. `scale` multiplies the gradients first (clipping); None
+        leaves them. `groups`: what their parameters have in place of `lr` and `weight_decay`."""
         self.updates += 1
         self._step += 1
-        for part in by_rates(self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups):
+        for part in by_rates(
+            self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
+        ):
             self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)
         round_masters(self.slots)
 
@@ -47,30 +62,62 @@ class AdamW:
         self._step.fill_(updates)
 
     def _update(
-        self, slots: list[Slot], gradients: list[Tensor], lr: float, weight_decay: float, scale: Tensor | None
+        self,
+        slots: list[Slot],
+        gradients: list[Tensor],
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None,
     ) -> None:
         c = replace(self.config, eps=self.config.eps * slots[0].rates.eps)
         if not HAS_FUSED:
             for slot, gradient in zip(slots, gradients, strict=True):
-                update(slot, gradient, c, updates=self.updates, lr=lr, weight_decay=weight_decay, scale=scale)
+                update(
+                    slot,
+                    gradient,
+                    c,
+                    updates=self.updates,
+                    lr=lr,
+                    weight_decay=weight_decay,
+                    scale=scale,
+                )
             return
-        if scale is not None and gradients[0].dtype == torch.float64:  # the fused kernel takes its scale in fp32
+        if (
+            scale is not None and gradients[0].dtype == torch.float64
+        ):  # the fused kernel takes its scale in fp32
             torch._foreach_mul_(gradients, scale)
             scale = None
         fused = torch._fused_adamw_ if c.decoupled_weight_decay else torch._fused_adam_
         fused(
-            [slot.master for slot in slots], gradients, [slot.state["exp_avg"] for slot in slots],
-            [slot.state["exp_avg_sq"] for slot in slots], [], [self._step] * len(slots), lr=lr, beta1=c.beta1,
-            beta2=c.beta2, weight_decay=weight_decay, eps=c.eps, amsgrad=False, maximize=False,
+            [slot.master for slot in slots],
+            gradients,
+            [slot.state["exp_avg"] for slot in slots],
+            [slot.state["exp_avg_sq"] for slot in slots],
+            [],
+            [self._step] * len(slots),
+            lr=lr,
+            beta1=c.beta1,
+            beta2=c.beta2,
+            weight_decay=weight_decay,
+            eps=c.eps,
+            amsgrad=False,
+            maximize=False,
             grad_scale=None if scale is None else scale.float().reciprocal(),
-        )  # fmt: skip
+        )
 
 
 def update(
-    slot: Slot, gradient: Tensor, config: OptimConfig, *, updates: int, lr: float, weight_decay: float,
+    slot: Slot,
+    gradient: Tensor,
+    config: OptimConfig,
+    *,
+    updates: int,
+    lr: float,
+    weight_decay: float,
     scale: Tensor | None,
-) -> None:  # fmt: skip
-    """One parameter's update in plain operations; the definition that the fused kernel is tested against."""
+) -> None:
+    """One parameter's update in plain operations; the definition that the fused kernel is tested
+    against."""
     mean, square = slot.state["exp_avg"], slot.state["exp_avg_sq"]
     gradient = gradient if scale is None else gradient * scale
     if config.decoupled_weight_decay:

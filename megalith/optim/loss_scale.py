@@ -1,7 +1,9 @@
-"""Loss scaling for fp16: the loss is multiplied before backward, the gradients divided before the update.
+"""Loss scaling for fp16: the loss is multiplied before backward, the gradients divided before the
+update.
 
-fp16 has no numbers below 6e-8, where most gradients lie. A scale that is too large lets them overflow, which shows in
-their norm; such a step changes nothing but the scale. Source: Micikevicius et al. 2017, arXiv:1710.03740, section 3.2.
+fp16 has no numbers below 6e-8, where most gradients lie. A scale that is too large lets them
+overflow, which shows in their norm; such a step changes nothing but the scale. Source: Micikevicius
+et al. 2017, arXiv:1710.03740, section 3.2.
 """
 
 import logging
@@ -15,7 +17,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LossScale:
-    """One scale for the whole run, on the host, the same on every rank. Python keeps it: it changes between steps."""
+    """One scale for the whole run, on the host, the same on every rank. Python keeps it: it changes
+    between steps."""
 
     config: LossScaleConfig
     scale: float
@@ -37,7 +40,8 @@ class LossScale:
         return self.dynamic and self.stuck >= self.config.max_overflows
 
     def update(self, *, overflow: bool) -> None:
-        """Note how a step went. A step that went well does not restore the hysteresis; only growth does."""
+        """Note how a step went. A step that went well does not restore the hysteresis; only growth
+        does."""
         if not self.dynamic:
             return
         if overflow:
@@ -67,9 +71,11 @@ class LossScale:
         if not self.dynamic:
             if saved["scale"] != self.scale:
                 _log.warning(
-                    "the checkpoint's loss scale %g is not taken over: precision.loss_scale.constant=%g",
-                    saved["scale"], self.scale,
-                )  # fmt: skip
+                    "the checkpoint's loss scale %g is not taken over: "
+                    "precision.loss_scale.constant=%g",
+                    saved["scale"],
+                    self.scale,
+                )
             return
         self.scale = float(saved["scale"])
         self.growth_tracker = int(saved["growth_tracker"])

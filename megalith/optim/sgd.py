@@ -12,14 +12,19 @@ from megalith.plan.shards import Shard
 
 
 class SGD:
-    """`m = momentum * m + g; w -= lr * m`, where g includes the weight decay; vectors (norms, biases) are not decayed.
+    """`m = momentum * m + g; w -= lr * m`, where g includes the weight decay; vectors (norms,
+    biases) are not decayed.
 
     With `nesterov` the step is along `g + momentum * m`. The bits are those of torch.optim.SGD.
-    Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", section 2.
+    Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep
+    learning", section 2.
     """
 
     def __init__(
-        self, weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = same_rates
+        self,
+        weights: Sequence[tuple[Shard, Tensor]],
+        config: OptimConfig,
+        rates: RatesOf = same_rates,
     ) -> None:
         self.config = config
         self.updates = 0
@@ -27,13 +32,20 @@ class SGD:
         self.slots = [build_slot(shard, weight, roles, rates(shard)) for shard, weight in weights]
 
     def step(
-        self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None,
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None = None,
         groups: Mapping[str, GroupRates] = NO_GROUPS,
-    ) -> None:  # fmt: skip
-        """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them. `groups`: what
-        their parameters have in place of `lr` and `weight_decay`."""
+    ) -> None:
+        """Update every weight once. `scale` multiplies the gradients first (clipping); None
+        leaves them. `groups`: what their parameters have in place of `lr` and `weight_decay`."""
         self.updates += 1
-        for part in by_rates(self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups):
+        for part in by_rates(
+            self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
+        ):
             self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)
         round_masters(self.slots)
 
@@ -42,7 +54,12 @@ class SGD:
         self.updates = updates
 
     def _update(
-        self, slots: list[Slot], gradients: list[Tensor], lr: float, weight_decay: float, scale: Tensor | None
+        self,
+        slots: list[Slot],
+        gradients: list[Tensor],
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None,
     ) -> None:
         momentum, masters = self.config.momentum, [slot.master for slot in slots]
         if scale is not None:

@@ -1,4 +1,5 @@
-"""What every optimizer holds of one parameter's slice: weights, a wide copy of them, and the rule's own tensors."""
+"""What every optimizer holds of one parameter's slice: weights, a wide copy of them, and the rule's
+own tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,12 +47,17 @@ class Optimizer(Protocol):
     """Steps so far."""
 
     def step(
-        self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None,
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None = None,
         groups: Mapping[str, GroupRates] = NO_GROUPS,
-    ) -> None:  # fmt: skip
-        """Update every weight once, from one gradient per slot. `scale` multiplies the gradients first, which may be
-        overwritten; None leaves them. `groups`: by name, what their parameters have in place of `lr` and
-        `weight_decay`."""
+    ) -> None:
+        """Update every weight once, from one gradient per slot. `scale` multiplies the gradients
+        first, which may be overwritten; None leaves them. `groups`: by name, what their
+        parameters have in place of `lr` and `weight_decay`."""
 
     def set_updates(self, updates: int) -> None:
         """Continue as after this many updates; tensors are loaded elsewhere."""
@@ -81,10 +87,15 @@ class Part(NamedTuple):
 
 
 def by_rates(
-    slots: Sequence[Slot], gradients: Sequence[Tensor], *, lr: float, weight_decay: float,
+    slots: Sequence[Slot],
+    gradients: Sequence[Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
-) -> list[Part]:  # fmt: skip
-    """Slots with gradients, rate and decay: what decays, matrices as a rule, then what does not (norms, biases)."""
+) -> list[Part]:
+    """Slots with gradients, rate and decay: what decays, matrices as a rule, then what does not
+    (norms, biases)."""
     parts = []
     for decays in (True, False):
         alike: dict[Rates, list[int]] = {}
@@ -95,8 +106,10 @@ def by_rates(
             decay = groups[rates.decay_of].weight_decay if rates.decay_of else weight_decay
             parts.append(
                 Part(
-                    [slots[i] for i in part], [gradients[i] for i in part],
-                    (groups[rates.lr_of].lr if rates.lr_of else lr) * rates.lr, decay * rates.decay if decays else 0.0,
+                    [slots[i] for i in part],
+                    [gradients[i] for i in part],
+                    (groups[rates.lr_of].lr if rates.lr_of else lr) * rates.lr,
+                    decay * rates.decay if decays else 0.0,
                 )
-            )  # fmt: skip
+            )
     return parts

@@ -1,6 +1,8 @@
-"""Ranks that rely on having laid out their parameters alike compare them once, before the first step.
+"""Ranks that rely on having laid out their parameters alike compare them once, before the first
+step.
 
-A sum over slices that do not coincide is a wrong number without an error, so nobody takes it on trust.
+A sum over slices that do not coincide is a wrong number without an error, so nobody takes it on
+trust.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,8 @@ Places = Mapping[str, str]
 
 
 def require_alike(places: Places, group: Group) -> None:
-    """Make sure that every rank of `group` has the same parameters, in one order, at the same places; collective.
+    """Make sure that every rank of `group` has the same parameters, in one order, at the same
+    places; collective.
 
     Raises:
         PlanError: on all of them, naming two ranks and the first parameter that differs.
@@ -25,13 +28,18 @@ def require_alike(places: Places, group: Group) -> None:
     digest = blake2b(repr(list(places.items())).encode()).hexdigest()
     if len(set(gather_objects(digest, group))) == 1:
         return
-    found = [list(other.items()) for other in gather_objects(dict(places), group) if isinstance(other, dict)]
+    found = [
+        list(other.items())
+        for other in gather_objects(dict(places), group)
+        if isinstance(other, dict)
+    ]
     place = next(place for place, other in enumerate(found) if other != found[0])
     _refuse(found[0], found[place], (group.ranks[0], group.ranks[place]))
 
 
 def require_alike_where_shared(places: Places, group: Group) -> None:
-    """The same for ranks that have other parameters otherwise: those of which several have one lie alike.
+    """The same for ranks that have other parameters otherwise: those of which several have one lie
+    alike.
 
     Raises:
         PlanError: on all ranks of the group.
@@ -52,10 +60,14 @@ def _is_paper(group: Group) -> bool:
     return group.size == 1 or group.handle is None
 
 
-def _refuse(mine: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]], ranks: tuple[int, int]) -> None:
+def _refuse(
+    mine: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]], ranks: tuple[int, int]
+) -> None:
     nothing = ("nothing", "at all")
     one, other = next((a, b) for a, b in zip_longest(mine, theirs, fillvalue=nothing) if a != b)
     raise PlanError(
-        f"parameters lie differently on ranks {ranks[0]} and {ranks[1]}, which add them up: first {' '.join(one)} on "
-        f"rank {ranks[0]} and {' '.join(other)} on rank {ranks[1]}. Run the same version with the same settings on all."
+        f"parameters lie differently on ranks {ranks[0]} and {ranks[1]}, which add them up: first "
+        f"{' '.join(one)} on "
+        f"rank {ranks[0]} and {' '.join(other)} on rank {ranks[1]}. Run the same version with the "
+        "same settings on all."
     )

@@ -1,12 +1,13 @@
 """Differentiable collectives, each with its conjugate in backward and one typing rule.
 
-A tensor is, along each axis of the grid, one of four types. R: the same on every rank, each rank uses it for other work
-(its gradients are parts of a sum). I: the same on every rank, used the same way (its gradients are equal). V: every
-rank has its own. P: parts of a sum that is still to be taken. Backward exchanges R with P and keeps I and V; every
-function below states its pair in `moves`, from which a layout's types are checked without running it.
+A tensor is, along each axis of the grid, one of four types. R: the same on every rank, each rank
+uses it for other work (its gradients are parts of a sum). I: the same on every rank, used the same
+way (its gradients are equal). V: every rank has its own. P: parts of a sum that is still to be
+taken. Backward exchanges R with P and keeps I and V; every function below states its pair in
+`moves`, from which a layout's types are checked without running it.
 
-Functional ops only: they run under torch.compile and, on meta tensors, without any process group. A group of one rank
-returns its input.
+Functional ops only: they run under torch.compile and, on meta tensors, without any process group. A
+group of one rank returns its input.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed._functional_collectives  # gives the operations below their kernels for meta tensors
+
+# gives the operations below their kernels for meta tensors
+import torch.distributed._functional_collectives
 from torch import Tensor
 
 from megalith.observe.flight import Entry
@@ -45,7 +48,12 @@ def _gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
         entry = note(group, "all_gather", x)
         out = _wait(all_gathered(x, group), entry)
     else:  # gloo cannot gather uneven parts: send my part to everyone
-        out = _exchange(x.repeat(group.size, *[1] * (x.dim() - 1)), group, [sizes[group.rank]] * group.size, sizes)
+        out = _exchange(
+            x.repeat(group.size, *[1] * (x.dim() - 1)),
+            group,
+            [sizes[group.rank]] * group.size,
+            sizes,
+        )
     return out.movedim(0, dim)
 
 
@@ -64,7 +72,9 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> 
 
 def _exchange(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     entry = note(group, "all_to_all", x, rows=(send, receive))
-    return _wait(_ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.name), entry)
+    return _wait(
+        _ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.name), entry
+    )
 
 
 def _slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -182,7 +192,9 @@ class AllToAll(torch.autograd.Function):
     moves: ClassVar[Moves] = ("V", "V")
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]
+    ) -> Tensor:
         ctx.group, ctx.send, ctx.receive = group, send, receive
         return _exchange(x, group, send, receive)
 
@@ -197,7 +209,8 @@ def at_once() -> None:
 
 @dataclass(slots=True)
 class Crossing:
-    """One `all_to_all` whose beginning and end are two functions, with other work between; backward as well."""
+    """One `all_to_all` whose beginning and end are two functions, with other work between; backward
+    as well."""
 
     group: Group
     send: Sequence[int]
@@ -213,7 +226,9 @@ class Crossing:
         """Start it in one direction; what is given must not be read before `wait`."""
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
         self.entry = note(self.group, "all_to_all", x, rows=(send, receive))
-        started: Tensor = _ops.all_to_all_single(x.contiguous(), list(receive), list(send), self.group.name)
+        started: Tensor = _ops.all_to_all_single(
+            x.contiguous(), list(receive), list(send), self.group.name
+        )
         finished(self.entry)  # as far as this rank is held up by it, until it waits
         return started
 
@@ -227,8 +242,9 @@ class Crossing:
 class Depart(torch.autograd.Function):
     """V -> V: start an exchange forward, wait for the one of gradients backward.
 
-    Gives something that looks like x, takes no memory, and stands for the rows on their way: these have another shape,
-    so autograd would not let the gradients' message, which `Arrive` starts, pass for their gradient.
+    Gives something that looks like x, takes no memory, and stands for the rows on their way: these
+    have another shape, so autograd would not let the gradients' message, which `Arrive` starts,
+    pass for their gradient.
     """
 
     moves: ClassVar[Moves] = ("V", "V")
@@ -282,12 +298,14 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
-    """Begin work that `group` divides: I -> R. x is the same on every rank; backward sums its gradients."""
+    """Begin work that `group` divides: I -> R. x is the same on every rank; backward sums its
+    gradients."""
     return x if group.size == 1 else _apply(Enter, x, group)
 
 
 def leave(x: Tensor, group: Group) -> Tensor:
-    """Finish divided work: P -> I. Sums the ranks' parts; backward hands every rank the same gradient."""
+    """Finish divided work: P -> I. Sums the ranks' parts; backward hands every rank the same
+    gradient."""
     return x if group.size == 1 else _apply(Leave, x, group)
 
 
@@ -308,14 +326,19 @@ def gathered_again(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _gather(x, group, 0, [x.shape[0]] * group.size)
 
 
-def reduce_scatter(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """Sum the ranks' parts and keep my slice along `dim`: P -> V. `sizes`: each rank's length; default: even."""
+def reduce_scatter(
+    x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Sum the ranks' parts and keep my slice along `dim`: P -> V. `sizes`: each rank's length;
+    default: even."""
     if group.size == 1:
         return x
     return _apply(ReduceScatter, x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
 
 
-def gather_same(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+def gather_same(
+    x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Join the ranks' parts for work that every rank repeats: V -> I; backward keeps my slice."""
     if group.size == 1:
         return x
@@ -323,7 +346,8 @@ def gather_same(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] |
 
 
 def split(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-    """Keep my slice along `dim` of a tensor that every rank has: I -> V; backward joins the slices."""
+    """Keep my slice along `dim` of a tensor that every rank has: I -> V; backward joins the
+    slices."""
     if group.size == 1:
         return x
     return _apply(Split, x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
@@ -337,8 +361,9 @@ def all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequenc
 def depart(x: Tensor, crossing: Crossing) -> Tensor:
     """Begin an `all_to_all` of x and go on: V -> V. What is given is for `arrive` alone.
 
-    Autograd runs backward through what was done later first. So what lies between the two, if the rows that arrive do
-    not depend on it, lies between the beginning and the end of the gradients' message too.
+    Autograd runs backward through what was done later first. So what lies between the two, if the
+    rows that arrive do not depend on it, lies between the beginning and the end of the gradients'
+    message too.
     """
     return x if crossing.group.size == 1 else _apply(Depart, x, crossing.group, crossing)
 
@@ -349,7 +374,8 @@ def arrive(x: Tensor, crossing: Crossing) -> Tensor:
 
 
 def partial(x: Tensor, group: Group) -> Tensor:
-    """State that `x` is my part of a sum over `group`: V -> P. Written where a cut dimension is contracted.
+    """State that `x` is my part of a sum over `group`: V -> P. Written where a cut dimension is
+    contracted.
 
     Free: only on meta tensors, where types are checked, does it leave a trace.
     """

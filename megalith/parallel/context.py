@@ -1,15 +1,17 @@
 """Context parallelism: attention when the tokens of each row are shared by several ranks.
 
-Each rank has an early and a late chunk of every row (or document), so that causal attention costs all the same; every
-other operation works on its own tokens alone. Four ways to see the keys and values of the others:
+Each rank has an early and a late chunk of every row (or document), so that causal attention costs
+all the same; every other operation works on its own tokens alone. Four ways to see the keys and
+values of the others:
 
-- ring: keys and values go round, one rank further with each step, and what a step finds is merged into the rest;
+- ring: keys and values go round, one rank further with each step, and what a step finds is merged
+  into the rest;
 - gather: every rank gets all keys and values, and its queries see what is theirs to see;
 - a2a: ranks exchange tokens for heads, and each computes all tokens of some heads;
 - a2a+ring: an exchange of heads among neighbours, and a ring across the groups of neighbours.
 
-Sources: ring: Liu et al. 2023, arXiv:2310.01889; a2a: Jacobs et al. 2023, arXiv:2309.14509; both: Fang and Zhao 2024,
-arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
+Sources: ring: Liu et al. 2023, arXiv:2310.01889; a2a: Jacobs et al. 2023, arXiv:2309.14509; both:
+Fang and Zhao 2024, arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
 import math
@@ -52,14 +54,23 @@ Pair = TypeVar("Pair", DroppedWeights, PairBiases, SeenPairs)
 
 
 class Attend(Protocol):
-    """Softmax attention inside each document, of my tokens to all that they may see, wherever it is."""
+    """Softmax attention inside each document, of my tokens to all that they may see, wherever it
+    is."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens,
+        *,
+        scores: Scores = PLAIN,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [t, n, d], k [t, g, d], v [t, g, d_v], of my tokens -> [t, n, d_v].
 
-        sinks [n], the same on all ranks that share tokens; each finds a part of their gradient, as of every weight.
+        sinks [n], the same on all ranks that share tokens; each finds a part of their gradient, as
+        of every weight.
         """
 
 
@@ -84,10 +95,12 @@ def build_attend(context: ContextConfig, layer: int, mesh: Mesh, *, overlap: boo
 def my_slicing(parallel: ParallelConfig, mesh: Mesh) -> Slicing:
     """Which tokens this rank gets."""
     return Slicing(
-        ranks=mesh.cp.size, rank=mesh.cp.rank, by=parallel.context.slicing,
+        ranks=mesh.cp.size,
+        rank=mesh.cp.rank,
+        by=parallel.context.slicing,
         multiple=mesh.tp.size if parallel.sp else 1,
         near=mesh.over("cp_a2a").size if parallel.context.kind == "a2a+ring" else 1,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +111,23 @@ class Ring:
     overlap: bool = True
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens,
+        *,
+        scores: Scores = PLAIN,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """One step for each rank; the next rank's keys and values travel meanwhile."""
         context = _context(tokens)
         spans = context.spans_of_groups(1, **sight(scores, context))
         dropped, biases = dropped_of_groups(tokens, scores, 1), biases_of_groups(tokens, scores, 1)
         seen = seen_of_groups(context, 1)
-        return ring_attention(q, k, v, self.group, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap)
+        return ring_attention(
+            q, k, v, self.group, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +138,29 @@ class Gathered:
     find: Callable[..., Tensor] = span_attention
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens,
+        *,
+        scores: Scores = PLAIN,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """One all-gather; backward sums what ranks found for the same keys and hands each its own."""
+        """One all-gather; backward sums what ranks found for the same keys and hands each its
+        own."""
         context = _context(tokens)
         everything = reorder(gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
         spans, dropped = context.spans_of_all(**sight(scores, context)), None
         if scores.dropout is not None and tokens.dropout is not None:
-            dropped = DroppedWeights(scores.dropout, tokens.dropout.numbers, _numbers_of_all(context))
+            dropped = DroppedWeights(
+                scores.dropout, tokens.dropout.numbers, _numbers_of_all(context)
+            )
         seen = seen_of_all(context)
-        return self.find(q, k, v, spans, scores, sinks, dropped, biases_of_all(tokens, scores), seen)
+        return self.find(
+            q, k, v, spans, scores, sinks, dropped, biases_of_all(tokens, scores), seen
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,42 +170,70 @@ class HeadExchange:
     group: Group
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens,
+        *,
+        scores: Scores = PLAIN,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """One all-to-all before, one after."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.group, context.everyone)
-        scores, sinks = scores_of_my_heads(scores, self.group, q.shape[1]), of_my_heads(sinks, self.group)
+        scores, sinks = (
+            scores_of_my_heads(scores, self.group, q.shape[1]),
+            of_my_heads(sinks, self.group),
+        )
         whole = replace(context.whole, biases=of_my_heads(tokens.biases, self.group))
         if scores.causal or context.slices.source is None:
             out = attention(q, k, v, whole, scores, sinks)
         else:  # documents end with padding, which nobody may see
             spans, seen = context.spans_of_whole(**sight(scores, context)), seen_of_whole(context)
             biases = biases_of_whole(whole, context, scores)
-            out = span_attention(q, k, v, spans, scores, sinks, dropped_between(whole, scores), biases, seen)
+            out = span_attention(
+                q, k, v, spans, scores, sinks, dropped_between(whole, scores), biases, seen
+            )
         return tokens_for_heads(out, self.group, context.everyone)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsThenRing:
-    """An exchange of heads inside `near`, where links are fast, and a ring over `ring`: see `Attend`."""
+    """An exchange of heads inside `near`, where links are fast, and a ring over `ring`: see
+    `Attend`."""
 
     near: Group
     ring: Group
     overlap: bool = True
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: Tokens,
+        *,
+        scores: Scores = PLAIN,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The neighbours' chunks together are the two chunks of a coarser ring."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbours)
         spans = context.spans_of_groups(self.near.size, **sight(scores, context))
-        scores, sinks = scores_of_my_heads(scores, self.near, q.shape[1]), of_my_heads(sinks, self.near)
+        scores, sinks = (
+            scores_of_my_heads(scores, self.near, q.shape[1]),
+            of_my_heads(sinks, self.near),
+        )
         mine = replace(tokens, biases=of_my_heads(tokens.biases, self.near))
         dropped = dropped_of_groups(tokens, scores, self.near.size)
-        biases, seen = biases_of_groups(mine, scores, self.near.size), seen_of_groups(context, self.near.size)
-        out = ring_attention(q, k, v, self.ring, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap)
+        biases, seen = (
+            biases_of_groups(mine, scores, self.near.size),
+            seen_of_groups(context, self.near.size),
+        )
+        out = ring_attention(
+            q, k, v, self.ring, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
+        )
         return tokens_for_heads(out, self.near, context.neighbours)
 
 
@@ -181,7 +243,8 @@ def _context(tokens: Tokens) -> Context:
 
 
 class Sight(TypedDict):
-    """Which earlier and later tokens of its document a token sees, as `Context` is asked for spans."""
+    """Which earlier and later tokens of its document a token sees, as `Context` is asked for
+    spans."""
 
     window: int | None
     right: int | None
@@ -193,14 +256,17 @@ def sight(scores: Scores, context: Context) -> Sight:
     """What scores say of it, but for what masks say in their place."""
     visible = context.whole.visible
     scores = scores if visible is None else visible.scores(scores)
-    return Sight(window=scores.window, right=scores.right, causal=scores.causal, chunked=scores.chunked)
+    return Sight(
+        window=scores.window, right=scores.right, causal=scores.causal, chunked=scores.chunked
+    )
 
 
 # --- masks: every rank has those of whole documents, and looks at its own queries' rows
 
 
 def seen_of_groups(context: Context, near: int) -> list[SeenPairs] | None:
-    """Which pairs of my group of `near` neighbours' tokens with those of every such group masks let see; None: all."""
+    """Which pairs of my group of `near` neighbours' tokens with those of every such group masks let
+    see; None: all."""
     visible = context.whole.visible
     if visible is None:
         return None
@@ -219,14 +285,19 @@ def seen_of_all(context: Context) -> SeenPairs | None:
 def seen_of_whole(context: Context) -> SeenPairs | None:
     """The same of all tokens among themselves, in natural order."""
     visible = context.whole.visible
-    return None if visible is None else SeenPairs(visible, _every_number(context), _every_number(context))
+    return (
+        None
+        if visible is None
+        else SeenPairs(visible, _every_number(context), _every_number(context))
+    )
 
 
 # --- dropped weights: the hash of a pair needs the numbers of both tokens, wherever they are
 
 
 def dropped_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[DroppedWeights] | None:
-    """Which weights of my group of `near` neighbours' tokens with those of every such group are dropped; None: none."""
+    """Which weights of my group of `near` neighbours' tokens with those of every such group are
+    dropped; None: none."""
     if scores.dropout is None or tokens.dropout is None or tokens.dropout.numbers.is_meta:
         return None
     context = _context(tokens)
@@ -237,23 +308,28 @@ def dropped_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[Dropped
 
 def _numbers_of_all(context: Context) -> Tensor:
     """int64 [t]: which tokens of the run those of the microbatch are, in natural order."""
-    assert context.whole.dropout is not None, "the loader numbers all tokens of a microbatch that ranks share"
+    assert context.whole.dropout is not None, (
+        "the loader numbers all tokens of a microbatch that ranks share"
+    )
     return context.whole.dropout.numbers
 
 
 def scores_of_my_heads(scores: Scores, group: Group, heads: int) -> Scores:
-    """The same scores for those of `heads` of each rank of `group` that are mine after an exchange."""
+    """The same scores for those of `heads` of each rank of `group` that are mine after an
+    exchange."""
     if scores.dropout is None:
         return scores
     first = scores.dropout.first_head + group.rank * heads
     return replace(scores, dropout=scores.dropout._replace(first_head=first))
 
 
-# --- biases by distance: distances in a document are those of its tokens' numbers, wherever they are
+# --- biases by distance: distances in a document are those of its tokens' numbers, wherever they
+# are
 
 
 def biases_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[PairBiases] | None:
-    """What scores of my group of `near` neighbours' tokens with those of every such group gain; None: nothing."""
+    """What scores of my group of `near` neighbours' tokens with those of every such group gain;
+    None: nothing."""
     context = _context(tokens)
     values = _values(tokens.biases, context, scores)
     if values is None:
@@ -266,7 +342,9 @@ def biases_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[PairBias
 def biases_of_all(tokens: Tokens, scores: Scores) -> PairBiases | None:
     """What scores of my tokens with all tokens, in natural order, gain; None: nothing."""
     context = _context(tokens)
-    return _with_everyone(tokens.biases, context.numbers_of_groups(1)[context.rank], context, scores)
+    return _with_everyone(
+        tokens.biases, context.numbers_of_groups(1)[context.rank], context, scores
+    )
 
 
 def biases_of_whole(whole: Tokens, context: Context, scores: Scores) -> PairBiases | None:
@@ -274,7 +352,9 @@ def biases_of_whole(whole: Tokens, context: Context, scores: Scores) -> PairBias
     return _with_everyone(whole.biases, _every_number(context), context, scores)
 
 
-def _with_everyone(table: Tensor | None, queries: Tensor, context: Context, scores: Scores) -> PairBiases | None:
+def _with_everyone(
+    table: Tensor | None, queries: Tensor, context: Context, scores: Scores
+) -> PairBiases | None:
     values = _values(table, context, scores)
     if values is None:
         return None
@@ -321,26 +401,34 @@ def reorder(x: Tensor, join: Join) -> Tensor:
     return y
 
 
-def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, group: Group, join: Join) -> tuple[Tensor, Tensor, Tensor]:
-    """Give away the heads of others and get their tokens of mine: q [t, n, d] -> [t · ranks, n / ranks, d]; k, v alike.
+def heads_for_tokens(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, join: Join
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give away the heads of others and get their tokens of mine: q [t, n, d] -> [t · ranks, n /
+    ranks, d]; k, v alike.
 
-    Where there are more ranks than key/value heads, or they do not divide, heads are sent to every rank that uses them.
+    Where there are more ranks than key/value heads, or they do not divide, heads are sent to every
+    rank that uses them.
     """
     if group.size == 1:
         return q, k, v
     copies = math.lcm(k.shape[1], group.size) // k.shape[1]
     tokens = q.shape[0]
-    parts = [_by_rank(x, group.size) for x in (q, *(x.repeat_interleave(copies, dim=1) for x in (k, v)))]
+    parts = [
+        _by_rank(x, group.size) for x in (q, *(x.repeat_interleave(copies, dim=1) for x in (k, v)))
+    ]
     message = torch.cat([part.flatten(2) for part in parts], dim=-1).flatten(0, 1)
-    whole = reorder(all_to_all(message, group, send=[tokens] * group.size, receive=[tokens] * group.size), join)
+    whole = reorder(
+        all_to_all(message, group, send=[tokens] * group.size, receive=[tokens] * group.size), join
+    )
     mine = whole.split([part.shape[2] * part.shape[3] for part in parts], dim=-1)
     q, k, v = (x.unflatten(-1, part.shape[2:]) for x, part in zip(mine, parts, strict=True))
     return q, k, v
 
 
 def of_my_heads(weight: Tensor | None, group: Group) -> Tensor | None:
-    """[..., n] -> [..., n / ranks]: of the heads that I get. The gradient is zero for all others, which other ranks
-    find."""
+    """[..., n] -> [..., n / ranks]: of the heads that I get. The gradient is zero for all
+    others, which other ranks find."""
     return None if weight is None else weight.unflatten(-1, (group.size, -1))[..., group.rank, :]
 
 
@@ -365,56 +453,107 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans],
-    scores: Scores = PLAIN, sinks: Tensor | None = None, dropped: Sequence[DroppedWeights] | None = None,
-    biases: Sequence[PairBiases] | None = None, seen: Sequence[SeenPairs] | None = None, *, overlap: bool = True,
-) -> Tensor:  # fmt: skip
-    """Attention of my tokens to those of all ranks of `group`: q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v].
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    spans: Sequence[Spans],
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+    dropped: Sequence[DroppedWeights] | None = None,
+    biases: Sequence[PairBiases] | None = None,
+    seen: Sequence[SeenPairs] | None = None,
+    *,
+    overlap: bool = True,
+) -> Tensor:
+    """Attention of my tokens to those of all ranks of `group`: q [t, n, d], k [t, g, d], v [t, g,
+    d_v] -> [t, n, d_v].
 
-    spans[r]: what my queries see of the keys of rank number r, and so what `scores` hide; dropped[r]: which of their
-    weights are zero; biases[r]: what their scores gain, from the same values for all; seen[r]: which pairs masks let
-    see. sinks [n].
-    Without `overlap` every message is waited for before anything else is done; the numbers are the same.
+    spans[r]: what my queries see of the keys of rank number r, and so what `scores` hide;
+    dropped[r]: which of their weights are zero; biases[r]: what their scores gain, from the same
+    values for all; seen[r]: which pairs masks let see. sinks [n]. Without `overlap` every message
+    is waited for before anything else is done; the numbers are the same.
     """
     if group.size == 1:
         return span_attention(
-            q, k, v, spans[0], scores, sinks, _of_rank(dropped, 0), _of_rank(biases, 0), _of_rank(seen, 0)
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            spans[0],
+            scores,
+            sinks,
+            _of_rank(dropped, 0),
+            _of_rank(biases, 0),
+            _of_rank(seen, 0),
+        )
     values = None if biases is None else biases[0].values
-    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks, dropped, values, biases, seen, overlap)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = RingAttention.apply(
+        q, k, v, group, spans, scores, sinks, dropped, values, biases, seen, overlap
+    )  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 class RingAttention(Function):
-    """Keys and values visit every rank. Keeps q, k, v, the output and its lse: of my own tokens only.
+    """Keys and values visit every rank. Keeps q, k, v, the output and its lse: of my own tokens
+    only.
 
-    Beside them at most two chunks of keys and values are alive: one in use, one arriving. Backward sends them round
-    again, and behind them their gradients, which each rank adds to and which so come home to their owner.
+    Beside them at most two chunks of keys and values are alive: one in use, one arriving. Backward
+    sends them round again, and behind them their gradients, which each rank adds to and which so
+    come home to their owner.
     """
 
     moves: ClassVar[Moves] = ("V", "V")
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans], scores: Scores,
-        sinks: Tensor | None, dropped: Sequence[DroppedWeights] | None, values: Tensor | None,
-        biases: Sequence[PairBiases] | None, seen: Sequence[SeenPairs] | None, overlap: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: Group,
+        spans: Sequence[Spans],
+        scores: Scores,
+        sinks: Tensor | None,
+        dropped: Sequence[DroppedWeights] | None,
+        values: Tensor | None,
+        biases: Sequence[PairBiases] | None,
+        seen: Sequence[SeenPairs] | None,
+        overlap: bool,
+    ) -> Tensor:
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
         widths = [k.shape[-1], v.shape[-1]]
-        q, own = rows_by_head(q, heads, repeats), rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1)
+        q, own = (
+            rows_by_head(q, heads, repeats),
+            rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1),
+        )
         result, held = nothing_found(q, widths[1], sinks, off_by_one=scores.off_by_one), own
         for step in range(group.size):
-            coming = _while_computing(start_passing(held, group), overlap) if step < group.size - 1 else None
+            coming = (
+                _while_computing(start_passing(held, group), overlap)
+                if step < group.size - 1
+                else None
+            )
             owner = _owner(group, step)
             attend(
-                q, *_both(held, widths), spans[owner], result, scores, _of_rank(dropped, owner),
-                _of_rank(biases, owner), _of_rank(seen, owner),
-            )  # fmt: skip
+                q,
+                *_both(held, widths),
+                spans[owner],
+                result,
+                scores,
+                _of_rank(dropped, owner),
+                _of_rank(biases, owner),
+                _of_rank(seen, owner),
+            )
             held = held if coming is None else coming.wait()
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, own, out, result.lse, sinks, values)
-        ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.scores = group, spans, heads, widths, scores
+        ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.scores = (
+            group,
+            spans,
+            heads,
+            widths,
+            scores,
+        )
         ctx.overlap, ctx.dropped, ctx.seen = overlap, dropped, seen
         ctx.distances = None if biases is None else [of_rank.distances for of_rank in biases]
         return out
@@ -423,18 +562,30 @@ class RingAttention(Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, own, out, lse, sinks, values = ctx.saved_tensors
-        group, spans, heads, widths, overlap = ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.overlap
+        group, spans, heads, widths, overlap = (
+            ctx.group,
+            ctx.spans,
+            ctx.kv_heads,
+            ctx.widths,
+            ctx.overlap,
+        )
         repeats = spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dq, dvalues = torch.zeros_like(q, dtype=lse.dtype), zeros_for(values, lse.dtype)
         pairs = _Pairs(ctx.dropped, values, ctx.distances, dvalues, ctx.seen)
-        find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq, pairs)
+        find = _Finder(
+            q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq, pairs
+        )
         first, last = _halves(spans[group.rank])
         coming, travelling = _while_computing(start_passing(own, group), overlap), None
         mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype), group.rank)
         for step in range(1, group.size):
             held = coming.wait()
-            coming = _while_computing(start_passing(held, group), overlap) if step < group.size - 1 else coming
+            coming = (
+                _while_computing(start_passing(held, group), overlap)
+                if step < group.size - 1
+                else coming
+            )
             owner = _owner(group, step)
             sums = find(held, spans[owner], torch.zeros_like(mine), owner)
             travelling = _while_computing(_send_home(sums, travelling, group), overlap)
@@ -465,7 +616,11 @@ class _Pairs:
 
     def biases(self, rank: int) -> PairBiases | None:
         """With the keys of one rank."""
-        return None if self.values is None or self.distances is None else PairBiases(self.values, self.distances[rank])
+        return (
+            None
+            if self.values is None or self.distances is None
+            else PairBiases(self.values, self.distances[rank])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,12 +639,22 @@ class _Finder:
     pairs: _Pairs
 
     def __call__(self, kv: Tensor, spans: Spans, sums: Tensor, owner: int) -> Tensor:
-        """Add it to `sums`, the gradient of the kv [heads, keys, d + d_v] of a rank, to dq and to that of biases."""
+        """Add it to `sums`, the gradient of the kv [heads, keys, d + d_v] of a rank, to dq and to
+        that of biases."""
         into = Gradients(self.dq, *_both(sums, self.widths), self.pairs.dvalues)
         attend_backward(
-            self.q, *_both(kv, self.widths), self.lse, self.dout, self.delta, spans, into, self.scores,
-            _of_rank(self.pairs.dropped, owner), self.pairs.biases(owner), _of_rank(self.pairs.seen, owner),
-        )  # fmt: skip
+            self.q,
+            *_both(kv, self.widths),
+            self.lse,
+            self.dout,
+            self.delta,
+            spans,
+            into,
+            self.scores,
+            _of_rank(self.pairs.dropped, owner),
+            self.pairs.biases(owner),
+            _of_rank(self.pairs.seen, owner),
+        )
         return sums
 
 
@@ -500,8 +665,8 @@ def _both(kv: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _halves(spans: Spans) -> tuple[Spans, Spans]:
-    """The work of my own keys in two parts: the keys' first journey hides behind one, their gradients' last behind the
-    other."""
+    """The work of my own keys in two parts: the keys' first journey hides behind one, their
+    gradients' last behind the other."""
     middle = (len(spans.tiles) + 1) // 2
     return replace(spans, tiles=spans.tiles[:middle]), replace(spans, tiles=spans.tiles[middle:])
 
@@ -517,5 +682,6 @@ def _while_computing(started: Started, overlap: bool) -> Started:
 
 
 def _send_home(sums: Tensor, travelling: Started | None, group: Group) -> Started:
-    """Add what the ranks before me found for the same keys, and send it on; the last step ends at the keys' owner."""
+    """Add what the ranks before me found for the same keys, and send it on; the last step ends at
+    the keys' owner."""
     return start_passing(sums if travelling is None else sums.add_(travelling.wait()), group)

@@ -1,7 +1,8 @@
-"""Data parallelism: weights and gradients in flat buffers, gradients summed bucket by bucket while backward goes on.
+"""Data parallelism: weights and gradients in flat buffers, gradients summed bucket by bucket while
+backward goes on.
 
-With ZeRO the ranks that sum also divide: each owns an equal slice of every bucket, updates its weights there, and sends
-them to the others while the next forward runs.
+With ZeRO the ranks that sum also divide: each owns an equal slice of every bucket, updates its
+weights there, and sends them to the others while the next forward runs.
 """
 
 import weakref
@@ -42,15 +43,18 @@ from megalith.plan.shards import Shard
 
 SLICES_OVER = {"dense": SHARD_AXES, "expert": ("edp_shard",)}
 REPLICAS_OVER = {"dense": ("dp_replica",), "expert": ("edp_replica",)}
-"""By grid: axes along which ranks divide the slices of what they all compute with, and along which they repeat them."""
+"""By grid: axes along which ranks divide the slices of what they all compute with, and along which
+they repeat them."""
 
 IN_FLIGHT = 2
-"""Sums of buckets on their way at once; each holds what it receives. Two, so that the link never waits for the next."""
+"""Sums of buckets on their way at once; each holds what it receives. Two, so that the link never
+waits for the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which ranks divide optimizer state and gradients of what lies on a grid, and which hold the same slices."""
+    """Which ranks divide optimizer state and gradients of what lies on a grid, and which hold the
+    same slices."""
 
     slices: Group
     """Ranks that own different slices; alone when nothing is divided."""
@@ -98,7 +102,8 @@ class Frozen:
 class FlatSink:
     """Puts the gradient of one layer's weights straight into their slots of the flat buffer.
 
-    The first contribution of a step overwrites what the step before left there, so that nothing has to be zeroed.
+    The first contribution of a step overwrites what the step before left there, so that nothing has
+    to be zeroed.
     """
 
     def __init__(self, parts: Sequence[Stack | Frozen], engine: "DataParallel") -> None:
@@ -149,35 +154,54 @@ class FlatSink:
     def _shares(self, parts: Sequence[Tensor]) -> Iterator[tuple[Stack, Tensor]]:
         """Each stack with its part; what belongs to frozen weights is nobody's."""
         return zip(
-            self.stacks, (part for part, trained in zip(parts, self.trained, strict=True) if trained), strict=True
+            self.stacks,
+            (part for part, trained in zip(parts, self.trained, strict=True) if trained),
+            strict=True,
         )
 
 
 class DataParallel:
-    """Holds a model's weights and gradients in flat buffers and sums the gradients over every rank with the same slice.
+    """Holds a model's weights and gradients in flat buffers and sums the gradients over every rank
+    with the same slice.
 
-    Weight matrices hand their gradients over through sinks, other parameters through autograd. A parameter is ready
-    after its last contribution of the step; a bucket whose parameters are ready starts its sum over dp and cp, in the
-    order of the plan on every rank, while backward goes on. Slices that tensor-parallel ranks or stages share are
-    summed over those ranks at the end, as their `Shard`s say. Sums, never means: the loss was scaled once.
+    Weight matrices hand their gradients over through sinks, other parameters through autograd. A
+    parameter is ready after its last contribution of the step; a bucket whose parameters are ready
+    starts its sum over dp and cp, in the order of the plan on every rank, while backward goes on.
+    Slices that tensor-parallel ranks or stages share are summed over those ranks at the end, as
+    their `Shard`s say. Sums, never means: the loss was scaled once.
 
-    zero=1: the sum of a bucket ends as one slice per rank, and the updated slices are sent back bucket by bucket in the
-    order of the next forward, whose layers wait for what they read. zero=2: a bucket's gradients live until
-    they are summed, after every microbatch. Buckets then hold only parameters that are summed over the same
-    tensor-parallel axes, so that slices of ranks whose other parameters have other sizes still coincide.
+    zero=1: the sum of a bucket ends as one slice per rank, and the updated slices are sent back
+    bucket by bucket in the order of the next forward, whose layers wait for what they read. zero=2:
+    a bucket's gradients live until they are summed, after every microbatch. Buckets then hold only
+    parameters that are summed over the same tensor-parallel axes, so that slices of ranks whose
+    other parameters have other sizes still coincide.
 
-    Frozen parameters (`requires_grad` was False) have memory of their own on every rank, and no part in any of this.
+    Frozen parameters (`requires_grad` was False) have memory of their own on every rank, and no
+    part in any of this.
 
-    Sources: Li et al. 2020, arXiv:2006.15704, section 3.2 (overlap); Rajbhandari et al. 2019, arXiv:1910.02054 (ZeRO).
+    Sources: Li et al. 2020, arXiv:2006.15704, section 3.2 (overlap); Rajbhandari et al. 2019,
+    arXiv:1910.02054 (ZeRO).
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Parameters, mesh: Mesh, *, device: torch.device,
-        gradient_dtype: torch.dtype, bucket_numel: int, overlap: bool, sinks: bool = True, zero: int = 0,
-        reduce_dtype: torch.dtype | None = None, chunks: Sequence[nn.Module] = (), watch: bool = False,
-    ) -> None:  # fmt: skip
-        """`reduce_dtype`: what gradients travel in; None: what they are. `chunks`: the parts of the model whose forward
-        is called; without any, `publish` waits. `watch`: note which gradients are not finite before they are summed."""
+        self,
+        model: nn.Module,
+        parameters: Parameters,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+        gradient_dtype: torch.dtype,
+        bucket_numel: int,
+        overlap: bool,
+        sinks: bool = True,
+        zero: int = 0,
+        reduce_dtype: torch.dtype | None = None,
+        chunks: Sequence[nn.Module] = (),
+        watch: bool = False,
+    ) -> None:
+        """`reduce_dtype`: what gradients travel in; None: what they are. `chunks`: the parts of
+        the model whose forward is called; without any, `publish` waits. `watch`: note which
+        gradients are not finite before they are summed."""
         self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
         trained, frozen = divide_frozen(parameters)
         self.shards = [shard for shard, _, _ in trained]
@@ -187,22 +211,37 @@ class DataParallel:
         self.divided = max(sizes) > 1
         """Whether a rank owns less than it computes with."""
         self.drops_gradients = zero == 2 and self.divided
-        """A rank keeps the gradients of its own slices only, and of a bucket until it has been summed."""
+        """A rank keeps the gradients of its own slices only, and of a bucket until it has been
+        summed."""
         layers = [layer for layer in model.modules() if isinstance(layer, TensorParallel)]
-        number_of = {id(getattr(module, name)): number for number, (_, module, name) in enumerate(trained)}
+        number_of = {
+            id(getattr(module, name)): number for number, (_, module, name) in enumerate(trained)
+        }
         kinds = [self._kind(shard) for shard in self.shards]
-        runs = {layer: _runs([number_of.get(id(weight)) for weight in layer.sunk()], kinds) for layer in layers}
+        runs = {
+            layer: _runs([number_of.get(id(weight)) for weight in layer.sunk()], kinds)
+            for layer in layers
+        }
         self.plan: BucketPlan = plan_buckets(
-            [shard.numel for shard in self.shards], bucket_numel=bucket_numel, end_align=64 * lcm(*sizes),
-            alone=[n for n, shard in enumerate(self.shards) if self.divided and len(shard.stages) > 1],
-            together=list({run for layer in layers for run in runs[layer] if len(run) > 1}), kinds=kinds,
-        )  # fmt: skip
-        # A stage that only hands on what it receives has no parameters, and of their dtype there is nothing to store.
+            [shard.numel for shard in self.shards],
+            bucket_numel=bucket_numel,
+            end_align=64 * lcm(*sizes),
+            alone=[
+                n for n, shard in enumerate(self.shards) if self.divided and len(shard.stages) > 1
+            ],
+            together=list({run for layer in layers for run in runs[layer] if len(run) > 1}),
+            kinds=kinds,
+        )
+        # A stage that only hands on what it receives has no parameters, and of their dtype there is
+        # nothing to store.
         dtype = getattr(trained[0][1], trained[0][2]).dtype if trained else gradient_dtype
         self.weights = torch.zeros(self.plan.numel, dtype=dtype, device=device)
         places = [self.weights[slot.start : slot.stop] for slot in self.plan.slots]
         self.parameters = _move_into(places, model, trained)
-        apart = [torch.zeros(shard.numel, dtype=getattr(m, name).dtype, device=device) for shard, m, name in frozen]
+        apart = [
+            torch.zeros(shard.numel, dtype=getattr(m, name).dtype, device=device)
+            for shard, m, name in frozen
+        ]
         still = _move_into(apart, model, frozen)
         self.frozen = [(shard, one.data) for (shard, _, _), one in zip(frozen, still, strict=True)]
         self.kept, numel = self._places_of_gradients()
@@ -210,10 +249,13 @@ class DataParallel:
         self.owned = self._owned()
         self._compare_layouts()
         self._buffers: list[Tensor | None] = [
-            None if self.drops_gradients else self.gradients[bucket.start : bucket.stop] for bucket in self.plan.buckets
+            None if self.drops_gradients else self.gradients[bucket.start : bucket.stop]
+            for bucket in self.plan.buckets
         ]
         parts = {layer: self._parts(layer, runs[layer]) for layer in layers if runs[layer]}
-        self._uses = self._connect(parts, list(model) if isinstance(model, nn.ModuleList) else [model], sinks)
+        self._uses = self._connect(
+            parts, list(model) if isinstance(model, nn.ModuleList) else [model], sinks
+        )
         self._begin(0)
         self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
@@ -271,16 +313,20 @@ class DataParallel:
     def finish(self) -> Sequence[Owned]:
         """Wait for all sums; every slice of mine with its whole gradient.
 
-        A parameter that had no part in the loss gets zeros, and takes part in the sums like any other; the first step
-        with such parameters is told about. Without overlap every sum of zero 0 and 1 starts here, behind no backward;
-        under zero 1 `IN_FLIGHT` of them are still on their way at once, so that the link does not wait between two.
+        A parameter that had no part in the loss gets zeros, and takes part in the sums like any
+        other; the first step with such parameters is told about. Without overlap every sum of zero
+        0 and 1 starts here, behind no backward; under zero 1 `IN_FLIGHT` of them are still on their
+        way at once, so that the link does not wait between two.
         """
-        self.settle()  # a layer that forward left out has not waited, and its weights are about to be overwritten
+        # a layer that forward left out has not waited, and its weights are about to be overwritten
+        self.settle()
         while self._next < len(self.plan.buckets) * self._rounds:
             self._start_next()
         self._complete(0)
         self._check_counts()
-        unused = [shard.name for number, shard in enumerate(self.shards) if number not in self._took_part]
+        unused = [
+            shard.name for number, shard in enumerate(self.shards) if number not in self._took_part
+        ]
         self._told = self._told or warn_of_zeros(unused)
         for work in self._running:
             work.wait()
@@ -289,10 +335,19 @@ class DataParallel:
         return self.owned
 
     def _check_counts(self) -> None:
-        """A contribution that came after its bucket was on its way would be lost, or lose others."""
-        least = self._expected if self.drops_gradients else [0] * len(self._left)  # ZeRO-2 expects the next round
-        surplus = [n for n, (left, at_least) in enumerate(zip(self._left, least, strict=True)) if left < at_least]
-        assert not surplus, f"more gradients than backward passes: {[self.shards[n].name for n in surplus[:5]]}"
+        """A contribution that came after its bucket was on its way would be lost, or lose
+        others."""
+        least = (
+            self._expected if self.drops_gradients else [0] * len(self._left)
+        )  # ZeRO-2 expects the next round
+        surplus = [
+            n
+            for n, (left, at_least) in enumerate(zip(self._left, least, strict=True))
+            if left < at_least
+        ]
+        assert not surplus, (
+            f"more gradients than backward passes: {[self.shards[n].name for n in surplus[:5]]}"
+        )
 
     def _start_next(self) -> None:
         """Start the next sum; parameters of its bucket that had no part are zero."""
@@ -304,10 +359,14 @@ class DataParallel:
             else:
                 self._took_part.add(number)
         if self.watch:
-            self._norms.append((index, torch._foreach_norm([self._view(number) for number in members])))
+            self._norms.append(
+                (index, torch._foreach_norm([self._view(number) for number in members]))
+            )
         division = self._division(index)
         if self.divided:
-            started = start_sum(buffer, division.slices, tag=2 * self._next, dtype=self.reduce_dtype)
+            started = start_sum(
+                buffer, division.slices, tag=2 * self._next, dtype=self.reduce_dtype
+            )
             self._sums.append((self._next, started))
             self._renew(index)
             self._complete(IN_FLIGHT)
@@ -323,10 +382,13 @@ class DataParallel:
         for number in self.plan.buckets[index].members:
             self._fresh[number] = True
             self._left[number] += self._expected[number]  # below that if some came early
-        self._waiting[index] = sum(self._left[number] > 0 for number in self.plan.buckets[index].members)
+        self._waiting[index] = sum(
+            self._left[number] > 0 for number in self.plan.buckets[index].members
+        )
 
     def _complete(self, most: int) -> None:
-        """Wait for the oldest sums until at most so many are on their way, and hand their slices on to the replicas."""
+        """Wait for the oldest sums until at most so many are on their way, and hand their slices on
+        to the replicas."""
         while len(self._sums) > most:
             number, started = self._sums.popleft()
             turn, index = divmod(number, len(self.plan.buckets))
@@ -340,7 +402,8 @@ class DataParallel:
                 self._running += [] if work is None else [work]
 
     def nonfinite(self) -> list[str]:
-        """Names of parameters whose gradient here was not finite before any other rank's was added; needs `watch`."""
+        """Names of parameters whose gradient here was not finite before any other rank's was added;
+        needs `watch`."""
         bad = [
             self.plan.buckets[index].members[place]
             for index, norms in self._norms
@@ -351,7 +414,8 @@ class DataParallel:
     # --- weights
 
     def publish(self) -> None:
-        """Send my slices of the updated weights to the ranks that compute with them; forward waits where it reads."""
+        """Send my slices of the updated weights to the ranks that compute with them; forward waits
+        where it reads."""
         self.settle()
         if not self.divided:
             return  # the weights were updated where they are read
@@ -364,16 +428,23 @@ class DataParallel:
         self.publication.settle()
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
-        """Sums over the bytes of the weights; ranks that compute other tokens with them have the same."""
+        """Sums over the bytes of the weights; ranks that compute other tokens with them have the
+        same."""
         self.settle()
-        weights = [(shard, one.data) for shard, one in zip(self.shards, self.parameters, strict=True)]
-        held = {grid: [one for shard, one in (*weights, *self.frozen) if shard.grid == grid] for grid in self.divisions}
+        weights = [
+            (shard, one.data) for shard, one in zip(self.shards, self.parameters, strict=True)
+        ]
+        held = {
+            grid: [one for shard, one in (*weights, *self.frozen) if shard.grid == grid]
+            for grid in self.divisions
+        }
         return [(sum_of_bytes(tensors), self._alike(grid)) for grid, tensors in held.items()]
 
     # --- where things lie
 
     def _kind(self, shard: Shard) -> tuple[str, ...]:
-        """What all parameters of a bucket have in common: over which ranks their slices are summed."""
+        """What all parameters of a bucket have in common: over which ranks their slices are
+        summed."""
         several = (axis for axis in tensor_axes(shard) if self.mesh.over(axis).size > 1)
         return shard.grid, *(several if self.divided else ())
 
@@ -386,9 +457,11 @@ class DataParallel:
         return self.shards[self.plan.buckets[index].members[0]]
 
     def _places_of_gradients(self) -> tuple[list[int], int]:
-        """Where the gradients of each bucket start, and how many there are in all; of my slices alone under ZeRO-2."""
+        """Where the gradients of each bucket start, and how many there are in all; of my slices
+        alone under ZeRO-2."""
         lengths = [
-            (bucket.stop - bucket.start) // (self._division(index).slices.size if self.drops_gradients else 1)
+            (bucket.stop - bucket.start)
+            // (self._division(index).slices.size if self.drops_gradients else 1)
             for index, bucket in enumerate(self.plan.buckets)
         ]
         return list(accumulate(lengths, initial=0))[:-1], sum(lengths)
@@ -396,26 +469,39 @@ class DataParallel:
     def _owned(self) -> list[Owned]:
         if not self.divided:
             return [
-                Owned(shard, parameter.data, self.gradients[slot.start : slot.stop].view(shard.matrix_shape))
-                for shard, parameter, slot in zip(self.shards, self.parameters, self.plan.slots, strict=True)
+                Owned(
+                    shard,
+                    parameter.data,
+                    self.gradients[slot.start : slot.stop].view(shard.matrix_shape),
+                )
+                for shard, parameter, slot in zip(
+                    self.shards, self.parameters, self.plan.slots, strict=True
+                )
             ]
         places = [self._division(index).slices for index in range(len(self.plan.buckets))]
-        return [self._owned_part(part) for part in owned_parts(self.plan, [(one.rank, one.size) for one in places])]
+        return [
+            self._owned_part(part)
+            for part in owned_parts(self.plan, [(one.rank, one.size) for one in places])
+        ]
 
     def _compare_layouts(self) -> None:
         """Make sure that what is summed in one message is the same thing on all ranks of the sum.
 
-        Places are told within buckets and among those of one grid: ranks that hold the same experts may have dense
-        slices of other sizes between them.
+        Places are told within buckets and among those of one grid: ranks that hold the same experts
+        may have dense slices of other sizes between them.
         """
         for grid in self.divisions:
-            mine = [index for index in range(len(self.plan.buckets)) if self._first(index).grid == grid]
+            mine = [
+                index for index in range(len(self.plan.buckets)) if self._first(index).grid == grid
+            ]
             places = {}
             for count, index in enumerate(mine):
                 start = self.plan.buckets[index].start
                 for number in self.plan.buckets[index].members:
                     slot = self.plan.slots[number]
-                    here = f"at elements {slot.start - start} to {slot.stop - start} of bucket {count}"
+                    here = (
+                        f"at elements {slot.start - start} to {slot.stop - start} of bucket {count}"
+                    )
                     places[self.shards[number].name] = here
             require_alike(places, self._alike(grid))
         require_alike_slices(self.owned, self.mesh)
@@ -433,13 +519,15 @@ class DataParallel:
         return Owned(mine, self.weights[part.start : part.stop], gradient)
 
     def _slice(self, index: int) -> tuple[int, int]:
-        """Where my slice of a bucket starts: in `gradients`, and in the flat buffer of all weights."""
+        """Where my slice of a bucket starts: in `gradients`, and in the flat buffer of all
+        weights."""
         slices, bucket = self._division(index).slices, self.plan.buckets[index]
         start, _ = slice_of(bucket, slices.rank, slices.size)
         return self.kept[index] + (0 if self.drops_gradients else start - bucket.start), start
 
     def _buffer(self, index: int) -> Tensor:
-        """The gradients of a bucket before they are summed; under ZeRO-2 memory that goes when they have been."""
+        """The gradients of a bucket before they are summed; under ZeRO-2 memory that goes when they
+        have been."""
         buffer = self._buffers[index]
         if buffer is None:
             bucket = self.plan.buckets[index]
@@ -450,7 +538,9 @@ class DataParallel:
     def _view(self, number: int) -> Tensor:
         slot = self.plan.slots[number]
         start = self.plan.buckets[slot.bucket].start
-        return self._buffer(slot.bucket)[slot.start - start : slot.stop - start].view(self.shards[number].matrix_shape)
+        return self._buffer(slot.bucket)[slot.start - start : slot.stop - start].view(
+            self.shards[number].matrix_shape
+        )
 
     def _stack(self, numbers: Sequence[int]) -> Stack:
         first, last = self.plan.slots[numbers[0]], self.plan.slots[numbers[-1]]
@@ -459,7 +549,8 @@ class DataParallel:
         return Stack(tuple(numbers), first.bucket, first.start - start, last.stop - start, columns)
 
     def _parts(self, layer: TensorParallel, runs: Sequence[Sequence[int]]) -> list[Stack | Frozen]:
-        """The rows of a layer's matrix: what is trained in as few pieces as its runs allow, and what is not."""
+        """The rows of a layer's matrix: what is trained in as few pieces as its runs allow, and
+        what is not."""
         run_from = {id(self.parameters[run[0]]): run for run in runs}
         inside = {id(self.parameters[number]) for run in runs for number in run[1:]}
         return [
@@ -469,10 +560,17 @@ class DataParallel:
         ]
 
     def _connect(
-        self, layers: dict[TensorParallel, list[Stack | Frozen]], chunks: Sequence[nn.Module], sinks: bool
+        self,
+        layers: dict[TensorParallel, list[Stack | Frozen]],
+        chunks: Sequence[nn.Module],
+        sinks: bool,
     ) -> list[int]:
-        """Let gradients come here; returns how often each parameter contributes in one microbatch."""
-        uses, passes = [0] * len(self.shards), {k: v for chunk in chunks for k, v in passes_of(chunk).items()}
+        """Let gradients come here; returns how often each parameter contributes in one
+        microbatch."""
+        uses, passes = (
+            [0] * len(self.shards),
+            {k: v for chunk in chunks for k, v in passes_of(chunk).items()},
+        )
         for layer, parts in layers.items():
             if sinks:
                 layer.sink = FlatSink(parts, self)
@@ -482,12 +580,15 @@ class DataParallel:
         for number, parameter in enumerate(self.parameters):
             if uses[number] == 0:
                 parameter.register_post_accumulate_grad_hook(self._hook(number))
-                uses[number] = sum(id(parameter) in each for each in held)  # each chunk has a backward of its own
+                uses[number] = sum(
+                    id(parameter) in each for each in held
+                )  # each chunk has a backward of its own
         return uses
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
-        # A parameter that torch refers to, too, hides its hooks from the garbage collector: a strong reference in one
-        # would keep this object for ever, and with it process groups, their threads and their sockets.
+        # A parameter that torch refers to, too, hides its hooks from the garbage collector: a
+        # strong reference in one would keep this object for ever, and with it process groups, their
+        # threads and their sockets.
         mine = weakref.ref(self)
 
         def add(parameter: Tensor) -> None:
@@ -505,7 +606,8 @@ class DataParallel:
 
 
 def _runs(numbers: Sequence[int | None], kinds: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
-    """The weights of one matmul, cut where their kind changes, and at those that are frozen (None)."""
+    """The weights of one matmul, cut where their kind changes, and at those that are frozen
+    (None)."""
     runs: list[tuple[int, ...]] = []
     before: int | None = None
     for number in numbers:
@@ -517,7 +619,9 @@ def _runs(numbers: Sequence[int | None], kinds: Sequence[tuple[str, ...]]) -> li
     return runs
 
 
-def _move_into(places: Sequence[Tensor], model: nn.Module, parameters: Parameters) -> list[nn.Parameter]:
+def _move_into(
+    places: Sequence[Tensor], model: nn.Module, parameters: Parameters
+) -> list[nn.Parameter]:
     """Give every parameter its place as memory; a parameter that two layers share stays shared."""
     moved: dict[int, nn.Parameter] = {}
     new = []

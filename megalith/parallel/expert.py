@@ -1,8 +1,10 @@
-"""Expert parallelism: tokens on their way to the ranks that hold their experts, and the answers on their way back.
+"""Expert parallelism: tokens on their way to the ranks that hold their experts, and the answers on
+their way back.
 
-Experts lie on a grid of their own over the same ranks: ep divides them, etp divides the inner features of each, and
-along edp ranks hold the same. A rank's tokens are its own, whatever axes of the dense grid made them so.
-Source: Lepikhin et al. 2020, arXiv:2006.16668; the two grids: Liu et al. 2025, arXiv:2504.14960.
+Experts lie on a grid of their own over the same ranks: ep divides them, etp divides the inner
+features of each, and along edp ranks hold the same. A rank's tokens are its own, whatever axes of
+the dense grid made them so. Source: Lepikhin et al. 2020, arXiv:2006.16668; the two grids: Liu et
+al. 2025, arXiv:2504.14960.
 """
 
 from collections.abc import Sequence
@@ -51,7 +53,8 @@ class Sent(NamedTuple):
     """What arrived at the experts of this rank."""
 
     rows: Input
-    """[r, d]: tokens, expert after expert; rebuilt from the tokens where no message lies between."""
+    """[r, d]: tokens, expert after expert; rebuilt from the tokens where no message lies
+    between."""
 
     weights: Tensor
     """[r]: what each answer counts."""
@@ -64,7 +67,8 @@ class Way(Protocol):
     """How rows went, which is how their answers come back."""
 
     def back(self, rows: Tensor) -> Tensor:
-        """Answers [r, d], my part of a sum over etp -> the sum of each token's answers [t, d]. Collective."""
+        """Answers [r, d], my part of a sum over etp -> the sum of each token's answers [t, d].
+        Collective."""
 
 
 class Leaving(Protocol):
@@ -83,7 +87,8 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Rows that every expert gets of a rank's tokens, whatever they chose: as many as may be taken of them."""
+    """Rows that every expert gets of a rank's tokens, whatever they chose: as many as may be taken
+    of them."""
 
     factor: float
     """Of its capacity."""
@@ -96,14 +101,22 @@ class Room:
 
     def of(self, tokens: int) -> int:
         """For so many tokens of a rank, of which none goes twice to an expert."""
-        return min(tokens, capacity_of(self.factor, tokens * self.sharing, self.top_k, self.experts))
+        return min(
+            tokens, capacity_of(self.factor, tokens * self.sharing, self.top_k, self.experts)
+        )
 
 
 def build_dispatcher(
-    name: DispatcherName, mesh: Mesh, num_experts: int, *, refusing: bool = False, room: Room | None = None
+    name: DispatcherName,
+    mesh: Mesh,
+    num_experts: int,
+    *,
+    refusing: bool = False,
+    room: Room | None = None,
 ) -> Dispatcher:
-    """The dispatcher of that name; where one rank holds all experts whole, tokens stay. `refusing`: experts may refuse
-    choices, so that how many rows there are is known only once they are made; unless each has `room` for so many."""
+    """The dispatcher of that name; where one rank holds all experts whole, tokens stay.
+    `refusing`: experts may refuse choices, so that how many rows there are is known only once
+    they are made; unless each has `room` for so many."""
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
     if both.size == 1:
         return Stay(num_experts, refusing, room)
@@ -115,7 +128,9 @@ def build_dispatcher(
 
 def calling(dispatcher: Dispatcher, meanwhile: Meanwhile) -> Dispatcher:
     """The dispatcher, which does something else while its messages travel, if they do."""
-    return replace(dispatcher, meanwhile=meanwhile) if isinstance(dispatcher, Exchange) else dispatcher
+    return (
+        replace(dispatcher, meanwhile=meanwhile) if isinstance(dispatcher, Exchange) else dispatcher
+    )
 
 
 # --- nobody else
@@ -132,7 +147,11 @@ class Stay:
     def __call__(self, x: Input, choice: Choice) -> Leaving:
         """No message."""
         order, t = order_of(choice, self.num_experts, self.refusing, self.room), len(choice.experts)
-        groups = groups_here(order) if self.room is None else equal_groups(self.num_experts, self.room.of(t))
+        groups = (
+            groups_here(order)
+            if self.room is None
+            else equal_groups(self.num_experts, self.room.of(t))
+        )
         rows = rebuilt(x).then(permute(value_of(x), order), partial_of(gather_rows, order=order))
         return Arrived(Sent(rows, weights_of_rows(choice.weights, order), groups), Stayed(order))
 
@@ -165,7 +184,8 @@ class Stayed:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """All-to-all: each row goes to the rank that has its expert; the ranks along etp then share what they received."""
+    """All-to-all: each row goes to the rank that has its expert; the ranks along etp then share
+    what they received."""
 
     num_experts: int
     room: Room | None
@@ -179,10 +199,12 @@ class Exchange:
     """What the rank does while rows are on their way."""
 
     def __call__(self, x: Input, choice: Choice) -> Leaving:
-        """Two messages each way and, unless every expert has room for as many rows, one with the counts; along etp, two
-        gathers there and a sum back."""
+        """Two messages each way and, unless every expert has room for as many rows, one with the
+        counts; along etp, two gathers there and a sum back."""
         x = value_of(x)
-        if self.room is None:  # how many rows there are is told with the counts, which a GPU is waited for anyway
+        if (
+            self.room is None
+        ):  # how many rows there are is told with the counts, which a GPU is waited for anyway
             sort = sort_choices(choice.experts, self.num_experts)
             table = counts_of_all(sort.counts, choice.experts.numel(), self.ep, self.etp, self.both)
             rows = sum(table[self.etp.rank][self.ep.rank])
@@ -190,10 +212,13 @@ class Exchange:
         else:  # all ranks have equally many tokens
             order = order_padded(choice.experts, self.num_experts, capacity=self.room.of(len(x)))
             table = [[[self.room.of(len(x))] * self.num_experts] * self.ep.size] * self.etp.size
-        way = Exchanged(self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank))
+        way = Exchanged(
+            self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank)
+        )
         groups = Groups(way.plan.counts, equal=self.room is not None)
         groups = groups.known_on(x.device)  # now, as a GPU has just been waited for
-        # Rows last: so theirs is the message that backward waits for first, and does something else before.
+        # Rows last: so theirs is the message that backward waits for first, and does something else
+        # before.
         second = Crossing(self.ep, way.plan.sent, way.plan.received)
         weights = depart(weights_of_rows(choice.weights, order), second)
         first = Crossing(self.ep, way.plan.sent, way.plan.received, self.meanwhile)
@@ -231,7 +256,9 @@ class Exchanged:
     def shared(self, rows: Tensor) -> Tensor:
         """Rows as they came -> those of all ranks along etp, expert after expert."""
         rows = gather(rows, self.by.etp, sizes=self.plan.gathered)
-        return rows if self._sorted() else sort_chunks(rows, self.plan.chunks, self._experts_first())
+        return (
+            rows if self._sorted() else sort_chunks(rows, self.plan.chunks, self._experts_first())
+        )
 
     def back(self, rows: Tensor) -> Tensor:
         """The same messages, the other way round."""
@@ -254,10 +281,11 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """All-gather: every rank gets all tokens, and takes those of its experts; answers are summed on the way back.
+    """All-gather: every rank gets all tokens, and takes those of its experts; answers are summed on
+    the way back.
 
-    For few experts per rank it moves more than an exchange: (ep · etp - 1) · t rows, where that moves at most
-    t · k · (ep - 1) / ep, and the same again for each rank along etp.
+    For few experts per rank it moves more than an exchange: (ep · etp - 1) · t rows, where that
+    moves at most t · k · (ep - 1) / ep, and the same again for each rank along etp.
     """
 
     num_experts: int
@@ -293,8 +321,8 @@ class Gathered:
 
 
 def order_of(choice: Choice, num_experts: int, refusing: bool, room: Room | None = None) -> Order:
-    """The order of all rows; if none may be refused, or there is room for so many, their number is known and no device
-    is waited for."""
+    """The order of all rows; if none may be refused, or there is room for so many, their number
+    is known and no device is waited for."""
     if room is not None:
         return order_padded(choice.experts, num_experts, capacity=room.of(len(choice.experts)))
     known = None if refusing and not choice.experts.is_meta else choice.experts.numel()
@@ -302,27 +330,37 @@ def order_of(choice: Choice, num_experts: int, refusing: bool, room: Room | None
 
 
 def counts_of_all(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group) -> Table:
-    """How many of its `rows` each rank has for each expert, on the host: my counts int64 [E] -> [etp][ep][E]."""
+    """How many of its `rows` each rank has for each expert, on the host: my counts int64 [E] ->
+    [etp][ep][E]."""
     if counts.is_meta:
         return [[on_host(counts, rows)] * ep.size] * etp.size
     every = gathered_again(counts, both).view(both.size, -1).tolist()
     along_ep, along_etp = steps_in_both(ep, etp)
-    return [[every[one * along_ep + other * along_etp] for one in range(ep.size)] for other in range(etp.size)]
+    return [
+        [every[one * along_ep + other * along_etp] for one in range(ep.size)]
+        for other in range(etp.size)
+    ]
 
 
 def steps_in_both(ep: Group, etp: Group) -> tuple[int, int]:
-    """How far apart neighbours along ep, and along etp, lie in the group of both, which is in the order of ranks."""
+    """How far apart neighbours along ep, and along etp, lie in the group of both, which is in the
+    order of ranks."""
     first = ep.size > 1 and etp.size > 1 and ep.ranks[1] - ep.ranks[0] < etp.ranks[1] - etp.ranks[0]
     return (1, ep.size) if first else (etp.size, 1)
 
 
 def groups_here(order: Order) -> Groups:
     """The groups of rows in this order."""
-    return Groups(tuple(on_host(order.counts, len(order.choices)))) if order.counts.is_meta else groups_of(order.counts)
+    return (
+        Groups(tuple(on_host(order.counts, len(order.choices))))
+        if order.counts.is_meta
+        else groups_of(order.counts)
+    )
 
 
 def on_host(counts: Tensor, rows: int) -> Sequence[int]:
-    """Counts int64 [E] that add up to `rows`; a meta tensor has none, and is taken for one of even counts."""
+    """Counts int64 [E] that add up to `rows`; a meta tensor has none, and is taken for one of even
+    counts."""
     if counts.is_meta:
         return split_evenly(rows, len(counts))
     numbers: list[int] = counts.tolist()

@@ -1,7 +1,8 @@
-"""What a failing worker process leaves behind, and how the failures of several ranks read as one text.
+"""What a failing worker process leaves behind, and how the failures of several ranks read as one
+text.
 
-One rank's mistake makes every other rank fail: its peers lose their connection. So the failures are put in order, the
-first shown whole and the others in one line each.
+One rank's mistake makes every other rank fail: its peers lose their connection. So the failures are
+put in order, the first shown whole and the others in one line each.
 """
 
 import ctypes
@@ -18,11 +19,13 @@ from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 _CONSEQUENCES = re.compile(
-    r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|connection was likely closed|"
-    r"failed to recv|remote process exited|Timed out waiting|Wait timeout|wait timeout|aborted|stopped in a hang",
+    r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|connection was "
+    r"likely closed|failed to recv|remote process exited|Timed out waiting|Wait timeout|wait "
+    r"timeout|aborted|stopped in a hang",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and the stores say on a rank whose peer is gone, and we of one that another has reported on."""
+"""What gloo, NCCL and the stores say on a rank whose peer is gone, and we of one that another has
+reported on."""
 
 STOPPED_IN_A_HANG = "stopped in a hang"
 
@@ -56,7 +59,8 @@ class Failure:
 
 
 def failure_of(rank: int, error: BaseException, *, frames_to_skip: int = 0) -> Failure:
-    """The record of an exception caught on `rank`, without its outermost `frames_to_skip` frames."""
+    """The record of an exception caught on `rank`, without its outermost `frames_to_skip`
+    frames."""
     frames = error.__traceback__
     for _ in range(frames_to_skip):
         frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
@@ -84,16 +88,20 @@ def explain_exit(code: int) -> str:
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """The failures, the one that explains the others first: the earliest that is not about a lost peer."""
+    """The failures, the one that explains the others first: the earliest that is not about a lost
+    peer."""
     return sorted(failures, key=lambda failure: (failure.is_consequence, failure.when_ns))
 
 
 def describe(failures: Iterable[Failure], ended: Mapping[int, str] = MappingProxyType({})) -> str:
-    """The first failure whole, then a line for each other rank; `ended`: ranks that did not fail, and what they did."""
+    """The first failure whole, then a line for each other rank; `ended`: ranks that did not fail,
+    and what they did."""
     first, *others = in_order(failures)
     if first.is_report:
         return first.text
-    lines = [f"rank {first.rank} {first.text}" if first.text == first.summary else _with_traceback(first)]
+    lines = [
+        f"rank {first.rank} {first.text}" if first.text == first.summary else _with_traceback(first)
+    ]
     lines += ["then:"] if others or ended else []
     lines += [f"  rank {other.rank}: {other.summary[:MAX_SUMMARY]}" for other in others]
     lines += [f"  rank {rank}: {words}" for rank, words in ended.items()]

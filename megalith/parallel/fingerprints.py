@@ -1,8 +1,10 @@
-"""parallel.check_collectives: before every collective, the ranks of its group compare what they are about to do.
+"""parallel.check_collectives: before every collective, the ranks of its group compare what they are
+about to do.
 
-A rank that calls another operation, or brings another shape, makes the others wait forever or, worse, sum the wrong
-numbers. Here each rank first writes a fingerprint into the store of the ranks and reads those of its peers. That costs
-a few round trips to the store per collective, so it is for finding a fault, not for training.
+A rank that calls another operation, or brings another shape, makes the others wait forever or,
+worse, sum the wrong numbers. Here each rank first writes a fingerprint into the store of the ranks
+and reads those of its peers. That costs a few round trips to the store per collective, so it is for
+finding a fault, not for training.
 """
 
 import json
@@ -22,7 +24,8 @@ Fingerprint = Mapping[str, Any]  # Any: JSON
 
 
 class Fingerprints:
-    """Compares what this rank enters with what its peers enter, and finds ranks that wait for each other."""
+    """Compares what this rank enters with what its peers enter, and finds ranks that wait for each
+    other."""
 
     def __init__(self, store: Store, rank: int, where: Callable[[int], str] = str) -> None:
         self.store, self.rank, self.where = store, rank, where
@@ -30,17 +33,20 @@ class Fingerprints:
     def compare(self, entry: Entry) -> None:
         """Return when every rank of the group is about to do the same.
 
-        A message is compared by whichever end comes second, so that it may be sent before anybody waits for it.
+        A message is compared by whichever end comes second, so that it may be sent before anybody
+        waits for it.
 
         Raises:
-            CollectiveError: on every rank of the group, with what each of them is about to do; or the ranks wait for
-                each other in different collectives.
+            CollectiveError: on every rank of the group, with what each of them is about to do; or
+                the ranks wait for each other in different collectives.
         """
         if entry.peer is not None:
             self._compare_message(entry, entry.peer)
             return
         self.store.set(_key(entry, self.rank), json.dumps(fingerprint(entry)))
-        if entry.number >= 2:  # all have come to the one before, so nobody will read the one before that
+        if (
+            entry.number >= 2
+        ):  # all have come to the one before, so nobody will read the one before that
             self.store.delete_key(f"{entry.lane}/{entry.number - 2}/{self.rank}")
         self._wait_for_all(entry)
         found = {rank: json.loads(self.store.get(_key(entry, rank))) for rank in entry.ranks}
@@ -55,7 +61,9 @@ class Fingerprints:
         mine, theirs = keys if sends else reversed(keys)
         arrivals = f"{group}/{ends[0]} to {ends[1]}/{entry.number}"
         self.store.set(mine, json.dumps(fingerprint(entry)))
-        if self.store.add(arrivals, 1) == 1:  # counted after it was written: whoever is second finds both
+        if (
+            self.store.add(arrivals, 1) == 1
+        ):  # counted after it was written: whoever is second finds both
             return
         found = {self.rank: fingerprint(entry), peer: json.loads(self.store.get(theirs))}
         for key in (*keys, arrivals):
@@ -67,25 +75,44 @@ class Fingerprints:
         keys = [_key(entry, rank) for rank in entry.ranks]
         told_of = False
         suspected: dict[int, str] | None = None
-        while not wait_for(self.store, keys, PATIENCE_SECONDS):  # a rank that is only slow is left to the timeout
-            absent = [rank for rank, key in zip(entry.ranks, keys, strict=True) if not self.store.check([key])]
-            waits = {"text": entry.describe(), "lane": entry.lane, "number": entry.number, "absent": absent}
+        while not wait_for(
+            self.store, keys, PATIENCE_SECONDS
+        ):  # a rank that is only slow is left to the timeout
+            absent = [
+                rank
+                for rank, key in zip(entry.ranks, keys, strict=True)
+                if not self.store.check([key])
+            ]
+            waits = {
+                "text": entry.describe(),
+                "lane": entry.lane,
+                "number": entry.number,
+                "absent": absent,
+            }
             self.store.set(f"waits/{self.rank}", json.dumps(waits))
             told_of, before, suspected = True, suspected, self._circle([self.rank])
             # Seen twice: what ranks write while they are looked at may look like a circle once.
             if suspected is not None and suspected == before:
-                told = "\n".join(f"  rank {self.where(rank)}: {text}" for rank, text in suspected.items())
-                raise CollectiveError(
-                    f"ranks wait for each other, each in another collective:\n{told}\nEvery rank must be made to "
-                    f"enter the collectives of its groups in the same order: look at what made these differ."
+                told = "\n".join(
+                    f"  rank {self.where(rank)}: {text}" for rank, text in suspected.items()
                 )
-        if told_of:  # overwritten: whoever is about to read it would wait for a key that was deleted
+                raise CollectiveError(
+                    f"ranks wait for each other, each in another collective:\n{told}\nEvery rank "
+                    "must be made to "
+                    "enter the collectives of its groups in the same order: look at what made "
+                    "these differ."
+                )
+        if (
+            told_of
+        ):  # overwritten: whoever is about to read it would wait for a key that was deleted
             self.store.set(f"waits/{self.rank}", json.dumps(None))
 
     def _circle(self, path: Sequence[int]) -> dict[int, str] | None:
-        """Ranks that wait for one another, from this one back to it, and in what; `path` is the way so far.
+        """Ranks that wait for one another, from this one back to it, and in what; `path` is the way
+        so far.
 
-        What a rank wrote may be a little old. It still waits for those who have not come, which the store knows.
+        What a rank wrote may be a little old. It still waits for those who have not come, which the
+        store knows.
         """
         key = f"waits/{path[-1]}"
         waits = json.loads(self.store.get(key)) if self.store.check([key]) else None
@@ -106,10 +133,14 @@ class Fingerprints:
         shared: dict[str, list[str]] = {}
         for rank, told in found.items():
             shared.setdefault(str(told["text"]), []).append(self.where(rank))
-        lines = "\n".join(f"  rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {t}" for t, ranks in shared.items())
+        lines = "\n".join(
+            f"  rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {t}" for t, ranks in shared.items()
+        )
         raise CollectiveError(
-            f"ranks {list(found)} are about to do different things as {what}:\n{lines}\nThey must be made to enter the "
-            f"same operations, with the same shapes and dtypes, in the same order: look at what made these differ."
+            f"ranks {list(found)} are about to do different things as {what}:\n{lines}\nThey must "
+            "be made to enter the "
+            "same operations, with the same shapes and dtypes, in the same order: look at what "
+            "made these differ."
         )
 
 
@@ -119,9 +150,14 @@ def fingerprint(entry: Entry) -> Fingerprint:
     rows = None if entry.rows is None else [list(part) for part in entry.rows]
     shape = None if entry.shape is None else list(entry.shape)
     return {
-        "op": entry.op, "axes": list(entry.axes), "shape": shape, "dtype": entry.dtype, "site": site, "rows": rows,
+        "op": entry.op,
+        "axes": list(entry.axes),
+        "shape": shape,
+        "dtype": entry.dtype,
+        "site": site,
+        "rows": rows,
         "text": entry.describe(),
-    }  # fmt: skip
+    }
 
 
 def agree(found: Mapping[int, Fingerprint], ranks: Sequence[int]) -> bool:

@@ -1,8 +1,10 @@
-"""ZeRO-3: weights, gradients and optimizer state all divided over ranks, by torch's FSDP2 (`fully_shard`).
+"""ZeRO-3: weights, gradients and optimizer state all divided over ranks, by torch's FSDP2
+(`fully_shard`).
 
-Every rank keeps some rows of every matrix. A layer's weights are gathered before its forward and before its backward,
-and freed after each; its gradients are summed to the ranks that keep the rows. Experts are divided over the ranks that
-hold the same ones, everything else over dp and cp. The only file that knows DTensor.
+Every rank keeps some rows of every matrix. A layer's weights are gathered before its forward and
+before its backward, and freed after each; its gradients are summed to the ranks that keep the rows.
+Experts are divided over the ranks that hold the same ones, everything else over dp and cp. The only
+file that knows DTensor.
 """
 
 import weakref
@@ -16,7 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from megalith.errors import PlanError
@@ -40,7 +47,8 @@ from megalith.plan.fsdp import padded_numel, rows_of
 from megalith.plan.shards import Shard
 
 DIVIDE_BY = 1.0
-"""What FSDP2 divides its sums by. Left alone it takes means; but the loss was divided once, by all ranks' labels."""
+"""What FSDP2 divides its sums by. Left alone it takes means; but the loss was divided once, by all
+ranks' labels."""
 
 
 Divisions = Mapping[str, Division]
@@ -48,26 +56,37 @@ Divisions = Mapping[str, Division]
 
 
 class FullySharded:
-    """The engine of parallel.zero=3; what training asks of it is written at `Engine` in parallel/engine.py.
+    """The engine of parallel.zero=3; what training asks of it is written at `Engine` in
+    parallel/engine.py.
 
-    The layers, their experts, the embedding and the head are each gathered together; the last norm, and a table that
-    embedding and head share, stay gathered from the forward of their chunk to the end of its backward. Gradients are
-    summed after every microbatch, so that only those of one layer are ever held whole, and my rows of them are added up
-    in fp32. Several replicas of the whole division (HSDP) sum once per step, each layer as soon as its last microbatch
-    is done and the layers behind it have been sent. Experts that no other rank holds stay here whole, and so do vectors
-    that are not trained, which the run may want to read and to move.
+    The layers, their experts, the embedding and the head are each gathered together; the last norm,
+    and a table that embedding and head share, stay gathered from the forward of their chunk to the
+    end of its backward. Gradients are summed after every microbatch, so that only those of one
+    layer are ever held whole, and my rows of them are added up in fp32. Several replicas of the
+    whole division (HSDP) sum once per step, each layer as soon as its last microbatch is done and
+    the layers behind it have been sent. Experts that no other rank holds stay here whole, and so do
+    vectors that are not trained, which the run may want to read and to move.
 
-    Sources: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
+    Sources: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.3; Zhao et al. 2023,
+    arXiv:2304.11277.
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], parameters: Parameters, mesh: Mesh, *,
-        device: torch.device, gradient_dtype: torch.dtype, keep_gathered: bool = False, watch: bool = False,
+        self,
+        chunks: Sequence[nn.Module],
+        parameters: Parameters,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+        gradient_dtype: torch.dtype,
+        keep_gathered: bool = False,
+        watch: bool = False,
         overlap: bool = True,
-    ) -> None:  # fmt: skip
-        """`keep_gathered`: free weights at the end of the step only, for pipelines, which run a chunk many times in it.
-        `watch`: note which gradients are not finite before they are summed. `overlap`: gather what backward needs next
-        and sum over replicas while it computes."""
+    ) -> None:
+        """`keep_gathered`: free weights at the end of the step only, for pipelines, which run a
+        chunk many times in it. `watch`: note which gradients are not finite before they are
+        summed. `overlap`: gather what backward needs next and sum over replicas while it
+        computes."""
         self.mesh, self.divisions = mesh, divisions_of(parameters, mesh)
         self.sums = SumsInOrder(overlap=overlap)
         parts = [part for chunk in chunks for part in (*_inner_parts(chunk), chunk)]
@@ -80,16 +99,22 @@ class FullySharded:
         for part in (trained, frozen):
             _require_alike(part, mesh)
         _divide(
-            chunks, parameters, self.divisions, device=device, gradient_dtype=gradient_dtype,
+            chunks,
+            parameters,
+            self.divisions,
+            device=device,
+            gradient_dtype=gradient_dtype,
             keep_gathered=keep_gathered,
-        )  # fmt: skip
+        )
         places: dict[int, list[tuple[Shard, nn.Parameter]]] = {}
         for shard, module, name in trained:
             mine = _mine(shard, self.divisions[shard.grid])
             places.setdefault(id(unit_of[id(module)]), []).append((mine, getattr(module, name)))
         found: dict[str, Owned] = {}
         for unit in self.units:
-            found |= unit.connect(places.get(id(unit), []), gradient_dtype=gradient_dtype, watch=watch)
+            found |= unit.connect(
+                places.get(id(unit), []), gradient_dtype=gradient_dtype, watch=watch
+            )
         self.sums.units = _as_backward_ends(self.units, chunks)
         for chunk in chunks if not overlap else ():
             _gather_nothing_ahead(chunk)
@@ -105,10 +130,12 @@ class FullySharded:
             unit.begin_step(microbatches)
 
     def finish(self) -> Sequence[Owned]:
-        """My rows of every gradient, summed over every rank that holds the same box; zeros where there was none.
+        """My rows of every gradient, summed over every rank that holds the same box; zeros where
+        there was none.
 
-        The first step in which a unit had no part in the loss is told about, unless an earlier step gathered the unit:
-        then FSDP2 sends zeros, as for what was left out inside a unit, which cannot be told from gradients.
+        The first step in which a unit had no part in the loss is told about, unless an earlier step
+        gathered the unit: then FSDP2 sends zeros, as for what was left out inside a unit, which
+        cannot be told from gradients.
         """
         unused = [name for unit in self.units for name in unit.unused()]
         self._told = self._told or warn_of_zeros(unused)
@@ -121,15 +148,19 @@ class FullySharded:
         return self.owned
 
     def publish(self) -> None:
-        """Let the next forward gather the weights anew: the optimizer wrote to the rows that are sent."""
+        """Let the next forward gather the weights anew: the optimizer wrote to the rows that are
+        sent."""
         self._free()
 
     def settle(self) -> None:
         """Nothing to wait for: weights are gathered where they are used."""
 
     def nonfinite(self) -> list[str]:
-        """Names of parameters whose gradient here was not finite before any other rank's was added; needs `watch`."""
-        return sorted({name for unit in self.units for name, finite in unit.seen if not bool(finite)})
+        """Names of parameters whose gradient here was not finite before any other rank's was added;
+        needs `watch`."""
+        return sorted(
+            {name for unit in self.units for name, finite in unit.seen if not bool(finite)}
+        )
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
         """A sum over the bytes of my rows of what lies on each grid; replicas have the same."""
@@ -144,7 +175,8 @@ class FullySharded:
 
 
 class SumsInOrder:
-    """Sums of the units' gradients over replicas: in one order, whatever part a unit had in the loss of a replica."""
+    """Sums of the units' gradients over replicas: in one order, whatever part a unit had in the
+    loss of a replica."""
 
     def __init__(self, *, overlap: bool) -> None:
         self.overlap = overlap
@@ -154,9 +186,15 @@ class SumsInOrder:
 
     def start(self, *, ready_only: bool) -> None:
         """Start what is next, as far as units are ready, or all that is left."""
-        while self.started < len(self.units) and not (ready_only and not self.units[self.started].ready):
+        while self.started < len(self.units) and not (
+            ready_only and not self.units[self.started].ready
+        ):
             unit = self.units[self.started]
-            work = start_all_reduce_(unit.gradient, unit.division.replicas) if unit.gradient.numel() else None
+            work = (
+                start_all_reduce_(unit.gradient, unit.division.replicas)
+                if unit.gradient.numel()
+                else None
+            )
             self._running += [] if work is None else [work]
             self.started += 1
 
@@ -175,17 +213,22 @@ class Unit:
         self.gradient = torch.empty(0)
         self.names: list[str] = []
         self.seen: list[tuple[str, Tensor]] = []
-        """Whether each gradient of this step was finite here before it was summed; empty unless watched."""
+        """Whether each gradient of this step was finite here before it was summed; empty unless
+        watched."""
         self._expected = 0
         self._rounds: dict[str, int] = {}
         self._parts: dict[str, Tensor] = {}
         self._watch = False
 
     def connect(
-        self, parameters: Sequence[tuple[Shard, nn.Parameter]], *, gradient_dtype: torch.dtype, watch: bool
+        self,
+        parameters: Sequence[tuple[Shard, nn.Parameter]],
+        *,
+        gradient_dtype: torch.dtype,
+        watch: bool,
     ) -> dict[str, Owned]:
-        """Let the gradients of these parameters come here, one after the other in one buffer. By name: what is mine,
-        empty rows left out."""
+        """Let the gradients of these parameters come here, one after the other in one buffer. By
+        name: what is mine, empty rows left out."""
         self._watch = watch
         if not parameters:
             return {}
@@ -198,7 +241,9 @@ class Unit:
         for mine, parameter in parameters:
             parameter.register_post_accumulate_grad_hook(_calling(self, mine))
         return {
-            mine.name: Owned(mine, weights[mine.name], self._parts[mine.name].view_as(weights[mine.name]))
+            mine.name: Owned(
+                mine, weights[mine.name], self._parts[mine.name].view_as(weights[mine.name])
+            )
             for mine, _ in parameters
             if weights[mine.name].numel()
         }
@@ -263,9 +308,14 @@ class Gathered(Unit):
         return self.module
 
     def connect(
-        self, parameters: Sequence[tuple[Shard, nn.Parameter]], *, gradient_dtype: torch.dtype, watch: bool
+        self,
+        parameters: Sequence[tuple[Shard, nn.Parameter]],
+        *,
+        gradient_dtype: torch.dtype,
+        watch: bool,
     ) -> dict[str, Owned]:
-        """Let FSDP2 sum the gradients of these rows, through us; weights are where FSDP2 sends them from."""
+        """Let FSDP2 sum the gradients of these rows, through us; weights are where FSDP2 sends them
+        from."""
         group = self.division.slices
         self.fsdp.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
         owned = super().connect(parameters, gradient_dtype=gradient_dtype, watch=watch)
@@ -276,7 +326,9 @@ class Gathered(Unit):
             assert mine.flat is not None and mine.flat[1] - mine.flat[0] == numel, (mine, numel)
         self.fsdp.set_gradient_divide_factor(DIVIDE_BY)
         self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
-        self.fsdp.set_reduce_scatter_unused_params(True)  # else what is sent depends on what forward used
+        self.fsdp.set_reduce_scatter_unused_params(
+            True
+        )  # else what is sent depends on what forward used
         self.fsdp.set_custom_reduce_scatter(Sum(group, self if watch else None))  # type: ignore[arg-type]  # the same
         self.fsdp.set_all_reduce_hook(self._arrived)
         return owned
@@ -290,14 +342,15 @@ class Gathered(Unit):
         self.fsdp.reshard()
 
     def look_at(self, message: Tensor, ranks: int) -> None:
-        """Note where the gradients of all rows, [ranks, what each of them keeps], are finite before they are summed."""
+        """Note where the gradients of all rows, [ranks, what each of them keeps], are finite before
+        they are summed."""
         self._finite = message.view(ranks, -1).isfinite().all(0)
 
     def _arrived(self, message: Tensor) -> None:
         """Take the sums of one microbatch before FSDP2 rounds them to the weights' dtype.
 
-        They lie one after the other, each padded to what the first rank keeps. FSDP2 then visits the parameters in
-        that order, so `add` knows which is which.
+        They lie one after the other, each padded to what the first rank keeps. FSDP2 then visits
+        the parameters in that order, so `add` knows which is which.
         """
         self._sum, self._read = message, 0
         for x in (message, self._finite) if message.is_cuda else ():
@@ -319,8 +372,8 @@ class Gathered(Unit):
 
 
 def _calling(unit: Unit, mine: Shard) -> Callable[[Tensor], None]:
-    # A parameter that torch refers to, too, hides its hooks from the garbage collector: a strong reference in one
-    # would keep the unit for ever, and with it process groups.
+    # A parameter that torch refers to, too, hides its hooks from the garbage collector: a strong
+    # reference in one would keep the unit for ever, and with it process groups.
     its = weakref.ref(unit)
 
     def add(parameter: Tensor) -> None:
@@ -342,7 +395,11 @@ class Gather:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Every rank's input, in the order of ranks."""
         entry = note(self.group, "all_gather", input_tensor)
@@ -364,9 +421,13 @@ class Sum:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp,
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
         async_op: bool = False,
-    ) -> dist.Work | None:  # fmt: skip
+    ) -> dist.Work | None:
         """My part of the sum of all ranks' inputs."""
         if self.watched_by is not None:
             self.watched_by.look_at(input_tensor, self.group.size)
@@ -379,15 +440,24 @@ class Sum:
 
 
 def fully_shard_chunk(
-    chunk: nn.Module, divisions: Divisions, device: torch.device, *, whole: Set[nn.Parameter],
-    gradient_dtype: torch.dtype, keep_gathered: bool,
-) -> None:  # fmt: skip
-    """Cut the parameters of a model on the meta device over the ranks that divide them, all but those in `whole`, and
-    give my rows of them memory: zeros.
+    chunk: nn.Module,
+    divisions: Divisions,
+    device: torch.device,
+    *,
+    whole: Set[nn.Parameter],
+    gradient_dtype: torch.dtype,
+    keep_gathered: bool,
+) -> None:
+    """Cut the parameters of a model on the meta device over the ranks that divide them, all but
+    those in `whole`, and give my rows of them memory: zeros.
 
     The chunk frees nothing after forward: its head is asked for the loss when forward has returned.
     """
-    ranks = {grid: _ranks(each.slices, device) for grid, each in divisions.items() if each.slices.size > 1}
+    ranks = {
+        grid: _ranks(each.slices, device)
+        for grid, each in divisions.items()
+        if each.slices.size > 1
+    }
     if not ranks:  # a stage without experts, where only these have ranks to be divided over
         _give_memory(chunk, device)
         return
@@ -401,7 +471,11 @@ def fully_shard_chunk(
         if _grid_of(module) == "expert":
             _show_what_is_rebuilt(module)
         plain = isinstance(module, VocabHead) and module.reads_table_again
-        if isinstance(module, VocabEmbedding | VocabHead) and isinstance(module, FSDPModule) and not plain:
+        if (
+            isinstance(module, VocabEmbedding | VocabHead)
+            and isinstance(module, FSDPModule)
+            and not plain
+        ):
             module.set_unshard_in_backward(False)  # their backward does not read the table
         if isinstance(module, VocabHead):
             register_fsdp_forward_method(module, "loss")
@@ -430,8 +504,9 @@ class _Aside:
 
 
 def _show_what_is_rebuilt(experts: nn.Module) -> None:
-    """Let FSDP2 see the rows that experts read, also where they are rebuilt in backward: it sends a unit's gradients
-    when those of all tensors among the unit's inputs are there, and would take the rows' weights for all of them."""
+    """Let FSDP2 see the rows that experts read, also where they are rebuilt in backward: it
+    sends a unit's gradients when those of all tensors among the unit's inputs are there, and
+    would take the rows' weights for all of them."""
 
     def take_apart(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         (sent,) = args
@@ -451,22 +526,37 @@ def _show_what_is_rebuilt(experts: nn.Module) -> None:
 
 def divisions_of(parameters: Parameters, mesh: Mesh) -> Divisions:
     """How ranks divide what lies on each grid."""
-    return {grid: division_of(3, mesh, grid) for grid in sorted({"dense", *(shard.grid for shard, _, _ in parameters)})}
+    return {
+        grid: division_of(3, mesh, grid)
+        for grid in sorted({"dense", *(shard.grid for shard, _, _ in parameters)})
+    }
 
 
 def divide_for_forward(
-    chunks: Sequence[nn.Module], parameters: Parameters, mesh: Mesh, *,
-    device: torch.device, keep_gathered: bool = False,
-) -> list[tuple[Shard, Tensor]]:  # fmt: skip
-    """Divide the weights of a model on the meta device over the ranks that `FullySharded` divides them over, for
-    forward passes alone.
+    chunks: Sequence[nn.Module],
+    parameters: Parameters,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    keep_gathered: bool = False,
+) -> list[tuple[Shard, Tensor]]:
+    """Divide the weights of a model on the meta device over the ranks that `FullySharded` divides
+    them over, for forward passes alone.
 
-    Returns my rows of each, for the caller to fill; weights of which I have no row are left out. Unlike
-    `FullySharded` it makes no room for gradients, and no backward may follow. `keep_gathered`: as there.
+    Returns my rows of each, for the caller to fill; weights of which I have no row are left out.
+    Unlike `FullySharded` it makes no room for gradients, and no backward may follow.
+    `keep_gathered`: as there.
     """
     divisions = divisions_of(parameters, mesh)
     _require_alike(parameters, mesh)
-    _divide(chunks, parameters, divisions, device=device, gradient_dtype=torch.float32, keep_gathered=keep_gathered)
+    _divide(
+        chunks,
+        parameters,
+        divisions,
+        device=device,
+        gradient_dtype=torch.float32,
+        keep_gathered=keep_gathered,
+    )
     for module in (part for chunk in chunks for part in (*_inner_parts(chunk), chunk)):
         if isinstance(module, FSDPModule):
             group = divisions[_grid_of(module)].slices
@@ -475,15 +565,29 @@ def divide_for_forward(
 
 
 def _divide(
-    chunks: Sequence[nn.Module], parameters: Parameters, divisions: Divisions, *, device: torch.device,
-    gradient_dtype: torch.dtype, keep_gathered: bool,
-) -> None:  # fmt: skip
+    chunks: Sequence[nn.Module],
+    parameters: Parameters,
+    divisions: Divisions,
+    *,
+    device: torch.device,
+    gradient_dtype: torch.dtype,
+    keep_gathered: bool,
+) -> None:
     """Cut every chunk, and leave the hooks and sums to the caller."""
     _refuse_shared_chunks(chunks)
-    stays = {getattr(module, name) for shard, module, name in parameters if _stays(shard, module, name, divisions)}
+    stays = {
+        getattr(module, name)
+        for shard, module, name in parameters
+        if _stays(shard, module, name, divisions)
+    }
     for chunk in chunks:
         fully_shard_chunk(
-            chunk, divisions, device, whole=stays, gradient_dtype=gradient_dtype, keep_gathered=keep_gathered
+            chunk,
+            divisions,
+            device,
+            whole=stays,
+            gradient_dtype=gradient_dtype,
+            keep_gathered=keep_gathered,
         )
 
 
@@ -496,13 +600,23 @@ def _stays(shard: Shard, module: nn.Module, name: str, divisions: Divisions) -> 
 def _mine(shard: Shard, division: Division) -> Shard:
     """My rows, where several ranks divide them."""
     group = division.slices
-    return shard if group.size == 1 else rows_of(shard, group.rank, group.size, SLICES_OVER[shard.grid])
+    return (
+        shard
+        if group.size == 1
+        else rows_of(shard, group.rank, group.size, SLICES_OVER[shard.grid])
+    )
 
 
 def _my_rows(parameters: Parameters, divisions: Divisions) -> list[tuple[Shard, Tensor]]:
     """My rows of each; weights of which I have no row are left out."""
     mine = [
-        (shard if _stays(shard, module, name, divisions) else _mine(shard, divisions[shard.grid]), module, name)
+        (
+            shard
+            if _stays(shard, module, name, divisions)
+            else _mine(shard, divisions[shard.grid]),
+            module,
+            name,
+        )
         for shard, module, name in parameters
     ]
     held = [(shard, _local(getattr(module, name))) for shard, module, name in mine]
@@ -511,9 +625,14 @@ def _my_rows(parameters: Parameters, divisions: Divisions) -> list[tuple[Shard, 
 
 def _require_alike(parameters: Parameters, mesh: Mesh) -> None:
     """Make sure that ranks that divide something have the same of it; collective."""
-    for grid, group in (("dense", mesh.dp_cp), *((("expert", mesh.over("edp")),) if mesh.grid.experts else ())):
+    for grid, group in (
+        ("dense", mesh.dp_cp),
+        *((("expert", mesh.over("edp")),) if mesh.grid.experts else ()),
+    ):
         texts = {
-            shard.name: f"as {shard.matrix_shape} of {shard.shape}" for shard, _, _ in parameters if shard.grid == grid
+            shard.name: f"as {shard.matrix_shape} of {shard.shape}"
+            for shard, _, _ in parameters
+            if shard.grid == grid
         }
         require_alike(texts, group)
 
@@ -523,8 +642,10 @@ def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
     held = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
     if sum(map(len, held)) > len(set().union(*held)):
         raise PlanError(
-            f"parallel.zero=3 with {len(chunks)} chunks on one rank that share the table of the vocabulary: each chunk "
-            f"is cut by itself. Set model.tied_embeddings=false and model.mtp.depths=0, parallel.pipeline.vpp=1, or "
+            f"parallel.zero=3 with {len(chunks)} chunks on one rank that share the table of the "
+            "vocabulary: each chunk "
+            "is cut by itself. Set model.tied_embeddings=false and model.mtp.depths=0, "
+            "parallel.pipeline.vpp=1, or "
             f"parallel.zero=2."
         )
 
@@ -536,8 +657,8 @@ def _unit(module: nn.Module, divisions: Divisions, sums: SumsInOrder) -> Unit:
 
 
 def _as_backward_ends(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> list[Unit]:
-    """The last layer first, behind its experts; a chunk's own parameters, of which both ends may have a part, after all
-    inside it."""
+    """The last layer first, behind its experts; a chunk's own parameters, of which both ends may
+    have a part, after all inside it."""
     unit_of = {id(unit.module): unit for unit in units}
     order: list[nn.Module] = []
     for chunk in reversed(chunks):
@@ -549,8 +670,8 @@ def _as_backward_ends(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> lis
 
 
 def _gather_nothing_ahead(chunk: nn.Module) -> None:
-    """Let backward gather what it needs when it needs it. FSDP2 has no switch for that, but may be told what to gather
-    ahead: here the chunk's own parameters, which are there."""
+    """Let backward gather what it needs when it needs it. FSDP2 has no switch for that, but may
+    be told what to gather ahead: here the chunk's own parameters, which are there."""
     for module in (*_inner_parts(chunk), chunk):
         if isinstance(module, FSDPModule):
             assert isinstance(chunk, FSDPModule)
@@ -573,7 +694,11 @@ def _experts_apart(chunk: nn.Module) -> list[nn.Module]:
 
 def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:
     """Its layers, and tables that are used in one place."""
-    uses = Counter(id(table.weight) for table in chunk.modules() if isinstance(table, VocabEmbedding | VocabHead))
+    uses = Counter(
+        id(table.weight)
+        for table in chunk.modules()
+        if isinstance(table, VocabEmbedding | VocabHead)
+    )
     for child in chunk.children():
         if isinstance(child, VocabEmbedding | VocabHead) and uses[id(child.weight)] == 1:
             yield child

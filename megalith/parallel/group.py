@@ -1,4 +1,5 @@
-"""A `Group`: the ranks one collective runs over; and the in-place collectives that no gradient flows through."""
+"""A `Group`: the ranks one collective runs over; and the in-place collectives that no gradient
+flows through."""
 
 import time
 from collections.abc import Sequence
@@ -49,12 +50,18 @@ def alone(*axes: str) -> Group:
 
 
 def note(
-    group: Group, op: str, x: Tensor | None = None, *, rows: tuple[Sequence[int], Sequence[int]] | None = None
+    group: Group,
+    op: str,
+    x: Tensor | None = None,
+    *,
+    rows: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Entry | None:
-    """Write down that this rank is about to enter a collective; call it before every one, and `finished` after it.
+    """Write down that this rank is about to enter a collective; call it before every one, and
+    `finished` after it.
 
-    With parallel.check_collectives it first asks the other ranks whether they are about to do the same. `rows`: how
-    many this rank sends to each and receives from each, where the ranks' tensors differ in their first dimension.
+    With parallel.check_collectives it first asks the other ranks whether they are about to do the
+    same. `rows`: how many this rank sends to each and receives from each, where the ranks' tensors
+    differ in their first dimension.
 
     Raises:
         CollectiveError: they are not.
@@ -63,18 +70,26 @@ def note(
         return None
     shape = None if x is None else x.shape if rows is None else x.shape[1:]
     dtype = "" if x is None else str(x.dtype)
-    return group.flight.enter(op, group.axes, group.ranks, group.name, shape=shape, dtype=dtype, rows=rows)
+    return group.flight.enter(
+        op, group.axes, group.ranks, group.name, shape=shape, dtype=dtype, rows=rows
+    )
 
 
 def note_message(group: Group, x: Tensor, peer: int, *, sends: bool, tag: int = 0) -> Entry | None:
-    """The same for a message of `x` to, or from, rank number `peer` of the group; those of one tag keep their order."""
+    """The same for a message of `x` to, or from, rank number `peer` of the group; those of one tag
+    keep their order."""
     if group.flight is None:
         return None
     other = group.ranks[peer]
     return group.flight.enter(
-        "send" if sends else "receive", group.axes, tuple(sorted((group.ranks[group.rank], other))),
-        message_lane(f"{group.name}#{tag}", other, sends=sends), shape=x.shape, dtype=str(x.dtype), peer=other,
-    )  # fmt: skip
+        "send" if sends else "receive",
+        group.axes,
+        tuple(sorted((group.ranks[group.rank], other))),
+        message_lane(f"{group.name}#{tag}", other, sends=sends),
+        shape=x.shape,
+        dtype=str(x.dtype),
+        peer=other,
+    )
 
 
 def finished(entry: Entry | None) -> None:
@@ -84,9 +99,11 @@ def finished(entry: Entry | None) -> None:
 
 
 def stands_still_for(entry: Entry | None) -> None:
-    """Note that this rank now waits for an operation of `note` that it called finished when it left it to itself.
+    """Note that this rank now waits for an operation of `note` that it called finished when it left
+    it to itself.
 
-    Who computes meanwhile is in no collective: if it never comes back, that is what a report of a hang has to say.
+    Who computes meanwhile is in no collective: if it never comes back, that is what a report of a
+    hang has to say.
     """
     if entry is not None:
         entry.started, entry.done = time.monotonic(), False
@@ -101,7 +118,8 @@ def on_its_way(entry: Entry | None, work: dist.Work | None) -> dist.Work:
 
 
 def all_reduce_(x: Tensor, group: Group) -> Tensor:
-    """Sum `x` over `group`, in place; free when the group is a single rank. A meta tensor has no numbers to sum."""
+    """Sum `x` over `group`, in place; free when the group is a single rank. A meta tensor has no
+    numbers to sum."""
     if group.size > 1 and not x.is_meta:
         entry = note(group, "all_reduce", x)
         dist.all_reduce(x, group=group.handle)
@@ -110,7 +128,8 @@ def all_reduce_(x: Tensor, group: Group) -> Tensor:
 
 
 def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
-    """Start summing `x` over `group` in place; the result may be read after `.wait()`. None: already done."""
+    """Start summing `x` over `group` in place; the result may be read after `.wait()`. None:
+    already done."""
     if group.size == 1:
         return None
     entry = note(group, "all_reduce", x)
@@ -127,11 +146,12 @@ def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gathered(x: Tensor, group: Group) -> Tensor:
-    """The ranks' equal parts [t, ...], x contiguous, on their way to [ranks * t, ...]: there after `wait_tensor`.
+    """The ranks' equal parts [t, ...], x contiguous, on their way to [ranks * t, ...]: there after
+    `wait_tensor`.
 
-    Into a tensor made here: the operator that makes it by itself takes another way through gloo, which breaks the heap
-    (torch 2.13, measured: a process that gathers small tensors without pause dies within two minutes; this one does
-    not).
+    Into a tensor made here: the operator that makes it by itself takes another way through gloo,
+    which breaks the heap (torch 2.13, measured: a process that gathers small tensors without pause
+    dies within two minutes; this one does not).
     """
     ops = torch.ops._c10d_functional
     if x.is_meta or torch.compiler.is_compiling():
@@ -142,8 +162,11 @@ def all_gathered(x: Tensor, group: Group) -> Tensor:
     return y
 
 
-def start_send(x: Tensor, group: Group, to: int, *, tag: int = 0, handle: dist.ProcessGroup | None = None) -> dist.Work:
-    """Start sending `x` to rank number `to` of the group; it must not be written to before `.wait()`.
+def start_send(
+    x: Tensor, group: Group, to: int, *, tag: int = 0, handle: dist.ProcessGroup | None = None
+) -> dist.Work:
+    """Start sending `x` to rank number `to` of the group; it must not be written to before
+    `.wait()`.
 
     `handle`: the process group to use, if it is not the group's own.
     """
@@ -154,7 +177,8 @@ def start_send(x: Tensor, group: Group, to: int, *, tag: int = 0, handle: dist.P
 def start_receive(
     x: Tensor, group: Group, source: int, *, tag: int = 0, handle: dist.ProcessGroup | None = None
 ) -> dist.Work:
-    """Start receiving into `x` what rank number `source` of the group sends; it may be read after `.wait()`."""
+    """Start receiving into `x` what rank number `source` of the group sends; it may be read after
+    `.wait()`."""
     entry = note_message(group, x, source, sends=False, tag=tag)
     return on_its_way(entry, dist.irecv(x, group=handle or group.handle, group_src=source, tag=tag))
 

@@ -1,6 +1,8 @@
-"""Local ranks: start them, pass signals on, end all when one fails, and tell its story once. Loads no torch.
+"""Local ranks: start them, pass signals on, end all when one fails, and tell its story once. Loads
+no torch.
 
-On several machines `torchrun` does this; the ranks themselves cannot tell the difference (see parallel/worker.py).
+On several machines `torchrun` does this; the ranks themselves cannot tell the difference (see
+parallel/worker.py).
 """
 
 import faulthandler
@@ -35,23 +37,34 @@ from megalith.parallel.failure import (
     in_order,
 )
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """What torchrun, our launcher and the Slurm and Kubernetes files tell each rank."""
 
 LISTENER = "MEGALITH_LISTENER"
-"""Tells rank 0 which of its open files listens at MASTER_PORT: a port that was only looked up may be taken by then."""
+"""Tells rank 0 which of its open files listens at MASTER_PORT: a port that was only looked up may
+be taken by then."""
 
 LAUNCHER = "MEGALITH_LAUNCHER"
-"""Tells a rank that `run_workers` started it: its process number and the folder for records of failures."""
+"""Tells a rank that `run_workers` started it: its process number and the folder for records of
+failures."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Where torchrun looks for what a rank failed of; its folder's folder is shared by the ranks of one machine."""
+"""Where torchrun looks for what a rank failed of; its folder's folder is shared by the ranks of one
+machine."""
 
 USER_ERROR, FAULT, STOPPED = 2, 1, 75
 """Exit codes: the user can fix it; our fault; stopped after a save."""
 
 NOTICE_SECONDS = 1.0
-"""How long the other ranks have to fail by themselves once one has; their errors are then told, too."""
+"""How long the other ranks have to fail by themselves once one has; their errors are then told,
+too."""
 
 GRACE_SECONDS = 5.0
 """How long they then have to obey SIGTERM."""
@@ -97,17 +110,19 @@ def run_workers(
 ) -> int:
     """Run the same command on `nproc` processes of this machine and wait for all of them.
 
-    Rank 0 has the terminal; what the others print is kept and shown if they fail. When one fails the others are ended:
-    SIGTERM after a second, SIGKILL 5 s later. The first SIGINT, SIGTERM or SIGHUP to this process is passed on, so that
-    the ranks save and stop; a second one kills them. They do not outlive this process, however it ends.
+    Rank 0 has the terminal; what the others print is kept and shown if they fail. When one fails
+    the others are ended: SIGTERM after a second, SIGKILL 5 s later. The first SIGINT, SIGTERM or
+    SIGHUP to this process is passed on, so that the ranks save and stop; a second one kills them.
+    They do not outlive this process, however it ends.
 
     Returns:
-        0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended them before that, which
-        one line on standard error then says.
+        0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended
+        them before that, which one line on standard error then says.
 
     Raises:
-        UserError: the message of the rank that failed first, when the user can fix it.
-        RankError: the traceback, or the manner of death, of the rank that failed first; then a line for each other.
+        UserError: the message of the rank that failed first, when the user can fix it. RankError:
+        the traceback, or the manner of death, of the rank that failed first; then a line for each
+        other.
     """
     with _launch_folder() as folder:
         crew = _Crew([*command, *argv], nproc, folder, environment)
@@ -122,10 +137,12 @@ def run_workers(
 
 
 def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> int:
-    """Run a command as one rank. If `run_workers` started it, a failure is left for the parent to tell, once for all.
+    """Run a command as one rank. If `run_workers` started it, a failure is left for the parent to
+    tell, once for all.
 
-    Under torchrun the failure goes to its error file too, so that its summary shows the first one, and what all ranks
-    would say alike is said by one of them. Ranks end with the process that started them.
+    Under torchrun the failure goes to its error file too, so that its summary shows the first one,
+    and what all ranks would say alike is said by one of them. Ranks end with the process that
+    started them.
 
     Raises:
         RankError: under torchrun, instead of a traceback that only says that another rank is gone.
@@ -141,17 +158,23 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
         elif ERROR_FILE in environment:
             die_with_parent(os.getppid())
         code = function()
-        if launcher is not None:  # the result stands: a signal must not turn the exit of Python into a failure
+        if (
+            launcher is not None
+        ):  # the result stands: a signal must not turn the exit of Python into a failure
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return code
     except SystemExit:
         raise
-    except BaseException as error:  # KeyboardInterrupt too: the parent knows whether it was asked for
+    except (
+        BaseException
+    ) as error:  # KeyboardInterrupt too: the parent knows whether it was asked for
         failure = failure_of(int(environment.get("RANK", 0)), error, frames_to_skip=1)
         if interrupt.received:
             failure = replace(failure, summary=INTERRUPTED)
         elif isinstance(error, UserError):
-            failure = replace(failure, text=str(error))  # the whole message; where we raised it helps nobody
+            failure = replace(
+                failure, text=str(error)
+            )  # the whole message; where we raised it helps nobody
         if launcher is not None:
             _leave_record(failure, Path(launcher.partition(":")[2]))
             _end(USER_ERROR if isinstance(error, UserError) and not interrupt.received else FAULT)
@@ -168,17 +191,24 @@ def _tell_torchrun(failure: Failure, file: Path, error: BaseException) -> None:
         RankError: a line that says that another rank failed first.
     """
     if failure.is_consequence:
-        time.sleep(NOTICE_SECONDS)  # the rank that explains it comes first, and torchrun may end us meanwhile
+        time.sleep(
+            NOTICE_SECONDS
+        )  # the rank that explains it comes first, and torchrun may end us meanwhile
     file.write_text(_torchrun_record(failure))
     if isinstance(error, UserError) and not _speaks_first(failure.text, file.parent.parent):
-        time.sleep(NOTICE_SECONDS)  # torchrun ends the others with the first that ends, even one in mid-sentence
+        time.sleep(
+            NOTICE_SECONDS
+        )  # torchrun ends the others with the first that ends, even one in mid-sentence
         raise SystemExit(USER_ERROR)
     if failure.is_consequence:
-        raise RankError(f"rank {failure.rank} lost another rank, which failed first: {failure.summary[:200]}") from None
+        raise RankError(
+            f"rank {failure.rank} lost another rank, which failed first: {failure.summary[:200]}"
+        ) from None
 
 
 def _speaks_first(text: str, folder: Path) -> bool:
-    """Whether no other rank of this machine has said the same; `folder`: torchrun's own for this start."""
+    """Whether no other rank of this machine has said the same; `folder`: torchrun's own for this
+    start."""
     name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     try:
         (folder / name).touch(exist_ok=False)
@@ -188,7 +218,8 @@ def _speaks_first(text: str, folder: Path) -> bool:
 
 
 def end_rank(failure: Failure, after_seconds: float, *, environment: Mapping[str, str]) -> NoReturn:
-    """End this rank from any of its threads, with a failure that is left at once and told once for all ranks."""
+    """End this rank from any of its threads, with a failure that is left at once and told once for
+    all ranks."""
     if (launcher := environment.get(LAUNCHER)) is not None:
         _leave_record(failure, Path(launcher.partition(":")[2]))
     elif (file := environment.get(ERROR_FILE)) is not None:
@@ -248,16 +279,23 @@ class _Crew:
         with self._output(rank).open("wb") as output, _blocked_signals():
             quiet = None if rank == 0 else output
             process = subprocess.Popen(
-                self.command, env=self._environment(rank, server), stdin=subprocess.DEVNULL, stdout=quiet, stderr=quiet,
-                pass_fds=listener, process_group=0,  # Ctrl-C reaches us alone, and we pass it on once
-            )  # fmt: skip
+                self.command,
+                env=self._environment(rank, server),
+                stdin=subprocess.DEVNULL,
+                stdout=quiet,
+                stderr=quiet,
+                pass_fds=listener,
+                process_group=0,  # Ctrl-C reaches us alone, and we pass it on once
+            )
         self.processes.append(process)
         for number in self.signals:  # one may come while we are at it
             process.send_signal(number)
 
     def _environment(self, rank: int, server: socket.socket) -> dict[str, str]:
         threads = str(threads_per_rank(available_cores(), self.nproc))
-        loopback = "lo0" if sys.platform == "darwin" else "lo"  # a laptop's host name may lead nowhere
+        loopback = (
+            "lo0" if sys.platform == "darwin" else "lo"
+        )  # a laptop's host name may lead nowhere
         ours = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": loopback}
         values = (rank, self.nproc, rank, self.nproc, *server.getsockname())
         told = {name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)}
@@ -265,7 +303,8 @@ class _Crew:
         return {**ours, **self.environment, **told, LAUNCHER: f"{os.getpid()}:{self.folder}"}
 
     def watch(self) -> bool:
-        """Look at every rank once, and end the rest when one has failed; True while some rank runs."""
+        """Look at every rank once, and end the rest when one has failed; True while some rank
+        runs."""
         now = time.monotonic_ns()
         new = [
             rank
@@ -273,7 +312,9 @@ class _Crew:
             if rank not in self.ended_ns and process.poll() is not None
         ]
         self.ended_ns |= dict.fromkeys(new, now)
-        if self.failed_ns is None and any(self.processes[rank].returncode not in (0, STOPPED) for rank in new):
+        if self.failed_ns is None and any(
+            self.processes[rank].returncode not in (0, STOPPED) for rank in new
+        ):
             self.failed_ns = now
         self._end_the_rest(now)
         return len(self.ended_ns) < self.nproc
@@ -284,7 +325,9 @@ class _Crew:
         waited = (now - self.failed_ns) / 1e9
         if waited > NOTICE_SECONDS and not self.asked_to_end and not self.signals:
             self.asked_to_end = True
-            self.send(signal.SIGTERM)  # once: a rank takes a second signal to mean that it must not save
+            self.send(
+                signal.SIGTERM
+            )  # once: a rank takes a second signal to mean that it must not save
         if waited > NOTICE_SECONDS + GRACE_SECONDS:
             self.send(signal.SIGKILL)
 
@@ -305,22 +348,29 @@ class _Crew:
         self.send(number if len(self.signals) == 1 else signal.SIGKILL)
 
     def outcome(self) -> int:
-        """What all ranks together came to: the exit code, or the error that `run_workers` raises."""
+        """What all ranks together came to: the exit code, or the error that `run_workers`
+        raises."""
         codes = [process.returncode for process in self.processes]
         if all(code in (0, STOPPED) for code in codes):
             return max(codes)
-        found = {rank: self._failure(rank) for rank, code in enumerate(codes) if code not in (0, STOPPED)}
+        found = {
+            rank: self._failure(rank) for rank, code in enumerate(codes) if code not in (0, STOPPED)
+        }
         failures = [failure for failure in found.values() if failure is not None]
         if self.signals and (len(self.signals) > 1 or self._all_interrupted(failures)):
             with suppress(OSError):  # after SIGHUP the terminal may be closed
-                sys.stderr.write(f"megalith: interrupted by {signal.Signals(self.signals[0]).name}\n")
+                sys.stderr.write(
+                    f"megalith: interrupted by {signal.Signals(self.signals[0]).name}\n"
+                )
                 sys.stderr.flush()
             return 128 + self.signals[0]
         first = in_order(failures)[0]
         if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
             everywhere = [failure.text for failure in failures] == [first.text] * self.nproc
             raise UserError(first.text if everywhere else f"rank {first.rank}: {first.text}")
-        told = describe(failures, {rank: "was ended because of it" for rank in found if found[rank] is None})
+        told = describe(
+            failures, {rank: "was ended because of it" for rank in found if found[rank] is None}
+        )
         printed = self._output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
         raise RankError(f"{told}\noutput of rank {first.rank}:\n{printed}" if printed else told)
 
@@ -336,7 +386,8 @@ class _Crew:
         return Failure(rank, said, said, self.ended_ns[rank])
 
     def _all_interrupted(self, failures: list[Failure]) -> bool:
-        """Whether the first signal, and nothing else, ended the ranks; some may only have lost an interrupted one."""
+        """Whether the first signal, and nothing else, ended the ranks; some may only have lost an
+        interrupted one."""
         summaries = (INTERRUPTED, explain_exit(-self.signals[0]))
         others = [failure for failure in failures if failure.summary not in summaries]
         lost_peer = all(failure.is_consequence for failure in others)
@@ -351,7 +402,8 @@ class _Crew:
 
 @contextmanager
 def _launch_folder() -> Iterator[Path]:
-    """Create a folder for the records of failures, locked as long as this process lives, and remove it at the end.
+    """Create a folder for the records of failures, locked as long as this process lives, and remove
+    it at the end.
 
     Also removes the folders of launchers that were killed.
     """
@@ -368,9 +420,13 @@ def _create_locked_folder() -> tuple[Path, int]:
     """Create the folder and return it with the file descriptor that holds its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        with suppress(FileNotFoundError):  # another launch took the folder for an abandoned one before it was locked
+        with suppress(
+            FileNotFoundError
+        ):  # another launch took the folder for an abandoned one before it was locked
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(OSError):  # a file system without locks: then no launch removes folders of others
+            with suppress(
+                OSError
+            ):  # a file system without locks: then no launch removes folders of others
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.exists():
                 return folder, lock
@@ -378,9 +434,11 @@ def _create_locked_folder() -> tuple[Path, int]:
 
 
 def _remove_abandoned_folders(parent: Path) -> None:
-    """Remove the folders of this user in `parent` whose lock is free: the launcher that created them has died.
+    """Remove the folders of this user in `parent` whose lock is free: the launcher that created
+    them has died.
 
-    A lock, unlike a process number, is never reused, and is also visible between containers that share `parent`.
+    A lock, unlike a process number, is never reused, and is also visible between containers that
+    share `parent`.
     """
     for folder in parent.glob(f"{FOLDER_PREFIX}*"):
         try:
@@ -399,9 +457,11 @@ def _remove_abandoned_folders(parent: Path) -> None:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block our signals in this thread and in a process that it starts, which unblocks them in `worker_main`.
+    """Block our signals in this thread and in a process that it starts, which unblocks them in
+    `worker_main`.
 
-    Until then a signal to a rank stays pending: it could only end the start of Python with a traceback.
+    Until then a signal to a rank stays pending: it could only end the start of Python with a
+    traceback.
     """
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -413,7 +473,9 @@ def _blocked_signals() -> Iterator[None]:
 @contextmanager
 def _signals_to(crew: _Crew) -> Iterator[None]:
     """Let `crew` answer the signals that would end this process."""
-    if threading.current_thread() is not threading.main_thread():  # Python gives signals to the main thread alone
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # Python gives signals to the main thread alone
         yield
         return
     handled = [number for number in SIGNALS if not is_ignored_hangup(number)]

@@ -1,8 +1,9 @@
 """Messages between pipeline stages: tuples of tensors, sent and received while the rank computes.
 
-Every message has a number of its own, which gloo carries as a tag, so messages may be taken in another order than they
-were sent in. NCCL has no tags: there the k-th receive of a channel gets its k-th send, which is the order in which the
-schedule lists them, and every channel between two ranks has a process group of its own.
+Every message has a number of its own, which gloo carries as a tag, so messages may be taken in
+another order than they were sent in. NCCL has no tags: there the k-th receive of a channel gets its
+k-th send, which is the order in which the schedule lists them, and every channel between two ranks
+has a process group of its own.
 """
 
 import threading
@@ -23,8 +24,15 @@ from megalith.plan.transfers import Channel, Direction
 Tensors = tuple[Tensor, ...]
 
 DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 """What may cross a boundary; an announcement gives a dtype by its place here."""
 
 ANNOUNCED = 64
@@ -55,12 +63,15 @@ class Message(NamedTuple):
 
     def tag(self, num_microbatches: int) -> int:
         """A number that no other message of the step has."""
-        return 2 * (self.stage * num_microbatches + self.microbatch) + (self.direction == "backward")
+        return 2 * (self.stage * num_microbatches + self.microbatch) + (
+            self.direction == "backward"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """Process groups of a pipeline's channels: by (direction, whether the target comes after the source)."""
+    """Process groups of a pipeline's channels: by (direction, whether the target comes after the
+    source)."""
 
     group: Group
     by_way: Mapping[tuple[Direction, bool], dist.ProcessGroup]
@@ -75,12 +86,14 @@ class Handles:
 def handles_of(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> Handles | None:
     """What messages of the pipeline `group` travel through; None for one rank or on paper.
 
-    tags: gloo, which has them. Else makes process groups, so every rank of the world calls this together; a message
-    over them that takes longer than `timeout_seconds` fails.
+    tags: gloo, which has them. Else makes process groups, so every rank of the world calls this
+    together; a message over them that takes longer than `timeout_seconds` fails.
     """
     if group.size == 1 or group.handle is None:
         return None
-    ways: list[tuple[Direction, bool]] = [(d, after) for d in ("forward", "backward") for after in (True, False)]
+    ways: list[tuple[Direction, bool]] = [
+        (d, after) for d in ("forward", "backward") for after in (True, False)
+    ]
     if tags:
         return Handles(group, dict.fromkeys(ways, group.handle), tags)
     everyone: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
@@ -90,17 +103,21 @@ def handles_of(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> H
     for direction, after in ways:
         for ranks in pipelines:
             name = f"pp-{direction}-{'up' if after else 'down'}"
-            handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds), group_desc=name)
+            handle = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=timeout_seconds), group_desc=name
+            )
             if ranks == group.ranks:
                 by_way[direction, after] = handle
     return Handles(group, by_way, tags)
 
 
 def open_channels(handles: Handles, channels: Sequence[Channel], device: torch.device) -> None:
-    """Send one number through every channel, so that both ends are connected; every rank lists the same channels.
+    """Send one number through every channel, so that both ends are connected; every rank lists the
+    same channels.
 
-    NCCL connects two ranks with their first message and holds up whoever comes first until the other does. A receive
-    is posted long before its message is sent: in the middle of a step ranks would hold up each other in a circle.
+    NCCL connects two ranks with their first message and holds up whoever comes first until the
+    other does. A receive is posted long before its message is sent: in the middle of a step ranks
+    would hold up each other in a circle.
     """
     me = handles.group.rank
     for source, target, direction in channels:
@@ -119,11 +136,18 @@ def specs_of(tensors: Sequence[Tensor]) -> Specs:
 class Link:
     """The messages of one rank in one step; a context, which ends when everything has been sent.
 
-    `announce`: send what tensors look like before them, and refuse those that are not as expected; gloo only. Without
-    expectations that is how their shapes are known at all.
+    `announce`: send what tensors look like before them, and refuse those that are not as expected;
+    gloo only. Without expectations that is how their shapes are known at all.
     """
 
-    def __init__(self, handles: Handles | None, *, num_microbatches: int, announce: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        handles: Handles | None,
+        *,
+        num_microbatches: int,
+        announce: bool,
+        device: torch.device,
+    ) -> None:
         self.handles, self.num_microbatches, self.device = handles, num_microbatches, device
         self.announce = announce
         self._outbox = Outbox()
@@ -135,7 +159,8 @@ class Link:
         self._outbox.close(wait=kind is None)
 
     def send(self, message: Message, tensors: Tensors, target: int) -> None:
-        """Start sending; the tensors are kept until they have been sent, and must not be written to before."""
+        """Start sending; the tensors are kept until they have been sent, and must not be written to
+        before."""
         handle, tag = self._handle(message, self._rank, target), message.tag(self.num_microbatches)
         parts = [tensor.contiguous() for tensor in tensors]
         if self.announce:
@@ -186,7 +211,9 @@ class Posted:
 
     def expect(self, specs: Specs) -> None:
         """Start receiving tensors that look like this."""
-        self.buffers = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
+        self.buffers = tuple(
+            torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
+        )
         self.works = tuple(self._receive(buffer) for buffer in self.buffers)
 
     def expect_announcement(self) -> None:
@@ -214,10 +241,14 @@ class Posted:
 
     def _compare(self, announced: Specs) -> None:
         if self.specs is not None and announced != self.specs:
-            theirs, mine = (", ".join(map(str, specs)) or "nothing" for specs in (announced, self.specs))
+            theirs, mine = (
+                ", ".join(map(str, specs)) or "nothing" for specs in (announced, self.specs)
+            )
             raise DataError(
-                f"pipeline rank {self.source} sends {theirs} {self.message.direction} to stage {self.message.stage} "
-                f"for microbatch {self.message.microbatch}, but {mine} was expected: the stages read other rows. "
+                f"pipeline rank {self.source} sends {theirs} {self.message.direction} to stage "
+                f"{self.message.stage} "
+                f"for microbatch {self.message.microbatch}, but {mine} was expected: the stages "
+                "read other rows. "
                 f"Use the same data and settings on every rank."
             )
 
@@ -233,16 +264,23 @@ class Outbox:
 
     def keep(self, work: dist.Work, tensor: Tensor) -> None:
         """Hold on to `tensor` until `work` is done."""
-        if tensor.is_cuda:  # NCCL tells when asked; a wait would hold the stream on which the rank computes
-            self._polled = [entry for entry in self._polled if not entry[0].is_completed()] + [(work, tensor)]
+        if (
+            tensor.is_cuda
+        ):  # NCCL tells when asked; a wait would hold the stream on which the rank computes
+            self._polled = [entry for entry in self._polled if not entry[0].is_completed()] + [
+                (work, tensor)
+            ]
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._let_go, name="pipeline-outbox", daemon=True)
+            self._thread = threading.Thread(
+                target=self._let_go, name="pipeline-outbox", daemon=True
+            )
             self._thread.start()
         self._waiting.put((work, tensor))
 
     def close(self, *, wait: bool) -> None:
-        """`wait`: until everything has been sent, raising what went wrong; else leave it to the end of the process."""
+        """`wait`: until everything has been sent, raising what went wrong; else leave it to the end
+        of the process."""
         for work, _ in self._polled if wait else ():
             work.wait()
         if self._thread is None:

@@ -1,4 +1,5 @@
-"""The mesh: every group of ranks a run needs, made once from the grid and handed out as explicit `Group`s."""
+"""The mesh: every group of ranks a run needs, made once from the grid and handed out as explicit
+`Group`s."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,30 +10,47 @@ import torch.distributed as dist
 from megalith.observe.flight import Flight
 from megalith.parallel.group import Group
 from megalith.plan.grid import Grid, dense_grid, expert_grid
-from megalith.plan.layout import model_grid as model_grid  # where it was; users of the mesh ask for both
+from megalith.plan.layout import (
+    model_grid as model_grid,
+)  # where it was; users of the mesh ask for both
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS
 
 MESH_AXES = ("pp", *DENSE_AXES, *EXPERT_AXES)
 """Every axis, outer first, whatever their order over the ranks is."""
 
 SPANS: tuple[tuple[str, ...], ...] = (
-    PARTS["tp"], ("tp_kv",), ("tp_copy",),
-    PARTS["cp"], ("cp_ring",), ("cp_a2a",),
-    PARTS["dp"], ("dp_replica",), ("dp_shard",),
-    ("dp_shard", *PARTS["cp"]), DATA_AXES,
-    ("pp",), DENSE_AXES, ("pp", *DENSE_AXES),
-)  # fmt: skip
+    PARTS["tp"],
+    ("tp_kv",),
+    ("tp_copy",),
+    PARTS["cp"],
+    ("cp_ring",),
+    ("cp_a2a",),
+    PARTS["dp"],
+    ("dp_replica",),
+    ("dp_shard",),
+    ("dp_shard", *PARTS["cp"]),
+    DATA_AXES,
+    ("pp",),
+    DENSE_AXES,
+    ("pp", *DENSE_AXES),
+)
 """Combinations of axes that something sums, gathers or waits over."""
 
 EXPERT_SPANS: tuple[tuple[str, ...], ...] = (
-    ("ep",), ("etp",), ("ep", "etp"), EXPERT_PARTS["edp"], ("edp_replica",), ("edp_shard",),
+    ("ep",),
+    ("etp",),
+    ("ep", "etp"),
+    EXPERT_PARTS["edp"],
+    ("edp_replica",),
+    ("edp_shard",),
     (*PARTS["cp"], *PARTS["tp"]),
-)  # fmt: skip
+)
 """The same in a model with experts."""
 
 WAYS_TO_EXPERTS = frozenset({"ep", "etp"})
-"""Axes along which tokens travel while sums of gradients do. Messages of one process group wait for one another, so
-groups along these are never those of other axes, even where their ranks are the same."""
+"""Axes along which tokens travel while sums of gradients do. Messages of one process group wait
+for one another, so groups along these are never those of other axes, even where their ranks are
+the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +62,8 @@ class Mesh:
     groups: Mapping[tuple[str, ...], Group]
 
     def over(self, *axes: str) -> Group:
-        """My group along `axes`, in any order; `tp` stands for `tp_kv` and `tp_copy`, and so on: see `PARTS`.
+        """My group along `axes`, in any order; `tp` stands for `tp_kv` and `tp_copy`, and so on:
+        see `PARTS`.
 
         With experts there are also groups along `ep`, `etp` and `edp`.
         """
@@ -92,10 +111,14 @@ class Mesh:
         return self.grid.coordinates(self.rank)
 
 
-def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight: Flight | None = None) -> Mesh:
-    """Make every group of `grid`. All ranks of the process group call this together, those outside the grid too.
+def build_mesh(
+    grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight: Flight | None = None
+) -> Mesh:
+    """Make every group of `grid`. All ranks of the process group call this together, those outside
+    the grid too.
 
-    A grid may be built several times in one world, and at any offset. `flight` records what this rank then enters.
+    A grid may be built several times in one world, and at any offset. `flight` records what this
+    rank then enters.
     """
     made: dict[tuple[bool, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
     groups = {}
@@ -110,11 +133,14 @@ def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight:
 
 
 def mesh_on_paper(grid: Grid, *, rank: int) -> Mesh:
-    """The same groups without processes, at any place of a world of any size: enough to build on meta tensors."""
+    """The same groups without processes, at any place of a world of any size: enough to build on
+    meta tensors."""
     groups = {}
     for span in spans_of(grid):
         ranks = grid.group_of(rank, span)
-        groups[span] = Group(axes=span, ranks=ranks, rank=ranks.index(rank), name="paper-" + "-".join(span))
+        groups[span] = Group(
+            axes=span, ranks=ranks, rank=ranks.index(rank), name="paper-" + "-".join(span)
+        )
     return Mesh(grid, rank, groups)
 
 
@@ -128,7 +154,9 @@ def mesh_of_one() -> Mesh:
     grid = dense_grid(world=1)
     for axis, (outer, inner) in PARTS.items():
         grid = grid.factor(axis=axis, outer=(outer, 1), inner=(inner, 1))
-    experts = expert_grid(world=1).factor(axis="edp", outer=("edp_replica", 1), inner=("edp_shard", 1))
+    experts = expert_grid(world=1).factor(
+        axis="edp", outer=("edp_replica", 1), inner=("edp_shard", 1)
+    )
     return mesh_on_paper(replace(grid, experts=experts), rank=0)
 
 
@@ -145,14 +173,22 @@ def _new_groups(
     mine = None
     for ranks in every:
         if len(ranks) > 1:
-            handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds), group_desc=name)
+            handle = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=timeout_seconds), group_desc=name
+            )
             if rank in ranks:
                 mine = handle
     return mine
 
 
 def _group(
-    span: tuple[str, ...], ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, flight: Flight | None
+    span: tuple[str, ...],
+    ranks: tuple[int, ...],
+    rank: int,
+    handle: dist.ProcessGroup | None,
+    flight: Flight | None,
 ) -> Group:
     name = handle.group_name if handle is not None else ""
-    return Group(axes=span, ranks=ranks, rank=ranks.index(rank), handle=handle, name=name, flight=flight)
+    return Group(
+        axes=span, ranks=ranks, rank=ranks.index(rank), handle=handle, name=name, flight=flight
+    )

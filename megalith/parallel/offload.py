@@ -1,12 +1,13 @@
 """Activations that wait in host memory between forward and backward.
 
-While an offloaded span of layers runs, what autograd saves is copied to host memory, once for each piece of memory,
-however many tensors share it. When backward reaches the layer after the span, the copies start on their way back, so
-that they are there when they are needed. On a GPU copies run on a stream of their own, from and to pinned memory that
-is used again and again; on a CPU the same code copies to other memory, which saves nothing and shows the logic.
+While an offloaded span of layers runs, what autograd saves is copied to host memory, once for each
+piece of memory, however many tensors share it. When backward reaches the layer after the span, the
+copies start on their way back, so that they are there when they are needed. On a GPU copies run on
+a stream of their own, from and to pinned memory that is used again and again; on a CPU the same
+code copies to other memory, which saves nothing and shows the logic.
 
-It costs nothing if a layer's bytes / bandwidth to the host is less than the time the layer computes.
-Source of the scheme: Rhu et al. 2016, arXiv:1602.08124 (vDNN).
+It costs nothing if a layer's bytes / bandwidth to the host is less than the time the layer
+computes. Source of the scheme: Rhu et al. 2016, arXiv:1602.08124 (vDNN).
 """
 
 import weakref
@@ -21,12 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class HostMemory:
-    """Where copies wait: buffers of host memory that are used again, and the stream that fills and empties them."""
+    """Where copies wait: buffers of host memory that are used again, and the stream that fills and
+    empties them."""
 
     def __init__(self) -> None:
         self.buffers: dict[int, list[Tensor]] = {}
-        """Free ones, by bytes. These are powers of two, which torch reserves for pinned memory anyway: so batches of
-        ever other lengths share buffers."""
+        """Free ones, by bytes. These are powers of two, which torch reserves for pinned memory
+        anyway: so batches of ever other lengths share buffers."""
 
         self.taken = 0
         """Buffers given out so far."""
@@ -47,7 +49,8 @@ class HostMemory:
         return torch.empty(reserved, dtype=torch.uint8, pin_memory=pinned)
 
     def give(self, buffer: Tensor) -> None:
-        """It is free again. A later copy into it follows the last one out of it, on the same stream."""
+        """It is free again. A later copy into it follows the last one out of it, on the same
+        stream."""
         self.buffers.setdefault(buffer.numel(), []).append(buffer)
 
     def stream(self, device: torch.device) -> Any:
@@ -106,7 +109,11 @@ class View:
     """What autograd holds instead of a tensor: where in a piece of memory it was."""
 
     def __init__(self, x: Tensor, away: Away) -> None:
-        self.away, self.dtype, self.place = away, x.dtype, (x.storage_offset(), x.size(), x.stride())
+        self.away, self.dtype, self.place = (
+            away,
+            x.dtype,
+            (x.storage_offset(), x.size(), x.stride()),
+        )
         self.version = x._version
         self._counter = x.detach()  # counts what is written to x and its views from now on ...
         self._counter.data = x.new_empty(0)  # ... and does not keep their memory
@@ -115,21 +122,29 @@ class View:
         """The tensor, back on the device.
 
         Raises:
-            RuntimeError: it has been written to since it was saved, which autograd refuses without offloading, too.
+            RuntimeError: it has been written to since it was saved, which autograd refuses without
+            offloading, too.
         """
         if self._counter._version != self.version:
             raise RuntimeError(
-                f"an activation of {self.dtype} {list(self.place[1])} that backward needs was modified by an inplace "
-                f"operation after it was saved: it is at version {self._counter._version}, expected {self.version}. "
-                f"Use an operation that is not in place; without offloading backward would refuse it, too."
+                f"an activation of {self.dtype} {list(self.place[1])} that backward needs was "
+                "modified by an inplace "
+                f"operation after it was saved: it is at version {self._counter._version}, "
+                f"expected {self.version}. "
+                "Use an operation that is not in place; without offloading backward would refuse "
+                "it, too."
             )
-        return torch.empty(0, dtype=self.dtype, device=self.away.device).set_(self.away.storage(), *self.place)
+        return torch.empty(0, dtype=self.dtype, device=self.away.device).set_(
+            self.away.storage(), *self.place
+        )
 
 
 class OffloadedPass:
     """One forward pass through a stage, and its backward pass."""
 
-    def __init__(self, memory: HostMemory, *, min_numel: int, stays: Collection[Tensor] = ()) -> None:
+    def __init__(
+        self, memory: HostMemory, *, min_numel: int, stays: Collection[Tensor] = ()
+    ) -> None:
         """`stays`: tensors that are needed on the device anyway, because all layers share them."""
         self.memory, self.min_numel = memory, min_numel
         self.stays = storages(stays)
@@ -137,8 +152,9 @@ class OffloadedPass:
         self.sent: dict[int, list[tuple[int, int]]] = {}
         """(elements, bytes) of everything each span has sent."""
 
-        # By storage and version: what was written since the last copy needs another one. A storage's number may come
-        # again once the storage is gone; a weak reference holds the number, not the memory.
+        # By storage and version: what was written since the last copy needs another one. A
+        # storage's number may come again once the storage is gone; a weak reference holds the
+        # number, not the memory.
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Away]]] = {}
 
     @contextmanager
@@ -162,7 +178,8 @@ class OffloadedPass:
         storage = x.untyped_storage()
         if x.numel() < self.min_numel or storage._cdata in self.stays:
             return x
-        # Asked each time: with zero=3 a layer has its parameters, and other ones, only while it runs.
+        # Asked each time: with zero=3 a layer has its parameters, and other ones, only while it
+        # runs.
         if any(storage._cdata in storages(layer.parameters()) for layer in layers):
             return x
         key = storage._cdata, x._version
@@ -186,7 +203,8 @@ def _unpack(saved: Tensor | View) -> Tensor:
 
 
 def fetch_when_backward_reaches(x: Tensor, run: OffloadedPass, numbers: Sequence[int]) -> None:
-    """When the gradient of `x` is known, which backward goes on from, begin to bring back these spans."""
+    """When the gradient of `x` is known, which backward goes on from, begin to bring back these
+    spans."""
     if x.requires_grad and numbers:
         x.register_hook(lambda gradient: _fetch(run, numbers))
 

@@ -1,7 +1,7 @@
 """Linear layers at the border of divided work, with their communication behind their own matmuls.
 
-What the plain composition of an entry or an exit and a `linear` computes, to the bit, except for rings, which add up in
-another order.
+What the plain composition of an entry or an exit and a `linear` computes, to the bit, except for
+rings, which add up in another order.
 """
 
 from collections.abc import Sequence
@@ -53,17 +53,22 @@ class Border(Protocol):
         """Start getting all tokens out of mine once more, in backward."""
 
 
-def entered_linear(x: Input, parameters: Sequence[Tensor], border: Border, *, sink: Sink | None) -> Tensor:
+def entered_linear(
+    x: Input, parameters: Sequence[Tensor], border: Border, *, sink: Sink | None
+) -> Tensor:
     """`linear(border.enter(x), parameters)`.
 
-    Backward gets the tokens again while it multiplies for dx, and sends dx while it multiplies for the weights.
+    Backward gets the tokens again while it multiplies for dx, and sends dx while it multiplies for
+    the weights.
     """
     kept = kept_of(x, parameters)
     y: Tensor = EnteredLinear.apply(value_of(x), kept, border, sink, PLAIN, *parameters)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-def left_linear(x: Input, parameters: Sequence[Tensor], border: Border, *, sink: Sink | None) -> Tensor:
+def left_linear(
+    x: Input, parameters: Sequence[Tensor], border: Border, *, sink: Sink | None
+) -> Tensor:
     """`border.leave(partial(linear(x, parameters)))`, step by step where the border has a ring."""
     kept = kept_of(x, parameters)
     y: Tensor = LeftLinear.apply(value_of(x), kept, border, sink, PLAIN, *parameters)  # type: ignore[no-untyped-call]  # torch's own
@@ -74,12 +79,20 @@ class EnteredLinear(Function):
     """`entered_linear` as autograd sees it."""
 
     reference = staticmethod(
-        lambda x, kept, border, sink, products, *parameters: reference_linear(value_of(border.enter(x)), parameters)
+        lambda x, kept, border, sink, products, *parameters: reference_linear(
+            value_of(border.enter(x)), parameters
+        )
     )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, kept: Kept, border: Border, sink: Sink | None, products: Products, *parameters: Tensor
+        ctx: Context,
+        x: Tensor,
+        kept: Kept,
+        border: Border,
+        sink: Sink | None,
+        products: Products,
+        *parameters: Tensor,
     ) -> Tensor:
         """x [t, i], as the region has it -> y [t, o]."""
         save(ctx, kept, x, parameters)
@@ -98,7 +111,9 @@ class EnteredLinear(Function):
         dx: Started | None = None
         if ctx.needs_input_grad[0]:
             dx = ctx.border.left_product(dy, stacked(parameters), ctx.products.input_grad)
-        grads = weight_gradients(ctx, parameters, wanted, None if tokens is None else tokens.wait(), dy)
+        grads = weight_gradients(
+            ctx, parameters, wanted, None if tokens is None else tokens.wait(), dy
+        )
         return None if dx is None else dx.wait(), None, None, None, None, *grads
 
 
@@ -113,7 +128,13 @@ class LeftLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, kept: Kept, border: Border, sink: Sink | None, products: Products, *parameters: Tensor
+        ctx: Context,
+        x: Tensor,
+        kept: Kept,
+        border: Border,
+        sink: Sink | None,
+        products: Products,
+        *parameters: Tensor,
     ) -> Tensor:
         """x [t, i_tp] -> y [t, o], as the region has tokens."""
         save(ctx, kept, x, parameters)

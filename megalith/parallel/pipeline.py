@@ -1,6 +1,7 @@
 """The pipeline executor: a rank obeys its list of actions, deciding nothing.
 
-One executor for every schedule, one rank without a pipeline included, for training and, under `no_grad`, evaluation.
+One executor for every schedule, one rank without a pipeline included, for training and, under
+`no_grad`, evaluation.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +30,8 @@ class Chunk(Protocol):
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
         """What the stage before sent (nothing to the first) -> what the next one needs.
 
-        The last stage gives what backward starts from, one scalar, or nothing in evaluation. An output must not share
-        memory with anything that is written to later.
+        The last stage gives what backward starts from, one scalar, or nothing in evaluation. An
+        output must not share memory with anything that is written to later.
         """
 
 
@@ -55,18 +56,26 @@ class Pipeline:
     """By chunk: the weight gradients that schedules with a W put aside."""
 
     turns: Turns = field(default_factory=Turns)
-    """How a forward and a backward that are computed together take turns: what their exchanges call meanwhile."""
+    """How a forward and a backward that are computed together take turns: what their exchanges call
+    meanwhile."""
 
-    def run(self, schedule: Schedule, chunks: Sequence[Chunk], boundary: Boundary | None = None) -> None:
-        """Run one step: every microbatch through my chunks, forward and, unless the schedule is forward-only, backward.
+    def run(
+        self, schedule: Schedule, chunks: Sequence[Chunk], boundary: Boundary | None = None
+    ) -> None:
+        """Run one step: every microbatch through my chunks, forward and, unless the schedule is
+        forward-only, backward.
 
         Raises:
-            DataError: another stage sent tensors of other shapes than were expected; with announcements only.
+            DataError: another stage sent tensors of other shapes than were expected; with
+            announcements only.
         """
         boundary = boundary or self.boundary
         announce = self.announce or boundary is None
         with Link(
-            self.handles, num_microbatches=schedule.num_microbatches, announce=announce, device=self.device
+            self.handles,
+            num_microbatches=schedule.num_microbatches,
+            announce=announce,
+            device=self.device,
         ) as link:
             step = _Step(schedule, self.rank, chunks, self.weights, link, boundary)
             for actions in together(schedule, self.rank):
@@ -82,7 +91,8 @@ class Pipeline:
 class _Alive:
     """One microbatch between its forward and its backward through a chunk.
 
-    Of the outputs only the edges of the graph are kept, so that their memory goes as soon as they have been sent.
+    Of the outputs only the edges of the graph are kept, so that their memory goes as soon as they
+    have been sent.
     """
 
     received: Tensors
@@ -93,7 +103,8 @@ class _Alive:
 
 @dataclass(slots=True)
 class _Step:
-    """What one rank has at hand in the middle of a step; keys are (direction, chunk, microbatch)."""
+    """What one rank has at hand in the middle of a step; keys are (direction, chunk,
+    microbatch)."""
 
     schedule: Schedule
     rank: int
@@ -131,7 +142,13 @@ class _Step:
 
     def check_done(self) -> None:
         """A schedule that leaves something over is our own mistake."""
-        left = [*self.alive, *self.posted, *self.computed, *self.here, *(w.microbatches for w in self.weights)]
+        left = [
+            *self.alive,
+            *self.posted,
+            *self.computed,
+            *self.here,
+            *(w.microbatches for w in self.weights),
+        ]
         assert not any(left), left
 
     # --- computing
@@ -144,7 +161,11 @@ class _Step:
         outputs = self.chunks[chunk](microbatch, received)
         last = neighbour(self.schedule, self.rank, chunk, "forward") is None
         if training:
-            edges = tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs if y.is_floating_point())
+            edges = tuple(
+                get_gradient_edge(y) if y.requires_grad else None
+                for y in outputs
+                if y.is_floating_point()
+            )
             start = tuple(torch.ones_like(y) for y in outputs) if last else ()
             self.alive[chunk, microbatch] = _Alive(received, edges, start)
         if not last:
@@ -153,7 +174,9 @@ class _Step:
     def _backward(self, chunk: int, microbatch: int, *, put_aside: bool) -> None:
         one = self.alive.pop((chunk, microbatch))
         gradients = one.start or self._take("backward", chunk, microbatch)
-        roots = [(edge, dy) for edge, dy in zip(one.edges, gradients, strict=True) if edge is not None]
+        roots = [
+            (edge, dy) for edge, dy in zip(one.edges, gradients, strict=True) if edge is not None
+        ]
         with self.weights[chunk].putting_aside(microbatch) if put_aside else nullcontext():
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [dy for _, dy in roots])
@@ -172,7 +195,8 @@ class _Step:
             self.computed[direction, chunk, microbatch] = tensors
 
     def _take(self, direction: Direction, chunk: int, microbatch: int) -> Tensors:
-        """What a chunk computes from: of this rank, or of another as soon as it is there; nothing at the ends."""
+        """What a chunk computes from: of this rank, or of another as soon as it is there; nothing
+        at the ends."""
         key = (direction, chunk, microbatch)
         if key in self.here:
             return self.here.pop(key)

@@ -1,7 +1,9 @@
-"""Weight gradients that wait: what zero-bubble schedules put between a layer and where its gradient goes.
+"""Weight gradients that wait: what zero-bubble schedules put between a layer and where its gradient
+goes.
 
-Backward towards the input (I) puts aside what each weight gradient is made of, and the weights' part (W) adds it up
-later, when the rank would have nothing else to do. Source: Qi et al. 2024, arXiv:2401.10241, section 2.
+Backward towards the input (I) puts aside what each weight gradient is made of, and the weights'
+part (W) adds it up later, when the rank would have nothing else to do. Source: Qi et al. 2024,
+arXiv:2401.10241, section 2.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +69,9 @@ class PostponingSink:
 
     def product(self, x: Tensor, dy: Tensor) -> None:
         """Add `dy.T @ x`, now or later: x [t, i], dy [t, o]."""
-        self.chunk.do(partial(self.sink.product, x.detach(), dy.detach()))  # the graph that made x may go
+        self.chunk.do(
+            partial(self.sink.product, x.detach(), dy.detach())
+        )  # the graph that made x may go
 
     def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
         """Add each expert's `dy.T @ x`, now or later: x [r, i], dy [r, o]."""

@@ -1,4 +1,5 @@
-"""Updated weights on their way to the ranks that compute with them, bucket by bucket, while the next forward runs."""
+"""Updated weights on their way to the ranks that compute with them, bucket by bucket, while the
+next forward runs."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,7 +11,8 @@ from megalith.plan.buckets import BucketPlan
 
 
 class Publication:
-    """Makes a flat buffer whole again, of each bucket of which every rank of a group has updated its own slice.
+    """Makes a flat buffer whole again, of each bucket of which every rank of a group has updated
+    its own slice.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.1.
     """
@@ -22,10 +24,15 @@ class Publication:
         """By bucket, in the order in which they arrive."""
 
     def start(self) -> None:
-        """Send my slices, and receive those of the others; nothing of the last time may still be on its way."""
-        for index in reversed(range(len(self.plan.buckets))):  # the last bucket holds the first layers
+        """Send my slices, and receive those of the others; nothing of the last time may still be on
+        its way."""
+        for index in reversed(
+            range(len(self.plan.buckets))
+        ):  # the last bucket holds the first layers
             bucket = self.plan.buckets[index]
-            weights = self.weights.data[bucket.start : bucket.stop]  # autograd need not count this as a change
+            weights = self.weights.data[
+                bucket.start : bucket.stop
+            ]  # autograd need not count this as a change
             self.arriving[index] = start_gather(weights, self.slices[index], tag=2 * index + 1)
 
     def settle(self) -> None:
@@ -33,12 +40,15 @@ class Publication:
         self._arrive(list(self.arriving))
 
     def wait_in(self, chunk: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Let every layer of a chunk wait for its own weights, and what comes after the chunk's forward for the rest.
+        """Let every layer of a chunk wait for its own weights, and what comes after the chunk's
+        forward for the rest.
 
-        A head is not called as a module but asked for a loss or for logits, of what forward has given. `parameters`:
-        all that lie in the buffer, in the order of the plan.
+        A head is not called as a module but asked for a loss or for logits, of what forward has
+        given. `parameters`: all that lie in the buffer, in the order of the plan.
         """
-        bucket_of = {id(one): slot.bucket for one, slot in zip(parameters, self.plan.slots, strict=True)}
+        bucket_of = {
+            id(one): slot.bucket for one, slot in zip(parameters, self.plan.slots, strict=True)
+        }
         for module in _layers(chunk):
             module.register_forward_pre_hook(self._wait_hook(module, bucket_of))
         chunk.register_forward_hook(self._wait_hook(chunk, bucket_of))
@@ -63,4 +73,8 @@ class Publication:
 
 def _layers(chunk: nn.Module) -> list[nn.Module]:
     """What forward calls: the modules right below a chunk, and those in its lists."""
-    return [layer for child in chunk.children() for layer in (child if isinstance(child, nn.ModuleList) else [child])]
+    return [
+        layer
+        for child in chunk.children()
+        for layer in (child if isinstance(child, nn.ModuleList) else [child])
+    ]

@@ -1,8 +1,8 @@
 """Recomputation: regions of the model that keep their inputs for backward and run once more there.
 
-`recompute` is the one primitive; `LayerRunner` applies it to whole layers. What only a single reader keeps is dropped
-more cheaply: by a `Rebuilt` input, see kernels/rebuilt.py.
-Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+`recompute` is the one primitive; `LayerRunner` applies it to whole layers. What only a single
+reader keeps is dropped more cheaply: by a `Rebuilt` input, see kernels/rebuilt.py. Source: Chen et
+al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.kernels.rebuilt import Comparison, Input, Rebuilt, fingerprint, in_parts, rebuild, value_of
+from megalith.kernels.rebuilt import (
+    Comparison,
+    Input,
+    Rebuilt,
+    fingerprint,
+    in_parts,
+    rebuild,
+    value_of,
+)
 from megalith.kernels.replay import Decided
 from megalith.kernels.tokens import Tokens
 from megalith.parallel.autograd import gathered_again
@@ -27,19 +35,25 @@ Function = Callable[..., Tensor]
 
 
 def recompute(function: Function, x: Input, *others: Tensor, check: bool = False) -> Tensor:
-    """`function(x, *others)`, of which only x, or what it is rebuilt from, and `others` are kept for backward.
+    """`function(x, *others)`, of which only x, or what it is rebuilt from, and `others` are kept
+    for backward.
 
-    Backward runs the function again, with gradients, and goes through the first pass's graph with the second pass's
-    numbers; so a sink is given each product once, and parameters inside get gradients whatever x wants. Collectives
-    inside run again, in the same order. Without gradients nothing is kept anyway, and the function just runs. With
-    `check` the second pass must give the bits of the first.
+    Backward runs the function again, with gradients, and goes through the first pass's graph with
+    the second pass's numbers; so a sink is given each product once, and parameters inside get
+    gradients whatever x wants. Collectives inside run again, in the same order. Without gradients
+    nothing is kept anyway, and the function just runs. With `check` the second pass must give the
+    bits of the first.
     """
     if not torch.is_grad_enabled():
         return function(value_of(x), *others)
     function = _Compared(function) if check else function
     region, inputs = (_Again(function, x), x.inputs) if isinstance(x, Rebuilt) else (function, (x,))
-    with set_checkpoint_early_stop(not check):  # the second pass ends with what is saved last, unless it is compared
-        y: Tensor = checkpoint(region, *inputs, *others, use_reentrant=False, preserve_rng_state=False)
+    with set_checkpoint_early_stop(
+        not check
+    ):  # the second pass ends with what is saved last, unless it is compared
+        y: Tensor = checkpoint(
+            region, *inputs, *others, use_reentrant=False, preserve_rng_state=False
+        )
     return y
 
 
@@ -59,7 +73,8 @@ class _Compared:
 
 
 class _Again:
-    """Runs a region on the tensor it is given first, and from then on on what that is rebuilt from."""
+    """Runs a region on the tensor it is given first, and from then on on what that is rebuilt
+    from."""
 
     def __init__(self, function: Function, x: Rebuilt) -> None:
         self.function, self.again, self.num_inputs = function, x.again, len(x.inputs)
@@ -75,16 +90,19 @@ class _Again:
 
 
 class Recomputed(nn.Module):
-    """A module or function of x, other tensors and the tokens, whose inner tensors are not kept for backward."""
+    """A module or function of x, other tensors and the tokens, whose inner tensors are not kept for
+    backward."""
 
     def __init__(self, function: Function, *, check: bool = False, turns: bool = False) -> None:
-        """`turns`: it reads the tables that positions turn by, which are kept as other tensors are."""
+        """`turns`: it reads the tables that positions turn by, which are kept as other tensors
+        are."""
         super().__init__()
         self.function, self.check, self.turns = function, check, turns
 
     def forward(self, x: Input, *others: Tensor | Tokens) -> Tensor:
         """The same result; `others` may end with the tokens."""
-        # Made contiguous: a part of a larger tensor would keep all of it (values, of queries, keys and values).
+        # Made contiguous: a part of a larger tensor would keep all of it (values, of queries, keys
+        # and values).
         tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
         last = [replace(other, decided=Decided()) for other in others if isinstance(other, Tokens)]
         tables = [table for tokens in last for table in tokens.rotary] if self.turns else []
@@ -93,7 +111,8 @@ class Recomputed(nn.Module):
 
 
 def _call(function: Function, last: Sequence[Tokens], num_tables: int, *first: Tensor) -> Tensor:
-    """The function of some tensors, of which the last so many are tables that the tokens come with."""
+    """The function of some tensors, of which the last so many are tables that the tokens come
+    with."""
     if num_tables:
         first, tables = first[:-num_tables], first[-num_tables:]
         last = [replace(tokens, rotary=tables) for tokens in last]
@@ -101,10 +120,12 @@ def _call(function: Function, last: Sequence[Tokens], num_tables: int, *first: T
 
 
 class RecomputedInChunks(Recomputed):
-    """The same of an MLP or another function of each token alone, for one chunk of this rank's tokens after another.
+    """The same of an MLP or another function of each token alone, for one chunk of this rank's
+    tokens after another.
 
-    Under sp each chunk is gathered and scattered by itself; every rank has as many. There are always `chunks`, some of
-    them without a token where there are fewer tokens: engines expect as many gradients of each weight, see `passes_of`.
+    Under sp each chunk is gathered and scattered by itself; every rank has as many. There are
+    always `chunks`, some of them without a token where there are fewer tokens: engines expect as
+    many gradients of each weight, see `passes_of`.
     """
 
     def __init__(self, function: Function, chunks: int, *, check: bool = False) -> None:
@@ -112,15 +133,22 @@ class RecomputedInChunks(Recomputed):
         self.chunks = chunks
 
     def forward(self, x: Input, *others: Tensor | Tokens) -> Tensor:
-        """x [t, h] -> [t, h]; the function is given all tokens that others tell of beside each chunk."""
+        """x [t, h] -> [t, h]; the function is given all tokens that others tell of beside each
+        chunk."""
         parts = in_parts(x, self.chunks)
         return torch.cat([Recomputed.forward(self, part, *others) for part in parts])
 
 
 def passes_of(model: nn.Module) -> Mapping[nn.Module, int]:
-    """How often each module inside regions of chunks runs in one forward of the model; all others run once."""
+    """How often each module inside regions of chunks runs in one forward of the model; all others
+    run once."""
     regions = [module for module in model.modules() if isinstance(module, RecomputedInChunks)]
-    return {inner: region.chunks for region in regions for inner in region.modules() if inner is not region}
+    return {
+        inner: region.chunks
+        for region in regions
+        for inner in region.modules()
+        if inner is not region
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,20 +168,27 @@ class Remember:
 
 @dataclass(frozen=True, slots=True)
 class LayerRunner:
-    """Runs the layers of a stage, or of one model chunk, and decides what of each is kept for backward."""
+    """Runs the layers of a stage, or of one model chunk, and decides what of each is kept for
+    backward."""
 
     recompute: RecomputeConfig
     offload: OffloadConfig
     group: Group
-    """Tensor-parallel ranks, over which `recompute.shard_inputs` divides the inputs that are kept."""
+    """Tensor-parallel ranks, over which `recompute.shard_inputs` divides the inputs that are
+    kept."""
 
     memory: HostMemory = field(default_factory=HostMemory)
     """For what is offloaded."""
 
     def __call__(
-        self, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens, remember: Remember | None = None
+        self,
+        layers: Sequence[nn.Module],
+        x: Tensor,
+        tokens: Tokens,
+        remember: Remember | None = None,
     ) -> tuple[Tensor, Tokens]:
-        """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on the way."""
+        """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on
+        the way."""
         spans = self._spans(len(layers), None if remember is None else remember.before)
         away = OffloadedPass(self.memory, min_numel=self.offload.min_numel, stays=_shared(tokens))
         for number, span in enumerate(spans):
@@ -172,7 +207,9 @@ class LayerRunner:
             return layer_spans(self.recompute, self.offload, count, cut=cut)
         return layer_spans(RecomputeConfig(), OffloadConfig(), count, cut=cut)
 
-    def _run_span(self, span: Span, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens) -> Tensor:
+    def _run_span(
+        self, span: Span, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens
+    ) -> Tensor:
         if not span.recomputed:
             return _run(layers, tokens, x)
         kept = sharded(x, self.group) if self.recompute.shard_inputs else x
@@ -186,7 +223,8 @@ def _shared(tokens: Tokens) -> tuple[Tensor, ...]:
 
 
 def _run(layers: Sequence[nn.Module], tokens: Tokens, x: Tensor, *shared: Tensor) -> Tensor:
-    """One layer after the other, with what they share given apart where it has to be kept as tensors."""
+    """One layer after the other, with what they share given apart where it has to be kept as
+    tensors."""
     if shared:
         pairs = len(tokens.rotary)
         tokens = replace(tokens, rotary=shared[:pairs], memory=next(iter(shared[pairs:]), None))
@@ -198,7 +236,8 @@ def _run(layers: Sequence[nn.Module], tokens: Tokens, x: Tensor, *shared: Tensor
 def sharded(x: Tensor, group: Group) -> Rebuilt:
     """x, the same on every rank of `group`, rebuilt from equal slices of which each rank keeps one.
 
-    The slices are of its elements in order, the last one padded with zeros. One all-gather when it is rebuilt.
+    The slices are of its elements in order, the last one padded with zeros. One all-gather when it
+    is rebuilt.
     """
     with torch.no_grad():
         length = -(-x.numel() // group.size)

@@ -1,7 +1,9 @@
-"""Matmuls that hide the communication around them: gathers and sums of tokens, step by step around a ring of ranks.
+"""Matmuls that hide the communication around them: gathers and sums of tokens, step by step around
+a ring of ranks.
 
-Each rank starts a step's message, multiplies what it has meanwhile, and then waits. n ranks take n steps, and all but
-one communicate. Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition", ASPLOS.
+Each rank starts a step's message, multiplies what it has meanwhile, and then waits. n ranks take n
+steps, and all but one communicate. Source: Wang et al. 2023, "Overlap Communication with Dependent
+Computation via Decomposition", ASPLOS.
 """
 
 from collections.abc import Callable
@@ -52,9 +54,11 @@ def start_scatter(x: Tensor, group: Group) -> Started:
 
 
 def start_passing(x: Tensor, group: Group) -> Started:
-    """Start sending `x` [t, ...] to the next rank of the ring, and receiving as much from the one before.
+    """Start sending `x` [t, ...] to the next rank of the ring, and receiving as much from the one
+    before.
 
-    An exchange in which only neighbours have something to say: it needs no order of sends and receives.
+    An exchange in which only neighbours have something to say: it needs no order of sends and
+    receives.
     """
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
@@ -79,9 +83,11 @@ def gather_product(x: Tensor, w: Tensor, group: Group, product: Product) -> tupl
 
 
 def product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Tensor:
-    """The sum over the ranks of their products, for my tokens: x [t, i_tp], all tokens -> [t / ranks, o].
+    """The sum over the ranks of their products, for my tokens: x [t, i_tp], all tokens -> [t /
+    ranks, o].
 
-    A sum travels round to the rank whose tokens it is for: while one is on its way, I multiply for the next one.
+    A sum travels round to the rank whose tokens it is for: while one is on its way, I multiply for
+    the next one.
     """
     parts = x.chunk(group.size)
     travelling: Started | None = None
@@ -95,7 +101,8 @@ def product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Ten
 
 
 class RingProducts(NamedTuple):
-    """The two products of a ring; what they are fused with depends on the device, never what they compute."""
+    """The two products of a ring; what they are fused with depends on the device, never what they
+    compute."""
 
     gathered: Callable[[Tensor, Tensor, Group, Product], tuple[Tensor, Tensor]]
     """(x, w, group, product) -> all tokens, and their product: see `gather_product`."""

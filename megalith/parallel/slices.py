@@ -1,9 +1,10 @@
-"""Sums of a bucket that end as one slice per rank, and slices that become a whole bucket again, while ranks compute.
+"""Sums of a bucket that end as one slice per rank, and slices that become a whole bucket again,
+while ranks compute.
 
-On NVIDIA GPUs these are NCCL's reduce-scatter and all-gather. gloo has neither for one tensor: torch gives it a copy of
-the whole to all-reduce, or to gather list by list. So on CPUs every rank sends each other rank its slice, straight from
-the buffer and into it. Measured, two ranks with 16 MB, torch 2.13: 6 ms and 2 ms for the sum against 27 ms, and 6 ms
-against 12 ms for the way back.
+On NVIDIA GPUs these are NCCL's reduce-scatter and all-gather. gloo has neither for one tensor:
+torch gives it a copy of the whole to all-reduce, or to gather list by list. So on CPUs every rank
+sends each other rank its slice, straight from the buffer and into it. Measured, two ranks with 16
+MB, torch 2.13: 6 ms and 2 ms for the sum against 27 ms, and 6 ms against 12 ms for the way back.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from megalith.parallel.group import Group, note, on_its_way, start_receive, star
 
 @dataclass(slots=True)
 class Works:
-    """Messages on their way. What they write may be read, and what they read be written, after `wait`."""
+    """Messages on their way. What they write may be read, and what they read be written, after
+    `wait`."""
 
     started: list[dist.Work]
 
@@ -38,12 +40,14 @@ class SliceSum:
     """The bucket as [ranks, numel of a slice]; mine becomes the sum."""
 
     received: Tensor | None
-    """What the other ranks have for my slice, [ranks, numel]; None where the library summed already."""
+    """What the other ranks have for my slice, [ranks, numel]; None where the library summed
+    already."""
 
     rank: int
 
     def wait(self) -> Tensor:
-        """My slice of the sum, in the bucket's own memory. Ranks are added in their order, whatever the bucket."""
+        """My slice of the sum, in the bucket's own memory. Ranks are added in their order, whatever
+        the bucket."""
         self.works.wait()
         mine = self.slices[self.rank]
         if self.received is None:
@@ -51,12 +55,16 @@ class SliceSum:
         return _add_in_order_(mine, self.received[: self.rank], self.received[self.rank + 1 :])
 
 
-def start_sum(bucket: Tensor, group: Group, *, tag: int, dtype: torch.dtype | None = None) -> SliceSum:
-    """Start adding up `bucket` over `group`; each rank gets the sum of its slice, the `rank`-th of equal ones.
+def start_sum(
+    bucket: Tensor, group: Group, *, tag: int, dtype: torch.dtype | None = None
+) -> SliceSum:
+    """Start adding up `bucket` over `group`; each rank gets the sum of its slice, the `rank`-th of
+    equal ones.
 
-    The bucket belongs to the sum until `wait`; afterwards only my slice of it means anything. `dtype`: what
-    travels, when it is not what the bucket holds; a rank adds what it receives in the bucket's own. `tag`: the same on
-    all ranks, another one for everything that is on its way in the group meanwhile.
+    The bucket belongs to the sum until `wait`; afterwards only my slice of it means anything.
+    `dtype`: what travels, when it is not what the bucket holds; a rank adds what it receives in the
+    bucket's own. `tag`: the same on all ranks, another one for everything that is on its way in the
+    group meanwhile.
     """
     slices = bucket.view(group.size, -1)
     if bucket.device.type == "cpu":
@@ -65,13 +73,17 @@ def start_sum(bucket: Tensor, group: Group, *, tag: int, dtype: torch.dtype | No
         return SliceSum(_exchange(sent, received, group, tag), slices, received, group.rank)
     if dtype is None:
         entry = note(group, "reduce_scatter", bucket)
-        work = dist.reduce_scatter_tensor(slices[group.rank], bucket, group=group.handle, async_op=True)
+        work = dist.reduce_scatter_tensor(
+            slices[group.rank], bucket, group=group.handle, async_op=True
+        )
         return SliceSum(Works([on_its_way(entry, work)]), slices, None, group.rank)
     sent = bucket.to(dtype)
     received = torch.empty_like(sent)
     entry = note(group, "all_to_all", sent)
     work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
-    return SliceSum(Works([on_its_way(entry, work)]), slices, received.view(group.size, -1), group.rank)
+    return SliceSum(
+        Works([on_its_way(entry, work)]), slices, received.view(group.size, -1), group.rank
+    )
 
 
 def start_gather(bucket: Tensor, group: Group, *, tag: int) -> Works:
@@ -80,12 +92,15 @@ def start_gather(bucket: Tensor, group: Group, *, tag: int) -> Works:
     if bucket.device.type == "cpu":
         return _exchange(slices[group.rank].expand_as(slices), slices, group, tag)
     entry = note(group, "all_gather", bucket)
-    work = dist.all_gather_into_tensor(bucket, slices[group.rank], group=group.handle, async_op=True)
+    work = dist.all_gather_into_tensor(
+        bucket, slices[group.rank], group=group.handle, async_op=True
+    )
     return Works([on_its_way(entry, work)])
 
 
 def _exchange(sent: Tensor, received: Tensor, group: Group, tag: int) -> Works:
-    """Send row k of `sent` to rank k and receive its row for me as row k of `received`; my own row stays."""
+    """Send row k of `sent` to rank k and receive its row for me as row k of `received`; my own row
+    stays."""
     works: list[dist.Work] = []
     for distance in range(1, group.size):  # no two ranks send to the same one first
         to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
@@ -95,10 +110,12 @@ def _exchange(sent: Tensor, received: Tensor, group: Group, tag: int) -> Works:
 
 
 def sum_over_members_(x: Tensor, group: Group, members: Sequence[int]) -> Tensor:
-    """Sum `x` in place over some ranks of `group`, given by their places in it; only they call this.
+    """Sum `x` in place over some ranks of `group`, given by their places in it; only they call
+    this.
 
-    Every one of them adds in the same order, so that all get the same bits. Of two, the first sends before it receives:
-    NCCL takes the messages of a pair one after the other, and two that received first would wait for ever.
+    Every one of them adds in the same order, so that all get the same bits. Of two, the first sends
+    before it receives: NCCL takes the messages of a pair one after the other, and two that received
+    first would wait for ever.
     """
     if len(members) == 1:
         return x
@@ -113,8 +130,11 @@ def sum_over_members_(x: Tensor, group: Group, members: Sequence[int]) -> Tensor
     return _add_in_order_(x, before, list(received.values())[len(before) :])
 
 
-def _add_in_order_(mine: Tensor, before: Sequence[Tensor] | Tensor, after: Sequence[Tensor] | Tensor) -> Tensor:
-    """Add what lower ranks have, then mine, then what higher ranks have, in place: everywhere the same bits."""
+def _add_in_order_(
+    mine: Tensor, before: Sequence[Tensor] | Tensor, after: Sequence[Tensor] | Tensor
+) -> Tensor:
+    """Add what lower ranks have, then mine, then what higher ranks have, in place: everywhere the
+    same bits."""
     if len(before):
         first = before[0].to(mine.dtype)
         for other in before[1:]:

@@ -1,8 +1,10 @@
-"""Matmuls that torch fuses with the collective around them, reading the other GPUs' memory while they multiply.
+"""Matmuls that torch fuses with the collective around them, reading the other GPUs' memory while
+they multiply.
 
-The only file of the product that knows torch's symmetric memory, whose interface is private. The messages of
-parallel/rings.py are the reference: same arguments, and the same results but for the order of sums. It is the
-decomposition of Wang et al. 2023 (see there), with copies by the GPUs' copy engines instead of messages.
+The only file of the product that knows torch's symmetric memory, whose interface is private. The
+messages of parallel/rings.py are the reference: same arguments, and the same results but for the
+order of sums. It is the decomposition of Wang et al. 2023 (see there), with copies by the GPUs'
+copy engines instead of messages.
 """
 
 import logging
@@ -28,21 +30,29 @@ _MODULE = "torch.distributed._symmetric_memory"
 _GPU = "cuda"  # lint: allow cuda-literal: the fused operators are CUDA's
 
 
-def fused_gather_product(x: Tensor, w: Tensor, group: Group, product: Product) -> tuple[Tensor, Tensor]:
+def fused_gather_product(
+    x: Tensor, w: Tensor, group: Group, product: Product
+) -> tuple[Tensor, Tensor]:
     """All tokens, and their product with my `w`: x [t / ranks, i], my tokens -> [t, i], [t, o]."""
     entry = note(group, "fused_all_gather_matmul", x)
-    whole, (y,) = _operators().fused_all_gather_matmul(x, [_factor(w, product)], 0, group.name, return_A=True)
+    whole, (y,) = _operators().fused_all_gather_matmul(
+        x, [_factor(w, product)], 0, group.name, return_A=True
+    )
     finished(entry)
     return whole, y
 
 
 def fused_product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Tensor:
-    """The sum over the ranks of their products, for my tokens: x [t, i_tp], all tokens -> [t / ranks, o].
+    """The sum over the ranks of their products, for my tokens: x [t, i_tp], all tokens -> [t /
+    ranks, o].
 
-    Each product is rounded to the dtype of `x`, and their sum, which is taken in fp32 or better, once more.
+    Each product is rounded to the dtype of `x`, and their sum, which is taken in fp32 or better,
+    once more.
     """
     entry = note(group, "fused_matmul_reduce_scatter", x)
-    mine: Tensor = _operators().fused_matmul_reduce_scatter(x, _factor(w, product), "sum", 0, group.name)
+    mine: Tensor = _operators().fused_matmul_reduce_scatter(
+        x, _factor(w, product), "sum", 0, group.name
+    )
     finished(entry)
     return mine
 
@@ -81,13 +91,19 @@ class Place:
 
 
 def why_not_fused(places: Sequence[Place]) -> str | None:
-    """What keeps a group from fused products; None: nothing does. The same on every rank, given everyone's place."""
+    """What keeps a group from fused products; None: nothing does. The same on every rank, given
+    everyone's place."""
     first = places[0]
     for place in places:
         if place.device != _GPU:
-            return f"rank {place.rank} computes on {place.device}, and fused products need NVIDIA GPUs"
+            return (
+                f"rank {place.rank} computes on {place.device}, and fused products need NVIDIA GPUs"
+            )
         if not place.has_operators:
-            return f"the torch {torch.__version__} of rank {place.rank} has no symmetric memory for GPUs"
+            return (
+                f"the torch {torch.__version__} of rank {place.rank} has no symmetric memory "
+                "for GPUs"
+            )
         if place.host != first.host:
             return (
                 f"rank {first.rank} is on {first.host} and rank {place.rank} on {place.host}, "
@@ -103,10 +119,12 @@ def why_not_fused(places: Sequence[Place]) -> str | None:
 
 
 def choose_products(wanted: RingProductsName, group: Group, device: torch.device) -> RingProducts:
-    """How the rings of `group` multiply on `device`; every rank of the group calls this, and all get the same answer.
+    """How the rings of `group` multiply on `device`; every rank of the group calls this, and all
+    get the same answer.
 
     Raises:
-        ConfigError: on every rank of the group: fused products are asked for, and something keeps it from them.
+        ConfigError: on every rank of the group: fused products are asked for, and something keeps
+        it from them.
     """
     if wanted == "messages" or group.size == 1 or (wanted == "auto" and device.type != _GPU):
         return MESSAGES
@@ -114,12 +132,17 @@ def choose_products(wanted: RingProductsName, group: Group, device: torch.device
     reason = why_not_fused([place for place in places if isinstance(place, Place)])
     if reason is not None and wanted == "fused":
         raise ConfigError(
-            f"parallel.ring_products={wanted} cannot serve the ranks {list(group.ranks)}: {reason}. "
-            f"Set parallel.ring_products to auto or messages."
+            f"parallel.ring_products={wanted} cannot serve the ranks {list(group.ranks)}: "
+            f"{reason}. Set parallel.ring_products to auto or messages."
         )
     if group.rank == 0:
         found = "fused" if reason is None else f"messages, because {reason}"
-        _log.info("parallel.ring_products=%s: the rings of ranks %s use %s", wanted, list(group.ranks), found)
+        _log.info(
+            "parallel.ring_products=%s: the rings of ranks %s use %s",
+            wanted,
+            list(group.ranks),
+            found,
+        )
     if reason is not None:
         return MESSAGES
     _introduce(group)
@@ -132,7 +155,8 @@ def my_place(rank: int, device: torch.device) -> Place:
         return Place(rank, device.type)
     gpu = torch.cuda.current_device() if device.index is None else device.index
     others = (other for other in range(torch.cuda.device_count()) if other != gpu)
-    # Without this question the first product would end the process on machines whose GPUs cannot reach each other.
+    # Without this question the first product would end the process on machines whose GPUs cannot
+    # reach each other.
     reads = tuple(other for other in others if torch.cuda.can_device_access_peer(gpu, other))
     return Place(rank, device.type, socket.gethostname(), gpu, reads, has_symmetric_memory())
 
@@ -140,5 +164,7 @@ def my_place(rank: int, device: torch.device) -> Place:
 def _introduce(group: Group) -> None:
     """Tell symmetric memory of the group, where this torch does not find out by itself."""
     enable = getattr(import_module(_MODULE), "enable_symm_mem_for_group", None)
-    if enable is not None and not hasattr(enable, "__deprecated__"):  # a torch that marks it so needs no call
+    if enable is not None and not hasattr(
+        enable, "__deprecated__"
+    ):  # a torch that marks it so needs no call
         enable(group.name)

@@ -1,4 +1,5 @@
-"""Tensor and sequence parallelism: the layers that cut their weights over a group, and the ways in and out of them."""
+"""Tensor and sequence parallelism: the layers that cut their weights over a group, and the ways in
+and out of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +41,8 @@ from megalith.plan.shards import Shard, split_evenly
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How a parameter starts: normal or uniform with standard deviation `std`, plus `offset`; rows beyond `rows` are
-    zero."""
+    """How a parameter starts: normal or uniform with standard deviation `std`, plus `offset`;
+    rows beyond `rows` are zero."""
 
     std: float
     offset: float = 0.0
@@ -69,7 +70,8 @@ class Region(Protocol):
 
     @property
     def invariant(self) -> frozenset[str]:
-        """Axes over which parameters used outside the divided work get the whole gradient on every rank."""
+        """Axes over which parameters used outside the divided work get the whole gradient on every
+        rank."""
 
     def mine(self, values: Tensor) -> Tensor:
         """What is known of all tokens [t, ...] -> of my tokens, outside the divided work."""
@@ -140,10 +142,11 @@ class WholeTokens:
 
 @dataclass(frozen=True, slots=True)
 class SplitTokens:
-    """Sequence parallel: outside divided work each rank has its own part of the tokens (V), t / tp of them.
+    """Sequence parallel: outside divided work each rank has its own part of the tokens (V), t / tp
+    of them.
 
-    Only a rank's own part is kept for backward, which gathers the tokens again: one all-gather for t·h values less.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+    Only a rank's own part is kept for backward, which gathers the tokens again: one all-gather for
+    t·h values less. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """
 
     group: Group
@@ -151,7 +154,8 @@ class SplitTokens:
     """Communicate in backward behind the matmuls for dx and for the weights."""
 
     rings: bool = False
-    """Communicate step by step around a ring, in forward, too, each step behind a part of a matmul."""
+    """Communicate step by step around a ring, in forward, too, each step behind a part of a
+    matmul."""
 
     products: RingProducts = MESSAGES
     """How a ring's steps and matmuls are computed."""
@@ -199,22 +203,31 @@ class SplitTokens:
 
 
 def declare(module: nn.Module, name: str, declared: Declared, *, dtype: torch.dtype) -> None:
-    """Give `module` the parameter `name`, without memory yet, and note its slice in `module.declared`."""
+    """Give `module` the parameter `name`, without memory yet, and note its slice in
+    `module.declared`."""
     notes: dict[str, Declared] = module.__dict__.setdefault("declared", {})
     notes[name] = declared
-    module.register_parameter(name, nn.Parameter(torch.empty(declared.shard.matrix_shape, dtype=dtype, device="meta")))
+    module.register_parameter(
+        name, nn.Parameter(torch.empty(declared.shard.matrix_shape, dtype=dtype, device="meta"))
+    )
 
 
 class ColumnLinear(nn.Module):
-    """`y = x @ W.T` with the output features of `W` split over the region's group; W may be several matrices.
+    """`y = x @ W.T` with the output features of `W` split over the region's group; W may be several
+    matrices.
 
-    x [t, i], as the region has it -> y [t, f_tp], my slice of every matrix's features, one matrix after the other.
-    Backward sums dx over the group, because every rank used the same x.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    x [t, i], as the region has it -> y [t, f_tp], my slice of every matrix's features, one matrix
+    after the other. Backward sums dx over the group, because every rank used the same x. Source:
+    Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
 
     def __init__(
-        self, weights: Sequence[Declared], biases: Sequence[Declared], region: Region, *, dtype: torch.dtype
+        self,
+        weights: Sequence[Declared],
+        biases: Sequence[Declared],
+        region: Region,
+        *,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.region = region
@@ -243,14 +256,20 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     """`y = x @ W.T + b` with the input features of `W` split over the region's group.
 
-    x [t, i_tp], my slice of the features -> y [t, o] as the region has tokens; the bias is added once, after the sum.
+    x [t, i_tp], my slice of the features -> y [t, o] as the region has tokens; the bias is added
+    once, after the sum.
     """
 
-    def __init__(self, weight: Declared, bias: Declared | None, region: Region, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: Declared, bias: Declared | None, region: Region, *, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.region = region
         self.sink: GroupedSink | None = None
-        self.weight_name, self.bias_name = _attribute(weight), None if bias is None else _attribute(bias)
+        self.weight_name, self.bias_name = (
+            _attribute(weight),
+            None if bias is None else _attribute(bias),
+        )
         for declared in (weight, bias):
             if declared is not None:
                 declare(self, _attribute(declared), declared, dtype=dtype)
@@ -259,7 +278,9 @@ class RowLinear(nn.Module):
         """x [t, i_tp] -> [t, o]."""
         border = self.region.border
         if border is None or not self.region.rings:
-            y = self.region.leave(partial(linear(x, self.sunk(), sink=self.sink), self.region.group))
+            y = self.region.leave(
+                partial(linear(x, self.sunk(), sink=self.sink), self.region.group)
+            )
         else:
             y = left_linear(x, self.sunk(), border, sink=self.sink)
         return y if self.bias_name is None else y + getattr(self, self.bias_name)
@@ -270,10 +291,11 @@ class RowLinear(nn.Module):
 
 
 class WholeLinear(nn.Module):
-    """`y = x @ W.T` with all of `W` on every rank: x [t, i] as the region has it -> y [t, o], of the same tokens.
+    """`y = x @ W.T` with all of `W` on every rank: x [t, i] as the region has it -> y [t, o], of
+    the same tokens.
 
-    Ranks that have all tokens repeat each other's work, and the gradient is whole on each; those that have parts of the
-    tokens sum it.
+    Ranks that have all tokens repeat each other's work, and the gradient is whole on each; those
+    that have parts of the tokens sum it.
     """
 
     def __init__(self, weight: Declared, *, dtype: torch.dtype) -> None:
@@ -300,7 +322,12 @@ class VocabEmbedding(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self, weight: Declared, region: Region, *, dtype: torch.dtype, tied: nn.Parameter | None = None
+        self,
+        weight: Declared,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        tied: nn.Parameter | None = None,
     ) -> None:
         """`tied`: the parameter, where another layer has it already."""
         super().__init__()
@@ -323,7 +350,8 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabHead(nn.Module):
-    """Scores of every token of the vocabulary, with the vocabulary split over the region's group; ends in the loss.
+    """Scores of every token of the vocabulary, with the vocabulary split over the region's group;
+    ends in the loss.
 
     Full logits are never gathered in training. A tied head is given the embedding's parameter.
     """
@@ -331,10 +359,17 @@ class VocabHead(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self, weight: Declared, region: Region, *, vocab_size: int, tied: nn.Parameter | None, dtype: torch.dtype,
+        self,
+        weight: Declared,
+        region: Region,
+        *,
+        vocab_size: int,
+        tied: nn.Parameter | None,
+        dtype: torch.dtype,
         readout: Readout = AS_THEY_ARE,
-    ) -> None:  # fmt: skip
-        """`readout`: what becomes of the products of hidden states and vocabulary before they are scores."""
+    ) -> None:
+        """`readout`: what becomes of the products of hidden states and vocabulary before they are
+        scores."""
         super().__init__()
         self.region, self.readout, self.table = region, readout, weight
         self.summed_loss: Callable[..., Tensor] = linear_cross_entropy
@@ -353,48 +388,75 @@ class VocabHead(nn.Module):
 
     @property
     def reads_table_again(self) -> bool:
-        """Whether the backward of `loss` reads the table: that of its plain definition does, and one that computes
-        logits again."""
+        """Whether the backward of `loss` reads the table: that of its plain definition does, and
+        one that computes logits again."""
         held: Callable[..., object] = self.summed_loss
         words: dict[str, object] = {}
         while isinstance(held, WatchedLoss | with_arguments):
             words |= held.keywords if isinstance(held, with_arguments) else {}
             held = held.func if isinstance(held, with_arguments) else held.compute
-        return held in (recomputed_cross_entropy, recomputed_measures) or words.get("kernel") == "reference"
+        return (
+            held in (recomputed_cross_entropy, recomputed_measures)
+            or words.get("kernel") == "reference"
+        )
 
     def again(self) -> "VocabHead":
         """The same head for one more use in a forward; engines count the gradients of each use."""
         return VocabHead(
-            self.table, self.region, vocab_size=self.vocab_size, tied=self.weight, dtype=self.weight.dtype,
+            self.table,
+            self.region,
+            vocab_size=self.vocab_size,
+            tied=self.weight,
+            dtype=self.weight.dtype,
             readout=self.readout,
-        )  # fmt: skip
+        )
 
     def loss(self, x: Tensor, labels: Tensor, *, judged: bool = False) -> Tensor:
-        """Sum of -log p(label) over labels that are not negative: x [t, h] as the region has it, labels [t] -> scalar.
+        """Sum of -log p(label) over labels that are not negative: x [t, h] as the region has it,
+        labels [t] -> scalar.
 
-        The same on every rank of the group (I). Unless `judged`, with what else is minimised: see `choose_losses`.
+        The same on every rank of the group (I). Unless `judged`, with what else is minimised: see
+        `choose_losses`.
         """
         return (self.judged_loss if judged else self.summed_loss)(
-            value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
-            vocab_size=self.vocab_size, readout=self.readout, sink=self.sink,
-        )  # fmt: skip
+            value_of(self.region.enter(x)),
+            self.weight,
+            labels,
+            vocab=self.region.group,
+            first_row=self.first_row,
+            vocab_size=self.vocab_size,
+            readout=self.readout,
+            sink=self.sink,
+        )
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
-        """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Recomputes logits in backward."""
+        """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Recomputes logits
+        in backward."""
         return self.single_losses(
-            value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
-            vocab_size=self.vocab_size, readout=self.readout, sink=self.sink,
-        )  # fmt: skip
+            value_of(self.region.enter(x)),
+            self.weight,
+            labels,
+            vocab=self.region.group,
+            first_row=self.first_row,
+            vocab_size=self.vocab_size,
+            readout=self.readout,
+            sink=self.sink,
+        )
 
     def best(self, x: Tensor) -> Tensor:
-        """The token that scores highest after each: x [t, h] as the region has it -> int64 [t] (I), no gradient."""
+        """The token that scores highest after each: x [t, h] as the region has it -> int64 [t] (I),
+        no gradient."""
         return best_tokens(
-            value_of(self.region.enter(x)), self.weight, vocab=self.region.group, first_row=self.first_row,
+            value_of(self.region.enter(x)),
+            self.weight,
+            vocab=self.region.group,
+            first_row=self.first_row,
             vocab_size=self.vocab_size,
-        )  # fmt: skip
+        )
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [t, h] on every rank -> [t, vocab_size] on every rank; for sampling, without gradient."""
+        """x [t, h] on every rank -> [t, vocab_size] on every rank; for sampling, without
+        gradient."""
         part = self.readout.scores(linear(x, self.sunk())).T.contiguous()
         return gather(part, self.region.group, sizes=self.row_sizes).T[:, : self.vocab_size]
 
@@ -405,7 +467,9 @@ class VocabHead(nn.Module):
 
 def heads_of(models: Iterable[nn.Module]) -> Iterator[VocabHead]:
     """Every head: the model's, and one for each depth that predicts further ahead."""
-    return (module for model in models for module in model.modules() if isinstance(module, VocabHead))
+    return (
+        module for model in models for module in model.modules() if isinstance(module, VocabHead)
+    )
 
 
 def choose_losses(models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]) -> None:
@@ -415,15 +479,20 @@ def choose_losses(models: Iterable[nn.Module], choose: Callable[[], Callable[...
 
 
 class ExpertMatrix(nn.Module):
-    """A matrix of every expert of this rank, [e o, i], and a bias of each, [e o]; kernels/experts.py multiplies them.
+    """A matrix of every expert of this rank, [e o, i], and a bias of each, [e o];
+    kernels/experts.py multiplies them.
 
-    What ranks divide, experts or the features of each, is for the shards to say and for others to exchange.
+    What ranks divide, experts or the features of each, is for the shards to say and for others to
+    exchange.
     """
 
     def __init__(self, weight: Declared, bias: Declared | None, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.sink: GroupedSink | None = None
-        self.weight_name, self.bias_name = _attribute(weight), None if bias is None else _attribute(bias)
+        self.weight_name, self.bias_name = (
+            _attribute(weight),
+            None if bias is None else _attribute(bias),
+        )
         for declared in (weight, bias):
             if declared is not None:
                 declare(self, _attribute(declared), declared, dtype=dtype)

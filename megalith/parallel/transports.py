@@ -1,7 +1,9 @@
-"""Other ways for tokens to reach their experts: the seam for packages that bring one, and a plain one to prove it.
+"""Other ways for tokens to reach their experts: the seam for packages that bring one, and a plain
+one to prove it.
 
-The plain one knows all ranks that hold experts as one group. A row goes to each of the ranks that have a part of its
-expert, and each sends its part of the answer back to where the row came from, so that nothing is left to do along etp.
+The plain one knows all ranks that hold experts as one group. A row goes to each of the ranks that
+have a part of its expert, and each sends its part of the answer back to where the row came from, so
+that nothing is left to do along etp.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,15 @@ from torch import Tensor
 from megalith.config.parallel import DispatcherName
 from megalith.errors import ConfigError
 from megalith.kernels.grouped_linear import Groups
-from megalith.kernels.permute import Order, expert_major, order_choices, permute, sort_chunks, undone, unpermute
+from megalith.kernels.permute import (
+    Order,
+    expert_major,
+    order_choices,
+    permute,
+    sort_chunks,
+    undone,
+    unpermute,
+)
 from megalith.kernels.permute import weights_of_rows as weights_of
 from megalith.kernels.rebuilt import Input, value_of
 from megalith.kernels.routing import NOWHERE, Choice
@@ -37,16 +47,24 @@ from megalith.plan.transports import BUILT_IN, installed_transports
 class Transport(Protocol):
     """Makes a dispatcher; what an entry point of the group `megalith.transports` is."""
 
-    def __call__(self, *, num_experts: int, ep: Group, etp: Group, both: Group, refusing: bool) -> Dispatcher:
-        """For layers of so many experts, in order: rank r along `ep` has the r-th part of them, and ranks along `etp` a
-        part of each. `both`: the ranks that together hold every expert once; there are several.
+    def __call__(
+        self, *, num_experts: int, ep: Group, etp: Group, both: Group, refusing: bool
+    ) -> Dispatcher:
+        """For layers of so many experts, in order: rank r along `ep` has the r-th part of them, and
+        ranks along `etp` a part of each. `both`: the ranks that together hold every expert once;
+        there are several.
 
         `refusing`: choices may be -1, of experts that took no more.
         """
 
 
 def build_transport(
-    name: DispatcherName, mesh: Mesh, num_experts: int, *, refusing: bool = False, room: Room | None = None
+    name: DispatcherName,
+    mesh: Mesh,
+    num_experts: int,
+    *,
+    refusing: bool = False,
+    room: Room | None = None,
 ) -> Dispatcher:
     """The dispatcher of that name, of this library or of another package: see `build_dispatcher`.
 
@@ -69,12 +87,15 @@ def load_transport(name: str) -> Transport:
     """
     point = installed_transports().get(name)
     if point is None:
-        raise ConfigError(f"parallel.dispatcher={name}: no installed package brings it. Use one of {BUILT_IN}.")
+        raise ConfigError(
+            f"parallel.dispatcher={name}: no installed package brings it. Use one of {BUILT_IN}."
+        )
     try:
         made: Transport = point.load()
     except Exception as error:  # a stranger's code may fail in any way, and this names it
         raise ConfigError(
-            f"parallel.dispatcher={name}: {point.value} does not load ({type(error).__name__}: {error}). Install what "
+            f"parallel.dispatcher={name}: {point.value} does not load ({type(error).__name__}: "
+            f"{error}). Install what "
             f"it needs, or set parallel.dispatcher=exchange."
         ) from error
     return made
@@ -85,7 +106,8 @@ def load_transport(name: str) -> Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """One all-to-all over all ranks that hold experts, with a copy of each row for every rank along etp.
+    """One all-to-all over all ranks that hold experts, with a copy of each row for every rank along
+    etp.
 
     It moves etp times what an exchange does, along ep too; so it is for proofs.
     """
@@ -107,16 +129,25 @@ class Reference:
         own = slice(me * each, (me + 1) * each)
         chunks = [count for row in sent for count in row[own]]
         way = Referred(
-            self.both, order, chunks, expert_major(ranks=ranks, experts=each),
+            self.both,
+            order,
+            chunks,
+            expert_major(ranks=ranks, experts=each),
             [sum(sent[me][rank * each : (rank + 1) * each]) for rank in range(ranks)],
             [sum(row[own]) for row in sent],
-        )  # fmt: skip
+        )
         copies = choice.weights.repeat_interleave(self.etp.size, dim=1)
         counts = tuple(sum(chunks[expert::each]) for expert in range(each))
-        return Arrived(Sent(way.there(permute(x, order)), way.there(weights_of(copies, order)), Groups(counts)), way)
+        return Arrived(
+            Sent(
+                way.there(permute(x, order)), way.there(weights_of(copies, order)), Groups(counts)
+            ),
+            way,
+        )
 
     def places(self, experts: Tensor, each: int) -> Tensor:
-        """Where choices [t, k] go: [t, k etp], which of `each` experts on which member of the group, in one number."""
+        """Where choices [t, k] go: [t, k etp], which of `each` experts on which member of the
+        group, in one number."""
         along_ep, along_etp = steps_in_both(self.ep, self.etp)
         copies = torch.arange(self.etp.size, device=experts.device) * along_etp * each
         first = experts // each * along_ep * each + experts % each
@@ -127,7 +158,9 @@ class Reference:
         """By the rank that sends: how many rows for each expert of each member, on the host."""
         if order.counts.is_meta:
             return [on_host(order.counts, len(order.choices))] * self.both.size
-        found: list[Sequence[int]] = gathered_again(order.counts, self.both).view(self.both.size, -1).tolist()
+        found: list[Sequence[int]] = (
+            gathered_again(order.counts, self.both).view(self.both.size, -1).tolist()
+        )
         return found
 
 
@@ -154,4 +187,6 @@ class Referred:
     def back(self, rows: Tensor) -> Tensor:
         """The other way round; a token's answers, and the parts of each, are one sum."""
         rows = sort_chunks(rows, *undone(self.chunks, self.sorting))
-        return unpermute(all_to_all(rows, self.both, send=self.received, receive=self.sent), self.order)
+        return unpermute(
+            all_to_all(rows, self.both, send=self.received, receive=self.sent), self.order
+        )

@@ -1,8 +1,10 @@
-"""Two lanes of work on one rank that take turns: forward of one microbatch, and backward of another.
+"""Two lanes of work on one rank that take turns: forward of one microbatch, and backward of
+another.
 
-A lane that has sent something off hands over, and waits for the answer when it is its turn again. Exactly one lane runs
-at a time, and where they hand over is written in the program, not left to chance: so every rank enters the collectives
-of both lanes in the same order, whatever arrives first. On accelerators both lanes issue their work to one stream.
+A lane that has sent something off hands over, and waits for the answer when it is its turn again.
+Exactly one lane runs at a time, and where they hand over is written in the program, not left to
+chance: so every rank enters the collectives of both lanes in the same order, whatever arrives
+first. On accelerators both lanes issue their work to one stream.
 """
 
 import threading
@@ -21,18 +23,22 @@ from megalith.observe.flight import BACKWARD_LANE
 Lane = Literal["forward", "backward"]
 OTHER: dict[Lane, Lane] = {"forward": "backward", "backward": "forward"}
 PATIENCE_SECONDS = 5.0
-"""How long a lane that failed waits for the other to stop; it may hang in a collective that other ranks have left."""
+"""How long a lane that failed waits for the other to stop; it may hang in a collective that other
+ranks have left."""
 
 
 class Stopped(BaseException):
-    """Ends a lane because the other one failed; nobody outside sees it, and no `except Exception` holds it up."""
+    """Ends a lane because the other one failed; nobody outside sees it, and no `except Exception`
+    holds it up."""
 
 
 class Turns:
-    """Runs pairs of lanes; called by a lane, it hands over, and returns when it is that lane's turn again.
+    """Runs pairs of lanes; called by a lane, it hands over, and returns when it is that lane's turn
+    again.
 
-    Outside of a pair a call does nothing. The forward lane is the caller's thread. Backward has one of its own, which
-    is kept, and on accelerators those of autograd besides: whatever is not the forward lane is the backward lane.
+    Outside of a pair a call does nothing. The forward lane is the caller's thread. Backward has one
+    of its own, which is kept, and on accelerators those of autograd besides: whatever is not the
+    forward lane is the backward lane.
     """
 
     def __init__(self) -> None:
@@ -55,7 +61,9 @@ class Turns:
         try:
             pair.run("forward", forward, nullcontext())
             pair.join()
-        except BaseException as error:  # while it waited: Ctrl-C comes to this thread, whichever lane the rank is in
+        except (
+            BaseException
+        ) as error:  # while it waited: Ctrl-C comes to this thread, whichever lane the rank is in
             pair.fail(error)
             pair.over.add("forward")
         if pair.error is None or pair.join(PATIENCE_SECONDS):
@@ -67,11 +75,14 @@ class Turns:
             del pair  # else its error keeps it, and all frames, alive
 
     def _thread(self) -> "SimpleQueue[Callable[[], None] | None]":
-        """What the thread of backward takes its work from; it ends when nobody needs these turns any more."""
+        """What the thread of backward takes its work from; it ends when nobody needs these turns
+        any more."""
         if self._work is None:
             self._work = SimpleQueue()
             finalize(self, self._work.put, None)
-            threading.Thread(target=_obey, args=(self._work,), name=BACKWARD_LANE, daemon=True).start()
+            threading.Thread(
+                target=_obey, args=(self._work,), name=BACKWARD_LANE, daemon=True
+            ).start()
         return self._work
 
 
@@ -86,7 +97,9 @@ class _Pair:
     error: BaseException | None = None
     """What the first lane that failed raised."""
 
-    def run(self, lane: Lane, work: Callable[[], None], stream: AbstractContextManager[object]) -> None:
+    def run(
+        self, lane: Lane, work: Callable[[], None], stream: AbstractContextManager[object]
+    ) -> None:
         """One lane from its first turn to its end."""
         try:
             with stream:
@@ -115,9 +128,12 @@ class _Pair:
             self.change.notify_all()
 
     def join(self, patience: float | None = None) -> bool:
-        """Wait until both lanes are over, which is the answer, or one fails, or with some patience even then."""
+        """Wait until both lanes are over, which is the answer, or one fails, or with some patience
+        even then."""
         with self.change:
-            return self.change.wait_for(lambda: len(self.over) == 2 or (patience is None and self._failed()), patience)
+            return self.change.wait_for(
+                lambda: len(self.over) == 2 or (patience is None and self._failed()), patience
+            )
 
     def _failed(self) -> bool:
         return self.error is not None
@@ -140,5 +156,10 @@ def _obey(work: "SimpleQueue[Callable[[], None] | None]") -> None:
 
 
 def _stream_of_caller() -> AbstractContextManager[object]:
-    """The caller's current stream, and with it its device, for another thread, which else has those of GPU 0."""
-    return torch.cuda.stream(torch.cuda.current_stream()) if torch.cuda.is_initialized() else nullcontext()
+    """The caller's current stream, and with it its device, for another thread, which else has those
+    of GPU 0."""
+    return (
+        torch.cuda.stream(torch.cuda.current_stream())
+        if torch.cuda.is_initialized()
+        else nullcontext()
+    )

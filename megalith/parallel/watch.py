@@ -1,8 +1,10 @@
-"""The watch: a thread per rank that notices a collective that never ends, asks all ranks where they are, ends the run.
+"""The watch: a thread per rank that notices a collective that never ends, asks all ranks where they
+are, ends the run.
 
-While all goes well a rank writes nothing to the store: its watch looks at the flight recorder and at one key, twenty
-times per timeout. The first rank that waits too long raises the alarm; every watch then publishes where its rank is, be
-it in a collective or not, and the rank that raised the alarm tells who is missing.
+While all goes well a rank writes nothing to the store: its watch looks at the flight recorder and
+at one key, twenty times per timeout. The first rank that waits too long raises the alarm; every
+watch then publishes where its rank is, be it in a collective or not, and the rank that raised the
+alarm tells who is missing.
 """
 
 import faulthandler
@@ -30,7 +32,8 @@ LOOKS = 20
 
 MAX_PAUSE_SECONDS = 30.0
 GRACE_SECONDS = 2.0
-"""How long ranks have to answer the alarm beyond the time between two looks, and to read the report."""
+"""How long ranks have to answer the alarm beyond the time between two looks, and to read the
+report."""
 
 AXES = ("tp", "cp", "dp", "pp", "etp", "ep")
 """In which order a rank's coordinates are given; those among experts where there are some."""
@@ -51,7 +54,8 @@ class Watch:
     world: int
     timeout_seconds: float
     end: Callable[[Failure, float], object]
-    """Leaves a failure for whoever started this process and ends it, from this thread, after so many seconds."""
+    """Leaves a failure for whoever started this process and ends it, from this thread, after so
+    many seconds."""
 
     where: Callable[[int], str] = str
     """A rank with its coordinates, for people."""
@@ -93,11 +97,14 @@ class Watch:
                 if winner is None or self.over.is_set():
                     continue
                 report = _within(4 * self.patience_seconds, partial(self._exchange, winner))
-            except Exception as error:  # the process that serves the store is gone or stopped, or a mistake of ours
+            # the process that serves the store is gone or stopped, or a mistake of ours
+            except Exception as error:
                 report, winner = self._alone(error) if late else "", self.rank
                 if not report:
                     if not isinstance(error, RuntimeError):
-                        self._say_once(f"the watch of rank {self.rank} failed: {type(error).__name__}: {error}")
+                        self._say_once(
+                            f"the watch of rank {self.rank} failed: {type(error).__name__}: {error}"
+                        )
                     continue
             if report:
                 self._finish(report, winner)
@@ -115,12 +122,16 @@ class Watch:
         self.inside_torch = self.inside_torch + 1 if inside_torch() else 0
         if last is None or last.started > before:
             return False
-        if self.inside_torch > LOOKS // 2:  # nobody notes what torch starts by itself, as FSDP2 does
+        if (
+            self.inside_torch > LOOKS // 2
+        ):  # nobody notes what torch starts by itself, as FSDP2 does
             return True
         if self.device.type == "cpu":
             return False
         # The host only starts operations there, and stands still where it reads a number.
-        busy = not torch.accelerator.current_stream(self.device).query()  # of this thread: the default one
+        busy = not torch.accelerator.current_stream(
+            self.device
+        ).query()  # of this thread: the default one
         if busy and last.finished:
             last.done, last.work, self.on_device = False, None, last
         return busy
@@ -133,7 +144,8 @@ class Watch:
         return int(self.store.get(key)) if self.store.check([key]) else None
 
     def _exchange(self, winner: int) -> str:
-        """Publish where this rank is; make the report, or wait for it. It is "" where nobody waits any more."""
+        """Publish where this rank is; make the report, or wait for it. It is "" where nobody waits
+        any more."""
         self.flight.note_torchs_own(tuple(range(self.world)))
         place = json.dumps(asdict(self.flight.place(self.rank)))
         self.store.set(self._key(f"place/{self.rank}"), place)
@@ -149,19 +161,23 @@ class Watch:
         wait_for(self.store, keys, patience)  # the report names those that did not answer
         told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
         places = {place.rank: place for place in map(Place.from_json, told)}
-        return describe_hang(places, self.world, timeout_seconds=self.timeout_seconds, where=self.where)
+        return describe_hang(
+            places, self.world, timeout_seconds=self.timeout_seconds, where=self.where
+        )
 
     def _key(self, name: str) -> str:
         """In the store: every alarm has its own."""
         return f"{name}/{self.alarms}"
 
     def _go_on(self, winner: int) -> None:
-        """The alarm was about something that has ended by itself: every rank waits for the next one."""
+        """The alarm was about something that has ended by itself: every rank waits for the next
+        one."""
         self.alarms += 1
         self.flight.forget_torchs_own()
         if winner == self.rank:
             self._say_once(
-                f"rank {self.where(self.rank)} was in an operation for longer than parallel.timeout_seconds="
+                f"rank {self.where(self.rank)} was in an operation for longer than "
+                "parallel.timeout_seconds="
                 f"{self.timeout_seconds:g}, and has gone on: the ranks are slow, but nothing hangs"
             )
 
@@ -178,15 +194,22 @@ class Watch:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level} {__name__}: {text}\n")
 
     def _finish(self, report: str, winner: int) -> None:
-        """Write everything down and end, whatever becomes of the writing; one rank speaks for all."""
-        failure = Failure(self.rank, f"{STOPPED_IN_A_HANG} that rank {winner} reports", report, time.monotonic_ns())
+        """Write everything down and end, whatever becomes of the writing; one rank speaks for
+        all."""
+        failure = Failure(
+            self.rank,
+            f"{STOPPED_IN_A_HANG} that rank {winner} reports",
+            report,
+            time.monotonic_ns(),
+        )
         if winner == self.rank:
             failure = replace(failure, summary=report.splitlines()[0], is_report=True)
         try:
             self._write_down(report)
             if winner == self.rank:
                 text = (
-                    f"{report}\nStacks of all threads: {self.folder}/hang_rank_*.txt. If the ranks are only slow, set "
+                    f"{report}\nStacks of all threads: {self.folder}/hang_rank_*.txt. If the ranks "
+                    "are only slow, set "
                     f"parallel.timeout_seconds to more than {self.timeout_seconds:g}."
                 )
                 failure = replace(failure, text=text)
@@ -203,7 +226,9 @@ class Watch:
 
     def _write_stacks(self, path: Path, report: str) -> None:
         with path.open("w") as file:
-            file.write(f"{report}\n\nThis is rank {self.where(self.rank)}. What it entered, newest last:\n")
+            file.write(
+                f"{report}\n\nThis is rank {self.where(self.rank)}. What it entered, newest last:\n"
+            )
             for entry in list(self.flight.entries):
                 file.write(f"  {entry.describe()}{'' if entry.finished else ' (not finished)'}\n")
             file.write("\nStacks of all its threads:\n")
@@ -216,9 +241,14 @@ class Watch:
         waiting = self.flight.place(self.rank).waiting
         if waiting is None:
             return ""
-        store = "the store of the ranks does not answer" if isinstance(error, RuntimeError) else "asking them failed"
+        store = (
+            "the store of the ranks does not answer"
+            if isinstance(error, RuntimeError)
+            else "asking them failed"
+        )
         return (
-            f"rank {self.where(self.rank)} has waited for {waiting.age_seconds:g} s in {waiting.text}, and nobody can "
+            f"rank {self.where(self.rank)} has waited for {waiting.age_seconds:g} s in "
+            f"{waiting.text}, and nobody can "
             f"say for whom: {store} ({_first_line(error)})"
         )
 
@@ -228,7 +258,8 @@ def _first_line(error: Exception) -> str:
 
 
 def wait_for(store: Store, keys: Sequence[str], seconds: float) -> bool:
-    """Whether all these keys are in the store by then. Its own wait prints a warning when time is up."""
+    """Whether all these keys are in the store by then. Its own wait prints a warning when time is
+    up."""
     deadline, pause = time.monotonic() + seconds, 0.0005
     while not store.check(list(keys)):
         if time.monotonic() > deadline:
@@ -239,7 +270,8 @@ def wait_for(store: Store, keys: Sequence[str], seconds: float) -> bool:
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` gives, on a thread of its own: a store whose process was stopped would not even say no.
+    """What `ask` gives, on a thread of its own: a store whose process was stopped would not even
+    say no.
 
     Raises:
         RuntimeError: it gave nothing in time.
@@ -264,7 +296,8 @@ def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
 
 
 def backend_timeout(timeout_seconds: float) -> float:
-    """How long gloo and NCCL wait: longer than any watch needs, whose report says more than theirs."""
+    """How long gloo and NCCL wait: longer than any watch needs, whose report says more than
+    theirs."""
     return 1.5 * timeout_seconds + MAX_PAUSE_SECONDS
 
 

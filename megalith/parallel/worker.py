@@ -1,4 +1,5 @@
-"""One rank of a job: who it is, from the environment; how it joins the others; whether all were started alike."""
+"""One rank of a job: who it is, from the environment; how it joins the others; whether all were
+started alike."""
 
 import hashlib
 import json
@@ -40,9 +41,11 @@ class Worker:
     local_world: int
     device: torch.device
     backend: str
-    """What carries the collectives: gloo for CPU tensors, and nccl beside it where the device is a GPU."""
+    """What carries the collectives: gloo for CPU tensors, and nccl beside it where the device is a
+    GPU."""
     threads: int | None
-    """CPU threads to use unless the settings say; None: as torch chose, or as OMP_NUM_THREADS asked for."""
+    """CPU threads to use unless the settings say; None: as torch chose, or as OMP_NUM_THREADS asked
+    for."""
     listener: int | None = None
     """On rank 0 of our own launcher: the open file that listens at MASTER_PORT."""
 
@@ -51,33 +54,41 @@ class Worker:
         """Read what the launcher said; without a launcher, this process is the whole job.
 
         Raises:
-            ConfigError: only some of the variables are set, one is not a number, or there is no such GPU.
+            ConfigError: only some of the variables are set, one is not a number, or there is no
+            such GPU.
         """
         if not in_worker(environment):
             return _worker(rank=0, world=1, local_rank=0, local_world=1, threads=None)
         missing = [name for name in RANK_VARIABLES if name not in environment]
         if missing:
-            given = ", ".join(f"{name}={environment[name]}" for name in RANK_VARIABLES if name in environment)
+            given = ", ".join(
+                f"{name}={environment[name]}" for name in RANK_VARIABLES if name in environment
+            )
             raise ConfigError(
-                f"{given} is set in the environment, but not {', '.join(missing)}. Use torchrun or --nproc, which set "
+                f"{given} is set in the environment, but not {', '.join(missing)}. Use torchrun or "
+                "--nproc, which set "
                 f"all of them, or unset them all to run one process."
             )
         rank, world = _number(environment, "RANK", "WORLD_SIZE")
         local_rank, local_world = _number(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         threads = _threads(environment, local_world, first=rank == 0)
-        worker = _worker(rank=rank, world=world, local_rank=local_rank, local_world=local_world, threads=threads)
+        worker = _worker(
+            rank=rank, world=world, local_rank=local_rank, local_world=local_world, threads=threads
+        )
         listener = environment.get(LISTENER)
         return worker if listener is None else replace(worker, listener=int(listener))
 
 
-def _worker(*, rank: int, world: int, local_rank: int, local_world: int, threads: int | None) -> Worker:
+def _worker(
+    *, rank: int, world: int, local_rank: int, local_world: int, threads: int | None
+) -> Worker:
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         if local_rank >= gpus:
             raise ConfigError(
-                f"LOCAL_RANK={local_rank}, but this machine has {gpus} GPUs. Use --nproc {gpus} or fewer, or set "
-                f"CUDA_VISIBLE_DEVICES to nothing to run on the CPU."
+                f"LOCAL_RANK={local_rank}, but this machine has {gpus} GPUs. Use --nproc {gpus} or "
+                f"fewer, or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU."
             )
         device, backend = torch.device(f"cuda:{local_rank}"), "cpu:gloo,cuda:nccl"
     return Worker(rank, world, local_rank, local_world, device, backend, threads)
@@ -88,7 +99,8 @@ def _number(environment: Mapping[str, str], index: str, count: str) -> tuple[int
     place, places = environment[index], environment[count]
     if not place.isdecimal() or not places.isdecimal() or int(place) >= int(places):
         raise ConfigError(
-            f"{index}={place} and {count}={places} in the environment are not a place and a number of places. "
+            f"{index}={place} and {count}={places} in the environment are not a place and a number "
+            "of places. "
             f"{index} must be one of 0 to {count} - 1: use torchrun or --nproc, which set both."
         )
     return int(place), int(places)
@@ -101,7 +113,10 @@ def _threads(environment: Mapping[str, str], local_world: int, *, first: bool) -
         return None
     threads = threads_per_rank(available_cores(), local_world)
     if torchrun and first and threads > 1:
-        _log.warning("torchrun sets OMP_NUM_THREADS=1; using %d threads per rank (train.threads to change)", threads)
+        _log.warning(
+            "torchrun sets OMP_NUM_THREADS=1; using %d threads per rank (train.threads to change)",
+            threads,
+        )
     return threads
 
 
@@ -113,7 +128,8 @@ def set_threads(worker: Worker, threads: int | None) -> None:
 
 
 def meet(worker: Worker, *, timeout_seconds: float) -> Store | None:
-    """Open the store through which the ranks find each other, and wait until all are here; None for a job of one.
+    """Open the store through which the ranks find each other, and wait until all are here; None for
+    a job of one.
 
     Raises:
         RankError: on every rank, with those that did not come within `timeout_seconds`.
@@ -125,11 +141,14 @@ def meet(worker: Worker, *, timeout_seconds: float) -> Store | None:
     if worker.rank == 0:
         keys = [f"here/{rank}" for rank in range(worker.world)]
         wait_for(store, keys, timeout_seconds)  # the list tells
-        store.set("absent", json.dumps([rank for rank, key in enumerate(keys) if not store.check([key])]))
+        store.set(
+            "absent", json.dumps([rank for rank, key in enumerate(keys) if not store.check([key])])
+        )
     absent = json.loads(store.get("absent"))
     if absent:
         raise RankError(
-            f"ranks {absent} of {worker.world} did not join within parallel.timeout_seconds={timeout_seconds:g}. Look "
+            f"ranks {absent} of {worker.world} did not join within "
+            f"parallel.timeout_seconds={timeout_seconds:g}. Look "
             f"at what they printed, and run as many as the launcher was told."
         )
     return store
@@ -138,9 +157,14 @@ def meet(worker: Worker, *, timeout_seconds: float) -> Store | None:
 def _open_store(worker: Worker, timeout: timedelta) -> Store:
     if worker.listener is not None:
         return TCPStore(
-            "127.0.0.1", 0, None, is_master=True, timeout=timeout, wait_for_workers=False,
+            "127.0.0.1",
+            0,
+            None,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
             master_listen_fd=worker.listener,
-        )  # fmt: skip
+        )
     store: Store = next(iter(rendezvous("env://", worker.rank, worker.world, timeout=timeout)))[0]
     return store
 
@@ -152,12 +176,16 @@ def another_connection(store: Store) -> Store:
 
 
 def connect(
-    worker: Worker, *, timeout_seconds: float, store: Store | None = None, flight: Flight | None = None
+    worker: Worker,
+    *,
+    timeout_seconds: float,
+    store: Store | None = None,
+    flight: Flight | None = None,
 ) -> Group:
     """Join the other ranks and return the group of all; a job of one rank joins nobody.
 
-    Collectives that wait longer than `timeout_seconds` fail. `store`: that of `meet`, which is called without it;
-    `flight` records what this rank enters.
+    Collectives that wait longer than `timeout_seconds` fail. `store`: that of `meet`, which is
+    called without it; `flight` records what this rank enters.
     """
     if worker.device.type != "cpu":
         torch.accelerator.set_device_index(worker.local_rank)
@@ -166,36 +194,49 @@ def connect(
     found = store if store is not None else meet(worker, timeout_seconds=timeout_seconds)
     assert found is not None
     dist.init_process_group(
-        worker.backend, store=PrefixStore("groups", found), rank=worker.rank, world_size=worker.world,
+        worker.backend,
+        store=PrefixStore("groups", found),
+        rank=worker.rank,
+        world_size=worker.world,
         timeout=timedelta(seconds=timeout_seconds),
-    )  # fmt: skip
+    )
     handle = dist.group.WORLD
     assert handle is not None
-    return Group(("world",), tuple(range(worker.world)), worker.rank, handle, handle.group_name, flight)
+    return Group(
+        ("world",), tuple(range(worker.world)), worker.rank, handle, handle.group_name, flight
+    )
 
 
 def disconnect(worker: Worker, *, failed: bool = False) -> None:
     """Leave the other ranks. `failed`: this rank is on its way out with an error."""
     if failed and worker.device.type != "cpu":
-        return  # NCCL would wait for operations that cannot finish; the end of the process closes its connections
+        # NCCL would wait for operations that cannot finish; the end of the process closes its
+        # connections
+        return
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def machine_problem(grid: Grid, local_world: int) -> str | None:
-    """What is slow about a grid on machines of `local_world` ranks each; None: tensor parallelism stays inside one."""
+    """What is slow about a grid on machines of `local_world` ranks each; None: tensor parallelism
+    stays inside one."""
     tp, stride = grid.strides("tp")
     if all(len({rank // local_world for rank in ranks}) == 1 for ranks in grid.groups(("tp",))):
         return None
-    fits = [size for size in range(1, tp + 1) if tp % size == 0 and local_world % (size * stride) == 0]
+    fits = [
+        size for size in range(1, tp + 1) if tp % size == 0 and local_world % (size * stride) == 0
+    ]
     return (
-        f"parallel.tp={tp} reaches over machines of {local_world} ranks each: every layer then waits for the network, "
-        f"several times. Set parallel.tp to {max(fits, default=1)}, or begin parallel.order with tp."
+        f"parallel.tp={tp} reaches over machines of {local_world} ranks each: every layer then "
+        "waits for the network, "
+        f"several times. Set parallel.tp to {max(fits, default=1)}, or begin parallel.order with "
+        "tp."
     )
 
 
 def agree(settings: Mapping[str, object], group: Group) -> None:
-    """Make sure that all ranks were started with the same settings, before a difference becomes a hang.
+    """Make sure that all ranks were started with the same settings, before a difference becomes a
+    hang.
 
     Collective. Exchanges one hash; only if these differ, the settings themselves.
 
@@ -211,7 +252,8 @@ def agree(settings: Mapping[str, object], group: Group) -> None:
     more = [f"  and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
     listed = "\n".join([*lines[:MAX_DIFFERENCES], *more])
     raise ConfigError(
-        f"ranks were started with different settings:\n{listed}\nOn every rank, use the same command and files."
+        f"ranks were started with different settings:\n{listed}\nOn every rank, use the same "
+        "command and files."
     )
 
 
@@ -219,8 +261,13 @@ def _difference(name: str, given: list[dict[str, object]]) -> str:
     """`optim.lr: 0.1 on ranks 0, 2; 0.2 on rank 1`; empty when all agree."""
     ranks: dict[str, list[str]] = {}
     for rank, settings in enumerate(given):
-        ranks.setdefault(json.dumps(settings[name]) if name in settings else "not set", []).append(str(rank))
+        ranks.setdefault(json.dumps(settings[name]) if name in settings else "not set", []).append(
+            str(rank)
+        )
     if len(ranks) == 1:
         return ""
-    said = [f"{value} on rank{'s' if len(where) > 1 else ''} {', '.join(where)}" for value, where in ranks.items()]
+    said = [
+        f"{value} on rank{'s' if len(where) > 1 else ''} {', '.join(where)}"
+        for value, where in ranks.items()
+    ]
     return f"{name}: {'; '.join(said)}"

@@ -1,13 +1,14 @@
 """What a stage keeps of one microbatch between forward and backward, tensor by tensor, in bytes.
 
-The rows follow what the kernels save, so that on CPUs their sum equals what a meter finds (observe/meter.py), to the
-byte. Notation: t tokens of the microbatch on this rank (t / tp between the regions that tensor parallelism divides,
-under sp), h hidden, n heads, g key/value heads, d head size, f ffn, v vocabulary (n, g, f, v of this rank), e bytes per
-value, w bytes of a statistic. One layer keeps, each row where it is kept first:
+The rows follow what the kernels save, so that on CPUs their sum equals what a meter finds
+(observe/meter.py), to the byte. Notation: t tokens of the microbatch on this rank (t / tp between
+the regions that tensor parallelism divides, under sp), h hidden, n heads, g key/value heads, d head
+size, f ffn, v vocabulary (n, g, f, v of this rank), e bytes per value, w bytes of a statistic. One
+layer keeps, each row where it is kept first:
 
-    attention_norm   its input and a scale               (h·e + w)·t
-    attention.qkv    its input                           h·e·t        not with `norm`: rebuilt from the row above
-    attention        queries, keys, values               (n + 2 g)·d·e·t
+    attention_norm   its input and a scale               (h·e + w)·t attention.qkv    its input
+    h·e·t        not with `norm`: rebuilt from the row above attention        queries, keys, values
+    (n + 2 g)·d·e·t
                      probabilities of short documents    n·(pairs of a tile's queries and keys)·e
                      or, by torch's kernel: a log-sum    n·w·t
     attention.out    its input                           n·d·e·t      torch's kernel has it already
@@ -16,12 +17,13 @@ value, w bytes of a statistic. One layer keeps, each row where it is kept first:
     mlp              gate and up                         2·f·e·t      not with `mlp`
     mlp.down         its input                           f·e·t        not with `mlp_act` or `mlp`
 
-Of a mixture of experts, plan/mixtures.py tells. Other kinds of layers keep other rows: a LayerNorm also means, w·t;
-norms after attention and MLP their own inputs; a parallel layer one input less, and with one norm two; an MLP without a
-gate f·e·t instead of 2·f·e·t; windows, caps and sinks what torch's kernel keeps; norms of queries and keys, gates and
-latent attention what the functions below say.
-Estimates, and no more, are: attention on accelerators; and, on CPUs, latent attention of documents too short for tiles,
-whose values have another width than keys, and biases by distance together with caps, sinks or dropped weights.
+Of a mixture of experts, plan/mixtures.py tells. Other kinds of layers keep other rows: a LayerNorm
+also means, w·t; norms after attention and MLP their own inputs; a parallel layer one input less,
+and with one norm two; an MLP without a gate f·e·t instead of 2·f·e·t; windows, caps and sinks what
+torch's kernel keeps; norms of queries and keys, gates and latent attention what the functions below
+say. Estimates, and no more, are: attention on accelerators; and, on CPUs, latent attention of
+documents too short for tiles, whose values have another width than keys, and biases by distance
+together with caps, sinks or dropped weights.
 
 Source of the method: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
 """
@@ -50,7 +52,8 @@ WIDE = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
 """Bytes of a statistic: what sums run in."""
 
 TILED_LENGTHS, SHORTEST_TILED = range(64, 2049), 16
-"""Tokens of documents whose attention is computed in tiles on CPUs; packed or in bf16 they may be shorter."""
+"""Tokens of documents whose attention is computed in tiles on CPUs; packed or in bf16 they may be
+shorter."""
 
 KEPT_LENGTH, TILE_ROWS, TILE_SCORES = 512, 64, 1 << 22
 """As in kernels/tiled_attention.py; a test holds them equal."""
@@ -60,7 +63,8 @@ class Row(NamedTuple):
     """One tensor that is kept."""
 
     region: str
-    """The module of a layer, or of the model, that keeps it first; "": the layer or model itself."""
+    """The module of a layer, or of the model, that keeps it first; "": the layer or model
+    itself."""
 
     what: str
     numel: int
@@ -95,10 +99,12 @@ class Setting:
     """All tokens choose this rank's experts, as far as they can; else all are equally busy."""
 
     first_layer: int = 0
-    """Number of the first layer here over all stages; it decides which have windows and positions."""
+    """Number of the first layer here over all stages; it decides which have windows and
+    positions."""
 
     accelerator: bool = False
-    """Attention is always torch's kernel there. Its rows are then an estimate; all others stay exact."""
+    """Attention is always torch's kernel there. Its rows are then an estimate; all others stay
+    exact."""
 
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -138,10 +144,16 @@ class Setting:
         """The experts of a layer that has some."""
         assert self.model.moe is not None
         return Mixture(
-            model=self.model, moe=self.model.moe, tokens=self.own_tokens, sharing=self.cp * self.tp,
-            experts=self.experts or ExpertPart(etp=self.tp, etp_rank=self.tp_rank), dispatcher=self.dispatcher,
-            element=self.element, wide=self.wide, crowded=self.crowded,
-        )  # fmt: skip
+            model=self.model,
+            moe=self.model.moe,
+            tokens=self.own_tokens,
+            sharing=self.cp * self.tp,
+            experts=self.experts or ExpertPart(etp=self.tp, etp_rank=self.tp_rank),
+            dispatcher=self.dispatcher,
+            element=self.element,
+            wide=self.wide,
+            crowded=self.crowded,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +167,12 @@ class StageKept:
     """Of these, what waits in host memory."""
 
     ends: tuple[Row, ...]
-    """Of the embedding, the last norm and the loss, as far as they are in the stage, and the rotations of positions."""
+    """Of the embedding, the last norm and the loss, as far as they are in the stage, and the
+    rotations of positions."""
 
     transient: int
-    """Bytes that appear for a while in backward: the largest part that runs again, and what comes back from the host.
+    """Bytes that appear for a while in backward: the largest part that runs again, and what comes
+    back from the host.
     """
 
     @property
@@ -179,21 +193,32 @@ def total(rows: Sequence[Row]) -> int:
 
 
 def stage_kept(
-    setting: Setting, *, num_layers: int, embedding: bool = True, loss: bool = True, norm: bool | None = None,
+    setting: Setting,
+    *,
+    num_layers: int,
+    embedding: bool = True,
+    loss: bool = True,
+    norm: bool | None = None,
     further: int | None = None,
-) -> StageKept:  # fmt: skip
+) -> StageKept:
     """The rows of a stage with so many layers, and with the embedding and the loss or without.
 
-    norm, further: whether the last norm is here, and how many layers that predict further ahead; unset: with the loss.
+    norm, further: whether the last norm is here, and how many layers that predict further ahead;
+    unset: with the loss.
     """
     ends = _Ends(
-        embedding, loss if norm is None else norm, loss, setting.model.mtp.depths * loss if further is None else further
+        embedding,
+        loss if norm is None else norm,
+        loss,
+        setting.model.mtp.depths * loss if further is None else further,
     )
     again, first = modules_again(setting.recompute), setting.first_layer
     each = [tuple(layer_rows(setting, again, first + layer)) for layer in range(num_layers)]
     layers: list[tuple[Row, ...]] = []
     host: list[tuple[Row, ...]] = []
-    transient = max((_back_in_layer(setting, first + n, rows) for n, rows in enumerate(each)), default=0)
+    transient = max(
+        (_back_in_layer(setting, first + n, rows) for n, rows in enumerate(each)), default=0
+    )
     for span in _spans(setting, num_layers):
         inside = each[span.start : span.stop]
         rows = (span_input(setting),) if span.recomputed else inside[0]
@@ -219,7 +244,8 @@ class _Ends(NamedTuple):
 
 
 def _back_in_layer(setting: Setting, layer: int, rows: Sequence[Row]) -> int:
-    """Bytes that backward computes again in a layer that keeps `rows`; where MLPs run in chunks, those of one chunk."""
+    """Bytes that backward computes again in a layer that keeps `rows`; where MLPs run in chunks,
+    those of one chunk."""
     back = total(whole_layer(setting, layer)) - total(rows)
     if not mlp_in_chunks(setting.recompute, setting.model, layer):
         return back
@@ -230,22 +256,28 @@ def _back_in_layer(setting: Setting, layer: int, rows: Sequence[Row]) -> int:
 
 def _spans(setting: Setting, num_layers: int) -> list[Span]:
     """How a stage of so many layers runs them."""
-    cut = setting.model.remembers_before(range(setting.first_layer, setting.first_layer + num_layers))
+    cut = setting.model.remembers_before(
+        range(setting.first_layer, setting.first_layer + num_layers)
+    )
     return layer_spans(setting.recompute, setting.offload, num_layers, cut=cut)
 
 
 def most_back(spans: Sequence[tuple[int, int]]) -> int:
-    """Bytes that backward has on the device, at most, beyond what forward left there, because they come back.
+    """Bytes that backward has on the device, at most, beyond what forward left there, because they
+    come back.
 
-    spans: (bytes kept, bytes of these in host memory) of each. While backward is in one span, that and the one before
-    it are back, and those after it are gone.
+    spans: (bytes kept, bytes of these in host memory) of each. While backward is in one span, that
+    and the one before it are back, and those after it are gone.
 
     >>> most_back([(9, 9), (9, 9), (9, 9), (10, 0)]), most_back([(9, 9), (10, 0), (10, 0)])
     (9, 0)
     """
     later = list(accumulate((kept - away for kept, away in reversed(spans)), initial=0))[-2::-1]
     before = [0, *(away for _, away in spans)]
-    back = [away + earlier - gone for (_, away), earlier, gone in zip(spans, before, later, strict=False)]
+    back = [
+        away + earlier - gone
+        for (_, away), earlier, gone in zip(spans, before, later, strict=False)
+    ]
     return max([0, *back])
 
 
@@ -255,7 +287,8 @@ def whole_layer(setting: Setting, layer: int | None = None) -> list[Row]:
 
 
 def layer_rows(setting: Setting, again: Sequence[str], layer: int | None = None) -> list[Row]:
-    """One layer, numbered over all stages (unset: the first here), of which `again` is computed again in backward."""
+    """One layer, numbered over all stages (unset: the first here), of which `again` is computed
+    again in backward."""
     index = setting.first_layer if layer is None else layer
     setting = replace(setting, model=setting.model.at(index))
     model = setting.model
@@ -277,23 +310,29 @@ def _attention_branch(setting: Setting, layer: int, again: Sequence[str]) -> lis
 
 
 def _cross_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]:
-    """Cross attention without the memory, which is one for all layers: as attention without a window, whose queries and
-    keys do not turn and are not parts of one projection."""
+    """Cross attention without the memory, which is one for all layers: as attention without a
+    window, whose queries and keys do not turn and are not parts of one projection."""
     model, (before, after, kept) = setting.model, _norms_around(setting, again)
     width, kind = setting.own_tokens * model.hidden_size, model.attention
     rows = _after_adding(setting, "cross_norm") if before else []
     if kept:
         rows.append(Row("cross.queries", "input", width, width * setting.element))
     plain = AttentionConfig(scale=kind.scale, softcap=kind.softcap, causal=kind.causal)
-    looking = replace(setting, model=replace(model, attention=plain, positions="rope", rope=RopeConfig()))
+    looking = replace(
+        setting, model=replace(model, attention=plain, positions="rope", rope=RopeConfig())
+    )
     for row in _attention_rows(looking, layer, again):
         rows.append(row._replace(region=row.region.replace("attention", "cross")))
     return rows + (_norm_rows(setting, "cross_out.norm") if after else [])
 
 
 def _after_adding(setting: Setting, norm: str) -> list[Row]:
-    """What a norm of the residual stream keeps that also adds to it, which its layer asks it for."""
-    return [Row("", f"{row.what} of {norm}", row.numel, row.nbytes) for row in _stream_norm_rows(setting, "")]
+    """What a norm of the residual stream keeps that also adds to it, which its layer asks it
+    for."""
+    return [
+        Row("", f"{row.what} of {norm}", row.numel, row.nbytes)
+        for row in _stream_norm_rows(setting, "")
+    ]
 
 
 def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]:
@@ -307,7 +346,9 @@ def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]
         rows += _after_adding(setting, "mlp_norm")
     elif before and model.block == "parallel":
         rows += _stream_norm_rows(setting, "mlp_norm")[1:]  # it reads what attention_norm reads
-    own = alone or model.block == "sequential" or (before and model.block == "parallel")  # else attention reads it, too
+    own = (
+        alone or model.block == "sequential" or (before and model.block == "parallel")
+    )  # else attention reads it, too
     if model.has_experts(layer):
         reads = kept and not (_wants_noise(model, again) and not setting.mixture.rows_stay)
         rows += _mixture_rows(setting, again, kept=own and reads)
@@ -331,7 +372,11 @@ def _wants_noise(model: ModelConfig, again: Sequence[str]) -> bool:
 
 def _mixture_rows(setting: Setting, again: Sequence[str], *, kept: bool) -> list[Row]:
     """A mixture of experts; `kept`: its input, too."""
-    model, moe, width = setting.model, setting.model.moe, setting.own_tokens * setting.model.hidden_size
+    model, moe, width = (
+        setting.model,
+        setting.model.moe,
+        setting.own_tokens * setting.model.hidden_size,
+    )
     assert moe is not None
     first = "narrow" if moe.latent_size is not None else "router.gate"
     reader = "mlp" if "mlp" in again else f"mlp.{first}"
@@ -345,7 +390,10 @@ def _mixture_rows(setting: Setting, again: Sequence[str], *, kept: bool) -> list
     if moe.shared_ffn_hidden_size is None or "shared_experts" in again:
         return rows
     shared = replace(setting, model=replace(model, ffn_hidden_size=moe.shared_ffn_hidden_size))
-    rows += [row._replace(region=f"mlp.shared.0.{row.region}") for row in _mlp_rows(shared, "mlp_act" in again)]
+    rows += [
+        row._replace(region=f"mlp.shared.0.{row.region}")
+        for row in _mlp_rows(shared, "mlp_act" in again)
+    ]
     if moe.shared_gate:
         own = setting.own_tokens
         rows.append(Row("mlp.shared.0", "gate", own, own * setting.element))
@@ -354,7 +402,8 @@ def _mixture_rows(setting: Setting, again: Sequence[str], *, kept: bool) -> list
 
 
 def _norms_around(setting: Setting, again: Sequence[str]) -> tuple[bool, bool, bool]:
-    """Whether there are norms before, and after; and whether inputs of projections are kept, which the first give."""
+    """Whether there are norms before, and after; and whether inputs of projections are kept, which
+    the first give."""
     placement = setting.model.norm_placement
     before = placement != "after"
     return before, placement != "before", not (before and "norm" in again)
@@ -370,17 +419,25 @@ def _first_reader(model: ModelConfig, layer: int) -> str:
 
 
 def _stream_norm_rows(setting: Setting, region: str) -> list[Row]:
-    """What a norm of the residual stream keeps: its input, which comes first, and a statistic or two."""
+    """What a norm of the residual stream keeps: its input, which comes first, and a statistic or
+    two."""
     read, *statistics = _norm_rows(setting, region)
     return [read._replace(nbytes=read.numel * setting.stream), *statistics]
 
 
-def _norm_rows(setting: Setting, region: str, *, tokens: int | None = None, features: int | None = None) -> list[Row]:
+def _norm_rows(
+    setting: Setting, region: str, *, tokens: int | None = None, features: int | None = None
+) -> list[Row]:
     """The same of a norm of the model's kind inside a branch."""
     own = setting.own_tokens if tokens is None else tokens
     width = own * (setting.model.hidden_size if features is None else features)
-    rows = [Row(region, "input", width, width * setting.element), Row(region, "scale", own, own * setting.wide)]
-    return rows + ([Row(region, "mean", own, own * setting.wide)] if setting.model.norm == "layer" else [])
+    rows = [
+        Row(region, "input", width, width * setting.element),
+        Row(region, "scale", own, own * setting.wide),
+    ]
+    return rows + (
+        [Row(region, "mean", own, own * setting.wide)] if setting.model.norm == "layer" else []
+    )
 
 
 def _mlp_rows(setting: Setting, again: bool) -> list[Row]:
@@ -427,7 +484,8 @@ def _ends(setting: Setting, num_layers: int, ends: _Ends) -> Iterator[Row]:
 def _memory_rows(setting: Setting, num_layers: int) -> Iterator[Row]:
     """The memory that layers look at, which all of them share, and its norm where it is taken.
 
-    The norm reads what the first norm of the layer behind it reads, and keeps that only where the layer does not.
+    The norm reads what the first norm of the layer behind it reads, and keeps that only where the
+    layer does not.
     """
     model, first = setting.model, setting.first_layer
     if model.cross is None:
@@ -435,9 +493,16 @@ def _memory_rows(setting: Setting, num_layers: int) -> Iterator[Row]:
     width, spans = setting.own_tokens * model.hidden_size, _spans(setting, num_layers)
     taken = model.remembers_before(range(first, first + num_layers))
     later = [span for span in spans if first + span.start >= model.cross.memory]
-    looking = [layer for span in later for layer in range(first + span.start, first + span.stop) if model.looks(layer)]
+    looking = [
+        layer
+        for span in later
+        for layer in range(first + span.start, first + span.stop)
+        if model.looks(layer)
+    ]
     normed = model.norm_placement != "after"
-    own = normed or taken is None or setting.stream != setting.element  # else the layer's input itself
+    own = (
+        normed or taken is None or setting.stream != setting.element
+    )  # else the layer's input itself
     if own and (looking or any(span.recomputed for span in later)):
         yield Row("memory", "what layers look at", width, width * setting.element)
     if taken is None or not normed:
@@ -450,12 +515,18 @@ def _memory_rows(setting: Setting, num_layers: int) -> Iterator[Row]:
 
 
 def _lookup_rows(region: str, tokens: int) -> list[Row]:
-    return [Row(region, "rows of the table", tokens, 8 * tokens), Row(region, "which rows are mine", tokens, tokens)]
+    return [
+        Row(region, "rows of the table", tokens, 8 * tokens),
+        Row(region, "which rows are mine", tokens, tokens),
+    ]
 
 
 def _head_rows(setting: Setting, region: str) -> list[Row]:
     """The gradients that the head forms in forward."""
-    width, rows = setting.tokens * setting.model.hidden_size, setting.part.vocab * setting.model.hidden_size
+    width, rows = (
+        setting.tokens * setting.model.hidden_size,
+        setting.part.vocab * setting.model.hidden_size,
+    )
     return [
         Row(region, "gradient of the head's input", width, width * setting.element),
         Row(region, "gradient of the head's weight", rows, rows * setting.wide),
@@ -463,7 +534,8 @@ def _head_rows(setting: Setting, region: str) -> list[Row]:
 
 
 def _further_rows(setting: Setting, region: str) -> Iterator[Row]:
-    """One depth of multi-token prediction: a layer as the last one, and what lies before and after it."""
+    """One depth of multi-token prediction: a layer as the last one, and what lies before and after
+    it."""
     last, width = setting.model.num_layers - 1, 2 * setting.own_tokens * setting.model.hidden_size
     yield from _lookup_rows(f"{region}.embed", setting.tokens)
     if setting.model.positions == "learned":
@@ -480,17 +552,22 @@ def _further_rows(setting: Setting, region: str) -> Iterator[Row]:
 
 
 def _shared(setting: Setting, num_layers: int, ends: _Ends) -> Iterator[Row]:
-    """What several layers keep, once: how positions turn, and which tokens these are, for dropout."""
+    """What several layers keep, once: how positions turn, and which tokens these are, for
+    dropout."""
     model, t, first = setting.model, setting.tokens, setting.first_layer
     pairs = model.rotary_size() // 2 * t
     further = [model.num_layers - 1] if ends.further else []
-    for local in sorted(_tables(setting, range(first, first + num_layers)) | _tables(setting, further)):
+    for local in sorted(
+        _tables(setting, range(first, first + num_layers)) | _tables(setting, further)
+    ):
         for what in ("cosines", "sines"):
             yield Row("shared", f"{what}{' of windows' * local}", pairs, pairs * setting.element)
     if _balances(setting, range(first, first + num_layers)) or _balances(setting, further):
         yield Row("shared", "which tokens count", t, t)
     counts = (num_layers, len(further))
-    spans = [span for count in counts for span in layer_spans(setting.recompute, OffloadConfig(), count)]
+    spans = [
+        span for count in counts for span in layer_spans(setting.recompute, OffloadConfig(), count)
+    ]
     dropped = model.dropout.residual > 0 and not all(span.recomputed for span in spans)
     if dropped or (model.dropout.embedding > 0 and (ends.embedding or ends.further > 0)):
         yield Row("shared", "numbers of tokens", t, 8 * t)
@@ -502,18 +579,23 @@ def _balances(setting: Setting, layers: Sequence[int]) -> bool:
     if moe is None or "mlp" in modules_again(setting.recompute):
         return False
     losses, spans = moe.balance, layer_spans(setting.recompute, OffloadConfig(), len(layers))
-    kept = [layer for span in spans if not span.recomputed for layer in layers[span.start : span.stop]]
+    kept = [
+        layer for span in spans if not span.recomputed for layer in layers[span.start : span.stop]
+    ]
     some = max(losses.sequence, losses.batch, losses.global_batch, losses.z) > 0
     return some and any(setting.model.has_experts(layer) for layer in kept)
 
 
 def _tables(setting: Setting, layers: Sequence[int]) -> set[bool]:
-    """The tables that these layers turn by, True: those of windows; layers that run again keep all there are."""
+    """The tables that these layers turn by, True: those of windows; layers that run again keep all
+    there are."""
     model = setting.model
     own = model.rope.local_theta is not None
     kinds = {own and model.has_window(layer) for layer in layers if model.turns(layer)}
     spans = layer_spans(setting.recompute, OffloadConfig(), len(layers))
-    parts = [layer for layer in layers if runs_up_again(setting, layer, modules_again(setting.recompute))]
+    parts = [
+        layer for layer in layers if runs_up_again(setting, layer, modules_again(setting.recompute))
+    ]
     if model.positions == "rope" and (parts or any(span.recomputed for span in spans)):
         kinds = {False, own}
     return kinds
@@ -525,11 +607,14 @@ def _tables(setting: Setting, layers: Sequence[int]) -> set[bool]:
 def runs_up_again(setting: Setting, layer: int, again: Sequence[str]) -> bool:
     """Whether a layer's latent attention runs again from its short vectors on."""
     model = setting.model
-    return "mla_up_proj" in again and model.mla is not None and model.attention_part(layer) == "full"
+    return (
+        "mla_up_proj" in again and model.mla is not None and model.attention_part(layer) == "full"
+    )
 
 
 def _attention_rows(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]:
-    """Attention without its input, with core_attention computed again, or with all behind the short vectors."""
+    """Attention without its input, with core_attention computed again, or with all behind the short
+    vectors."""
     model, e, w, part = setting.model, setting.element, setting.wide, setting.part
     inner = part.heads * model.value_size() * setting.tokens
     if runs_up_again(setting, layer, again):
@@ -540,7 +625,9 @@ def _attention_rows(setting: Setting, layer: int, again: Sequence[str]) -> list[
     rows += core
     if model.sharpens(layer):
         rows.append(Row("attention", "growth of queries", setting.tokens, setting.tokens * w))
-    if model.attention.gated:  # the gate reads what attention found, and the projection what the gate gives
+    if (
+        model.attention.gated
+    ):  # the gate reads what attention found, and the projection what the gate gives
         rows += [] if found else [Row("attention", "output before the gate", inner, inner * e)]
         rows.append(Row("attention", "gate", inner, inner * w))
         rows += [Row("attention", "gate, rounded", inner, inner * e)] if e != w else []
@@ -555,7 +642,8 @@ def _projected(setting: Setting) -> int:
 
 
 def _latent_rows(setting: Setting, *, again: bool = False) -> list[Row]:
-    """Latent attention: its short vectors before and after their norms; what runs `again` reads the key, too."""
+    """Latent attention: its short vectors before and after their norms; what runs `again` reads the
+    key, too."""
     sizes, e, own = setting.model.mla, setting.element, setting.own_tokens
     assert sizes is not None
     rows: list[Row] = []
@@ -572,7 +660,8 @@ def _latent_rows(setting: Setting, *, again: bool = False) -> list[Row]:
 
 
 def _qk_norm_rows(setting: Setting) -> list[Row]:
-    """Norms of queries and keys; those in plain operations keep what they read in fp32, or the whole projection."""
+    """Norms of queries and keys; those in plain operations keep what they read in fp32, or the
+    whole projection."""
     model, t, d, w = setting.model, setting.tokens, setting.model.head_size(), setting.wide
     kind, heads = model.attention.qk_norm, {"q": setting.part.heads, "k": setting.part.kv_heads}
     if kind == "none":
@@ -580,9 +669,13 @@ def _qk_norm_rows(setting: Setting) -> list[Row]:
     rows: list[Row] = []
     if kind == "head":
         for name, count in heads.items():
-            rows += _norm_rows(setting, f"attention.norms.{name}_norm", tokens=count * t, features=d)
+            rows += _norm_rows(
+                setting, f"attention.norms.{name}_norm", tokens=count * t, features=d
+            )
         return rows
-    regions = {name: f"attention.norms.{name}_norm" if kind == "whole" else "attention" for name in heads}
+    regions = {
+        name: f"attention.norms.{name}_norm" if kind == "whole" else "attention" for name in heads
+    }
     if setting.element == w:
         rows.append(Row(regions["q"], "projection", _projected(setting), _projected(setting) * w))
     for name, count in heads.items():
@@ -599,7 +692,8 @@ def _qk_norm_rows(setting: Setting) -> list[Row]:
 
 
 def _core_rows(setting: Setting, layer: int, again: bool) -> list[Row]:
-    """Between the projections: what attention itself keeps, its output left out unless it keeps one of its own."""
+    """Between the projections: what attention itself keeps, its output left out unless it keeps one
+    of its own."""
     if again:
         rows = _inputs(setting, setting.part.heads, setting.part.kv_heads)
         if _reads_projection(setting, layer) and not setting.model.sharpens(layer):
@@ -611,8 +705,8 @@ def _core_rows(setting: Setting, layer: int, again: bool) -> list[Row]:
 
 
 def _reads_projection(setting: Setting, layer: int) -> bool:
-    """Whether keys, and queries unless they are sharpened, are parts of what the projection gives: neither normed nor
-    turned."""
+    """Whether keys, and queries unless they are sharpened, are parts of what the projection
+    gives: neither normed nor turned."""
     model = setting.model
     return model.mla is None and model.attention.qk_norm == "none" and not model.turns(layer)
 
@@ -625,24 +719,35 @@ def _inputs(setting: Setting, heads: int, kv_heads: int, *, tokens: int | None =
     return [Row("attention", what, numel, numel * e) for what, numel in sizes.items()]
 
 
-def _alone_rows(setting: Setting, layer: int, heads: int, kv_heads: int, *, separate: bool) -> list[Row]:
-    """Attention of whole documents; `separate`: its output is not what the projection after it reads."""
+def _alone_rows(
+    setting: Setting, layer: int, heads: int, kv_heads: int, *, separate: bool
+) -> list[Row]:
+    """Attention of whole documents; `separate`: its output is not what the projection after it
+    reads."""
     setting = in_chunks(setting, layer)
     model, e, t = setting.model, setting.element, sum(setting.lengths)
-    rows, d, way = _inputs(setting, heads, kv_heads, tokens=t), model.value_size(), way_of(setting, layer)
+    rows, d, way = (
+        _inputs(setting, heads, kv_heads, tokens=t),
+        model.value_size(),
+        way_of(setting, layer),
+    )
     found = "output of some heads" if separate else "output"
     if way == "biased":
         return _biased_rows(setting, layer, heads)
     if way == "tiles":
         kept = max(setting.lengths) <= KEPT_LENGTH
-        numels = _tile_numels(setting.lengths, heads, kv_heads, model.attention.causal) if kept else ()
+        numels = (
+            _tile_numels(setting.lengths, heads, kv_heads, model.attention.causal) if kept else ()
+        )
         return rows + [Row("attention", "probabilities", numel, numel * e) for numel in numels]
     if way == "spans":
         rows.append(Row("attention", "log-sum", heads * t, heads * t * setting.wide))
         found = found if separate or _read_as_kept(setting, heads) else "output by head"
         return [*rows, Row("attention", found, heads * d * t, heads * d * t * e)]
     if _reads_projection(setting, layer) and not separate:
-        whole = Row("attention", "queries, keys, values", _projected(setting), _projected(setting) * e)
+        whole = Row(
+            "attention", "queries, keys, values", _projected(setting), _projected(setting) * e
+        )
         rows = [rows[0], whole] if model.sharpens(layer) else [whole]
     calls = kernel_lengths(setting.lengths)
     if way == "plain":
@@ -656,10 +761,17 @@ def _alone_rows(setting: Setting, layer: int, heads: int, kv_heads: int, *, sepa
 
 
 def _biased_rows(setting: Setting, layer: int, heads: int) -> list[Row]:
-    """Attention with biases by distance: torch's unfused kernel, which copies what it reads for every query head."""
+    """Attention with biases by distance: torch's unfused kernel, which copies what it reads for
+    every query head."""
     model, w, t = setting.model, setting.wide, sum(setting.lengths)
-    runs, pairs = kernel_lengths(setting.lengths), heads * sum(length**2 for length in setting.lengths)
-    copies, distances = heads * (2 * model.key_size() + model.value_size()) * t, sum(2 * n - 1 for n in runs)
+    runs, pairs = (
+        kernel_lengths(setting.lengths),
+        heads * sum(length**2 for length in setting.lengths),
+    )
+    copies, distances = (
+        heads * (2 * model.key_size() + model.value_size()) * t,
+        sum(2 * n - 1 for n in runs),
+    )
     rows = [
         Row("attention", "queries, keys, values by head", copies, copies * w),
         Row("attention", "weights", pairs, pairs * w),
@@ -667,17 +779,22 @@ def _biased_rows(setting: Setting, layer: int, heads: int) -> list[Row]:
     ]
     hidden = model.attention.causal or _window_hides(model, layer, max(runs))
     seen = sum(n**2 for n in runs)
-    masks = [Row("attention", "mask", seen, seen), Row("attention", "queries that see nothing", t, t)]
+    masks = [
+        Row("attention", "mask", seen, seen),
+        Row("attention", "queries that see nothing", t, t),
+    ]
     return rows + masks if hidden else rows
 
 
 def _read_as_kept(setting: Setting, heads: int) -> bool:
-    """Whether the projection reads the output as it is kept for several rows, and not a copy ordered by token."""
+    """Whether the projection reads the output as it is kept for several rows, and not a copy
+    ordered by token."""
     return len(setting.lengths) > len(kernel_lengths(setting.lengths)) or heads == 1
 
 
 def way_of(setting: Setting, layer: int) -> Literal["biased", "spans", "tiles", "torch", "plain"]:
-    """How a layer attends, as kernels/attention.py chooses; plain: torch has no fused kernel, and keeps all scores."""
+    """How a layer attends, as kernels/attention.py chooses; plain: torch has no fused kernel, and
+    keeps all scores."""
     setting = in_chunks(setting, layer)
     model, longest = setting.model, max(setting.lengths)
     kind = model.attention
@@ -710,12 +827,15 @@ def _window_hides(model: ModelConfig, layer: int, longest: int) -> bool:
 
 
 def in_chunks(setting: Setting, layer: int) -> Setting:
-    """The same with documents as a layer attends to them: where it does so in chunks, each chunk is one."""
+    """The same with documents as a layer attends to them: where it does so in chunks, each chunk is
+    one."""
     kind = setting.model.attention
     if not kind.chunked or kind.window is None or not setting.model.has_window(layer):
         return setting
     size, plain = kind.window, replace(kind, window=None, window_layers=(), chunked=False)
-    lengths = [min(size, length - start) for length in setting.lengths for start in range(0, length, size)]
+    lengths = [
+        min(size, length - start) for length in setting.lengths for start in range(0, length, size)
+    ]
     return replace(setting, lengths=tuple(lengths), model=replace(setting.model, attention=plain))
 
 
@@ -743,7 +863,13 @@ def _context_rows(setting: Setting, layer: int) -> list[Row]:
         keys = [("keys", kv_heads * k * t * cp), ("values", kv_heads * v * t * cp)]
     else:
         keys = [("keys and values", kv_heads * (k + v) * t)]
-    found = "output of some heads" if ranks > 1 else "output" if _read_as_kept(setting, heads) else "output by head"
+    found = (
+        "output of some heads"
+        if ranks > 1
+        else "output"
+        if _read_as_kept(setting, heads)
+        else "output by head"
+    )
     rows = [("q", heads * k * t), *keys, (found, heads * v * t)]
     return [
         *(Row("attention", what, numel, numel * e) for what, numel in rows),
@@ -765,10 +891,13 @@ def _distance_rows(setting: Setting, heads: int) -> list[Row]:
 
 
 def tiled(setting: Setting) -> bool:
-    """Whether our own attention computes these documents, which it does in tiles; else torch's kernel."""
+    """Whether our own attention computes these documents, which it does in tiles; else torch's
+    kernel."""
     lengths = kernel_lengths(setting.lengths)
     typical = sum(lengths) // max(1, sum(length > 0 for length in lengths))
-    shortest = SHORTEST_TILED if setting.dtype == "bf16" or len(lengths) > 1 else TILED_LENGTHS.start
+    shortest = (
+        SHORTEST_TILED if setting.dtype == "bf16" or len(lengths) > 1 else TILED_LENGTHS.start
+    )
     return not setting.accelerator and shortest <= typical and max(lengths) < TILED_LENGTHS.stop
 
 
@@ -778,7 +907,8 @@ def kernel_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _tile_numels(lengths: Sequence[int], heads: int, kv_heads: int, causal: bool) -> Iterator[int]:
-    """Elements of every tile of probabilities: all query heads of some key/value heads, some queries and their keys."""
+    """Elements of every tile of probabilities: all query heads of some key/value heads, some
+    queries and their keys."""
     together, shared = kernel_lengths(lengths), heads // kv_heads
     rows = sum(lengths) // sum(together) * kv_heads
     at_once = max(1, TILE_SCORES // (shared * TILE_ROWS * max(together)))

@@ -1,4 +1,5 @@
-"""What a rank holds when adapters are trained beside frozen weights, and what a step then costs; no torch."""
+"""What a rank holds when adapters are trained beside frozen weights, and what a step then costs; no
+torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,10 +15,13 @@ FROM_X = ("q", "kv", "gate", "q_down", "kv_down")
 """Matrices of attention that read what the layer was given."""
 
 
-def with_adapters(held: Sequence[HeldParameter], model: ModelConfig, lora: LoraConfig | None) -> list[HeldParameter]:
+def with_adapters(
+    held: Sequence[HeldParameter], model: ModelConfig, lora: LoraConfig | None
+) -> list[HeldParameter]:
     """The parameters of a rank, frozen, and those of their adapters; without `lora` as they are.
 
-    Of a matrix cut by outputs, B is cut as it is; of one cut by inputs, A is. The other half is whole on every rank.
+    Of a matrix cut by outputs, B is cut as it is; of one cut by inputs, A is. The other half is
+    whole on every rank.
     """
     if lora is None:
         return list(held)
@@ -50,49 +54,85 @@ def _pair(one: HeldParameter, rank: int) -> Iterator[HeldParameter]:
 
 
 def trained_step_flops(
-    config: ModelConfig, lora: LoraConfig | None, optim: OptimConfig = TRAIN_ALL, *, tokens: int, squared_lengths: int,
+    config: ModelConfig,
+    lora: LoraConfig | None,
+    optim: OptimConfig = TRAIN_ALL,
+    *,
+    tokens: int,
+    squared_lengths: int,
     windowed: int | None = None,
-) -> int:  # fmt: skip
-    """`step_flops` where adapters alone are trained, or what `optim` names; of all weights the same.
+) -> int:
+    """`step_flops` where adapters alone are trained, or what `optim` names; of all weights the
+    same.
 
-    Of the six operations for each element of a matrix and token, forward is two, the input's gradient two and the
-    weight's two. Frozen weights have no gradient. Inputs need one where an adapter comes before them: all above the
-    first layer with adapters, none below it, and inside it what follows an adapter. A and B cost all six, but for the
-    gradient of what A reads in that layer, which backward computes all the same and nobody uses.
+    Of the six operations for each element of a matrix and token, forward is two, the input's
+    gradient two and the weight's two. Frozen weights have no gradient. Inputs need one where an
+    adapter comes before them: all above the first layer with adapters, none below it, and inside it
+    what follows an adapter. A and B cost all six, but for the gradient of what A reads in that
+    layer, which backward computes all the same and nobody uses.
     """
     seen = Seen(tokens, squared_lengths, windowed)
     whole = step_flops(config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed)
     if lora is None:
         return whole if optim.trains_all() else frozen_step_flops(config, optim, seen)
     numbers = range(config.num_layers)
-    rest = whole - sum(_layer(config, layer, seen) for layer in numbers)  # head, and predictions further ahead
+    rest = whole - sum(
+        _layer(config, layer, seen) for layer in numbers
+    )  # head, and predictions further ahead
     core = config.mtp.depths * _core(config, config.num_layers - 1, seen)
-    return sum(_trained_layer(config, lora, layer, seen) for layer in numbers) + (rest - core) * 2 // 3 + core
+    return (
+        sum(_trained_layer(config, lora, layer, seen) for layer in numbers)
+        + (rest - core) * 2 // 3
+        + core
+    )
 
 
 def trained_layer_flops(
-    config: ModelConfig, lora: LoraConfig | None, layer: int, optim: OptimConfig = TRAIN_ALL, *, tokens: int,
+    config: ModelConfig,
+    lora: LoraConfig | None,
+    layer: int,
+    optim: OptimConfig = TRAIN_ALL,
+    *,
+    tokens: int,
     squared_lengths: int,
-) -> int:  # fmt: skip
+) -> int:
     """The same of one layer, numbered over all stages."""
     seen = Seen(tokens, squared_lengths, None)
     if lora is not None:
         return _trained_layer(config, lora, layer, seen)
-    return _layer(config, layer, seen) if optim.trains_all() else frozen_layer_flops(config, optim, layer, seen)
+    return (
+        _layer(config, layer, seen)
+        if optim.trains_all()
+        else frozen_layer_flops(config, optim, layer, seen)
+    )
 
 
 def _layer(config: ModelConfig, layer: int, seen: Seen) -> int:
-    return layer_flops(config, layer, tokens=seen.tokens, squared_lengths=seen.squared_lengths, windowed=seen.windowed)
+    return layer_flops(
+        config,
+        layer,
+        tokens=seen.tokens,
+        squared_lengths=seen.squared_lengths,
+        windowed=seen.windowed,
+    )
 
 
 def _core(config: ModelConfig, layer: int, seen: Seen) -> int:
     return attention_flops(
-        config, layer, tokens=seen.tokens, squared_lengths=seen.squared_lengths, windowed=seen.windowed
+        config,
+        layer,
+        tokens=seen.tokens,
+        squared_lengths=seen.squared_lengths,
+        windowed=seen.windowed,
     )
 
 
 def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: Seen) -> int:
-    whole, core, first = _layer(config, layer, seen), _core(config, layer, seen), lora_layers(lora, config)[0]
+    whole, core, first = (
+        _layer(config, layer, seen),
+        _core(config, layer, seen),
+        lora_layers(lora, config)[0],
+    )
     if layer < first:
         return whole // 3
     added = 6 * seen.tokens * sum(one.numel for one in _adapters(config, lora, layer))
@@ -101,25 +141,36 @@ def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: Seen
 
 
 def _spared(config: ModelConfig, lora: LoraConfig, layer: int, *, tokens: int, core: int) -> int:
-    """Gradients of inputs that nobody needs in the first layer with adapters, and of attention, if nobody needs it."""
+    """Gradients of inputs that nobody needs in the first layer with adapters, and of attention, if
+    nobody needs it."""
     needless = {word for word, wanted in _wanted(config, lora).items() if not wanted}
     held = layer_parameters(config, layer)
-    readers = [one for one in held if one.matrix] + [one for one in _adapters(config, lora, layer) if _is_a(one)]
-    readers = [one for one in readers if ".cross." not in one.name]  # attention, with its adapters, comes before a look
+    readers = [one for one in held if one.matrix] + [
+        one for one in _adapters(config, lora, layer) if _is_a(one)
+    ]
+    readers = [
+        one for one in readers if ".cross." not in one.name
+    ]  # attention, with its adapters, comes before a look
     spared = sum(2 * tokens * met(config, one) for one in readers if _word(one) in needless)
     return spared + (core * 2 // 3 if "core" in needless else 0)
 
 
 def _wanted(config: ModelConfig, lora: LoraConfig) -> dict[str, bool]:
-    """Of each matrix, and of attention's core, whether an adapter of the same layer comes before it."""
+    """Of each matrix, and of attention's core, whether an adapter of the same layer comes before
+    it."""
     targets = set(lora_targets(lora, config))
     reading = targets & {*FROM_X, "q_up", "kv_up"}
     up = config.block == "sequential" and bool(reading or "o" in targets)
     return {
-        **dict.fromkeys(FROM_X, False), "q_up": "q_down" in targets, "kv_up": "kv_down" in targets,
-        "core": bool(reading - {"gate"}), "o": bool(reading), "gate_up": up, "up": up,
+        **dict.fromkeys(FROM_X, False),
+        "q_up": "q_down" in targets,
+        "kv_up": "kv_down" in targets,
+        "core": bool(reading - {"gate"}),
+        "o": bool(reading),
+        "gate_up": up,
+        "up": up,
         "down": up or bool(targets & {"gate_up", "up"}),
-    }  # fmt: skip
+    }
 
 
 def _adapters(config: ModelConfig, lora: LoraConfig, layer: int) -> list[HeldParameter]:

@@ -1,4 +1,5 @@
-"""Whether a run fits its devices, and the cheapest changes that make it: each is tried on the ledger."""
+"""Whether a run fits its devices, and the cheapest changes that make it: each is tried on the
+ledger."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,14 @@ from megalith.plan.times import layer_share, work_seconds
 from megalith.plan.workload import Workload, plan_workload
 
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
-ALTERNATIVES: tuple[set[str], ...] = (set(), {"parallel.pp"}, {"offload.layers"}, {"parallel.pp", "offload.layers"})
-"""Left out of a sum of changes in turn: pipelines keep all weights gathered under zero=3, offloading excludes it."""
+ALTERNATIVES: tuple[set[str], ...] = (
+    set(),
+    {"parallel.pp"},
+    {"offload.layers"},
+    {"parallel.pp", "offload.layers"},
+)
+"""Left out of a sum of changes in turn: pipelines keep all weights gathered under zero=3,
+offloading excludes it."""
 
 Problems = Callable[[TrainRun, int], Sequence[str]]
 """Broken rules of a run on a number of ranks; as train/rules.py gives them."""
@@ -54,7 +61,8 @@ def verdict(nbytes: int, device: Device) -> Verdict:
 
 
 def changes(workload: Workload, device: Device, problems: Problems) -> list[Change]:
-    """Every single change that breaks no rule and saves memory on the worst rank, the cheapest first."""
+    """Every single change that breaks no rule and saves memory on the worst rank, the cheapest
+    first."""
     before = worst(memory_ledger(workload, device)).memory.total
     found = []
     for overrides, price in _levers(workload, device):
@@ -65,7 +73,8 @@ def changes(workload: Workload, device: Device, problems: Problems) -> list[Chan
 
 
 def remedy(workload: Workload, device: Device, problems: Problems) -> Change | None:
-    """The cheapest single change that makes the run fit; else the cheapest ones added up until it does; else None.
+    """The cheapest single change that makes the run fit; else the cheapest ones added up until it
+    does; else None.
 
     Filling the device to the brim counts only where nothing else helps.
     """
@@ -79,7 +88,9 @@ def remedy(workload: Workload, device: Device, problems: Problems) -> Change | N
     return next(iter([*fitting, *([together] if together else []), *tight]), None)
 
 
-def _together(workload: Workload, device: Device, problems: Problems, single: Sequence[Change]) -> Change | None:
+def _together(
+    workload: Workload, device: Device, problems: Problems, single: Sequence[Change]
+) -> Change | None:
     """Changes added up, the cheapest first, until they fit."""
     before = worst(memory_ledger(workload, device)).memory.total
     chosen: list[Change] = []
@@ -88,17 +99,23 @@ def _together(workload: Workload, device: Device, problems: Problems, single: Se
         kept = [
             one for one in chosen if not one.overrides.keys() & change.overrides.keys()
         ]  # a later value is stronger
-        overrides = {name: value for one in [*kept, change] for name, value in one.overrides.items()}
+        overrides = {
+            name: value for one in [*kept, change] for name, value in one.overrides.items()
+        }
         nbytes = tried(workload, overrides, device, problems)
         if nbytes is None or nbytes >= least:
             continue
         chosen, least = [*kept, change], nbytes
         if verdict(nbytes, device) == "fits":
-            return Change(overrides, "; ".join(one.price for one in chosen), nbytes, before - nbytes, "fits")
+            return Change(
+                overrides, "; ".join(one.price for one in chosen), nbytes, before - nbytes, "fits"
+            )
     return None
 
 
-def tried(workload: Workload, overrides: dict[str, str], device: Device, problems: Problems) -> int | None:
+def tried(
+    workload: Workload, overrides: dict[str, str], device: Device, problems: Problems
+) -> int | None:
     """Bytes on the worst rank with some settings changed; None where they break a rule."""
     try:
         given: dict[str, Override] = dict(overrides)
@@ -122,7 +139,10 @@ def _levers(workload: Workload, device: Device) -> Iterator[tuple[dict[str, str]
         yield _selective("norm"), "norms run twice: under 1 % of the work"
         yield _selective("norm, mlp_act"), "norms and activations run twice: under 1 % of the work"
     if run.train.micro_batch_size > 1:
-        yield {"train.micro_batch_size": str(run.train.micro_batch_size // 2)}, "smaller matrix products"
+        yield (
+            {"train.micro_batch_size": str(run.train.micro_batch_size // 2)},
+            "smaller matrix products",
+        )
     if p.pipeline.vpp > 1 and p.pp > 1:
         yield {"parallel.pipeline.vpp": "1"}, f"a bubble {p.pipeline.vpp} times as large"
     if again == "none":
@@ -131,7 +151,10 @@ def _levers(workload: Workload, device: Device) -> Iterator[tuple[dict[str, str]
         yield {"parallel.ep": str(2 * p.ep)}, "rows for experts sent to more ranks"
     if p.tp < device.node:
         sp = {"parallel.sp": "true"} if not p.sp else {}
-        yield {"parallel.tp": str(2 * p.tp)} | sp, "more bytes sent inside each layer, smaller products"
+        yield (
+            {"parallel.tp": str(2 * p.tp)} | sp,
+            "more bytes sent inside each layer, smaller products",
+        )
     yield {"parallel.cp": str(2 * p.cp)}, "keys and values sent between ranks"
     yield {"parallel.pp": str(2 * p.pp)}, "a larger bubble"
     if again != "full":
@@ -143,24 +166,36 @@ def _levers(workload: Workload, device: Device) -> Iterator[tuple[dict[str, str]
         yield {"parallel.zero": "2"}, f"gradients sent {workload.num_microbatches} times a step"
     if p.zero < 3:
         sends = f"gradients sent {workload.num_microbatches} times a step, weights "
-        yield {"parallel.zero": "3"}, sends + ("once" if p.pp > 1 else f"{2 * workload.num_microbatches} times")
+        yield (
+            {"parallel.zero": "3"},
+            sends + ("once" if p.pp > 1 else f"{2 * workload.num_microbatches} times"),
+        )
 
 
 def _offload_price(workload: Workload, layers: str, device: Device) -> str:
-    """Free as long as the way to host memory takes no longer than forward, and the way back no longer than backward."""
+    """Free as long as the way to host memory takes no longer than forward, and the way back no
+    longer than backward."""
     words = "activations go to host memory and back"
     seconds = host_seconds(
-        plan_workload(apply_overrides(workload.run, {"offload.layers": layers}), workload.world), device
+        plan_workload(apply_overrides(workload.run, {"offload.layers": layers}), workload.world),
+        device,
     )
-    return words if seconds is None else f"{words}: {seconds[0]:.2g} s each way for {seconds[1]:.2g} s of forward"
+    return (
+        words
+        if seconds is None
+        else f"{words}: {seconds[0]:.2g} s each way for {seconds[1]:.2g} s of forward"
+    )
 
 
 def host_seconds(workload: Workload, device: Device) -> tuple[float, float] | None:
-    """Of one microbatch on a rank of the first stage: the way to host memory, and forward; None where nobody knows."""
+    """Of one microbatch on a rank of the first stage: the way to host memory, and forward; None
+    where nobody knows."""
     work = work_seconds(workload, device)
     if work is None or not device.host_gbs:
         return None
-    kept = sum(chunk_kept(workload, stage, 0, accelerator=True).host for stage in workload.chunks(0))
+    kept = sum(
+        chunk_kept(workload, stage, 0, accelerator=True).host for stage in workload.chunks(0)
+    )
     return kept / (device.host_gbs * 1e9), work / 3 / workload.num_microbatches
 
 
@@ -182,7 +217,8 @@ def notes(workload: Workload, device: Device) -> list[str]:
     if device.accelerator and "core_attention" in modules_again(run.recompute):
         saved = _saved_by_core_attention(workload, device)
         found.append(
-            f"recompute.modules={list(run.recompute.modules)}: fused attention keeps no scores, so running "
+            f"recompute.modules={list(run.recompute.modules)}: fused attention keeps no scores, so "
+            "running "
             f"core_attention twice saves {saved / GIB:.2g} GiB a rank. Use [norm, mlp_act] first."
         )
     if p.tp > device.node:
@@ -192,20 +228,23 @@ def notes(workload: Workload, device: Device) -> list[str]:
         )
     if p.pp > 1 and workload.num_microbatches < 4 * p.pp and p.pipeline.schedule == "auto":
         found.append(
-            f"{workload.num_microbatches} microbatches for parallel.pp={p.pp} stages leave a large bubble. Use a "
-            f"larger train.global_batch_size, or parallel.pipeline.vpp."
+            f"{workload.num_microbatches} microbatches for parallel.pp={p.pp} stages leave a large "
+            f"bubble. Use a larger train.global_batch_size, or parallel.pipeline.vpp."
         )
     found += _expert_notes(workload, device)
     if switch_of(run.kernels) == "reference":
         found.append(
-            f"kernels={setting_in_words(run.kernels)}: plain definitions keep all scores, all logits and every step "
-            f"between matmuls, and take longer; these figures are for kernels=auto. Use that to run as estimated."
+            f"kernels={setting_in_words(run.kernels)}: plain definitions keep all scores, all "
+            "logits and every step "
+            "between matmuls, and take longer; these figures are for kernels=auto. Use that to "
+            "run as estimated."
         )
     if run.train.tokens_per_microbatch is not None:
         found.append(
-            f"train.tokens_per_microbatch={run.train.tokens_per_microbatch}: these figures are for documents that all "
-            f"have train.seq_len={run.train.seq_len} tokens; shorter ones need fewer microbatches. Use a smaller "
-            f"train.seq_len to see a usual step."
+            f"train.tokens_per_microbatch={run.train.tokens_per_microbatch}: these figures are for "
+            "documents that all "
+            f"have train.seq_len={run.train.seq_len} tokens; shorter ones need fewer microbatches. "
+            f"Use a smaller train.seq_len to see a usual step."
         )
     if run.data.documents and workload.document_multiple > 1:
         found.append(_padding_note(workload))
@@ -218,7 +257,8 @@ def _expert_notes(workload: Workload, device: Device) -> list[str]:
     if p.overlap_experts and workload.num_microbatches == 1:
         rows = workload.run.train.micro_batch_size
         found.append(
-            f"parallel.overlap_experts=true with {workload.num_microbatches} microbatch in a step: there is no other "
+            f"parallel.overlap_experts=true with {workload.num_microbatches} microbatch in a step: "
+            "there is no other "
             f"to compute beside it. Set train.global_batch_size to {2 * rows * workload.dp} or more"
             f"{f', or train.micro_batch_size to {rows // 2}' if rows % 2 == 0 else ''}."
         )
@@ -230,13 +270,16 @@ def _expert_notes(workload: Workload, device: Device) -> list[str]:
         paired = replace(p, overlap_experts=True)
         able = not p.overlap_experts and not pairing_problems(workload.run.model, paired)
         found.append(
-            f"parallel.ep={p.ep} spans nodes of {device.node}: rows for experts wait for the network four times in "
-            f"each layer and microbatch. Set parallel.ep to {max(1, device.node // etp)} and use parallel.pp for the "
+            f"parallel.ep={p.ep} spans nodes of {device.node}: rows for experts wait for the "
+            "network four times in "
+            f"each layer and microbatch. Set parallel.ep to {max(1, device.node // etp)} and use "
+            "parallel.pp for the "
             f"rest, where memory allows{', or parallel.overlap_experts=true' if able else ''}."
         )
     if moe is not None and etp > 1 and moe.experts % (p.ep * etp) == 0:
         found.append(
-            f"parallel.etp={etp} sends every row to as many ranks. Set parallel.etp=1 and parallel.ep to {p.ep * etp}, "
+            f"parallel.etp={etp} sends every row to as many ranks. Set parallel.etp=1 and "
+            f"parallel.ep to {p.ep * etp}, "
             f"which divides experts as far."
         )
     return found
@@ -248,23 +291,30 @@ def _offload_notes(workload: Workload, device: Device) -> list[str]:
     if not layers or seconds is None:
         return []
     there, forward = seconds
-    told = f"offload.layers={layers}: the way to host memory takes {there:.2g} s for each microbatch"
+    told = (
+        f"offload.layers={layers}: the way to host memory takes {there:.2g} s for each microbatch"
+    )
     if there <= forward:
         return [f"{told}, which hides behind {forward:.2g} s of forward: it costs next to nothing."]
     fits = int(layers * forward / there)
     less = f"Set offload.layers to {fits} or less to hide all of it, or use" if fits else "Use"
     return [
-        f"{told}, forward only {forward:.2g} s: the device waits for the rest. {less} recompute.granularity instead."
+        f"{told}, forward only {forward:.2g} s: the device waits for the rest. {less} "
+        "recompute.granularity instead."
     ]
 
 
 def _padding_note(workload: Workload) -> str:
-    """What slicing by document adds that only the data can tell: every document is padded, by half a multiple or so."""
+    """What slicing by document adds that only the data can tell: every document is padded, by half
+    a multiple or so."""
     multiple = workload.document_multiple
     return (
-        f"parallel.context.slicing=document pads each document to a multiple of {multiple} tokens; the figures here "
-        f"count a row as one document. Each further one in a row adds up to {multiple - 1} tokens that are computed "
-        f"and kept: with documents of {4 * multiple} tokens about {100 * (multiple - 1) / (8 * multiple):.0f} % more. "
+        f"parallel.context.slicing=document pads each document to a multiple of {multiple} tokens; "
+        "the figures here "
+        f"count a row as one document. Each further one in a row adds up to {multiple - 1} tokens "
+        "that are computed "
+        f"and kept: with documents of {4 * multiple} tokens about "
+        f"{100 * (multiple - 1) / (8 * multiple):.0f} % more. "
         f"Set parallel.context.slicing=row where documents are short."
     )
 
@@ -275,4 +325,7 @@ def _saved_by_core_attention(workload: Workload, device: Device) -> int:
     others = tuple(module for module in run.recompute.modules if module != "core_attention")
     left = replace(run.recompute, modules=others) if others else RecomputeConfig()
     without = replace(workload, run=replace(run, recompute=left))
-    return worst(memory_ledger(without, device)).memory.total - worst(memory_ledger(workload, device)).memory.total
+    return (
+        worst(memory_ledger(without, device)).memory.total
+        - worst(memory_ledger(workload, device)).memory.total
+    )

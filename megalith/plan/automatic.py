@@ -16,10 +16,11 @@ from megalith.plan.workload import Workload, plan_workload
 
 
 def chosen_recompute(run: TrainRun, world: int) -> TrainRun:
-    """The run with a choice in place of `auto`: the least more work that fits; any other run as it is.
+    """The run with a choice in place of `auto`: the least more work that fits; any other run as it
+    is.
 
-    The same on every rank, since only settings count. All rules of the run hold. A device filled to the brim counts
-    only where nothing else fits.
+    The same on every rank, since only settings count. All rules of the run hold. A device filled to
+    the brim counts only where nothing else fits.
 
     Raises:
         PlanError: it does not fit even with all layers computed again.
@@ -39,8 +40,10 @@ def chosen_recompute(run: TrainRun, world: int) -> TrainRun:
     nbytes, candidate = least
     if verdict(nbytes, device) == "does not fit":
         raise PlanError(
-            f"recompute.granularity=auto: the worst rank holds {nbytes / GIB:.1f} GiB at best, which recompute.device="
-            f"{run.recompute.device} with {device.memory / GIB:.1f} GiB has not. Use `megalith plan estimate` with "
+            f"recompute.granularity=auto: the worst rank holds {nbytes / GIB:.1f} GiB at best, "
+            "which recompute.device="
+            f"{run.recompute.device} with {device.memory / GIB:.1f} GiB has not. Use `megalith "
+            "plan estimate` with "
             f"recompute.granularity=full to see which other settings would help."
         )
     return candidate
@@ -61,7 +64,8 @@ def chosen_words(choice: RecomputeConfig) -> str:
 
 
 def choices(run: TrainRun, world: int) -> list[RecomputeConfig]:
-    """What may be computed again in this run, by how much work it adds; with equal work what was named first."""
+    """What may be computed again in this run, by how much work it adds; with equal work what was
+    named first."""
     plain = replace(run, recompute=RecomputeConfig())
     workload = plan_workload(plain, world)
     num_layers = max(len(stage.layers) for stage in workload.stages)
@@ -70,7 +74,12 @@ def choices(run: TrainRun, world: int) -> list[RecomputeConfig]:
         choice
         for choice in _all_choices(num_layers, check=run.recompute.check)
         if not recompute_problems(
-            choice, run.offload, tp=p.tp, sp=p.sp, compiled=run.train.compile, stage_layers=num_layers
+            choice,
+            run.offload,
+            tp=p.tp,
+            sp=p.sp,
+            compiled=run.train.compile,
+            stage_layers=num_layers,
         )
     ]
     return sorted(allowed, key=lambda choice: _more_work(workload, choice, num_layers))

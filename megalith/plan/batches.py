@@ -1,7 +1,8 @@
 """Which samples each rank reads in a step: global batch = micro batch · dp · microbatches.
 
-One microbatch step of all data-parallel ranks reads a *group* of micro_batch_size · dp samples, rank after rank. In the
-sequential order a step therefore reads the same samples under any layout; only how they are dealt out changes.
+One microbatch step of all data-parallel ranks reads a *group* of micro_batch_size · dp samples,
+rank after rank. In the sequential order a step therefore reads the same samples under any layout;
+only how they are dealt out changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ Permutation = Callable[[int, int], Sequence[int] | NDArray[np.int64]]
 
 
 def batch_problems(*, global_batch_size: int, micro_batch_size: int, dp: int) -> list[str]:
-    """What keeps a global batch from being dealt to dp ranks in whole microbatches, as messages for the user."""
+    """What keeps a global batch from being dealt to dp ranks in whole microbatches, as messages for
+    the user."""
     sizes = {
         "train.global_batch_size": global_batch_size,
         "train.micro_batch_size": micro_batch_size,
@@ -32,8 +34,8 @@ def batch_problems(*, global_batch_size: int, micro_batch_size: int, dp: int) ->
     below = global_batch_size // group * group
     valid = f"{below} or {below + group}" if below else f"{group}"
     problem = (
-        f"train.global_batch_size={global_batch_size} is not a multiple of train.micro_batch_size · dp = "
-        f"{micro_batch_size}·{dp} = {group}. Set train.global_batch_size to {valid}"
+        f"train.global_batch_size={global_batch_size} is not a multiple of train.micro_batch_size "
+        f"· dp = {micro_batch_size}·{dp} = {group}. Set train.global_batch_size to {valid}"
     )
     if global_batch_size % dp:
         return [f"{problem}."]
@@ -46,11 +48,16 @@ def num_microbatches(*, global_batch_size: int, micro_batch_size: int, dp: int) 
     """Microbatches each rank computes in one step.
 
     Raises:
-        PlanError: the global batch is not a multiple of micro_batch_size · dp; the message has the nearest that are.
+        PlanError: the global batch is not a multiple of micro_batch_size · dp; the message has the
+        nearest that are.
     """
-    problems = batch_problems(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp)
+    problems = batch_problems(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
+    )
     if problems:
-        raise PlanError(f"The batch cannot be divided over dp={dp}. Use other settings: {' '.join(problems)}")
+        raise PlanError(
+            f"The batch cannot be divided over dp={dp}. Use other settings: {' '.join(problems)}"
+        )
     return global_batch_size // (micro_batch_size * dp)
 
 
@@ -65,18 +72,22 @@ def sample_ids(
 ) -> list[list[int]]:
     """Sequential order: the samples one rank reads in the next step, microbatch by microbatch.
 
-    Microbatch m of rank r holds the `micro_batch_size` samples from consumed + (m · dp + r) · micro_batch_size on, as
-    Megatron's default sampler deals them. consumed: samples of all earlier steps; total: samples there are, if known.
+    Microbatch m of rank r holds the `micro_batch_size` samples from consumed + (m · dp + r) ·
+    micro_batch_size on, as Megatron's default sampler deals them. consumed: samples of all earlier
+    steps; total: samples there are, if known.
 
     Raises:
         DataError: fewer samples are left than a step reads.
         PlanError: see `num_microbatches`.
     """
-    count = num_microbatches(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp)
+    count = num_microbatches(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
+    )
     _check_rank(dp, dp_rank)
     if total is not None and consumed + global_batch_size > total:
         raise DataError(
-            f"The dataset has {total} samples and {consumed} are consumed: too few for a step of {global_batch_size}. "
+            f"The dataset has {total} samples and {consumed} are consumed: too few for a step of "
+            f"{global_batch_size}. "
             "Use more data, or set train.steps lower."
         )
     starts = [consumed + (m * dp + dp_rank) * micro_batch_size for m in range(count)]
@@ -94,40 +105,57 @@ def cyclic_sample_ids(
     permutation: Permutation,
     sharded: bool = True,
 ) -> list[list[int]]:
-    """Shuffled order without end: the samples one rank reads in the next step, microbatch by microbatch.
+    """Shuffled order without end: the samples one rank reads in the next step, microbatch by
+    microbatch.
 
-    Every epoch has its own shuffle of the samples; those that fill no whole group are left out of it. sharded: each
-    rank shuffles its own contiguous part of the data, so which samples a step reads depends on dp and
-    micro_batch_size; else the whole set is shuffled and dealt out one by one.
+    Every epoch has its own shuffle of the samples; those that fill no whole group are left out of
+    it. sharded: each rank shuffles its own contiguous part of the data, so which samples a step
+    reads depends on dp and micro_batch_size; else the whole set is shuffled and dealt out one by
+    one.
 
     Raises:
-        DataError: there are fewer samples than one group.
-        PlanError: `consumed` is not at a group's border (see `next_group`); and see `num_microbatches`.
+        DataError: there are fewer samples than one group. PlanError: `consumed` is not at a group's
+        border (see `next_group`); and see `num_microbatches`.
     """
-    count = num_microbatches(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp)
+    count = num_microbatches(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp
+    )
     _check_rank(dp, dp_rank)
     border = next_group(consumed=consumed, total=total, micro_batch_size=micro_batch_size, dp=dp)
     if border != consumed:
         raise PlanError(
-            f"consumed={consumed} is inside a group of micro_batch_size · dp = {micro_batch_size}·{dp} samples. "
+            f"consumed={consumed} is inside a group of micro_batch_size · dp = "
+            f"{micro_batch_size}·{dp} samples. "
             f"Use consumed={border}, which skips {border - consumed} samples."
         )
     group = micro_batch_size * dp
     active = total // group * group
-    places = [divmod(consumed + m * group, active) for m in range(count)]  # (epoch, samples into it)
+    places = [
+        divmod(consumed + m * group, active) for m in range(count)
+    ]  # (epoch, samples into it)
     if sharded:
         share = active // dp
         orders = {epoch: permutation(share, epoch) for epoch, _ in places}
         firsts = [(orders[epoch], offset // dp) for epoch, offset in places]
-        return [[dp_rank * share + int(order[first + i]) for i in range(micro_batch_size)] for order, first in firsts]
-    # The shuffle covers whole microbatches and is then cut to whole groups, so that every rank gets equally many.
-    orders = {epoch: permutation(total // micro_batch_size * micro_batch_size, epoch) for epoch, _ in places}
+        return [
+            [dp_rank * share + int(order[first + i]) for i in range(micro_batch_size)]
+            for order, first in firsts
+        ]
+    # The shuffle covers whole microbatches and is then cut to whole groups, so that every rank gets
+    # equally many.
+    orders = {
+        epoch: permutation(total // micro_batch_size * micro_batch_size, epoch)
+        for epoch, _ in places
+    }
     firsts = [(orders[epoch], offset + dp_rank) for epoch, offset in places]
-    return [[int(order[first + i * dp]) for i in range(micro_batch_size)] for order, first in firsts]
+    return [
+        [int(order[first + i * dp]) for i in range(micro_batch_size)] for order, first in firsts
+    ]
 
 
 def next_group(*, consumed: int, total: int, micro_batch_size: int, dp: int) -> int:
-    """Cyclic order: `consumed`, or if micro_batch_size or dp changed inside a group, the start of the next one.
+    """Cyclic order: `consumed`, or if micro_batch_size or dp changed inside a group, the start of
+    the next one.
 
     Raises:
         DataError: there are fewer samples than one group.
@@ -136,7 +164,8 @@ def next_group(*, consumed: int, total: int, micro_batch_size: int, dp: int) -> 
     active = total // group * group
     if active == 0:
         raise DataError(
-            f"The dataset has {total} samples, fewer than train.micro_batch_size · dp = {micro_batch_size}·{dp}. "
+            f"The dataset has {total} samples, fewer than train.micro_batch_size · dp = "
+            f"{micro_batch_size}·{dp}. "
             "Use more data, or set train.micro_batch_size or parallel.dp lower."
         )
     return -(-consumed // group) * group

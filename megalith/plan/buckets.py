@@ -1,4 +1,5 @@
-"""Gradient buckets: where each gradient lies in one flat buffer, which are summed as one piece, and who owns what."""
+"""Gradient buckets: where each gradient lies in one flat buffer, which are summed as one piece, and
+who owns what."""
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements `start` to `stop` of the flat buffer, sent as one piece once all members are ready."""
+    """Elements `start` to `stop` of the flat buffer, sent as one piece once all members are
+    ready."""
 
     start: int
     stop: int
@@ -30,7 +32,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """A flat gradient buffer: the slot of each parameter (by registration number), and its buckets in sending order.
+    """A flat gradient buffer: the slot of each parameter (by registration number), and its buckets
+    in sending order.
 
     Elements of a bucket that belong to no slot are padding and stay zero.
     """
@@ -72,10 +75,11 @@ def slice_of(bucket: Bucket, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def owned_parts(plan: BucketPlan, places: Sequence[tuple[int, int]]) -> list[Part]:
-    """The parts of parameters in a rank's slices, in the order of registration; a part is never empty.
+    """The parts of parameters in a rank's slices, in the order of registration; a part is never
+    empty.
 
-    places: for each bucket, the rank's number among how many that divide it. All of those together own every element
-    of its parameters exactly once.
+    places: for each bucket, the rank's number among how many that divide it. All of those together
+    own every element of its parameters exactly once.
     """
     parts = []
     for index, (bucket, (rank, ranks)) in enumerate(zip(plan.buckets, places, strict=True)):
@@ -84,7 +88,9 @@ def owned_parts(plan: BucketPlan, places: Sequence[tuple[int, int]]) -> list[Par
             slot = plan.slots[number]
             start, stop = max(slot.start, first), min(slot.stop, last)
             if start < stop:
-                parts.append(Part(number, index, start, stop, (start - slot.start, stop - slot.start)))
+                parts.append(
+                    Part(number, index, start, stop, (start - slot.start, stop - slot.start))
+                )
     return sorted(parts, key=lambda part: part.number)
 
 
@@ -100,21 +106,23 @@ def plan_buckets(
 ) -> BucketPlan:
     """Lay out the gradients of parameters with these element counts, given in registration order.
 
-    Parameters are placed in reverse, the order in which backward finishes them, so that the first bucket is full while
-    most of backward is still to come. A bucket closes once it holds at least `bucket_numel` elements; None: one bucket
-    for all. Layouts depend on the arguments alone, so ranks with the same sizes agree on every offset.
+    Parameters are placed in reverse, the order in which backward finishes them, so that the first
+    bucket is full while most of backward is still to come. A bucket closes once it holds at least
+    `bucket_numel` elements; None: one bucket for all. Layouts depend on the arguments alone, so
+    ranks with the same sizes agree on every offset.
 
-    align: elements; every start is a multiple (64: 128 bytes in bf16, two cache lines). end_align: elements; every
-    bucket's length is made a multiple of it too (a multiple of dp lets dp ranks own equal slices); unset: `align`.
-    alone: parameters with a bucket of their own, such as a tied embedding that two stages must place alike.
-    together: runs of parameters, ascending, that lie without a gap in one bucket because one matmul writes them all;
-    a run is placed where its last parameter would be.
-    kinds: one per parameter; a bucket holds one kind, and lies inside as if there were no other, so that ranks on which
-    the parameters of one kind have the same sizes cut them alike, whatever the others' sizes are. Unset: all are alike.
+    align: elements; every start is a multiple (64: 128 bytes in bf16, two cache lines). end_align:
+    elements; every bucket's length is made a multiple of it too (a multiple of dp lets dp ranks own
+    equal slices); unset: `align`. alone: parameters with a bucket of their own, such as a tied
+    embedding that two stages must place alike. together: runs of parameters, ascending, that lie
+    without a gap in one bucket because one matmul writes them all; a run is placed where its last
+    parameter would be. kinds: one per parameter; a bucket holds one kind, and lies inside as if
+    there were no other, so that ranks on which the parameters of one kind have the same sizes cut
+    them alike, whatever the others' sizes are. Unset: all are alike.
 
     Raises:
-        PlanError: a size is negative, an alignment is below one, or `alone`, `together` and `kinds` contradict each
-            other.
+        PlanError: a size is negative, an alignment is below one, or `alone`, `together` and `kinds`
+            contradict each other.
     """
     kinds = [None] * len(sizes) if kinds is None else kinds
     _check(sizes, bucket_numel, align, end_align, alone, together, kinds)
@@ -122,7 +130,9 @@ def plan_buckets(
     units = list(enumerate(_units(len(sizes), together)))
     packed: list[_Packed] = []
     for kind in dict.fromkeys(kinds):
-        packed += _pack([unit for unit in units if kinds[unit[1][0]] == kind], sizes, bucket_numel, align, alone)
+        packed += _pack(
+            [unit for unit in units if kinds[unit[1][0]] == kind], sizes, bucket_numel, align, alone
+        )
     slots: list[Slot | None] = [None] * len(sizes)
     buckets: list[Bucket] = []
     start = 0
@@ -140,7 +150,8 @@ class _Packed:
     """A bucket whose place in the buffer is not known yet."""
 
     offsets: dict[int, int]
-    """Where each member starts, counted from the start of the bucket, in the order in which they lie."""
+    """Where each member starts, counted from the start of the bucket, in the order in which they
+    lie."""
 
     length: int
     """Elements, without padding at the end."""
@@ -156,7 +167,8 @@ def _pack(
     align: int,
     alone: Collection[int],
 ) -> list[_Packed]:
-    """Fill buckets with the units of one kind, each given with its place in the order of placement."""
+    """Fill buckets with the units of one kind, each given with its place in the order of
+    placement."""
     packed: list[_Packed] = []
     full = True
     for place, unit in units:
@@ -173,10 +185,15 @@ def _pack(
 
 
 def _units(count: int, together: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Parameters in the order of placement: the last first; a run as one unit at the place of its last member."""
+    """Parameters in the order of placement: the last first; a run as one unit at the place of its
+    last member."""
     run_ending_at = {run[-1]: tuple(run) for run in together if run}
     inside = {number for run in together for number in run[:-1]}
-    return [run_ending_at.get(number, (number,)) for number in reversed(range(count)) if number not in inside]
+    return [
+        run_ending_at.get(number, (number,))
+        for number in reversed(range(count))
+        if number not in inside
+    ]
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -193,63 +210,91 @@ def _check(
     kinds: Sequence[Hashable],
 ) -> None:
     if len(kinds) != len(sizes):
-        raise PlanError(f"kinds={list(kinds)}: {len(kinds)} for {len(sizes)} parameters. Pass one per parameter.")
+        raise PlanError(
+            f"kinds={list(kinds)}: {len(kinds)} for {len(sizes)} parameters. Pass one per "
+            "parameter."
+        )
     if bucket_numel is not None and bucket_numel < 1:
-        raise PlanError(f"parallel.bucket_numel={bucket_numel} must be at least 1. Use 4000000 if in doubt.")
+        raise PlanError(
+            f"parallel.bucket_numel={bucket_numel} must be at least 1. Use 4000000 if in doubt."
+        )
     if align < 1 or (end_align is not None and end_align < 1):
-        raise PlanError(f"align={align}, end_align={end_align}: both must be at least 1. Use align=1 for no gaps.")
+        raise PlanError(
+            f"align={align}, end_align={end_align}: both must be at least 1. Use align=1 for no "
+            "gaps."
+        )
     negative = [number for number, size in enumerate(sizes) if size < 0]
     if negative:
-        raise PlanError(f"parameters {negative} have a negative size. Pass element counts of at least 0.")
+        raise PlanError(
+            f"parameters {negative} have a negative size. Pass element counts of at least 0."
+        )
     in_runs = [number for run in together for number in run]
     strange = [number for number in {*alone, *in_runs} if not 0 <= number < len(sizes)]
     if strange:
-        raise PlanError(f"alone, together: no parameters {sorted(strange)}. Use numbers from 0 to {len(sizes) - 1}.")
+        raise PlanError(
+            f"alone, together: no parameters {sorted(strange)}. Use numbers from 0 to "
+            f"{len(sizes) - 1}."
+        )
     if len(set(in_runs)) < len(in_runs) or any(list(run) != sorted(run) for run in together):
-        raise PlanError(f"together={together}: pass ascending runs in which each parameter occurs once.")
+        raise PlanError(
+            f"together={together}: pass ascending runs in which each parameter occurs once."
+        )
     both = sorted(set(alone) & {number for run in together if len(run) > 1 for number in run})
     if both:
-        raise PlanError(f"parameters {both} are to lie alone and together with others. Choose one of the two.")
+        raise PlanError(
+            f"parameters {both} are to lie alone and together with others. Choose one of the two."
+        )
     mixed = [list(run) for run in together if len({kinds[number] for number in run}) > 1]
     if mixed:
-        raise PlanError(f"parameters {mixed[0]} are to lie together and are of several kinds. Choose one of the two.")
+        raise PlanError(
+            f"parameters {mixed[0]} are to lie together and are of several kinds. Choose one of "
+            "the two."
+        )
 
 
 def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
-    """Ways to divide optimizer state, gradients and weights over `dp` ranks that cannot work: one text each."""
+    """Ways to divide optimizer state, gradients and weights over `dp` ranks that cannot work: one
+    text each."""
     p, problems = parallel, []
     if p.replicas > 1 and p.zero == 0:
         problems.append(
-            f"parallel.replicas={p.replicas} with parallel.zero={p.zero}, where every rank holds everything and "
-            f"nothing is divided. Set parallel.zero=1, or remove parallel.replicas."
+            f"parallel.replicas={p.replicas} with parallel.zero={p.zero}, where every rank holds "
+            f"everything and nothing is divided. Set parallel.zero=1, or remove parallel.replicas."
         )
     elif p.replicas < 1 or dp % p.replicas:
         fits = divisors(dp)
         problems.append(
-            f"parallel.replicas={p.replicas} does not divide dp={dp}: each replica is an equal number of ranks. "
+            f"parallel.replicas={p.replicas} does not divide dp={dp}: each replica is an equal "
+            "number of ranks. "
             f"Set parallel.replicas to one of {fits}."
         )
     if p.reduce_dtype == "bf16" and p.zero == 0:
         problems.append(
-            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: what is received in bf16 is added in "
-            f"fp32 by the rank that owns the slice, and without ZeRO nobody does. Set parallel.zero=1, or "
+            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: what is received "
+            "in bf16 is added in "
+            "fp32 by the rank that owns the slice, and without ZeRO nobody does. Set "
+            "parallel.zero=1, or "
             f"parallel.reduce_dtype=fp32."
         )
     elif p.reduce_dtype == "bf16" and dp * p.cp == p.replicas:
         problems.append(
-            f"parallel.reduce_dtype={p.reduce_dtype} with dp={dp}, parallel.cp={p.cp} and parallel.replicas="
-            f"{p.replicas}: one rank owns all of each gradient, so none travels in bf16. Set parallel.reduce_dtype=fp32"
+            f"parallel.reduce_dtype={p.reduce_dtype} with dp={dp}, parallel.cp={p.cp} and "
+            "parallel.replicas="
+            f"{p.replicas}: one rank owns all of each gradient, so none travels in bf16. Set "
+            "parallel.reduce_dtype=fp32"
             f"{'' if p.replicas == 1 else ', or parallel.replicas=1'}."
         )
     return problems
 
 
 def zero_notes(parallel: ParallelConfig, dp: int) -> list[str]:
-    """What a run over `dp` ranks says at its start when ZeRO has nothing to divide; the same run may start on more."""
+    """What a run over `dp` ranks says at its start when ZeRO has nothing to divide; the same run
+    may start on more."""
     p = parallel
     if p.zero == 0 or dp * p.cp > p.replicas:
         return []
     return [
-        f"parallel.zero={p.zero} divides nothing here: with dp={dp}, parallel.cp={p.cp} and parallel.replicas="
+        f"parallel.zero={p.zero} divides nothing here: with dp={dp}, parallel.cp={p.cp} and "
+        "parallel.replicas="
         f"{p.replicas}, one rank owns everything"
     ]

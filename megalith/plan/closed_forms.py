@@ -1,8 +1,10 @@
-"""What theory says about a schedule and about activations: formulas instead of a simulation and a ledger.
+"""What theory says about a schedule and about activations: formulas instead of a simulation and a
+ledger.
 
-The bubble is for stages that all take equally long and messages that take no time. The simulation gives the same
-numbers exactly, where these hold; with anything else, ask `plan/simulate`. The activations are those of the published
-GPT layer, to compare with other programs; what our layers keep is in `plan/activations`.
+The bubble is for stages that all take equally long and messages that take no time. The simulation
+gives the same numbers exactly, where these hold; with anything else, ask `plan/simulate`. The
+activations are those of the published GPT layer, to compare with other programs; what our layers
+keep is in `plan/activations`.
 """
 
 from fractions import Fraction
@@ -22,11 +24,13 @@ def idle_time(
     backward_input: Number = 1,
     backward_weight: Number = 1,
 ) -> Number | None:
-    """How long each rank computes nothing in a step, in the unit of the costs, which are those of one chunk.
+    """How long each rank computes nothing in a step, in the unit of the costs, which are those of
+    one chunk.
 
-    None where there is no formula: interleaved with a last group that is not whole, zb-h1 with fewer microbatches than
-    ranks, the V schedules with fewer than two per rank or with parts that do not take equally long.
-    Sources: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2024, arXiv:2401.10241, sections 2 and 6.
+    None where there is no formula: interleaved with a last group that is not whole, zb-h1 with
+    fewer microbatches than ranks, the V schedules with fewer than two per rank or with parts that
+    do not take equally long. Sources: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et
+    al. 2024, arXiv:2401.10241, sections 2 and 6.
     """
     hops, backward = num_ranks - 1, backward_input + backward_weight
     if name in ("gpipe", "1f1b"):
@@ -34,14 +38,22 @@ def idle_time(
     if name == "interleaved":
         return hops * (forward + backward) if num_microbatches % num_ranks == 0 else None
     if name == "zb-h1":
-        # A weights' part fills the wait for the next forward; where it is longer than one, it cannot fill more.
-        return hops * (backward_input + max(forward - backward_weight, 0)) if num_microbatches >= num_ranks else None
+        # A weights' part fills the wait for the next forward; where it is longer than one, it
+        # cannot fill more.
+        return (
+            hops * (backward_input + max(forward - backward_weight, 0))
+            if num_microbatches >= num_ranks
+            else None
+        )
     even = forward == backward_input == backward_weight
     return hops * forward if even and num_microbatches >= 2 * num_ranks else None
 
 
-def bubble_fraction(name: ScheduleName, *, num_ranks: int, num_chunks: int, num_microbatches: int) -> Fraction | None:
-    """Idle time over computing time when F, I and W take equally long; None where there is no formula.
+def bubble_fraction(
+    name: ScheduleName, *, num_ranks: int, num_chunks: int, num_microbatches: int
+) -> Fraction | None:
+    """Idle time over computing time when F, I and W take equally long; None where there is no
+    formula.
 
     1F1B: (p-1)/m; interleaved: (p-1)/(v·m); ZB-H1: a third of 1F1B's.
     """
@@ -50,11 +62,18 @@ def bubble_fraction(name: ScheduleName, *, num_ranks: int, num_chunks: int, num_
 
 
 def most_held(
-    name: ScheduleName, rank: int, *, num_ranks: int, num_chunks: int, num_microbatches: int, group: int | None = None
+    name: ScheduleName,
+    rank: int,
+    *,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group: int | None = None,
 ) -> int | None:
     """(microbatch, chunk) pairs that a rank holds at once at most, from F to the end of backward.
 
-    Divide by the number of chunks to compare with 1F1B. None: a V schedule with fewer than two microbatches per rank.
+    Divide by the number of chunks to compare with 1F1B. None: a V schedule with fewer than two
+    microbatches per rank.
     """
     if name == "gpipe":
         return num_microbatches
@@ -63,7 +82,11 @@ def most_held(
     if name == "zb-h1":
         return min(num_microbatches, num_ranks)
     if name == "interleaved":
-        sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "num_microbatches": num_microbatches}
+        sizes = {
+            "num_ranks": num_ranks,
+            "num_chunks": num_chunks,
+            "num_microbatches": num_microbatches,
+        }
         warmup = interleaved_warmup(rank, group=group or num_ranks, **sizes)
         return min(warmup + 1, num_chunks * num_microbatches)
     if num_microbatches < 2 * num_ranks:
@@ -75,7 +98,8 @@ def most_held(
 
 
 class GptLayer(NamedTuple):
-    """A layer with GELU, f = 4 h, n · d = h, dropout in three places, 16-bit activations, and scores that are kept."""
+    """A layer with GELU, f = 4 h, n · d = h, dropout in three places, 16-bit activations, and
+    scores that are kept."""
 
     length: int
     """s: tokens of a sequence."""
@@ -93,18 +117,24 @@ class GptLayer(NamedTuple):
 
     @property
     def scores(self) -> int:
-        """n · s² · b: kept as softmax's result and as dropout's, at 2 bytes each, and as a mask of 1 byte."""
+        """n · s² · b: kept as softmax's result and as dropout's, at 2 bytes each, and as a mask of
+        1 byte."""
         return self.num_heads * self.length**2 * self.sequences
 
 
 def gpt_layer_bytes(
-    layer: GptLayer, *, tp: int = 1, sp: bool = False, again: Literal["nothing", "core_attention", "everything"]
+    layer: GptLayer,
+    *,
+    tp: int = 1,
+    sp: bool = False,
+    again: Literal["nothing", "core_attention", "everything"],
 ) -> Fraction:
     """What one layer keeps for backward on one rank, where `again` is computed again, in bytes.
 
-    In units of s·b·h: attention 11 (input 2, q and k 4, v 2, the projection's input 2, a mask 1), the MLP 19 (inputs 2
-    and 8, GELU's 8, a mask 1), two norms 4. Of these 34, 10 are between the parts that tp divides; sp divides them too.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, equations 1 to 6, table 2.
+    In units of s·b·h: attention 11 (input 2, q and k 4, v 2, the projection's input 2, a mask 1),
+    the MLP 19 (inputs 2 and 8, GELU's 8, a mask 1), two norms 4. Of these 34, 10 are between the
+    parts that tp divides; sp divides them too. Source: Korthikanti et al. 2022, arXiv:2205.05198,
+    equations 1 to 6, table 2.
 
     >>> layer = GptLayer(length=2048, sequences=1, hidden_size=12288, num_heads=96)
     >>> gpt_layer_bytes(layer, again="nothing") / layer.features  # 34 + 5 n s / h
@@ -118,14 +148,22 @@ def gpt_layer_bytes(
 
 
 def gpt_first_stage_bytes(
-    layer: GptLayer, num_layers: int, *, vocab_size: int, tp: int = 1, num_ranks: int = 1, num_chunks: int = 1,
+    layer: GptLayer,
+    num_layers: int,
+    *,
+    vocab_size: int,
+    tp: int = 1,
+    num_ranks: int = 1,
+    num_chunks: int = 1,
     again: Literal["nothing", "core_attention", "everything"],
-) -> Fraction:  # fmt: skip
-    """What the first of `num_ranks` pipeline ranks keeps at most, under sp and 1F1B, or interleaved with chunks.
+) -> Fraction:
+    """What the first of `num_ranks` pipeline ranks keeps at most, under sp and 1F1B, or interleaved
+    with chunks.
 
-    It holds as many microbatches as there are ranks, so all layers count once; interleaved 1 + (p-1)/(p·v) times. The
-    embedding has a mask of s·b·h / tp for each of these; alone it also keeps what the last norm and the head read, and
-    fp32 logits: 4·s·b·h/tp · (1 + v/h). Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.3.
+    It holds as many microbatches as there are ranks, so all layers count once; interleaved 1 +
+    (p-1)/(p·v) times. The embedding has a mask of s·b·h / tp for each of these; alone it also keeps
+    what the last norm and the head read, and fp32 logits: 4·s·b·h/tp · (1 + v/h). Source:
+    Korthikanti et al. 2022, arXiv:2205.05198, section 4.3.
     """
     more = 1 + Fraction(num_ranks - 1, num_ranks * num_chunks) if num_chunks > 1 else Fraction(1)
     kept = num_layers * gpt_layer_bytes(layer, tp=tp, sp=True, again=again) * more
@@ -136,9 +174,11 @@ def gpt_first_stage_bytes(
 
 
 def gpt_attention_again(layer: GptLayer) -> Fraction:
-    """What the paper counts for running core attention again, as a part of a step's 72·s·b·h²·(1 + s/(6 h)) a layer.
+    """What the paper counts for running core attention again, as a part of a step's 72·s·b·h²·(1 +
+    s/(6 h)) a layer.
 
-    It counts attention's own part of all three passes, s/(6 h), once more; the second forward pass by itself, 4·s²·b·h
-    operations, is a third of that. The head is left out. Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
+    It counts attention's own part of all three passes, s/(6 h), once more; the second forward pass
+    by itself, 4·s²·b·h operations, is a third of that. The head is left out. Source: Korthikanti et
+    al. 2022, arXiv:2205.05198, appendix A.
     """
     return Fraction(layer.length, 6 * layer.hidden_size + layer.length)

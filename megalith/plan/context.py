@@ -1,8 +1,10 @@
-"""Context parallelism on paper: which tokens each rank has, and which of another rank's tokens each of mine sees.
+"""Context parallelism on paper: which tokens each rank has, and which of another rank's tokens each
+of mine sees.
 
-Every rank keeps its tokens in their natural order. So what a query sees, some of the earlier tokens of its document (or
-of all of them, where attention is not causal), is one interval of any rank's tokens, however rows are sliced and
-documents lie in them: two numbers for each query say all that a mask could.
+Every rank keeps its tokens in their natural order. So what a query sees, some of the earlier tokens
+of its document (or of all of them, where attention is not causal), is one interval of any rank's
+tokens, however rows are sliced and documents lie in them: two numbers for each query say all that a
+mask could.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,8 @@ class Slicing:
     """What each rank gets an early and a late chunk of."""
 
     multiple: int = 1
-    """What a rank's part of each document must divide by, beside its two chunks: tp with sequence parallelism."""
+    """What a rank's part of each document must divide by, beside its two chunks: tp with sequence
+    parallelism."""
 
     near: int = 1
     """Neighbours that exchange heads before a ring goes across them."""
@@ -64,10 +67,12 @@ class Slices:
     """[documents]: tokens of each document, padding included."""
 
     source: Numbers | None
-    """[t]: which token of the microbatch as it was read this is, -1 for padding; None where nothing was padded."""
+    """[t]: which token of the microbatch as it was read this is, -1 for padding; None where nothing
+    was padded."""
 
     repeats: int
-    """Rows that are all alike: as many times does the same pattern of tokens follow on every rank."""
+    """Rows that are all alike: as many times does the same pattern of tokens follow on every
+    rank."""
 
     @property
     def ranks(self) -> int:
@@ -88,27 +93,33 @@ class Slices:
         return np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
 
     def ends(self) -> Numbers:
-        """[t]: one past the last token of the document each token belongs to, padding at its end left out."""
+        """[t]: one past the last token of the document each token belongs to, padding at its end
+        left out."""
         real = np.ones(self.num_tokens, dtype=np.int64) if self.source is None else self.source >= 0
-        counts = np.bincount(self.document(), weights=real, minlength=len(self.lengths)).astype(np.int64)
+        counts = np.bincount(self.document(), weights=real, minlength=len(self.lengths)).astype(
+            np.int64
+        )
         return np.repeat(np.cumsum(self.lengths) - self.lengths + counts, self.lengths)
 
     def as_read(self, rank: int) -> Numbers:
-        """[t / ranks]: which tokens of the microbatch as it was read one rank has; -1 is padding."""
+        """[t / ranks]: which tokens of the microbatch as it was read one rank has; -1 is
+        padding."""
         mine: Numbers = self.numbers[rank]
         return mine if self.source is None else self.source[mine]
 
     def joined(self, near: int) -> Numbers:
-        """[ranks / near, near · t / ranks]: the tokens that each group of `near` neighbours has together, ascending."""
+        """[ranks / near, near · t / ranks]: the tokens that each group of `near` neighbours has
+        together, ascending."""
         return np.sort(self.numbers.reshape(self.ranks // near, -1), axis=1)
 
 
 def zigzag(length: int, ranks: int) -> Numbers:
-    """An early and a late chunk of `length` tokens for each rank: number r has chunks r and 2 · ranks - 1 - r.
+    """An early and a late chunk of `length` tokens for each rank: number r has chunks r and 2 ·
+    ranks - 1 - r.
 
-    A causal query sees all that came before, so pairs of chunks that lie symmetrically cost every rank the same. Where
-    every query sees the whole row, any chunks would.
-    Source: Brandon et al. 2023, arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2.
+    A causal query sees all that came before, so pairs of chunks that lie symmetrically cost every
+    rank the same. Where every query sees the whole row, any chunks would. Source: Brandon et al.
+    2023, arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2.
 
     >>> zigzag(8, 2).tolist()
     [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -118,14 +129,16 @@ def zigzag(length: int, ranks: int) -> Numbers:
     """
     if length % (2 * ranks):
         raise PlanError(
-            f"length={length} does not divide into 2 * {ranks} chunks, two for each of cp={ranks} ranks. "
-            f"Use {length + -length % (2 * ranks)}."
+            f"length={length} does not divide into 2 * {ranks} chunks, two for each of cp={ranks} "
+            f"ranks. Use {length + -length % (2 * ranks)}."
         )
     chunks = np.arange(length, dtype=np.int64).reshape(2 * ranks, length // (2 * ranks))
     return np.concatenate([chunks[:ranks], chunks[: ranks - 1 : -1]], axis=1)
 
 
-def plan_slices(lengths: Sequence[int] | NDArray[np.integer], *, row: int, slicing: Slicing) -> Slices:
+def plan_slices(
+    lengths: Sequence[int] | NDArray[np.integer], *, row: int, slicing: Slicing
+) -> Slices:
     """Slice documents of these lengths, which lie in rows of `row` tokens one after the other.
 
     By row, documents may end anywhere. By document, each is padded at its end until it divides.
@@ -136,7 +149,9 @@ def plan_slices(lengths: Sequence[int] | NDArray[np.integer], *, row: int, slici
     documents = np.asarray(lengths, dtype=np.int64)
     total = int(documents.sum())
     if total % row:
-        raise PlanError(f"documents of {total} tokens do not fill rows of {row}. Pass documents of whole rows.")
+        raise PlanError(
+            f"documents of {total} tokens do not fill rows of {row}. Pass documents of whole rows."
+        )
     if slicing.by == "row":
         spans = [row] * (total // row)
         alike = len(documents) == len(spans) and bool((documents == row).all())
@@ -165,7 +180,8 @@ def _sources(lengths: Numbers, padded: Numbers) -> Numbers | None:
 
 
 def undo(parts: NDArray[np.generic], slices: Slices) -> NDArray[np.generic]:
-    """All ranks' values [ranks, t / ranks, ...] in the order in which the tokens were read, without padding."""
+    """All ranks' values [ranks, t / ranks, ...] in the order in which the tokens were read, without
+    padding."""
     whole = np.empty((slices.num_tokens, *parts.shape[2:]), dtype=parts.dtype)
     whole[slices.numbers.reshape(-1)] = parts.reshape(-1, *parts.shape[2:])
     return whole if slices.source is None else whole[slices.source >= 0]
@@ -184,12 +200,14 @@ class Tile(NamedTuple):
     """... see keys from here on."""
     last: int
     visible: Numbers | None
-    """[queries, 2]: the first key that each sees and the one past the last, counted from `first`; None: all see all."""
+    """[queries, 2]: the first key that each sees and the one past the last, counted from `first`;
+    None: all see all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Which of some keys each query sees: an interval of them, the same in each of a number of rows."""
+    """Which of some keys each query sees: an interval of them, the same in each of a number of
+    rows."""
 
     repeats: int
     """Rows; queries and keys are divided evenly over them."""
@@ -202,14 +220,23 @@ class Spans:
 
 
 def plan_spans(
-    queries: Numbers, keys: Numbers, starts: Numbers, *, ends: Numbers | None = None, repeats: int = 1,
-    window: int | None = None, right: int | None = None, chunked: bool = False,
-) -> Spans:  # fmt: skip
-    """What tokens number `queries` see of tokens number `keys`, both ascending, when documents begin at `starts` [t].
+    queries: Numbers,
+    keys: Numbers,
+    starts: Numbers,
+    *,
+    ends: Numbers | None = None,
+    repeats: int = 1,
+    window: int | None = None,
+    right: int | None = None,
+    chunked: bool = False,
+) -> Spans:
+    """What tokens number `queries` see of tokens number `keys`, both ascending, when documents
+    begin at `starts` [t].
 
-    A query sees itself and the earlier tokens of its document; where attention is not causal, and their documents end
-    at `ends` [t], the later ones, too. With a `window` no more than so many to each side, itself included, or
-    `right` after it; or, where it is `chunked`, those of its own run of so many.
+    A query sees itself and the earlier tokens of its document; where attention is not causal, and
+    their documents end at `ends` [t], the later ones, too. With a `window` no more than so many to
+    each side, itself included, or `right` after it; or, where it is `chunked`, those of its own run
+    of so many.
     """
     queries, keys = queries[: len(queries) // repeats], keys[: len(keys) // repeats]
     lowest, beyond = starts[queries], queries + 1 if ends is None else ends[queries]
@@ -218,17 +245,27 @@ def plan_spans(
         beyond = np.minimum(beyond, lowest + window)
     elif window is not None:
         after = window - 1 if right is None else right
-        lowest, beyond = np.maximum(lowest, queries - window + 1), np.minimum(beyond, queries + after + 1)
+        lowest, beyond = (
+            np.maximum(lowest, queries - window + 1),
+            np.minimum(beyond, queries + after + 1),
+        )
     first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, beyond)
     visible = np.stack([first, np.maximum(first, last)], axis=1)
     return Spans(repeats, visible, tuple(_tiles(visible, _borders(queries))))
 
 
-@lru_cache(maxsize=16)  # all layers of a forward ask the same, and pipeline stages have a few microbatches under way
+@lru_cache(
+    maxsize=16
+)  # all layers of a forward ask the same, and pipeline stages have a few microbatches under way
 def spans_of_lengths(
-    lengths: tuple[tuple[int, int], ...], window: int | None = None, *, causal: bool = True, right: int | None = None
+    lengths: tuple[tuple[int, int], ...],
+    window: int | None = None,
+    *,
+    causal: bool = True,
+    right: int | None = None,
 ) -> Spans:
-    """What queries see when documents of (queries, keys) lie one after the other, queries being the last of their keys.
+    """What queries see when documents of (queries, keys) lie one after the other, queries being the
+    last of their keys.
 
     >>> spans_of_lengths(((2, 3), (1, 4)), 2).visible.tolist()
     [[0, 2], [1, 3], [5, 7]]
@@ -242,7 +279,15 @@ def spans_of_lengths(
     repeats = len(lengths) if len(set(lengths)) == 1 else 1
     starts = np.repeat(ends - keys, keys)
     until = None if causal else np.repeat(ends, keys)
-    return plan_spans(queries, np.arange(len(numbers)), starts, ends=until, repeats=repeats, window=window, right=right)
+    return plan_spans(
+        queries,
+        np.arange(len(numbers)),
+        starts,
+        ends=until,
+        repeats=repeats,
+        window=window,
+        right=right,
+    )
 
 
 def _spans_of_whole_documents(counts: Numbers, first: Numbers, last: Numbers) -> Spans:
@@ -260,19 +305,26 @@ def _borders(queries: Numbers) -> list[int]:
 
 
 def _tiles(visible: Numbers, borders: Sequence[int]) -> list[Tile]:
-    """Cut the queries into tiles; where a run of tokens ends, too, if the tile is at least half full or the next run
-    sees something else."""
+    """Cut the queries into tiles; where a run of tokens ends, too, if the tile is at least half
+    full or the next run sees something else."""
     cuts = [0]
     for border, after in pairwise([*borders[1:], borders[-1]]):
         while border - cuts[-1] > TILE_ROWS:
             cuts.append(cuts[-1] + TILE_ROWS)
-        if border - cuts[-1] >= TILE_ROWS // 2 or border == after or _unlike(visible, cuts[-1], border, after):
+        if (
+            border - cuts[-1] >= TILE_ROWS // 2
+            or border == after
+            or _unlike(visible, cuts[-1], border, after)
+        ):
             cuts.append(border)
-    return [tile for start, stop in pairwise(cuts) if (tile := _tile(visible, start, stop)) is not None]
+    return [
+        tile for start, stop in pairwise(cuts) if (tile := _tile(visible, start, stop)) is not None
+    ]
 
 
 def _unlike(visible: Numbers, start: int, border: int, stop: int) -> bool:
-    """Whether two runs of queries see keys so far apart that one tile for both would have a tile's scores too many.
+    """Whether two runs of queries see keys so far apart that one tile for both would have a tile's
+    scores too many.
 
     Documents that are read on from a cache do: a few queries each, and many keys.
     """
@@ -282,7 +334,8 @@ def _unlike(visible: Numbers, start: int, border: int, stop: int) -> bool:
 
 
 def _num_scores(visible: Numbers, start: int, stop: int) -> int:
-    """Of some queries and all keys from the first to the last that they see; both ascend with the queries."""
+    """Of some queries and all keys from the first to the last that they see; both ascend with the
+    queries."""
     return (stop - start) * int(visible[stop - 1, 1] - visible[start, 0])
 
 
@@ -292,7 +345,9 @@ def _tile(visible: Numbers, start: int, stop: int) -> Tile | None:
     if not len(seeing):
         return None
     first, last = int(seeing[:, 0].min()), int(seeing[:, 1].max())
-    dense = len(seeing) == len(rows) and bool((seeing[:, 0] == first).all() and (seeing[:, 1] == last).all())
+    dense = len(seeing) == len(rows) and bool(
+        (seeing[:, 0] == first).all() and (seeing[:, 1] == last).all()
+    )
     if dense:
         return Tile(start, stop, first, last, None)
     return Tile(start, stop, first, last, np.clip(rows - first, 0, last - first))
@@ -309,11 +364,16 @@ def kind_of_layer(context: ContextConfig, layer: int) -> ContextKind:
 
 
 def context_problems(parallel: ParallelConfig, model: ModelConfig, *, seq_len: int) -> list[str]:
-    """Everything that keeps rows of `seq_len` tokens from being shared by cp ranks, as messages for the user."""
+    """Everything that keeps rows of `seq_len` tokens from being shared by cp ranks, as messages for
+    the user."""
     if parallel.cp <= 1:
         return []
     unknown = _unknown_kinds(parallel.context)
-    return unknown + _length_problems(parallel, seq_len) + ([] if unknown else _exchange_problems(parallel, model))
+    return (
+        unknown
+        + _length_problems(parallel, seq_len)
+        + ([] if unknown else _exchange_problems(parallel, model))
+    )
 
 
 def _unknown_kinds(context: ContextConfig) -> list[str]:
@@ -334,12 +394,19 @@ def _length_problems(parallel: ParallelConfig, seq_len: int) -> list[str]:
     parts = 2 * parallel.cp * tp
     if parallel.context.slicing == "document" or seq_len % parts == 0:
         return []
-    product = f"2 * parallel.cp * parallel.tp = 2 * {parallel.cp} * {tp}" if tp > 1 else f"2 * {parallel.cp}"
+    product = (
+        f"2 * parallel.cp * parallel.tp = 2 * {parallel.cp} * {tp}"
+        if tp > 1
+        else f"2 * {parallel.cp}"
+    )
     below, above = seq_len // parts * parts, seq_len + -seq_len % parts
     return [
-        f"train.seq_len={seq_len} does not divide by {product} = {parts}: each of parallel.cp={parallel.cp} ranks gets "
-        f"an early and a late chunk of every row{', cut again over tp by parallel.sp' if tp > 1 else ''}. "
-        f"Set train.seq_len to {above}{f' or {below}' if below else ''}, or parallel.context.slicing to document, "
+        f"train.seq_len={seq_len} does not divide by {product} = {parts}: each of "
+        f"parallel.cp={parallel.cp} ranks gets "
+        "an early and a late chunk of every "
+        f"row{', cut again over tp by parallel.sp' if tp > 1 else ''}. "
+        f"Set train.seq_len to {above}{f' or {below}' if below else ''}, or "
+        "parallel.context.slicing to document, "
         f"which pads."
     ]
 
@@ -351,34 +418,48 @@ def _exchange_problems(parallel: ParallelConfig, model: ModelConfig) -> list[str
     problems = []
     if context.layers and len(context.layers) != model.num_layers:
         problems.append(
-            f"parallel.context.layers names {len(context.layers)} kinds for model.num_layers={model.num_layers} "
-            f"layers. Use one for each, or remove it to use parallel.context.kind={context.kind} for all."
+            f"parallel.context.layers names {len(context.layers)} kinds for "
+            f"model.num_layers={model.num_layers} "
+            f"layers. Use one for each, or remove it to use parallel.context.kind={context.kind} "
+            "for all."
         )
     if "a2a+ring" in kinds and context.kind != "a2a+ring":
         problems.append(
-            f"parallel.context.layers has a2a+ring, but parallel.context.kind={context.kind} makes no groups of "
-            f"neighbours. Set parallel.context.kind to a2a+ring and parallel.context.a2a to one of {_proper(cp)}."
+            f"parallel.context.layers has a2a+ring, but parallel.context.kind={context.kind} makes "
+            "no groups of "
+            "neighbours. Set parallel.context.kind to a2a+ring and parallel.context.a2a to one of "
+            f"{_proper(cp)}."
         )
-    elif context.kind == "a2a+ring" and (context.a2a is None or context.a2a < 1 or cp % context.a2a):
+    elif context.kind == "a2a+ring" and (
+        context.a2a is None or context.a2a < 1 or cp % context.a2a
+    ):
         problems.append(
-            f"parallel.context.a2a={context.a2a} does not divide parallel.cp={cp}: with a2a+ring so many neighbours "
+            f"parallel.context.a2a={context.a2a} does not divide parallel.cp={cp}: with a2a+ring "
+            "so many neighbours "
             f"exchange heads. Set parallel.context.a2a to one of {_proper(cp)}."
         )
     elif context.kind != "a2a+ring" and context.a2a is not None:
         problems.append(
-            f"parallel.context.a2a={context.a2a} is for parallel.context.kind=a2a+ring, which {context.kind} is not. "
+            f"parallel.context.a2a={context.a2a} is for parallel.context.kind=a2a+ring, which "
+            f"{context.kind} is not. "
             f"Set the kind to a2a+ring, or remove parallel.context.a2a."
         )
     return problems or _head_problems(parallel, model, kinds)
 
 
-def _head_problems(parallel: ParallelConfig, model: ModelConfig, kinds: set[ContextKind]) -> list[str]:
-    """An exchange of heads gives each rank equally many of the query heads that its tensor-parallel rank has."""
+def _head_problems(
+    parallel: ParallelConfig, model: ModelConfig, kinds: set[ContextKind]
+) -> list[str]:
+    """An exchange of heads gives each rank equally many of the query heads that its tensor-parallel
+    rank has."""
     if model.num_heads % model.num_kv_heads or parallel.tp > model.num_heads:
         return []  # another rule tells
     queries = split_heads(model.num_heads, model.num_kv_heads, parallel.tp).queries
     fits = [size for size in divisors(parallel.cp) if all(count % size == 0 for count in queries)]
-    has = f"model.num_heads={model.num_heads} over parallel.tp={parallel.tp} are {_either(queries)} heads on a rank"
+    has = (
+        f"model.num_heads={model.num_heads} over parallel.tp={parallel.tp} are "
+        f"{_either(queries)} heads on a rank"
+    )
     problems = []
     if "a2a" in kinds and parallel.cp not in fits:
         smaller = [size for size in fits if size > 1]

@@ -1,6 +1,8 @@
-"""What a decoder costs: its parameters and its floating-point operations, as closed formulas; memory is plan/memory.py.
+"""What a decoder costs: its parameters and its floating-point operations, as closed formulas;
+memory is plan/memory.py.
 
-In the formulas: h hidden_size, L layers, n heads, g key/value heads, d head size, f ffn_hidden_size, v vocabulary.
+In the formulas: h hidden_size, L layers, n heads, g key/value heads, d head size, f
+ffn_hidden_size, v vocabulary.
 """
 
 from collections import Counter
@@ -21,16 +23,18 @@ from megalith.plan.parameters import (
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Weights of the whole model as they are stored, padded vocabulary rows included; published numbers have none.
+    """Weights of the whole model as they are stored, padded vocabulary rows included; published
+    numbers have none.
 
-    By default v·h (twice if the head is not tied) + L·(h·(n + 2g)·d + n·d·h + 3·h·f + 2·h) + h; plan/parameters.py has
-    the terms of everything else.
+    By default v·h (twice if the head is not tied) + L·(h·(n + 2g)·d + n·d·h + 3·h·f + 2·h) + h;
+    plan/parameters.py has the terms of everything else.
     """
     return num_parameters_per_rank(config, tp=1)
 
 
 def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
-    """Weights on the rank that holds most: matrices are split over tp, norms and output biases are whole on each."""
+    """Weights on the rank that holds most: matrices are split over tp, norms and output biases are
+    whole on each."""
     return max(_held(config, tp, rank) for rank in distinct_ranks(config, tp=tp))
 
 
@@ -52,7 +56,12 @@ def active_parameters(config: ModelConfig) -> int:
     if moe is None:
         return num_parameters(config)
     layers = [*range(config.num_layers), *[last] * config.mtp.depths]
-    routed = sum(one.numel for layer in layers for one in layer_parameters(config, layer) if one.grid == "expert")
+    routed = sum(
+        one.numel
+        for layer in layers
+        for one in layer_parameters(config, layer)
+        if one.grid == "expert"
+    )
     return num_parameters(config) - routed // moe.experts * (moe.experts - moe.top_k)
 
 
@@ -69,19 +78,23 @@ def _kinds(config: ModelConfig) -> dict[int, int]:
 # --- operations
 
 
-def step_flops(config: ModelConfig, *, tokens: int, squared_lengths: int, windowed: int | None = None) -> int:
-    """Useful floating-point operations of forward and backward for some documents; recomputation does not count.
+def step_flops(
+    config: ModelConfig, *, tokens: int, squared_lengths: int, windowed: int | None = None
+) -> int:
+    """Useful floating-point operations of forward and backward for some documents; recomputation
+    does not count.
 
-    tokens: sum of the documents' lengths; squared_lengths: sum of their squares; windowed: sum of `pairs_in_window`
-    over them, of use to models with windows only; unset: as for documents that are all equally long. A multiply-add is
-    two operations and backward costs twice the forward, hence the sixes: 6·tokens for each element of a matrix, which
-    by default are L·(h·(n + 2g)·d + n·d·h + 3·h·f) + h·v, and 6·squared_lengths·L·n·d for attention, of which causality
-    leaves half (12 where it looks both ways). Of experts a token meets K: K·3·h·f in place of 3·h·f, and E·h of the
-    router. Each depth of multi-token prediction adds a layer as the last one, 2·h·h,
-    and the head once more. Norms, biases, positions and activations are not counted. All of it is trained here: a
-    frozen matrix has no gradient of its own, and costs 4·tokens, or 2·tokens where nothing before it is trained
-    (plan/adapters.py).
-    Source: Narayanan et al. 2021, arXiv:2104.04473, appendix; there attention is counted whole.
+    tokens: sum of the documents' lengths; squared_lengths: sum of their squares; windowed: sum of
+    `pairs_in_window` over them, of use to models with windows only; unset: as for documents that
+    are all equally long. A multiply-add is two operations and backward costs twice the forward,
+    hence the sixes: 6·tokens for each element of a matrix, which by default are L·(h·(n + 2g)·d +
+    n·d·h + 3·h·f) + h·v, and 6·squared_lengths·L·n·d for attention, of which causality leaves half
+    (12 where it looks both ways). Of experts a token meets K: K·3·h·f in place of 3·h·f, and E·h of
+    the router. Each depth of multi-token prediction adds a layer as the last one, 2·h·h, and the
+    head once more. Norms, biases, positions and activations are not counted. All of it is trained
+    here: a frozen matrix has no gradient of its own, and costs 4·tokens, or 2·tokens where nothing
+    before it is trained (plan/adapters.py). Source: Narayanan et al. 2021, arXiv:2104.04473,
+    appendix; there attention is counted whole.
     """
     seen = _Seen(tokens, squared_lengths, windowed)
     layers = sum(_layer_flops(config, layer, seen) for layer in range(config.num_layers))
@@ -89,7 +102,12 @@ def step_flops(config: ModelConfig, *, tokens: int, squared_lengths: int, window
 
 
 def layer_flops(
-    config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int, windowed: int | None = None
+    config: ModelConfig,
+    layer: int,
+    *,
+    tokens: int,
+    squared_lengths: int,
+    windowed: int | None = None,
 ) -> int:
     """The same of one layer, numbered over all stages."""
     return _layer_flops(config, layer, _Seen(tokens, squared_lengths, windowed))
@@ -101,25 +119,38 @@ def head_flops(config: ModelConfig, tokens: int) -> int:
 
 
 def attention_flops(
-    config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int, windowed: int | None = None
+    config: ModelConfig,
+    layer: int,
+    *,
+    tokens: int,
+    squared_lengths: int,
+    windowed: int | None = None,
 ) -> int:
-    """The same of one layer's scores and their products with values: 6 · pairs · n · (d + d_v); once more, without a
-    window, in a layer that looks at the memory."""
+    """The same of one layer's scores and their products with values: 6 · pairs · n · (d + d_v);
+    once more, without a window, in a layer that looks at the memory."""
     return _core_flops(config, layer, _Seen(tokens, squared_lengths, windowed))
 
 
 def latent_flops(
-    config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int, windowed: int | None = None
+    config: ModelConfig,
+    layer: int,
+    *,
+    tokens: int,
+    squared_lengths: int,
+    windowed: int | None = None,
 ) -> int:
     """The same of a latent attention from its short vectors up to what heads find."""
-    pairs = attention_flops(config, layer, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed)
+    pairs = attention_flops(
+        config, layer, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed
+    )
     queries = "q" if config.mla is None or config.mla.q_rank is None else "q_up"
     up = sum(_matrices(config, layer, f"attention.{word}") for word in (queries, "kv_up"))
     return 6 * tokens * up + pairs
 
 
 def mlp_flops(config: ModelConfig, layer: int, tokens: int) -> int:
-    """The same of one layer's MLP, or of its router, the experts that a token goes to, and those for all tokens."""
+    """The same of one layer's MLP, or of its router, the experts that a token goes to, and those
+    for all tokens."""
     return 6 * tokens * (_matrices(config, layer, "mlp.") + _matrices(config, layer, "moe."))
 
 
@@ -129,11 +160,11 @@ def shared_flops(config: ModelConfig, layer: int, tokens: int) -> int:
 
 
 def pairs_in_window(length: int, window: int, *, chunked: bool = False) -> int:
-    """Twice the (query, key) pairs of a document in which each token sees at most `window` tokens, itself included; or,
-    where it is `chunked`, those before it in its own run of so many.
+    """Twice the (query, key) pairs of a document in which each token sees at most `window` tokens,
+    itself included; or, where it is `chunked`, those before it in its own run of so many.
 
-    Twice, so that it compares with length², which counts a token's own pair half; it is never more. Where tokens look
-    both ways there are twice as many.
+    Twice, so that it compares with length², which counts a token's own pair half; it is never more.
+    Where tokens look both ways there are twice as many.
 
     >>> [pairs_in_window(5, window) for window in (1, 2, 4, 5, 9)]
     [10, 18, 25, 25, 25]
@@ -147,7 +178,8 @@ def pairs_in_window(length: int, window: int, *, chunked: bool = False) -> int:
 
 
 def pairs_seen(length: int, kind: AttentionConfig) -> int:
-    """The same for a layer with the window; where it reaches further to one side, the mean of both sides."""
+    """The same for a layer with the window; where it reaches further to one side, the mean of both
+    sides."""
     if kind.window is None:
         return length**2
     before = pairs_in_window(length, kind.window, chunked=kind.chunked)
@@ -186,13 +218,15 @@ def _further_flops(config: ModelConfig, seen: _Seen) -> int:
 
 
 def _matrices(config: ModelConfig, layer: int, inside: str = "") -> int:
-    """Elements of all matrices of a layer that a token is multiplied by, or of those in one part of it."""
+    """Elements of all matrices of a layer that a token is multiplied by, or of those in one part of
+    it."""
     held, name = layer_parameters(config, layer), f"layers.{layer}.{inside}"
     return sum(met(config, one) for one in held if one.matrix and one.name.startswith(name))
 
 
 def met(config: ModelConfig, one: HeldParameter) -> int:
-    """Elements of a whole matrix that a token is multiplied by: of experts, those that it goes to."""
+    """Elements of a whole matrix that a token is multiplied by: of experts, those that it goes
+    to."""
     if config.moe is None or one.grid == "dense":
         return one.numel
     return one.numel // config.moe.experts * config.moe.top_k
@@ -200,7 +234,9 @@ def met(config: ModelConfig, one: HeldParameter) -> int:
 
 def _core_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
     own = seen.doubled_pairs(config.attention if config.has_window(layer) else None)
-    pairs = own * (config.attention_part(layer) == "full") + seen.doubled_pairs(None) * config.looks(layer)
+    pairs = own * (config.attention_part(layer) == "full") + seen.doubled_pairs(
+        None
+    ) * config.looks(layer)
     pairs = pairs if config.attention.causal else 2 * pairs
     return 3 * pairs * config.num_heads * (config.key_size() + config.value_size())
 
@@ -211,11 +247,14 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
 
 def tflops_per_device(flops: float, *, seconds: float, devices: int) -> float:
-    """Rate of each device, in 10^12 useful operations per second, when all of them need `seconds` for `flops`."""
+    """Rate of each device, in 10^12 useful operations per second, when all of them need `seconds`
+    for `flops`."""
     return flops / (seconds * devices * 1e12)
 
 
-def model_flops_utilisation(flops: float, *, seconds: float, devices: int, peak_tflops: float) -> float:
+def model_flops_utilisation(
+    flops: float, *, seconds: float, devices: int, peak_tflops: float
+) -> float:
     """MFU: the part of the devices' peak rate that went into useful operations.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 4.1.
@@ -232,22 +271,29 @@ class _Widths:
     master: int
 
 
-WIDTHS = {"fp32": _Widths(4, 4, 0), "bf16": _Widths(2, 4, 4), "fp16": _Widths(2, 4, 4), "fp64": _Widths(8, 8, 0)}
+WIDTHS = {
+    "fp32": _Widths(4, 4, 0),
+    "bf16": _Widths(2, 4, 4),
+    "fp16": _Widths(2, 4, 4),
+    "fp64": _Widths(8, 8, 0),
+}
 
 
 CHUNK_LOGITS = 1 << 21
 """Logits that the head of one rank forms at once: 8 MiB in fp32, which stay in cache."""
 
 CHUNK_TOKENS = 512
-"""Tokens that it takes at once at least, because each chunk passes once over dw, which is as large as the head.
+"""Tokens that it takes at once at least, because each chunk passes once over dw, which is as large
+as the head.
 
-Measured at vocabularies of 4,096 and 32,000 on one core: within 2 % of the best chunk, and 11 to 31 % faster than 64
-tokens.
+Measured at vocabularies of 4,096 and 32,000 on one core: within 2 % of the best chunk, and 11 to 31
+% faster than 64 tokens.
 """
 
 
 def loss_chunk(vocab_size: int, *, ranks: int) -> int:
-    """Tokens whose logits the head forms at once, its vocabulary split over `ranks`; the same number on all of them."""
+    """Tokens whose logits the head forms at once, its vocabulary split over `ranks`; the same
+    number on all of them."""
     return max(CHUNK_TOKENS, CHUNK_LOGITS * ranks // vocab_size)
 
 

@@ -11,25 +11,30 @@ def cross_problems(model: ModelConfig) -> list[str]:
     """Every broken rule of layers that look at a memory, as texts."""
     if model.cross is None:
         return []
-    return [*_pattern_problems(model.cross, model.num_layers)] or [*_kind_problems(model, model.cross)]
+    return [*_pattern_problems(model.cross, model.num_layers)] or [
+        *_kind_problems(model, model.cross)
+    ]
 
 
 def _pattern_problems(own: CrossConfig, num_layers: int) -> Iterator[str]:
     if not 0 <= own.memory < num_layers:
         yield (
-            f"model.cross.memory={own.memory} must be from 0 to {num_layers - 1}: layers behind it look at it, and "
+            f"model.cross.memory={own.memory} must be from 0 to {num_layers - 1}: layers behind it "
+            "look at it, and "
             f"model.num_layers={num_layers}. Set model.cross.memory to {num_layers // 2}."
         )
         return
     later = num_layers - own.memory
     if len(own.layers) > later:
         yield (
-            f"model.cross.layers has {len(own.layers)} places for the {later} layers from model.cross.memory="
+            f"model.cross.layers has {len(own.layers)} places for the {later} layers from "
+            "model.cross.memory="
             f"{own.memory} on: the rest would be left unread. Use {later} places or fewer."
         )
     elif own.layers and not any(own.layers):
         yield (
-            f"model.cross.layers={shown(own.layers)}: no layer looks at the memory. Remove model.cross, or set "
+            f"model.cross.layers={shown(own.layers)}: no layer looks at the memory. Remove "
+            "model.cross, or set "
             f"model.cross.layers to [true, false] for every other layer."
         )
 
@@ -38,17 +43,20 @@ def _kind_problems(model: ModelConfig, own: CrossConfig) -> Iterator[str]:
     given = f"model.cross.memory={own.memory}"
     if model.block != "sequential":
         yield (
-            f"{given} with model.block={model.block}: a layer looks at the memory after its attention and before its "
+            f"{given} with model.block={model.block}: a layer looks at the memory after its "
+            "attention and before its "
             f"MLP. Set model.block=sequential, or remove model.cross."
         )
     if model.mla is not None:
         yield (
-            f"{given} with model.mla.kv_rank={model.mla.kv_rank}: cross attention has keys and values per head. Remove "
+            f"{given} with model.mla.kv_rank={model.mla.kv_rank}: cross attention has keys and "
+            "values per head. Remove "
             f"model.mla, or model.cross."
         )
     if model.mtp.depths > 0:
         yield (
-            f"{given} with model.mtp.depths={model.mtp.depths}: layers that predict further ahead read other tokens "
+            f"{given} with model.mtp.depths={model.mtp.depths}: layers that predict further ahead "
+            "read other tokens "
             f"than the memory has. Set model.mtp.depths=0, or remove model.cross."
         )
     lacking = [
@@ -58,7 +66,9 @@ def _kind_problems(model: ModelConfig, own: CrossConfig) -> Iterator[str]:
     ]
     if lacking:
         yield (
-            f"{given} with model.layers.attention={shown(model.layers.attention)} and model.layers.mlp="
-            f"{shown(model.layers.mlp)}: layer {lacking[0]} looks at the memory and lacks attention or MLP. Set both "
+            f"{given} with model.layers.attention={shown(model.layers.attention)} and "
+            "model.layers.mlp="
+            f"{shown(model.layers.mlp)}: layer {lacking[0]} looks at the memory and lacks "
+            "attention or MLP. Set both "
             f"to full or linear there, or set model.cross.layers so that it does not look."
         )

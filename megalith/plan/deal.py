@@ -1,7 +1,9 @@
-"""Dealing out a step: documents of any length go into packs of one capacity, and packs to data-parallel ranks.
+"""Dealing out a step: documents of any length go into packs of one capacity, and packs to
+data-parallel ranks.
 
-All of it follows from the lengths of the step's documents, so every rank computes the same, and no one is asked. Each
-rank gets equally many packs, as many as the pipeline wants, and work that is as equal as packs allow.
+All of it follows from the lengths of the step's documents, so every rank computes the same, and no
+one is asked. Each rank gets equally many packs, as many as the pipeline wants, and work that is as
+equal as packs allow.
 """
 
 import heapq
@@ -29,7 +31,8 @@ FILLER = 64
 
 @dataclass(frozen=True, slots=True)
 class DocumentCost:
-    """What documents of some length cost: token · L + pair · L² + seen · (twice the pairs inside the window)."""
+    """What documents of some length cost: token · L + pair · L² + seen · (twice the pairs inside
+    the window)."""
 
     token: int = 1
     pair: int = 0
@@ -39,7 +42,9 @@ class DocumentCost:
 
     def __call__(self, length: int) -> int:
         """Of one document."""
-        windowed = self.seen * pairs_seen(length, self.attention) if self.attention is not None else 0
+        windowed = (
+            self.seen * pairs_seen(length, self.attention) if self.attention is not None else 0
+        )
         return self.token * length + self.pair * length**2 + windowed
 
 
@@ -47,7 +52,10 @@ def document_cost(model: ModelConfig) -> DocumentCost:
     """The floating-point operations of forward and backward, as `step_flops` counts them.
 
     >>> from megalith.plan.costs import step_flops
-    >>> model = ModelConfig(vocab_size=61, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=9)
+    >>> heads = {"num_heads": 4, "num_kv_heads": 2}
+    >>> model = ModelConfig(
+    ...     vocab_size=61, hidden_size=24, num_layers=2, ffn_hidden_size=9, **heads
+    ... )
     >>> document_cost(model)(7) == step_flops(model, tokens=7, squared_lengths=49)
     True
     """
@@ -55,7 +63,9 @@ def document_cost(model: ModelConfig) -> DocumentCost:
     pair = step_flops(model, tokens=1, squared_lengths=1, windowed=0) - token
     every = step_flops(model, tokens=0, squared_lengths=1)
     windowed = model.attention.window is not None
-    return DocumentCost(token, pair if windowed else every, every - pair if windowed else 0, model.attention)
+    return DocumentCost(
+        token, pair if windowed else every, every - pair if windowed else 0, model.attention
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,8 @@ class Deal:
     """Which documents of a step share a pack, and which rank has it."""
 
     packs: tuple[tuple[int, ...], ...]
-    """Documents of each pack, by their place in the step; pack m · dp + r is microbatch m of rank r. Some are empty."""
+    """Documents of each pack, by their place in the step; pack m · dp + r is microbatch m of rank
+    r. Some are empty."""
 
     dp: int
 
@@ -81,7 +92,8 @@ class Deal:
 
     @property
     def imbalance(self) -> float:
-        """How much longer the busiest rank works than all do on average, as a share: 0 where all work alike."""
+        """How much longer the busiest rank works than all do on average, as a share: 0 where all
+        work alike."""
         return imbalance(self.costs)
 
     def digest(self) -> int:
@@ -121,10 +133,12 @@ class Budget:
         return length + -length % self.multiple
 
     def deal(self, lengths: Sequence[int], dp: int, *, forward_only: bool = False) -> Deal:
-        """Pack documents in order and deal the packs to `dp` ranks; a pure function of its arguments.
+        """Pack documents in order and deal the packs to `dp` ranks; a pure function of its
+        arguments.
 
-        Where there are too few packs for ranks and pipeline, the costliest are divided, and in the end some stay empty.
-        `forward_only`: evaluation, whose pipelines take any number of microbatches.
+        Where there are too few packs for ranks and pipeline, the costliest are divided, and in the
+        end some stay empty. `forward_only`: evaluation, whose pipelines take any number of
+        microbatches.
 
         Raises:
             PlanError: a document is longer than a pack.
@@ -132,7 +146,9 @@ class Budget:
         filled = fill_in_order([self.padded(length) for length in lengths], self.capacity)
         packs = [tuple(filled.row(number).tolist()) for number in range(filled.num_rows)]
         least = -(-len(packs) // dp)
-        count = max(least, 1) if forward_only else microbatches_that_fit(self.pipeline, self.pp, least)
+        count = (
+            max(least, 1) if forward_only else microbatches_that_fit(self.pipeline, self.pp, least)
+        )
         costs = [self.cost(length) for length in lengths]
         packs = _divided(packs, costs, count * dp)
         return _dealt(packs, [sum(costs[number] for number in pack) for pack in packs], dp)
@@ -144,8 +160,11 @@ class Budget:
         return (size,) * whole + ((rest,) if rest else ())
 
 
-def _divided(packs: list[tuple[int, ...]], costs: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """So many packs: the costliest is cut where its halves cost most alike, as long as one has several documents."""
+def _divided(
+    packs: list[tuple[int, ...]], costs: Sequence[int], count: int
+) -> list[tuple[int, ...]]:
+    """So many packs: the costliest is cut where its halves cost most alike, as long as one has
+    several documents."""
     heap = [(-sum(costs[number] for number in pack), pack) for pack in packs if len(pack) > 1]
     single: list[tuple[int, ...]] = [pack for pack in packs if len(pack) <= 1]
     heapq.heapify(heap)
@@ -167,10 +186,12 @@ def _halves(pack: tuple[int, ...], costs: Sequence[int]) -> tuple[tuple[int, ...
 
 
 def _dealt(packs: list[tuple[int, ...]], costs: list[int], dp: int) -> Deal:
-    """Microbatch after microbatch, costliest first, to the ranks in the order of how little they have so far.
+    """Microbatch after microbatch, costliest first, to the ranks in the order of how little they
+    have so far.
 
-    Packs that are computed at the same time then cost about the same, and no two ranks differ by more than the
-    costliest pack of a microbatch and its cheapest do: a rank that has more never gets more.
+    Packs that are computed at the same time then cost about the same, and no two ranks differ by
+    more than the costliest pack of a microbatch and its cheapest do: a rank that has more never
+    gets more.
     """
     order = sorted(range(len(packs)), key=lambda number: (-costs[number], packs[number]))
     totals, places = [0] * dp, [0] * len(packs)
@@ -183,7 +204,8 @@ def _dealt(packs: list[tuple[int, ...]], costs: list[int], dp: int) -> Deal:
 
 
 def deal_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> list[list[int]]:
-    """Rows that are full already, `rows` to a microbatch: those of microbatch m and rank r at m · dp + r.
+    """Rows that are full already, `rows` to a microbatch: those of microbatch m and rank r at m ·
+    dp + r.
 
     In order, or `balanced` as packs are.
 
@@ -195,14 +217,18 @@ def deal_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> li
     """
     if len(costs) % (dp * rows):
         raise PlanError(
-            f"{len(costs)} rows do not divide over dp={dp} ranks and {rows} to a microbatch. Use a multiple of "
-            f"{dp * rows}."
+            f"{len(costs)} rows do not divide over dp={dp} ranks and {rows} to a microbatch. Use a "
+            f"multiple of {dp * rows}."
         )
     if not balanced:
         return [list(range(start, start + rows)) for start in range(0, len(costs), rows)]
     single = _dealt([(number,) for number in range(len(costs))], list(costs), dp)
     each = [[pack[0] for pack in single.of(rank)] for rank in range(dp)]
-    return [each[rank][start : start + rows] for start in range(0, len(costs) // dp, rows) for rank in range(dp)]
+    return [
+        each[rank][start : start + rows]
+        for start in range(0, len(costs) // dp, rows)
+        for rank in range(dp)
+    ]
 
 
 @lru_cache(maxsize=64)  # steps need the same few counts over and over
@@ -220,7 +246,9 @@ def microbatches_that_fit(pipeline: PipelineConfig, pp: int, least: int) -> int:
         if not schedule_problems(used, pp=pp, num_microbatches=count):
             return count
     problems = schedule_problems(used, pp=pp, num_microbatches=size * least)
-    raise PlanError(f"{least} microbatches do not fit the pipeline. Use other settings: {' '.join(problems)}")
+    raise PlanError(
+        f"{least} microbatches do not fit the pipeline. Use other settings: {' '.join(problems)}"
+    )
 
 
 def budget_of(train: LoopConfig, parallel: ParallelConfig, model: ModelConfig) -> Budget | None:
@@ -228,9 +256,13 @@ def budget_of(train: LoopConfig, parallel: ParallelConfig, model: ModelConfig) -
     if train.tokens_per_microbatch is None:
         return None
     return Budget(
-        capacity=train.tokens_per_microbatch * parallel.cp, longest=train.seq_len, multiple=document_multiple(parallel),
-        cost=document_cost(model), pipeline=parallel.pipeline, pp=parallel.pp,
-    )  # fmt: skip
+        capacity=train.tokens_per_microbatch * parallel.cp,
+        longest=train.seq_len,
+        multiple=document_multiple(parallel),
+        cost=document_cost(model),
+        pipeline=parallel.pipeline,
+        pp=parallel.pp,
+    )
 
 
 def document_multiple(parallel: ParallelConfig) -> int:
@@ -241,7 +273,8 @@ def document_multiple(parallel: ParallelConfig) -> int:
 
 
 def microbatches_of_longest(train: LoopConfig, parallel: ParallelConfig, dp: int) -> int:
-    """Microbatches of a step on each rank: with a budget, of documents that are all as long as they may be."""
+    """Microbatches of a step on each rank: with a budget, of documents that are all as long as they
+    may be."""
     if train.tokens_per_microbatch is None:
         return train.global_batch_size // (train.micro_batch_size * dp)
     length = train.seq_len + -train.seq_len % document_multiple(parallel)
@@ -251,22 +284,28 @@ def microbatches_of_longest(train: LoopConfig, parallel: ParallelConfig, dp: int
 
 
 def budget_problems(train: LoopConfig, parallel: ParallelConfig, data: DataConfig) -> list[str]:
-    """Everything that keeps documents from being packed and dealt as the settings say: one text each."""
+    """Everything that keeps documents from being packed and dealt as the settings say: one text
+    each."""
     size, usual, name = train.tokens_per_microbatch, DataConfig(), "train.tokens_per_microbatch"
     if size is None:
         return _rows_problems(train, data)
     problems = [f"{name}={size} with {text}" for text in _other_kinds(data, usual)]
     if train.micro_batch_size != 1:
         problems.append(
-            f"train.micro_batch_size={train.micro_batch_size} with {name}={size}: a microbatch is one pack. "
-            f"Set train.micro_batch_size=1."
+            f"train.micro_batch_size={train.micro_batch_size} with {name}={size}: a microbatch is "
+            f"one pack. Set train.micro_batch_size=1."
         )
     if train.balance_rows:
-        problems.append(f"train.balance_rows=true with {name}={size}, which deals packs alike anyway. Remove it.")
+        problems.append(
+            f"train.balance_rows=true with {name}={size}, which deals packs alike anyway. Remove "
+            "it."
+        )
     tp = parallel.tp if parallel.sp else 1
     parts = 2 * tp if parallel.cp > 1 else tp
     if size % parts:
-        product = " * ".join((["2"] if parallel.cp > 1 else []) + ([f"parallel.tp={tp}"] if tp > 1 else []))
+        product = " * ".join(
+            (["2"] if parallel.cp > 1 else []) + ([f"parallel.tp={tp}"] if tp > 1 else [])
+        )
         problems.append(
             f"{name}={size} does not divide by {product} = {parts}, and ranks share a pack. "
             f"Set {name} to {size + -size % parts}."
@@ -277,7 +316,8 @@ def budget_problems(train: LoopConfig, parallel: ParallelConfig, data: DataConfi
         least = -(-padded // parallel.cp)
         room = size * parallel.cp // multiple * multiple
         problems.append(
-            f"{name}={size} * parallel.cp={parallel.cp} = {size * parallel.cp} tokens hold no document of "
+            f"{name}={size} * parallel.cp={parallel.cp} = {size * parallel.cp} tokens hold no "
+            "document of "
             f"train.seq_len={train.seq_len}. Set {name} to {least + -least % parts} or more"
             + (f", or train.seq_len to {room} or less." if room else ".")
         )
@@ -288,12 +328,14 @@ def _rows_problems(train: LoopConfig, data: DataConfig) -> list[str]:
     problems = []
     if train.balance_rows and not data.sft.used():
         problems.append(
-            "train.balance_rows=true without data.sft: rows of text cost every rank the same, as far as anyone knows "
+            "train.balance_rows=true without data.sft: rows of text cost every rank the same, as "
+            "far as anyone knows "
             "before they are read. Set train.balance_rows=false."
         )
     if data.overlong != DataConfig().overlong and not data.sft.used():  # of which there is a rule
         problems.append(
-            f"data.overlong={data.overlong} without train.tokens_per_microbatch: rows of text are cut anywhere. Remove "
+            f"data.overlong={data.overlong} without train.tokens_per_microbatch: rows of text are "
+            "cut anywhere. Remove "
             f"it, or set train.tokens_per_microbatch."
         )
     return problems
@@ -304,8 +346,14 @@ def _other_kinds(data: DataConfig, usual: DataConfig) -> Iterator[str]:
     for field_name in ("documents", "eod_mask_loss", "keep_partial_valid", "sampler"):
         value = getattr(data, field_name)
         if value != getattr(usual, field_name) and not data.sft.used():  # of which there is a rule
-            yield f"data.{field_name}={value}: a sample is a whole document, shuffled in each epoch. Remove it."
+            yield (
+                f"data.{field_name}={value}: a sample is a whole document, shuffled in each "
+                "epoch. Remove it."
+            )
     for field_name in ("packing", "packs"):
         value = getattr(data.sft, field_name)
         if value != getattr(usual.sft, field_name):
-            yield f"data.sft.{field_name}={value}: conversations are packed step by step. Remove one of them."
+            yield (
+                f"data.sft.{field_name}={value}: conversations are packed step by step. Remove "
+                "one of them."
+            )

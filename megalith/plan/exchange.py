@@ -1,4 +1,5 @@
-"""How many rows each rank sends to each other rank, when tokens go to the ranks that hold their experts."""
+"""How many rows each rank sends to each other rank, when tokens go to the ranks that hold their
+experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class ExchangePlan:
 
 
 def plan_exchange(table: Table, *, ep_rank: int, etp_rank: int) -> ExchangePlan:
-    """The plan of one rank, when all ranks along ep and etp have told how many rows they have for each expert.
+    """The plan of one rank, when all ranks along ep and etp have told how many rows they have for
+    each expert.
 
     >>> plan_exchange([[[5, 1], [2, 3]]], ep_rank=0, etp_rank=0)  # two ranks with an expert each
     ExchangePlan(sent=(5, 1), received=(5, 2), gathered=(7,), chunks=(5, 2), counts=(7,))

@@ -7,14 +7,22 @@ from dataclasses import fields
 from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, MoEConfig, has_balance_losses
 from megalith.config.parallel import ParallelConfig
-from megalith.plan.grid import Grid, dense_grid, divisors, expert_grid, expert_problems, stage_problems
+from megalith.plan.grid import (
+    Grid,
+    dense_grid,
+    divisors,
+    expert_grid,
+    expert_problems,
+    stage_problems,
+)
 from megalith.plan.transports import transport_problems
 
 Rule = Callable[[MoEConfig], str | None]
 
 
 def moe_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
-    """Every broken rule of a model's experts, as texts; those that relate settings wait until all counts are at least
+    """Every broken rule of a model's experts, as texts; those that relate settings wait until all
+    counts are at least
     1. `trains=False`: only what keeps them from being computed."""
     moe = model.moe
     if moe is None:
@@ -28,13 +36,18 @@ def moe_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
 def moe_count_problems(moe: MoEConfig) -> list[str]:
     """Counts below 1."""
     counts = {
-        "experts": moe.experts, "top_k": moe.top_k, "ffn_hidden_size": moe.ffn_hidden_size,
-        "shared_ffn_hidden_size": moe.shared_ffn_hidden_size, "latent_size": moe.latent_size,
-        "router.groups": moe.router.groups, "router.top_groups": moe.router.top_groups,
-    }  # fmt: skip
+        "experts": moe.experts,
+        "top_k": moe.top_k,
+        "ffn_hidden_size": moe.ffn_hidden_size,
+        "shared_ffn_hidden_size": moe.shared_ffn_hidden_size,
+        "latent_size": moe.latent_size,
+        "router.groups": moe.router.groups,
+        "router.top_groups": moe.router.top_groups,
+    }
     unset = {"shared_ffn_hidden_size", "latent_size", "router.groups", "router.top_groups"}
     return [
-        f"model.moe.{name}={value} must be at least 1. Use 1 or more{', or null for none' if name in unset else ''}."
+        f"model.moe.{name}={value} must be at least 1. Use 1 or "
+        f"more{', or null for none' if name in unset else ''}."
         for name, value in counts.items()
         if value is not None and value < 1
     ]
@@ -47,22 +60,25 @@ def moe_number_problems(moe: MoEConfig) -> list[str]:
         "router.forced_bias": moe.router.forced_bias
     }
     problems = [
-        f"model.moe.{name}={value} must be a finite number of at least 0. Use 0.01, or 0 to leave it out."
+        f"model.moe.{name}={value} must be a finite number of at least 0. Use 0.01, or 0 to leave "
+        "it out."
         for name, value in weights.items()
         if not isinstance(value, bool) and not 0 <= value < math.inf
     ]
     above = {
-        "router.scale": (moe.router.scale, 1.0), "router.balancing_rate": (moe.router.balancing_rate, 1e-3),
+        "router.scale": (moe.router.scale, 1.0),
+        "router.balancing_rate": (moe.router.balancing_rate, 1e-3),
         "capacity.factor": (moe.capacity.factor, 1.25),
-    }  # fmt: skip
+    }
     problems += [
         f"model.moe.{name}={value} must be a finite number above 0. Use {usual}."
         for name, (value, usual) in above.items()
         if value is not None and not 0 < value < math.inf
     ]
     shares = {
-        "router.jitter": (moe.router.jitter, 0.01), "balance.quantile_ema": (moe.balance.quantile_ema, 0.9),
-    }  # fmt: skip
+        "router.jitter": (moe.router.jitter, 0.01),
+        "balance.quantile_ema": (moe.balance.quantile_ema, 0.9),
+    }
     problems += [
         f"model.moe.{name}={value} must be at least 0 and below 1. Use {usual}."
         for name, (value, usual) in shares.items()
@@ -79,7 +95,8 @@ def tokens_choose_among_all(moe: MoEConfig) -> str | None:
     if moe.top_k <= moe.experts:
         return None
     return (
-        f"model.moe.top_k={moe.top_k} is more than model.moe.experts={moe.experts}. Set model.moe.top_k to "
+        f"model.moe.top_k={moe.top_k} is more than model.moe.experts={moe.experts}. Set "
+        "model.moe.top_k to "
         f"{moe.experts} or less."
     )
 
@@ -89,7 +106,8 @@ def one_choice_has_a_weight(moe: MoEConfig) -> str | None:
     if moe.top_k > 1 or not moe.router.renormalise:
         return None
     return (
-        f"model.moe.top_k={moe.top_k} with model.moe.router.renormalise=true: the weight of a single expert would "
+        f"model.moe.top_k={moe.top_k} with model.moe.router.renormalise=true: the weight of a "
+        "single expert would "
         f"always be 1, and the router have no gradient. Set model.moe.router.renormalise=false."
     )
 
@@ -99,7 +117,8 @@ def biases_move_single_scores(moe: MoEConfig) -> str | None:
     if not moe.router.balancing_bias or moe.router.score != "softmax":
         return None
     return (
-        f"model.moe.router.balancing_bias=true with model.moe.router.score={moe.router.score}: a bias is added to each "
+        f"model.moe.router.balancing_bias=true with model.moe.router.score={moe.router.score}: a "
+        "bias is added to each "
         f"expert's own score. Set model.moe.router.score to one of sigmoid, sqrt_softplus, or "
         f"model.moe.router.balancing_bias=false."
     )
@@ -112,12 +131,14 @@ def groups_are_whole(moe: MoEConfig) -> str | None:
         return None
     if groups is None or chosen is None:
         return (
-            f"model.moe.router.groups={_null(groups)} with model.moe.router.top_groups={_null(chosen)}: set both, as 8 "
+            f"model.moe.router.groups={_null(groups)} with "
+            f"model.moe.router.top_groups={_null(chosen)}: set both, as 8 "
             f"and 4, or neither."
         )
     if moe.experts % groups:
         return (
-            f"model.moe.router.groups={groups} does not divide model.moe.experts={moe.experts}: groups have equally "
+            f"model.moe.router.groups={groups} does not divide model.moe.experts={moe.experts}: "
+            "groups have equally "
             f"many experts. Set model.moe.router.groups to one of {divisors(moe.experts)}."
         )
     if chosen > groups:
@@ -132,15 +153,17 @@ def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
     each = moe.experts // groups
     if chosen * each < moe.top_k:
         return (
-            f"model.moe.top_k={moe.top_k} experts are not in model.moe.router.top_groups={chosen} groups of {each}. "
+            f"model.moe.top_k={moe.top_k} experts are not in model.moe.router.top_groups={chosen} "
+            f"groups of {each}. "
             f"Set model.moe.router.top_groups to {-(-moe.top_k // each)} or more."
         )
     if moe.router.group_score == "top" and moe.top_k % chosen:
         fits = [n for n in divisors(moe.top_k) if n <= groups and n * each >= moe.top_k]
         return (
-            f"model.moe.router.top_groups={chosen} does not divide model.moe.top_k={moe.top_k}: a group is judged by "
-            f"its best top_k / top_groups experts. Set model.moe.router.top_groups to one of {fits}, or "
-            f"model.moe.router.group_score=max."
+            f"model.moe.router.top_groups={chosen} does not divide model.moe.top_k={moe.top_k}: a "
+            "group is judged by "
+            "its best top_k / top_groups experts. Set model.moe.router.top_groups to one of "
+            f"{fits}, or model.moe.router.group_score=max."
         )
     return None
 
@@ -150,7 +173,10 @@ def plans_go_alone(moe: MoEConfig) -> str | None:
     chosen = [name for name in ("sinkhorn", "quantile") if getattr(moe.balance, name)]
     if not chosen:
         return None
-    losses = {f"balance.{name}": getattr(moe.balance, name) for name in ("sequence", "batch", "global_batch")}
+    losses = {
+        f"balance.{name}": getattr(moe.balance, name)
+        for name in ("sequence", "batch", "global_batch")
+    }
     odd = {name: value for name, value in losses.items() if value}
     odd |= {"balance.quantile": "true"} if len(chosen) > 1 else {}
     odd |= {"router.groups": moe.router.groups} if moe.router.groups is not None else {}
@@ -160,7 +186,8 @@ def plans_go_alone(moe: MoEConfig) -> str | None:
         return None
     given = ", ".join(f"model.moe.{name}={value}" for name, value in odd.items())
     return (
-        f"{given} with model.moe.balance.{chosen[0]}=true: it makes experts equally busy by itself, of all experts. "
+        f"{given} with model.moe.balance.{chosen[0]}=true: it makes experts equally busy by "
+        "itself, of all experts. "
         f"Remove {'them' if len(odd) > 1 else 'it'}, or set model.moe.balance.{chosen[0]}=false."
     )
 
@@ -170,8 +197,10 @@ def offsets_leave_a_choice(moe: MoEConfig) -> str | None:
     if not moe.balance.quantile or moe.top_k < moe.experts:
         return None
     return (
-        f"model.moe.balance.quantile=true with model.moe.top_k={moe.top_k} of model.moe.experts={moe.experts}: tokens "
-        f"go to all experts already. Set model.moe.balance.quantile=false, or model.moe.top_k to less."
+        f"model.moe.balance.quantile=true with model.moe.top_k={moe.top_k} of "
+        f"model.moe.experts={moe.experts}: tokens "
+        "go to all experts already. Set model.moe.balance.quantile=false, or model.moe.top_k to "
+        "less."
     )
 
 
@@ -180,7 +209,8 @@ def inputs_have_one_weight(moe: MoEConfig) -> str | None:
     if not moe.weigh_input or moe.top_k == 1:
         return None
     return (
-        f"model.moe.weigh_input=true with model.moe.top_k={moe.top_k}: a token is multiplied by the weight of its one "
+        f"model.moe.weigh_input=true with model.moe.top_k={moe.top_k}: a token is multiplied by "
+        "the weight of its one "
         f"expert. Set model.moe.top_k=1, or model.moe.weigh_input=false."
     )
 
@@ -190,8 +220,10 @@ def noises_of_one_kind(moe: MoEConfig) -> str | None:
     if not moe.router.forced_balance or moe.router.forced_bias == 0:
         return None
     return (
-        f"model.moe.router.forced_balance=true with model.moe.router.forced_bias={moe.router.forced_bias}: one makes "
-        f"experts equally busy, the other does not. Set model.moe.router.forced_bias=0, or forced_balance=false."
+        "model.moe.router.forced_balance=true with "
+        f"model.moe.router.forced_bias={moe.router.forced_bias}: one makes "
+        "experts equally busy, the other does not. Set model.moe.router.forced_bias=0, or "
+        "forced_balance=false."
     )
 
 
@@ -199,25 +231,39 @@ def some_layer_has_experts(moe: MoEConfig) -> str | None:
     """A pattern without any is a model without any."""
     if not moe.layers or any(moe.layers):
         return None
-    return f"model.moe.layers={list(moe.layers)}: no layer has experts. Set one of them to true, or model.moe=null."
+    return (
+        f"model.moe.layers={list(moe.layers)}: no layer has experts. Set one of them to true, "
+        "or model.moe=null."
+    )
 
 
 RULES: tuple[Rule, ...] = (
     some_layer_has_experts,
-    tokens_choose_among_all, one_choice_has_a_weight, biases_move_single_scores, groups_are_whole, plans_go_alone,
-    offsets_leave_a_choice, inputs_have_one_weight, noises_of_one_kind,
-)  # fmt: skip
+    tokens_choose_among_all,
+    one_choice_has_a_weight,
+    biases_move_single_scores,
+    groups_are_whole,
+    plans_go_alone,
+    offsets_leave_a_choice,
+    inputs_have_one_weight,
+    noises_of_one_kind,
+)
 
 OF_TRAINING: tuple[Rule, ...] = (
-    one_choice_has_a_weight, plans_go_alone, offsets_leave_a_choice, noises_of_one_kind,
-)  # fmt: skip
+    one_choice_has_a_weight,
+    plans_go_alone,
+    offsets_leave_a_choice,
+    noises_of_one_kind,
+)
 """Those of routers that learn: one that has learnt, or is not to, computes all the same."""
 
 
 # --- ranks
 
 
-def expert_layout_problems(model: ModelConfig, parallel: ParallelConfig, world: int, *, trains: bool) -> list[str]:
+def expert_layout_problems(
+    model: ModelConfig, parallel: ParallelConfig, world: int, *, trains: bool
+) -> list[str]:
     """Ways to divide a model's experts over `world` ranks that cannot work: one text each."""
     p, moe = parallel, model.moe
     if moe is None:
@@ -227,14 +273,20 @@ def expert_layout_problems(model: ModelConfig, parallel: ParallelConfig, world: 
     if problems:
         return problems
     grid = expert_grid(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order)
-    checks = [_experts_divide(moe, p.ep), _experts_have_features(moe, etp), _biases_are_whole(moe, etp)]
+    checks = [
+        _experts_divide(moe, p.ep),
+        _experts_have_features(moe, etp),
+        _biases_are_whole(moe, etp),
+    ]
     checks += [_filler_is_sent(moe, p), *transport_problems(p.dispatcher)]
     checks += [_replicas_divide(p, grid)] if p.replicas > 1 else []
     checks += [_tokens_are_divided(p)] if trains else []
     problems = [text for text in checks if text is not None]
     if world % (p.tp * p.cp * p.pp):
         return problems  # which another rule refuses
-    return problems + stage_problems(dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, order=p.order), grid)
+    return problems + stage_problems(
+        dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, order=p.order), grid
+    )
 
 
 def _experts_are_there(p: ParallelConfig) -> list[str]:
@@ -243,8 +295,8 @@ def _experts_are_there(p: ParallelConfig) -> list[str]:
     if not odd:
         return []
     return [
-        f"{', '.join(odd)} with model.moe=null: there are no experts to divide. Set model.moe, or remove "
-        f"{'them' if len(odd) > 1 else 'it'}."
+        f"{', '.join(odd)} with model.moe=null: there are no experts to divide. Set model.moe, or "
+        f"remove {'them' if len(odd) > 1 else 'it'}."
     ]
 
 
@@ -252,8 +304,8 @@ def _experts_divide(moe: MoEConfig, ep: int) -> str | None:
     if moe.experts % ep == 0:
         return None
     return (
-        f"parallel.ep={ep} does not divide model.moe.experts={moe.experts}: every rank has equally many. "
-        f"Set parallel.ep to one of {divisors(moe.experts)}."
+        f"parallel.ep={ep} does not divide model.moe.experts={moe.experts}: every rank has equally "
+        f"many. Set parallel.ep to one of {divisors(moe.experts)}."
     )
 
 
@@ -261,8 +313,8 @@ def _experts_have_features(moe: MoEConfig, etp: int) -> str | None:
     if etp <= moe.ffn_hidden_size:
         return None
     return (
-        f"parallel.etp={etp} is more than model.moe.ffn_hidden_size={moe.ffn_hidden_size}: every rank has some. "
-        f"Set parallel.etp to {moe.ffn_hidden_size} or less."
+        f"parallel.etp={etp} is more than model.moe.ffn_hidden_size={moe.ffn_hidden_size}: every "
+        f"rank has some. Set parallel.etp to {moe.ffn_hidden_size} or less."
     )
 
 
@@ -270,7 +322,8 @@ def _biases_are_whole(moe: MoEConfig, etp: int) -> str | None:
     if not moe.biases or etp == 1:
         return None
     return (
-        f"parallel.etp={etp} with model.moe.biases=true: an expert's output bias would be added by every rank that has "
+        f"parallel.etp={etp} with model.moe.biases=true: an expert's output bias would be added by "
+        "every rank that has "
         f"a part of the expert. Set parallel.etp=1 and parallel.ep to divide experts instead."
     )
 
@@ -279,8 +332,9 @@ def _filler_is_sent(moe: MoEConfig, p: ParallelConfig) -> str | None:
     if not moe.capacity.pad or p.dispatcher == "exchange":
         return None
     return (
-        f"parallel.dispatcher={p.dispatcher} with model.moe.capacity.pad=true: only an exchange sends filler to "
-        f"experts that too few chose. Set parallel.dispatcher=exchange, or model.moe.capacity.pad=false."
+        f"parallel.dispatcher={p.dispatcher} with model.moe.capacity.pad=true: only an exchange "
+        "sends filler to experts that too few chose. Set parallel.dispatcher=exchange, or "
+        "model.moe.capacity.pad=false."
     )
 
 
@@ -289,7 +343,8 @@ def _replicas_divide(p: ParallelConfig, grid: Grid) -> str | None:
     if edp % p.replicas == 0:
         return None
     return (
-        f"parallel.replicas={p.replicas} does not divide the {edp} ranks that hold the same experts (edp). "
+        f"parallel.replicas={p.replicas} does not divide the {edp} ranks that hold the same "
+        "experts (edp). "
         f"Set parallel.replicas to one of {divisors(edp)}, or parallel.ep to less than {p.ep}."
     )
 
@@ -298,7 +353,8 @@ def _tokens_are_divided(p: ParallelConfig) -> str | None:
     if p.tp == 1 or p.sp:
         return None
     return (
-        f"parallel.tp={p.tp} with parallel.sp=false and model.moe: every tensor-parallel rank would send the same "
+        f"parallel.tp={p.tp} with parallel.sp=false and model.moe: every tensor-parallel rank "
+        "would send the same "
         f"tokens, whose gradients would count {p.tp} times. Set parallel.sp=true."
     )
 
@@ -308,7 +364,8 @@ FEW_EXPERTS = 32
 
 
 def balance_notes(model: ModelConfig) -> list[str]:
-    """What a run says at its start of experts that chance chooses, or too coarse a router, or that nothing balances."""
+    """What a run says at its start of experts that chance chooses, or too coarse a router, or that
+    nothing balances."""
     moe = model.moe
     if moe is None:
         return []
@@ -316,10 +373,18 @@ def balance_notes(model: ModelConfig) -> list[str]:
 
 
 def _forced_notes(moe: MoEConfig) -> list[str]:
-    forced = {"forced_balance=true": moe.router.forced_balance, "forced_bias": moe.router.forced_bias > 0}
-    said = [name if "=" in name else f"{name}={moe.router.forced_bias}" for name, given in forced.items() if given]
+    forced = {
+        "forced_balance=true": moe.router.forced_balance,
+        "forced_bias": moe.router.forced_bias > 0,
+    }
+    said = [
+        name if "=" in name else f"{name}={moe.router.forced_bias}"
+        for name, given in forced.items()
+        if given
+    ]
     return [
-        f"model.moe.router.{name}: experts are chosen at random, to measure speed, and the model is of no use"
+        f"model.moe.router.{name}: experts are chosen at random, to measure speed, and the model "
+        "is of no use"
         for name in said
     ]
 
@@ -328,7 +393,8 @@ def _coarse_notes(moe: MoEConfig) -> list[str]:
     if moe.router.dtype != "model" or moe.experts < FEW_EXPERTS:
         return []
     return [
-        f"model.moe.router.dtype=model: in bf16 logits of {moe.experts} experts are often equal, and who is chosen is "
+        f"model.moe.router.dtype=model: in bf16 logits of {moe.experts} experts are often equal, "
+        "and who is chosen is "
         f"up to their order: set model.moe.router.dtype=fp32"
     ]
 
@@ -337,19 +403,27 @@ def _single_notes(moe: MoEConfig) -> list[str]:
     if moe.experts == 1 or one_choice_has_a_weight(moe) is None:
         return []
     return [
-        "model.moe.top_k=1 with model.moe.router.renormalise=true: the weight of a single expert is always 1, as in "
-        "the code of others for such a model, and its loss gives routers no gradient: only balance.* move them"
+        "model.moe.top_k=1 with model.moe.router.renormalise=true: the weight of a single expert "
+        "is always 1, as in "
+        "the code of others for such a model, and its loss gives routers no gradient: only "
+        "balance.* move them"
     ]
 
 
 def _idle_notes(moe: MoEConfig) -> list[str]:
     chance = moe.router.forced_balance or moe.router.forced_bias > 0
-    kept = moe.router.balancing_bias or moe.balance.sinkhorn or moe.balance.quantile or has_balance_losses(moe.balance)
+    kept = (
+        moe.router.balancing_bias
+        or moe.balance.sinkhorn
+        or moe.balance.quantile
+        or has_balance_losses(moe.balance)
+    )
     if moe.experts == 1 or chance or kept:
         return []
     return [
         "nothing keeps the experts equally busy, and few of them may end up with all tokens: set "
-        "model.moe.balance.batch=0.01, or with router.score=sigmoid model.moe.router.balancing_bias=true"
+        "model.moe.balance.batch=0.01, or with router.score=sigmoid "
+        "model.moe.router.balancing_bias=true"
     ]
 
 
@@ -359,15 +433,27 @@ def _idle_notes(moe: MoEConfig) -> list[str]:
 def router_text(moe: MoEConfig) -> str:
     """How tokens choose experts, what balances these, and whom they refuse.
 
-    >>> router_text(MoEConfig(experts=8, ffn_hidden_size=4, balance=BalanceConfig(batch=0.01)))
-    'softmax scores in fp32, weights renormalised; balanced by balance.batch=0.01; nobody is refused'
+    >>> balanced = BalanceConfig(batch=0.01)
+    >>> print(*router_text(MoEConfig(experts=8, ffn_hidden_size=4, balance=balanced)).split("; "))
+    softmax scores in fp32, weights renormalised balanced by balance.batch=0.01 nobody is refused
     """
     router, capacity = moe.router, moe.capacity
-    how = [f"{router.score} scores in {'the dtype of the model' if router.dtype == 'model' else router.dtype}"]
-    how += [f"of the best {router.top_groups} of {router.groups} groups"] if router.groups is not None else []
+    how = [
+        f"{router.score} scores in "
+        f"{'the dtype of the model' if router.dtype == 'model' else router.dtype}"
+    ]
+    how += (
+        [f"of the best {router.top_groups} of {router.groups} groups"]
+        if router.groups is not None
+        else []
+    )
     how += ["weights renormalised" if router.renormalise else "weights as scored"]
     how[-1] += f" times {router.scale:g}" if router.scale != 1.0 else ""
-    how += [f"{name}={value:g}" for name in ("jitter", "forced_bias") if (value := getattr(router, name)) > 0]
+    how += [
+        f"{name}={value:g}"
+        for name in ("jitter", "forced_bias")
+        if (value := getattr(router, name)) > 0
+    ]
     how += ["at random (forced_balance)"] if router.forced_balance else []
     refused = "nobody is refused"
     if capacity.factor is not None:

@@ -1,4 +1,5 @@
-"""A layout in words and numbers: both grids, every sort of group, which layers and slices each rank has.
+"""A layout in words and numbers: both grids, every sort of group, which layers and slices each rank
+has.
 
 Everything here is data that prints as a table or as JSON; `megalith plan explain` shows it.
 """
@@ -79,7 +80,8 @@ class StageRow:
     embedding: bool
     loss: bool
     parameters: int
-    """Of all its tensor-parallel ranks together, without adapters; what several of them hold counts once."""
+    """Of all its tensor-parallel ranks together, without adapters; what several of them hold counts
+    once."""
 
     trained: int
     """Of these, or of the adapters beside them."""
@@ -137,7 +139,8 @@ class ExpertsRow:
     """The same if all tokens choose them."""
 
     exchanged: int
-    """Bytes that a rank sends in one exchange of rows, of four in each layer and microbatch; 0 without."""
+    """Bytes that a rank sends in one exchange of rows, of four in each layer and microbatch; 0
+    without."""
 
     gathered: int
     """The same of one gather of tokens, or sum of answers, where these travel instead."""
@@ -156,11 +159,13 @@ class Rhythm:
     """Over all ranks."""
 
     tokens_in_flight: int
-    """Of the first pipeline rank, at the height: tokens with activations kept in some chunk, once for each chunk."""
+    """Of the first pipeline rank, at the height: tokens with activations kept in some chunk, once
+    for each chunk."""
 
     schedule: str
     bubble: float
-    """Idle time as a part of computing time, when all stages take equally long and messages no time."""
+    """Idle time as a part of computing time, when all stages take equally long and messages no
+    time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +196,17 @@ class Explanation:
 def explain(workload: Workload) -> Explanation:
     """Everything about where the work of a run goes."""
     p = workload.run.parallel
-    # Experts would be divided over the ranks that share a stage; a model without any has one of each weight.
-    expert = workload.grid.experts or expert_grid(world=workload.world, etp=p.tp, ep=1, pp=p.pp, order=p.order)
+    # Experts would be divided over the ranks that share a stage; a model without any has one of
+    # each weight.
+    expert = workload.grid.experts or expert_grid(
+        world=workload.world, etp=p.tp, ep=1, pp=p.pp, order=p.order
+    )
     c = workload.run.model
     parameters, stages = num_parameters(c), tuple(stage_rows(workload))
     # Not the stages' sum: tables that several of them hold would count again.
-    whole = held_parameters(c, tp=1, tp_rank=0, layers=range(c.num_layers), embedding=True, loss=True)
+    whole = held_parameters(
+        c, tp=1, tp_rank=0, layers=range(c.num_layers), embedding=True, loss=True
+    )
     return Explanation(
         world=workload.world,
         parameters=parameters,
@@ -215,7 +225,8 @@ def explain(workload: Workload) -> Explanation:
 def kind_text(model: ModelConfig) -> str:
     """What a model's layers are made of, in one line.
 
-    >>> sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    >>> heads = {"num_heads": 4, "num_kv_heads": 2}
+    >>> sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 2} | heads
     >>> kind_text(ModelConfig(**sizes, ffn_hidden_size=8))
     'sequential, RMSNorm before, 4 heads on 2 keys of 2 features, rope, gated silu'
     """
@@ -247,7 +258,10 @@ def _mixture_text(model: ModelConfig) -> Iterator[str]:
 def _cross_text(model: ModelConfig) -> Iterator[str]:
     """Which layers look at a memory."""
     if model.cross is not None:
-        count, taken = sum(model.looks(layer) for layer in range(model.num_layers)), model.cross.memory
+        count, taken = (
+            sum(model.looks(layer) for layer in range(model.num_layers)),
+            model.cross.memory,
+        )
         yield f"a look at what enters layer {taken} in {count} of {model.num_layers} layers"
 
 
@@ -257,7 +271,11 @@ def _unlike_text(model: ModelConfig) -> Iterator[str]:
     for word, pattern in {"attention": own.attention, "MLP": own.mlp}.items():
         parts = Counter(pattern[layer % len(pattern)] for layer in range(len(layers)) if pattern)
         told = {"replaced by one matrix": parts["linear"], "left out": parts["none"]}
-        yield from (f"{word} {how} in {count} of {len(layers)} layers" for how, count in told.items() if count)
+        yield from (
+            f"{word} {how} in {count} of {len(layers)} layers"
+            for how, count in told.items()
+            if count
+        )
     if own.num_kv_heads:
         yield f"{_span([layer.num_kv_heads for layer in layers])} keys"
     if own.ffn_hidden_size:
@@ -271,19 +289,27 @@ def _span(counts: Sequence[int]) -> str:
 def _attention_text(model: ModelConfig) -> str:
     kind, mla = model.attention, model.mla
     if mla is not None:
-        text = f"{model.num_heads} latent heads of {mla.nope_dim} + {mla.rope_dim} features from {mla.kv_rank}"
+        text = (
+            f"{model.num_heads} latent heads of {mla.nope_dim} + {mla.rope_dim} features from "
+            f"{mla.kv_rank}"
+        )
     else:
-        text = f"{model.num_heads} heads on {model.num_kv_heads} keys of {model.head_size()} features"
+        text = (
+            f"{model.num_heads} heads on {model.num_kv_heads} keys of {model.head_size()} features"
+        )
     if kind.window is not None:
         count = sum(model.has_window(layer) for layer in range(model.num_layers))
         where = "" if count == model.num_layers else f" in {count} of {model.num_layers} layers"
         ahead = "" if kind.window_right is None else f" and {kind.window_right} after it"
         text += f", {'chunks' if kind.chunked else 'window'} of {kind.window} tokens{ahead}{where}"
     extras = {
-        f"queries and keys normed ({kind.qk_norm})": kind.qk_norm != "none", "scores capped": kind.softcap is not None,
-        "sinks": kind.sinks, "softmax off by one": kind.off_by_one, "looking both ways": not kind.causal,
+        f"queries and keys normed ({kind.qk_norm})": kind.qk_norm != "none",
+        "scores capped": kind.softcap is not None,
+        "sinks": kind.sinks,
+        "softmax off by one": kind.off_by_one,
+        "looking both ways": not kind.causal,
         "gated attention": kind.gated,
-    }  # fmt: skip
+    }
     return ", ".join([text, *(word for word, there in extras.items() if there)])
 
 
@@ -301,11 +327,13 @@ def axis_rows(grid: Grid, axes: Sequence[str]) -> tuple[AxisRow, ...]:
 
 
 def group_rows(grid: Grid) -> Iterator[GroupRow]:
-    """Every sort of group with more than one rank, once: spans that mean the same ranks as one before are left out, but
-    for those of experts."""
+    """Every sort of group with more than one rank, once: spans that mean the same ranks as one
+    before are left out, but for those of experts."""
     seen: set[tuple[int, ...]] = set()
     spans = [*((PURPOSES,) if grid.experts is None else (PURPOSES, OF_EXPERTS))]
-    for number, (span, purpose) in ((number, row) for number, rows in enumerate(spans) for row in rows):
+    for number, (span, purpose) in (
+        (number, row) for number, rows in enumerate(spans) for row in rows
+    ):
         seen = set() if number and span == OF_EXPERTS[0][0] else seen
         first = grid.group_of(grid.offset, span)
         if len(first) == 1 or first in seen:
@@ -313,7 +341,9 @@ def group_rows(grid: Grid) -> Iterator[GroupRow]:
         seen.add(first)
         groups = grid.groups(span)
         shown = groups if len(groups) <= LISTED else [groups[0], groups[1], groups[-1]]
-        yield GroupRow(" · ".join(span), purpose, len(first), len(groups), tuple(map(ranks_text, shown)))
+        yield GroupRow(
+            " · ".join(span), purpose, len(first), len(groups), tuple(map(ranks_text, shown))
+        )
 
 
 def experts_row(workload: Workload) -> ExpertsRow | None:
@@ -329,7 +359,8 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
     exchanges, others = run.parallel.dispatcher != "gather", part.ep * part.etp - 1
     row = one.features * WIDTHS[run.precision.params].value
     return ExpertsRow(
-        layers=sum(model.has_experts(layer) for layer in range(model.num_layers)) + model.mtp.depths * _last_has(model),
+        layers=sum(model.has_experts(layer) for layer in range(model.num_layers))
+        + model.mtp.depths * _last_has(model),
         experts=model.moe.experts,
         experts_here=model.moe.experts // part.ep,
         top_k=model.moe.top_k,
@@ -346,7 +377,11 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
 
 def _has(workload: Workload, pp_rank: int) -> list[bool]:
     """Of the layers of a pipeline rank, which have experts."""
-    return [workload.run.model.has_experts(layer) for stage in workload.chunks(pp_rank) for layer in stage.layers]
+    return [
+        workload.run.model.has_experts(layer)
+        for stage in workload.chunks(pp_rank)
+        for layer in stage.layers
+    ]
 
 
 def _last_has(model: ModelConfig) -> bool:
@@ -360,22 +395,25 @@ def trains_all(run: TrainRun) -> bool:
 
 
 def state_bytes(workload: Workload, numel: int) -> int:
-    """Weights, gradients, master copies and moments of so many parameters of experts: in bf16 with AdamW 18 bytes each,
-    6 + 12 / edp with zero=1, 2 + 16 / edp with zero=2."""
+    """Weights, gradients, master copies and moments of so many parameters of experts: in bf16
+    with AdamW 18 bytes each, 6 + 12 / edp with zero=1, 2 + 16 / edp with zero=2."""
     run, ranks = workload.run, workload.expert_shards
     width, zero = WIDTHS[run.precision.params], run.parallel.zero
     moments = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind] * width.sums
     whole = width.value + (0 if zero == 2 else width.sums)
     divided = width.master + moments + (width.sums if zero == 2 else 0)
-    still = run.lora is not None or not any(".experts." in name for name in trained_names(run.model, run.optim))
+    still = run.lora is not None or not any(
+        ".experts." in name for name in trained_names(run.model, run.optim)
+    )
     return 0 if still else numel * whole + numel * divided // ranks
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Rank numbers, short.
 
-    >>> ranks_text([0, 1, 2, 3]), ranks_text([0, 8, 16, 24, 32]), ranks_text([3, 7]), ranks_text([0, 1, 8, 9])
-    ('0-3', '0, 8 ... 32', '3, 7', '0, 1, 8, 9')
+    >>> every_eighth = [0, 8, 16, 24, 32]
+    >>> [ranks_text(ranks) for ranks in ([0, 1, 2, 3], every_eighth, [3, 7], [0, 1, 8, 9])]
+    ['0-3', '0, 8 ... 32', '3, 7', '0, 1, 8, 9']
     """
     steps = {b - a for a, b in pairwise(ranks)}
     if len(ranks) > 2 and steps == {1}:
@@ -401,9 +439,15 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
     for number, stage in enumerate(workload.stages):
         pp_rank, chunk = workload.schedule.place_of(number)
         held = held_parameters(
-            c, tp=1, tp_rank=0, layers=stage.layers, embedding=stage.embedding, loss=stage.loss, norm=stage.norm,
+            c,
+            tp=1,
+            tp_rank=0,
+            layers=stage.layers,
+            embedding=stage.embedding,
+            loss=stage.loss,
+            norm=stage.norm,
             further=stage.further,
-        )  # fmt: skip
+        )
         yield StageRow(
             stage=number,
             pp_rank=pp_rank,
@@ -415,7 +459,9 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
             parameters=sum(one.numel for one in held if one.counts),
             trained=_num_trained(run, held),
             flops_share=(
-                sum(each[layer] for layer in stage.layers) + stage.loss * head + (stage.further > 0) * (ends - head)
+                sum(each[layer] for layer in stage.layers)
+                + stage.loss * head
+                + (stage.further > 0) * (ends - head)
             )
             / whole,
         )
@@ -423,13 +469,18 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
 
 def _num_trained(run: TrainRun, held: Sequence[HeldParameter]) -> int:
     """How many of these numbers, or of those of adapters to them, are trained."""
-    return sum(one.numel for one in trained(with_frozen(with_adapters(held, run.model, run.lora), run.optim)))
+    return sum(
+        one.numel
+        for one in trained(with_frozen(with_adapters(held, run.model, run.lora), run.optim))
+    )
 
 
 def _head_work(run: TrainRun, ends: int) -> int:
     """The head's part of what is done outside of layers; further predictions have the rest."""
     c, length = run.model, run.train.seq_len
-    own = run.lora is None and run.optim.trains("embed.weight" if c.tied_embeddings else "head.weight")
+    own = run.lora is None and run.optim.trains(
+        "embed.weight" if c.tied_embeddings else "head.weight"
+    )
     head = (1 + c.mtp.depths) * head_flops(c, length) * (3 if own else 2) // 3
     return min(ends, head) if c.mtp.depths else ends
 

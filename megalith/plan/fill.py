@@ -51,10 +51,12 @@ def fill_in_order(lengths: Sequence[int], room: int) -> Filled:
 
 
 def fill_best(lengths: Sequence[int], room: int) -> Filled:
-    """Longest first, each into the row that it leaves the least room in; of equal lengths the earlier one first.
+    """Longest first, each into the row that it leaves the least room in; of equal lengths the
+    earlier one first.
 
-    Source: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing algorithms": never
-    more than 11/9 of the fewest rows possible, and 4. Rows come in the order of their first documents.
+    Source: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing
+    algorithms": never more than 11/9 of the fewest rows possible, and 4. Rows come in the order of
+    their first documents.
 
     >>> [row.tolist() for row in map(fill_best([3, 5, 1, 4], 7).row, range(2))]
     [[0, 3], [1, 2]]
@@ -86,9 +88,11 @@ def fill_best(lengths: Sequence[int], room: int) -> Filled:
 
 
 def fill_first(lengths: Sequence[int], room: int) -> Filled:
-    """Longest first, each into the first row that has room for it; of equal lengths the earlier one first.
+    """Longest first, each into the first row that has room for it; of equal lengths the earlier one
+    first.
 
-    Source: Johnson 1973, "Near-optimal bin packing algorithms": never more than 11/9 of the fewest rows possible, and
+    Source: Johnson 1973, "Near-optimal bin packing algorithms": never more than 11/9 of the fewest
+    rows possible, and
     4. Rows come in the order in which they were begun.
 
     >>> [row.tolist() for row in map(fill_first([3, 5, 1, 4], 7).row, range(2))]

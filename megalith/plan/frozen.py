@@ -38,13 +38,18 @@ def with_frozen(held: Sequence[HeldParameter], optim: OptimConfig) -> list[HeldP
 @lru_cache(maxsize=8)  # asked for once a step
 def trained_names(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
     """Names of the parameters of a model that are trained."""
-    held = held_parameters(model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True)
+    held = held_parameters(
+        model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True
+    )
     return frozenset(one.name for one in held if one.counts and optim.trains(one.name))
 
 
 def first_trained_layer(model: ModelConfig, optim: OptimConfig) -> int:
-    """The number of the first layer that backward has to reach; as many as there are layers where it reaches none."""
-    return min((_reaches(name, model) for name in trained_names(model, optim)), default=model.num_layers)
+    """The number of the first layer that backward has to reach; as many as there are layers where
+    it reaches none."""
+    return min(
+        (_reaches(name, model) for name in trained_names(model, optim)), default=model.num_layers
+    )
 
 
 def tables_trained(model: ModelConfig, optim: OptimConfig) -> bool:
@@ -78,16 +83,22 @@ class Seen(NamedTuple):
 def frozen_step_flops(config: ModelConfig, optim: OptimConfig, seen: Seen) -> int:
     """`step_flops` where some parameters are not trained.
 
-    Of the six operations for each element of a matrix and token, forward is two; the input's gradient, where something
-    before the matrix is trained, two; and the weight's, where it is trained itself, two. Attention's backward is all
-    done or not at all, as kernels do it.
+    Of the six operations for each element of a matrix and token, forward is two; the input's
+    gradient, where something before the matrix is trained, two; and the weight's, where it is
+    trained itself, two. Attention's backward is all done or not at all, as kernels do it.
     """
-    layers = sum(frozen_layer_flops(config, optim, layer, seen) for layer in range(config.num_layers))
+    layers = sum(
+        frozen_layer_flops(config, optim, layer, seen) for layer in range(config.num_layers)
+    )
     table = "embed.weight" if config.tied_embeddings else "head.weight"
     below = bool(trained_names(config, optim) - {"head.weight"})
     head = head_flops(config, seen.tokens) // 3
     heads = head * (1 + below + optim.trains(table))
-    return layers + heads + sum(_further(config, optim, depth, seen, heads) for depth in range(config.mtp.depths))
+    return (
+        layers
+        + heads
+        + sum(_further(config, optim, depth, seen, heads) for depth in range(config.mtp.depths))
+    )
 
 
 def frozen_layer_flops(config: ModelConfig, optim: OptimConfig, layer: int, seen: Seen) -> int:
@@ -96,7 +107,9 @@ def frozen_layer_flops(config: ModelConfig, optim: OptimConfig, layer: int, seen
     if first < layer or tables_trained(config, optim):
         trained = [-1]  # something below it
     else:
-        trained = [_place(one.name) for one in layer_parameters(config, layer) if optim.trains(one.name)]
+        trained = [
+            _place(one.name) for one in layer_parameters(config, layer) if optim.trains(one.name)
+        ]
     total = _core(config, layer, seen) // 3 * (1 + 2 * _wanted(CORE, trained, config))
     for one in layer_parameters(config, layer):
         if one.matrix:
@@ -106,25 +119,32 @@ def frozen_layer_flops(config: ModelConfig, optim: OptimConfig, layer: int, seen
 
 
 def _further(config: ModelConfig, optim: OptimConfig, depth: int, seen: Seen, head: int) -> int:
-    """Of one depth that predicts further ahead: a layer as the last one, 2·h·h and the head. Its inputs have gradients:
-    whoever trains nothing before it or in it has no use for it."""
+    """Of one depth that predicts further ahead: a layer as the last one, 2·h·h and the head. Its
+    inputs have gradients: whoever trains nothing before it or in it has no use for it."""
     last = config.num_layers - 1
     total = _core(config, last, seen) + head
     for one in layer_parameters(config, last):
         if one.matrix:
             name = f"mtp.{depth}.layer.{one.name.split('.', 2)[2]}"
             total += 2 * seen.tokens * met(config, one) * (2 + optim.trains(name))
-    return total + 4 * seen.tokens * config.hidden_size**2 * (2 + optim.trains(f"mtp.{depth}.project"))
+    return total + 4 * seen.tokens * config.hidden_size**2 * (
+        2 + optim.trains(f"mtp.{depth}.project")
+    )
 
 
 def _core(config: ModelConfig, layer: int, seen: Seen) -> int:
     return attention_flops(
-        config, layer, tokens=seen.tokens, squared_lengths=seen.squared_lengths, windowed=seen.windowed
+        config,
+        layer,
+        tokens=seen.tokens,
+        squared_lengths=seen.squared_lengths,
+        windowed=seen.windowed,
     )
 
 
 def _wanted(place: int, trained: Sequence[int], config: ModelConfig) -> bool:
-    """Whether something trained comes before a place of its layer; attention and MLP may lie side by side."""
+    """Whether something trained comes before a place of its layer; attention and MLP may lie side
+    by side."""
     beside = config.block != "sequential" and place >= READ_BY_MLP - 1
     return any(one < place and (one < 0 or not beside or one >= READ_BY_MLP - 1) for one in trained)
 
@@ -135,8 +155,18 @@ def _place(name: str) -> int:
     if part == "attention":
         if word.startswith(("o", "linear")):
             return 4
-        return 2 if word.startswith(("q_down_norm", "kv_down_norm", "q_up", "kv_up", "q_norm", "k_norm")) else 1
+        return (
+            2
+            if word.startswith(("q_down_norm", "kv_down_norm", "q_up", "kv_up", "q_norm", "k_norm"))
+            else 1
+        )
     if part in ("mlp", "moe"):
         return 9 if word.rsplit(".", 1)[-1].startswith(("down", "latent_out")) else READ_BY_MLP
-    fixed = {"attention_norm": 0, "attention_post_norm": 5, "cross_norm": 5, "cross": 6, "cross_post_norm": 6}
+    fixed = {
+        "attention_norm": 0,
+        "attention_post_norm": 5,
+        "cross_norm": 5,
+        "cross": 6,
+        "cross_post_norm": 6,
+    }
     return fixed.get(part, 7 if part == "mlp_norm" else 10)

@@ -9,7 +9,8 @@ from megalith.plan.shards import Shard
 
 
 def rows_of(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard:
-    """The rows of a matrix, or elements of a vector, that rank number `rank` of `ranks` along `axes` keeps.
+    """The rows of a matrix, or elements of a vector, that rank number `rank` of `ranks` along
+    `axes` keeps.
 
     All keep equally many but the last ones, which keep what is left, down to nothing.
 
@@ -37,18 +38,23 @@ def fully_sharded_problems(parallel: ParallelConfig, offload: OffloadConfig) -> 
         return problems
     if p.reduce_dtype == "bf16":
         problems.append(
-            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}, whose sums are torch's and would be "
+            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}, whose sums are "
+            "torch's and would be "
             f"added in bf16 too. Set parallel.reduce_dtype=fp32, or parallel.zero=2."
         )
     if p.pp * p.pipeline.vpp > 1 and schedule_name(p.pipeline) in SPLIT_SCHEDULES:
         problems.append(
-            f"parallel.pipeline.schedule={schedule_name(p.pipeline)} with parallel.zero={p.zero}: the schedule puts "
-            f"weight gradients aside, and weights that are sent away after each backward cannot wait for them. Set "
+            f"parallel.pipeline.schedule={schedule_name(p.pipeline)} with parallel.zero={p.zero}: "
+            "the schedule puts "
+            "weight gradients aside, and weights that are sent away after each backward cannot "
+            "wait for them. Set "
             f"parallel.pipeline.schedule to one of 1f1b, interleaved, gpipe, or parallel.zero=2."
         )
     if offload.layers > 0:
         problems.append(
-            f"offload.layers={offload.layers} with parallel.zero={p.zero}: what a layer keeps for backward includes "
-            f"its gathered weights, which would wait in host memory too. Set offload.layers=0, or parallel.zero=2."
+            f"offload.layers={offload.layers} with parallel.zero={p.zero}: what a layer keeps for "
+            "backward includes "
+            "its gathered weights, which would wait in host memory too. Set offload.layers=0, or "
+            "parallel.zero=2."
         )
     return problems

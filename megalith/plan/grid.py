@@ -1,7 +1,8 @@
 """The rank grid: which coordinates each rank has, and which ranks form a group along some axes.
 
 The dense grid divides the world into tp · cp · dp · pp; the expert grid divides the same ranks into
-etp · ep · edp · pp, so ep is not one more factor of the first. Everything here is arithmetic on plain numbers.
+etp · ep · edp · pp, so ep is not one more factor of the first. Everything here is arithmetic on
+plain numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +40,11 @@ class Factored:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Ranks `offset` to `offset + world - 1` as a box: rank = offset + sum of coordinate * stride over the axes.
+    """Ranks `offset` to `offset + world - 1` as a box: rank = offset + sum of coordinate * stride
+    over the axes.
 
-    The stride of an axis is the product of the sizes before it, so the first axis joins neighbouring ranks.
+    The stride of an axis is the product of the sizes before it, so the first axis joins
+    neighbouring ranks.
     """
 
     axes: tuple[str, ...]
@@ -57,7 +60,8 @@ class Grid:
     """Axes that are now two; their old names still stand for the two together."""
 
     experts: "Grid | None" = None
-    """The same ranks as experts are divided over them, with axes of other names, which may be asked for here, too."""
+    """The same ranks as experts are divided over them, with axes of other names, which may be asked
+    for here, too."""
 
     @property
     def world(self) -> int:
@@ -93,41 +97,56 @@ class Grid:
             PlanError: the rank is not part of the grid.
         """
         if rank not in self.ranks:
-            raise PlanError(f"rank={rank} is not in this grid. Pass one of ranks {self.offset} to {self.ranks[-1]}.")
+            raise PlanError(
+                f"rank={rank} is not in this grid. Pass one of ranks {self.offset} to "
+                f"{self.ranks[-1]}."
+            )
         left, found = rank - self.offset, {}
         for axis, size in zip(self.axes, self.sizes, strict=True):
             left, found[axis] = divmod(left, size)
-        for entry in reversed(self.factored):  # the youngest first, since its axis may be a part of an older one
+        for entry in reversed(
+            self.factored
+        ):  # the youngest first, since its axis may be a part of an older one
             found[entry.axis] = found[entry.outer] * self.size(entry.inner) + found[entry.inner]
         return found if self.experts is None else self.experts.coordinates(rank) | found
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at some coordinates; axes of size one may be left out, a factored axis is given whole or in parts.
+        """The rank at some coordinates; axes of size one may be left out, a factored axis is given
+        whole or in parts.
 
         Coordinates among experts follow from the others and are not looked at.
 
         Raises:
-            PlanError: an axis is unknown, missing, out of range, or given twice with different values.
+            PlanError: an axis is unknown, missing, out of range, or given twice with different
+            values.
         """
-        given = {axis: place for axis, place in coordinates.items() if not self._is_of_experts((axis,))}
+        given = {
+            axis: place for axis, place in coordinates.items() if not self._is_of_experts((axis,))
+        }
         problems = [self._unknown(name) for name in given if name not in self.names]
         for entry in self.factored:
             if entry.axis in given:
                 whole, inner = given.pop(entry.axis), self.size(entry.inner)
                 for name, value in ((entry.outer, whole // inner), (entry.inner, whole % inner)):
                     if given.setdefault(name, value) != value:
-                        problems.append(f"{entry.axis}={whole} means {name}={value}, but {name}={given[name]}")
+                        problems.append(
+                            f"{entry.axis}={whole} means {name}={value}, but {name}={given[name]}"
+                        )
         for axis, size in zip(self.axes, self.sizes, strict=True):
             if axis not in given and size > 1:
                 problems.append(f"{axis} is missing (0 to {size - 1})")
             elif not 0 <= given.get(axis, 0) < size:
                 problems.append(f"{axis}={given[axis]} is not in 0 to {size - 1}")
         if problems:
-            raise PlanError(f"coordinates={dict(coordinates)}: {'; '.join(problems)}. Pass one place on every axis.")
+            raise PlanError(
+                f"coordinates={dict(coordinates)}: {'; '.join(problems)}. Pass one place on every "
+                "axis."
+            )
         return self.offset + sum(given.get(axis, 0) * self.strides(axis)[1] for axis in self.axes)
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Every group of ranks that differ along `axes` only, in ascending order; no axes: each rank by itself.
+        """Every group of ranks that differ along `axes` only, in ascending order; no axes: each
+        rank by itself.
 
         The order in which the axes are named does not matter: the grid's own order decides.
         """
@@ -149,17 +168,21 @@ class Grid:
     def factor(self, *, axis: str, outer: tuple[str, int], inner: tuple[str, int]) -> "Grid":
         """The same grid with one axis seen as two; `axis` still names the two together.
 
-        With 2 key/value heads on tp = 4, neighbours hold the same head: outer ("tp_kv", 2) tells the heads apart and
-        inner ("tp_copy", 2) the copies.
+        With 2 key/value heads on tp = 4, neighbours hold the same head: outer ("tp_kv", 2) tells
+        the heads apart and inner ("tp_copy", 2) the copies.
 
         Raises:
-            PlanError: the axis is unknown or factored already, a name is taken, or the parts do not multiply to it.
+            PlanError: the axis is unknown or factored already, a name is taken, or the parts do not
+            multiply to it.
         """
         if axis not in self.axes:
             raise PlanError(f"axis={axis!r} cannot be factored. Choose one of {list(self.axes)}.")
         taken = [name for name, _ in (outer, inner) if name in self.names]
         if taken or outer[0] == inner[0]:
-            raise PlanError(f"axis={axis!r} into {outer} and {inner}: choose two names other than {list(self.names)}.")
+            raise PlanError(
+                f"axis={axis!r} into {outer} and {inner}: choose two names other than "
+                f"{list(self.names)}."
+            )
         place, size = self.axes.index(axis), self.size(axis)
         if outer[1] * inner[1] != size or outer[1] < 1:
             fits = [part for part in range(1, size + 1) if size % part == 0]
@@ -175,20 +198,28 @@ class Grid:
         )
 
     def table(self) -> str:
-        """Sizes and strides in one line, fastest axis first: `tp 2 (stride 1) · dp 4 (stride 2)`."""
-        return " · ".join(f"{axis} {self.size(axis)} (stride {self.strides(axis)[1]})" for axis in self.axes)
+        """Sizes and strides in one line, fastest axis first: `tp 2 (stride 1) · dp 4 (stride
+        2)`."""
+        return " · ".join(
+            f"{axis} {self.size(axis)} (stride {self.strides(axis)[1]})" for axis in self.axes
+        )
 
     def _is_of_experts(self, axes: Sequence[str]) -> bool:
         """Whether only the experts' factorisation of the ranks has all of these axes."""
         if self.experts is None:
             return False
-        return all(axis in self.experts.names for axis in axes) and not all(axis in self.names for axis in axes)
+        return all(axis in self.experts.names for axis in axes) and not all(
+            axis in self.names for axis in axes
+        )
 
     def _parts(self, axes: Sequence[str]) -> list[str]:
         """The unfactored axes behind some names, in grid order, each once."""
         unknown = [name for name in axes if name not in self.names]
         if unknown:
-            raise PlanError(f"axes={list(axes)}: {'; '.join(map(self._unknown, unknown))}. Choose from these names.")
+            raise PlanError(
+                f"axes={list(axes)}: {'; '.join(map(self._unknown, unknown))}. Choose from these "
+                "names."
+            )
         wanted = set(axes)
         for entry in self.factored:
             if entry.axis in wanted:
@@ -196,8 +227,11 @@ class Grid:
         return [axis for axis in self.axes if axis in wanted]
 
     def _offsets(self, axes: Sequence[str]) -> list[int]:
-        """Rank numbers, counted from the first, of the box spanned by some axes (given in grid order); ascending."""
-        steps = [range(0, size * stride, stride) for size, stride in map(self.strides, reversed(axes))]
+        """Rank numbers, counted from the first, of the box spanned by some axes (given in grid
+        order); ascending."""
+        steps = [
+            range(0, size * stride, stride) for size, stride in map(self.strides, reversed(axes))
+        ]
         return [sum(step) for step in product(*steps)]
 
     def _unknown(self, name: str) -> str:
@@ -216,25 +250,37 @@ def dense_grid(
     order: str = DEFAULT_ORDER,
     offset: int = 0,
 ) -> Grid:
-    """The grid of everything but experts, with axes tp, cp, dp, pp in `order`; dp unset: world / (tp · cp · pp).
+    """The grid of everything but experts, with axes tp, cp, dp, pp in `order`; dp unset: world /
+    (tp · cp · pp).
 
     Raises:
-        PlanError: the degrees do not multiply to the world size, or the order is not one; all problems at once.
+        PlanError: the degrees do not multiply to the world size, or the order is not one; all
+        problems at once.
     """
-    _raise_problems(dense_problems(world=world, tp=tp, cp=cp, pp=pp, dp=dp, order=order), world, order)
+    _raise_problems(
+        dense_problems(world=world, tp=tp, cp=cp, pp=pp, dp=dp, order=order), world, order
+    )
     sizes = {"tp": tp, "cp": cp, "dp": world // (tp * cp * pp), "pp": pp}
     return _ordered(sizes, order, offset)
 
 
 def expert_grid(
-    *, world: int, etp: int = 1, ep: int = 1, pp: int = 1, order: str = DEFAULT_ORDER, offset: int = 0
+    *,
+    world: int,
+    etp: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    order: str = DEFAULT_ORDER,
+    offset: int = 0,
 ) -> Grid:
-    """The grid of expert weights over the same ranks, with axes etp, ep, edp, pp; edp is world / (etp · ep · pp).
+    """The grid of expert weights over the same ranks, with axes etp, ep, edp, pp; edp is world /
+    (etp · ep · pp).
 
     In `order`, tp stands for etp and dp for edp.
 
     Raises:
-        PlanError: the degrees do not divide the world size, or the order is not one; all problems at once.
+        PlanError: the degrees do not divide the world size, or the order is not one; all problems
+        at once.
     """
     _raise_problems(expert_problems(world=world, etp=etp, ep=ep, pp=pp, order=order), world, order)
     sizes = {"tp": etp, "ep": ep, "dp": world // (etp * ep * pp), "pp": pp}
@@ -253,36 +299,50 @@ def dense_problems(
     order: str = DEFAULT_ORDER,
     fits: Fits = anything_fits,
 ) -> list[str]:
-    """Everything that keeps `dense_grid` from being built, as messages for the user; empty when it can be.
+    """Everything that keeps `dense_grid` from being built, as messages for the user; empty when it
+    can be.
 
-    `fits` knows the rules of the rest of a run: only degrees and worlds that it accepts are recommended.
+    `fits` knows the rules of the rest of a run: only degrees and worlds that it accepts are
+    recommended.
     """
     problems = _degree_problems(world, {"tp": tp, "cp": cp, "pp": pp}, fits)
     if dp is not None and dp < 1:
-        problems.append(f"parallel.dp={dp} must be at least 1. Leave it unset for world / (tp · cp · pp).")
+        problems.append(
+            f"parallel.dp={dp} must be at least 1. Leave it unset for world / (tp · cp · pp)."
+        )
     elif dp is not None and not problems and tp * cp * pp * dp != world:
         model = tp * cp * pp
         problems.append(
-            f"parallel.dp={dp}: tp · cp · pp · dp = {tp}·{cp}·{pp}·{dp} = {model * dp} is not world_size={world}. "
+            f"parallel.dp={dp}: tp · cp · pp · dp = {tp}·{cp}·{pp}·{dp} = {model * dp} is not "
+            f"world_size={world}. "
             f"Use {model * dp} processes, or leave parallel.dp unset (then it is {world // model})."
         )
-    return problems + order_problems(order, {"tp": tp, "cp": cp, "dp": dp or world // max(tp * cp * pp, 1), "pp": pp})
+    return problems + order_problems(
+        order, {"tp": tp, "cp": cp, "dp": dp or world // max(tp * cp * pp, 1), "pp": pp}
+    )
 
 
-def expert_problems(*, world: int, etp: int = 1, ep: int = 1, pp: int = 1, order: str = DEFAULT_ORDER) -> list[str]:
-    """Everything that keeps `expert_grid` from being built, as messages for the user; empty when it can be."""
+def expert_problems(
+    *, world: int, etp: int = 1, ep: int = 1, pp: int = 1, order: str = DEFAULT_ORDER
+) -> list[str]:
+    """Everything that keeps `expert_grid` from being built, as messages for the user; empty when it
+    can be."""
     problems = _degree_problems(world, {"etp": etp, "ep": ep, "pp": pp})
-    return problems + order_problems(order, {"tp": etp, "ep": ep, "dp": world // max(etp * ep * pp, 1), "pp": pp})
+    return problems + order_problems(
+        order, {"tp": etp, "ep": ep, "dp": world // max(etp * ep * pp, 1), "pp": pp}
+    )
 
 
 def stage_problems(dense: Grid, expert: Grid) -> list[str]:
-    """Whether both grids put the same ranks into the same pipeline; if not, the two stride tables."""
+    """Whether both grids put the same ranks into the same pipeline; if not, the two stride
+    tables."""
     if dense.ranks == expert.ranks and set(dense.groups(["pp"])) == set(expert.groups(["pp"])):
         return []
     return [
-        "parallel.order: the dense and the expert grid form different pipelines out of the same ranks: "
-        f"dense {dense.table()}; expert {expert.table()}. Put pp last in parallel.order, or choose ep and etp so "
-        "that pp has the same stride in both."
+        "parallel.order: the dense and the expert grid form different pipelines out of the same "
+        "ranks: "
+        f"dense {dense.table()}; expert {expert.table()}. Put pp last in parallel.order, or choose "
+        "ep and etp so that pp has the same stride in both."
     ]
 
 
@@ -292,16 +352,23 @@ def order_problems(order: str, sizes: Mapping[str, int]) -> list[str]:
     unknown = sorted({token for token in tokens if token and token not in TOKENS})
     twice = sorted({token for token in tokens if token in TOKENS and tokens.count(token) > 1})
     missing = [axis for axis, size in sizes.items() if size > 1 and axis not in tokens]
-    hint = f"Use each of {', '.join(TOKENS)} at most once, fastest first, joined by '-', as in {DEFAULT_ORDER}."
+    hint = (
+        f"Use each of {', '.join(TOKENS)} at most once, fastest first, joined by '-', as in "
+        f"{DEFAULT_ORDER}."
+    )
     problems = []
     if unknown:
-        problems.append(f"parallel.order={order}: unknown axis {', '.join(map(repr, unknown))}. {hint}")
+        problems.append(
+            f"parallel.order={order}: unknown axis {', '.join(map(repr, unknown))}. {hint}"
+        )
     if twice:
         problems.append(f"parallel.order={order}: {', '.join(twice)} occurs more than once. {hint}")
     if "" in tokens:
         problems.append(f"parallel.order={order!r}: an axis name is empty. {hint}")
     for axis in missing:
-        problems.append(f"parallel.order={order} lacks {axis}, which has {sizes[axis]} ranks. Add {axis} to it.")
+        problems.append(
+            f"parallel.order={order} lacks {axis}, which has {sizes[axis]} ranks. Add {axis} to it."
+        )
     return problems
 
 
@@ -318,17 +385,26 @@ def divisors(number: int) -> list[int]:
 
 
 def _ordered(sizes: Mapping[str, int], order: str, offset: int) -> Grid:
-    """The grid with the axes of `sizes` in the order of a checked order string; unnamed ones (size one) come last."""
+    """The grid with the axes of `sizes` in the order of a checked order string; unnamed ones (size
+    one) come last."""
     named = [token for token in order.lower().split("-") if token in sizes]
     axes = (*named, *(axis for axis in sizes if axis not in named))
     return Grid(axes=axes, sizes=tuple(sizes[axis] for axis in axes), offset=offset)
 
 
-def _degree_problems(world: int, degrees: Mapping[str, int], fits: Fits = anything_fits) -> list[str]:
-    """Degrees below one, or a product that does not divide the world; with the numbers that would work."""
-    problems = [f"parallel.{axis}={size} must be at least 1." for axis, size in degrees.items() if size < 1]
+def _degree_problems(
+    world: int, degrees: Mapping[str, int], fits: Fits = anything_fits
+) -> list[str]:
+    """Degrees below one, or a product that does not divide the world; with the numbers that would
+    work."""
+    problems = [
+        f"parallel.{axis}={size} must be at least 1." for axis, size in degrees.items() if size < 1
+    ]
     if world < 1:
-        problems.append(f"world_size={world} must be at least 1. Use as many processes as the degrees multiply to.")
+        problems.append(
+            f"world_size={world} must be at least 1. Use as many processes as the degrees multiply "
+            "to."
+        )
     if problems:
         return problems
     model = prod(degrees.values())
@@ -342,8 +418,13 @@ def _degree_problems(world: int, degrees: Mapping[str, int], fits: Fits = anythi
         fixes = [f"use {' or '.join(map(str, processes))} processes", *fixes]
     if len(fixes) == 1:  # no single change is enough
         fixes.append(f"choose {', '.join(degrees)} so that they multiply to a divisor of {world}")
-    names, values = " · ".join(f"parallel.{axis}" for axis in degrees), "·".join(map(str, degrees.values()))
-    return [f"world_size={world} is not {names} = {values} times an integer: {', or '.join(fixes)}."]
+    names, values = (
+        " · ".join(f"parallel.{axis}" for axis in degrees),
+        "·".join(map(str, degrees.values())),
+    )
+    return [
+        f"world_size={world} is not {names} = {values} times an integer: {', or '.join(fixes)}."
+    ]
 
 
 def _axis_fixes(world: int, degrees: Mapping[str, int], fits: Fits) -> list[str]:
@@ -352,8 +433,16 @@ def _axis_fixes(world: int, degrees: Mapping[str, int], fits: Fits) -> list[str]
     for axis, size in degrees.items():
         rest = model // size
         if size > 1 and world % rest == 0:
-            found = [degree for degree in divisors(world // rest) if fits({**degrees, axis: degree}, world)]
-            fixes += [f"set parallel.{axis} to {f'one of {found}' if found[1:] else found[0]}"] if found else []
+            found = [
+                degree
+                for degree in divisors(world // rest)
+                if fits({**degrees, axis: degree}, world)
+            ]
+            fixes += (
+                [f"set parallel.{axis} to {f'one of {found}' if found[1:] else found[0]}"]
+                if found
+                else []
+            )
     return fixes
 
 
@@ -362,11 +451,15 @@ def _near_worlds(world: int, degrees: Mapping[str, int], fits: Fits) -> list[int
     model = prod(degrees.values())
     below = world // model * model
     sides = (range(below, 0, -model), range(below + model, below + (TRIED + 1) * model, model))
-    found = [next((ranks for ranks in side[:TRIED] if fits(degrees, ranks)), None) for side in sides]
+    found = [
+        next((ranks for ranks in side[:TRIED] if fits(degrees, ranks)), None) for side in sides
+    ]
     return [ranks for ranks in found if ranks is not None]
 
 
 def _raise_problems(problems: Sequence[str], world: int, order: str) -> None:
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise PlanError(f"{world} ranks cannot be laid out in order {order}. Use other settings:\n{lines}")
+        raise PlanError(
+            f"{world} ranks cannot be laid out in order {order}. Use other settings:\n{lines}"
+        )

@@ -21,9 +21,11 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def named_parameters(model: ModelConfig, lora: LoraConfig | None) -> list[HeldParameter]:
-    """Every parameter of a model, whole, and of adapters beside it. Balancing biases, which move with their routers,
-    are none."""
-    held = held_parameters(model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True)
+    """Every parameter of a model, whole, and of adapters beside it. Balancing biases, which move
+    with their routers, are none."""
+    held = held_parameters(
+        model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True
+    )
     return [one for one in with_adapters(held, model, lora) if one.counts]
 
 
@@ -33,16 +35,19 @@ def is_trained(one: HeldParameter, optim: OptimConfig, lora: LoraConfig | None) 
 
 
 def rates_in(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> Rates:
-    """The rates of a parameter with so many dims of inputs: those of its groups, times what muP makes of them."""
+    """The rates of a parameter with so many dims of inputs: those of its groups, times what muP
+    makes of them."""
     rate, decay = _deciding(optim.groups, name, _rate), _deciding(optim.groups, name, _decay)
     return rates_of(model, optim.kind, name, inputs)._replace(
-        lr_of=rate[0].name if rate else "", decay_of=decay[0].name if decay else "",
+        lr_of=rate[0].name if rate else "",
+        decay_of=decay[0].name if decay else "",
         vector_decays=inputs == 0 and fits(name, optim.decayed_vectors),
-    )  # fmt: skip
+    )
 
 
 def parameter_rows(run: TrainRun) -> Iterator[dict[str, Plain]]:
-    """Of every parameter: what decides its learning rate and its weight decay, and what these are multiplied by."""
+    """Of every parameter: what decides its learning rate and its weight decay, and what these are
+    multiplied by."""
     for one in named_parameters(run.model, run.lora):
         rates = rates_in(run.model, run.optim, one.name, int(one.matrix))
         row: dict[str, Plain] = {"name": one.name, "numel": one.numel}
@@ -51,9 +56,13 @@ def parameter_rows(run: TrainRun) -> Iterator[dict[str, Plain]]:
             continue
         decay = rates.decay if one.matrix or rates.vector_decays else 0.0
         yield row | {
-            "trained": True, "lr": rates.lr_of or "schedule", "lr_factor": rates.lr, "eps_factor": rates.eps,
-            "weight_decay": rates.decay_of or "schedule", "weight_decay_factor": decay,
-        }  # fmt: skip
+            "trained": True,
+            "lr": rates.lr_of or "schedule",
+            "lr_factor": rates.lr,
+            "eps_factor": rates.eps,
+            "weight_decay": rates.decay_of or "schedule",
+            "weight_decay_factor": decay,
+        }
 
 
 # --- rules
@@ -90,7 +99,8 @@ def _frozen_problems(
     chosen = f"optim.trained={list(optim.trained)} and optim.frozen={list(optim.frozen)}"
     if lora is not None:
         yield (
-            f"{chosen} with lora.rank={lora.rank}, which trains adapters and nothing else. Choose with lora.targets "
+            f"{chosen} with lora.rank={lora.rank}, which trains adapters and nothing else. Choose "
+            "with lora.targets "
             f"and lora.layers, and remove optim.trained and optim.frozen."
         )
         return
@@ -110,7 +120,11 @@ def _balance_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[str]:
     if model.moe is None:
         return
     first = first_trained_layer(model, optim)
-    routers = [f"layers.{layer}.moe.router" for layer in range(first, model.num_layers) if model.has_experts(layer)]
+    routers = [
+        f"layers.{layer}.moe.router"
+        for layer in range(first, model.num_layers)
+        if model.has_experts(layer)
+    ]
     if model.has_experts(model.num_layers - 1):
         trained = trained_names(model, optim)
         routers += [
@@ -123,14 +137,16 @@ def _balance_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[str]:
         weight = getattr(model.moe.balance, name)
         if weight > 0 and still is not None:
             yield (
-                f"model.moe.balance.{name}={weight} where {still} is not trained: the loss would move what comes "
+                f"model.moe.balance.{name}={weight} where {still} is not trained: the loss would "
+                "move what comes "
                 f"before it instead. Set model.moe.balance.{name}=0, or train the router."
             )
 
 
 def _before_router(name: str, depth: int) -> bool:
-    """Whether the router of a depth that predicts further ahead reads what a parameter has a part in: the depth before
-    it, or the model as far as its last norm, and its own layer as far as attention."""
+    """Whether the router of a depth that predicts further ahead reads what a parameter has a
+    part in: the depth before it, or the model as far as its last norm, and its own layer as far
+    as attention."""
     if not name.startswith("mtp."):
         return name != "head.weight"
     _, number, rest = name.split(".", 2)
@@ -144,7 +160,8 @@ def _vector_problems(optim: OptimConfig, held: Sequence[HeldParameter]) -> Itera
         if not any(fits(name, [pattern]) for name in vectors):
             yield (
                 f"optim.decayed_vectors={pattern}: no vector has such a name."
-                f"{did_you_mean(pattern, _candidates(vectors))} Use names or patterns such as {vectors[0]}; matrices "
+                f"{did_you_mean(pattern, _candidates(vectors))} Use names or patterns such as "
+                f"{vectors[0]}; matrices "
                 f"decay anyway."
             )
 
@@ -153,23 +170,40 @@ def _group_problems(group: GroupConfig, schedule: ScheduleConfig) -> Iterator[st
     """Settings of one group that no model fits."""
     where = f"optim.groups[{group.name}]"
     if not NAME.fullmatch(group.name):
-        yield f"optim.groups: name={group.name!r} must be small letters, digits and underscores, such as embedding."
+        yield (
+            f"optim.groups: name={group.name!r} must be small letters, digits and underscores, "
+            "such as embedding."
+        )
     if not group.match:
-        yield f"{where}.match={list(group.match)} fits no parameter. Use one or more names, such as embed.weight."
+        yield (
+            f"{where}.match={list(group.match)} fits no parameter. Use one or more names, such "
+            "as embed.weight."
+        )
     if not any(_rate(group)) and not any(_decay(group)):
-        yield f"{where} with match={list(group.match)} decides nothing. Set {where}.lr or {where}.weight_decay."
+        yield (
+            f"{where} with match={list(group.match)} decides nothing. Set {where}.lr or "
+            f"{where}.weight_decay."
+        )
     for value, scale, rest in (
         ("lr", "lr_scale", "min_lr"),
         ("weight_decay", "weight_decay_scale", "end_weight_decay"),
     ):
         given, by, end = (getattr(group, field) for field in (value, scale, rest))
         if given is not None and by is not None:
-            yield f"{where}.{value}={given} and {where}.{scale}={by} both decide. Remove one of them."
+            yield (
+                f"{where}.{value}={given} and {where}.{scale}={by} both decide. Remove one of them."
+            )
         if end is not None and given is None:
-            yield f"{where}.{rest}={end} is read beside {where}.{value} only. Set {where}.{value} as well."
+            yield (
+                f"{where}.{rest}={end} is read beside {where}.{value} only. Set {where}.{value} "
+                "as well."
+            )
         for field, number in ((value, given), (scale, by), (rest, end)):
             if number is not None and not 0 <= number < math.inf:
-                yield f"{where}.{field}={number} must be a finite number of at least 0. Use 0 or more."
+                yield (
+                    f"{where}.{field}={number} must be a finite number of at least 0. Use 0 or "
+                    "more."
+                )
     yield from _span_problems(where, group, schedule)
 
 
@@ -179,21 +213,27 @@ def _span_problems(where: str, group: GroupConfig, schedule: ScheduleConfig) -> 
         lowest = schedule.min_lr if group.min_lr is None else group.min_lr
         if lowest > group.lr:
             text = "schedule.min_lr" if group.min_lr is None else f"{where}.min_lr"
-            yield f"{where}.lr={group.lr} is below {text}={lowest}. Set {where}.min_lr to {group.lr} or less."
+            yield (
+                f"{where}.lr={group.lr} is below {text}={lowest}. Set {where}.min_lr to "
+                f"{group.lr} or less."
+            )
         if schedule.warmup_init > group.lr:
             yield (
-                f"{where}.lr={group.lr} is below schedule.warmup_init={schedule.warmup_init}, where all rates start. "
+                f"{where}.lr={group.lr} is below schedule.warmup_init={schedule.warmup_init}, "
+                "where all rates start. "
                 f"Set schedule.warmup_init to {group.lr} or less."
             )
     if group.min_lr and schedule.style == "constant":
         yield (
-            f"{where}.min_lr={group.min_lr} is never reached with schedule.style={schedule.style}. Remove it, or "
-            f"choose another style."
+            f"{where}.min_lr={group.min_lr} is never reached with schedule.style={schedule.style}. "
+            f"Remove it, or choose another style."
         )
     if group.end_weight_decay is not None and schedule.weight_decay_style == "constant":
         yield (
-            f"{where}.end_weight_decay={group.end_weight_decay} has no effect with schedule.weight_decay_style="
-            f"{schedule.weight_decay_style}. Remove it, or set schedule.weight_decay_style to linear or cosine."
+            f"{where}.end_weight_decay={group.end_weight_decay} has no effect with "
+            "schedule.weight_decay_style="
+            f"{schedule.weight_decay_style}. Remove it, or set schedule.weight_decay_style to "
+            "linear or cosine."
         )
 
 
@@ -201,21 +241,28 @@ def _without_effect(
     group: GroupConfig, optim: OptimConfig, model: ModelConfig, moving: Sequence[HeldParameter]
 ) -> Iterator[str]:
     """A group that reaches only what is not trained, or what does not decay."""
-    where, reached = f"optim.groups[{group.name}]", [one for one in moving if fits(one.name, group.match)]
+    where, reached = (
+        f"optim.groups[{group.name}]",
+        [one for one in moving if fits(one.name, group.match)],
+    )
     if not reached:
         yield (
-            f"{where}.match={list(group.match)} fits only parameters that are not trained. Use the name of one that "
+            f"{where}.match={list(group.match)} fits only parameters that are not trained. Use the "
+            "name of one that "
             f"is, such as {moving[0].name}."
         )
-    elif any(_decay(group)) and not any(one.matrix or fits(one.name, optim.decayed_vectors) for one in reached):
+    elif any(_decay(group)) and not any(
+        one.matrix or fits(one.name, optim.decayed_vectors) for one in reached
+    ):
         yield (
-            f"{where} decides the weight decay of {reached[0].name} and other vectors, which do not decay. Set "
-            f"optim.decayed_vectors to {list(group.match)}, or remove it."
+            f"{where} decides the weight decay of {reached[0].name} and other vectors, which do "
+            f"not decay. Set optim.decayed_vectors to {list(group.match)}, or remove it."
         )
     elif any(_decay(group)) and not any(_decays(one, optim, model) for one in reached):
         table = next(one.name for one in reached if one.matrix)
         yield (
-            f"{where} decides the weight decay of {table}, which does not decay with model.embedding_init_std="
+            f"{where} decides the weight decay of {table}, which does not decay with "
+            "model.embedding_init_std="
             f"{model.embedding_init_std}. Remove it, or leave model.embedding_init_std unset."
         )
 
@@ -230,27 +277,38 @@ def _conflicts(groups: Sequence[GroupConfig], moving: Sequence[HeldParameter]) -
     """Pairs of groups that decide the same about a parameter, and not alike."""
     for what, decides in (("learning rate", _rate), ("weight decay", _decay)):
         for one, other in combinations([group for group in groups if any(decides(group))], 2):
-            both = next((p.name for p in moving if fits(p.name, one.match) and fits(p.name, other.match)), None)
+            both = next(
+                (p.name for p in moving if fits(p.name, one.match) and fits(p.name, other.match)),
+                None,
+            )
             if both is not None and decides(one) != decides(other):
                 yield (
-                    f"optim.groups: {one.name} ({_told(decides(one))}) and {other.name} ({_told(decides(other))}) "
-                    f"disagree on the {what} of {both}. Use patterns that share no parameter, or equal values."
+                    f"optim.groups: {one.name} ({_told(decides(one))}) and {other.name} "
+                    f"({_told(decides(other))}) "
+                    f"disagree on the {what} of {both}. Use patterns that share no parameter, or "
+                    "equal values."
                 )
 
 
 Decided = tuple[str, ...]
-"""The settings of a group about one thing as they were typed, such as `lr=0.001`; empty ones are unset."""
+"""The settings of a group about one thing as they were typed, such as `lr=0.001`; empty ones are
+unset."""
 
 
 def _rate(group: GroupConfig) -> Decided:
-    return _typed("lr", group.lr), _typed("min_lr", group.min_lr), _typed("lr_scale", group.lr_scale)
+    return (
+        _typed("lr", group.lr),
+        _typed("min_lr", group.min_lr),
+        _typed("lr_scale", group.lr_scale),
+    )
 
 
 def _decay(group: GroupConfig) -> Decided:
     return (
-        _typed("weight_decay", group.weight_decay), _typed("end_weight_decay", group.end_weight_decay),
+        _typed("weight_decay", group.weight_decay),
+        _typed("end_weight_decay", group.end_weight_decay),
         _typed("weight_decay_scale", group.weight_decay_scale),
-    )  # fmt: skip
+    )
 
 
 def _typed(field: str, value: float | None) -> str:
@@ -261,12 +319,16 @@ def _told(decided: Decided) -> str:
     return ", ".join(text for text in decided if text)
 
 
-def _deciding(groups: Sequence[GroupConfig], name: str, decides: Callable[[GroupConfig], Decided]) -> list[GroupConfig]:
+def _deciding(
+    groups: Sequence[GroupConfig], name: str, decides: Callable[[GroupConfig], Decided]
+) -> list[GroupConfig]:
     """Groups that decide something about a parameter; several decide alike."""
     return [group for group in groups if any(decides(group)) and fits(name, group.match)]
 
 
-def _unknown(where: str, patterns: Sequence[str], held: Sequence[HeldParameter], model: ModelConfig) -> Iterator[str]:
+def _unknown(
+    where: str, patterns: Sequence[str], held: Sequence[HeldParameter], model: ModelConfig
+) -> Iterator[str]:
     """Patterns that fit no parameter."""
     names = [one.name for one in held]
     for pattern in patterns:
@@ -277,14 +339,22 @@ def _unknown(where: str, patterns: Sequence[str], held: Sequence[HeldParameter],
             near = " With model.tied_embeddings=true the head is embed.weight."
         elif ".balancing_" in pattern:
             near = " A balancing bias moves as long as its router is trained."
-        yield f"{where}={pattern}: no parameter has such a name.{near} Use names or patterns such as {names[0]}."
+        yield (
+            f"{where}={pattern}: no parameter has such a name.{near} Use names or patterns such "
+            f"as {names[0]}."
+        )
 
 
 def _candidates(names: Sequence[str]) -> list[str]:
-    """What someone may have meant: names of the first and the last layer and of what is in none, and patterns."""
+    """What someone may have meant: names of the first and the last layer and of what is in none,
+    and patterns."""
     parts = [name.split(".", 2) for name in names]
     layers = [int(part[1]) for part in parts if part[0] == "layers"]
     ends = {str(layer) for layer in (layers[:1] + layers[-1:])}
-    found = [name for name, part in zip(names, parts, strict=True) if part[0] != "layers" or part[1] in ends]
+    found = [
+        name
+        for name, part in zip(names, parts, strict=True)
+        if part[0] != "layers" or part[1] in ends
+    ]
     found += [f"layers.{layer}.*" for layer in sorted(set(layers))]
     return list(dict.fromkeys([*found, *(f"*.{part[2]}" for part in parts if part[0] == "layers")]))

@@ -1,4 +1,5 @@
-"""How parameters start and how fast they learn, by name: spreads of first weights, and muP's factors; no torch."""
+"""How parameters start and how fast they learn, by name: spreads of first weights, and muP's
+factors; no torch."""
 
 import math
 from fnmatch import fnmatchcase
@@ -45,11 +46,15 @@ class Rates(NamedTuple):
 PLAIN = Rates()
 
 
-def start_of(model: ModelConfig, name: str, shape: tuple[int, ...], inputs: int, std: float) -> Start:
-    """How a parameter of this global shape starts, whose layer says `std`; its last `inputs` dims are inputs.
+def start_of(
+    model: ModelConfig, name: str, shape: tuple[int, ...], inputs: int, std: float
+) -> Start:
+    """How a parameter of this global shape starts, whose layer says `std`; its last `inputs` dims
+    are inputs.
 
-    The first of `init_overrides` that fits the name decides alone. Source of xavier_uniform: Glorot and Bengio 2010,
-    "Understanding the difficulty of training deep feedforward neural networks", equation 16.
+    The first of `init_overrides` that fits the name decides alone. Source of xavier_uniform: Glorot
+    and Bengio 2010, "Understanding the difficulty of training deep feedforward neural networks",
+    equation 16.
     """
     given = next((own for pattern, own in model.init_overrides if fnmatchcase(name, pattern)), None)
     if given is not None:
@@ -73,10 +78,11 @@ def _fans(name: str, shape: tuple[int, ...], inputs: int) -> tuple[int, int]:
 
 
 def rates_of(model: ModelConfig, optimizer: str, name: str, inputs: int) -> Rates:
-    """What muP makes of rate and eps for a parameter with so many dims of inputs; adapters learn at the given rate.
+    """What muP makes of rate and eps for a parameter with so many dims of inputs; adapters learn at
+    the given rate.
 
-    Tables whose spread is chosen for them keep it: they do not decay towards zero.
-    Source: Yang et al. 2022, arXiv:2203.03466, table 8; eps: Wortsman et al. 2023, arXiv:2309.14322, section 3.4.
+    Tables whose spread is chosen for them keep it: they do not decay towards zero. Source: Yang et
+    al. 2022, arXiv:2203.03466, table 8; eps: Wortsman et al. 2023, arXiv:2309.14322, section 3.4.
     """
     m, kept = model.width_factor(), name in EMBEDDINGS and model.embedding_init_std is not None
     plain = Rates(decay=0.0) if kept else PLAIN

@@ -1,4 +1,5 @@
-"""The ways in which each operation can be computed: what each takes, and which of them a run will use."""
+"""The ways in which each operation can be computed: what each takes, and which of them a run will
+use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,13 +57,20 @@ def _no_loop_of_layer_norm(model: ModelConfig) -> str | None:
 
 def _too_wide(model: ModelConfig) -> str | None:
     h = model.hidden_size
-    return None if h <= WIDEST else f"model.hidden_size={h} is more than the {WIDEST} features that a program holds"
+    return (
+        None
+        if h <= WIDEST
+        else f"model.hidden_size={h} is more than the {WIDEST} features that a program holds"
+    )
 
 
 def _no_loop_of_activation(model: ModelConfig) -> str | None:
     if model.gated and model.activation in SIGMOIDS:
         return None
-    return f"model.activation={model.activation} with model.gated={str(model.gated).lower()} has no compiled loop"
+    return (
+        f"model.activation={model.activation} with model.gated={str(model.gated).lower()} has "
+        "no compiled loop"
+    )
 
 
 def _no_program_without_gate(model: ModelConfig) -> str | None:
@@ -75,13 +83,19 @@ def _strange_scores(model: ModelConfig) -> list[str]:
     found = [f"model.attention.softcap={a.softcap}"] if a.softcap is not None else []
     found += ["model.attention.sinks=true"] if a.sinks else []
     found += ["model.attention.off_by_one=true"] if a.off_by_one else []
-    found += [f"model.dropout.attention={model.dropout.attention}"] if model.dropout.attention > 0 else []
+    found += (
+        [f"model.dropout.attention={model.dropout.attention}"]
+        if model.dropout.attention > 0
+        else []
+    )
     return found + (["model.positions=relative"] if model.positions == "relative" else [])
 
 
 def _not_plain(model: ModelConfig) -> str | None:
     window = model.attention.window
-    found = _strange_scores(model) + ([f"model.attention.window={window}"] if window is not None else [])
+    found = _strange_scores(model) + (
+        [f"model.attention.window={window}"] if window is not None else []
+    )
     return f"{', '.join(found)}: it knows plain scores only" if found else None
 
 
@@ -91,7 +105,11 @@ def _not_windowed(model: ModelConfig) -> str | None:
 
 
 def _not_flexible(model: ModelConfig) -> str | None:
-    found = [one for one in _strange_scores(model) if one.startswith(("model.dropout", "model.positions"))]
+    found = [
+        one
+        for one in _strange_scores(model)
+        if one.startswith(("model.dropout", "model.positions"))
+    ]
     return f"{', '.join(found)}: it drops no weights, and knows no biases" if found else None
 
 
@@ -101,7 +119,12 @@ def _biased(model: ModelConfig) -> str | None:
 
 def _unequal_groups(model: ModelConfig) -> str | None:
     padded = model.moe is not None and model.moe.capacity.pad
-    return None if padded else "experts have as many rows as tokens choose; with model.moe.capacity.pad=true all alike"
+    return (
+        None
+        if padded
+        else "experts have as many rows as tokens choose; with model.moe.capacity.pad=true all "
+        "alike"
+    )
 
 
 def _one_pass(loops: Backend, triton: Backend) -> tuple[Backend, ...]:
@@ -110,34 +133,65 @@ def _one_pass(loops: Backend, triton: Backend) -> tuple[Backend, ...]:
 
 BACKENDS: Mapping[Op, tuple[Backend, ...]] = {
     "norm": _one_pass(
-        Backend("loops", CPU, NARROW, "RMSNorm, all tensors of one dtype", why_not=_no_loop_of_layer_norm),
+        Backend(
+            "loops",
+            CPU,
+            NARROW,
+            "RMSNorm, all tensors of one dtype",
+            why_not=_no_loop_of_layer_norm,
+        ),
         Backend("triton", GPU, ALL, f"rows of up to {WIDEST} features", why_not=_too_wide),
     ),
     "rope": _one_pass(Backend("loops", CPU, NARROW), Backend("triton", GPU, ALL)),
     "activation": _one_pass(
-        Backend("loops", CPU, NARROW, f"gates of {', '.join(SIGMOIDS)}", why_not=_no_loop_of_activation),
-        Backend("triton", GPU, ALL, "gates, and squared ReLU times a weight", why_not=_no_program_without_gate),
+        Backend(
+            "loops", CPU, NARROW, f"gates of {', '.join(SIGMOIDS)}", why_not=_no_loop_of_activation
+        ),
+        Backend(
+            "triton",
+            GPU,
+            ALL,
+            "gates, and squared ReLU times a weight",
+            why_not=_no_program_without_gate,
+        ),
     ),
     "dropout": (Backend("loops", CPU, NARROW), Backend("torch", None), Backend("reference", None)),
     "attention": (
-        Backend("tiles", CPU, (), "whole documents without a cache or masks, plain scores", why_not=_not_plain),
-        Backend("varlen", GPU, HALVES, "heads of at most 256 features, 8 by 8; no masks", False, _not_windowed),
+        Backend(
+            "tiles",
+            CPU,
+            (),
+            "whole documents without a cache or masks, plain scores",
+            why_not=_not_plain,
+        ),
+        Backend(
+            "varlen",
+            GPU,
+            HALVES,
+            "heads of at most 256 features, 8 by 8; no masks",
+            False,
+            _not_windowed,
+        ),
         Backend("flex", GPU, ALL, "heads of 16 features or more", False, _not_flexible),
         Backend("sdpa", None, (), "plain scores, or masks of pairs", False, _not_plain),
         Backend("spans", None, (), "no masks but those of tokens", why_not=_biased),
-        Backend("torch", None, deterministic=False), Backend("reference", None),
+        Backend("torch", None, deterministic=False),
+        Backend("reference", None),
     ),
     "experts": (
         Backend("grouped", None, NARROW, "rows of a multiple of 16 bytes; on GPUs bf16"),
         Backend("batched", None, (), "equally many rows for every expert", why_not=_unequal_groups),
-        Backend("loop", None), Backend("torch", None), Backend("reference", None),
+        Backend("loop", None),
+        Backend("torch", None),
+        Backend("reference", None),
     ),
     "cross_entropy": _one_pass(Backend("loops", CPU, NARROW), Backend("triton", GPU, ALL)),
     "matmul": (
         Backend("upcast", CPU, ("bf16",), "fp32 on upcast operands"),
-        Backend("torch", None), Backend("reference", None),
+        Backend("torch", None),
+        Backend("reference", None),
     ),
-}  # fmt: skip
+}
 """Of every operation, what is fastest where it can be had first."""
 
 
@@ -151,26 +205,37 @@ UNCOMPILED: tuple[Op, ...] = ("cross_entropy", "matmul")
 
 
 def used_ops(model: ModelConfig, *, bf16_on_cpu: bool = False) -> tuple[Op, ...]:
-    """Operations that a model has; of matmuls only those of bf16 on CPUs can be computed in several ways."""
+    """Operations that a model has; of matmuls only those of bf16 on CPUs can be computed in several
+    ways."""
     absent: dict[Op, bool] = {
-        "rope": model.positions != "rope", "dropout": not model.dropout.drops(), "experts": model.moe is None,
+        "rope": model.positions != "rope",
+        "dropout": not model.dropout.drops(),
+        "experts": model.moe is None,
         "matmul": not bf16_on_cpu,
-    }  # fmt: skip
+    }
     return tuple(op for op in OPS if not absent.get(op, False))
 
 
-def why_not(backend: Backend, dtype: str, device: str | None, missing: Mapping[str, str]) -> str | None:
-    """Why a run cannot use it, whatever its model; None: it can. `device`: None where that is not known yet;
-    `missing`: what this machine lacks, by the name of a way."""
+def why_not(
+    backend: Backend, dtype: str, device: str | None, missing: Mapping[str, str]
+) -> str | None:
+    """Why a run cannot use it, whatever its model; None: it can. `device`: None where that is
+    not known yet; `missing`: what this machine lacks, by the name of a way."""
     if device is not None and backend.device not in (None, device):
-        return f"it works on {'GPUs' if backend.device == GPU else 'CPUs'}, and this run is on {device}"
+        return (
+            f"it works on {'GPUs' if backend.device == GPU else 'CPUs'}, and this run is on "
+            f"{device}"
+        )
     if backend.dtypes and dtype not in backend.dtypes:
         return f"it takes {', '.join(backend.dtypes)}, and precision.params={dtype}"
     return None if device is None else missing.get(backend.name)
 
 
-def forced_problems(run: TrainRun, device: str | None = None, missing: Mapping[str, str] | None = None) -> list[str]:
-    """Ways that are asked for by name and cannot be had, as messages for the user, each with one that can."""
+def forced_problems(
+    run: TrainRun, device: str | None = None, missing: Mapping[str, str] | None = None
+) -> list[str]:
+    """Ways that are asked for by name and cannot be had, as messages for the user, each with one
+    that can."""
     config, found = kernels_of(run.kernels), []
     for op in OPS:
         form = config.of(op)
@@ -180,15 +245,22 @@ def forced_problems(run: TrainRun, device: str | None = None, missing: Mapping[s
     return found
 
 
-def _refused(op: Op, form: Form, run: TrainRun, device: str | None, missing: Mapping[str, str]) -> str | None:
+def _refused(
+    op: Op, form: Form, run: TrainRun, device: str | None, missing: Mapping[str, str]
+) -> str | None:
     backend, shared = backend_of(op, form), run.parallel.cp
     if absent := _absent(op, run):
         return absent
     if op == "attention" and shared > 1 and form != "spans":
-        return f"ranks of parallel.cp={shared} share tokens, and compute attention by intervals of keys"
+        return (
+            f"ranks of parallel.cp={shared} share tokens, and compute attention by intervals "
+            "of keys"
+        )
     if op not in UNCOMPILED and run.train.compile:
         return "train.compile=true compiles layers from plain definitions"
-    reason = backend.why_not(run.model) or (_meets_padding(run) if form in ("tiles", "varlen") else None)
+    reason = backend.why_not(run.model) or (
+        _meets_padding(run) if form in ("tiles", "varlen") else None
+    )
     return reason or why_not(backend, run.precision.params, device, missing)
 
 
@@ -197,7 +269,8 @@ def _meets_padding(run: TrainRun) -> str | None:
     if run.model.attention.causal or not run.data.keep_partial_valid:
         return None
     return (
-        "data.keep_partial_valid=true with model.attention.causal=false: the last row ends with padding, which is "
+        "data.keep_partial_valid=true with model.attention.causal=false: the last row ends with "
+        "padding, which is "
         "hidden by a mask, and it knows none"
     )
 
@@ -209,8 +282,15 @@ def _absent(op: Op, run: TrainRun) -> str | None:
         return "model.moe=null: there are none"
     if op == "rope" and model.positions != "rope":
         return f"model.positions={model.positions}: nothing is rotated"
-    if op == "dropout" and not model.dropout.drops() and (run.lora is None or run.lora.dropout == 0):
-        return f"model.dropout.residual={model.dropout.residual}, and all else is 0: nothing is dropped"
+    if (
+        op == "dropout"
+        and not model.dropout.drops()
+        and (run.lora is None or run.lora.dropout == 0)
+    ):
+        return (
+            f"model.dropout.residual={model.dropout.residual}, and all else is 0: nothing is "
+            "dropped"
+        )
     return None
 
 
@@ -218,14 +298,19 @@ def _works(op: Op, run: TrainRun) -> str:
     """What to set instead."""
     if op == "attention" and run.parallel.cp > 1 and not run.train.compile:
         return "spans, or to auto"
-    return "auto" if run.train.compile or op == "experts" or _absent(op, run) else "torch, or to auto"
+    return (
+        "auto" if run.train.compile or op == "experts" or _absent(op, run) else "torch, or to auto"
+    )
 
 
 NO_BF16_KERNELS = "torch has no bf16 kernels for this CPU, so bf16 matmuls are computed in fp32"
 
 
-def lines_of_kernels(run: TrainRun, device: str, missing: Mapping[str, str], *, bf16_kernels: bool = True) -> list[str]:
-    """Which way every operation takes, in one line; and one for every reason why it is not the fastest there is.
+def lines_of_kernels(
+    run: TrainRun, device: str, missing: Mapping[str, str], *, bf16_kernels: bool = True
+) -> list[str]:
+    """Which way every operation takes, in one line; and one for every reason why it is not the
+    fastest there is.
 
     `bf16_kernels`: whether torch has bf16 kernels for this CPU.
     """
@@ -243,19 +328,25 @@ def lines_of_kernels(run: TrainRun, device: str, missing: Mapping[str, str], *, 
     switch = switch_of(run.kernels)
     compiled = " (layers compiled by torch)" if run.train.compile else ""
     lines = [f"kernels: {switch}{compiled}: {', '.join(words)}"]
-    return lines + [f"kernels: {', '.join(ops)} fall back: {reason}" for reason, ops in reasons.items()]
+    return lines + [
+        f"kernels: {', '.join(ops)} fall back: {reason}" for reason, ops in reasons.items()
+    ]
 
 
-def _automatic(op: Op, run: TrainRun, device: str, missing: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """What auto takes, and why nothing faster for this kind of device. Of attention and experts, lengths and sizes of
-    every call choose among several."""
+def _automatic(
+    op: Op, run: TrainRun, device: str, missing: Mapping[str, str]
+) -> tuple[str, dict[str, str]]:
+    """What auto takes, and why nothing faster for this kind of device. Of attention and experts,
+    lengths and sizes of every call choose among several."""
     if run.train.compile and op not in UNCOMPILED:
         return "compiled", {}
     found, told = [], dict[str, str]()
     for backend in BACKENDS[op]:
         if backend.device not in (None, device) or backend.name in ("torch", "reference"):
             continue
-        reason = why_not(backend, run.precision.params, device, missing) or backend.why_not(run.model)
+        reason = why_not(backend, run.precision.params, device, missing) or backend.why_not(
+            run.model
+        )
         if reason is None:
             found.append(backend.name)
         elif op not in ("attention", "experts"):

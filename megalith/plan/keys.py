@@ -1,4 +1,5 @@
-"""Random numbers without state: every draw is named by a key, so no layout, resume or order of work changes it."""
+"""Random numbers without state: every draw is named by a key, so no layout, resume or order of work
+changes it."""
 
 import hashlib
 

@@ -1,4 +1,5 @@
-"""The grid of a run: its settings' degrees as axes over the ranks, each of dp, cp and tp in two parts."""
+"""The grid of a run: its settings' degrees as axes over the ranks, each of dp, cp and tp in two
+parts."""
 
 from dataclasses import replace
 from math import lcm
@@ -9,7 +10,9 @@ from megalith.plan.grid import Grid, dense_grid, expert_grid
 from megalith.plan.shards import EXPERT_PARTS, PARTS, key_value_ranks
 
 
-def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offset: int = 0) -> Grid:
+def model_grid(
+    parallel: ParallelConfig, model: ModelConfig, world: int, *, offset: int = 0
+) -> Grid:
     """The dense grid of a run, its tp, cp and dp axes each in two parts (`DENSE_AXES` tells which).
 
     Raises:
@@ -22,8 +25,14 @@ def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offs
     inner = {"tp": p.tp // heads, "cp": a2a, "dp": grid.size("dp") // p.replicas}
     for axis, size in inner.items():
         outer_name, inner_name = PARTS[axis]
-        grid = grid.factor(axis=axis, outer=(outer_name, grid.size(axis) // size), inner=(inner_name, size))
-    return grid if model.moe is None else replace(grid, experts=grid_of_experts(parallel, world, offset=offset))
+        grid = grid.factor(
+            axis=axis, outer=(outer_name, grid.size(axis) // size), inner=(inner_name, size)
+        )
+    return (
+        grid
+        if model.moe is None
+        else replace(grid, experts=grid_of_experts(parallel, world, offset=offset))
+    )
 
 
 def grid_of_experts(parallel: ParallelConfig, world: int, *, offset: int = 0) -> Grid:
@@ -36,15 +45,21 @@ def grid_of_experts(parallel: ParallelConfig, world: int, *, offset: int = 0) ->
     etp = p.tp if p.etp is None else p.etp
     grid = expert_grid(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order, offset=offset)
     replica, shard = EXPERT_PARTS["edp"]
-    return grid.factor(axis="edp", outer=(replica, p.replicas), inner=(shard, grid.size("edp") // p.replicas))
+    return grid.factor(
+        axis="edp", outer=(replica, p.replicas), inner=(shard, grid.size("edp") // p.replicas)
+    )
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:
-    """The smallest world that a layout can have; 1 where a degree is no count, which is for the rules to say.
+    """The smallest world that a layout can have; 1 where a degree is no count, which is for the
+    rules to say.
 
-    Of all experts, ep · etp ranks of each stage hold a part; with ep=1 and etp unset those of the rest will do.
+    Of all experts, ep · etp ranks of each stage hold a part; with ep=1 and etp unset those of the
+    rest will do.
     """
     p = parallel
     dense = p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.replicas, 1))
     experts = p.ep * (p.tp if p.etp is None else p.etp) * p.pp * max(p.replicas, 1)
-    return max(1, dense if p.dp is not None or (p.ep == 1 and p.etp is None) else lcm(dense, experts))
+    return max(
+        1, dense if p.dp is not None or (p.ep == 1 and p.etp is None) else lcm(dense, experts)
+    )

@@ -1,7 +1,9 @@
-"""Whether the lists of a pipeline fit together: each action once and in order on its rank, every send with its receive.
+"""Whether the lists of a pipeline fit together: each action once and in order on its rank, every
+send with its receive.
 
-What is left after this is a question of time: whether ranks wait for each other in a circle (`plan/simulate`), and
-whether a receive gets the message it is for where messages have no tags (`plan/queues`).
+What is left after this is a question of time: whether ranks wait for each other in a circle
+(`plan/simulate`), and whether a receive gets the message it is for where messages have no tags
+(`plan/queues`).
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,9 @@ from megalith.plan.schedule import Action, Kind, Schedule
 from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Direction, neighbour
 
 # What has happened to a microbatch in a chunk, as bits of one number.
-FORWARD, INPUT, WEIGHT, CAME_FORWARD, CAME_BACKWARD, SENT_FORWARD, SENT_BACKWARD = (1 << bit for bit in range(7))
+FORWARD, INPUT, WEIGHT, CAME_FORWARD, CAME_BACKWARD, SENT_FORWARD, SENT_BACKWARD = (
+    1 << bit for bit in range(7)
+)
 
 DONE: dict[Direction, int] = {"forward": FORWARD, "backward": INPUT}
 CAME: dict[Direction, int] = {"forward": CAME_FORWARD, "backward": CAME_BACKWARD}
@@ -29,7 +33,8 @@ WORDS = {
 
 
 class _Rule(NamedTuple):
-    """One kind of action in one chunk: the bits that must be there before, those that must not, those it adds."""
+    """One kind of action in one chunk: the bits that must be there before, those that must not,
+    those it adds."""
 
     after: int
     before: int
@@ -47,7 +52,9 @@ def has_transfers(schedule: Schedule) -> bool:
 
 def has_backward(schedule: Schedule) -> bool:
     """Whether this is training, not evaluation."""
-    return any(action.kind in ("B", "I", "W") for actions in schedule.ranks for action in actions[::-1])
+    return any(
+        action.kind in ("B", "I", "W") for actions in schedule.ranks for action in actions[::-1]
+    )
 
 
 def action_text(schedule: Schedule, rank: int, index: int) -> str:
@@ -58,8 +65,8 @@ def action_text(schedule: Schedule, rank: int, index: int) -> str:
 def matching_problems(schedule: Schedule) -> list[str]:
     """Every place where the lists do not fit together, naming rank and action; empty when they do.
 
-    Without messages in the lists, only the order on each rank is looked at. Messages count as told apart by tags: the
-    two ends of a channel may list them in different orders.
+    Without messages in the lists, only the order on each rank is looked at. Messages count as told
+    apart by tags: the two ends of a channel may list them in different orders.
     """
     if len(schedule.ranks) != schedule.num_ranks:
         return [f"there are lists for {len(schedule.ranks)} ranks, expected {schedule.num_ranks}"]
@@ -70,7 +77,9 @@ def matching_problems(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _rank_problems(schedule: Schedule, rank: int, rules: dict[tuple[Kind, int], _Rule]) -> list[str]:
+def _rank_problems(
+    schedule: Schedule, rank: int, rules: dict[tuple[Kind, int], _Rule]
+) -> list[str]:
     """One rank's list by itself."""
     state = [bytearray(schedule.num_microbatches) for _ in range(schedule.num_chunks)]
     problems = []
@@ -89,7 +98,9 @@ def _rank_problems(schedule: Schedule, rank: int, rules: dict[tuple[Kind, int], 
     return problems + _missing(schedule, rank, rules, state)
 
 
-def _rules(schedule: Schedule, rank: int, trained: bool, linked: bool) -> dict[tuple[Kind, int], _Rule]:
+def _rules(
+    schedule: Schedule, rank: int, trained: bool, linked: bool
+) -> dict[tuple[Kind, int], _Rule]:
     """By (kind, chunk): what one rank may do, and when."""
     rules: dict[tuple[Kind, int], _Rule] = {}
     for chunk in range(schedule.num_chunks):
@@ -103,18 +114,23 @@ def _rules(schedule: Schedule, rank: int, trained: bool, linked: bool) -> dict[t
                 rules |= _transfer_rules(schedule, rank, chunk, direction)
                 if (RECEIVES[direction], chunk) in rules:
                     waiting = {(kind, chunk): rules[kind, chunk] for kind in COMPUTES[direction]}
-                    rules |= {key: rule._replace(after=rule.after | CAME[direction]) for key, rule in waiting.items()}
+                    rules |= {
+                        key: rule._replace(after=rule.after | CAME[direction])
+                        for key, rule in waiting.items()
+                    }
     return rules
 
 
 def _transfer_rules(
     schedule: Schedule, rank: int, chunk: int, direction: Direction
-) -> dict[tuple[Kind, int], _Rule]:  # fmt: skip
+) -> dict[tuple[Kind, int], _Rule]:
     """What one chunk sends and receives in one direction."""
     rules: dict[tuple[Kind, int], _Rule] = {}
     target = neighbour(schedule, rank, chunk, direction)
     if target is not None and target[0] != rank:
-        rules[SENDS[direction], chunk] = _Rule(DONE[direction], SENT[direction], SENT[direction], target[0])
+        rules[SENDS[direction], chunk] = _Rule(
+            DONE[direction], SENT[direction], SENT[direction], target[0]
+        )
     source = neighbour(schedule, rank, chunk, AGAINST[direction])
     if source is not None and source[0] != rank:
         rules[RECEIVES[direction], chunk] = _Rule(0, CAME[direction], CAME[direction], source[0])
@@ -133,7 +149,10 @@ def _untimely(done: int, rule: _Rule) -> str:
     missing = [word for bit, word in WORDS.items() if rule.after & ~done & bit]
     if missing:
         return f"must come after {' and '.join(missing)}"
-    return f"must not come after {' and '.join(word for bit, word in WORDS.items() if rule.before & done & bit)}"
+    return (
+        "must not come after "
+        f"{' and '.join(word for bit, word in WORDS.items() if rule.before & done & bit)}"
+    )
 
 
 def _missing(
@@ -151,7 +170,10 @@ def _missing(
             lacking = [microbatch for microbatch, done in enumerate(row) if whole & ~done & bit]
             if lacking:
                 where = f" of chunk {chunk}" if schedule.num_chunks > 1 else ""
-                problems.append(f"rank {rank}: microbatch {lacking[0]}{where} lacks {word[4:]}, in the whole list")
+                problems.append(
+                    f"rank {rank}: microbatch {lacking[0]}{where} lacks {word[4:]}, in the whole "
+                    "list"
+                )
     return problems
 
 

@@ -1,8 +1,9 @@
-"""The ledger: what every rank of a run holds at the height of a step, in bytes, from its settings alone.
+"""The ledger: what every rank of a run holds at the height of a step, in bytes, from its settings
+alone.
 
-Notation: t tokens of a microbatch on one rank, padding included, h hidden, n heads, g key/value heads, d head size, f
-ffn, v vocabulary (n, g, f, v of this rank), e bytes per weight or activation, N parameters of this rank, D ranks that
-share what ZeRO divides.
+Notation: t tokens of a microbatch on one rank, padding included, h hidden, n heads, g key/value
+heads, d head size, f ffn, v vocabulary (n, g, f, v of this rank), e bytes per weight or activation,
+N parameters of this rank, D ranks that share what ZeRO divides.
 """
 
 from collections import Counter
@@ -18,7 +19,14 @@ from megalith.plan.adapters import trained
 from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, tokens_of_loss
-from megalith.plan.devices import CONTEXT, FAR_COMMUNICATOR, NEAR_COMMUNICATOR, SLACK, WORKSPACE, Device
+from megalith.plan.devices import (
+    CONTEXT,
+    FAR_COMMUNICATOR,
+    NEAR_COMMUNICATOR,
+    SLACK,
+    WORKSPACE,
+    Device,
+)
 from megalith.plan.mixtures import Mixture
 from megalith.plan.pairs import together
 from megalith.plan.parameters import ExpertPart, HeldParameter, distinct_ranks, tensor_part
@@ -55,7 +63,8 @@ class RankMemory:
     """Of the output head: the gradients it forms in forward, and a chunk of logits."""
 
     working: int
-    """What the layer at work needs besides: gradients of its activations, what is computed again, gathered parts."""
+    """What the layer at work needs besides: gradients of its activations, what is computed again,
+    gathered parts."""
 
     messages: int
     """Tensors on the way between pipeline stages."""
@@ -114,7 +123,8 @@ class Kept(NamedTuple):
 
 
 def memory_ledger(workload: Workload, device: Device | None = None) -> list[PlaceMemory]:
-    """The ledger of every place, in the order of pp and tp ranks; tensor-parallel ranks with equal parts appear once.
+    """The ledger of every place, in the order of pp and tp ranks; tensor-parallel ranks with equal
+    parts appear once.
 
     device: adds what its software takes; without one, tensors only.
     """
@@ -127,14 +137,16 @@ def worst(ledger: Sequence[PlaceMemory]) -> PlaceMemory:
 
 
 def crowded_bytes(workload: Workload, device: Device | None = None) -> int | None:
-    """What the worst rank holds if all tokens choose its experts, as far as they can; None where there are none."""
+    """What the worst rank holds if all tokens choose its experts, as far as they can; None where
+    there are none."""
     if workload.run.model.moe is None:
         return None
     return worst(memory_ledger(replace(workload, crowded=True), device)).memory.total
 
 
 def distinct_places(workload: Workload) -> list[tuple[int, int]]:
-    """(pp rank, tp rank) of every sort of rank; of tensor-parallel ranks with equal parts the first stands for all."""
+    """(pp rank, tp rank) of every sort of rank; of tensor-parallel ranks with equal parts the first
+    stands for all."""
     run = workload.run
     tp, places = run.parallel.tp, []
     for pp in range(run.parallel.pp):
@@ -160,9 +172,15 @@ ANY = Sharer()
 
 
 def place_memory(
-    workload: Workload, pp_rank: int, tp_rank: int, device: Device | None = None, *, sharer: Sharer = ANY
+    workload: Workload,
+    pp_rank: int,
+    tp_rank: int,
+    device: Device | None = None,
+    *,
+    sharer: Sharer = ANY,
 ) -> PlaceMemory:
-    """The ledger of the ranks at one place, or of one among them that ZeRO tells from the others."""
+    """The ledger of the ranks at one place, or of one among them that ZeRO tells from the
+    others."""
     accelerator = device is not None and device.accelerator
     held = workload.parameters(pp_rank, tp_rank, experts=sharer.experts)
     state = _state(workload, pp_rank, held, sharer, accelerator=accelerator)
@@ -182,10 +200,11 @@ def place_memory(
 
 
 def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> BucketPlan:
-    """Where the gradients of these parameters lie in the flat buffer of their rank; the weights lie alike.
+    """Where the gradients of these parameters lie in the flat buffer of their rank; the weights lie
+    alike.
 
-    Under ZeRO a bucket holds only parameters that are summed over the same ranks, and a table that two stages share
-    lies alone, so that slices of ranks with other sizes coincide.
+    Under ZeRO a bucket holds only parameters that are summed over the same ranks, and a table that
+    two stages share lies alone, so that slices of ranks with other sizes coincide.
     """
     run, divided = workload.run, divides(workload)
     kinds = [(one.grid, _kind(workload, one) if divided else "") for one in parameters]
@@ -211,7 +230,9 @@ def divides(workload: Workload) -> bool:
     return max(workload.shards, workload.expert_shards) > 1
 
 
-def slices_of(workload: Workload, plan: BucketPlan, parameters: Sequence[HeldParameter]) -> list[int]:
+def slices_of(
+    workload: Workload, plan: BucketPlan, parameters: Sequence[HeldParameter]
+) -> list[int]:
     """Ranks that divide each bucket, whose parameters are all on one grid."""
     return [workload.shards_of(parameters[bucket.members[0]]) for bucket in plan.buckets]
 
@@ -222,28 +243,47 @@ def _kind(workload: Workload, one: HeldParameter) -> str:
     copies = tensor_part(run.model, tp=run.parallel.tp, rank=0).kv_copies
     if one.cut or (one.summed == "sp" and not run.parallel.sp):
         return ""
-    return "those with the same heads" if one.summed == "heads" or copies == run.parallel.tp else "all"
+    return (
+        "those with the same heads" if one.summed == "heads" or copies == run.parallel.tp else "all"
+    )
 
 
 def _state(
-    workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter], sharer: Sharer, *, accelerator: bool
+    workload: Workload,
+    pp_rank: int,
+    parameters: Sequence[HeldParameter],
+    sharer: Sharer,
+    *,
+    accelerator: bool,
 ) -> RankMemory:
-    """Weights, gradients and optimizer state; and what ZeRO gathers or hands round for a while, as `working`."""
+    """Weights, gradients and optimizer state; and what ZeRO gathers or hands round for a while, as
+    `working`."""
     run, divided = workload.run, divides(workload)
     width, zero = WIDTHS[run.precision.params], run.parallel.zero if divided else 0
     still, moving = [one for one in parameters if one.frozen], trained(parameters)
     apart = sum(one.numel * (width.value if one.counts else width.sums) for one in still)
     if zero == 3:
         buffer = gradients = owned = sum(_kept(workload, one, sharer) for one in moving)
-        apart = sum(_kept(workload, one, sharer) * (width.value if one.counts else width.sums) for one in still)
+        apart = sum(
+            _kept(workload, one, sharer) * (width.value if one.counts else width.sums)
+            for one in still
+        )
     else:
         plan = buffer_plan(workload, moving)
-        slices, numbers = slices_of(workload, plan, moving), {"dense": sharer.shard_rank, "expert": sharer.expert_rank}
+        slices, numbers = (
+            slices_of(workload, plan, moving),
+            {"dense": sharer.shard_rank, "expert": sharer.expert_rank},
+        )
         lengths = [bucket.stop - bucket.start for bucket in plan.buckets]
         buffer = sum(lengths)
-        gradients = sum(n // s for n, s in zip(lengths, slices, strict=True)) if zero == 2 else buffer
+        gradients = (
+            sum(n // s for n, s in zip(lengths, slices, strict=True)) if zero == 2 else buffer
+        )
         ranks = [numbers[moving[bucket.members[0]].grid] for bucket in plan.buckets]
-        owned = sum(part.stop - part.start for part in owned_parts(plan, list(zip(ranks, slices, strict=True))))
+        owned = sum(
+            part.stop - part.start
+            for part in owned_parts(plan, list(zip(ranks, slices, strict=True)))
+        )
         if zero == 0:
             owned = sum(one.numel for one in moving)
     states = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind]
@@ -263,13 +303,15 @@ IN_FLIGHT = 2
 """Sums of buckets on their way at once under ZeRO."""
 
 
-def _sharding_bytes(workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter], *, accelerator: bool) -> int:
+def _sharding_bytes(
+    workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter], *, accelerator: bool
+) -> int:
     """What a rank holds for a while because ZeRO has divided something.
 
-    zero=1: what it receives for the buckets whose sums are on their way, which NCCL needs no place for, and what it
-    sends, where that is a copy in bf16. zero=2: these buckets themselves, too, and the one that backward fills. zero=3:
-    the weights of the layer at work, its experts', and those of the next (in pipelines all of them), and the gradient
-    of one, twice.
+    zero=1: what it receives for the buckets whose sums are on their way, which NCCL needs no place
+    for, and what it sends, where that is a copy in bf16. zero=2: these buckets themselves, too, and
+    the one that backward fills. zero=3: the weights of the layer at work, its experts', and those
+    of the next (in pipelines all of them), and the gradient of one, twice.
     """
     width, p = WIDTHS[workload.run.precision.params], workload.run.parallel
     if p.zero == 0 or not divides(workload):
@@ -282,17 +324,23 @@ def _sharding_bytes(workload: Workload, pp_rank: int, parameters: Sequence[HeldP
         return largest * (beside + (width.sums * (IN_FLIGHT + 1) if p.zero == 2 else 0))
     gathered = [unit for unit in gathered_units(workload, pp_rank, parameters) if unit.ranks > 1]
     dense, expert = (
-        sorted((unit.numel for unit in gathered if not unit.root and unit.grid == grid), reverse=True)
+        sorted(
+            (unit.numel for unit in gathered if not unit.root and unit.grid == grid), reverse=True
+        )
         for grid in ("dense", "expert")
     )
-    most = max((sum(one.numel for one in trained(unit.parameters)) for unit in gathered if not unit.root), default=0)
+    most = max(
+        (sum(one.numel for one in trained(unit.parameters)) for unit in gathered if not unit.root),
+        default=0,
+    )
     inner = dense + expert if keeps_gathered(workload) else dense[:2] + expert[:1]
     at_once = sum(unit.numel for unit in gathered if unit.root) + sum(inner)
     return width.value * at_once + (width.value + width.sums) * most
 
 
 def _kept(workload: Workload, one: HeldParameter, sharer: Sharer) -> int:
-    """Elements of a parameter that a rank keeps under zero=3; of vectors that are not trained all."""
+    """Elements of a parameter that a rank keeps under zero=3; of vectors that are not trained
+    all."""
     if one.frozen and not one.matrix:
         return one.numel
     rank = sharer.shard_rank if one.grid == "dense" else sharer.expert_rank
@@ -300,7 +348,8 @@ def _kept(workload: Workload, one: HeldParameter, sharer: Sharer) -> int:
 
 
 def kept_rows(one: HeldParameter, rank: int, ranks: int) -> int:
-    """Rows of a matrix, or elements of a vector, that a rank keeps under zero=3; the last ranks keep what is left.
+    """Rows of a matrix, or elements of a vector, that a rank keeps under zero=3; the last ranks
+    keep what is left.
 
     >>> [kept_rows(HeldParameter("w", 5, 4, cut=False), rank, 4) for rank in range(4)]
     [2, 2, 1, 0]
@@ -327,9 +376,11 @@ class GatheredUnit(NamedTuple):
         return sum(one.numel for one in self.parameters)
 
 
-def gathered_units(workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter]) -> list[GatheredUnit]:
-    """Each layer but for its experts, these, and each table that is used in one place; the last norm, and a table used
-    in two, are the rest. Vectors that are not trained are never divided."""
+def gathered_units(
+    workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter]
+) -> list[GatheredUnit]:
+    """Each layer but for its experts, these, and each table that is used in one place; the last
+    norm, and a table used in two, are the rest. Vectors that are not trained are never divided."""
     tables = _used_once(workload, pp_rank)
     units: dict[tuple[str, str], list[HeldParameter]] = {}
     for one in parameters:
@@ -345,8 +396,8 @@ def gathered_units(workload: Workload, pp_rank: int, parameters: Sequence[HeldPa
 
 
 def _used_once(workload: Workload, pp_rank: int) -> set[str]:
-    """Tables of the vocabulary that a rank uses in one place: each depth of further predictions uses the embedding's
-    once, inside a larger part, and the head once more where the loss is."""
+    """Tables of the vocabulary that a rank uses in one place: each depth of further predictions
+    uses the embedding's once, inside a larger part, and the head once more where the loss is."""
     model, stages = workload.run.model, workload.chunks(pp_rank)
     depths, head = model.mtp.depths, "embed.weight" if model.tied_embeddings else "head.weight"
     uses = Counter({"embed.weight": 0, "head.weight": 0})
@@ -357,7 +408,8 @@ def _used_once(workload: Workload, pp_rank: int) -> set[str]:
 
 
 def keeps_gathered(workload: Workload) -> bool:
-    """Whether zero=3 frees weights at the end of a step only: pipelines run each chunk many times in it."""
+    """Whether zero=3 frees weights at the end of a step only: pipelines run each chunk many times
+    in it."""
     return workload.run.parallel.pp * workload.run.parallel.pipeline.vpp > 1
 
 
@@ -390,23 +442,38 @@ def setting_of(
 
 
 def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: bool) -> Kept:
-    """What one microbatch leaves in one chunk. Where layers exchange keys in different ways, each counts its share."""
-    kinds = Counter(kind_of_layer(workload.run.parallel.context, layer) for layer in all_layers(workload, stage))
+    """What one microbatch leaves in one chunk. Where layers exchange keys in different ways, each
+    counts its share."""
+    kinds = Counter(
+        kind_of_layer(workload.run.parallel.context, layer) for layer in all_layers(workload, stage)
+    )
     if not kinds:
         kinds[workload.run.parallel.context.kind] = 1
     layers = again = loss = host = 0.0
     for kind, count in kinds.items():
         first = stage.layers.start if stage.layers else 0
-        setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=first)
+        setting = setting_of(
+            workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=first
+        )
         kept = stage_kept(
-            setting, num_layers=len(stage.layers), embedding=stage.embedding, loss=stage.loss, norm=stage.norm,
+            setting,
+            num_layers=len(stage.layers),
+            embedding=stage.embedding,
+            loss=stage.loss,
+            norm=stage.norm,
             further=stage.further,
-        )  # fmt: skip
+        )
         part = count / kinds.total()
         head = total([row for row in kept.ends if row.what.startswith("gradient of the head")])
         layers, loss = layers + part * (kept.nbytes - head), loss + part * head
         again, host = max(again, kept.transient), host + part * kept.host_bytes
-    return Kept(round(layers), _for_weights(workload, stage, tp_rank), round(loss), round(again), round(host))
+    return Kept(
+        round(layers),
+        _for_weights(workload, stage, tp_rank),
+        round(loss),
+        round(again),
+        round(host),
+    )
 
 
 def all_layers(workload: Workload, stage: Stage) -> list[int]:
@@ -415,11 +482,14 @@ def all_layers(workload: Workload, stage: Stage) -> list[int]:
 
 
 def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
-    """Inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) a layer (2 f without a gate); the
-    head's own gradient. A layer that predicts further ahead has t · 4 h more of what is before it."""
+    """Inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) a layer (2 f
+    without a gate); the head's own gradient. A layer that predicts further ahead has t · 4 h
+    more of what is before it."""
     c, t, width = workload.run.model, workload.tokens, WIDTHS[workload.run.precision.params]
     layers = all_layers(workload, stage)
-    features = sum(_features_at_weights(c, layer, workload.run.parallel.tp, tp_rank) for layer in layers)
+    features = sum(
+        _features_at_weights(c, layer, workload.run.parallel.tp, tp_rank) for layer in layers
+    )
     features += (stage.embedding + 4 * stage.further) * c.hidden_size
     routed = sum(map(c.has_experts, layers)) * _values_at_experts(workload, tp_rank)
     rows = (features * t + routed) * width.value
@@ -432,7 +502,9 @@ def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) 
     own = model.at(layer)
     part = tensor_part(own, tp=tp, rank=tp_rank)
     attention = (part.heads + part.kv_heads) * (own.key_size() + own.value_size())
-    mlp = (3 if own.gated else 2) * (_shared_features(own, tp, tp_rank) if own.has_experts(layer) else part.ffn)
+    mlp = (3 if own.gated else 2) * (
+        _shared_features(own, tp, tp_rank) if own.has_experts(layer) else part.ffn
+    )
     kinds = (own.attention_part(layer), attention), (own.mlp_part(layer), mlp)
     inside = sum(features for kind, features in kinds if kind == "full")
     looking = (attention + 3 * own.hidden_size) * own.looks(layer)
@@ -447,11 +519,14 @@ def _shared_features(model: ModelConfig, tp: int, tp_rank: int) -> int:
 
 def mixture_of(workload: Workload, tp_rank: int) -> Mixture:
     """A layer's experts, as the ranks at this place have them."""
-    return setting_of(workload, tp_rank, kind=workload.run.parallel.context.kind, accelerator=False).mixture
+    return setting_of(
+        workload, tp_rank, kind=workload.run.parallel.context.kind, accelerator=False
+    ).mixture
 
 
 def _values_at_experts(workload: Workload, tp_rank: int) -> int:
-    """Inputs and output gradients of a layer's experts, r · (2 d + 3 f), and of its router, s · E."""
+    """Inputs and output gradients of a layer's experts, r · (2 d + 3 f), and of its router, s ·
+    E."""
     if workload.run.model.moe is None:
         return 0
     m = mixture_of(workload, tp_rank)
@@ -503,13 +578,21 @@ def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
             most_host = max(most_host, host)
         total = layers + loss + needed[number]
         if best is None or total > best.total:
-            words = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
+            words = {
+                "F": "forward",
+                "B": "backward",
+                "I": "backward (inputs)",
+                "W": "backward (weights)",
+            }
             moment = f"{words[kind]} of microbatch {microbatch} in chunk {chunk}, action {number}"
             best = _Height(layers, loss, needed[number], passes, moment)
         if kind in ("B", "I"):
             host -= kept[chunk].host
         if kind == "I":
-            layers, loss = layers - kept[chunk].layers + kept[chunk].for_weights, loss - kept[chunk].loss
+            layers, loss = (
+                layers - kept[chunk].layers + kept[chunk].for_weights,
+                loss - kept[chunk].loss,
+            )
         elif kind == "W":
             layers, passes = layers - kept[chunk].for_weights, passes - 1
         elif kind == "B":
@@ -521,17 +604,25 @@ def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
 def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) -> int:
     """What a pass through a chunk needs besides what it keeps.
 
-    Forward: with the loss, the head's input [t, h] and a chunk of logits, raw and wide. Backward: the gradients of one
-    layer's activations, 3 f + 2 h of each token, or 2 f + 2 h without a gate, and h more of a memory; of experts as
-    much of each row, whose own are there twice, before and after they are sorted. With cp the keys and values of other
-    ranks: two parts of them on a ring, all where they are gathered.
+    Forward: with the loss, the head's input [t, h] and a chunk of logits, raw and wide. Backward:
+    the gradients of one layer's activations, 3 f + 2 h of each token, or 2 f + 2 h without a gate,
+    and h more of a memory; of experts as much of each row, whose own are there twice, before and
+    after they are sorted. With cp the keys and values of other ranks: two parts of them on a ring,
+    all where they are gathered.
     """
     run, t = workload.run, workload.tokens
     c, width = run.model, WIDTHS[run.precision.params]
     part = tensor_part(c, tp=run.parallel.tp, rank=tp_rank)
-    others_of: dict[ContextKind, int] = {"ring": 2, "gather": run.parallel.cp, "a2a": 0, "a2a+ring": 2}
+    others_of: dict[ContextKind, int] = {
+        "ring": 2,
+        "gather": run.parallel.cp,
+        "a2a": 0,
+        "a2a+ring": 2,
+    }
     layers = all_layers(workload, stage)
-    parts = max((others_of[kind_of_layer(run.parallel.context, layer)] for layer in layers), default=0)
+    parts = max(
+        (others_of[kind_of_layer(run.parallel.context, layer)] for layer in layers), default=0
+    )
     keys = part.kv_heads * (c.key_size() + c.value_size())
     others = parts * keys * width.value * t if run.parallel.cp > 1 else 0
     if kind != "F":
@@ -550,13 +641,16 @@ def _gradients_of_mlp(workload: Workload, layer: int, tp_rank: int) -> int:
     if not c.has_experts(layer):
         return copies * tensor_part(c, tp=tp, rank=tp_rank).ffn * t
     m = mixture_of(workload, tp_rank)
-    return m.rows * (copies * m.inner + 4 * m.features) + copies * _shared_features(c, tp, tp_rank) * t
+    return (
+        m.rows * (copies * m.inner + 4 * m.features) + copies * _shared_features(c, tp, tp_rank) * t
+    )
 
 
 def boundary_tensors(workload: Workload, stage: int) -> list[int]:
-    """Bytes of what goes over the boundary before a stage with one microbatch: t · h, of which each rank has 1/tp under
-    sp, and once more where later layers look at a memory that was taken before, or for each depth of further
-    predictions, from where they are made to where their losses are."""
+    """Bytes of what goes over the boundary before a stage with one microbatch: t · h, of which
+    each rank has 1/tp under sp, and once more where later layers look at a memory that was taken
+    before, or for each depth of further predictions, from where they are made to where their
+    losses are."""
     run, over = workload.run, crossing(workload.run.model, workload.stages, stage)
     numel = workload.tokens // (run.parallel.tp if run.parallel.sp else 1) * run.model.hidden_size
     width = WIDTHS[run.precision.params]
@@ -575,9 +669,16 @@ def borders(workload: Workload, pp_rank: int, direction: Direction) -> list[int]
 
 
 def _message_bytes(workload: Workload, pp_rank: int) -> int:
-    """For each direction in which this rank sends: what leaves, and once or, with overlap, twice what comes."""
+    """For each direction in which this rank sends: what leaves, and once or, with overlap, twice
+    what comes."""
     each = [
-        max((sum(boundary_tensors(workload, stage)) for stage in borders(workload, pp_rank, direction)), default=0)
+        max(
+            (
+                sum(boundary_tensors(workload, stage))
+                for stage in borders(workload, pp_rank, direction)
+            ),
+            default=0,
+        )
         for direction in SENDS
     ]
     return sum(each) * (3 if workload.run.parallel.overlap else 2)

@@ -1,8 +1,10 @@
-"""What a mixture of experts keeps of one microbatch between forward and backward, and how many rows its experts have.
+"""What a mixture of experts keeps of one microbatch between forward and backward, and how many rows
+its experts have.
 
-Notation: s tokens of this rank, E experts of which each token goes to K, d features that experts read (h, or those of
-the latent), f inner features of an expert on this rank, r rows that this rank's experts work on, e bytes of a feature,
-w of a statistic, l of a logit and of a weight. When all experts are equally busy r = s·K·etp.
+Notation: s tokens of this rank, E experts of which each token goes to K, d features that experts
+read (h, or those of the latent), f inner features of an expert on this rank, r rows that this
+rank's experts work on, e bytes of a feature, w of a statistic, l of a logit and of a weight. When
+all experts are equally busy r = s·K·etp.
 
     the router          its logits or scores            s·E·w, and s·E·l
                         the choices, and their weights  s·K·(8 + w)
@@ -13,8 +15,8 @@ w of a statistic, l of a logit and of a weight. When all experts are equally bus
                         the rows' weights               r·l
     latent, shared      what `widen` reads; as an MLP, and with a gate s·h·e more
 
-The activation is never kept: its input is, and backward computes it again. Nor are rows where one rank has all experts:
-they are gathered once more from its tokens.
+The activation is never kept: its input is, and backward computes it again. Nor are rows where one
+rank has all experts: they are gathered once more from its tokens.
 """
 
 from collections.abc import Iterator
@@ -90,7 +92,8 @@ class Mixture:
 
     @property
     def rows_stay(self) -> bool:
-        """Whether experts' rows are gathered from this rank's tokens once more in backward, and not kept."""
+        """Whether experts' rows are gathered from this rank's tokens once more in backward, and not
+        kept."""
         return self.ranks == 1 and not self.moe.weigh_input
 
     @property
@@ -103,8 +106,13 @@ class Mixture:
 
     @property
     def room(self) -> int | None:
-        """Rows that each expert has of a rank's tokens, whatever they chose; None: as many as chose it."""
-        return None if self.limit is None or not self.moe.capacity.pad else min(self.tokens, self.limit)
+        """Rows that each expert has of a rank's tokens, whatever they chose; None: as many as chose
+        it."""
+        return (
+            None
+            if self.limit is None or not self.moe.capacity.pad
+            else min(self.tokens, self.limit)
+        )
 
     @property
     def sent(self) -> int:
@@ -115,7 +123,8 @@ class Mixture:
     def rows(self) -> int:
         """r.
 
-        Crowded, each of all tokens has a row for each of its choices that can be of this rank's experts.
+        Crowded, each of all tokens has a row for each of its choices that can be of this rank's
+        experts.
         """
         every, here = self.tokens * self.ranks, self.moe.experts // self.experts.ep
         if (room := self.room) is not None:
@@ -200,7 +209,9 @@ def _order(m: Mixture) -> Iterator[KeptTensor]:
     ends = 0 if m.ranks > 1 and not gathers else 4 * mine
     yield KeptTensor("order", "token of each row", sent, 8 * sent)
     yield KeptTensor("order", "rows of each token", sent, 8 * sent)
-    yield KeptTensor("order", "first of them, and counts", tokens + mine, 8 * (tokens + mine) + ends)
+    yield KeptTensor(
+        "order", "first of them, and counts", tokens + mine, 8 * (tokens + mine) + ends
+    )
 
 
 def _padded_order(m: Mixture, rows: int) -> Iterator[KeptTensor]:
@@ -218,7 +229,9 @@ def _experts(m: Mixture) -> Iterator[KeptTensor]:
     numel, wide = m.rows * m.features, m.rows * m.inner * (2 if m.model.gated else 1)
     if m.rows_stay:
         tokens = m.tokens * m.features if m.moe.latent_size is not None else 0
-        yield from [KeptTensor("experts", "tokens of rows", tokens, tokens * m.element)] if tokens else []
+        yield from (
+            [KeptTensor("experts", "tokens of rows", tokens, tokens * m.element)] if tokens else []
+        )
     else:
         yield KeptTensor("experts", "rows", numel, numel * m.element)
     yield KeptTensor("experts", "gate and up" if m.model.gated else "up", wide, wide * m.element)

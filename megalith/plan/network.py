@@ -1,4 +1,5 @@
-"""Every rule of a network by itself: numbers out of range, settings that contradict, or that nobody would read."""
+"""Every rule of a network by itself: numbers out of range, settings that contradict, or that nobody
+would read."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ Rule = Callable[[ModelConfig], str | None]
 
 
 def network_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
-    """Every broken rule, as texts; the rules that relate settings wait until the counts are positive.
+    """Every broken rule, as texts; the rules that relate settings wait until the counts are
+    positive.
 
     `trains=False`: of a model that others made and trained, only what keeps it from being computed.
     """
@@ -27,7 +29,8 @@ def network_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
 
 
 def relation_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
-    """Settings that do not go together, where all counts are positive; `trains` as for `network_problems`."""
+    """Settings that do not go together, where all counts are positive; `trains` as for
+    `network_problems`."""
     rules = RULES if trains else [rule for rule in RULES if rule not in OF_TRAINING]
     broken = [text for rule in rules if (text := rule(model)) is not None]
     unread = unread_problems(model) if trains else []
@@ -43,32 +46,49 @@ def count_problems(model: ModelConfig) -> list[str]:
     counts: dict[str, int | None] = {
         name: getattr(model, name)
         for name in (
-            "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "head_dim",
-            "max_seq_len", "vocab_multiple",
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "ffn_hidden_size",
+            "head_dim",
+            "max_seq_len",
+            "vocab_multiple",
         )
-    }  # fmt: skip
+    }
     counts |= {
-        "rope.original_max_position": rope, "attention.window": window, "rope.skip_step": model.rope.skip_step,
-    }  # fmt: skip
+        "rope.original_max_position": rope,
+        "attention.window": window,
+        "rope.skip_step": model.rope.skip_step,
+    }
     if model.mla is not None:
         sizes = ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")
         counts |= {f"mla.{name}": getattr(model.mla, name) for name in sizes}
     if model.mup is not None:
-        counts |= {f"mup.{name}": getattr(model.mup, name) for name in ("base_hidden_size", "base_head_dim")}
+        counts |= {
+            f"mup.{name}": getattr(model.mup, name)
+            for name in ("base_hidden_size", "base_head_dim")
+        }
     problems = [
         f"model.{name}={value} must be at least 1. Set model.{name} to 1 or more."
         for name, value in counts.items()
         if value is not None and value < 1
     ]
-    patterns = {"num_kv_heads": model.layers.num_kv_heads, "ffn_hidden_size": model.layers.ffn_hidden_size}
+    patterns = {
+        "num_kv_heads": model.layers.num_kv_heads,
+        "ffn_hidden_size": model.layers.ffn_hidden_size,
+    }
     problems += [
-        f"model.layers.{name}={shown(pattern)} must be counts of at least 1. Set each of them to 1 or more."
+        f"model.layers.{name}={shown(pattern)} must be counts of at least 1. Set each of them to 1 "
+        "or more."
         for name, pattern in patterns.items()
         if min(pattern, default=1) < 1
     ]
     if model.mtp.depths < 0:
         problems.append(
-            f"model.mtp.depths={model.mtp.depths} must be at least 0. Use 0 to predict the next token only."
+            f"model.mtp.depths={model.mtp.depths} must be at least 0. Use 0 to predict the next "
+            "token only."
         )
     return problems
 
@@ -77,35 +97,49 @@ def number_problems(model: ModelConfig) -> list[str]:
     """Numbers out of their range, nan and infinity among them: one text each."""
     rope, attention, mla = model.rope, model.attention, model.mla
     above = {
-        "norm_eps": (model.norm_eps, 1e-5), "rope.theta": (rope.theta, 1e4), "rope.factor": (rope.factor, 8.0),
-        "rope.local_theta": (rope.local_theta, 1e4), "rope.low_freq_factor": (rope.low_freq_factor, 1.0),
-        "rope.high_freq_factor": (rope.high_freq_factor, 4.0), "rope.beta_fast": (rope.beta_fast, 32.0),
-        "rope.beta_slow": (rope.beta_slow, 1.0), "rope.attention_factor": (rope.attention_factor, 1.0),
-        "attention.qk_norm_eps": (attention.qk_norm_eps, 1e-6), "attention.scale": (attention.scale, 0.125),
+        "norm_eps": (model.norm_eps, 1e-5),
+        "rope.theta": (rope.theta, 1e4),
+        "rope.factor": (rope.factor, 8.0),
+        "rope.local_theta": (rope.local_theta, 1e4),
+        "rope.low_freq_factor": (rope.low_freq_factor, 1.0),
+        "rope.high_freq_factor": (rope.high_freq_factor, 4.0),
+        "rope.beta_fast": (rope.beta_fast, 32.0),
+        "rope.beta_slow": (rope.beta_slow, 1.0),
+        "rope.attention_factor": (rope.attention_factor, 1.0),
+        "attention.qk_norm_eps": (attention.qk_norm_eps, 1e-6),
+        "attention.scale": (attention.scale, 0.125),
         "attention.softcap": (attention.softcap, 50.0),
         "mla.norm_eps": (None if mla is None else mla.norm_eps, 1e-6),
         "mla.yarn_mscale": (None if mla is None else mla.yarn_mscale, 1.0),
-        "activation_clamp": (model.activation_clamp, 7.0), "embedding_scale": (model.embedding_scale, 1.0),
-        "residual_scale": (model.residual_scale, 1.0), "logit_scale": (model.logit_scale, 1.0),
+        "activation_clamp": (model.activation_clamp, 7.0),
+        "embedding_scale": (model.embedding_scale, 1.0),
+        "residual_scale": (model.residual_scale, 1.0),
+        "logit_scale": (model.logit_scale, 1.0),
         "logit_softcap": (model.logit_softcap, 30.0),
-    }  # fmt: skip
+    }
     problems = [
         f"model.{name}={value} must be a finite number above 0. Use {usual}."
         for name, (value, usual) in above.items()
         if value is not None and not 0 < value < math.inf
     ]
     least = {
-        "init_std": model.init_std, "mtp.loss_weight": model.mtp.loss_weight,
-        "embedding_init_std": model.embedding_init_std, "rope.skip_growth": model.rope.skip_growth,
+        "init_std": model.init_std,
+        "mtp.loss_weight": model.mtp.loss_weight,
+        "embedding_init_std": model.embedding_init_std,
+        "rope.skip_growth": model.rope.skip_growth,
         "mup.attention_scale_power": None if model.mup is None else model.mup.attention_scale_power,
-    } | {f"init_overrides[{number}][1]": std for number, (_, std) in enumerate(model.init_overrides)}  # fmt: skip
+    } | {
+        f"init_overrides[{number}][1]": std for number, (_, std) in enumerate(model.init_overrides)
+    }
     problems += [
         f"model.{name}={value} must be a finite number of at least 0. Use 0 or more."
         for name, value in least.items()
         if value is not None and not 0 <= value < math.inf
     ]
     if not math.isfinite(model.up_offset):
-        problems.append(f"model.up_offset={model.up_offset} must be a finite number. Use 0.0 or 1.0.")
+        problems.append(
+            f"model.up_offset={model.up_offset} must be a finite number. Use 0.0 or 1.0."
+        )
     return problems
 
 
@@ -119,7 +153,8 @@ def heads_share_keys(model: ModelConfig) -> str | None:
         return None
     fits = divisors(heads)
     return (
-        f"model.num_kv_heads={keys} does not divide model.num_heads={heads}: every key/value head serves equally many "
+        f"model.num_kv_heads={keys} does not divide model.num_heads={heads}: every key/value head "
+        "serves equally many "
         f"query heads. Set model.num_kv_heads to one of {fits}."
     )
 
@@ -131,7 +166,8 @@ def head_size_is_known(model: ModelConfig) -> str | None:
         return None
     below = hidden // heads * heads
     return (
-        f"model.hidden_size={hidden} is not a multiple of model.num_heads={heads}. Set model.hidden_size to "
+        f"model.hidden_size={hidden} is not a multiple of model.num_heads={heads}. Set "
+        "model.hidden_size to "
         f"{below or heads} or {below + heads}, or set model.head_dim."
     )
 
@@ -141,7 +177,8 @@ def whole_norms_are_rms(model: ModelConfig) -> str | None:
     if model.attention.qk_norm != "whole" or model.norm == "rms":
         return None
     return (
-        f"model.attention.qk_norm={model.attention.qk_norm} with model.norm={model.norm}: queries and keys are normed "
+        f"model.attention.qk_norm={model.attention.qk_norm} with model.norm={model.norm}: queries "
+        "and keys are normed "
         f"over all heads by RMSNorm only. Set model.attention.qk_norm=head, or model.norm=rms."
     )
 
@@ -151,7 +188,8 @@ def one_score_stands_for_no_token(model: ModelConfig) -> str | None:
     if not (model.attention.sinks and model.attention.off_by_one):
         return None
     return (
-        "model.attention.sinks=true with model.attention.off_by_one=true: softmax has one score that stands for no "
+        "model.attention.sinks=true with model.attention.off_by_one=true: softmax has one score "
+        "that stands for no "
         "token, learnt or 0. Set one of them to false."
     )
 
@@ -162,19 +200,23 @@ def latent_attention_has_no_options(model: ModelConfig) -> str | None:
         return None
     attention, usual = model.attention, AttentionConfig()
     given = {
-        "attention.qk_norm": (attention.qk_norm, usual.qk_norm), "rope.skip_growth": (model.rope.skip_growth, 0.0),
+        "attention.qk_norm": (attention.qk_norm, usual.qk_norm),
+        "rope.skip_growth": (model.rope.skip_growth, 0.0),
         "attention.sinks": (attention.sinks, False),
-        "attention.gated": (attention.gated, False), "qkv_bias": (model.qkv_bias, False),
-        "head_dim": (model.head_dim, None), "rope.fraction": (model.rope.fraction, 1.0),
+        "attention.gated": (attention.gated, False),
+        "qkv_bias": (model.qkv_bias, False),
+        "head_dim": (model.head_dim, None),
+        "rope.fraction": (model.rope.fraction, 1.0),
         "num_kv_heads": (model.num_kv_heads, model.num_heads),
-    }  # fmt: skip
+    }
     odd = [name for name, (value, fits) in given.items() if value != fits]
     if not odd:
         return None
     told = ", ".join(f"model.{name}={shown(given[name][0])}" for name in odd)
     fits = ", ".join(f"model.{name}={shown(given[name][1])}" for name in odd)
     return (
-        f"{told} with model.mla: latent attention has its own sizes and norms, and as many key/value heads as query "
+        f"{told} with model.mla: latent attention has its own sizes and norms, and as many "
+        "key/value heads as query "
         f"heads. Set {fits}, or remove model.mla."
     )
 
@@ -187,19 +229,29 @@ def latent_positions_turn(model: ModelConfig) -> str | None:
     if model.mla is None or model.positions not in ("learned", "relative"):
         return None
     return (
-        f"model.positions={model.positions} with model.mla: latent attention has features that turn with the position. "
+        f"model.positions={model.positions} with model.mla: latent attention has features that "
+        "turn with the position. "
         f"Set model.positions to rope or none, or remove model.mla."
     )
 
 
 def distances_have_buckets(model: ModelConfig) -> str | None:
-    """Near distances have a bucket each, as many as further ones share; where tokens look both ways, to each side."""
-    buckets, furthest, causal = model.relative.buckets, model.relative.max_distance, model.attention.causal
+    """Near distances have a bucket each, as many as further ones share; where tokens look both
+    ways, to each side."""
+    buckets, furthest, causal = (
+        model.relative.buckets,
+        model.relative.max_distance,
+        model.attention.causal,
+    )
     if model.positions != "relative":
         return None
     least = 2 if causal else 4
     if buckets < least or buckets % least:
-        why = "half of them are for near distances" if causal else "half of them are for later tokens, and half of each"
+        why = (
+            "half of them are for near distances"
+            if causal
+            else "half of them are for later tokens, and half of each"
+        )
         why += "" if causal else " for near distances"
         return (
             f"model.relative.buckets={buckets} must be a multiple of {least}, because {why}. "
@@ -208,8 +260,10 @@ def distances_have_buckets(model: ModelConfig) -> str | None:
     if furthest > buckets // least:
         return None
     return (
-        f"model.relative.max_distance={furthest} must be more than the {buckets // least} distances that have a bucket "
-        f"each with model.relative.buckets={buckets}. Set model.relative.max_distance to {4 * buckets} or so."
+        f"model.relative.max_distance={furthest} must be more than the {buckets // least} "
+        "distances that have a bucket "
+        f"each with model.relative.buckets={buckets}. Set model.relative.max_distance to "
+        f"{4 * buckets} or so."
     )
 
 
@@ -217,7 +271,10 @@ def fraction_is_a_share(model: ModelConfig) -> str | None:
     """Some features turn, at most all."""
     if model.positions != "rope" or 0 < model.rope.fraction <= 1:
         return None
-    return f"model.rope.fraction={model.rope.fraction} must be above 0 and at most 1. Use 1.0 to turn all features."
+    return (
+        f"model.rope.fraction={model.rope.fraction} must be above 0 and at most 1. Use 1.0 to "
+        "turn all features."
+    )
 
 
 def rope_turns_pairs(model: ModelConfig) -> str | None:
@@ -234,31 +291,39 @@ def rope_turns_pairs(model: ModelConfig) -> str | None:
         return f"model.head_dim={size} is odd, {reason}. Set model.head_dim to {size + 1}."
     even = max(2, size + 1 if size + 1 <= head else size - 1)
     if even > head:
-        return f"model.head_dim={head} has no pair of features, {reason}. Set model.head_dim to 2 or more."
+        return (
+            f"model.head_dim={head} has no pair of features, {reason}. Set model.head_dim to 2 "
+            "or more."
+        )
     return (
-        f"model.rope.fraction={fraction} of {head} features per head is {size}, which are no pairs, {reason}. "
+        f"model.rope.fraction={fraction} of {head} features per head is {size}, which are no "
+        f"pairs, {reason}. "
         f"Set model.rope.fraction to {_fraction(even, head)}, which is {even} features."
     )
 
 
 def rope_bands_are_apart(model: ModelConfig) -> str | None:
-    """The llama3 scaling has a band between what stays and what is stretched in full, which may have no width."""
+    """The llama3 scaling has a band between what stays and what is stretched in full, which may
+    have no width."""
     low, high = model.rope.low_freq_factor, model.rope.high_freq_factor
     if model.rope.scaling != "llama3" or low <= high:
         return None
     return (
-        f"model.rope.low_freq_factor={low} must be at most model.rope.high_freq_factor={high}: between the two, "
+        f"model.rope.low_freq_factor={low} must be at most model.rope.high_freq_factor={high}: "
+        "between the two, "
         f"wavelengths are stretched in part. Use 1.0 and 4.0."
     )
 
 
 def yarn_bands_are_apart(model: ModelConfig) -> str | None:
-    """Yarn keeps fast pairs, stretches slow ones, and blends between; which may be none, as in Kimi K2."""
+    """Yarn keeps fast pairs, stretches slow ones, and blends between; which may be none, as in Kimi
+    K2."""
     fast, slow = model.rope.beta_fast, model.rope.beta_slow
     if model.rope.scaling != "yarn" or slow <= fast:
         return None
     return (
-        f"model.rope.beta_slow={slow} must be at most model.rope.beta_fast={fast}: pairs that turn less often than the "
+        f"model.rope.beta_slow={slow} must be at most model.rope.beta_fast={fast}: pairs that turn "
+        "less often than the "
         f"one are stretched, more often than the other are not. Use 1.0 and 32.0."
     )
 
@@ -269,20 +334,23 @@ def scaling_stretches(model: ModelConfig) -> str | None:
     if rope.scaling == "none" or rope.factor >= 1 or not rope.factor > 0:
         return None
     return (
-        f"model.rope.factor={rope.factor} with model.rope.scaling={rope.scaling} must be at least 1: it says how many "
+        f"model.rope.factor={rope.factor} with model.rope.scaling={rope.scaling} must be at least "
+        "1: it says how many "
         f"times further the model reads. Use 8.0, or set model.rope.scaling=none."
     )
 
 
 def dynamic_scaling_begins_somewhere(model: ModelConfig) -> str | None:
-    """Dynamic scaling begins where the first training's context ends: at the latest where the model's does, as it is in
-    every folder of transformers."""
+    """Dynamic scaling begins where the first training's context ends: at the latest where the
+    model's does, as it is in every folder of transformers."""
     first, limit = model.rope.original_max_position, model.max_seq_len
     if model.rope.scaling != "dynamic" or first <= limit:
         return None
     return (
-        f"model.rope.scaling=dynamic with model.rope.original_max_position={first} and model.max_seq_len={limit}: it "
-        f"changes only what is longer than the first training's rows. Set model.rope.original_max_position to their "
+        f"model.rope.scaling=dynamic with model.rope.original_max_position={first} and "
+        f"model.max_seq_len={limit}: it "
+        "changes only what is longer than the first training's rows. Set "
+        "model.rope.original_max_position to their "
         f"length, at most {limit}, or model.rope.scaling=none."
     )
 
@@ -293,7 +361,8 @@ def yarn_has_wavelengths(model: ModelConfig) -> str | None:
     if rope.scaling != "yarn" or rope.theta > 1 or not rope.theta > 0:
         return None
     return (
-        f"model.rope.theta={rope.theta} with model.rope.scaling={rope.scaling} must be above 1: at 1 all pairs turn "
+        f"model.rope.theta={rope.theta} with model.rope.scaling={rope.scaling} must be above 1: at "
+        "1 all pairs turn "
         f"alike, and none is slower than the others. Use 10000.0, or set model.rope.scaling=linear."
     )
 
@@ -304,8 +373,10 @@ def dynamic_scaling_has_pairs(model: ModelConfig) -> str | None:
     if model.rope.scaling != "dynamic" or not 0 < fraction <= 1 or model.rotary_size() != 2:
         return None
     return (
-        f"model.rope.scaling={model.rope.scaling} with {model.rotary_size()} features that turn: the only pair does so "
-        f"by one radian per token, whatever theta is. Set model.rope.scaling=linear, or turn 4 features or more."
+        f"model.rope.scaling={model.rope.scaling} with {model.rotary_size()} features that turn: "
+        "the only pair does so "
+        "by one radian per token, whatever theta is. Set model.rope.scaling=linear, or turn 4 "
+        "features or more."
     )
 
 
@@ -314,23 +385,30 @@ def longrope_has_a_factor_for_each_pair(model: ModelConfig) -> str | None:
     rope, fraction = model.rope, model.rope.fraction
     pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else len(rope.short_factors)
     given = {"short_factors": rope.short_factors, "long_factors": rope.long_factors}
-    wrong = [name for name, some in given.items() if len(some) != pairs or not all(0 < x < math.inf for x in some)]
+    wrong = [
+        name
+        for name, some in given.items()
+        if len(some) != pairs or not all(0 < x < math.inf for x in some)
+    ]
     if rope.scaling != "longrope" or not wrong:
         return None
     told = ", ".join(f"model.rope.{name}={shown(given[name])}" for name in wrong)
     return (
-        f"{told} with model.rope.scaling={rope.scaling} must be {pairs} finite numbers above 0, one for each pair that "
+        f"{told} with model.rope.scaling={rope.scaling} must be {pairs} finite numbers above 0, "
+        "one for each pair that "
         f"turns. Use those of the published model, or set model.rope.scaling=yarn."
     )
 
 
 def longrope_has_a_first_length(model: ModelConfig) -> str | None:
-    """Longrope divides by the logarithm of the first training's length, beyond which it has other factors."""
+    """Longrope divides by the logarithm of the first training's length, beyond which it has other
+    factors."""
     first, limit = model.rope.original_max_position, model.max_seq_len
     if model.rope.scaling != "longrope" or 1 < first <= limit:
         return None
     return (
-        f"model.rope.scaling=longrope with model.rope.original_max_position={first} and model.max_seq_len={limit}: "
+        f"model.rope.scaling=longrope with model.rope.original_max_position={first} and "
+        f"model.max_seq_len={limit}: "
         f"longer documents than those of the first training have factors of their own. Set "
         f"model.rope.original_max_position to the length of its rows, from 2 to {limit}."
     )
@@ -344,8 +422,8 @@ def sections_are_all_pairs(model: ModelConfig) -> str | None:
         return None
     third = pairs // 3
     return (
-        f"model.rope.sections={list(sections)} must be three counts of pairs, together all {pairs} that turn. "
-        f"Use [{pairs - 2 * third}, {third}, {third}]."
+        f"model.rope.sections={list(sections)} must be three counts of pairs, together all {pairs} "
+        f"that turn. Use [{pairs - 2 * third}, {third}, {third}]."
     )
 
 
@@ -355,17 +433,24 @@ def sections_are_all_pairs(model: ModelConfig) -> str | None:
 def patterns_fit_the_layers(model: ModelConfig) -> str | None:
     """A pattern repeats over the layers, so it has no more places than there are layers."""
     patterns: dict[str, Sequence[object]] = {
-        "attention.window_layers": model.attention.window_layers, "rope.skip": model.rope.skip,
+        "attention.window_layers": model.attention.window_layers,
+        "rope.skip": model.rope.skip,
         "attention.qk_norm_layers": model.attention.qk_norm_layers,
-    }  # fmt: skip
-    patterns |= {f"layers.{one.name}": getattr(model.layers, one.name) for one in fields(LayersConfig)}
+    }
+    patterns |= {
+        f"layers.{one.name}": getattr(model.layers, one.name) for one in fields(LayersConfig)
+    }
     patterns |= {} if model.moe is None else {"moe.layers": model.moe.layers}
-    long = [f"model.{name} has {len(pattern)}" for name, pattern in patterns.items() if len(pattern) > model.num_layers]
+    long = [
+        f"model.{name} has {len(pattern)}"
+        for name, pattern in patterns.items()
+        if len(pattern) > model.num_layers
+    ]
     if not long:
         return None
     return (
-        f"{' and '.join(long)} places for model.num_layers={model.num_layers}: the rest would be left unread. "
-        f"Use {model.num_layers} places or fewer."
+        f"{' and '.join(long)} places for model.num_layers={model.num_layers}: the rest would be "
+        f"left unread. Use {model.num_layers} places or fewer."
     )
 
 
@@ -374,14 +459,16 @@ def windows_have_a_right_side(model: ModelConfig) -> str | None:
     right = model.attention.window_right
     if right is not None and right < 0:
         return (
-            f"model.attention.window_right={right} must be at least 0. Use 0 to see no later token, or remove it to "
+            f"model.attention.window_right={right} must be at least 0. Use 0 to see no later "
+            "token, or remove it to "
             f"see as many as before."
         )
     if right is None or not model.attention.chunked:
         return None
     return (
-        f"model.attention.window_right={right} with model.attention.chunked=true: a chunk ends in one place "
-        f"for all its tokens. Set model.attention.chunked=false, or remove model.attention.window_right."
+        f"model.attention.window_right={right} with model.attention.chunked=true: a chunk ends in "
+        "one place for all its tokens. Set model.attention.chunked=false, or remove "
+        "model.attention.window_right."
     )
 
 
@@ -395,25 +482,33 @@ def patterns_choose_a_layer(model: ModelConfig) -> str | None:
     norms = model.attention.qk_norm_layers
     if norms and not any(norms):
         return (
-            f"model.attention.qk_norm_layers={shown(norms)} leaves every layer without norms of queries and keys. "
+            f"model.attention.qk_norm_layers={shown(norms)} leaves every layer without norms of "
+            "queries and keys. "
             f"Set model.attention.qk_norm=none, or remove model.attention.qk_norm_layers."
         )
     window, layers = model.attention.window, model.attention.window_layers
     if window is None or not layers or any(layers):
         return None
     return (
-        f"model.attention.window={window} with model.attention.window_layers={shown(layers)}: no layer has the "
-        f"window. Remove both, or set model.attention.window_layers to [true, false] for every other layer."
+        f"model.attention.window={window} with model.attention.window_layers={shown(layers)}: no "
+        "layer has the "
+        "window. Remove both, or set model.attention.window_layers to [true, false] for every "
+        "other layer."
     )
 
 
 def sizes_of_layers_are_below_the_models(model: ModelConfig) -> str | None:
-    """The model's size is the largest of its layers', so that whoever asks for room asks for enough."""
-    sizes = {"num_kv_heads": model.layers.num_kv_heads, "ffn_hidden_size": model.layers.ffn_hidden_size}
+    """The model's size is the largest of its layers', so that whoever asks for room asks for
+    enough."""
+    sizes = {
+        "num_kv_heads": model.layers.num_kv_heads,
+        "ffn_hidden_size": model.layers.ffn_hidden_size,
+    }
     for name, pattern in sizes.items():
         if pattern and max(pattern) != getattr(model, name):
             return (
-                f"model.{name}={getattr(model, name)} with model.layers.{name}={shown(pattern)} must be the largest of "
+                f"model.{name}={getattr(model, name)} with model.layers.{name}={shown(pattern)} "
+                "must be the largest of "
                 f"them. Set model.{name} to {max(pattern)}."
             )
     return None
@@ -424,30 +519,39 @@ def layers_share_keys(model: ModelConfig) -> str | None:
     heads, keys = model.num_heads, model.layers.num_kv_heads
     if model.mla is not None and keys:
         return (
-            f"model.layers.num_kv_heads={shown(keys)} with model.mla: latent attention has as many key/value heads as "
+            f"model.layers.num_kv_heads={shown(keys)} with model.mla: latent attention has as many "
+            "key/value heads as "
             f"query heads. Remove model.layers.num_kv_heads."
         )
     if all(heads % count == 0 for count in keys):
         return None
     return (
-        f"model.layers.num_kv_heads={shown(keys)} does not divide model.num_heads={heads} everywhere: every key/value "
+        f"model.layers.num_kv_heads={shown(keys)} does not divide model.num_heads={heads} "
+        "everywhere: every key/value "
         f"head serves equally many query heads. Use {divisors(heads)}."
     )
 
 
 def every_layer_does_something(model: ModelConfig) -> str | None:
     """A layer without attention and MLP is none; and one norm for both needs both."""
-    parts = [(model.attention_part(layer), model.mlp_part(layer)) for layer in range(model.num_layers)]
-    given = f"model.layers.attention={shown(model.layers.attention)} and model.layers.mlp={shown(model.layers.mlp)}"
+    parts = [
+        (model.attention_part(layer), model.mlp_part(layer)) for layer in range(model.num_layers)
+    ]
+    given = (
+        f"model.layers.attention={shown(model.layers.attention)} and "
+        f"model.layers.mlp={shown(model.layers.mlp)}"
+    )
     if ("none", "none") in parts:
         return (
-            f"{given} leave layer {parts.index(('none', 'none'))} without either. Set one of the two to full or linear "
+            f"{given} leave layer {parts.index(('none', 'none'))} without either. Set one of the "
+            "two to full or linear "
             f"there, or leave the layer out of model.num_layers={model.num_layers}."
         )
     if model.block != "parallel_one_norm" or not any("none" in pair for pair in parts):
         return None
     return (
-        f"{given} with model.block={model.block}: a layer's one norm is for both. Set model.block to sequential or "
+        f"{given} with model.block={model.block}: a layer's one norm is for both. Set model.block "
+        "to sequential or "
         f"parallel, or use linear in place of none."
     )
 
@@ -457,7 +561,8 @@ def one_norm_comes_first(model: ModelConfig) -> str | None:
     if model.block != "parallel_one_norm" or model.norm_placement != "after":
         return None
     return (
-        f"model.block={model.block} with model.norm_placement={model.norm_placement}: the one norm is of what "
+        f"model.block={model.block} with model.norm_placement={model.norm_placement}: the one norm "
+        "is of what "
         f"attention and MLP read. Set model.norm_placement=before, or model.block=parallel."
     )
 
@@ -469,12 +574,19 @@ def first_values_have_names(model: ModelConfig) -> str | None:
     """A pattern that fits no parameter changes nothing."""
     if not model.init_overrides:
         return None
-    held = held_parameters(model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True)
-    idle = [pattern for pattern, _ in model.init_overrides if not any(fnmatchcase(one.name, pattern) for one in held)]
+    held = held_parameters(
+        model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True
+    )
+    idle = [
+        pattern
+        for pattern, _ in model.init_overrides
+        if not any(fnmatchcase(one.name, pattern) for one in held)
+    ]
     if not idle:
         return None
     return (
-        f"model.init_overrides={shown(model.init_overrides)}: no parameter is called {' or '.join(idle)}. Use patterns "
+        f"model.init_overrides={shown(model.init_overrides)}: no parameter is called "
+        f"{' or '.join(idle)}. Use patterns "
         f"of names such as {held[0].name} or layers.*.{held[-3].name.split('.', 2)[-1]}."
     )
 
@@ -484,32 +596,57 @@ def widths_decide_about_spreads(model: ModelConfig) -> str | None:
     if model.init == "normal" or model.mup is None:
         return None
     return (
-        f"model.init={model.init} with model.mup: both say how wide first values are spread. Set model.init=normal, or "
+        f"model.init={model.init} with model.mup: both say how wide first values are spread. Set "
+        "model.init=normal, or "
         f"remove model.mup."
     )
 
 
 def _fraction(features: int, head: int) -> float:
     """A short number that makes so many features of a head's."""
-    digits = next(n for n in range(1, 17) if int(head * round((features + 0.5) / head, n)) == features)
+    digits = next(
+        n for n in range(1, 17) if int(head * round((features + 0.5) / head, n)) == features
+    )
     exact = round(features / head, digits)
     return exact if int(head * exact) == features else round((features + 0.5) / head, digits)
 
 
 RULES: tuple[Rule, ...] = (
-    heads_share_keys, head_size_is_known, whole_norms_are_rms, one_score_stands_for_no_token,
-    latent_attention_has_no_options, latent_positions_turn,
+    heads_share_keys,
+    head_size_is_known,
+    whole_norms_are_rms,
+    one_score_stands_for_no_token,
+    latent_attention_has_no_options,
+    latent_positions_turn,
     distances_have_buckets,
-    fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart, yarn_bands_are_apart, yarn_has_wavelengths,
-    scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs,
-    longrope_has_a_factor_for_each_pair, longrope_has_a_first_length, sections_are_all_pairs,
-    patterns_fit_the_layers, windows_have_a_right_side, patterns_choose_a_layer,
-    sizes_of_layers_are_below_the_models, layers_share_keys,
-    every_layer_does_something, one_norm_comes_first, first_values_have_names, widths_decide_about_spreads,
-)  # fmt: skip
+    fraction_is_a_share,
+    rope_turns_pairs,
+    rope_bands_are_apart,
+    yarn_bands_are_apart,
+    yarn_has_wavelengths,
+    scaling_stretches,
+    dynamic_scaling_begins_somewhere,
+    dynamic_scaling_has_pairs,
+    longrope_has_a_factor_for_each_pair,
+    longrope_has_a_first_length,
+    sections_are_all_pairs,
+    patterns_fit_the_layers,
+    windows_have_a_right_side,
+    patterns_choose_a_layer,
+    sizes_of_layers_are_below_the_models,
+    layers_share_keys,
+    every_layer_does_something,
+    one_norm_comes_first,
+    first_values_have_names,
+    widths_decide_about_spreads,
+)
 
 OF_TRAINING: tuple[Rule, ...] = (
-    scaling_stretches, patterns_fit_the_layers, patterns_choose_a_layer, first_values_have_names,
+    scaling_stretches,
+    patterns_fit_the_layers,
+    patterns_choose_a_layer,
+    first_values_have_names,
     widths_decide_about_spreads,
-)  # fmt: skip
-"""Those of settings that can be computed all the same: they are said otherwise, or matter to first weights alone."""
+)
+"""Those of settings that can be computed all the same: they are said otherwise, or matter to first
+weights alone."""

@@ -1,6 +1,8 @@
-"""Documents in a batch: b rows of s tokens lie one after the other as t = b · s tokens, and are cut into documents.
+"""Documents in a batch: b rows of s tokens lie one after the other as t = b · s tokens, and are cut
+into documents.
 
-Attention stays inside a document and positions start again at 0 in each. A row always starts a document.
+Attention stays inside a document and positions start again at 0 in each. A row always starts a
+document.
 """
 
 from collections.abc import Sequence
@@ -49,14 +51,17 @@ def documents_of_rows(rows: int, length: int) -> PackedLayout:
         PlanError: a row without tokens, or a negative count.
     """
     if rows < 0 or length < 1:
-        raise PlanError(f"rows={rows}, length={length}: rows must be at least 0 and length at least 1.")
+        raise PlanError(
+            f"rows={rows}, length={length}: rows must be at least 0 and length at least 1."
+        )
     return _layout(np.arange(0, rows * length + 1, length))
 
 
 def documents_from_eod(ids: NDArray[np.integer], eod: int) -> PackedLayout:
     """A new document starts after each end-of-document token and at each row; ids [b, s].
 
-    The end-of-document token is the last of its document. Two in a row make a document of one token.
+    The end-of-document token is the last of its document. Two in a row make a document of one
+    token.
 
     Raises:
         PlanError: `ids` is not a batch of rows with at least one token each.
@@ -68,10 +73,11 @@ def documents_from_eod(ids: NDArray[np.integer], eod: int) -> PackedLayout:
 
 
 def labels_inside_documents(ids: NDArray[np.integer], eod: int) -> NDArray[np.bool_]:
-    """[b, s]: True where the token to be predicted belongs to the document of the token it is predicted from.
+    """[b, s]: True where the token to be predicted belongs to the document of the token it is
+    predicted from.
 
-    After an end-of-document token comes another document, of which nothing is known; the last token of a row counts
-    like any other, since its label is the text's next token.
+    After an end-of-document token comes another document, of which nothing is known; the last token
+    of a row counts like any other, since its label is the text's next token.
 
     Raises:
         PlanError: `ids` is not a batch of rows with at least one token each.
@@ -82,7 +88,8 @@ def labels_inside_documents(ids: NDArray[np.integer], eod: int) -> NDArray[np.bo
 
 
 def tokens_further_on(lengths: Sequence[int], distance: int) -> NDArray[np.int64]:
-    """[t]: number of the token `distance` places further on in the same document, and -1 where the document ends first.
+    """[t]: number of the token `distance` places further on in the same document, and -1 where the
+    document ends first.
 
     >>> tokens_further_on([3, 1, 4], 2).tolist()
     [2, -1, -1, -1, 6, 7, -1, -1]
@@ -93,7 +100,8 @@ def tokens_further_on(lengths: Sequence[int], distance: int) -> NDArray[np.int64
 
 
 def pad_documents(cu: NDArray[np.int32], count: int) -> NDArray[np.int32]:
-    """Prefix sums of `count` documents, the added ones empty at the end, so that shapes do not change between steps.
+    """Prefix sums of `count` documents, the added ones empty at the end, so that shapes do not
+    change between steps.
 
     >>> pad_documents(np.array([0, 3, 5], dtype=np.int32), 4).tolist()
     [0, 3, 5, 5, 5]
@@ -103,7 +111,9 @@ def pad_documents(cu: NDArray[np.int32], count: int) -> NDArray[np.int32]:
     """
     documents = len(cu) - 1
     if documents > count:
-        raise PlanError(f"count={count} is too small for {documents} documents. Use at least {documents}.")
+        raise PlanError(
+            f"count={count} is too small for {documents} documents. Use at least {documents}."
+        )
     return np.concatenate([cu, np.full(count - documents, cu[-1], dtype=np.int32)])
 
 
@@ -111,7 +121,9 @@ def _layout(cu: NDArray[np.integer]) -> PackedLayout:
     """Everything that follows from the prefix sums."""
     total = int(cu[-1])
     if total > np.iinfo(np.int32).max:
-        raise PlanError(f"{total} tokens in one microbatch are too many. Set train.micro_batch_size lower.")
+        raise PlanError(
+            f"{total} tokens in one microbatch are too many. Set train.micro_batch_size lower."
+        )
     lengths = np.diff(cu)
     document = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     same = len(lengths) > 0 and bool((lengths == lengths[0]).all())
@@ -126,4 +138,7 @@ def _layout(cu: NDArray[np.integer]) -> PackedLayout:
 
 def _check_rows(ids: NDArray[np.integer]) -> None:
     if ids.ndim != 2 or ids.shape[1] < 1:
-        raise PlanError(f"ids has shape {list(ids.shape)}. Pass token ids as [rows, tokens] with at least one token.")
+        raise PlanError(
+            f"ids has shape {list(ids.shape)}. Pass token ids as [rows, tokens] with at least one "
+            "token."
+        )

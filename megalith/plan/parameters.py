@@ -1,4 +1,5 @@
-"""Every parameter that one rank holds, by name and size, in the order in which the model declares them; no torch."""
+"""Every parameter that one rank holds, by name and size, in the order in which the model declares
+them; no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +10,9 @@ from megalith.config.moe import MoEConfig
 from megalith.plan.shards import split_evenly, split_heads
 
 Summed = Literal["sp", "heads", "always"]
-"""Where tensor-parallel ranks hold the same, whose gradients are summed: those of all ranks, but only with sp, because
-without it they all do the same work; those of the ranks with the same key/value heads; or always those of all."""
+"""Where tensor-parallel ranks hold the same, whose gradients are summed: those of all ranks, but
+only with sp, because without it they all do the same work; those of the ranks with the same
+key/value heads; or always those of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class HeldParameter:
     """Inputs; 1 for a vector."""
 
     cut: bool = False
-    """Whether the box differs between tensor-parallel ranks; else some or all of them hold the same. Experts have
-    ranks of their own, and count as cut."""
+    """Whether the box differs between tensor-parallel ranks; else some or all of them hold the
+    same. Experts have ranks of their own, and count as cut."""
 
     stacked: bool = False
     """It lies right below the parameter before it, because one matmul reads both."""
@@ -43,8 +45,8 @@ class HeldParameter:
     """Which factorisation of the world decides the ranks that hold the same."""
 
     counts: bool = True
-    """Whether it is one of a model's parameters; a bias that evens out the use of experts is none, though it is saved:
-    nothing trains it, and it is as wide as a statistic."""
+    """Whether it is one of a model's parameters; a bias that evens out the use of experts is
+    none, though it is saved: nothing trains it, and it is as wide as a statistic."""
 
     @property
     def matrix(self) -> bool:
@@ -87,26 +89,39 @@ class ExpertPart:
 
 
 def tensor_part(model: ModelConfig, *, tp: int, rank: int) -> TensorPart:
-    """The share of tensor-parallel rank number `rank`; in latent attention every head has its own keys and values."""
-    ffn, vocab = split_evenly(model.ffn_hidden_size, tp)[rank], split_evenly(model.padded_vocab_size(), tp)[rank]
+    """The share of tensor-parallel rank number `rank`; in latent attention every head has its own
+    keys and values."""
+    ffn, vocab = (
+        split_evenly(model.ffn_hidden_size, tp)[rank],
+        split_evenly(model.padded_vocab_size(), tp)[rank],
+    )
     if model.mla is not None:
         own = split_evenly(model.num_heads, tp)[rank]
         return TensorPart(heads=own, kv_heads=own, ffn=ffn, vocab=vocab, kv_copies=1)
     heads = split_heads(model.num_heads, model.num_kv_heads, tp)
     copies = tp // len(heads.keys)
     return TensorPart(
-        heads=heads.queries[rank], kv_heads=heads.keys[rank // copies], ffn=ffn, vocab=vocab, kv_copies=copies
+        heads=heads.queries[rank],
+        kv_heads=heads.keys[rank // copies],
+        ffn=ffn,
+        vocab=vocab,
+        kv_copies=copies,
     )
 
 
-def distinct_ranks(model: ModelConfig, *, tp: int, experts: Sequence[ExpertPart] | None = None) -> list[int]:
-    """The first tensor-parallel rank of every sort; ranks of one sort hold equally much of every layer.
+def distinct_ranks(
+    model: ModelConfig, *, tp: int, experts: Sequence[ExpertPart] | None = None
+) -> list[int]:
+    """The first tensor-parallel rank of every sort; ranks of one sort hold equally much of every
+    layer.
 
     experts: what each of them has of experts; unset: as much of each expert as of everything else.
     """
     kinds, moe = dict.fromkeys(model.at(layer) for layer in range(model.num_layers)), model.moe
     sizes = () if moe is None else (split_evenly(moe.shared_ffn_hidden_size or 0, tp),)
-    parts = [ExpertPart(etp=tp, etp_rank=rank) for rank in range(tp)] if experts is None else experts
+    parts = (
+        [ExpertPart(etp=tp, etp_rank=rank) for rank in range(tp)] if experts is None else experts
+    )
     firsts: dict[tuple[TensorPart | int, ...], int] = {}
     for rank in range(tp):
         own = [size[rank] for size in sizes]
@@ -116,9 +131,15 @@ def distinct_ranks(model: ModelConfig, *, tp: int, experts: Sequence[ExpertPart]
 
 
 def layer_parameters(
-    model: ModelConfig, index: int, *, tp: int = 1, tp_rank: int = 0, experts: ExpertPart | None = None
+    model: ModelConfig,
+    index: int,
+    *,
+    tp: int = 1,
+    tp_rank: int = 0,
+    experts: ExpertPart | None = None,
 ) -> list[HeldParameter]:
-    """The parameters of layer number `index`, counted over all stages; `experts`: see `held_parameters`."""
+    """The parameters of layer number `index`, counted over all stages; `experts`: see
+    `held_parameters`."""
     return _under(f"layers.{index}", _layer(model, index, _Place(tp, tp_rank, experts)))
 
 
@@ -152,7 +173,9 @@ def _layer(model: ModelConfig, index: int, place: _Place) -> Iterator[HeldParame
         if attends == "linear":
             yield from _square("attention", model, bias=model.output_bias)
         else:
-            yield from _latent_attention(model, part) if model.mla is not None else _attention(model, part)
+            yield from (
+                _latent_attention(model, part) if model.mla is not None else _attention(model, part)
+            )
         if after:
             yield from _norm("attention_post_norm", model)
     if model.looks(index):
@@ -163,7 +186,11 @@ def _layer(model: ModelConfig, index: int, place: _Place) -> Iterator[HeldParame
         if model.has_experts(index):
             yield from _mixture(model, part, place)
         else:
-            yield from _square("mlp", model, bias=model.mlp_bias) if thinks == "linear" else _mlp(model, part)
+            yield from (
+                _square("mlp", model, bias=model.mlp_bias)
+                if thinks == "linear"
+                else _mlp(model, part)
+            )
         if after:
             yield from _norm("mlp_post_norm", model)
 
@@ -175,7 +202,9 @@ def _square(where: str, model: ModelConfig, *, bias: bool) -> Iterator[HeldParam
         yield HeldParameter(f"{where}.linear_bias", model.hidden_size)
 
 
-def _norm(name: str, model: ModelConfig, *, size: int | None = None, summed: Summed = "sp") -> Iterator[HeldParameter]:
+def _norm(
+    name: str, model: ModelConfig, *, size: int | None = None, summed: Summed = "sp"
+) -> Iterator[HeldParameter]:
     """A weight and, for LayerNorm, a bias, of `size` features; unset: h."""
     yield HeldParameter(f"{name}.weight", size or model.hidden_size, summed=summed)
     if model.norm == "layer":
@@ -200,15 +229,17 @@ def _attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
         yield from _norm("attention.k_norm", model, size=d, summed="always")
     elif kind.qk_norm == "whole":
         yield HeldParameter("attention.q_norm.weight", query, cut=True)
-        yield HeldParameter("attention.k_norm.weight", part.kv_heads * d, cut=kv_cut, summed="heads")
+        yield HeldParameter(
+            "attention.k_norm.weight", part.kv_heads * d, cut=kv_cut, summed="heads"
+        )
     if kind.sinks:
         yield HeldParameter("attention.sinks", part.heads, cut=True)
     yield from _output(model, query)
 
 
 def _latent_attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
-    """q: h·n·(d_nope + d_rope), or r_q·(h + n·(d_nope + d_rope)) + r_q; k and v: h·(r_kv + d_rope) + r_kv +
-    r_kv·n·(d_nope + d_v); and n·d_v·h. Single r are those of norms."""
+    """q: h·n·(d_nope + d_rope), or r_q·(h + n·(d_nope + d_rope)) + r_q; k and v: h·(r_kv +
+    d_rope) + r_kv + r_kv·n·(d_nope + d_v); and n·d_v·h. Single r are those of norms."""
     sizes, h = model.mla, model.hidden_size
     assert sizes is not None
     query = part.heads * (sizes.nope_dim + sizes.rope_dim)
@@ -220,11 +251,15 @@ def _latent_attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldPara
         yield HeldParameter("attention.q_up", query, sizes.q_rank, cut=True)
     yield HeldParameter("attention.kv_down", sizes.kv_rank + sizes.rope_dim, h)
     yield from _norm("attention.kv_down_norm", model, size=sizes.kv_rank) if sizes.norms else ()
-    yield HeldParameter("attention.kv_up", part.heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank, cut=True)
+    yield HeldParameter(
+        "attention.kv_up", part.heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank, cut=True
+    )
     yield from _output(model, part.heads * sizes.value_dim)
 
 
-def _looking(model: ModelConfig, part: TensorPart, *, before: bool, after: bool) -> Iterator[HeldParameter]:
+def _looking(
+    model: ModelConfig, part: TensorPart, *, before: bool, after: bool
+) -> Iterator[HeldParameter]:
     """Cross attention: h·(n + 2 g)·d + n·d·h, and its norms."""
     h, d, kv_cut = model.hidden_size, model.head_size(), part.kv_copies == 1
     query, keys = part.heads * d, 2 * part.kv_heads * d
@@ -241,7 +276,9 @@ def _looking(model: ModelConfig, part: TensorPart, *, before: bool, after: bool)
         yield from _norm("cross_post_norm", model)
 
 
-def _output(model: ModelConfig, features: int, *, where: str = "attention") -> Iterator[HeldParameter]:
+def _output(
+    model: ModelConfig, features: int, *, where: str = "attention"
+) -> Iterator[HeldParameter]:
     """From all heads' features back to h."""
     yield HeldParameter(f"{where}.o", model.hidden_size, features, cut=True)
     if model.output_bias:
@@ -261,7 +298,8 @@ def _mlp(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
 
 
 def _mixture(model: ModelConfig, part: TensorPart, place: _Place) -> Iterator[HeldParameter]:
-    """Router E·h; experts E·(2 + 1)·d·f with a gate, else E·2·d·f, d = latent_size or h; shared experts as an MLP."""
+    """Router E·h; experts E·(2 + 1)·d·f with a gate, else E·2·d·f, d = latent_size or h; shared
+    experts as an MLP."""
     moe, h = model.moe, model.hidden_size
     assert moe is not None
     if moe.router.bias:
@@ -287,7 +325,11 @@ def _mixture(model: ModelConfig, part: TensorPart, place: _Place) -> Iterator[He
 
 def _experts(model: ModelConfig, moe: MoEConfig, part: ExpertPart) -> Iterator[HeldParameter]:
     """My part of all experts' matrices, which lie one below the other."""
-    mine, inner, d = moe.experts // part.ep, part.features(moe.ffn_hidden_size), moe.latent_size or model.hidden_size
+    mine, inner, d = (
+        moe.experts // part.ep,
+        part.features(moe.ffn_hidden_size),
+        moe.latent_size or model.hidden_size,
+    )
     up, wide = ("gate_up", 2 * inner) if model.gated else ("up", inner)
     yield HeldParameter(up, mine * wide, d)
     if moe.biases:
@@ -298,16 +340,25 @@ def _experts(model: ModelConfig, moe: MoEConfig, part: ExpertPart) -> Iterator[H
 
 
 def held_parameters(
-    model: ModelConfig, *, tp: int, tp_rank: int, layers: Sequence[int], embedding: bool, loss: bool,
-    norm: bool | None = None, further: int | None = None, experts: ExpertPart | None = None,
-) -> list[HeldParameter]:  # fmt: skip
-    """Everything of some layers, of the embedding if it is here, and of what follows the layers if the loss is here.
+    model: ModelConfig,
+    *,
+    tp: int,
+    tp_rank: int,
+    layers: Sequence[int],
+    embedding: bool,
+    loss: bool,
+    norm: bool | None = None,
+    further: int | None = None,
+    experts: ExpertPart | None = None,
+) -> list[HeldParameter]:
+    """Everything of some layers, of the embedding if it is here, and of what follows the layers if
+    the loss is here.
 
-    A tied head, and the tables that further predictions read, are the embedding's parameters; on a stage without the
-    embedding they are second copies of them. Every stage with layers has a copy of the table of relative positions, and
-    the one that takes a memory its norm.
-    norm, further: whether the last norm is here, and how many layers that predict further ahead; unset: with the loss.
-    experts: this rank's part of them; unset: all of them, each divided over tp.
+    A tied head, and the tables that further predictions read, are the embedding's parameters; on a
+    stage without the embedding they are second copies of them. Every stage with layers has a copy
+    of the table of relative positions, and the one that takes a memory its norm. norm, further:
+    whether the last norm is here, and how many layers that predict further ahead; unset: with the
+    loss. experts: this rank's part of them; unset: all of them, each divided over tp.
     """
     norm = loss if norm is None else norm
     further = model.mtp.depths * loss if further is None else further

@@ -1,11 +1,14 @@
-"""A pipeline step over queues without tags, as NCCL has them: which message each receive really gets, and who blocks.
+"""A pipeline step over queues without tags, as NCCL has them: which message each receive really
+gets, and who blocks.
 
-A *communicator* joins two ranks. At each of them, the sends and receives given to it run one after the other in the
-order in which they were given, on a stream of their own, and none is over before the other side has come to its
-counterpart. So the k-th receive of a channel gets the k-th send, whatever either was meant to be; and an operation that
-waits holds up those behind it, though not the rank, which goes on until it computes with what it has not received.
+A *communicator* joins two ranks. At each of them, the sends and receives given to it run one after
+the other in the order in which they were given, on a stream of their own, and none is over before
+the other side has come to its counterpart. So the k-th receive of a channel gets the k-th send,
+whatever either was meant to be; and an operation that waits holds up those behind it, though not
+the rank, which goes on until it computes with what it has not received.
 
-`parallel/link` gives each channel a communicator of its own. Two channels on one could hold up each other in a circle.
+`parallel/link` gives each channel a communicator of its own. Two channels on one could hold up each
+other in a circle.
 """
 
 from collections import defaultdict, deque
@@ -15,17 +18,30 @@ from typing import NamedTuple
 
 from megalith.plan.matching import action_text, has_transfers
 from megalith.plan.schedule import Kind, Schedule
-from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Channel, Direction, channels, neighbour
+from megalith.plan.transfers import (
+    AGAINST,
+    COMPUTES,
+    RECEIVES,
+    SENDS,
+    Channel,
+    Direction,
+    channels,
+    neighbour,
+)
 
 Place = tuple[int, int]
 """(rank, index) of an action."""
 
 
-def queue_problems(schedule: Schedule, communicators: Mapping[Channel, int] | None = None) -> list[str]:
-    """Receives that would get a message meant for another, and circles of waiting, over NCCL; empty: none.
+def queue_problems(
+    schedule: Schedule, communicators: Mapping[Channel, int] | None = None
+) -> list[str]:
+    """Receives that would get a message meant for another, and circles of waiting, over NCCL;
+    empty: none.
 
-    The lists must fit together, see `plan/matching.matching_problems`; without messages in them there is nothing to
-    find. communicators: by channel, the number of the one that carries it; unset: every channel has its own.
+    The lists must fit together, see `plan/matching.matching_problems`; without messages in them
+    there is nothing to find. communicators: by channel, the number of the one that carries it;
+    unset: every channel has its own.
     """
     if not has_transfers(schedule):
         return []
@@ -34,7 +50,8 @@ def queue_problems(schedule: Schedule, communicators: Mapping[Channel, int] | No
 
 
 class _Way(NamedTuple):
-    """What a (kind, chunk) that sends or receives needs to know; equal but for `sends` and the queues at both ends."""
+    """What a (kind, chunk) that sends or receives needs to know; equal but for `sends` and the
+    queues at both ends."""
 
     channel: Channel
     sends: bool
@@ -56,7 +73,8 @@ class _Operation(NamedTuple):
 
 
 class _Computing(NamedTuple):
-    """What a (kind, chunk) that computes waits for, and what it lets another chunk of this rank go on with."""
+    """What a (kind, chunk) that computes waits for, and what it lets another chunk of this rank go
+    on with."""
 
     needs: bytearray | None
     gives: bytearray | None
@@ -68,7 +86,9 @@ class _Run:
     def __init__(self, schedule: Schedule, communicators: Mapping[Channel, int]) -> None:
         self.schedule, self.communicators = schedule, communicators
         ranks = range(schedule.num_ranks)
-        self.queues: dict[tuple[int, int], deque[_Operation]] = defaultdict(deque)  # by communicator and rank
+        self.queues: dict[tuple[int, int], deque[_Operation]] = defaultdict(
+            deque
+        )  # by communicator and rank
         self.came: dict[tuple[Direction, int], bytearray] = {
             (direction, stage): bytearray(schedule.num_microbatches)
             for direction in COMPUTES
@@ -88,7 +108,8 @@ class _Run:
         return [*self.crossed.values(), *self._circles()]
 
     def _advance(self, rank: int) -> set[int]:
-        """Run one rank until it computes with what is not there, or ends; the ranks that have got something since."""
+        """Run one rank until it computes with what is not there, or ends; the ranks that have got
+        something since."""
         actions, computing, ways = self.schedule.ranks[rank], self.computing[rank], self.ways[rank]
         woken: set[int] = set()
         for index in range(self.at[rank], len(actions)):
@@ -110,7 +131,8 @@ class _Run:
         return woken - {rank}
 
     def _carry(self, queue: deque[_Operation]) -> set[int]:
-        """Carry what two queues have in front of them, and then what was behind it; the ranks that received."""
+        """Carry what two queues have in front of them, and then what was behind it; the ranks that
+        received."""
         received, queues = set(), [queue]
         while queues:
             mine = queues.pop()
@@ -128,12 +150,15 @@ class _Run:
 
     def _compare(self, send: _Operation, receive: _Operation) -> None:
         channel = send.way.channel
-        if (send.way.stage, send.microbatch) != (receive.way.stage, receive.microbatch) and channel not in self.crossed:
+        if (send.way.stage, send.microbatch) != (
+            receive.way.stage,
+            receive.microbatch,
+        ) and channel not in self.crossed:
             number = self.carried[channel] + 1
             self.crossed[channel] = (
                 f"over NCCL, {self._text(send.place)} would be taken by "
-                f"{self._text(receive.place)}: without tags, receive {number} of a channel gets send "
-                f"{number}, so both ranks must list its messages in one order"
+                f"{self._text(receive.place)}: without tags, receive {number} of a channel gets "
+                f"send {number}, so both ranks must list its messages in one order"
             )
 
     # --- what each (kind, chunk) of a rank needs
@@ -148,7 +173,11 @@ class _Run:
                 target = neighbour(self.schedule, rank, chunk, direction)
                 needs = None if source is None else self.came[direction, stage]
                 here = target is not None and target[0] == rank
-                gives = self.came[direction, self.schedule.stage_of(*target)] if target is not None and here else None
+                gives = (
+                    self.came[direction, self.schedule.stage_of(*target)]
+                    if target is not None and here
+                    else None
+                )
                 steps |= {(kind, chunk): _Computing(needs, gives) for kind in kinds}
         return steps
 
@@ -159,23 +188,33 @@ class _Run:
                 target = neighbour(self.schedule, rank, chunk, direction)
                 if target is not None and target[0] != rank:
                     channel = Channel(rank, target[0], direction)
-                    ways[SENDS[direction], chunk] = self._way(channel, rank, self.schedule.stage_of(*target))
+                    ways[SENDS[direction], chunk] = self._way(
+                        channel, rank, self.schedule.stage_of(*target)
+                    )
                 source = neighbour(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
                     channel = Channel(source[0], rank, direction)
-                    ways[RECEIVES[direction], chunk] = self._way(channel, rank, self.schedule.stage_of(rank, chunk))
+                    ways[RECEIVES[direction], chunk] = self._way(
+                        channel, rank, self.schedule.stage_of(rank, chunk)
+                    )
         return ways
 
     def _way(self, channel: Channel, rank: int, stage: int) -> _Way:
         number, sends = self.communicators[channel], channel.source == rank
-        mine, theirs = self.queues[number, rank], self.queues[number, channel.target if sends else channel.source]
+        mine, theirs = (
+            self.queues[number, rank],
+            self.queues[number, channel.target if sends else channel.source],
+        )
         return _Way(channel, sends, mine, theirs, stage, self.came[channel.direction, stage])
 
     # --- who waits for whom
 
     def _circles(self) -> list[str]:
-        """A text if ranks or queues do not come to their end: what waits for what, followed until it comes around."""
-        standing = [(rank, at) for rank, at in enumerate(self.at) if at < len(self.schedule.ranks[rank])]
+        """A text if ranks or queues do not come to their end: what waits for what, followed until
+        it comes around."""
+        standing = [
+            (rank, at) for rank, at in enumerate(self.at) if at < len(self.schedule.ranks[rank])
+        ]
         waiting = [queue[0].place for queue in self.queues.values() if queue]
         if not standing + waiting:
             return []
@@ -183,8 +222,13 @@ class _Run:
         while place not in seen:
             seen[place], place = self._awaited(place)
         circle = list(seen)[list(seen).index(place) :]
-        chain = ", which ".join(f"{seen[each]} {self._text(after)}" for each, after in pairwise(circle))
-        return [f"deadlock over NCCL: {self._text(circle[0])} {chain}, which {seen[circle[-1]]} the first of these"]
+        chain = ", which ".join(
+            f"{seen[each]} {self._text(after)}" for each, after in pairwise(circle)
+        )
+        return [
+            f"deadlock over NCCL: {self._text(circle[0])} {chain}, which {seen[circle[-1]]} the "
+            "first of these"
+        ]
 
     def _awaited(self, place: Place) -> tuple[str, Place]:
         """(how it waits, for what) of an action that is not over."""
@@ -197,7 +241,9 @@ class _Run:
             source = neighbour(self.schedule, rank, chunk, AGAINST[direction])
             assert source is not None  # else it would not wait
             keys = (
-                [(RECEIVES[direction], chunk)] if source[0] != rank else [(k, source[1]) for k in COMPUTES[direction]]
+                [(RECEIVES[direction], chunk)]
+                if source[0] != rank
+                else [(k, source[1]) for k in COMPUTES[direction]]
             )
             return "waits for", (rank, self._find(rank, keys, microbatch))
         way = self.ways[rank][kind, chunk]
@@ -213,7 +259,9 @@ class _Run:
 
     def _find(self, rank: int, keys: list[tuple[Kind, int]], microbatch: int) -> int:
         wanted = [(kind, chunk, microbatch) for kind, chunk in keys]
-        return next(index for index, action in enumerate(self.schedule.ranks[rank]) if action[:3] in wanted)
+        return next(
+            index for index, action in enumerate(self.schedule.ranks[rank]) if action[:3] in wanted
+        )
 
     def _text(self, place: Place) -> str:
         return action_text(self.schedule, *place)

@@ -1,4 +1,5 @@
-"""What recomputation costs: operations that backward does a second time, layer by layer; no torch."""
+"""What recomputation costs: operations that backward does a second time, layer by layer; no
+torch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,14 +15,20 @@ from megalith.plan.stages import Stage
 
 
 def repeated_flops(
-    run: TrainRun, stages: Sequence[Stage], *, tokens: int, squared_lengths: int, windowed: int | None = None
+    run: TrainRun,
+    stages: Sequence[Stage],
+    *,
+    tokens: int,
+    squared_lengths: int,
+    windowed: int | None = None,
 ) -> int:
-    """Operations of a step that are no new work: a second forward of whole layers or of the parts that are named, those
-    of further predictions among them; a third of what `step_flops` counts for them, whose arguments these are.
+    """Operations of a step that are no new work: a second forward of whole layers or of the parts
+    that are named, those of further predictions among them; a third of what `step_flops` counts for
+    them, whose arguments these are.
 
-    stages: of the whole pipeline. What lies below everything that is trained has no backward, so nothing of it runs
-    again; adapters' own products, few beside a layer's, are not counted.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
+    stages: of the whole pipeline. What lies below everything that is trained has no backward, so
+    nothing of it runs again; adapters' own products, few beside a layer's, are not counted. Source:
+    Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
     """
     if run.recompute.granularity == "none":
         return 0
@@ -29,14 +36,17 @@ def repeated_flops(
     if run.recompute.granularity == "full":
         return sum(seen.layer(layer) for layer in _layers_again(run, stages)) // 3
     modules = modules_again(run.recompute)
-    modules = tuple(one for one in modules if one != "core_attention" or "mla_up_proj" not in modules)  # it is inside
+    modules = tuple(
+        one for one in modules if one != "core_attention" or "mla_up_proj" not in modules
+    )  # it is inside
     layers = (layer for stage in stages for layer in _with_backward(stage.layers, run))
     further = [run.model.num_layers - 1] * run.model.mtp.depths
     return sum(seen.part(module, layer) for layer in (*layers, *further) for module in modules) // 3
 
 
 def _layers_again(run: TrainRun, stages: Sequence[Stage]) -> list[int]:
-    """Numbers of the layers that run again, over all stages; the last layer's once more for each further prediction."""
+    """Numbers of the layers that run again, over all stages; the last layer's once more for each
+    further prediction."""
     found = []
     for stage in stages:
         layers = _with_backward(stage.layers, run)
@@ -70,7 +80,11 @@ class _Seen(NamedTuple):
     def layer(self, layer: int) -> int:
         """Useful operations of one layer."""
         return layer_flops(
-            self.model, layer, tokens=self.tokens, squared_lengths=self.squared_lengths, windowed=self.windowed
+            self.model,
+            layer,
+            tokens=self.tokens,
+            squared_lengths=self.squared_lengths,
+            windowed=self.windowed,
         )
 
     def part(self, module: str, layer: int) -> int:
@@ -81,5 +95,9 @@ class _Seen(NamedTuple):
             return 0
         count = latent_flops if module == "mla_up_proj" else attention_flops
         return count(
-            self.model, layer, tokens=self.tokens, squared_lengths=self.squared_lengths, windowed=self.windowed
+            self.model,
+            layer,
+            tokens=self.tokens,
+            squared_lengths=self.squared_lengths,
+            windowed=self.windowed,
         )

@@ -1,4 +1,5 @@
-"""What recomputation and offloading save on one rank, and what they cost: the lines that a run begins with."""
+"""What recomputation and offloading save on one rank, and what they cost: the lines that a run
+begins with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +8,14 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.activations import Setting, layer_rows, stage_kept, total, whole_layer
 from megalith.plan.context import kind_of_layer
-from megalith.plan.costs import attention_flops, latent_flops, layer_flops, mlp_flops, shared_flops, step_flops
+from megalith.plan.costs import (
+    attention_flops,
+    latent_flops,
+    layer_flops,
+    mlp_flops,
+    shared_flops,
+    step_flops,
+)
 from megalith.plan.memory import setting_of
 from megalith.plan.recompute import layer_spans, modules_again, recompute_notes
 from megalith.plan.workload import plan_workload
@@ -26,7 +34,8 @@ class Saving:
 
 
 def savings(setting: Setting, *, num_layers: int) -> list[Saving]:
-    """What each setting saves and costs in a stage of so many layers; parts of layers in the order they are named."""
+    """What each setting saves and costs in a stage of so many layers; parts of layers in the order
+    they are named."""
     if setting.recompute.granularity == "full":
         return [_full(setting, num_layers), *_offloaded(setting, num_layers)]
     found: list[Saving] = []
@@ -49,13 +58,19 @@ def saving_lines(setting: Setting, *, num_layers: int) -> list[str]:
     """The same in words, with everything that is worth one; nothing where everything is kept."""
     lines = recompute_notes(setting.recompute, stage_layers=num_layers)
     for saving in savings(setting, num_layers=num_layers):
-        less = f"{_size(saving.nbytes)} less" if saving.nbytes >= 0 else f"{_size(-saving.nbytes)} more"
+        less = (
+            f"{_size(saving.nbytes)} less"
+            if saving.nbytes >= 0
+            else f"{_size(-saving.nbytes)} more"
+        )
         lines.append(
-            f"{saving.region}: {less} for each microbatch on this rank, {100 * saving.extra:.1f} % more operations"
+            f"{saving.region}: {less} for each microbatch on this rank, {100 * saving.extra:.1f} % "
+            "more operations"
         )
         if saving.region == "core_attention" and saving.nbytes <= 0 and saving.extra > 0:
             lines.append(
-                f"recompute.modules has core_attention, which frees {max(saving.nbytes, 0)} bytes here: attention "
+                f"recompute.modules has core_attention, which frees {max(saving.nbytes, 0)} bytes "
+                "here: attention "
                 f"keeps no probabilities that it could drop. Remove it to save its operations."
             )
     if not lines:
@@ -63,10 +78,16 @@ def saving_lines(setting: Setting, *, num_layers: int) -> list[str]:
     kept = stage_kept(setting, num_layers=num_layers)
     plain = stage_kept(replace(setting, recompute=RecomputeConfig()), num_layers=num_layers)
     everything = plain.nbytes + plain.host_bytes
-    return [*lines, f"activations of a microbatch: {_size(kept.nbytes)} instead of {_size(everything)} on this rank"]
+    return [
+        *lines,
+        f"activations of a microbatch: {_size(kept.nbytes)} instead of {_size(everything)} on this "
+        "rank",
+    ]
 
 
-def run_lines(run: TrainRun, world: int, *, pp_rank: int, tp_rank: int, accelerator: bool) -> list[str]:
+def run_lines(
+    run: TrainRun, world: int, *, pp_rank: int, tp_rank: int, accelerator: bool
+) -> list[str]:
     """`saving_lines` of a rank's first stage with layers, for a run that starts."""
     if run.recompute.granularity == "none" and not run.offload.layers:
         return []
@@ -75,7 +96,9 @@ def run_lines(run: TrainRun, world: int, *, pp_rank: int, tp_rank: int, accelera
     if not layers:
         return []
     kind = kind_of_layer(run.parallel.context, layers[0])
-    setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=layers[0])
+    setting = setting_of(
+        workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=layers[0]
+    )
     return saving_lines(setting, num_layers=len(layers))
 
 
@@ -87,7 +110,9 @@ def _full(setting: Setting, num_layers: int) -> Saving:
     first = setting.first_layer
     whole = sum(total(whole_layer(setting, layer)) for layer in range(first, first + num_layers))
     freed = whole - sum(total(rows) for rows in kept.layers)
-    return Saving(f"{again} of {num_layers} layers", freed, _share(setting, "layer") * again / num_layers)
+    return Saving(
+        f"{again} of {num_layers} layers", freed, _share(setting, "layer") * again / num_layers
+    )
 
 
 def _offloaded(setting: Setting, num_layers: int) -> Sequence[Saving]:
@@ -97,9 +122,18 @@ def _offloaded(setting: Setting, num_layers: int) -> Sequence[Saving]:
 
 
 def _share(setting: Setting, module: str) -> float:
-    """A second forward pass of this part, in every layer of the model, as a part of a step's useful operations."""
-    c, tokens, squares = setting.model, sum(setting.lengths), sum(length**2 for length in setting.lengths)
-    again = {"core_attention": attention_flops, "mla_up_proj": latent_flops, "layer": layer_flops}.get(module)
+    """A second forward pass of this part, in every layer of the model, as a part of a step's useful
+    operations."""
+    c, tokens, squares = (
+        setting.model,
+        sum(setting.lengths),
+        sum(length**2 for length in setting.lengths),
+    )
+    again = {
+        "core_attention": attention_flops,
+        "mla_up_proj": latent_flops,
+        "layer": layer_flops,
+    }.get(module)
     matmuls = {"mlp": mlp_flops, "shared_experts": shared_flops}.get(module)
     once = 0
     for layer in range(c.num_layers):

@@ -1,8 +1,10 @@
-"""Pipeline schedules: the order in which each rank runs forward and backward passes, as plain lists of actions.
+"""Pipeline schedules: the order in which each rank runs forward and backward passes, as plain lists
+of actions.
 
-The layers are cut into stages. A rank holds `num_chunks` of them, its *chunks*, and works through `num_microbatches`
-microbatches per step. Everything here depends on these counts alone; nothing touches a device. `plan/transfers` adds
-the messages between ranks, `plan/simulate` runs the result on paper, `parallel/pipeline` runs it for real.
+The layers are cut into stages. A rank holds `num_chunks` of them, its *chunks*, and works through
+`num_microbatches` microbatches per step. Everything here depends on these counts alone; nothing
+touches a device. `plan/transfers` adds the messages between ranks, `plan/simulate` runs the result
+on paper, `parallel/pipeline` runs it for real.
 """
 
 from collections import Counter
@@ -15,10 +17,12 @@ from megalith.config.pipeline import PipelineConfig, ScheduleName
 from megalith.errors import PlanError
 
 Kind = Literal["F", "B", "I", "W", "send_forward", "recv_forward", "send_backward", "recv_backward"]
-"""F forward; B whole backward; I backward towards the input only; W the part for the weights, some time after its I."""
+"""F forward; B whole backward; I backward towards the input only; W the part for the weights, some
+time after its I."""
 
 Placement = Literal["loop", "v"]
-"""Where stages lie. loop: after the last rank comes the first again. v: chunk 1 comes back from the last rank."""
+"""Where stages lie. loop: after the last rank comes the first again. v: chunk 1 comes back from the
+last rank."""
 
 V_SCHEDULES: tuple[ScheduleName, ...] = ("zb-v", "dualpipe-v")
 """Schedules that place their two chunks in a V."""
@@ -32,7 +36,8 @@ Step = tuple[Kind, int]
 
 
 class Action(NamedTuple):
-    """One thing a rank does. Transfers name the other rank; their chunk is always the one of the rank that acts."""
+    """One thing a rank does. Transfers name the other rank; their chunk is always the one of the
+    rank that acts."""
 
     kind: Kind
     chunk: int
@@ -54,8 +59,8 @@ class Schedule:
     """Actions by pipeline rank."""
 
     pairs: tuple[frozenset[tuple[int, int]], ...] = ()
-    """By pipeline rank, if any: (chunk, microbatch) of each F that is computed together with the B after it; see
-    plan/pairs.py."""
+    """By pipeline rank, if any: (chunk, microbatch) of each F that is computed together with the
+    B after it; see plan/pairs.py."""
 
     @property
     def num_stages(self) -> int:
@@ -77,7 +82,8 @@ def placement_of(name: ScheduleName) -> Placement:
 
 
 def stage_of(rank: int, chunk: int, *, num_ranks: int, placement: Placement = "loop") -> int:
-    """The stage that is a rank's chunk. loop: chunk · p + rank; v: every odd chunk runs from the last rank back."""
+    """The stage that is a rank's chunk. loop: chunk · p + rank; v: every odd chunk runs from the
+    last rank back."""
     backwards = placement == "v" and chunk % 2 == 1
     return chunk * num_ranks + (num_ranks - 1 - rank if backwards else rank)
 
@@ -97,7 +103,8 @@ def schedule_name(pipeline: PipelineConfig) -> ScheduleName:
 
 
 def pipeline_in_use(pipeline: PipelineConfig, pp: int) -> PipelineConfig:
-    """The settings that a run obeys: one chunk on one rank is no pipeline, and takes microbatch after microbatch."""
+    """The settings that a run obeys: one chunk on one rank is no pipeline, and takes microbatch
+    after microbatch."""
     return pipeline if pp * pipeline.vpp > 1 else PipelineConfig()
 
 
@@ -110,28 +117,41 @@ def build_schedule(
     group: int | None = None,
     forward_only: bool = False,
 ) -> Schedule:
-    """The computing part of a schedule for every rank; `plan/transfers.with_transfers` adds the messages.
+    """The computing part of a schedule for every rank; `plan/transfers.with_transfers` adds the
+    messages.
 
-    group: interleaved only, see `interleaved_order`; unset: num_ranks. forward_only: the same placement without
-    backward passes, for evaluation, where any number of microbatches will do.
+    group: interleaved only, see `interleaved_order`; unset: num_ranks. forward_only: the same
+    placement without backward passes, for evaluation, where any number of microbatches will do.
 
     Raises:
         PlanError: the schedule cannot be had with these counts; every reason at once.
     """
     pipeline = PipelineConfig(schedule=name, vpp=num_chunks, group=group)
-    problems = schedule_problems(pipeline, pp=num_ranks, num_microbatches=num_microbatches, forward_only=forward_only)
+    problems = schedule_problems(
+        pipeline, pp=num_ranks, num_microbatches=num_microbatches, forward_only=forward_only
+    )
     if problems:
-        raise PlanError(f"schedule {name} on {num_ranks} ranks must be set otherwise: {' '.join(problems)}")
+        raise PlanError(
+            f"schedule {name} on {num_ranks} ranks must be set otherwise: {' '.join(problems)}"
+        )
     name = schedule_name(pipeline)
     if forward_only:
         ranks = _forward_only(name, num_ranks, num_chunks, num_microbatches, group)
     elif name == "interleaved":
         ranks = _interleaved(num_ranks, num_chunks, num_microbatches, group or num_ranks)
     else:
-        rank_lists = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v, "dualpipe-v": dualpipe_v}
+        rank_lists = {
+            "gpipe": gpipe,
+            "1f1b": one_f_one_b,
+            "zb-h1": zb_h1,
+            "zb-v": zb_v,
+            "dualpipe-v": dualpipe_v,
+        }
         one_rank = rank_lists[name]
         ranks = [one_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    return Schedule(name, num_ranks, num_chunks, num_microbatches, placement_of(name), tuple(map(tuple, ranks)))
+    return Schedule(
+        name, num_ranks, num_chunks, num_microbatches, placement_of(name), tuple(map(tuple, ranks))
+    )
 
 
 def gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
@@ -144,7 +164,8 @@ def gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """1F1B: a few forwards, then forward and backward in turns; at most num_ranks - rank microbatches are alive.
+    """1F1B: a few forwards, then forward and backward in turns; at most num_ranks - rank
+    microbatches are alive.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
 
@@ -156,10 +177,11 @@ def one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Action
 
 
 def interleaved_order(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    """(microbatch, chunk) in the order of forwards: `group` microbatches pass through a chunk, then the next chunk.
+    """(microbatch, chunk) in the order of forwards: `group` microbatches pass through a chunk, then
+    the next chunk.
 
-    Backwards run through the same table with the chunks counted from the last.
-    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2, where the group is the number of ranks.
+    Backwards run through the same table with the chunks counted from the last. Source: Narayanan et
+    al. 2021, arXiv:2104.04473, section 2.2, where the group is the number of ranks.
 
     >>> interleaved_order(3, 2, 2)
     [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
@@ -171,16 +193,19 @@ def interleaved_order(num_microbatches: int, num_chunks: int, group: int) -> lis
     return order
 
 
-def interleaved_warmup(rank: int, *, num_ranks: int, num_chunks: int, num_microbatches: int, group: int) -> int:
+def interleaved_warmup(
+    rank: int, *, num_ranks: int, num_chunks: int, num_microbatches: int, group: int
+) -> int:
     """Forwards that a rank runs before its first backward in the interleaved schedule."""
     return min(num_chunks * num_microbatches, 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * group)
 
 
 def zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """ZB-H1: 1F1B with backward in two parts; the weights' part of rank r lags r microbatches behind, into the bubble.
+    """ZB-H1: 1F1B with backward in two parts; the weights' part of rank r lags r microbatches
+    behind, into the bubble.
 
-    Inputs are held as in 1F1B; with what waits for its weights' part, every rank holds what rank 0 of 1F1B does.
-    Source: Qi et al. 2024, arXiv:2401.10241, section 2.
+    Inputs are held as in 1F1B; with what waits for its weights' part, every rank holds what rank 0
+    of 1F1B does. Source: Qi et al. 2024, arXiv:2401.10241, section 2.
     """
     warmup = min(num_ranks - 1 - rank, num_microbatches)
     forwards, weights = _row("F", num_microbatches), _row("W", num_microbatches)
@@ -194,13 +219,16 @@ def zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def zb_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """ZB-V: two chunks per rank, placed in a V; where F, I and W take equally long no rank waits once it has begun.
+    """ZB-V: two chunks per rank, placed in a V; where F, I and W take equally long no rank waits
+    once it has begun.
 
-    At most 2 · num_ranks (microbatch, chunk) pairs are alive on a rank, as much memory as rank 0 of 1F1B has.
-    Source: Qi et al. 2024, arXiv:2401.10241, section 6.
+    At most 2 · num_ranks (microbatch, chunk) pairs are alive on a rank, as much memory as rank 0 of
+    1F1B has. Source: Qi et al. 2024, arXiv:2401.10241, section 6.
     """
     from_turn = num_ranks - rank  # 1 on the last rank, which holds both sides of the turn
-    many = max(num_microbatches, 2 * num_ranks - 1)  # a shorter step is a longer one without its last microbatches
+    many = max(
+        num_microbatches, 2 * num_ranks - 1
+    )  # a shorter step is a longer one without its last microbatches
     steps = _steps("F0") * (2 * from_turn - 1) + _steps("F1 F0") * rank
     steps += _steps("F1 I1 W1") * from_turn
     steps += _steps("F0 I0 W0 F1 I1 W1") * (many - num_ranks)
@@ -210,14 +238,18 @@ def zb_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
 
 
 def dualpipe_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """DualPipe-V: a V whose middle pairs the forward of one chunk with the whole backward of the other.
+    """DualPipe-V: a V whose middle pairs the forward of one chunk with the whole backward of the
+    other.
 
-    Made for hiding the messages of one half of a pair behind the computing of the other. Whole backwards are split only
-    where a bubble can be filled. At most 2 · num_ranks + 1 (microbatch, chunk) pairs are alive on a rank.
-    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1; the V of github.com/deepseek-ai/DualPipe.
+    Made for hiding the messages of one half of a pair behind the computing of the other. Whole
+    backwards are split only where a bubble can be filled. At most 2 · num_ranks + 1 (microbatch,
+    chunk) pairs are alive on a rank. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1; the
+    V of github.com/deepseek-ai/DualPipe.
     """
     to_turn = num_ranks - 1 - rank
-    many = max(num_microbatches, 2 * num_ranks)  # a shorter step is a longer one without its last microbatches
+    many = max(
+        num_microbatches, 2 * num_ranks
+    )  # a shorter step is a longer one without its last microbatches
     steps = _steps("F0") * (2 * to_turn) + _steps("F0 F1") * (rank + 1)
     steps += _steps("I1 W1 F1") * to_turn
     steps += _steps("F0 B1 F1 B0") * (many - 2 * num_ranks + rank + 1)
@@ -233,8 +265,11 @@ def dualpipe_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]
 
 
 def last_weight_action(actions: Sequence[Action]) -> dict[int, int]:
-    """By chunk of one rank: the index of the action after which the chunk's weight gradients of this step are whole."""
-    return {action.chunk: index for index, action in enumerate(actions) if action.kind in ("B", "W")}
+    """By chunk of one rank: the index of the action after which the chunk's weight gradients of
+    this step are whole."""
+    return {
+        action.chunk: index for index, action in enumerate(actions) if action.kind in ("B", "W")
+    }
 
 
 def schedule_problems(
@@ -245,23 +280,32 @@ def schedule_problems(
     rows: int | None = None,
     forward_only: bool = False,
 ) -> list[str]:
-    """Everything that keeps a schedule from being built, as messages for the user; empty when it can be.
+    """Everything that keeps a schedule from being built, as messages for the user; empty when it
+    can be.
 
-    rows: of one microbatch over all data-parallel ranks (train.micro_batch_size · dp), for advice in terms of
-    train.global_batch_size; unset: advice in microbatches. forward_only: evaluation, which takes any number of them.
+    rows: of one microbatch over all data-parallel ranks (train.micro_batch_size · dp), for advice
+    in terms of train.global_batch_size; unset: advice in microbatches. forward_only: evaluation,
+    which takes any number of them.
     """
     name, vpp, group = schedule_name(pipeline), pipeline.vpp, pipeline.group
-    counts = {"parallel.pp": pp, "parallel.pipeline.vpp": vpp, "microbatches per step": num_microbatches}
+    counts = {
+        "parallel.pp": pp,
+        "parallel.pipeline.vpp": vpp,
+        "microbatches per step": num_microbatches,
+    }
     if group is not None:
         counts["parallel.pipeline.group"] = group
-    problems = [f"{field}={count} must be at least 1." for field, count in counts.items() if count < 1]
+    problems = [
+        f"{field}={count} must be at least 1." for field, count in counts.items() if count < 1
+    ]
     if problems:
         return problems
     problems = _chunk_problems(name, vpp)
     if group is not None and name != "interleaved":
         problems.append(
-            f"parallel.pipeline.group={group}: schedule {name} does not send microbatches through its chunks in "
-            "groups. Leave parallel.pipeline.group unset, or set parallel.pipeline.schedule=interleaved."
+            f"parallel.pipeline.group={group}: schedule {name} does not send microbatches through "
+            "its chunks in groups. Leave parallel.pipeline.group unset, or set "
+            "parallel.pipeline.schedule=interleaved."
         )
     if name == "interleaved" and not forward_only:
         problems += _group_problems(pp, group, num_microbatches, rows)
@@ -271,11 +315,16 @@ def schedule_problems(
 def _chunk_problems(name: ScheduleName, vpp: int) -> list[str]:
     field = f"parallel.pipeline.vpp={vpp}"
     if name in V_SCHEDULES and vpp != 2:
-        return [f"{field}: schedule {name} lays two chunks per rank in a V. Set parallel.pipeline.vpp=2."]
+        return [
+            f"{field}: schedule {name} lays two chunks per rank in a V. Set "
+            "parallel.pipeline.vpp=2."
+        ]
     if name == "interleaved" and vpp == 1:
         return [
-            f"{field}: schedule interleaved takes turns between the chunks of a rank, and one chunk has none to take "
-            "turns with. Set parallel.pipeline.vpp to 2 or more, or parallel.pipeline.schedule=1f1b."
+            f"{field}: schedule interleaved takes turns between the chunks of a rank, and one "
+            "chunk has none to take "
+            "turns with. Set parallel.pipeline.vpp to 2 or more, or "
+            "parallel.pipeline.schedule=1f1b."
         ]
     if name in ("gpipe", "1f1b", "zb-h1") and vpp > 1:
         return [
@@ -285,20 +334,25 @@ def _chunk_problems(name: ScheduleName, vpp: int) -> list[str]:
     return []
 
 
-def _group_problems(pp: int, group: int | None, num_microbatches: int, rows: int | None) -> list[str]:
-    """Each group must keep all ranks busy once around the pipeline: pp <= group <= microbatches, the last group too."""
+def _group_problems(
+    pp: int, group: int | None, num_microbatches: int, rows: int | None
+) -> list[str]:
+    """Each group must keep all ranks busy once around the pipeline: pp <= group <= microbatches,
+    the last group too."""
     if num_microbatches < pp:
         return [
-            f"{num_microbatches} microbatches per step are fewer than parallel.pp={pp}: in schedule interleaved a "
+            f"{num_microbatches} microbatches per step are fewer than parallel.pp={pp}: in "
+            "schedule interleaved a "
             "microbatch would be due in the next chunk before it has come around the pipeline. "
             f"{_batch_advice([pp], rows)}, or parallel.pipeline.vpp=1."
         ]
     size = group or pp
     if not pp <= size <= num_microbatches:
         return [
-            f"parallel.pipeline.group={size} must be from parallel.pp={pp} (a microbatch has to come around the "
-            f"pipeline before its next chunk) to the {num_microbatches} microbatches of a step. Set "
-            f"parallel.pipeline.group={min(max(size, pp), num_microbatches)}."
+            f"parallel.pipeline.group={size} must be from parallel.pp={pp} (a microbatch has to "
+            "come around the "
+            f"pipeline before its next chunk) to the {num_microbatches} microbatches of a step. "
+            f"Set parallel.pipeline.group={min(max(size, pp), num_microbatches)}."
         ]
     left = num_microbatches % size
     if left == 0 or left >= pp:
@@ -306,8 +360,10 @@ def _group_problems(pp: int, group: int | None, num_microbatches: int, rows: int
     whole = num_microbatches - left
     field = "parallel.pipeline.group" if group else "parallel.pipeline.group (unset: parallel.pp)"
     return [
-        f"{num_microbatches} microbatches per step leave a last group of {left} with {field}={size}, fewer than "
-        f"parallel.pp={pp}. {_batch_advice([whole, whole + pp], rows)}{_other_groups(pp, num_microbatches)}."
+        f"{num_microbatches} microbatches per step leave a last group of {left} with "
+        f"{field}={size}, fewer than "
+        f"parallel.pp={pp}. "
+        f"{_batch_advice([whole, whole + pp], rows)}{_other_groups(pp, num_microbatches)}."
     ]
 
 
@@ -324,12 +380,22 @@ def _batch_advice(counts: Sequence[int], rows: int | None) -> str:
     return f"Set train.global_batch_size to {sizes}"
 
 
-def _interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: int) -> list[list[Action]]:
+def _interleaved(
+    num_ranks: int, num_chunks: int, num_microbatches: int, group: int
+) -> list[list[Action]]:
     order = interleaved_order(num_microbatches, num_chunks, group)
     forwards = [Action("F", chunk, microbatch) for microbatch, chunk in order]
     backwards = [Action("B", num_chunks - 1 - chunk, microbatch) for microbatch, chunk in order]
-    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "num_microbatches": num_microbatches, "group": group}
-    return [in_turns(forwards, backwards, interleaved_warmup(rank, **sizes)) for rank in range(num_ranks)]
+    sizes = {
+        "num_ranks": num_ranks,
+        "num_chunks": num_chunks,
+        "num_microbatches": num_microbatches,
+        "group": group,
+    }
+    return [
+        in_turns(forwards, backwards, interleaved_warmup(rank, **sizes))
+        for rank in range(num_ranks)
+    ]
 
 
 def _forward_only(
@@ -342,22 +408,27 @@ def _forward_only(
 
 
 def _forward_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """In a V every second slot brings a new microbatch, so that those that come back fall between those that go."""
+    """In a V every second slot brings a new microbatch, so that those that come back fall between
+    those that go."""
     slots = []
     for chunk in (0, 1):
         stage = stage_of(rank, chunk, num_ranks=num_ranks, placement="v")
-        slots += [(2 * microbatch + stage, chunk, microbatch) for microbatch in range(num_microbatches)]
+        slots += [
+            (2 * microbatch + stage, chunk, microbatch) for microbatch in range(num_microbatches)
+        ]
     return [Action("F", chunk, microbatch) for _, chunk, microbatch in sorted(slots)]
 
 
 @lru_cache(maxsize=8)
 def _row(kind: Kind, num_microbatches: int) -> tuple[Action, ...]:
-    """The same objects for every rank: there are as many ranks as stages, and a rank's row is as long as a step."""
+    """The same objects for every rank: there are as many ranks as stages, and a rank's row is as
+    long as a step."""
     return tuple(Action(kind, 0, microbatch) for microbatch in range(num_microbatches))
 
 
 def in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then one forward and one backward until the forwards are done, then the other backwards."""
+    """`warmup` forwards, then one forward and one backward until the forwards are done, then the
+    other backwards."""
     pairs = zip(forwards[warmup:], backwards)
     steady = [action for pair in pairs for action in pair]
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
@@ -370,7 +441,8 @@ def _steps(text: str) -> list[Step]:
 
 
 def _numbered(steps: Iterable[Step], num_microbatches: int) -> list[Action]:
-    """Give each (kind, chunk) its next microbatch; a B counts as its I and its W. Those too many drop out."""
+    """Give each (kind, chunk) its next microbatch; a B counts as its I and its W. Those too many
+    drop out."""
     counts: Counter[Step] = Counter()
     actions = []
     for kind, chunk in steps:

@@ -1,6 +1,8 @@
-"""`Shard`: which slice of which named parameter a rank owns, written once and read by everything else.
+"""`Shard`: which slice of which named parameter a rank owns, written once and read by everything
+else.
 
-Initial weights, gradient sums, clipping, the optimizer, checkpoints and conversion all read the same record.
+Initial weights, gradient sums, clipping, the optimizer, checkpoints and conversion all read the
+same record.
 """
 
 import math
@@ -12,13 +14,13 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) along every dim of a tensor."""
 
 DENSE_AXES = ("dp_replica", "dp_shard", "cp_ring", "cp_a2a", "tp_kv", "tp_copy")
-"""Axes of the dense grid that hold the same layers, each of dp, cp and tp in two parts: ranks that share a key/value
-head differ along tp_copy; those that exchange heads in context parallelism along cp_a2a; those that divide optimizer
-state along dp_shard."""
+"""Axes of the dense grid that hold the same layers, each of dp, cp and tp in two parts: ranks
+that share a key/value head differ along tp_copy; those that exchange heads in context
+parallelism along cp_a2a; those that divide optimizer state along dp_shard."""
 
 EXPERT_AXES = ("edp_replica", "edp_shard", "ep", "etp")
-"""Axes of the expert grid that hold the same layers: ranks differ in their experts along ep, in what part of them along
-etp, and along edp, which is in two parts as dp is, hold the same."""
+"""Axes of the expert grid that hold the same layers: ranks differ in their experts along ep, in
+what part of them along etp, and along edp, which is in two parts as dp is, hold the same."""
 
 PARTS = {"dp": ("dp_replica", "dp_shard"), "cp": ("cp_ring", "cp_a2a"), "tp": ("tp_kv", "tp_copy")}
 """The parts of each axis, outer first."""
@@ -32,10 +34,12 @@ DATA_AXES = (*PARTS["dp"], *PARTS["cp"])
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """My slice of one parameter: a box of its global tensor, and which other ranks hold the same box."""
+    """My slice of one parameter: a box of its global tensor, and which other ranks hold the same
+    box."""
 
     name: str
-    """Canonical name, e.g. `layers.17.attention.q`: a file format, and the key of its initial weights."""
+    """Canonical name, e.g. `layers.17.attention.q`: a file format, and the key of its initial
+    weights."""
 
     shape: tuple[int, ...]
     """Of the whole parameter, the same under every layout."""
@@ -47,7 +51,8 @@ class Shard:
     """Axes along which the box differs from rank to rank."""
 
     invariant: frozenset[str] = frozenset()
-    """Axes over which every rank already has the whole gradient (each did the same work with it)."""
+    """Axes over which every rank already has the whole gradient (each did the same work with
+    it)."""
 
     grid: Literal["dense", "expert"] = "dense"
     """Which factorisation of the world the axes belong to."""
@@ -56,10 +61,12 @@ class Shard:
     """Elements [start, stop) of my box, in row-major order, when only these are mine; None: all."""
 
     stages: tuple[int, ...] = (0,)
-    """Pipeline ranks that hold this box, ascending; several for a table that the first and the last stage share."""
+    """Pipeline ranks that hold this box, ascending; several for a table that the first and the last
+    stage share."""
 
     inputs: int = 1
-    """How many of the last dims are inputs, the columns of the matrix as it lies in memory; 0 for a vector."""
+    """How many of the last dims are inputs, the columns of the matrix as it lies in memory; 0 for a
+    vector."""
 
     @property
     def box_shape(self) -> tuple[int, ...]:
@@ -73,7 +80,8 @@ class Shard:
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """How the box lies in memory: a matrix with outputs as rows and inputs as columns, or a vector."""
+        """How the box lies in memory: a matrix with outputs as rows and inputs as columns, or a
+        vector."""
         shape = self.box_shape
         if self.inputs == 0:
             return (math.prod(shape),)
@@ -81,16 +89,23 @@ class Shard:
         return math.prod(shape[:rows]), math.prod(shape[rows:])
 
 
-def whole(name: str, shape: tuple[int, ...], *, invariant: frozenset[str] = frozenset(), inputs: int = 1) -> Shard:
+def whole(
+    name: str, shape: tuple[int, ...], *, invariant: frozenset[str] = frozenset(), inputs: int = 1
+) -> Shard:
     """A parameter that every rank holds in full."""
-    return Shard(name=name, shape=shape, box=tuple((0, n) for n in shape), invariant=invariant, inputs=inputs)
+    return Shard(
+        name=name, shape=shape, box=tuple((0, n) for n in shape), invariant=invariant, inputs=inputs
+    )
 
 
 def cut_dim(shard: Shard, dim: int, sizes: list[int], rank: int, axes: tuple[str, ...]) -> Shard:
-    """`shard` with its `dim` divided into parts of `sizes` over `axes`, of which this is part number `rank`."""
+    """`shard` with its `dim` divided into parts of `sizes` over `axes`, of which this is part
+    number `rank`."""
     assert sum(sizes) == shard.shape[dim], (shard.name, shard.shape, sizes)
     start = sum(sizes[:rank])
-    box = tuple((start, start + sizes[rank]) if d == dim else span for d, span in enumerate(shard.box))
+    box = tuple(
+        (start, start + sizes[rank]) if d == dim else span for d, span in enumerate(shard.box)
+    )
     return replace(shard, box=box, cut=(*shard.cut, *axes))
 
 
@@ -101,12 +116,14 @@ def copies(shard: Shard) -> tuple[str, ...]:
 
 
 def summed_over(shard: Shard) -> tuple[str, ...]:
-    """The gradient rule: a gradient is summed over all ranks that hold the same box, except where it is Invariant."""
+    """The gradient rule: a gradient is summed over all ranks that hold the same box, except where
+    it is Invariant."""
     return tuple(axis for axis in copies(shard) if axis not in shard.invariant)
 
 
 def is_first_holder(shard: Shard, here: Mapping[str, int]) -> bool:
-    """Whether no rank before the one at these coordinates holds the same slice: it counts and writes the slice."""
+    """Whether no rank before the one at these coordinates holds the same slice: it counts and
+    writes the slice."""
     return here["pp"] == shard.stages[0] and all(here[axis] == 0 for axis in copies(shard))
 
 
@@ -142,7 +159,8 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def key_value_ranks(num_kv_heads: int, tp: int) -> int:
-    """Tensor-parallel ranks that hold different key/value heads (tp_kv); tp / tp_kv of them share each part.
+    """Tensor-parallel ranks that hold different key/value heads (tp_kv); tp / tp_kv of them share
+    each part.
 
     >>> key_value_ranks(8, 4), key_value_ranks(2, 4)
     (4, 2)
@@ -152,7 +170,8 @@ def key_value_ranks(num_kv_heads: int, tp: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """How attention heads divide over tensor-parallel ranks: a rank's query heads use only its key/value heads."""
+    """How attention heads divide over tensor-parallel ranks: a rank's query heads use only its
+    key/value heads."""
 
     queries: list[int]
     """Query heads of each tp rank."""
@@ -162,7 +181,8 @@ class HeadSplit:
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> HeadSplit:
-    """Divide whole key/value heads first; when there are fewer than ranks, several ranks share one and its queries.
+    """Divide whole key/value heads first; when there are fewer than ranks, several ranks share one
+    and its queries.
 
     >>> split_heads(8, 4, 3)
     HeadSplit(queries=[4, 2, 2], keys=[2, 1, 1])

@@ -1,4 +1,5 @@
-"""A pipeline step on paper: when every action runs, who waits for whom, how much is alive; nothing touches a device.
+"""A pipeline step on paper: when every action runs, who waits for whom, how much is alive; nothing
+touches a device.
 
 Times are whatever the costs are given in. With integers or Fractions every result is exact.
 """
@@ -12,7 +13,16 @@ from typing import NamedTuple
 from megalith.errors import PlanError
 from megalith.plan.matching import action_text, has_transfers, matching_problems
 from megalith.plan.schedule import Kind, Schedule
-from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Channel, Direction, channels, neighbour
+from megalith.plan.transfers import (
+    AGAINST,
+    COMPUTES,
+    RECEIVES,
+    SENDS,
+    Channel,
+    Direction,
+    channels,
+    neighbour,
+)
 
 Number = int | float | Fraction
 
@@ -22,13 +32,15 @@ Row = list[Number | None]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How long things take: one number per stage for each part of the computing, one for any message."""
+    """How long things take: one number per stage for each part of the computing, one for any
+    message."""
 
     forward: tuple[Number, ...]
     backward_input: tuple[Number, ...]
     backward_weight: tuple[Number, ...]
     transfer: Number = 0
-    """From the moment when both sides are there until the message has arrived; a channel carries one at a time."""
+    """From the moment when both sides are there until the message has arrived; a channel carries
+    one at a time."""
 
     def of(self, kind: Kind, stage: int) -> Number:
         """The time that one action takes its rank."""
@@ -106,11 +118,15 @@ class Simulation:
     def end(self, rank: int, index: int) -> Number:
         """When an action of computing ended."""
         action = self.schedule.ranks[rank][index]
-        return self.starts[rank][index] + self.costs.of(action.kind, self.schedule.stage_of(rank, action.chunk))
+        return self.starts[rank][index] + self.costs.of(
+            action.kind, self.schedule.stage_of(rank, action.chunk)
+        )
 
     def waits(self, rank: int) -> tuple[Number, Number, Number]:
         """A rank's idle time before its first computing, between, and after its last."""
-        computing = [index for index, action in enumerate(self.schedule.ranks[rank]) if action.peer < 0]
+        computing = [
+            index for index, action in enumerate(self.schedule.ranks[rank]) if action.peer < 0
+        ]
         before = self.starts[rank][computing[0]]
         after = self.makespan - self.end(rank, computing[-1])
         return before, self.idle[rank] - before - after, after
@@ -130,15 +146,17 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Run the lists of all ranks on paper. Lists without messages pass results on as soon as they are computed.
+    """Run the lists of all ranks on paper. Lists without messages pass results on as soon as they
+    are computed.
 
-    Messages are told apart by tags, as on gloo. Where both ends of every channel list them in one order, tags make no
-    difference; whether they do is for `plan/queues` to say.
+    Messages are told apart by tags, as on gloo. Where both ends of every channel list them in one
+    order, tags make no difference; whether they do is for `plan/queues` to say.
 
     costs: unset: 1 for each F, I and W (so 2 for a B), nothing for messages.
 
     Raises:
-        PlanError: the lists do not fit together or block for ever; with rank, action and what it waits for.
+        PlanError: the lists do not fit together or block for ever; with rank, action and what it
+        waits for.
     """
     problems = matching_problems(schedule)
     if not problems:
@@ -150,7 +168,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def find_problems(schedule: Schedule) -> list[str]:
-    """Everything that keeps the lists from being run to their end over messages with tags, naming rank and action.
+    """Everything that keeps the lists from being run to their end over messages with tags, naming
+    rank and action.
 
     Empty when they can be. Without tags: `plan/queues.queue_problems`.
     """
@@ -158,7 +177,8 @@ def find_problems(schedule: Schedule) -> list[str]:
 
 
 class _Computing(NamedTuple):
-    """One (kind, chunk) of a rank: waits for its microbatch in `inputs`, and may hand its result on itself."""
+    """One (kind, chunk) of a rank: waits for its microbatch in `inputs`, and may hand its result on
+    itself."""
 
     inputs: Row
     cost: Number
@@ -168,7 +188,8 @@ class _Computing(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """One (kind, chunk) of a rank: notes in `mine` when its side is there; once `other` is too, the message arrives."""
+    """One (kind, chunk) of a rank: notes in `mine` when its side is there; once `other` is too, the
+    message arrives."""
 
     mine: Row
     other: Row
@@ -185,11 +206,19 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
         self.linked = has_transfers(schedule)
-        self.arrived: dict[Direction, list[Row]] = {"forward": self._rows(), "backward": self._rows()}
+        self.arrived: dict[Direction, list[Row]] = {
+            "forward": self._rows(),
+            "backward": self._rows(),
+        }
         self.sent: dict[Direction, list[Row]] = {"forward": self._rows(), "backward": self._rows()}
-        self.posted: dict[Direction, list[Row]] = {"forward": self._rows(), "backward": self._rows()}
+        self.posted: dict[Direction, list[Row]] = {
+            "forward": self._rows(),
+            "backward": self._rows(),
+        }
         ready: Row = [0] * schedule.num_microbatches
-        self.arrived["forward"][0] = self.arrived["backward"][-1] = ready  # from the loader, from the loss
+        self.arrived["forward"][0] = self.arrived["backward"][-1] = (
+            ready  # from the loader, from the loss
+        )
         self.free: dict[Channel, list[Number]] = {channel: [0] for channel in channels(schedule)}
         self.clocks: list[Number] = [0] * schedule.num_ranks
         self.starts: list[list[Number]] = [[] for _ in schedule.ranks]
@@ -209,8 +238,12 @@ class _Run:
         busy = []
         for rank, actions in enumerate(self.schedule.ranks):
             counts = Counter((kind, chunk) for kind, chunk, _, peer in actions if peer < 0)
-            busy.append(sum(self.computing[rank][key].cost * count for key, count in counts.items()))
-        return Simulation(self.schedule, self.costs, self.starts, tuple(busy), max(self.clocks), self.arrived)
+            busy.append(
+                sum(self.computing[rank][key].cost * count for key, count in counts.items())
+            )
+        return Simulation(
+            self.schedule, self.costs, self.starts, tuple(busy), max(self.clocks), self.arrived
+        )
 
     def _advance(self, rank: int) -> None:
         """Run one rank until it has to wait for a message that is not there, or ends."""
@@ -254,11 +287,19 @@ class _Run:
             stage = self.schedule.stage_of(rank, chunk)
             steps["W", chunk] = _Computing(ready, self.costs.of("W", stage), None, 0, -1)
             for direction, kinds in COMPUTES.items():
-                inputs, passed = self.arrived[direction][stage], self._handed_on(rank, chunk, direction)
-                steps |= {(kind, chunk): _Computing(inputs, self.costs.of(kind, stage), *passed) for kind in kinds}
+                inputs, passed = (
+                    self.arrived[direction][stage],
+                    self._handed_on(rank, chunk, direction),
+                )
+                steps |= {
+                    (kind, chunk): _Computing(inputs, self.costs.of(kind, stage), *passed)
+                    for kind in kinds
+                }
         return steps
 
-    def _handed_on(self, rank: int, chunk: int, direction: Direction) -> tuple[Row | None, Number, int]:
+    def _handed_on(
+        self, rank: int, chunk: int, direction: Direction
+    ) -> tuple[Row | None, Number, int]:
         """Where a result goes without a message in the lists: (row, delay, rank to wake)."""
         target = neighbour(self.schedule, rank, chunk, direction)
         if target is None or (target[0] != rank and self.linked):
@@ -272,21 +313,32 @@ class _Run:
             for direction in SENDS:
                 target = neighbour(self.schedule, rank, chunk, direction)
                 if target is not None and target[0] != rank:
-                    sent, posted, arrived = self._rows_of(direction, self.schedule.stage_of(*target))
+                    sent, posted, arrived = self._rows_of(
+                        direction, self.schedule.stage_of(*target)
+                    )
                     free = self.free[Channel(rank, target[0], direction)]
-                    steps[SENDS[direction], chunk] = _Transfer(sent, posted, arrived, free, target[0])
+                    steps[SENDS[direction], chunk] = _Transfer(
+                        sent, posted, arrived, free, target[0]
+                    )
                 source = neighbour(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
-                    sent, posted, arrived = self._rows_of(direction, self.schedule.stage_of(rank, chunk))
+                    sent, posted, arrived = self._rows_of(
+                        direction, self.schedule.stage_of(rank, chunk)
+                    )
                     free = self.free[Channel(source[0], rank, direction)]
                     steps[RECEIVES[direction], chunk] = _Transfer(posted, sent, arrived, free, -1)
         return steps
 
     def _rows_of(self, direction: Direction, stage: int) -> tuple[Row, Row, Row]:
-        return self.sent[direction][stage], self.posted[direction][stage], self.arrived[direction][stage]
+        return (
+            self.sent[direction][stage],
+            self.posted[direction][stage],
+            self.arrived[direction][stage],
+        )
 
     def _circle(self) -> str:
-        """Who waits for whom: every blocked rank waits for a blocked one, so following them comes around."""
+        """Who waits for whom: every blocked rank waits for a blocked one, so following them comes
+        around."""
         rank, seen = self.blocked.index(True), list[int]()
         while rank not in seen:
             seen.append(rank)
@@ -294,14 +346,19 @@ class _Run:
         return "deadlock: " + "; ".join(map(self._wait_text, seen[seen.index(rank) :]))
 
     def _awaited(self, rank: int) -> tuple[int, int]:
-        """(rank, index of the action) that sends, or on its own rank computes, what a blocked rank waits for."""
+        """(rank, index of the action) that sends, or on its own rank computes, what a blocked rank
+        waits for."""
         kind, chunk, microbatch, _ = self.schedule.ranks[rank][len(self.starts[rank])]
         direction: Direction = "forward" if kind == "F" else "backward"
         place = neighbour(self.schedule, rank, chunk, AGAINST[direction])
         assert place is not None  # the first stage's F and the last one's B wait for nobody
         kinds = (SENDS[direction],) if self.linked and place[0] != rank else COMPUTES[direction]
         keys = [(its_kind, place[1], microbatch) for its_kind in kinds]
-        found = (index for index, action in enumerate(self.schedule.ranks[place[0]]) if action[:3] in keys)
+        found = (
+            index
+            for index, action in enumerate(self.schedule.ranks[place[0]])
+            if action[:3] in keys
+        )
         return place[0], next(found)
 
     def _wait_text(self, rank: int) -> str:
@@ -315,6 +372,7 @@ class _Run:
 
 def _refusal(schedule: Schedule, problems: Sequence[str]) -> str:
     return (
-        f"The lists of schedule {schedule.name} on {schedule.num_ranks} ranks cannot be run: {'; '.join(problems)}. "
+        f"The lists of schedule {schedule.name} on {schedule.num_ranks} ranks cannot be run: "
+        f"{'; '.join(problems)}. "
         "Use lists made by build_schedule and with_transfers."
     )

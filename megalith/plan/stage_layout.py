@@ -1,4 +1,5 @@
-"""Layout strings: pipeline stages as text. `Et*3|(tt|)*2tL` has the embedding and three layers on its first stage.
+"""Layout strings: pipeline stages as text. `Et*3|(tt|)*2tL` has the embedding and three layers on
+its first stage.
 
 layout    what each character stands for
 E t m L   embedding, transformer layer, multi-token prediction layer, loss
@@ -25,7 +26,8 @@ SHOWN = 72
 
 
 class Item(NamedTuple):
-    """One character of a layout after everything has been written out, and where in the text it came from."""
+    """One character of a layout after everything has been written out, and where in the text it
+    came from."""
 
     kind: str
     position: int
@@ -68,14 +70,21 @@ def parse_layout(text: str) -> list[list[Item]]:
 
 
 def mistake(text: str, position: int, what: str) -> str:
-    """What is wrong, with a caret under one character of the layout; the way out follows on a line of its own."""
+    """What is wrong, with a caret under one character of the layout; the way out follows on a line
+    of its own."""
     first = max(0, position - SHOWN // 2) if len(text) > SHOWN else 0
-    shown = "".join(" " if character.isspace() else character for character in text[first : first + SHOWN])
-    return f"{FIELD}={text}: {what}, at character {position + 1}:\n    {shown}\n    {' ' * (position - first)}^\n"
+    shown = "".join(
+        " " if character.isspace() else character for character in text[first : first + SHOWN]
+    )
+    return (
+        f"{FIELD}={text}: {what}, at character {position + 1}:\n    {shown}\n    "
+        f"{' ' * (position - first)}^\n"
+    )
 
 
 def show_layout(stages: Sequence[str]) -> str:
-    """The shortest usual spelling of stages given as items, such as ["Ett", "tt", "tt", "L"]; reads back as the same.
+    """The shortest usual spelling of stages given as items, such as ["Ett", "tt", "tt", "L"]; reads
+    back as the same.
 
     >>> show_layout(["Ettt", "tt", "tt", "m", "L"])
     'Et*3|(tt|)*2m|L'
@@ -117,7 +126,10 @@ def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tupl
         stop += 1
     digits = text[first:stop]
     if not digits or int(digits[:9]) == 0:
-        raise PlanError(f"{mistake(text, star, 'this * needs a number of at least 1 after it')}Use it as in t*3.")
+        raise PlanError(
+            f"{mistake(text, star, 'this * needs a number of at least 1 after it')}Use it as in "
+            "t*3."
+        )
     if len(digits) > 9 or len(repeated) * int(digits) > room:
         what = f"{digits} times are more than {MOST_ITEMS} items"
         raise PlanError(f"{mistake(text, star, what)}Use a smaller number.")
@@ -129,4 +141,5 @@ def _unknown(text: str, position: int) -> str:
     if character == ")":
         return f"{mistake(text, position, 'this ) closes no (')}Use a ( for each )."
     fix = "Use only E (embedding), t (layer), m (multi-token prediction), L (loss), |, *n and ( )"
-    return f"{mistake(text, position, f'{character!r} is no item')}{fix}.{did_you_mean(character, ITEMS)}"
+    what = mistake(text, position, f"{character!r} is no item")
+    return f"{what}{fix}.{did_you_mean(character, ITEMS)}"

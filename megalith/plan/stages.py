@@ -1,4 +1,5 @@
-"""Pipeline stages: which layers each has, and where the embedding, further predictions and the loss are."""
+"""Pipeline stages: which layers each has, and where the embedding, further predictions and the loss
+are."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ class Stage:
     """Layers that predict further ahead, behind the last norm: all there are, or none."""
 
     def reads_table(self, model: ModelConfig) -> bool:
-        """Whether something here reads the embedding's table: itself, further predictions, or a tied head."""
+        """Whether something here reads the embedding's table: itself, further predictions, or a
+        tied head."""
         return self.embedding or self.further > 0 or (self.loss and model.tied_embeddings)
 
     def reads_places(self, model: ModelConfig) -> bool:
@@ -47,16 +49,20 @@ class Stage:
 
 
 def whole_model(num_layers: int, depths: int = 0) -> Stage:
-    """The one stage of a model that is not divided; `depths`: its layers that predict further ahead."""
+    """The one stage of a model that is not divided; `depths`: its layers that predict further
+    ahead."""
     return Stage(range(num_layers), embedding=True, loss=True, norm=True, further=depths)
 
 
-def plan_stages(pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: int = 0) -> tuple[Stage, ...]:
-    """Every stage, first to last: pp · vpp of them; with pp=1 and vpp=1 one that is the whole model.
+def plan_stages(
+    pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: int = 0
+) -> tuple[Stage, ...]:
+    """Every stage, first to last: pp · vpp of them; with pp=1 and vpp=1 one that is the whole
+    model.
 
-    `plan/schedule.stage_of` says which of them a rank holds. The `depths` layers that predict further ahead (0: there
-    are none) lie where the loss is, or where a layout has them; the last norm lies with the last layer if there are
-    any, else with the loss.
+    `plan/schedule.stage_of` says which of them a rank holds. The `depths` layers that predict
+    further ahead (0: there are none) lie where the loss is, or where a layout has them; the last
+    norm lies with the last layer if there are any, else with the loss.
 
     Raises:
         PlanError: the layers do not divide as asked; every reason at once.
@@ -73,10 +79,15 @@ def plan_stages(pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: i
     return _stages([kind["t"] for kind in kinds], depths, place=place)
 
 
-def stages_of_rank(stages: Sequence[Stage], rank: int, pipeline: PipelineConfig, *, pp: int) -> list[Stage]:
+def stages_of_rank(
+    stages: Sequence[Stage], rank: int, pipeline: PipelineConfig, *, pp: int
+) -> list[Stage]:
     """The chunks of pipeline rank number `rank`, by chunk number."""
     placement = placement_of(schedule_name(pipeline))
-    return [stages[stage_of(rank, chunk, num_ranks=pp, placement=placement)] for chunk in range(len(stages) // pp)]
+    return [
+        stages[stage_of(rank, chunk, num_ranks=pp, placement=placement)]
+        for chunk in range(len(stages) // pp)
+    ]
 
 
 def stage_of_layer(stages: Sequence[Stage], layer: int) -> int:
@@ -87,12 +98,15 @@ def stage_of_layer(stages: Sequence[Stage], layer: int) -> int:
 def table_holders(
     model: ModelConfig, stages: Sequence[Stage], pipeline: PipelineConfig, *, pp: int
 ) -> dict[str, tuple[int, ...]]:
-    """Pipeline ranks that hold each table which several stages may read, ascending; all but one hold a copy.
+    """Pipeline ranks that hold each table which several stages may read, ascending; all but one
+    hold a copy.
 
     They are one rank in a V, whose first and last stage lie together, or without a pipeline.
     """
     placement = placement_of(schedule_name(pipeline))
-    ranks = [place_of(number, num_ranks=pp, placement=placement)[0] for number in range(len(stages))]
+    ranks = [
+        place_of(number, num_ranks=pp, placement=placement)[0] for number in range(len(stages))
+    ]
     reads = {
         "embed.weight": [stage.reads_table(model) for stage in stages],
         "positions.weight": [stage.reads_places(model) for stage in stages],
@@ -105,7 +119,8 @@ def table_holders(
 
 
 class Crossing(NamedTuple):
-    """What goes over the boundary before a stage with each microbatch, beside hidden states of all tokens."""
+    """What goes over the boundary before a stage with each microbatch, beside hidden states of all
+    tokens."""
 
     normed: bool
     """The hidden states are those behind the last norm."""
@@ -120,26 +135,31 @@ class Crossing(NamedTuple):
 def crossing(model: ModelConfig, stages: Sequence[Stage], number: int) -> Crossing:
     """What goes over the boundary before stage `number`.
 
-    The losses of all depths need the head, of which there is one: what depths make goes to it, as the model's own
-    hidden states do.
+    The losses of all depths need the head, of which there is one: what depths make goes to it, as
+    the model's own hidden states do.
     """
     before = stages[:number]
     done = sum(len(stage.layers) for stage in before)
-    return Crossing(any(s.norm for s in before), model.needs_memory(done), sum(s.further for s in before))
+    return Crossing(
+        any(s.norm for s in before), model.needs_memory(done), sum(s.further for s in before)
+    )
 
 
 def layout_of(stages: Sequence[Stage]) -> str:
     """The stages as a layout string.
 
-    >>> layout_of([Stage(range(3), embedding=True), Stage(range(3, 5)), Stage(range(5, 6), further=1, loss=True)])
+    >>> last = Stage(range(5, 6), further=1, loss=True)
+    >>> layout_of([Stage(range(3), embedding=True), Stage(range(3, 5)), last])
     'Et*3|tt|tmL'
     """
-    return show_layout(["E" * s.embedding + "t" * len(s.layers) + "m" * s.further + "L" * s.loss for s in stages])
+    return show_layout(
+        ["E" * s.embedding + "t" * len(s.layers) + "m" * s.further + "L" * s.loss for s in stages]
+    )
 
 
 def proposed_layout(num_layers: int, num_stages: int, depths: int = 0) -> str:
-    """A layout for any number of layers: the embedding, the loss, and each layer that predicts further ahead take the
-    place of a layer each, if there is room.
+    """A layout for any number of layers: the embedding, the loss, and each layer that predicts
+    further ahead take the place of a layer each, if there is room.
 
     >>> proposed_layout(30, 4), proposed_layout(30, 4, 1), proposed_layout(4, 4, 2)
     ('Et*7|t*8|t*8|t*7L', 'Et*7|t*9|t*8|t*6mL', 'Et|t|tt|mmL')
@@ -147,7 +167,9 @@ def proposed_layout(num_layers: int, num_stages: int, depths: int = 0) -> str:
     spare = 2 + depths if num_layers + 2 + depths >= num_stages > 1 else 0
     inside_first = sorted(range(num_stages), key=lambda stage: abs(2 * stage - num_stages + 1))
     counts = [0] * num_stages
-    for stage, count in zip(inside_first, split_evenly(num_layers + spare, num_stages), strict=True):
+    for stage, count in zip(
+        inside_first, split_evenly(num_layers + spare, num_stages), strict=True
+    ):
         counts[stage] = count
     for end, taken in ((0, 1), (-1, 1 + depths)) if spare else ():
         counts[end] -= taken
@@ -157,17 +179,19 @@ def proposed_layout(num_layers: int, num_stages: int, depths: int = 0) -> str:
     return layout_of(_stages(counts, depths))
 
 
-def stages_problems(pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: int = 0) -> list[str]:
-    """Everything that keeps layers, and `depths` more that predict further ahead, from being divided as asked, as
-    messages for the user; empty when they can be."""
+def stages_problems(
+    pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: int = 0
+) -> list[str]:
+    """Everything that keeps layers, and `depths` more that predict further ahead, from being
+    divided as asked, as messages for the user; empty when they can be."""
     num_stages = pp * pipeline.vpp
     if min(pp, pipeline.vpp) < 1 or num_stages == 1:
         return []  # the counts themselves are another rule; a model on one stage is not divided
     ways, example = _ways(pipeline), proposed_layout(num_layers, num_stages, depths)
     if len(ways) > 1:
         return [
-            f"{', '.join(ways)}: these are {len(ways)} ways to divide the layers. Use one of them, or "
-            f"{FIELD}={example}."
+            f"{', '.join(ways)}: these are {len(ways)} ways to divide the layers. Use one of them, "
+            f"or {FIELD}={example}."
         ]
     if pipeline.layout is not None:
         return _layout_problems(pipeline.layout, pp, pipeline.vpp, num_layers, depths)
@@ -186,7 +210,9 @@ def _ways(pipeline: PipelineConfig) -> list[str]:
         {name: "true" for name, value in counted.items() if value},
     ):
         if fields:
-            given.append(" and ".join(f"parallel.pipeline.{name}={value}" for name, value in fields.items()))
+            given.append(
+                " and ".join(f"parallel.pipeline.{name}={value}" for name, value in fields.items())
+            )
     return given
 
 
@@ -204,7 +230,10 @@ def _counts(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
         return counts
     placement = placement_of(schedule_name(pipeline))
     by_rank = _by_rank(pipeline, pp, num_layers)
-    return [by_rank[place_of(stage, num_ranks=pp, placement=placement)[0]] // vpp for stage in range(num_stages)]
+    return [
+        by_rank[place_of(stage, num_ranks=pp, placement=placement)[0]] // vpp
+        for stage in range(num_stages)
+    ]
 
 
 def _by_rank(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
@@ -226,13 +255,17 @@ def _even_problems(pipeline: PipelineConfig, pp: int, num_layers: int, example: 
         return []
     counted = "".join(
         f" + 1 (parallel.pipeline.{name}=true)"
-        for name, counts in (("count_embedding", pipeline.count_embedding), ("count_loss", pipeline.count_loss))
+        for name, counts in (
+            ("count_embedding", pipeline.count_embedding),
+            ("count_loss", pipeline.count_loss),
+        )
         if counts
     )
     fits = [n for n in range(1, min(total, 4 * pp) + 1) if total % (n * vpp) == 0]
     by_degree = f"parallel.pp to one of {fits}, or " if fits else ""
     return [
-        f"model.num_layers={num_layers}{counted} does not divide over parallel.pp * parallel.pipeline.vpp = {pp} * "
+        f"model.num_layers={num_layers}{counted} does not divide over parallel.pp * "
+        f"parallel.pipeline.vpp = {pp} * "
         f"{vpp} = {num_stages} stages. Set {by_degree}{FIELD}={example}."
     ]
 
@@ -240,13 +273,22 @@ def _even_problems(pipeline: PipelineConfig, pp: int, num_layers: int, example: 
 def _ends_problems(pipeline: PipelineConfig, pp: int, num_layers: int, example: str) -> list[str]:
     vpp = pipeline.vpp
     ends = {"first_layers": pipeline.first_layers, "last_layers": pipeline.last_layers}
-    given = {f"parallel.pipeline.{name}": count for name, count in ends.items() if count is not None}
+    given = {
+        f"parallel.pipeline.{name}": count for name, count in ends.items() if count is not None
+    }
     instead = f"{FIELD}={example}"
     if pp == 1:
-        return [f"{' and '.join(given)} need parallel.pp > 1, and it is {pp}. Use {instead} instead."]
-    problems = [f"{name}={count} must be at least 0. Use 0 or more." for name, count in given.items() if count < 0]
+        return [
+            f"{' and '.join(given)} need parallel.pp > 1, and it is {pp}. Use {instead} instead."
+        ]
+    problems = [
+        f"{name}={count} must be at least 0. Use 0 or more."
+        for name, count in given.items()
+        if count < 0
+    ]
     problems += [
-        f"{name}={count} does not divide over the {vpp} chunks of its rank (parallel.pipeline.vpp={vpp}). Set it to "
+        f"{name}={count} does not divide over the {vpp} chunks of its rank "
+        f"(parallel.pipeline.vpp={vpp}). Set it to "
         f"{count // vpp * vpp} or {-(-count // vpp) * vpp}."
         for name, count in given.items()
         if count >= 0 and count % vpp
@@ -256,30 +298,39 @@ def _ends_problems(pipeline: PipelineConfig, pp: int, num_layers: int, example: 
         return problems
     sums = " - ".join([str(num_layers), *map(str, given.values())])
     return [
-        f"{' and '.join(f'{name}={count}' for name, count in given.items())} leave {sums} = {rest} of "
-        f"model.num_layers={num_layers} for {stages} other stages. Use counts that leave "
+        f"{' and '.join(f'{name}={count}' for name, count in given.items())} leave {sums} = {rest} "
+        f"of model.num_layers={num_layers} for {stages} other stages. Use counts that leave "
         f"{f'0 or a multiple of {stages}' if stages else 'none'}, or {instead}."
     ]
 
 
 def _stages(counts: Sequence[int], depths: int, *, place: int | None = None) -> tuple[Stage, ...]:
-    """Stages with so many layers; `place`: that with the layers that predict further ahead, unset: the last."""
+    """Stages with so many layers; `place`: that with the layers that predict further ahead, unset:
+    the last."""
     starts, last = [0, *accumulate(counts[:-1])], len(counts) - 1
-    norm = max(number for number, count in enumerate(counts) if count) if depths and any(counts) else last
+    norm = (
+        max(number for number, count in enumerate(counts) if count)
+        if depths and any(counts)
+        else last
+    )
     return tuple(
         Stage(
-            range(start, start + count), embedding=stage == 0, loss=stage == last, norm=stage == norm,
+            range(start, start + count),
+            embedding=stage == 0,
+            loss=stage == last,
+            norm=stage == norm,
             further=depths if stage == (last if place is None else place) else 0,
         )
         for stage, (start, count) in enumerate(zip(starts, counts, strict=True))
-    )  # fmt: skip
+    )
 
 
 # --- layout strings
 
 
 def _layout_problems(text: str, pp: int, vpp: int, num_layers: int, depths: int) -> list[str]:
-    """Everything that is wrong with a layout string; a text that cannot be read has one mistake, where reading ends."""
+    """Everything that is wrong with a layout string; a text that cannot be read has one mistake,
+    where reading ends."""
     try:
         stages = parse_layout(text)
     except PlanError as error:
@@ -288,50 +339,74 @@ def _layout_problems(text: str, pp: int, vpp: int, num_layers: int, depths: int)
     problems = []
     if len(stages) != num_stages:
         problems.append(
-            f"{FIELD}={text} has {len(stages)} stages, but parallel.pp * parallel.pipeline.vpp = {pp} * {vpp} = "
-            f"{num_stages}. Use {num_stages - 1} bars, as in {example}, or set parallel.pp and vpp to multiply to "
-            f"{len(stages)}."
+            f"{FIELD}={text} has {len(stages)} stages, but parallel.pp * parallel.pipeline.vpp = "
+            f"{pp} * {vpp} = "
+            f"{num_stages}. Use {num_stages - 1} bars, as in {example}, or set parallel.pp and vpp "
+            f"to multiply to {len(stages)}."
         )
     items = [item for stage in stages for item in stage]
     problems += _once(text, items, "E", "embedding") + _once(text, items, "L", "loss")
-    problems += _at_the_end(text, stages, "E", 0, "before the embedding") if _kinds(items)["E"] == 1 else []
-    problems += _at_the_end(text, stages, "L", -1, "after the loss") if _kinds(items)["L"] == 1 else []
+    problems += (
+        _at_the_end(text, stages, "E", 0, "before the embedding") if _kinds(items)["E"] == 1 else []
+    )
+    problems += (
+        _at_the_end(text, stages, "L", -1, "after the loss") if _kinds(items)["L"] == 1 else []
+    )
     if (found := _kinds(items)["t"]) != num_layers:
         problems.append(
-            f"{FIELD}={text} has {found} layers (t), but model.num_layers={num_layers}. Use {num_layers}, as in "
+            f"{FIELD}={text} has {found} layers (t), but model.num_layers={num_layers}. Use "
+            f"{num_layers}, as in "
             f"{example}."
         )
     return problems + _further_problems(text, stages, depths, example)
 
 
-def _further_problems(text: str, stages: Sequence[Sequence[Item]], depths: int, example: str) -> list[str]:
-    """As many m as there are depths, all behind the last layer, on one stage, which is not the first."""
+def _further_problems(
+    text: str, stages: Sequence[Sequence[Item]], depths: int, example: str
+) -> list[str]:
+    """As many m as there are depths, all behind the last layer, on one stage, which is not the
+    first."""
     items = [item for stage in stages for item in stage]
     found = [item for item in items if item.kind == "m"]
     if found and not depths:
         what = "this model has no multi-token prediction layers"
-        return [f"{mistake(text, found[0].position, what)}Use no m, or set model.mtp.depths={len(found)}."]
+        return [
+            f"{mistake(text, found[0].position, what)}Use no m, or set "
+            f"model.mtp.depths={len(found)}."
+        ]
     problems = []
     if len(found) != depths:
         problems.append(
-            f"{FIELD}={text} has {len(found)} layers that predict further ahead (m), but model.mtp.depths={depths}. "
+            f"{FIELD}={text} has {len(found)} layers that predict further ahead (m), but "
+            f"model.mtp.depths={depths}. "
             f"Use {depths}, as in {example}."
         )
     holding = [stage for stage in stages if any(item.kind == "m" for item in stage)]
     if len(stages) > 1 and holding and holding[0] is stages[0]:
         what = "m reads what all layers make, and on the first stage that would be the whole model"
-        problems.append(f"{mistake(text, found[0].position, what)}Use m on a later stage, as in {example}.")
+        problems.append(
+            f"{mistake(text, found[0].position, what)}Use m on a later stage, as in {example}."
+        )
     if len(holding) > 1:
         second = next(item for item in holding[1] if item.kind == "m")
         what = "m is on a second stage, but all of them read one copy of the embedding"
-        problems.append(f"{mistake(text, second.position, what)}Use m on one stage, as in {example}.")
+        problems.append(
+            f"{mistake(text, second.position, what)}Use m on one stage, as in {example}."
+        )
     layers = [number for number, item in enumerate(items) if item.kind == "t"]
     early = next(
-        (item for number, item in enumerate(items) if item.kind == "m" and number < max(layers, default=0)), None
+        (
+            item
+            for number, item in enumerate(items)
+            if item.kind == "m" and number < max(layers, default=0)
+        ),
+        None,
     )
     if early is not None:
         what = "m comes before a layer (t), and reads what all layers make"
-        problems.append(f"{mistake(text, early.position, what)}Use m behind the last t, as in {example}.")
+        problems.append(
+            f"{mistake(text, early.position, what)}Use m behind the last t, as in {example}."
+        )
     return problems
 
 
@@ -350,8 +425,11 @@ def _once(text: str, items: Sequence[Item], kind: str, name: str) -> list[str]:
     return [f"{mistake(text, found[1].position, what)}Use {kind} once."]
 
 
-def _at_the_end(text: str, stages: Sequence[Sequence[Item]], kind: str, end: int, where: str) -> list[str]:
-    """Whether the one item of a kind is the first of the first stage (end 0) or the last of the last (end -1)."""
+def _at_the_end(
+    text: str, stages: Sequence[Sequence[Item]], kind: str, end: int, where: str
+) -> list[str]:
+    """Whether the one item of a kind is the first of the first stage (end 0) or the last of the
+    last (end -1)."""
     if stages[end] and stages[end][end].kind == kind:
         return []
     found = next(item for stage in stages for item in stage if item.kind == kind)

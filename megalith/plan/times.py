@@ -1,4 +1,5 @@
-"""Rough times of a step: its work at a usual part of the peak rate, its messages at the rate of the links they take.
+"""Rough times of a step: its work at a usual part of the peak rate, its messages at the rate of the
+links they take.
 
 Good for telling which axis costs what and what can hide it, not for predicting a step.
 """
@@ -16,7 +17,8 @@ from megalith.plan.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """How long one sort of traffic is on its way in a step, and how long what it can hide behind takes."""
+    """How long one sort of traffic is on its way in a step, and how long what it can hide behind
+    takes."""
 
     near: bool
     """All ranks of its group are in one node."""
@@ -32,20 +34,28 @@ class Passage:
 
 
 def rank_flops(workload: Workload) -> float:
-    """Useful floating-point operations of one rank in a step, on average over stages; recomputation does not count."""
+    """Useful floating-point operations of one rank in a step, on average over stages; recomputation
+    does not count."""
     run, t = workload.run, workload.run.train
-    row = trained_step_flops(run.model, run.lora, run.optim, tokens=t.seq_len, squared_lengths=t.seq_len**2)
+    row = trained_step_flops(
+        run.model, run.lora, run.optim, tokens=t.seq_len, squared_lengths=t.seq_len**2
+    )
     return t.global_batch_size * row / workload.world
 
 
 def work_seconds(workload: Workload, device: Device) -> float | None:
-    """Computing of one step, recomputation too, without bubble and messages; None where the rate is not known."""
+    """Computing of one step, recomputation too, without bubble and messages; None where the rate is
+    not known."""
     if device.tflops is None:
         return None
-    return rank_flops(workload) * (1 + repeated_share(workload)) / (device.tflops * 1e12 * EFFICIENCY)
+    return (
+        rank_flops(workload) * (1 + repeated_share(workload)) / (device.tflops * 1e12 * EFFICIENCY)
+    )
 
 
-def passage(workload: Workload, row: Traffic, *, pp_rank: int, tp_rank: int, device: Device) -> Passage | None:
+def passage(
+    workload: Workload, row: Traffic, *, pp_rank: int, tp_rank: int, device: Device
+) -> Passage | None:
     """How long this traffic takes; None where the device's links or rate are not known."""
     work = work_seconds(workload, device)
     if work is None or device.near_gbs == 0:
@@ -59,7 +69,8 @@ def passage(workload: Workload, row: Traffic, *, pp_rank: int, tp_rank: int, dev
 
 
 def _share(workload: Workload, row: Traffic) -> float:
-    """The part of a step's computing that a sort of traffic can hide behind; backward is two thirds of it."""
+    """The part of a step's computing that a sort of traffic can hide behind; backward is two thirds
+    of it."""
     many = workload.num_microbatches
     shares = {
         "": 0.0,
@@ -70,7 +81,8 @@ def _share(workload: Workload, row: Traffic) -> float:
         "the other of a pair": _paired(workload),
         "the layer before": 1.0,
         "attention": attention_share(workload),
-        "matmuls": (layer_share(workload.run) - attention_share(workload)) / 3,  # of inputs' or of weights' gradients
+        "matmuls": (layer_share(workload.run) - attention_share(workload))
+        / 3,  # of inputs' or of weights' gradients
     }
     return shares[row.behind]
 
@@ -78,7 +90,9 @@ def _share(workload: Workload, row: Traffic) -> float:
 def _paired(workload: Workload) -> float:
     """The part of a step's computing that is done in pairs, on the rank that has the fewest."""
     schedule = workload.schedule
-    return min(map(len, schedule.pairs), default=0) / (schedule.num_chunks * schedule.num_microbatches)
+    return min(map(len, schedule.pairs), default=0) / (
+        schedule.num_chunks * schedule.num_microbatches
+    )
 
 
 def attention_share(workload: Workload) -> float:
@@ -96,7 +110,10 @@ def layer_share(run: TrainRun) -> float:
 
 
 def repeated_share(workload: Workload) -> float:
-    """What recomputation adds, as a part of the useful work; a second forward costs the same whatever is trained."""
+    """What recomputation adds, as a part of the useful work; a second forward costs the same
+    whatever is trained."""
     run, length = workload.run, workload.run.train.seq_len
-    useful = trained_step_flops(run.model, run.lora, run.optim, tokens=length, squared_lengths=length**2)
+    useful = trained_step_flops(
+        run.model, run.lora, run.optim, tokens=length, squared_lengths=length**2
+    )
     return repeated_flops(run, workload.stages, tokens=length, squared_lengths=length**2) / useful

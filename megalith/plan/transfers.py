@@ -1,12 +1,14 @@
 """The messages between pipeline ranks: where each is sent, and where its receive is posted.
 
-Messages travel on *channels*: (source rank, target rank, direction); forward carries activations to the next stage,
-backward their gradients to the one before. A channel is a queue: NCCL has no tags, so the k-th send is matched with the
-k-th receive. Both sides therefore list a channel's messages in one order, the one in which the source computes them,
-and each channel needs a queue of its own (a process group, or tags on gloo): two channels between the same two ranks,
-as with two ranks in all or in a V, may interleave differently on both sides. `plan/queues` proves both on paper.
+Messages travel on *channels*: (source rank, target rank, direction); forward carries activations to
+the next stage, backward their gradients to the one before. A channel is a queue: NCCL has no tags,
+so the k-th send is matched with the k-th receive. Both sides therefore list a channel's messages in
+one order, the one in which the source computes them, and each channel needs a queue of its own (a
+process group, or tags on gloo): two channels between the same two ranks, as with two ranks in all
+or in a V, may interleave differently on both sides. `plan/queues` proves both on paper.
 
-Stages that are neighbours on one rank (the turn of a V, or a single rank) pass tensors without a message.
+Stages that are neighbours on one rank (the turn of a V, or a single rank) pass tensors without a
+message.
 """
 
 from collections.abc import Iterator
@@ -37,8 +39,11 @@ class Channel(NamedTuple):
     direction: Direction
 
 
-def neighbour(schedule: Schedule, rank: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-    """(rank, chunk) that gets what this one computes: the next stage forward, the one before backward; None: nobody."""
+def neighbour(
+    schedule: Schedule, rank: int, chunk: int, direction: Direction
+) -> tuple[int, int] | None:
+    """(rank, chunk) that gets what this one computes: the next stage forward, the one before
+    backward; None: nobody."""
     stage = schedule.stage_of(rank, chunk) + (1 if direction == "forward" else -1)
     return schedule.place_of(stage) if 0 <= stage < schedule.num_stages else None
 
@@ -56,14 +61,17 @@ def channels(schedule: Schedule) -> tuple[Channel, ...]:
 
 
 def with_transfers(schedule: Schedule, *, overlap: bool = True) -> Schedule:
-    """The schedule with its messages: `recv_*` posts a receive and goes on, the computing that needs it waits for it.
+    """The schedule with its messages: `recv_*` posts a receive and goes on, the computing that
+    needs it waits for it.
 
-    A `send_*` follows the computing whose result it sends and does not wait either; its buffer is free once it is done.
-    overlap: the receive for an action is posted before the computing of the action before, so that a message travels
-    while its receiver computes, and at most two receives per rank are open. Without: just before it is needed. Where
-    messages are needed in another order than they are sent in, receives are posted earlier, in the order of sending.
-    Since no transfer waits, two ranks that send to each other at the same time cannot block, two ranks in all included.
-    What is computed together counts as one action: its messages come before and after both.
+    A `send_*` follows the computing whose result it sends and does not wait either; its buffer is
+    free once it is done. overlap: the receive for an action is posted before the computing of the
+    action before, so that a message travels while its receiver computes, and at most two receives
+    per rank are open. Without: just before it is needed. Where messages are needed in another order
+    than they are sent in, receives are posted earlier, in the order of sending. Since no transfer
+    waits, two ranks that send to each other at the same time cannot block, two ranks in all
+    included. What is computed together counts as one action: its messages come before and after
+    both.
     """
     ranks = []
     for rank, (slots, receives) in enumerate(_receives(schedule, overlap)):
@@ -104,7 +112,8 @@ def _links(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _Link]:
 
 
 def _receives(schedule: Schedule, overlap: bool) -> Iterator[tuple[list[int], list[Action]]]:
-    """By rank: indices of what it computes (together), rising, and of each receive the one to post it before.
+    """By rank: indices of what it computes (together), rising, and of each receive the one to post
+    it before.
 
     Receives of one index are in the order of their channels.
     """
@@ -114,8 +123,12 @@ def _receives(schedule: Schedule, overlap: bool) -> Iterator[tuple[list[int], li
         needed = _needed_at(schedule, rank)
         slots: list[int] = []
         receives: list[Action] = []
-        for messages in (messages for channel, messages in by_channel.items() if channel.target == rank):
-            needs = (needed[kind][chunk][microbatch] for kind, chunk, microbatch, _ in reversed(messages))
+        for messages in (
+            messages for channel, messages in by_channel.items() if channel.target == rank
+        ):
+            needs = (
+                needed[kind][chunk][microbatch] for kind, chunk, microbatch, _ in reversed(messages)
+            )
             slots += [max(first - ahead, 0) for first in accumulate(needs, min)][::-1]
             receives += messages
         order = sorted(range(len(slots)), key=slots.__getitem__)
@@ -123,9 +136,15 @@ def _receives(schedule: Schedule, overlap: bool) -> Iterator[tuple[list[int], li
 
 
 def _needed_at(schedule: Schedule, rank: int) -> dict[Kind, list[list[int]]]:
-    """By kind of receive, chunk and microbatch: the index of the computing (together) that takes what comes."""
-    rows = {kind: [[-1] * schedule.num_microbatches for _ in range(schedule.num_chunks)] for kind in RECEIVES.values()}
-    takes = {kind: rows[RECEIVES[direction]] for direction, kinds in COMPUTES.items() for kind in kinds}
+    """By kind of receive, chunk and microbatch: the index of the computing (together) that takes
+    what comes."""
+    rows = {
+        kind: [[-1] * schedule.num_microbatches for _ in range(schedule.num_chunks)]
+        for kind in RECEIVES.values()
+    }
+    takes = {
+        kind: rows[RECEIVES[direction]] for direction, kinds in COMPUTES.items() for kind in kinds
+    }
     for index, actions in enumerate(together(schedule, rank)):
         for kind, chunk, microbatch, _ in actions:
             if kind in takes:
@@ -138,7 +157,9 @@ def _messages(schedule: Schedule) -> dict[Channel, list[Action]]:
     messages: dict[Channel, list[Action]] = {channel: [] for channel in channels(schedule)}
     for rank, actions in enumerate(schedule.ranks):
         links = _links(schedule, rank)
-        outgoing = {key: messages[Channel(rank, link.target, link.direction)] for key, link in links.items()}
+        outgoing = {
+            key: messages[Channel(rank, link.target, link.direction)] for key, link in links.items()
+        }
         for kind, chunk, microbatch, _ in actions:
             link = links.get((kind, chunk))
             if link is not None:

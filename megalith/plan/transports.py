@@ -1,7 +1,9 @@
-"""Ways for tokens to reach their experts: those that are here, and those that installed packages bring.
+"""Ways for tokens to reach their experts: those that are here, and those that installed packages
+bring.
 
-A package brings one as an entry point of the group `megalith.transports`, whose name is what `parallel.dispatcher` says
-and whose object is a `Transport` of parallel/transports.py. Nothing registers itself: what is installed is there.
+A package brings one as an entry point of the group `megalith.transports`, whose name is what
+`parallel.dispatcher` says and whose object is a `Transport` of parallel/transports.py. Nothing
+registers itself: what is installed is there.
 """
 
 from collections.abc import Mapping
@@ -28,6 +30,7 @@ def transport_problems(name: str) -> list[str]:
     if name in known:
         return []
     return [
-        f"parallel.dispatcher={name} is no way for tokens to reach experts.{did_you_mean(name, known)} Use one of "
+        f"parallel.dispatcher={name} is no way for tokens to reach "
+        f"experts.{did_you_mean(name, known)} Use one of "
         f"{', '.join(known)}, or install the package that brings it."
     ]

@@ -1,4 +1,5 @@
-"""Settings of a network that nothing would read: what each belongs to, as one table, and the refusal of the rest."""
+"""Settings of a network that nothing would read: what each belongs to, as one table, and the
+refusal of the rest."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,7 +37,8 @@ def _scaled(*kinds: str) -> Callable[[ModelConfig], bool]:
 
 
 def reads_mlp_bias(model: ModelConfig) -> bool:
-    """Whether some layer has an MLP, a matrix in its place, or shared experts; the others have biases of their own."""
+    """Whether some layer has an MLP, a matrix in its place, or shared experts; the others have
+    biases of their own."""
     shares = model.moe is not None and model.moe.shared_ffn_hidden_size is not None
     layers = range(model.num_layers)
     return any(model.mlp_part(n) != "none" and (shares or not model.has_experts(n)) for n in layers)
@@ -44,132 +46,214 @@ def reads_mlp_bias(model: ModelConfig) -> bool:
 
 BELONGS: tuple[Belongs, ...] = (
     Belongs(
-        ("attention", "qkv_bias", "rope", "relative", "dropout.attention"), "layers.attention",
-        lambda model: any(model.attention_part(layer) == "full" for layer in range(model.num_layers)),
-        "for attention, and no layer has it", "model.layers.attention to full for some layer",
+        ("attention", "qkv_bias", "rope", "relative", "dropout.attention"),
+        "layers.attention",
+        lambda model: any(
+            model.attention_part(layer) == "full" for layer in range(model.num_layers)
+        ),
+        "for attention, and no layer has it",
+        "model.layers.attention to full for some layer",
     ),
     Belongs(
-        ("activation", "gated", "activation_clamp", "up_offset"), "layers.mlp",
+        ("activation", "gated", "activation_clamp", "up_offset"),
+        "layers.mlp",
         lambda model: any(model.mlp_part(layer) == "full" for layer in range(model.num_layers)),
-        "for MLPs, and no layer has one", "model.layers.mlp to full for some layer",
+        "for MLPs, and no layer has one",
+        "model.layers.mlp to full for some layer",
     ),
     Belongs(
-        ("mlp_bias",), "layers.mlp",
+        ("mlp_bias",),
+        "layers.mlp",
         lambda model: any(model.mlp_part(layer) != "none" for layer in range(model.num_layers)),
-        "for MLPs, and no layer has one", "model.layers.mlp to full for some layer",
+        "for MLPs, and no layer has one",
+        "model.layers.mlp to full for some layer",
     ),
     Belongs(
-        ("mlp_bias",), "moe.shared_ffn_hidden_size", reads_mlp_bias,
-        "for MLPs and shared experts, and there are none", "model.moe.biases=true for biases of experts",
+        ("mlp_bias",),
+        "moe.shared_ffn_hidden_size",
+        reads_mlp_bias,
+        "for MLPs and shared experts, and there are none",
+        "model.moe.biases=true for biases of experts",
     ),
     Belongs(
-        ("rope",), "positions", lambda model: model.positions == "rope", "for rotary positions",
+        ("rope",),
+        "positions",
+        lambda model: model.positions == "rope",
+        "for rotary positions",
         "model.positions=rope",
     ),
     Belongs(
-        ("relative",), "positions", lambda model: model.positions == "relative", "for relative positions",
+        ("relative",),
+        "positions",
+        lambda model: model.positions == "relative",
+        "for relative positions",
         "model.positions=relative",
     ),
     Belongs(
-        ("rope.factor",), "rope.scaling", _scaled(*ANY_SCALING), "how far a scaling stretches",
+        ("rope.factor",),
+        "rope.scaling",
+        _scaled(*ANY_SCALING),
+        "how far a scaling stretches",
         f"model.rope.scaling to one of {', '.join(ANY_SCALING)}",
     ),
     Belongs(
-        ("rope.original_max_position",), "rope.scaling", _scaled(*FROM_A_LENGTH), "the length that a scaling begins at",
+        ("rope.original_max_position",),
+        "rope.scaling",
+        _scaled(*FROM_A_LENGTH),
+        "the length that a scaling begins at",
         f"model.rope.scaling to one of {', '.join(FROM_A_LENGTH)}",
     ),
     Belongs(
-        ("rope.low_freq_factor", "rope.high_freq_factor"), "rope.scaling", _scaled("llama3"), "for llama3",
+        ("rope.low_freq_factor", "rope.high_freq_factor"),
+        "rope.scaling",
+        _scaled("llama3"),
+        "for llama3",
         "model.rope.scaling=llama3",
     ),
     Belongs(
-        ("rope.beta_fast", "rope.beta_slow", "rope.whole_pairs", "mla.yarn_mscale"), "rope.scaling", _scaled("yarn"),
-        "for yarn", "model.rope.scaling=yarn",
-    ),
-    Belongs(
-        ("rope.attention_factor",), "rope.scaling", _scaled("yarn", "longrope"), "what a scaling sharpens by",
+        ("rope.beta_fast", "rope.beta_slow", "rope.whole_pairs", "mla.yarn_mscale"),
+        "rope.scaling",
+        _scaled("yarn"),
+        "for yarn",
         "model.rope.scaling=yarn",
     ),
     Belongs(
-        ("rope.short_factors", "rope.long_factors"), "rope.scaling", _scaled("longrope"), "for longrope",
+        ("rope.attention_factor",),
+        "rope.scaling",
+        _scaled("yarn", "longrope"),
+        "what a scaling sharpens by",
+        "model.rope.scaling=yarn",
+    ),
+    Belongs(
+        ("rope.short_factors", "rope.long_factors"),
+        "rope.scaling",
+        _scaled("longrope"),
+        "for longrope",
         "model.rope.scaling=longrope",
     ),
     Belongs(
-        ("rope.skip_growth", "rope.skip_step"), "rope.skip", lambda model: any(model.rope.skip),
-        "for layers without positions", "model.rope.skip to [false, false, false, true] or so",
+        ("rope.skip_growth", "rope.skip_step"),
+        "rope.skip",
+        lambda model: any(model.rope.skip),
+        "for layers without positions",
+        "model.rope.skip to [false, false, false, true] or so",
     ),
     Belongs(
-        ("rope.skip_step",), "rope.skip_growth", lambda model: model.rope.skip_growth > 0,
-        "where what multiplies queries grows", "model.rope.skip_growth=0.1",
+        ("rope.skip_step",),
+        "rope.skip_growth",
+        lambda model: model.rope.skip_growth > 0,
+        "where what multiplies queries grows",
+        "model.rope.skip_growth=0.1",
     ),
     Belongs(
-        ("mla.yarn_mscale",), "attention.scale", lambda model: model.attention.scale is None,
-        "part of the scale where none is given", "model.attention.scale=null",
+        ("mla.yarn_mscale",),
+        "attention.scale",
+        lambda model: model.attention.scale is None,
+        "part of the scale where none is given",
+        "model.attention.scale=null",
     ),
     Belongs(
-        ("mup.base_head_dim", "mup.attention_scale_power"), "attention.scale",
-        lambda model: model.attention.scale is None, "for the scale where none is given", "model.attention.scale=null",
+        ("mup.base_head_dim", "mup.attention_scale_power"),
+        "attention.scale",
+        lambda model: model.attention.scale is None,
+        "for the scale where none is given",
+        "model.attention.scale=null",
     ),
     Belongs(
-        ("attention.window_layers", "attention.window_right", "attention.chunked", "rope.local_theta"),
-        "attention.window", lambda model: model.attention.window is not None,
-        "for layers with a window, and no layer has one", "model.attention.window to 4096 or so",
+        (
+            "attention.window_layers",
+            "attention.window_right",
+            "attention.chunked",
+            "rope.local_theta",
+        ),
+        "attention.window",
+        lambda model: model.attention.window is not None,
+        "for layers with a window, and no layer has one",
+        "model.attention.window to 4096 or so",
     ),
     Belongs(
-        ("attention.window_right",), "attention.causal", lambda model: not model.attention.causal,
-        "for attention that looks both ways", "model.attention.causal=false",
+        ("attention.window_right",),
+        "attention.causal",
+        lambda model: not model.attention.causal,
+        "for attention that looks both ways",
+        "model.attention.causal=false",
     ),
     Belongs(
-        ("attention.qk_norm_eps", "attention.qk_norm_layers"), "attention.qk_norm",
+        ("attention.qk_norm_eps", "attention.qk_norm_layers"),
+        "attention.qk_norm",
         lambda model: model.attention.qk_norm != "none",
-        "for norms of queries and keys", "model.attention.qk_norm=head",
+        "for norms of queries and keys",
+        "model.attention.qk_norm=head",
     ),
     Belongs(
-        ("mla.norm_eps",), "mla.norms", lambda model: model.mla is None or model.mla.norms,
-        "for norms of short vectors", "model.mla.norms=true",
+        ("mla.norm_eps",),
+        "mla.norms",
+        lambda model: model.mla is None or model.mla.norms,
+        "for norms of short vectors",
+        "model.mla.norms=true",
     ),
     Belongs(
-        ("activation_clamp", "up_offset"), "gated", lambda model: model.gated, "for a gate", "model.gated=true"
+        ("activation_clamp", "up_offset"),
+        "gated",
+        lambda model: model.gated,
+        "for a gate",
+        "model.gated=true",
     ),
     Belongs(
-        ("moe.router.balancing_rate",), "moe.router.balancing_bias",
-        lambda model: model.moe is not None and model.moe.router.balancing_bias, "how far a bias moves",
+        ("moe.router.balancing_rate",),
+        "moe.router.balancing_bias",
+        lambda model: model.moe is not None and model.moe.router.balancing_bias,
+        "how far a bias moves",
         "model.moe.router.balancing_bias=true",
     ),
     Belongs(
-        ("moe.balance.quantile_ema",), "moe.balance.quantile",
-        lambda model: model.moe is not None and model.moe.balance.quantile, "what remains of offsets",
+        ("moe.balance.quantile_ema",),
+        "moe.balance.quantile",
+        lambda model: model.moe is not None and model.moe.balance.quantile,
+        "what remains of offsets",
         "model.moe.balance.quantile=true",
     ),
     Belongs(
-        ("moe.balance.of_choices",), "moe.balance.batch",
-        lambda model: model.moe is not None and has_balance_losses(model.moe.balance), "what a loss of balance counts",
+        ("moe.balance.of_choices",),
+        "moe.balance.batch",
+        lambda model: model.moe is not None and has_balance_losses(model.moe.balance),
+        "what a loss of balance counts",
         "model.moe.balance.batch=0.01",
     ),
     Belongs(
-        ("moe.router.group_score",), "moe.router.groups",
-        lambda model: model.moe is not None and model.moe.router.groups is not None, "how groups are judged",
+        ("moe.router.group_score",),
+        "moe.router.groups",
+        lambda model: model.moe is not None and model.moe.router.groups is not None,
+        "how groups are judged",
         "model.moe.router.groups to 8 or so",
     ),
     Belongs(
-        ("moe.capacity.drop", "moe.capacity.pad"), "moe.capacity.factor",
-        lambda model: model.moe is not None and model.moe.capacity.factor is not None, "for experts with a limit",
+        ("moe.capacity.drop", "moe.capacity.pad"),
+        "moe.capacity.factor",
+        lambda model: model.moe is not None and model.moe.capacity.factor is not None,
+        "for experts with a limit",
         "model.moe.capacity.factor=1.25",
     ),
     Belongs(
-        ("moe.shared_gate",), "moe.shared_ffn_hidden_size",
+        ("moe.shared_gate",),
+        "moe.shared_ffn_hidden_size",
         lambda model: model.moe is not None and model.moe.shared_ffn_hidden_size is not None,
-        "a gate of shared experts", "model.moe.shared_ffn_hidden_size",
+        "a gate of shared experts",
+        "model.moe.shared_ffn_hidden_size",
     ),
     Belongs(
-        ("mtp.loss_weight",), "mtp.depths", lambda model: model.mtp.depths > 0, "the weight of further predictions",
+        ("mtp.loss_weight",),
+        "mtp.depths",
+        lambda model: model.mtp.depths > 0,
+        "the weight of further predictions",
         "model.mtp.depths to 1 or more",
     ),
-)  # fmt: skip
+)
 
 
 def unread_problems(model: ModelConfig) -> list[str]:
-    """Changed settings that nothing would read: one text for each reason, and each setting in one of them."""
+    """Changed settings that nothing would read: one text for each reason, and each setting in one
+    of them."""
     usual = {setting.path: setting.default for setting in describe(ModelConfig)}
     values = flatten(model)
     changed = [path for path, value in values.items() if path in usual and value != usual[path]]
@@ -182,8 +266,8 @@ def unread_problems(model: ModelConfig) -> list[str]:
         given = ", ".join(f"model.{path}={shown(values[path])}" for path in idle)
         problems.append(
             f"{given} with model.{row.decider}={shown(values[row.decider])}: nothing would read "
-            f"{'them: these are' if len(idle) > 1 else 'it: this is'} {row.why}. Set {row.fix}, or remove "
-            f"{'them' if len(idle) > 1 else 'it'}."
+            f"{'them: these are' if len(idle) > 1 else 'it: this is'} {row.why}. Set {row.fix}, or "
+            f"remove {'them' if len(idle) > 1 else 'it'}."
         )
     return problems
 
@@ -192,7 +276,9 @@ def shown(value: Plain) -> str:
     """As a user types it."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(shown, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def _within(path: str, settings: tuple[str, ...]) -> bool:

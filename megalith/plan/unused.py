@@ -1,4 +1,5 @@
-"""Settings of a run that do nothing where they are: named when it starts, so that nobody waits for their effect."""
+"""Settings of a run that do nothing where they are: named when it starts, so that nobody waits for
+their effect."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from megalith.errors import ConfigError
 
 
 class Unused(NamedTuple):
-    """Settings that have no effect in some runs. What would be a contradiction is refused instead, by a rule."""
+    """Settings that have no effect in some runs. What would be a contradiction is refused instead,
+    by a rule."""
 
     settings: tuple[str, ...]
     """Dotted names; a section stands for all that is in it."""
@@ -29,10 +31,13 @@ def _one_stage(run: TrainRun, world: int) -> bool:
 
 
 def _has_weights(run: TrainRun) -> bool:
-    """Whether any of its sources is a blend with weights; of one that cannot be read, another rule tells."""
+    """Whether any of its sources is a blend with weights; of one that cannot be read, another rule
+    tells."""
     fields = {"path": run.data.path} | per_split_paths(run.data)
     try:
-        return any(parse_blend(name, words).weights is not None for name, words in fields.items() if words)
+        return any(
+            parse_blend(name, words).weights is not None for name, words in fields.items() if words
+        )
     except ConfigError:
         return True
 
@@ -46,79 +51,125 @@ def _all_turn_locally(run: TrainRun, world: int) -> bool:
 
 UNUSED: tuple[Unused, ...] = (
     Unused(
-        ("model.rope.theta", "model.rope.scaling", "model.rope.factor", "model.rope.original_max_position"),
-        _all_turn_locally, "all layers that turn have a window, and do so by model.rope.local_theta",
+        (
+            "model.rope.theta",
+            "model.rope.scaling",
+            "model.rope.factor",
+            "model.rope.original_max_position",
+        ),
+        _all_turn_locally,
+        "all layers that turn have a window, and do so by model.rope.local_theta",
     ),
     Unused(
-        ("parallel.pipeline",), _one_stage, "with parallel.pp=1 and parallel.pipeline.vpp=1 there is one stage"
+        ("parallel.pipeline",),
+        _one_stage,
+        "with parallel.pp=1 and parallel.pipeline.vpp=1 there is one stage",
     ),
     Unused(
-        ("parallel.ring_products",), lambda run, world: not run.parallel.rings,
+        ("parallel.ring_products",),
+        lambda run, world: not run.parallel.rings,
         "with parallel.rings=false nothing goes round",
     ),
     Unused(
-        ("parallel.dispatcher",), lambda run, world: run.parallel.ep * (run.parallel.etp or run.parallel.tp) == 1,
+        ("parallel.dispatcher",),
+        lambda run, world: run.parallel.ep * (run.parallel.etp or run.parallel.tp) == 1,
         "with parallel.ep=1 every rank has all experts",
     ),
-    Unused(("parallel.context",), lambda run, world: run.parallel.cp == 1, "with parallel.cp=1 no rows are shared"),
     Unused(
-        ("parallel.bucket_numel",), lambda run, world: run.parallel.zero == 3 and world > 1,
+        ("parallel.context",),
+        lambda run, world: run.parallel.cp == 1,
+        "with parallel.cp=1 no rows are shared",
+    ),
+    Unused(
+        ("parallel.bucket_numel",),
+        lambda run, world: run.parallel.zero == 3 and world > 1,
         "with parallel.zero=3 gradients are summed layer by layer",
     ),
     Unused(
-        ("parallel.bucket_numel", "parallel.overlap", "parallel.check_collectives", "parallel.order"),
+        (
+            "parallel.bucket_numel",
+            "parallel.overlap",
+            "parallel.check_collectives",
+            "parallel.order",
+        ),
         lambda run, world: world == 1,
         "one rank has nobody to talk to",
     ),
     Unused(
         ("optim.beta1", "optim.beta2", "optim.eps", "optim.decoupled_weight_decay"),
-        lambda run, world: run.optim.kind == "sgd", "they belong to optim.kind=adamw, and it is sgd",
+        lambda run, world: run.optim.kind == "sgd",
+        "they belong to optim.kind=adamw, and it is sgd",
     ),
     Unused(
-        ("optim.momentum",), lambda run, world: run.optim.kind != "sgd", "it belongs to optim.kind=sgd, and it is adamw"
+        ("optim.momentum",),
+        lambda run, world: run.optim.kind != "sgd",
+        "it belongs to optim.kind=sgd, and it is adamw",
     ),
     Unused(
-        ("precision.loss_scale",), lambda run, world: run.precision.params != "fp16",
+        ("precision.loss_scale",),
+        lambda run, world: run.precision.params != "fp16",
         "only precision.params=fp16 scales the loss",
     ),
     Unused(
-        tuple(f"precision.loss_scale.{name}" for name in ("initial", "min", "window", "hysteresis", "max_overflows")),
-        lambda run, world: run.precision.params == "fp16" and run.precision.loss_scale.constant is not None,
+        tuple(
+            f"precision.loss_scale.{name}"
+            for name in ("initial", "min", "window", "hysteresis", "max_overflows")
+        ),
+        lambda run, world: (
+            run.precision.params == "fp16" and run.precision.loss_scale.constant is not None
+        ),
         "with precision.loss_scale.constant the scale never moves",
     ),
     Unused(
-        ("model.fp32_residual",), lambda run, world: run.precision.params in ("fp32", "fp64"),
+        ("model.fp32_residual",),
+        lambda run, world: run.precision.params in ("fp32", "fp64"),
         "the residual stream is as wide without it",
     ),
     Unused(
-        ("schedule.wsd_decay_style",), lambda run, world: run.schedule.style != "wsd",
+        ("schedule.wsd_decay_style",),
+        lambda run, world: run.schedule.style != "wsd",
         "it belongs to schedule.style=wsd",
     ),
-    Unused(("offload.min_numel",), lambda run, world: run.offload.layers == 0, "with offload.layers=0 nothing moves"),
     Unused(
-        ("checkpoint.keep_every",), lambda run, world: run.checkpoint.keep is None,
+        ("offload.min_numel",),
+        lambda run, world: run.offload.layers == 0,
+        "with offload.layers=0 nothing moves",
+    ),
+    Unused(
+        ("checkpoint.keep_every",),
+        lambda run, world: run.checkpoint.keep is None,
         "with checkpoint.keep unset every checkpoint stays",
     ),
     Unused(
-        ("data.mock_num_documents", "data.mock_max_tokens"), lambda run, world: not run.data.mock,
+        ("data.mock_num_documents", "data.mock_max_tokens"),
+        lambda run, world: not run.data.mock,
         "only data.mock=true makes documents up",
     ),
-    Unused(("data.mmap",), lambda run, world: run.data.mock, "with data.mock=true there are no files"),
     Unused(
-        ("data.mid_level_dataset_surplus",), lambda run, world: run.data.mock or not _has_weights(run),
+        ("data.mmap",), lambda run, world: run.data.mock, "with data.mock=true there are no files"
+    ),
+    Unused(
+        ("data.mid_level_dataset_surplus",),
+        lambda run, world: run.data.mock or not _has_weights(run),
         "only blends with weights round",
     ),
     Unused(
-        ("tokenizer.add_special_tokens",), lambda run, world: run.tokenizer.kind not in FILES,
+        ("tokenizer.add_special_tokens",),
+        lambda run, world: run.tokenizer.kind not in FILES,
         "only tokenizers read from files have special tokens",
     ),
-)  # fmt: skip
+)
 
 
 def unused_notes(run: TrainRun, world: int) -> list[str]:
-    """What a run on `world` ranks says about settings that were changed and do nothing: one line for each reason."""
+    """What a run on `world` ranks says about settings that were changed and do nothing: one line
+    for each reason."""
     usual = {setting.path: setting.default for setting in describe(TrainRun)}
-    changed = {path: value for path, value in flatten(run).items() if path in usual and value != usual[path]}
+    changed = {
+        path: value
+        for path, value in flatten(run).items()
+        if path in usual and value != usual[path]
+    }
     notes = []
     for row in UNUSED:
         found = [

@@ -1,4 +1,5 @@
-"""What every rank of a run has to do in one step: its place, its stages, its tokens and its schedule, on paper."""
+"""What every rank of a run has to do in one step: its place, its stages, its tokens and its
+schedule, on paper."""
 
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_holde
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A run on a number of ranks. Ranks with the same pp and tp coordinates do the same with other data."""
+    """A run on a number of ranks. Ranks with the same pp and tp coordinates do the same with other
+    data."""
 
     run: TrainRun
     grid: Grid
@@ -25,7 +27,8 @@ class Workload:
 
     schedule: Schedule
     crowded: bool = False
-    """All tokens choose the experts of one rank, as far as they can; else all experts are equally busy."""
+    """All tokens choose the experts of one rank, as far as they can; else all experts are equally
+    busy."""
 
     @property
     def world(self) -> int:
@@ -64,7 +67,8 @@ class Workload:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row with its padding, counted as one document: how many it really has, only the data knows."""
+        """Tokens of a row with its padding, counted as one document: how many it really has, only
+        the data knows."""
         length = self.run.train.seq_len
         return length + -length % self.document_multiple
 
@@ -75,7 +79,8 @@ class Workload:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the documents of a microbatch: rows; or in a pack, as many as there is room for of the longest."""
+        """Of the documents of a microbatch: rows; or in a pack, as many as there is room for of the
+        longest."""
         train, row = self.run.train, self.row_tokens
         if train.tokens_per_microbatch is None:
             return (row,) * train.micro_batch_size
@@ -99,10 +104,13 @@ class Workload:
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of one pipeline rank, by chunk number."""
-        return stages_of_rank(self.stages, pp_rank, self.run.parallel.pipeline, pp=self.run.parallel.pp)
+        return stages_of_rank(
+            self.stages, pp_rank, self.run.parallel.pipeline, pp=self.run.parallel.pp
+        )
 
     def expert_part(self, pp_rank: int, tp_rank: int) -> ExpertPart:
-        """Of experts, what the ranks at this place have; where some have larger parts of each, those."""
+        """Of experts, what the ranks at this place have; where some have larger parts of each,
+        those."""
         p, grid, moe = self.run.parallel, self.grid.experts, self.run.model.moe
         if grid is None or moe is None:
             return ExpertPart(etp=p.tp, etp_rank=tp_rank)
@@ -112,8 +120,11 @@ class Workload:
         ranks = self.grid.group_of(self.rank_at(pp_rank, tp_rank), ("dp", "cp"))
         return ExpertPart(p.ep, etp, min(grid.coordinates(rank)["etp"] for rank in ranks))
 
-    def parameters(self, pp_rank: int, tp_rank: int, *, experts: ExpertPart | None = None) -> list[HeldParameter]:
-        """Everything that a rank at this place holds, chunk after chunk; a tied table that two chunks use, once.
+    def parameters(
+        self, pp_rank: int, tp_rank: int, *, experts: ExpertPart | None = None
+    ) -> list[HeldParameter]:
+        """Everything that a rank at this place holds, chunk after chunk; a tied table that two
+        chunks use, once.
 
         experts: its part of them; unset: the largest at this place.
         """
@@ -121,11 +132,20 @@ class Workload:
         held: dict[str, HeldParameter] = {}
         for stage in self.chunks(pp_rank):
             for one in held_parameters(
-                self.run.model, tp=self.run.parallel.tp, tp_rank=tp_rank, layers=stage.layers,
-                embedding=stage.embedding, loss=stage.loss, norm=stage.norm, further=stage.further, experts=experts,
-            ):  # fmt: skip
+                self.run.model,
+                tp=self.run.parallel.tp,
+                tp_rank=tp_rank,
+                layers=stage.layers,
+                embedding=stage.embedding,
+                loss=stage.loss,
+                norm=stage.norm,
+                further=stage.further,
+                experts=experts,
+            ):
                 held.setdefault(one.name, one)
-        return with_frozen(with_adapters(list(held.values()), self.run.model, self.run.lora), self.run.optim)
+        return with_frozen(
+            with_adapters(list(held.values()), self.run.model, self.run.lora), self.run.optim
+        )
 
     def rank_at(self, pp_rank: int, tp_rank: int) -> int:
         """The first rank of the world at this place."""
@@ -143,9 +163,15 @@ def plan_workload(run: TrainRun, world: int) -> Workload:
     rows = microbatches_of_longest(t, p, grid.size("dp"))
     used = pipeline_in_use(p.pipeline, p.pp)
     schedule = build_schedule(
-        schedule_name(used), num_ranks=p.pp, num_microbatches=rows, num_chunks=used.vpp, group=used.group
+        schedule_name(used),
+        num_ranks=p.pp,
+        num_microbatches=rows,
+        num_chunks=used.vpp,
+        group=used.group,
     )
     if p.overlap_experts:
         schedule = in_pairs(schedule)
-    stages = plan_stages(p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths)
+    stages = plan_stages(
+        p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths
+    )
     return Workload(run, grid, stages, schedule)

@@ -29,14 +29,21 @@ _log = logging.getLogger(__name__)
 
 
 def load_base(
-    entries: Sequence[Entry], rules: CheckpointConfig, world: Group, *, model: ModelConfig, saved: Checkpoint | None
+    entries: Sequence[Entry],
+    rules: CheckpointConfig,
+    world: Group,
+    *,
+    model: ModelConfig,
+    saved: Checkpoint | None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Fill frozen weights from `rules.load`: which they are, for checkpoints, and how the models differ, as lines.
+    """Fill frozen weights from `rules.load`: which they are, for checkpoints, and how the models
+    differ, as lines.
 
     Collective over `world`. `saved`: adapters that were trained beside such weights before.
 
     Raises:
-        CheckpointError: on every rank: they are of another model, or not those that `saved` was trained beside.
+        CheckpointError: on every rank: they are of another model, or not those that `saved` was
+        trained beside.
     """
     assert rules.load is not None, "a rule asks for it"
     source = rules.load
@@ -52,7 +59,8 @@ def _is_there(source: str) -> None:
         locate(source)
     except CheckpointError as error:
         raise CheckpointError(
-            f"checkpoint.load={source}: {error} Adapters are trained beside weights: train a run of that name first, "
+            f"checkpoint.load={source}: {error} Adapters are trained beside weights: train a run "
+            "of that name first, "
             f"or set checkpoint.load to others."
         ) from error
 
@@ -65,12 +73,17 @@ def _record(source: str, saved: Checkpoint | None) -> dict[str, str]:
 
 
 def load_adapters(
-    entries: Sequence[Entry], lora: LoraConfig, world: Group, *, model: ModelConfig, record: dict[str, str]
+    entries: Sequence[Entry],
+    lora: LoraConfig,
+    world: Group,
+    *,
+    model: ModelConfig,
+    record: dict[str, str],
 ) -> tuple[str, ...]:
     """Fill adapters (roles `param` and `master`) from `lora.load`. Collective over `world`.
 
-    `record`: which weights they are to be trained beside, as `load_base` says. Returns the settings under which chance
-    chose experts while they were trained.
+    `record`: which weights they are to be trained beside, as `load_base` says. Returns the settings
+    under which chance chose experts while they were trained.
 
     Raises:
         CheckpointError: on every rank: they are of another rank, scale, targets, model or base.
@@ -88,18 +101,25 @@ def _same_base(path: Path, record: dict[str, str]) -> None:
     """Refuse adapters that were trained beside other weights, as far as they say beside which."""
     theirs = base_of_adapters(path)
     if theirs is None:
-        _log.warning("lora.load=%s names no base that is here: its matrices are compared by name and shape alone", path)
+        _log.warning(
+            "lora.load=%s names no base that is here: its matrices are compared by name and shape "
+            "alone",
+            path,
+        )
     elif theirs["fingerprint"] != record["fingerprint"]:
         raise CheckpointError(
-            f"lora.load={path} holds adapters of another base: they were trained beside {theirs['base']}, and "
-            f"checkpoint.load is {record['base']}. Set checkpoint.load to the weights that they were trained with."
+            f"lora.load={path} holds adapters of another base: they were trained beside "
+            f"{theirs['base']}, and "
+            f"checkpoint.load is {record['base']}. Set checkpoint.load to the weights that they "
+            "were trained with."
         )
 
 
 def _fill(entries: Sequence[Entry], found: Adapters, lora: LoraConfig, model: ModelConfig) -> None:
     if differences := same_adapters(found, lora, model):
         raise CheckpointError(
-            f"lora.load={lora.load}: other adapters than this run's: {'; '.join(differences)}. Set these to what is "
+            f"lora.load={lora.load}: other adapters than this run's: {'; '.join(differences)}. Set "
+            "these to what is "
             f"there."
         )
     check_names(found, lora, model)
@@ -107,8 +127,8 @@ def _fill(entries: Sequence[Entry], found: Adapters, lora: LoraConfig, model: Mo
         values = found.read(entry.shard.name)
         if tuple(values.shape) != entry.shard.shape:
             raise CheckpointError(
-                f"lora.load={lora.load}: {entry.shard.name} is {list(values.shape)} there, expected "
-                f"{list(entry.shard.shape)}. Use adapters of this model."
+                f"lora.load={lora.load}: {entry.shard.name} is {list(values.shape)} there, "
+                f"expected {list(entry.shard.shape)}. Use adapters of this model."
             )
         for piece in pieces(entry):
             piece.values.copy_(values[tuple(slice(start, stop) for start, stop in piece.box)])

@@ -1,7 +1,8 @@
-"""Upcycling: the weights of a dense model as those of a mixture of experts that begins where the dense model ended.
+"""Upcycling: the weights of a dense model as those of a mixture of experts that begins where the
+dense model ended.
 
-Source: Komatsuzaki et al. 2022, arXiv:2212.05055; experts that are a part of an MLP each: He et al. 2024,
-arXiv:2410.07524.
+Source: Komatsuzaki et al. 2022, arXiv:2212.05055; experts that are a part of an MLP each: He et al.
+2024, arXiv:2410.07524.
 """
 
 import math
@@ -28,11 +29,13 @@ from megalith.plan.shards import Box
 from megalith.plan.unread import reads_mlp_bias, unread_problems
 
 Scale = Literal["spread", "down"]
-"""Where the factor goes that makes up for the weights of a token's experts: into both matrices of an expert, as the
-paper has it, so that they stay alike in size, or into the last, which changes nothing of what the first computes."""
+"""Where the factor goes that makes up for the weights of a token's experts: into both matrices
+of an expert, as the paper has it, so that they stay alike in size, or into the last, which
+changes nothing of what the first computes."""
 
 CUT = {"gate_up": 1, "up": 0, "down": 1, "gate_up_bias": 1, "up_bias": 0, "down_bias": None}
-"""Of an MLP's parameters: the dim with the inner features, of which each expert has a part; None: there is none."""
+"""Of an MLP's parameters: the dim with the inner features, of which each expert has a part; None:
+there is none."""
 
 
 class Factors(NamedTuple):
@@ -51,14 +54,20 @@ def upcycle_problems(dense: ModelConfig, moe: MoEConfig) -> list[str]:
     """Every reason why a dense model cannot become this mixture, as texts."""
     if dense.moe is not None:
         return [
-            f"model.moe.experts={dense.moe.experts} in the source: it is a mixture of experts already. Use a dense "
+            f"model.moe.experts={dense.moe.experts} in the source: it is a mixture of experts "
+            "already. Use a dense "
             f"model, or remove --upcycle."
         ]
     model = _mixture(dense, moe)
     problems = moe_problems(model) + unread_problems(model)
     if problems:
         return problems
-    checks = (_same_features(moe), _same_biases(dense, moe), _weighed_answers(moe), *_parts_are_whole(model, moe))
+    checks = (
+        _same_features(moe),
+        _same_biases(dense, moe),
+        _weighed_answers(moe),
+        *_parts_are_whole(model, moe),
+    )
     return [text for text in checks if text is not None]
 
 
@@ -72,7 +81,8 @@ def _same_features(moe: MoEConfig) -> str | None:
     if moe.latent_size is None:
         return None
     return (
-        f"model.moe.latent_size={moe.latent_size}: a dense MLP works on all of a token's features, and so must experts "
+        f"model.moe.latent_size={moe.latent_size}: a dense MLP works on all of a token's features, "
+        "and so must experts "
         f"made of it. Set model.moe.latent_size=null."
     )
 
@@ -81,14 +91,18 @@ def _same_biases(dense: ModelConfig, moe: MoEConfig) -> str | None:
     if moe.biases == dense.mlp_bias:
         return None
     ours, theirs = str(moe.biases).lower(), str(dense.mlp_bias).lower()
-    return f"model.moe.biases={ours} with model.mlp_bias={theirs} in the source. Set model.moe.biases={theirs}."
+    return (
+        f"model.moe.biases={ours} with model.mlp_bias={theirs} in the source. Set "
+        f"model.moe.biases={theirs}."
+    )
 
 
 def _weighed_answers(moe: MoEConfig) -> str | None:
     if not moe.weigh_input:
         return None
     return (
-        "model.moe.weigh_input=true: an expert that reads a token times its weight answers something else than the "
+        "model.moe.weigh_input=true: an expert that reads a token times its weight answers "
+        "something else than the "
         "dense MLP. Set model.moe.weigh_input=false."
     )
 
@@ -98,22 +112,27 @@ def _parts_are_whole(model: ModelConfig, moe: MoEConfig) -> list[str | None]:
     widths = _widths(model)
     if len(widths) != 1:
         return [
-            f"model.layers.ffn_hidden_size={list(model.layers.ffn_hidden_size)}: the layers that are to have experts "
-            f"have MLPs of {widths or 'no'} features, and experts are alike. Set model.moe.layers to layers with equal "
+            f"model.layers.ffn_hidden_size={list(model.layers.ffn_hidden_size)}: the layers that "
+            "are to have experts "
+            f"have MLPs of {widths or 'no'} features, and experts are alike. Set model.moe.layers "
+            "to layers with equal "
             f"MLPs."
         ]
     width = widths[0]
     if width % moe.ffn_hidden_size:
         return [
-            f"model.moe.ffn_hidden_size={moe.ffn_hidden_size} does not divide the {width} features of the dense MLP: "
-            f"an expert is an equal part of it. Set model.moe.ffn_hidden_size to one of {divisors(width)}."
+            f"model.moe.ffn_hidden_size={moe.ffn_hidden_size} does not divide the {width} features "
+            "of the dense MLP: "
+            "an expert is an equal part of it. Set model.moe.ffn_hidden_size to one of "
+            f"{divisors(width)}."
         ]
     parts = width // moe.ffn_hidden_size
     made = f"model.moe.ffn_hidden_size={moe.ffn_hidden_size} makes {parts} experts of each MLP"
     counts = {"experts": moe.experts, "top_k": moe.top_k}
     found: list[str | None] = [
-        f"model.moe.{name}={count} is no multiple of {parts}: {made}, and a token goes to all of one. "
-        f"Set model.moe.{name} to {-(-count // parts) * parts}, or model.moe.ffn_hidden_size={width}."
+        f"model.moe.{name}={count} is no multiple of {parts}: {made}, and a token goes to all of "
+        f"one. Set model.moe.{name} to {-(-count // parts) * parts}, or "
+        f"model.moe.ffn_hidden_size={width}."
         for name, count in counts.items()
         if count % parts
     ]
@@ -121,7 +140,8 @@ def _parts_are_whole(model: ModelConfig, moe: MoEConfig) -> list[str | None]:
     if groups is not None and not found and (moe.experts // groups) % parts:
         fits = [n for n in divisors(moe.experts // parts) if n > 1] or "null"
         found.append(
-            f"model.moe.router.groups={groups} has {moe.experts // groups} experts in a group: {made}, which must not "
+            f"model.moe.router.groups={groups} has {moe.experts // groups} experts in a group: "
+            f"{made}, which must not "
             f"be torn apart. Set model.moe.router.groups to one of {fits}."
         )
     return found
@@ -137,20 +157,24 @@ def _widths(model: ModelConfig) -> list[int]:
 
 
 def expected_weight(moe: MoEConfig) -> float:
-    """What the weights of a token's experts add up to, on average, while the router has learnt nothing."""
+    """What the weights of a token's experts add up to, on average, while the router has learnt
+    nothing."""
     if moe.router.renormalise:
         return moe.router.scale
-    each = {"softmax": 1 / moe.experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}[moe.router.score]
+    each = {"softmax": 1 / moe.experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}[
+        moe.router.score
+    ]
     return moe.top_k * each * moe.router.scale
 
 
 def factors_of(model: ModelConfig, moe: MoEConfig, parts: int, scale: Scale) -> Factors:
-    """The factors that make the sum of a token's experts the answer of the dense MLP of `parts` parts.
+    """The factors that make the sum of a token's experts the answer of the dense MLP of `parts`
+    parts.
 
-    Of each part a token's weights are the `parts`th of their sum s, so that answers must grow by m = parts / s. With
-    both matrices multiplied by c they grow by c², once more by c for a gate and for a square: c is that root of m. For
-    ReLU and its square, gated or not, this is exact; SiLU and GELU are not scaled as their input is. `down` is exact
-    for all.
+    Of each part a token's weights are the `parts`th of their sum s, so that answers must grow by m
+    = parts / s. With both matrices multiplied by c they grow by c², once more by c for a gate and
+    for a square: c is that root of m. For ReLU and its square, gated or not, this is exact; SiLU
+    and GELU are not scaled as their input is. `down` is exact for all.
     """
     total = expected_weight(moe)
     m = parts / total
@@ -164,8 +188,8 @@ def factors_of(model: ModelConfig, moe: MoEConfig, parts: int, scale: Scale) -> 
 def part_of(word: str, box: Box, *, part: int, width: int) -> Box:
     """Where the values of one expert lie in the dense MLP's parameter `word`.
 
-    `box`: what is wanted of the expert, without the dim of experts; the expert has the `width` inner features that
-    follow the first `part` times `width`.
+    `box`: what is wanted of the expert, without the dim of experts; the expert has the `width`
+    inner features that follow the first `part` times `width`.
 
     >>> part_of("gate_up", ((0, 2), (1, 3), (0, 8)), part=1, width=4)
     ((0, 2), (5, 7), (0, 8))
@@ -183,10 +207,12 @@ def part_of(word: str, box: Box, *, part: int, width: int) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class UpcycledWeights:
-    """The weights of a mixture, read from those of a dense model; a router's, and shared experts', are new.
+    """The weights of a mixture, read from those of a dense model; a router's, and shared experts',
+    are new.
 
-    Of `parts` experts that follow one another each has another part of the dense MLP, and after them they repeat. Their
-    rows of the router are equal, so that a token goes to all or none of them. Shared experts begin by adding 0.
+    Of `parts` experts that follow one another each has another part of the dense MLP, and after
+    them they repeat. Their rows of the router are equal, so that a token goes to all or none of
+    them. Shared experts begin by adding 0.
     """
 
     dense: Weights
@@ -222,7 +248,11 @@ class UpcycledWeights:
         word, experts = parameter.rsplit(".", 1)[1], range(*box[0])
         boxes = [part_of(word, box[1:], part=e % self.parts, width=self.width) for e in experts]
         wide = torch.promote_types(dtype, torch.float32)
-        return torch.stack([self.dense.read(source, one, wide) for one in boxes]).mul_(self._factor(word)).to(dtype)
+        return (
+            torch.stack([self.dense.read(source, one, wide) for one in boxes])
+            .mul_(self._factor(word))
+            .to(dtype)
+        )
 
     def _factor(self, word: str) -> float:
         if word == "down":
@@ -248,7 +278,9 @@ def _drawn(declared: Declared, box: Box, seed: int) -> Tensor:
     return values
 
 
-def upcycle(source: Pretrained, moe: MoEConfig, *, scale: Scale = "spread", seed: int = 0) -> Pretrained:
+def upcycle(
+    source: Pretrained, moe: MoEConfig, *, scale: Scale = "spread", seed: int = 0
+) -> Pretrained:
     """A dense model as a mixture, of which nothing has been read yet; `seed` decides what is new.
 
     Raises:
@@ -264,9 +296,16 @@ def upcycle(source: Pretrained, moe: MoEConfig, *, scale: Scale = "spread", seed
         if ".moe." in one.shard.name and ".moe.experts." not in one.shard.name
     }
     weights = UpcycledWeights(
-        source.weights, moe.ffn_hidden_size, parts, factors_of(model, moe, parts, scale), fresh, seed
+        source.weights,
+        moe.ffn_hidden_size,
+        parts,
+        factors_of(model, moe, parts, scale),
+        fresh,
+        seed,
     )
-    return replace(source, model=model, weights=weights, hf_source=None)  # the dense model's family has no experts
+    return replace(
+        source, model=model, weights=weights, hf_source=None
+    )  # the dense model's family has no experts
 
 
 def told_origins(source: Pretrained, moves: Sequence[Move]) -> list[Move]:

@@ -1,4 +1,5 @@
-"""Complete runs, ready to train: one file per family, one function per run; a YAML file is as good as a recipe."""
+"""Complete runs, ready to train: one file per family, one function per run; a YAML file is as good
+as a recipe."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,7 +88,8 @@ def recipes() -> dict[str, Callable[[], TrainRun]]:
 
 
 def resolve(target: str) -> TrainRun:
-    """The run that a command line means: a recipe's name, a YAML file, or the folder of an earlier run.
+    """The run that a command line means: a recipe's name, a YAML file, or the folder of an earlier
+    run.
 
     Raises:
         ConfigError: it is none of them, or the file does not describe a run.
@@ -98,42 +100,55 @@ def resolve(target: str) -> TrainRun:
     if path.is_dir():
         if not (path / "config.yaml").is_file() and (path / "config.json").is_file():
             raise ConfigError(
-                f"{target} is a Hugging Face folder, which says nothing about a run. Run `megalith convert {target} "
-                f"NAME` and train NAME, or use a recipe of the same model with --checkpoint.load {target}."
+                f"{target} is a Hugging Face folder, which says nothing about a run. Run `megalith "
+                f"convert {target} "
+                "NAME` and train NAME, or use a recipe of the same model with --checkpoint.load "
+                f"{target}."
             )
         if not (path / "config.yaml").is_file():
             raise ConfigError(
-                f"{target} has no config.yaml: there is no run in this folder. Use the folder of a run, such as "
-                f"runs/NAME, a recipe's name, or the path of a YAML file."
+                f"{target} has no config.yaml: there is no run in this folder. Use the folder of a "
+                f"run, such as runs/NAME, a recipe's name, or the path of a YAML file."
             )
         return load_run(path / "config.yaml")
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return load_run(path)
     advice = did_you_mean(target, recipes()) or f" Recipes: {', '.join(recipes())}."
     raise ConfigError(
-        f"{target} is neither a recipe nor a file.{advice} Use a recipe's name or the path of a YAML file."
+        f"{target} is neither a recipe nor a file.{advice} Use a recipe's name or the path of a "
+        "YAML file."
     )
 
 
 def resolve_run(target: str, overrides: Mapping[str, Override]) -> TrainRun:
-    """Return the run that a command line means, with its overrides, for a command that reads the run's data.
+    """Return the run that a command line means, with its overrides, for a command that reads the
+    run's data.
 
-    A YAML file may come from others, and the cache is written to. So a file names a cache below the working directory
-    or below the folder of its data; the command line may name any.
+    A YAML file may come from others, and the cache is written to. So a file names a cache below the
+    working directory or below the folder of its data; the command line may name any.
 
     Raises:
         ConfigError: as `resolve` and `apply_overrides`, or the file names a cache elsewhere.
     """
     run = apply_overrides(resolve(target), overrides)
-    if target in recipes() or run.data.cache_path is None or {"data", "data.cache_path"} & overrides.keys():
+    if (
+        target in recipes()
+        or run.data.cache_path is None
+        or {"data", "data.cache_path"} & overrides.keys()
+    ):
         return run
     cache = Path(run.data.cache_path).resolve()
-    if any(cache.is_relative_to(folder.resolve()) for folder in (Path.cwd(), *_data_folders(run.data))):
+    if any(
+        cache.is_relative_to(folder.resolve()) for folder in (Path.cwd(), *_data_folders(run.data))
+    ):
         return run
     raise ConfigError(
-        f"{target}: data.cache_path={run.data.cache_path} is neither below the working directory {Path.cwd()} nor "
-        f"below a folder of the data. A file that may come from others chooses no other folder to write to: pass "
-        f"--data.cache_path {run.data.cache_path} if you want this one, or remove it to keep the cache beside the data."
+        f"{target}: data.cache_path={run.data.cache_path} is neither below the working directory "
+        f"{Path.cwd()} nor "
+        "below a folder of the data. A file that may come from others chooses no other folder to "
+        "write to: pass "
+        f"--data.cache_path {run.data.cache_path} if you want this one, or remove it to keep the "
+        "cache beside the data."
     )
 
 
@@ -141,4 +156,6 @@ def _data_folders(data: DataConfig) -> list[Path]:
     """Return the folders of the token stores and conversations that exist."""
     stores = (*data.path, *data.train_path, *data.valid_path, *data.test_path)
     files = [Path(f"{prefix}.idx") for prefix in stores] + [Path(path) for path in data.sft.path]
-    return [file.parent for file in files if file.is_file()] + [file for file in files if file.is_dir()]
+    return [file.parent for file in files if file.is_file()] + [
+        file for file in files if file.is_dir()
+    ]

@@ -1,6 +1,7 @@
 """DeepSeek-V2 and V3, in the sizes that their reports give.
 
-Source: DeepSeek-AI 2024, arXiv:2405.04434 (V2, section 3.1; V2-Lite, appendix B) and arXiv:2412.19437 (V3).
+Source: DeepSeek-AI 2024, arXiv:2405.04434 (V2, section 3.1; V2-Lite, appendix B) and
+arXiv:2412.19437 (V3).
 """
 
 from dataclasses import replace
@@ -20,8 +21,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 def deepseek_v2_lite() -> TrainRun:
     """DeepSeek-V2-Lite over 8 GPUs, 8 of the 64 experts of each layer on each.
 
-    A token meets 2.7 of 15.7 billion parameters. Batch, learning rate and balance are the authors', who lowered the
-    rate in two steps, and read rows of 4096 tokens before positions were stretched.
+    A token meets 2.7 of 15.7 billion parameters. Batch, learning rate and balance are the authors',
+    who lowered the rate in two steps, and read rows of 4096 tokens before positions were stretched.
     """
     model = ModelConfig(
         vocab_size=102_400,
@@ -36,20 +37,28 @@ def deepseek_v2_lite() -> TrainRun:
         rope=RopeConfig(interleaved=True),
         mla=MLAConfig(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
         moe=MoEConfig(
-            experts=64, top_k=6, ffn_hidden_size=1408, layers=(False, *(True,) * 26), shared_ffn_hidden_size=2 * 1408,
-            router=RouterConfig(renormalise=False), balance=BalanceConfig(sequence=1e-3),
+            experts=64,
+            top_k=6,
+            ffn_hidden_size=1408,
+            layers=(False, *(True,) * 26),
+            shared_ffn_hidden_size=2 * 1408,
+            router=RouterConfig(renormalise=False),
+            balance=BalanceConfig(sequence=1e-3),
         ),
-    )  # fmt: skip
+    )
     parallel = ParallelConfig(ep=8, zero=1)
-    return pretraining("deepseek_v2_lite", model, warmed_cosine(4.2e-4), global_batch_size=4608, parallel=parallel)
+    return pretraining(
+        "deepseek_v2_lite", model, warmed_cosine(4.2e-4), global_batch_size=4608, parallel=parallel
+    )
 
 
 def deepseek_v2() -> TrainRun:
-    """DeepSeek-V2 over 128 GPUs or more: 20 of the 160 experts of each layer on each of 8, the layers in 16 stages.
+    """DeepSeek-V2 over 128 GPUs or more: 20 of the 160 experts of each layer on each of 8, the
+    layers in 16 stages.
 
-    A token meets 21.4 of 235.7 billion parameters, of experts from 3 of 8 groups. Layout, the largest batch, learning
-    rate and the balance of experts are the authors', who began with a quarter of the batch, lowered the rate in two
-    steps, and also balanced what devices do and send.
+    A token meets 21.4 of 235.7 billion parameters, of experts from 3 of 8 groups. Layout, the
+    largest batch, learning rate and the balance of experts are the authors', who began with a
+    quarter of the batch, lowered the rate in two steps, and also balanced what devices do and send.
     """
     model = ModelConfig(
         vocab_size=102_400,
@@ -64,24 +73,34 @@ def deepseek_v2() -> TrainRun:
         rope=RopeConfig(interleaved=True),
         mla=MLAConfig(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, value_dim=128),
         moe=MoEConfig(
-            experts=160, top_k=6, ffn_hidden_size=1536, layers=(False, *(True,) * 59), shared_ffn_hidden_size=2 * 1536,
-            router=RouterConfig(renormalise=False, scale=16.0, groups=8, top_groups=3, group_score="max"),
+            experts=160,
+            top_k=6,
+            ffn_hidden_size=1536,
+            layers=(False, *(True,) * 59),
+            shared_ffn_hidden_size=2 * 1536,
+            router=RouterConfig(
+                renormalise=False, scale=16.0, groups=8, top_groups=3, group_score="max"
+            ),
             balance=BalanceConfig(sequence=3e-3),
         ),
-    )  # fmt: skip
+    )
     # A token costs in the head what it does in one layer and a half.
     stages = PipelineConfig(layout=f"Ettt|{'tttt|' * 13}ttt|ttL")
     parallel = ParallelConfig(ep=8, pp=16, pipeline=stages, zero=1)
-    run = pretraining("deepseek_v2", model, warmed_cosine(2.4e-4), global_batch_size=9216, parallel=parallel)
+    run = pretraining(
+        "deepseek_v2", model, warmed_cosine(2.4e-4), global_batch_size=9216, parallel=parallel
+    )
     return replace(run, recompute=RecomputeConfig(granularity="full"))
 
 
 def deepseek_v3() -> TrainRun:
-    """DeepSeek-V3 over 1024 GPUs or more: 4 of the 256 experts of each layer on each of 64, the layers in 16 stages.
+    """DeepSeek-V3 over 1024 GPUs or more: 4 of the 256 experts of each layer on each of 64, the
+    layers in 16 stages.
 
-    A token meets 37.6 of 671.0 billion parameters, those of the further prediction not counted. Batch, learning rate
-    and balance as in sections 4.2 and 4.3 of the report, which trained on 2048 GPUs and held the rate for long before
-    it fell. As there, rows are 4096 tokens long before positions are stretched.
+    A token meets 37.6 of 671.0 billion parameters, those of the further prediction not counted.
+    Batch, learning rate and balance as in sections 4.2 and 4.3 of the report, which trained on 2048
+    GPUs and held the rate for long before it fell. As there, rows are 4096 tokens long before
+    positions are stretched.
     """
     model = ModelConfig(
         vocab_size=129_280,
@@ -96,15 +115,23 @@ def deepseek_v3() -> TrainRun:
         rope=RopeConfig(interleaved=True),
         mla=MLAConfig(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, value_dim=128),
         moe=MoEConfig(
-            experts=256, top_k=8, ffn_hidden_size=2048, layers=(*(False,) * 3, *(True,) * 58),
+            experts=256,
+            top_k=8,
+            ffn_hidden_size=2048,
+            layers=(*(False,) * 3, *(True,) * 58),
             shared_ffn_hidden_size=2048,
-            router=RouterConfig(score="sigmoid", scale=2.5, groups=8, top_groups=4, balancing_bias=True),
+            router=RouterConfig(
+                score="sigmoid", scale=2.5, groups=8, top_groups=4, balancing_bias=True
+            ),
             balance=BalanceConfig(sequence=1e-4),
         ),
         mtp=MTPConfig(depths=1, loss_weight=0.3),
-    )  # fmt: skip
-    # The last stage has one layer beside the head and the prediction, which is a layer and the head once more.
+    )
+    # The last stage has one layer beside the head and the prediction, which is a layer and the head
+    # once more.
     stages = PipelineConfig(layout=f"Etttt|{'tttt|' * 14}tmL")
     parallel = ParallelConfig(ep=64, pp=16, pipeline=stages, zero=1)
-    run = pretraining("deepseek_v3", model, warmed_cosine(2.2e-4), global_batch_size=15_360, parallel=parallel)
+    run = pretraining(
+        "deepseek_v3", model, warmed_cosine(2.2e-4), global_batch_size=15_360, parallel=parallel
+    )
     return replace(run, recompute=RecomputeConfig(granularity="full"))

@@ -12,8 +12,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 def gpt_oss_20b() -> TrainRun:
     """gpt-oss 20B over 8 GPUs, 4 of the 32 experts of each layer on each.
 
-    A token meets 4.2 of 20.9 billion parameters, the table of tokens counted. How it was trained its authors did not
-    tell: learning rate and balance are ours.
+    A token meets 4.2 of 20.9 billion parameters, the table of tokens counted. How it was trained
+    its authors did not tell: learning rate and balance are ours.
     """
     model = ModelConfig(
         vocab_size=201_088,
@@ -24,7 +24,13 @@ def gpt_oss_20b() -> TrainRun:
         head_dim=64,
         ffn_hidden_size=2880,
         max_seq_len=131_072,
-        rope=RopeConfig(theta=150_000.0, scaling="yarn", factor=32.0, original_max_position=4096, whole_pairs=False),
+        rope=RopeConfig(
+            theta=150_000.0,
+            scaling="yarn",
+            factor=32.0,
+            original_max_position=4096,
+            whole_pairs=False,
+        ),
         attention=AttentionConfig(window=128, window_layers=(True, False), sinks=True),
         activation="quick_gelu",
         activation_clamp=7.0,
@@ -32,9 +38,13 @@ def gpt_oss_20b() -> TrainRun:
         qkv_bias=True,
         output_bias=True,
         moe=MoEConfig(
-            experts=32, top_k=4, ffn_hidden_size=2880, biases=True, router=RouterConfig(bias=True),
+            experts=32,
+            top_k=4,
+            ffn_hidden_size=2880,
+            biases=True,
+            router=RouterConfig(bias=True),
             balance=BalanceConfig(batch=0.01),
         ),
-    )  # fmt: skip
+    )
     parallel = ParallelConfig(ep=8, zero=1)
     return pretraining("gpt_oss_20b", model, warmed_cosine(3e-4), parallel=parallel)

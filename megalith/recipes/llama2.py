@@ -1,4 +1,5 @@
-"""Llama 2 in two of its published sizes. Source: Touvron et al. 2023, arXiv:2307.09288, section 2.2.
+"""Llama 2 in two of its published sizes. Source: Touvron et al. 2023, arXiv:2307.09288, section
+2.2.
 
 Learning rates, warm-up, eps, 4 million tokens a step and 2 trillion in all are the authors'.
 """
@@ -29,11 +30,18 @@ def llama2_70b() -> TrainRun:
 
 def _model(*, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> ModelConfig:
     return ModelConfig(
-        vocab_size=32_000, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads,
-        ffn_hidden_size=ffn, max_seq_len=4096,
-    )  # fmt: skip
+        vocab_size=32_000,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=ffn,
+        max_seq_len=4096,
+    )
 
 
 def _run(name: str, model: ModelConfig, parallel: ParallelConfig, *, lr: float) -> TrainRun:
-    run = pretraining(name, model, warmed_cosine(lr), global_batch_size=1024, steps=477_000, parallel=parallel)
+    run = pretraining(
+        name, model, warmed_cosine(lr), global_batch_size=1024, steps=477_000, parallel=parallel
+    )
     return replace(run, optim=OptimConfig(eps=1e-5))

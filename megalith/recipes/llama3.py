@@ -1,6 +1,8 @@
-"""Llama 3.1 and 3.2 in their published sizes, with the learning rates of Grattafiori et al. 2024, arXiv:2407.21783.
+"""Llama 3.1 and 3.2 in their published sizes, with the learning rates of Grattafiori et al. 2024,
+arXiv:2407.21783.
 
-They train on made-up tokens until text is given: `--data.mock false --data.path PREFIX` and a tokenizer.
+They train on made-up tokens until text is given: `--data.mock false --data.path PREFIX` and a
+tokenizer.
 """
 
 from dataclasses import replace
@@ -50,7 +52,14 @@ def llama3_8b() -> TrainRun:
         max_seq_len=_CONTEXT,
         rope=_rope(factor=8.0),
     )
-    return _run("llama3_8b", model, ParallelConfig(tp=2, sp=True), global_batch_size=512, lr=3e-4, min_lr=3e-6)
+    return _run(
+        "llama3_8b",
+        model,
+        ParallelConfig(tp=2, sp=True),
+        global_batch_size=512,
+        lr=3e-4,
+        min_lr=3e-6,
+    )
 
 
 def llama3_70b() -> TrainRun:
@@ -68,14 +77,22 @@ def llama3_70b() -> TrainRun:
         max_seq_len=_CONTEXT,
         rope=_rope(factor=8.0),
     )
-    return _run("llama3_70b", model, ParallelConfig(tp=8, sp=True), global_batch_size=2048, lr=1.5e-4, min_lr=1.5e-6)
+    return _run(
+        "llama3_70b",
+        model,
+        ParallelConfig(tp=8, sp=True),
+        global_batch_size=2048,
+        lr=1.5e-4,
+        min_lr=1.5e-6,
+    )
 
 
 def llama3_405b() -> TrainRun:
     """Llama 3.1 405B, a replica over 128 GPUs: each layer split over 8, the layers over 16 stages.
 
-    Trained on 16,384 GPUs with 16 million tokens a step; the first and the last stage have one layer less each
-    (arXiv:2407.21783, section 3.3.2). For rows of 131,072 tokens: parallel.cp=16, train.global_batch_size=128.
+    Trained on 16,384 GPUs with 16 million tokens a step; the first and the last stage have one
+    layer less each (arXiv:2407.21783, section 3.3.2). For rows of 131,072 tokens: parallel.cp=16,
+    train.global_batch_size=128.
     """
     model = ModelConfig(
         vocab_size=_VOCAB_SIZE,
@@ -90,8 +107,11 @@ def llama3_405b() -> TrainRun:
     stages = PipelineConfig(vpp=4, count_embedding=True, count_loss=True)
     parallel = ParallelConfig(tp=8, sp=True, pp=16, pipeline=stages, zero=1)
     run = _run("llama3_405b", model, parallel, global_batch_size=2048, lr=8e-5, min_lr=8e-7)
-    # With these, under 1 % more work, it fits 80 GB; see `megalith plan estimate llama3_405b --world 16384`.
-    return replace(run, recompute=RecomputeConfig(granularity="selective", modules=("norm", "mlp_act")))
+    # With these, under 1 % more work, it fits 80 GB; see `megalith plan estimate llama3_405b
+    # --world 16384`.
+    return replace(
+        run, recompute=RecomputeConfig(granularity="selective", modules=("norm", "mlp_act"))
+    )
 
 
 def _rope(*, factor: float) -> RopeConfig:
@@ -99,9 +119,16 @@ def _rope(*, factor: float) -> RopeConfig:
 
 
 def _run(
-    name: str, model: ModelConfig, parallel: ParallelConfig, *, global_batch_size: int, lr: float, min_lr: float
+    name: str,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    global_batch_size: int,
+    lr: float,
+    min_lr: float,
 ) -> TrainRun:
-    """8000 steps of warm-up and a cosine to a hundredth, as published; the number of steps is ours."""
+    """8000 steps of warm-up and a cosine to a hundredth, as published; the number of steps is
+    ours."""
     return TrainRun(
         name=name,
         model=model,

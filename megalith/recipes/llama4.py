@@ -12,11 +12,11 @@ _THREE_OF_FOUR = (True, True, True, False)
 
 
 def llama4_scout() -> TrainRun:
-    """Llama 4 Scout without its tower for pictures, over 64 GPUs: an expert of each layer on each of 16, attention over
-    4, the layers in 4 stages.
+    """Llama 4 Scout without its tower for pictures, over 64 GPUs: an expert of each layer on each
+    of 16, attention over 4, the layers in 4 stages.
 
-    A token meets 17.2 of 107.8 billion parameters. Rows are as long as a chunk of attention; how it was trained its
-    authors did not tell: learning rate and balance are ours.
+    A token meets 17.2 of 107.8 billion parameters. Rows are as long as a chunk of attention; how it
+    was trained its authors did not tell: learning rate and balance are ours.
     """
     model = ModelConfig(
         vocab_size=202_048,
@@ -28,16 +28,32 @@ def llama4_scout() -> TrainRun:
         ffn_hidden_size=16_384,
         max_seq_len=10_485_760,
         rope=RopeConfig(
-            theta=500_000.0, interleaved=True, skip=(False, False, False, True), skip_growth=0.1, scaling="llama3",
-            factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position=8192,
+            theta=500_000.0,
+            interleaved=True,
+            skip=(False, False, False, True),
+            skip_growth=0.1,
+            scaling="llama3",
+            factor=16.0,
+            low_freq_factor=1.0,
+            high_freq_factor=1.0,
+            original_max_position=8192,
         ),
         attention=AttentionConfig(
-            qk_norm="l2", qk_norm_layers=_THREE_OF_FOUR, window=8192, window_layers=_THREE_OF_FOUR, chunked=True,
+            qk_norm="l2",
+            qk_norm_layers=_THREE_OF_FOUR,
+            window=8192,
+            window_layers=_THREE_OF_FOUR,
+            chunked=True,
         ),
         moe=MoEConfig(
-            experts=16, top_k=1, ffn_hidden_size=8192, shared_ffn_hidden_size=8192, weigh_input=True,
-            router=RouterConfig(score="sigmoid", renormalise=False), balance=BalanceConfig(batch=0.001),
+            experts=16,
+            top_k=1,
+            ffn_hidden_size=8192,
+            shared_ffn_hidden_size=8192,
+            weigh_input=True,
+            router=RouterConfig(score="sigmoid", renormalise=False),
+            balance=BalanceConfig(batch=0.001),
         ),
-    )  # fmt: skip
+    )
     parallel = ParallelConfig(tp=4, sp=True, ep=16, etp=1, pp=4, zero=1)
     return pretraining("llama4_scout", model, warmed_cosine(3e-4), seq_len=8192, parallel=parallel)

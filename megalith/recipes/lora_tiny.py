@@ -1,4 +1,5 @@
-"""Adapters for the small model that answers sums: seconds on any machine, once `sft_tiny` has been trained."""
+"""Adapters for the small model that answers sums: seconds on any machine, once `sft_tiny` has been
+trained."""
 
 from dataclasses import replace
 
@@ -12,9 +13,11 @@ from megalith.recipes.sft_tiny import sft_tiny
 
 
 def lora_tiny() -> TrainRun:
-    """More sums, of which adapters beside the weights of runs/sft_tiny learn; these stay as they are.
+    """More sums, of which adapters beside the weights of runs/sft_tiny learn; these stay as they
+    are.
 
-    Set `data.sft.path` and `checkpoint.load` to tune a model of your own, whose folder or checkpoint is its recipe.
+    Set `data.sft.path` and `checkpoint.load` to tune a model of your own, whose folder or
+    checkpoint is its recipe.
     """
     base = sft_tiny()
     return replace(

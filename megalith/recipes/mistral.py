@@ -8,7 +8,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def mistral_7b() -> TrainRun:
-    """Mistral 7B (v0.1) over 2 GPUs: every layer sees the last 4096 tokens, and rows are twice as long.
+    """Mistral 7B (v0.1) over 2 GPUs: every layer sees the last 4096 tokens, and rows are twice as
+    long.
 
     The learning rate, which the authors did not tell, is ours.
     """
@@ -22,4 +23,10 @@ def mistral_7b() -> TrainRun:
         max_seq_len=32_768,
         attention=AttentionConfig(window=4096),
     )
-    return pretraining("mistral_7b", model, warmed_cosine(3e-4), seq_len=8192, parallel=ParallelConfig(tp=2, sp=True))
+    return pretraining(
+        "mistral_7b",
+        model,
+        warmed_cosine(3e-4),
+        seq_len=8192,
+        parallel=ParallelConfig(tp=2, sp=True),
+    )

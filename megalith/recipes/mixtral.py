@@ -11,8 +11,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 def mixtral_8x7b() -> TrainRun:
     """Mixtral 8x7B over 32 GPUs: an expert of each layer on each of 8, the layers in 4 stages.
 
-    A token meets 12.9 of 46.7 billion parameters. The learning rate, which the authors did not tell, is ours; the
-    weight of the balancing loss is that of the released settings.
+    A token meets 12.9 of 46.7 billion parameters. The learning rate, which the authors did not
+    tell, is ours; the weight of the balancing loss is that of the released settings.
     """
     model = ModelConfig(
         vocab_size=32_000,
@@ -23,7 +23,9 @@ def mixtral_8x7b() -> TrainRun:
         ffn_hidden_size=14_336,
         max_seq_len=32_768,
         rope=RopeConfig(theta=1_000_000.0),
-        moe=MoEConfig(experts=8, top_k=2, ffn_hidden_size=14_336, balance=BalanceConfig(batch=0.02)),
+        moe=MoEConfig(
+            experts=8, top_k=2, ffn_hidden_size=14_336, balance=BalanceConfig(batch=0.02)
+        ),
     )
     parallel = ParallelConfig(ep=8, pp=4, zero=1)
     return pretraining("mixtral_8x7b", model, warmed_cosine(3e-4), parallel=parallel)

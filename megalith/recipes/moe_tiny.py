@@ -33,14 +33,26 @@ def moe_tiny() -> TrainRun:
                 ffn_hidden_size=128,
                 shared_ffn_hidden_size=128,
                 shared_gate=True,  # as Qwen2-MoE, which it can be exported as
-                layers=(False, True, True, True),  # as DeepSeek-V3: the first layer's tokens are not told apart yet
+                layers=(
+                    False,
+                    True,
+                    True,
+                    True,
+                ),  # as DeepSeek-V3: the first layer's tokens are not told apart yet
                 balance=BalanceConfig(batch=0.01, z=1e-3),
             ),
         ),
         parallel=ParallelConfig(ep=2),
         data=DataConfig(mock=True, mock_num_documents=2000),
         tokenizer=TokenizerConfig(kind="null", vocab_size=vocab_size),
-        train=LoopConfig(steps=400, global_batch_size=4, micro_batch_size=2, seq_len=256, eval_every=200, eval_steps=8),
+        train=LoopConfig(
+            steps=400,
+            global_batch_size=4,
+            micro_batch_size=2,
+            seq_len=256,
+            eval_every=200,
+            eval_steps=8,
+        ),
         schedule=ScheduleConfig(lr=2.5e-3, min_lr=1e-4, warmup_steps=0.1),
         checkpoint=CheckpointConfig(every=200),
     )

@@ -1,6 +1,7 @@
 """OLMo 2 in three of its published sizes. Source: OLMo Team 2024, arXiv:2501.00656.
 
-Rows, batches, learning rates and a warm-up over 8.4 billion tokens are those of the configs released with the weights.
+Rows, batches, learning rates and a warm-up over 8.4 billion tokens are those of the configs
+released with the weights.
 """
 
 from megalith.config.attention import AttentionConfig
@@ -21,19 +22,35 @@ def olmo2_7b() -> TrainRun:
     """OLMo 2 7B, split over 2 GPUs: 4 million tokens a step."""
     model = _model(hidden=4096, layers=32, heads=32, ffn=11_008)
     parallel = ParallelConfig(tp=2, sp=True)
-    return pretraining("olmo2_7b", model, warmed_cosine(3e-4), global_batch_size=1024, parallel=parallel)
+    return pretraining(
+        "olmo2_7b", model, warmed_cosine(3e-4), global_batch_size=1024, parallel=parallel
+    )
 
 
 def olmo2_13b() -> TrainRun:
     """OLMo 2 13B, split over 4 GPUs: 8 million tokens a step."""
     model = _model(hidden=5120, layers=40, heads=40, ffn=13_824)
     parallel = ParallelConfig(tp=4, sp=True)
-    return pretraining("olmo2_13b", model, warmed_cosine(3e-4, warmup=1000), global_batch_size=2048, parallel=parallel)
+    return pretraining(
+        "olmo2_13b",
+        model,
+        warmed_cosine(3e-4, warmup=1000),
+        global_batch_size=2048,
+        parallel=parallel,
+    )
 
 
 def _model(*, hidden: int, layers: int, heads: int, ffn: int) -> ModelConfig:
     return ModelConfig(
-        vocab_size=100_352, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=heads,
-        ffn_hidden_size=ffn, max_seq_len=4096, norm_eps=1e-6, norm_placement="after",
-        rope=RopeConfig(theta=500_000.0), attention=AttentionConfig(qk_norm="whole"),
-    )  # fmt: skip
+        vocab_size=100_352,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        ffn_hidden_size=ffn,
+        max_seq_len=4096,
+        norm_eps=1e-6,
+        norm_placement="after",
+        rope=RopeConfig(theta=500_000.0),
+        attention=AttentionConfig(qk_norm="whole"),
+    )

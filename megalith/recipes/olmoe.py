@@ -11,8 +11,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 def olmoe_7b() -> TrainRun:
     """OLMoE 1B-7B over 8 GPUs, 8 of the 64 experts of each layer on each.
 
-    A token meets 1.3 of 6.9 billion parameters. 4 million tokens a step, the learning rate and the losses of balance
-    are the authors' (appendix B).
+    A token meets 1.3 of 6.9 billion parameters. 4 million tokens a step, the learning rate and the
+    losses of balance are the authors' (appendix B).
     """
     model = ModelConfig(
         vocab_size=50_304,
@@ -24,9 +24,14 @@ def olmoe_7b() -> TrainRun:
         max_seq_len=4096,
         attention=AttentionConfig(qk_norm="whole"),
         moe=MoEConfig(
-            experts=64, top_k=8, ffn_hidden_size=1024, router=RouterConfig(renormalise=False),
+            experts=64,
+            top_k=8,
+            ffn_hidden_size=1024,
+            router=RouterConfig(renormalise=False),
             balance=BalanceConfig(batch=0.01, z=0.001),
         ),
-    )  # fmt: skip
+    )
     parallel = ParallelConfig(ep=8, zero=1)
-    return pretraining("olmoe_7b", model, warmed_cosine(4e-4), global_batch_size=1024, parallel=parallel)
+    return pretraining(
+        "olmoe_7b", model, warmed_cosine(4e-4), global_batch_size=1024, parallel=parallel
+    )

@@ -19,4 +19,6 @@ def phi3_mini() -> TrainRun:
         max_seq_len=4096,
         attention=AttentionConfig(window=2047),
     )
-    return pretraining("phi3_mini", model, warmed_cosine(3e-4), parallel=ParallelConfig(tp=2, sp=True))
+    return pretraining(
+        "phi3_mini", model, warmed_cosine(3e-4), parallel=ParallelConfig(tp=2, sp=True)
+    )

@@ -1,4 +1,5 @@
-"""What runs of published models have in common: their own sizes, made-up tokens until text is given, bf16, checkpoints.
+"""What runs of published models have in common: their own sizes, made-up tokens until text is
+given, bf16, checkpoints.
 
 A learning rate is that of the authors where they told it, and ours where a recipe says so.
 """
@@ -16,11 +17,18 @@ ALONE = ParallelConfig()
 
 
 def pretraining(
-    name: str, model: ModelConfig, schedule: ScheduleConfig, *, seq_len: int = 4096, global_batch_size: int = 512,
-    steps: int = 100_000, parallel: ParallelConfig = ALONE,
-) -> TrainRun:  # fmt: skip
-    """Training of a published model from its first weights; `--data.mock false --data.path PREFIX` and a tokenizer
-    make it real. The number of steps is ours, unless a recipe says otherwise."""
+    name: str,
+    model: ModelConfig,
+    schedule: ScheduleConfig,
+    *,
+    seq_len: int = 4096,
+    global_batch_size: int = 512,
+    steps: int = 100_000,
+    parallel: ParallelConfig = ALONE,
+) -> TrainRun:
+    """Training of a published model from its first weights; `--data.mock false --data.path
+    PREFIX` and a tokenizer make it real. The number of steps is ours, unless a recipe says
+    otherwise."""
     return TrainRun(
         name=name,
         model=model,

@@ -1,4 +1,5 @@
-"""Pythia, trained as its authors did. Source: Biderman et al. 2023, arXiv:2304.01373, section 2 and appendix E."""
+"""Pythia, trained as its authors did. Source: Biderman et al. 2023, arXiv:2304.01373, section 2 and
+appendix E."""
 
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
@@ -7,7 +8,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def pythia_160m() -> TrainRun:
-    """Pythia 160M: attention and MLP side by side, a quarter of the features turned; 143000 steps of 2M tokens."""
+    """Pythia 160M: attention and MLP side by side, a quarter of the features turned; 143000 steps
+    of 2M tokens."""
     model = ModelConfig(
         vocab_size=50_304,
         hidden_size=768,
@@ -26,4 +28,6 @@ def pythia_160m() -> TrainRun:
         mlp_bias=True,
     )
     schedule = warmed_cosine(6e-4, warmup=1430)
-    return pretraining("pythia_160m", model, schedule, seq_len=2048, global_batch_size=1024, steps=143_000)
+    return pretraining(
+        "pythia_160m", model, schedule, seq_len=2048, global_batch_size=1024, steps=143_000
+    )

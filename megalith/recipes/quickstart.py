@@ -28,7 +28,12 @@ def quickstart() -> TrainRun:
         data=DataConfig(mock=True),
         tokenizer=TokenizerConfig(kind="null", vocab_size=vocab_size),
         train=LoopConfig(
-            steps=976, global_batch_size=4, micro_batch_size=2, seq_len=256, eval_every=244, eval_steps=16
+            steps=976,
+            global_batch_size=4,
+            micro_batch_size=2,
+            seq_len=256,
+            eval_every=244,
+            eval_steps=16,
         ),
         schedule=ScheduleConfig(lr=2.5e-3, min_lr=1e-4, warmup_steps=0.0615),
     )

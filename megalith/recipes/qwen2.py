@@ -1,4 +1,5 @@
-"""Qwen2, and Qwen1.5 with experts, in a published size each. Source: Yang et al. 2024, arXiv:2407.10671.
+"""Qwen2, and Qwen1.5 with experts, in a published size each. Source: Yang et al. 2024,
+arXiv:2407.10671.
 
 The authors told no learning rates; those here are ours.
 """
@@ -12,7 +13,8 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def qwen2_7b() -> TrainRun:
-    """Qwen2 7B, split over 2 GPUs: 28 heads with biases share 4 keys and values. Qwen2.5 7B has the same sizes."""
+    """Qwen2 7B, split over 2 GPUs: 28 heads with biases share 4 keys and values. Qwen2.5 7B has the
+    same sizes."""
     model = ModelConfig(
         vocab_size=152_064,
         hidden_size=3584,
@@ -25,14 +27,17 @@ def qwen2_7b() -> TrainRun:
         rope=RopeConfig(theta=1_000_000.0),
         qkv_bias=True,
     )
-    return pretraining("qwen2_7b", model, warmed_cosine(3e-4), parallel=ParallelConfig(tp=2, sp=True))
+    return pretraining(
+        "qwen2_7b", model, warmed_cosine(3e-4), parallel=ParallelConfig(tp=2, sp=True)
+    )
 
 
 def qwen1_5_moe_a2_7b() -> TrainRun:
-    """Qwen1.5-MoE-A2.7B over 8 GPUs: 15 of the 60 experts of each layer on each of 4, the layers in 2 stages.
+    """Qwen1.5-MoE-A2.7B over 8 GPUs: 15 of the 60 experts of each layer on each of 4, the layers in
+    2 stages.
 
-    A token meets 2.7 of 14.3 billion parameters. Four shared experts are one MLP behind a gate; the weight of the
-    balancing loss is that of the released settings.
+    A token meets 2.7 of 14.3 billion parameters. Four shared experts are one MLP behind a gate; the
+    weight of the balancing loss is that of the released settings.
     """
     model = ModelConfig(
         vocab_size=151_936,
@@ -46,9 +51,14 @@ def qwen1_5_moe_a2_7b() -> TrainRun:
         rope=RopeConfig(theta=1_000_000.0),
         qkv_bias=True,
         moe=MoEConfig(
-            experts=60, top_k=4, ffn_hidden_size=1408, shared_ffn_hidden_size=5632, shared_gate=True,
-            router=RouterConfig(renormalise=False), balance=BalanceConfig(batch=0.001),
+            experts=60,
+            top_k=4,
+            ffn_hidden_size=1408,
+            shared_ffn_hidden_size=5632,
+            shared_gate=True,
+            router=RouterConfig(renormalise=False),
+            balance=BalanceConfig(batch=0.001),
         ),
-    )  # fmt: skip
+    )
     parallel = ParallelConfig(ep=4, pp=2, zero=1)
     return pretraining("qwen1_5_moe_a2_7b", model, warmed_cosine(3e-4), parallel=parallel)

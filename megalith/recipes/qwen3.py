@@ -46,14 +46,17 @@ def qwen3_8b() -> TrainRun:
         rope=RopeConfig(theta=1_000_000.0),
         attention=AttentionConfig(qk_norm="head"),
     )
-    return pretraining("qwen3_8b", model, warmed_cosine(3e-4), parallel=ParallelConfig(tp=2, sp=True))
+    return pretraining(
+        "qwen3_8b", model, warmed_cosine(3e-4), parallel=ParallelConfig(tp=2, sp=True)
+    )
 
 
 def qwen3_30b_a3b() -> TrainRun:
-    """Qwen3 30B-A3B over 16 GPUs: 16 of the 128 experts of each layer on each of 8, the layers in 2 stages.
+    """Qwen3 30B-A3B over 16 GPUs: 16 of the 128 experts of each layer on each of 8, the layers in 2
+    stages.
 
-    A token meets 3.4 of 30.5 billion parameters. Experts are balanced over the global batch, as the report says; the
-    weight of that and the learning rate are ours.
+    A token meets 3.4 of 30.5 billion parameters. Experts are balanced over the global batch, as the
+    report says; the weight of that and the learning rate are ours.
     """
     model = ModelConfig(
         vocab_size=151_936,
@@ -67,7 +70,9 @@ def qwen3_30b_a3b() -> TrainRun:
         norm_eps=1e-6,
         rope=RopeConfig(theta=1_000_000.0),
         attention=AttentionConfig(qk_norm="head"),
-        moe=MoEConfig(experts=128, top_k=8, ffn_hidden_size=768, balance=BalanceConfig(global_batch=1e-3)),
+        moe=MoEConfig(
+            experts=128, top_k=8, ffn_hidden_size=768, balance=BalanceConfig(global_batch=1e-3)
+        ),
     )
     parallel = ParallelConfig(ep=8, pp=2, zero=1)
     return pretraining("qwen3_30b_a3b", model, warmed_cosine(3e-4), parallel=parallel)

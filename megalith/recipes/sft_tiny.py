@@ -11,9 +11,9 @@ from megalith.config.train import LoopConfig, TrainRun
 def sft_tiny() -> TrainRun:
     """Sums of two digits, answered from packed conversations.
 
-    The number of steps is measured (2-core x86-64, 2026-11): after 60 the answers have their form and end, after 400
-    11 of 12 repeat the question, and half of the sums are right (held-out loss 0.06).
-    Set `data.sft.path`, `checkpoint.load` and a tokenizer to tune a model of your own.
+    The number of steps is measured (2-core x86-64, 2026-11): after 60 the answers have their form
+    and end, after 400 11 of 12 repeat the question, and half of the sums are right (held-out loss
+    0.06). Set `data.sft.path`, `checkpoint.load` and a tokenizer to tune a model of your own.
     """
     return TrainRun(
         name="sft_tiny",
@@ -28,7 +28,14 @@ def sft_tiny() -> TrainRun:
             tied_embeddings=True,
         ),
         data=DataConfig(sft=SFTConfig(mock_conversations=600, template="chatml")),
-        train=LoopConfig(steps=400, global_batch_size=8, micro_batch_size=4, seq_len=320, eval_every=100, eval_steps=1),
+        train=LoopConfig(
+            steps=400,
+            global_batch_size=8,
+            micro_batch_size=4,
+            seq_len=320,
+            eval_every=100,
+            eval_steps=1,
+        ),
         schedule=ScheduleConfig(lr=2e-3, min_lr=2e-4, warmup_steps=0.0125),
         checkpoint=CheckpointConfig(every=100),
     )

@@ -1,6 +1,7 @@
 """Llama-class models of 6M to 350M parameters: for benchmarks, experiments and one GPU.
 
-They train on made-up tokens until text is given: `--data.mock false --data.path PREFIX` and a tokenizer.
+They train on made-up tokens until text is given: `--data.mock false --data.path PREFIX` and a
+tokenizer.
 """
 
 from typing import Literal
@@ -25,7 +26,9 @@ def llama_6m() -> TrainRun:
         max_seq_len=512,
     )
     train = LoopConfig(steps=1000, global_batch_size=8, micro_batch_size=8, seq_len=256)
-    return _on_mock("llama_6m", model, train, ScheduleConfig(lr=2e-3, min_lr=2e-4, warmup_steps=0.05))
+    return _on_mock(
+        "llama_6m", model, train, ScheduleConfig(lr=2e-3, min_lr=2e-4, warmup_steps=0.05)
+    )
 
 
 def llama_29m() -> TrainRun:
@@ -40,29 +43,51 @@ def llama_29m() -> TrainRun:
         max_seq_len=1024,
     )
     train = LoopConfig(steps=2000, global_batch_size=4, micro_batch_size=4, seq_len=512)
-    return _on_mock("llama_29m", model, train, ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0.05))
+    return _on_mock(
+        "llama_29m", model, train, ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0.05)
+    )
 
 
 def llama_125m() -> TrainRun:
     """As large as GPT-2 small."""
     return _gpt2_sized(
-        "llama_125m", hidden_size=768, num_layers=12, num_heads=12, ffn_hidden_size=2048, lr=6e-4, min_lr=6e-5
+        "llama_125m",
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+        ffn_hidden_size=2048,
+        lr=6e-4,
+        min_lr=6e-5,
     )
 
 
 def llama_350m() -> TrainRun:
     """As large as GPT-2 medium."""
     return _gpt2_sized(
-        "llama_350m", hidden_size=1024, num_layers=24, num_heads=16, ffn_hidden_size=2736, lr=3e-4, min_lr=3e-5
+        "llama_350m",
+        hidden_size=1024,
+        num_layers=24,
+        num_heads=16,
+        ffn_hidden_size=2736,
+        lr=3e-4,
+        min_lr=3e-5,
     )
 
 
 def _gpt2_sized(
-    name: str, *, hidden_size: int, num_layers: int, num_heads: int, ffn_hidden_size: int, lr: float, min_lr: float
+    name: str,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    ffn_hidden_size: int,
+    lr: float,
+    min_lr: float,
 ) -> TrainRun:
     """Depth, width and vocabulary of a GPT-2 in Llama's layers.
 
-    Learning rates and the batch of half a million tokens are those of GPT-3 (arXiv:2005.14165, table 2.1).
+    Learning rates and the batch of half a million tokens are those of GPT-3 (arXiv:2005.14165,
+    table 2.1).
     """
     model = ModelConfig(
         vocab_size=50_257,
@@ -74,7 +99,9 @@ def _gpt2_sized(
         max_seq_len=2048,
         tied_embeddings=True,
     )
-    train = LoopConfig(steps=20_000, global_batch_size=512, micro_batch_size=8, seq_len=1024, log_every=10)
+    train = LoopConfig(
+        steps=20_000, global_batch_size=512, micro_batch_size=8, seq_len=1024, log_every=10
+    )
     schedule = ScheduleConfig(lr=lr, min_lr=min_lr, warmup_steps=0.035)
     return _on_mock(name, model, train, schedule, params="bf16")
 

@@ -1,4 +1,5 @@
-"""SmolLM: models for phones and laptops. Source: the cards of SmolLM-135M (2024) and SmolLM3-3B (2025)."""
+"""SmolLM: models for phones and laptops. Source: the cards of SmolLM-135M (2024) and SmolLM3-3B
+(2025)."""
 
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
@@ -30,9 +31,15 @@ def smollm_135m() -> TrainRun:
         ),
         data=DataConfig(mock=True),
         tokenizer=TokenizerConfig(kind="null", vocab_size=vocab_size),
-        train=LoopConfig(steps=600_000, global_batch_size=512, micro_batch_size=8, seq_len=2048, log_every=10),
+        train=LoopConfig(
+            steps=600_000, global_batch_size=512, micro_batch_size=8, seq_len=2048, log_every=10
+        ),
         schedule=ScheduleConfig(
-            lr=3e-3, style="wsd", warmup_steps=5000, wsd_decay_steps=120_000, wsd_decay_style="linear"
+            lr=3e-3,
+            style="wsd",
+            warmup_steps=5000,
+            wsd_decay_steps=120_000,
+            wsd_decay_style="linear",
         ),
         precision=PrecisionConfig(params="bf16"),
     )
@@ -41,8 +48,8 @@ def smollm_135m() -> TrainRun:
 def smollm3_3b() -> TrainRun:
     """SmolLM3 3B: every fourth layer knows no positions.
 
-    2.4 million tokens a step, 11T in all, the last tenth of them with a falling learning rate. The model is the one
-    that reads 65,536 tokens in the end; its theta was 50,000 while rows had 4096.
+    2.4 million tokens a step, 11T in all, the last tenth of them with a falling learning rate. The
+    model is the one that reads 65,536 tokens in the end; its theta was 50,000 while rows had 4096.
     """
     model = ModelConfig(
         vocab_size=128_256,
@@ -58,5 +65,5 @@ def smollm3_3b() -> TrainRun:
     )
     schedule = ScheduleConfig(
         lr=2e-4, style="wsd", warmup_steps=2000, wsd_decay_steps=472_000, wsd_decay_style="linear"
-    )  # fmt: skip
+    )
     return pretraining("smollm3_3b", model, schedule, global_batch_size=576, steps=4_720_000)

@@ -25,7 +25,14 @@ def tiny_cpu() -> TrainRun:
             tied_embeddings=True,
         ),
         data=DataConfig(mock=True, mock_num_documents=1000, mock_max_tokens=512),
-        train=LoopConfig(steps=40, global_batch_size=8, micro_batch_size=4, seq_len=128, eval_every=20, eval_steps=2),
+        train=LoopConfig(
+            steps=40,
+            global_batch_size=8,
+            micro_batch_size=4,
+            seq_len=128,
+            eval_every=20,
+            eval_steps=2,
+        ),
         schedule=ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0.125),
         checkpoint=CheckpointConfig(every=20),
     )

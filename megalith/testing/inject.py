@@ -1,4 +1,5 @@
-"""Planted slowness and faults: a link that takes its time, results unreadable until waited for, ranks that hang."""
+"""Planted slowness and faults: a link that takes its time, results unreadable until waited for,
+ranks that hang."""
 
 import functools
 import inspect
@@ -28,14 +29,19 @@ COLLECTIVES = {
     "isend": ("isend",),
     "irecv": ("irecv",),
 }
-"""Kinds, and their functions in torch.distributed, new names first (before 2.13 some have another)."""
+"""Kinds, and their functions in torch.distributed, new names first (before 2.13 some have
+another)."""
 
 MESSAGES = ("isend", "irecv")
 FUNCTIONAL = {
-    "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
-}  # fmt: skip
-"""Operators of torch.ops._c10d_functional, which differentiable collectives use, and their kinds."""
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+"""Operators of torch.ops._c10d_functional, which differentiable collectives use, and their
+kinds."""
 
 SOURCES = ("input", "input_tensor")
 TARGETS = ("output", "output_tensor")
@@ -80,29 +86,37 @@ class SlowLink:
     poison: bool
     transfers: list[Transfer] = field(default_factory=list)
     lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
-    """One thread per group, and per peer and direction for messages: each carries one thing after the other."""
+    """One thread per group, and per peer and direction for messages: each carries one thing after
+    the other."""
 
     def of(self, *kinds: str) -> list[Transfer]:
         """The transfers of these kinds, of all without any."""
         return [transfer for transfer in self.transfers if not kinds or transfer.kind in kinds]
 
     def added_seconds(self, *kinds: str) -> float:
-        """What the link would add to a program that hides nothing, with the lanes used one at a time."""
+        """What the link would add to a program that hides nothing, with the lanes used one at a
+        time."""
         return sum(transfer.delay_seconds for transfer in self.of(*kinds))
 
     def exposed_seconds(self, *kinds: str) -> float:
-        """How long this rank stood still for its communication, the link's own delay and slower ranks included."""
+        """How long this rank stood still for its communication, the link's own delay and slower
+        ranks included."""
         return sum(transfer.exposed_seconds for transfer in self.of(*kinds))
 
-    def carry(self, kind: str, group: Any, lane: str, nbytes: float, finish: Callable[[], object]) -> "Arrival":
-        """Let the lane's thread `finish` the real operation, which waits for the other ranks, and then take its time.
+    def carry(
+        self, kind: str, group: Any, lane: str, nbytes: float, finish: Callable[[], object]
+    ) -> "Arrival":
+        """Let the lane's thread `finish` the real operation, which waits for the other ranks, and
+        then take its time.
 
         `group`: whatever torch takes for one.
         """
         delay = self.latency_seconds + nbytes / self.bytes_per_second
         transfer = Transfer(kind, _description(group), int(nbytes), time.perf_counter(), delay)
         self.transfers.append(transfer)
-        thread = self.lanes.setdefault(lane, ThreadPoolExecutor(1, thread_name_prefix=f"link-{lane}"))
+        thread = self.lanes.setdefault(
+            lane, ThreadPoolExecutor(1, thread_name_prefix=f"link-{lane}")
+        )
         return Arrival(transfer, thread.submit(_take_time, transfer, finish))
 
 
@@ -140,11 +154,13 @@ def _take_time(transfer: Transfer, finish: Callable[[], object]) -> None:
 def slow_link(
     *, latency_seconds: float = 0.0, bytes_per_second: float = float("inf"), poison: bool = False
 ) -> Iterator[SlowLink]:
-    """Let every collective and message of tensors arrive `latency + bytes / bandwidth` after all ranks have come to it.
+    """Let every collective and message of tensors arrive `latency + bytes / bandwidth` after all
+    ranks have come to it.
 
-    The delay is slept on a thread of its own, so that it can be hidden behind work on a machine with one core. A call
-    that does not ask for a handle stands still for all of it. `poison`: until the wait, what the caller has for a
-    result is nan (or -1). With neither latency nor bandwidth it only records who started what, and when.
+    The delay is slept on a thread of its own, so that it can be hidden behind work on a machine
+    with one core. A call that does not ask for a handle stands still for all of it. `poison`: until
+    the wait, what the caller has for a result is nan (or -1). With neither latency nor bandwidth it
+    only records who started what, and when.
 
     Collectives of objects and barriers, which no step needs, keep their speed.
     """
@@ -160,7 +176,8 @@ def slow_link(
 
 
 def _detours(link: SlowLink) -> Iterator[AbstractContextManager[None]]:
-    """Each function of torch that starts a collective or a message, or waits for one, replaced by one over the link."""
+    """Each function of torch that starts a collective or a message, or waits for one, replaced by
+    one over the link."""
     for kind, names in COLLECTIVES.items():
         name = next(name for name in names if hasattr(dist, name))
         slow = _slow(link, kind, getattr(dist, name))
@@ -171,7 +188,9 @@ def _detours(link: SlowLink) -> Iterator[AbstractContextManager[None]]:
     on_the_way: dict[int, tuple[Arrival, Tensor]] = {}  # by the address of the stand-in
     for name in FUNCTIONAL:
         yield replaced(functional, name, _slow_functional(link, name, ops, on_the_way))
-    yield replaced(functional, "wait_tensor", functools.partial(_slow_wait, ops["wait_tensor"], on_the_way))
+    yield replaced(
+        functional, "wait_tensor", functools.partial(_slow_wait, ops["wait_tensor"], on_the_way)
+    )
 
 
 @contextmanager
@@ -193,7 +212,9 @@ def _slow(link: SlowLink, kind: str, original: Callable[..., Any]) -> Callable[.
         given = signature.bind(*args, **kwargs).arguments
         group = given.get("group")
         ranks = dist.get_world_size(group)
-        if ranks == 1 or any(isinstance(value, Tensor) and value.is_meta for value in given.values()):
+        if ranks == 1 or any(
+            isinstance(value, Tensor) and value.is_meta for value in given.values()
+        ):
             result: Arrival | None = original(*args, **kwargs)
             return result
         source, target = _ends(given)
@@ -234,7 +255,9 @@ def _slow_functional(
     return slow
 
 
-def _slow_wait(original: Any, on_the_way: dict[int, tuple[Arrival, Tensor]], started: Tensor) -> Tensor:
+def _slow_wait(
+    original: Any, on_the_way: dict[int, tuple[Arrival, Tensor]], started: Tensor
+) -> Tensor:
     arrival, _ = on_the_way.pop(started.data_ptr(), (None, started))
     if arrival is None:
         result: Tensor = original(started)
@@ -254,8 +277,11 @@ def _present(names: tuple[str, ...], given: dict[str, Any]) -> str:
     return next((name for name in names if name in given), "tensor")
 
 
-def _private_copies(kind: str, given: dict[str, Any], source: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """Tensors for the real operation to work on, so that the caller's may hold garbage until it waits."""
+def _private_copies(
+    kind: str, given: dict[str, Any], source: Tensor, target: Tensor
+) -> dict[str, Tensor]:
+    """Tensors for the real operation to work on, so that the caller's may hold garbage until it
+    waits."""
     if kind == "isend":
         return {}
     read = source.clone()  # before the garbage: it may be a part of the target
@@ -269,7 +295,8 @@ def _garbage(x: Tensor) -> float | int:
 
 
 def _wire_bytes(kind: str, source: Tensor, target: Tensor, ranks: int) -> float:
-    """What one rank sends in a ring of that many: each step of the ring carries one part of the whole."""
+    """What one rank sends in a ring of that many: each step of the ring carries one part of the
+    whole."""
     whole = max(source.nbytes, target.nbytes)
     if kind in MESSAGES:
         return whole
@@ -290,7 +317,8 @@ def _description(group: Any) -> str:
 
 @contextmanager
 def on_call(owner: Any, name: str, number: int, act: Callable[..., Any]) -> Iterator[None]:
-    """While this lasts, call number `number` (from 0) of `owner.name` runs `act` with its arguments instead."""
+    """While this lasts, call number `number` (from 0) of `owner.name` runs `act` with its arguments
+    instead."""
     original, calls = getattr(owner, name), iter(range(number + 1))
 
     def counted(*args: Any, **kwargs: Any) -> Any:

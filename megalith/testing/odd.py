@@ -7,7 +7,8 @@ from megalith.plan.shards import whole
 
 
 class Odd(nn.Module):
-    """One element, fewer rows than ranks, a parameter that is not used, and one that several buckets would fit in."""
+    """One element, fewer rows than ranks, a parameter that is not used, and one that several
+    buckets would fit in."""
 
     SHARDS = (
         whole("one", (1,), inputs=0),

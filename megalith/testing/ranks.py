@@ -1,7 +1,9 @@
-"""A pool of worker processes that tests and proofs borrow as ranks; it stays alive for the whole run.
+"""A pool of worker processes that tests and proofs borrow as ranks; it stays alive for the whole
+run.
 
-Importing torch takes seconds and a call tens of milliseconds, so the workers are started once, on first use, and each
-call gives them a fresh gloo process group. A worker that fails, hangs or dies ends its call with a `RankError`.
+Importing torch takes seconds and a call tens of milliseconds, so the workers are started once, on
+first use, and each call gives them a fresh gloo process group. A worker that fails, hangs or dies
+ends its call with a `RankError`.
 """
 
 import atexit
@@ -32,45 +34,62 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import RankError
-from megalith.parallel.failure import Failure, describe, die_with_parent, explain_exit, failure_of, failure_of_exit
+from megalith.parallel.failure import (
+    Failure,
+    describe,
+    die_with_parent,
+    explain_exit,
+    failure_of,
+    failure_of_exit,
+)
 from megalith.parallel.group import Group, alone
 
 Result = TypeVar("Result")
 
 GRACE_SECONDS = 2.0
-"""How long the other ranks may take to notice that one has failed; their own errors are then shown too."""
+"""How long the other ranks may take to notice that one has failed; their own errors are then shown
+too."""
 
 START_SECONDS = 180.0
-"""A worker that has not imported torch by then never will; 1 s on an idle machine, 11 s with four jobs per core."""
+"""A worker that has not imported torch by then never will; 1 s on an idle machine, 11 s with four
+jobs per core."""
 
 OUTPUT_SHOWN = 4000
 """Characters of the failed rank's own output that an error repeats."""
 
 
-def run_ranks(fn: Callable[..., Result], world: int, *args: Any, timeout: float = 60.0) -> list[Result]:
-    """Call `fn(rank, world, *args)` on `world` processes joined by gloo, and return what each rank returned.
+def run_ranks(
+    fn: Callable[..., Result], world: int, *args: Any, timeout: float = 60.0
+) -> list[Result]:
+    """Call `fn(rank, world, *args)` on `world` processes joined by gloo, and return what each rank
+    returned.
 
-    `fn` is a function of a module or test file; it finds the default process group initialised. Arguments and results
-    are pickled; tensors travel by value.
+    `fn` is a function of a module or test file; it finds the default process group initialised.
+    Arguments and results are pickled; tensors travel by value.
 
     Raises:
-        RankError: a rank raised, died, or did not finish within `timeout` seconds; the text starts with the rank that
-            failed first and its traceback, or shows where every rank hangs.
+        RankError: a rank raised, died, or did not finish within `timeout` seconds; the text starts
+            with the rank that failed first and its traceback, or shows where every rank hangs.
     """
     return _pool(os.getpid()).run(fn, world, args, timeout=timeout)
 
 
 def everyone(rank: int, world: int, *axes: str) -> Group:
-    """All ranks of this call as one group along `axes`; called in the function that `run_ranks` runs."""
+    """All ranks of this call as one group along `axes`; called in the function that `run_ranks`
+    runs."""
     if world == 1:
         return alone(*axes)
     handle = dist.group.WORLD
     assert handle is not None, "everyone() is for functions that run_ranks runs"
-    return Group(axes=axes, ranks=tuple(range(world)), rank=rank, handle=handle, name=handle.group_name)
+    return Group(
+        axes=axes, ranks=tuple(range(world)), rank=rank, handle=handle, name=handle.group_name
+    )
 
 
 @functools.cache
-def _pool(owner: int) -> "RankPool":  # by process, since a fork must not talk through its parent's pipes
+def _pool(
+    owner: int,
+) -> "RankPool":  # by process, since a fork must not talk through its parent's pipes
     pool = RankPool()
     atexit.register(pool.close)
     return pool
@@ -119,7 +138,8 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             ended = explain_exit(self._exit_code())
         raise RankError(
-            f"a worker process {ended}. Run fewer at once if memory is short. Its output:\n{self.output().strip()}"
+            f"a worker process {ended}. Run fewer at once if memory is short. Its "
+            f"output:\n{self.output().strip()}"
         )
 
     def answer(self, rank: int) -> "Answer":
@@ -128,7 +148,7 @@ class _Worker:
             message = self.connection.recv_bytes()
         except (EOFError, ConnectionResetError):
             return Answer("death", failure_of_exit(rank, self._exit_code()))
-        answer: Answer = pickle.loads(message)  # lint: allow pickle-load: from a process that we started
+        answer: Answer = pickle.loads(message)  # lint: allow pickle-load: we started the sender
         return answer
 
     def kill(self) -> int:
@@ -152,10 +172,17 @@ class _Worker:
         before = file.stat().st_size
         self.process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + 2.0
-        while file.stat().st_size == before and time.monotonic() < deadline and self.process.poll() is None:
+        while (
+            file.stat().st_size == before
+            and time.monotonic() < deadline
+            and self.process.poll() is None
+        ):
             time.sleep(0.02)
         time.sleep(0.1)  # the rest of the dump follows the first write at once
-        return file.read_text(errors="replace")[before:].strip() or "no stack: it does not answer signals"
+        return (
+            file.read_text(errors="replace")[before:].strip()
+            or "no stack: it does not answer signals"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +202,9 @@ class RankPool:
     calls: int = 0
     started: int = 0
 
-    def run(self, fn: Callable[..., Result], world: int, args: Sequence[Any], *, timeout: float) -> list[Result]:
+    def run(
+        self, fn: Callable[..., Result], world: int, args: Sequence[Any], *, timeout: float
+    ) -> list[Result]:
         """One call of `run_ranks`."""
         messages = self._messages(fn, world, args)
         self._grow(world)
@@ -201,10 +230,14 @@ class RankPool:
         self.workers.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _messages(self, fn: Callable[..., Any], world: int, args: Sequence[Any]) -> list[tuple[bytes, bytes]]:
+    def _messages(
+        self, fn: Callable[..., Any], world: int, args: Sequence[Any]
+    ) -> list[tuple[bytes, bytes]]:
         name = fn.__qualname__
         if "<" in name:
-            raise TypeError(f"{name} cannot be sent to ranks by name. Pass a function defined at module level.")
+            raise TypeError(
+                f"{name} cannot be sent to ranks by name. Pass a function defined at module level."
+            )
         self.calls += 1
         arguments = pickle.dumps(tuple(args))
         path, store = inspect.getfile(fn), str(self.folder / f"store{self.calls}")
@@ -226,8 +259,11 @@ class RankPool:
         self.workers += new
 
     def _release(self, ranks: Mapping[int, _Worker], answers: Mapping[int, "Answer"]) -> None:
-        """Let the workers of a call go on to the next; if one died or never answered, trust none of them."""
-        if len(answers) == len(ranks) and all(answer.kind != "death" for answer in answers.values()):
+        """Let the workers of a call go on to the next; if one died or never answered, trust none of
+        them."""
+        if len(answers) == len(ranks) and all(
+            answer.kind != "death" for answer in answers.values()
+        ):
             for worker in ranks.values():
                 worker.send(RELEASE)
             return
@@ -237,17 +273,22 @@ class RankPool:
 
 
 PROGRAM = "import sys; from megalith.testing.ranks import serve; serve(*sys.argv[1:])"
-"""What a worker runs; this file must not be its `__main__`, or its answers would name classes the parent lacks."""
+"""What a worker runs; this file must not be its `__main__`, or its answers would name classes the
+parent lacks."""
 
 RELEASE = b"release"
-"""Told to the ranks when all have answered, so that none closes its connections while a peer still reads from them."""
+"""Told to the ranks when all have answered, so that none closes its connections while a peer still
+reads from them."""
 
 
 def _collect(ranks: Mapping[int, _Worker], answers: dict[int, Answer], timeout: float) -> None:
-    """Fill `answers` as they come, until all are there or time is up; a failure leaves the others little of it."""
+    """Fill `answers` as they come, until all are there or time is up; a failure leaves the others
+    little of it."""
     deadline = time.monotonic() + timeout
     while waiting := [rank for rank in ranks if rank not in answers]:
-        ready = wait([ranks[rank].connection for rank in waiting], max(0.0, deadline - time.monotonic()))
+        ready = wait(
+            [ranks[rank].connection for rank in waiting], max(0.0, deadline - time.monotonic())
+        )
         if not ready:
             return
         for rank in waiting:
@@ -257,8 +298,12 @@ def _collect(ranks: Mapping[int, _Worker], answers: dict[int, Answer], timeout: 
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
 
-def _results(ranks: Mapping[int, _Worker], answers: Mapping[int, Answer], timeout: float) -> list[Any]:
-    failures: list[Failure] = [answer.value for answer in answers.values() if answer.kind != "result"]
+def _results(
+    ranks: Mapping[int, _Worker], answers: Mapping[int, Answer], timeout: float
+) -> list[Any]:
+    failures: list[Failure] = [
+        answer.value for answer in answers.values() if answer.kind != "result"
+    ]
     late = {rank: worker for rank, worker in ranks.items() if rank not in answers}
     if failures:
         raise RankError(_failure_text(failures, late, ranks))
@@ -267,8 +312,12 @@ def _results(ranks: Mapping[int, _Worker], answers: Mapping[int, Answer], timeou
     return [answers[rank].value for rank in ranks]
 
 
-def _failure_text(failures: Sequence[Failure], late: Iterable[int], ranks: Mapping[int, _Worker]) -> str:
-    lines = [describe(failures, dict.fromkeys(late, f"was still running {GRACE_SECONDS:g} s later"))]
+def _failure_text(
+    failures: Sequence[Failure], late: Iterable[int], ranks: Mapping[int, _Worker]
+) -> str:
+    lines = [
+        describe(failures, dict.fromkeys(late, f"was still running {GRACE_SECONDS:g} s later"))
+    ]
     for failure in failures:
         output = ranks[failure.rank].output().strip()
         if output:
@@ -277,7 +326,9 @@ def _failure_text(failures: Sequence[Failure], late: Iterable[int], ranks: Mappi
 
 
 def _hang_text(late: Mapping[int, _Worker], world: int, timeout: float) -> str:
-    lines = [f"{len(late)} of {world} ranks did not finish within {timeout:g} s; this is where they are:"]
+    lines = [
+        f"{len(late)} of {world} ranks did not finish within {timeout:g} s; this is where they are:"
+    ]
     lines += [f"rank {rank}:\n{worker.stacks()}" for rank, worker in late.items()]
     done = sorted(set(range(world)) - set(late))
     lines += [f"ranks {done} had finished."] if done else []
@@ -289,17 +340,26 @@ def _start(number: int, folder: Path) -> _Worker:
     mine = folder / f"worker{number}"
     mine.mkdir()
     (mine / "stacks").touch()
-    # One thread each, since ranks share the cores; the loopback device, since a laptop's host name may lead nowhere.
+    # One thread each, since ranks share the cores; the loopback device, since a laptop's host name
+    # may lead nowhere.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    environment = {"GLOO_SOCKET_IFNAME": loopback} | os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = (
+        {"GLOO_SOCKET_IFNAME": loopback}
+        | os.environ
+        | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    )
     environment["PYTHONUNBUFFERED"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with theirs, (mine / "output").open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), str(mine)],
-            env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()], process_group=0,  # Ctrl-C is the parent's to handle
-        )  # fmt: skip
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            process_group=0,  # Ctrl-C is the parent's to handle
+        )
     return _Worker(number, process, Connection(ours.detach()), mine)
 
 
@@ -312,7 +372,8 @@ def serve(pipe: str, parent: str, folder: str) -> None:
     connection.send_bytes(b"ready")
     while True:
         try:
-            call = pickle.loads(connection.recv_bytes())  # lint: allow pickle-load: from the process that started us
+            received = connection.recv_bytes()
+            call = pickle.loads(received)  # lint: allow pickle-load: our parent sent it
             arguments = connection.recv_bytes()
         except (EOFError, ConnectionResetError):
             return
@@ -323,14 +384,16 @@ def serve(pipe: str, parent: str, folder: str) -> None:
             gc.collect()  # a group held by a dead cycle would keep its connections
             _leave()  # at once, so that peers waiting for this rank fail too
         assert connection.recv_bytes() == RELEASE
-        gc.collect()  # groups in dead cycles end now and here, not on some thread in the middle of another call
+        # groups in dead cycles end now and here, not on some thread in the middle of another call
+        gc.collect()
         _leave()
         gc.freeze()  # what lives on is not looked at again, which keeps the next collection short
         _restore(environment)
 
 
 def _restore(environment: Mapping[str, str]) -> None:
-    """Undo changes of the environment, touching nothing that is as it was: other threads may be reading it."""
+    """Undo changes of the environment, touching nothing that is as it was: other threads may be
+    reading it."""
     for name in [name for name in os.environ if name not in environment]:
         del os.environ[name]
     for name, value in environment.items():
@@ -346,17 +409,26 @@ def _obey(call: Call, arguments: bytes) -> Answer:
             function = getattr(function, word)
         given = pickle.loads(arguments)  # lint: allow pickle-load: from the process that started us
         dist.init_process_group(
-            "gloo", init_method=f"file://{call.store}", rank=call.rank, world_size=call.world,
-            timeout=timedelta(minutes=30),  # the parent's clock is the shorter one, and it shows where everyone is
-        )  # fmt: skip
+            "gloo",
+            init_method=f"file://{call.store}",
+            rank=call.rank,
+            world_size=call.world,
+            timeout=timedelta(
+                minutes=30
+            ),  # the parent's clock is the shorter one, and it shows where everyone is
+        )
         return Answer("result", function(call.rank, call.world, *given))
-    except BaseException as error:  # SystemExit and a test's skip too: the parent decides what ends the run
+    except (
+        BaseException
+    ) as error:  # SystemExit and a test's skip too: the parent decides what ends the run
         return Answer("failure", failure_of(call.rank, error, frames_to_skip=1))
 
 
 def _leave() -> None:
     """Close every connection to the other ranks."""
-    if "torch.distributed.tensor" in sys.modules:  # its caches keep device meshes alive, and so their process groups
+    if (
+        "torch.distributed.tensor" in sys.modules
+    ):  # its caches keep device meshes alive, and so their process groups
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
@@ -382,14 +454,19 @@ def _send(connection: Connection, rank: int, answer: Answer) -> None:
 
 
 def _load(name: str, path: str) -> ModuleType:
-    """The module of a function: by name where that leads to the same file, else from its file, once."""
+    """The module of a function: by name where that leads to the same file, else from its file,
+    once."""
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == path:
         return sys.modules[name]
     if name.partition(".")[0] == "megalith":
         return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location("__mp_main__" if name == "__main__" else name, path)
+    spec = importlib.util.spec_from_file_location(
+        "__mp_main__" if name == "__main__" else name, path
+    )
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: a dataclass looks its module up, and so does pickle
+    sys.modules[name] = (
+        module  # before it runs: a dataclass looks its module up, and so does pickle
+    )
     spec.loader.exec_module(module)
     return module

@@ -8,8 +8,11 @@ from megalith.plan.schedule import Schedule, build_schedule
 NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
-def random_schedule(rng: random.Random, name: ScheduleName | None = None, *, forward_only: bool = False) -> Schedule:
-    """Any schedule, or the named one, of up to 8 ranks, 4 chunks and 32 microbatches, in groups of any legal size."""
+def random_schedule(
+    rng: random.Random, name: ScheduleName | None = None, *, forward_only: bool = False
+) -> Schedule:
+    """Any schedule, or the named one, of up to 8 ranks, 4 chunks and 32 microbatches, in groups of
+    any legal size."""
     chosen: ScheduleName = name if name is not None else rng.choice(NAMES)
     p, group = rng.randint(1, 8), None
     m = rng.randint(p if chosen == "interleaved" else 1, 32)
@@ -17,5 +20,10 @@ def random_schedule(rng: random.Random, name: ScheduleName | None = None, *, for
     if chosen == "interleaved":
         group = rng.choice([size for size in range(p, m + 1) if m % size == 0 or m % size >= p])
     return build_schedule(
-        chosen, num_ranks=p, num_chunks=chunks, num_microbatches=m, group=group, forward_only=forward_only
+        chosen,
+        num_ranks=p,
+        num_chunks=chunks,
+        num_microbatches=m,
+        group=group,
+        forward_only=forward_only,
     )

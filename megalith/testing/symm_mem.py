@@ -14,8 +14,9 @@ from megalith.parallel import symm_mem
 def fused_on_cpus() -> Iterator[None]:
     """In this process, parallel.ring_products=fused is served on CPUs, too.
 
-    The operators are called as on GPUs, by name and with the same arguments; behind them, a gather and a matmul, or a
-    matmul and a reduce-scatter, one after the other. So it proves what we ask of them, not the kernels that answer.
+    The operators are called as on GPUs, by name and with the same arguments; behind them, a gather
+    and a matmul, or a matmul and a reduce-scatter, one after the other. So it proves what we ask of
+    them, not the kernels that answer.
     """
     defined = import_module("torch.distributed._symmetric_memory")
     with (
@@ -23,5 +24,7 @@ def fused_on_cpus() -> Iterator[None]:
         patch.object(symm_mem, "why_not_fused", lambda places: None),
     ):
         library.impl("fused_all_gather_matmul", defined._fused_all_gather_matmul_fallback, "CPU")
-        library.impl("fused_matmul_reduce_scatter", defined._fused_matmul_reduce_scatter_fallback, "CPU")
+        library.impl(
+            "fused_matmul_reduce_scatter", defined._fused_matmul_reduce_scatter_fallback, "CPU"
+        )
         yield

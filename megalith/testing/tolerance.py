@@ -1,4 +1,5 @@
-"""How close two results must be: named tolerances, each with its reason, and comparisons that name the worst entry."""
+"""How close two results must be: named tolerances, each with its reason, and comparisons that name
+the worst entry."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,49 +17,63 @@ class Tolerance:
     relative: float
     why: str
     nonzero: bool = False
-    """The reference must not be all zero: a gradient that never arrived equals another that never arrived."""
+    """The reference must not be all zero: a gradient that never arrived equals another that never
+    arrived."""
 
     cosine: float | None = None
     """Smallest allowed cosine of the angle between a and b; None: not asked."""
 
 
 EXACT = Tolerance(
-    "exact", 0.0,
-    "the same operations on the same numbers in the same order: resume, recompute, reload, the same layout twice",
-)  # fmt: skip
+    "exact",
+    0.0,
+    "the same operations on the same numbers in the same order: resume, recompute, reload, the "
+    "same layout twice",
+)
 FP64 = Tolerance(
-    "fp64", 1e-9,
-    "float64 turns rounding into about 1e-15, so a step of any layout that differs by more has a bug",
+    "fp64",
+    1e-9,
+    "float64 turns rounding into about 1e-15, so a step of any layout that differs by more has a "
+    "bug",
     nonzero=True,
-)  # fmt: skip
+)
 CURVE64 = Tolerance(
-    "curve64", 1e-8,
-    "float64 over tens of steps: Adam divides tiny gradients by their own size, which enlarges their rounding",
-)  # fmt: skip
+    "curve64",
+    1e-8,
+    "float64 over tens of steps: Adam divides tiny gradients by their own size, which enlarges "
+    "their rounding",
+)
 FP32 = Tolerance(
-    "fp32", 1e-5,
-    "2^-23 is 1.2e-7 per operation; sums of a few hundred terms in another order stay below a hundred times that",
-)  # fmt: skip
+    "fp32",
+    1e-5,
+    "2^-23 is 1.2e-7 per operation; sums of a few hundred terms in another order stay below a "
+    "hundred times that",
+)
 FP32_DEEP = Tolerance(
-    "fp32_deep", 1e-4,
-    "gradients that passed several layers in fp32: each layer's reordered sums add to the last one's",
-)  # fmt: skip
+    "fp32_deep",
+    1e-4,
+    "gradients that passed several layers in fp32: each layer's reordered sums add to the last "
+    "one's",
+)
 PARITY = Tolerance(
-    "parity", 1e-5,
+    "parity",
+    1e-5,
     "another implementation of the same formulas in fp32, whose sums run in another order",
-)  # fmt: skip
+)
 BF16 = Tolerance(
-    "bf16", 2e-2,
+    "bf16",
+    2e-2,
     "bf16 keeps 8 significant bits, 0.4 % per operation; the direction must still be right",
     cosine=0.999,
-)  # fmt: skip
+)
 TOLERANCES: Mapping[str, Tolerance] = {
     tolerance.name: tolerance for tolerance in (EXACT, FP64, CURVE64, FP32, FP32_DEEP, PARITY, BF16)
 }
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """max|a - b| / max|b|, computed in float64; infinite for other shapes, NaNs, or when b is zero and a is not."""
+    """max|a - b| / max|b|, computed in float64; infinite for other shapes, NaNs, or when b is zero
+    and a is not."""
     if a.shape != b.shape:
         return math.inf
     if a.numel() == 0:
@@ -73,11 +88,12 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def matmul_bound(a: Tensor, b: Tensor) -> Tensor:
-    """Largest error of each element of `a @ b` when products are summed in fp32 and the sum is rounded to a's dtype.
+    """Largest error of each element of `a @ b` when products are summed in fp32 and the sum is
+    rounded to a's dtype.
 
-    u |a @ b| + 1.01 n 2^-24 |a| @ |b|, where u is the rounding of the result and n the length of the sums, in any
-    order; 1.01 covers the terms of second order. Source: Higham 2002, Accuracy and Stability of Numerical Algorithms,
-    section 3.5.
+    u |a @ b| + 1.01 n 2^-24 |a| @ |b|, where u is the rounding of the result and n the length of
+    the sums, in any order; 1.01 covers the terms of second order. Source: Higham 2002, Accuracy and
+    Stability of Numerical Algorithms, section 3.5.
     """
     unit, length = torch.finfo(a.dtype).eps / 2, a.shape[-1]
     exact, magnitude = _double(a) @ _double(b), _double(a).abs() @ _double(b).abs()
@@ -109,10 +125,18 @@ class Comparison:
 
     def within(self, tolerance: Tolerance) -> bool:
         """Whether all names pair up and every entry is close enough."""
-        return self.error <= tolerance.relative and not self.unpaired and not (tolerance.nonzero and self.zeros)
+        return (
+            self.error <= tolerance.relative
+            and not self.unpaired
+            and not (tolerance.nonzero and self.zeros)
+        )
 
     def __str__(self) -> str:
-        parts = [f"worst {self.worst}: {self.error:.2e} of its largest entry"] if self.worst else ["nothing compared"]
+        parts = (
+            [f"worst {self.worst}: {self.error:.2e} of its largest entry"]
+            if self.worst
+            else ["nothing compared"]
+        )
         parts += [f"all zero: {', '.join(self.zeros)}"] if self.zeros else []
         parts += [f"in one set only: {', '.join(self.unpaired)}"] if self.unpaired else []
         return "; ".join(parts)
@@ -126,37 +150,50 @@ def compare(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Comp
     return Comparison(
         worst=worst,
         error=errors.get(worst, 0.0),
-        zeros=tuple(name for name in shared if reference[name].numel() and not reference[name].any()),
+        zeros=tuple(
+            name for name in shared if reference[name].numel() and not reference[name].any()
+        ),
         unpaired=tuple(sorted(set(mine) ^ set(reference))),
     )
 
 
 def assert_equals(name: str, a: Tensor, b: Tensor, tolerance: Tolerance) -> None:
-    """Fail, saying which entry of `name` is furthest off and what is allowed, unless a is close enough to b.
+    """Fail, saying which entry of `name` is furthest off and what is allowed, unless a is close
+    enough to b.
 
     Raises:
-        AssertionError: too far apart, other shapes, NaNs, or (where the tolerance asks) an all-zero reference. `EXACT`
-            compares bits and dtypes, so that NaN equals NaN and 0.0 differs from -0.0.
+        AssertionError: too far apart, other shapes, NaNs, or (where the tolerance asks) an all-zero
+            reference. `EXACT` compares bits and dtypes, so that NaN equals NaN and 0.0 differs from
+            -0.0.
     """
     if a.shape != b.shape:
         raise AssertionError(f"{name}: shape {list(a.shape)}, expected {list(b.shape)}")
     if tolerance == EXACT:
         if a.dtype != b.dtype or not _same_bits(a, b):
-            raise AssertionError(f"{name}: {a.dtype} {_worst_entry(a, b)}, expected the same bits as {b.dtype}")
+            raise AssertionError(
+                f"{name}: {a.dtype} {_worst_entry(a, b)}, expected the same bits as {b.dtype}"
+            )
         return
     if tolerance.nonzero and b.numel() and not b.any():
-        raise AssertionError(f"{name}: the reference is all zero, so equality proves nothing. Pass other data.")
+        raise AssertionError(
+            f"{name}: the reference is all zero, so equality proves nothing. Pass other data."
+        )
     error = relative_error(a, b)
     if error > tolerance.relative:
         allowed = f"{tolerance.relative:g} ({tolerance.name}: {tolerance.why})"
         raise AssertionError(
-            f"{name}: max|a-b|/max|b| is {error:.3g}, {_worst_entry(a, b)}; expected at most {allowed}"
+            f"{name}: max|a-b|/max|b| is {error:.3g}, {_worst_entry(a, b)}; expected at most "
+            f"{allowed}"
         )
     if tolerance.cosine is not None and b.numel() and cosine(a, b) < tolerance.cosine:
-        raise AssertionError(f"{name}: cosine {cosine(a, b):.6f}, must be at least {tolerance.cosine}")
+        raise AssertionError(
+            f"{name}: cosine {cosine(a, b):.6f}, must be at least {tolerance.cosine}"
+        )
 
 
-def assert_close(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: Tolerance) -> None:
+def assert_close(
+    mine: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: Tolerance
+) -> None:
     """`assert_equals` for two sets of named tensors, which must have the same names.
 
     Raises:
@@ -164,7 +201,9 @@ def assert_close(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor], to
     """
     unpaired = sorted(set(mine) ^ set(reference))
     if unpaired:
-        raise AssertionError(f"only one of the two sets has {', '.join(unpaired)}; expected the same names")
+        raise AssertionError(
+            f"only one of the two sets has {', '.join(unpaired)}; expected the same names"
+        )
     for name in sorted(reference, key=lambda name: -relative_error(mine[name], reference[name])):
         assert_equals(name, mine[name], reference[name], tolerance)
 
@@ -181,7 +220,10 @@ def _worst_entry(a: Tensor, b: Tensor) -> str:
         return "no entries"
     place = int(difference.argmax())  # a NaN counts as the largest
     index: Sequence[int] = [int(i) for i in torch.unravel_index(torch.tensor(place), a.shape)]
-    return f"{a.flatten()[place].item():.9g} instead of {b.flatten()[place].item():.9g} at {list(index)}"
+    return (
+        f"{a.flatten()[place].item():.9g} instead of {b.flatten()[place].item():.9g} at "
+        f"{list(index)}"
+    )
 
 
 def _double(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Where Triton programs are tested: on a GPU, or on a CPU by Triton's interpreter, in a process begun for that."""
+"""Where Triton programs are tested: on a GPU, or on a CPU by Triton's interpreter, in a process
+begun for that."""
 
 import os
 
@@ -7,7 +8,8 @@ import torch
 from megalith.kernels import gpu
 
 INTERPRET = "TRITON_INTERPRET"
-"""Triton reads it when a program is defined: it must be 1 before the first import, and then holds for the process."""
+"""Triton reads it when a program is defined: it must be 1 before the first import, and then holds
+for the process."""
 
 
 def triton_device() -> torch.device | None:
@@ -17,4 +19,5 @@ def triton_device() -> torch.device | None:
     if os.environ.get(INTERPRET) == "1":
         return torch.device("cpu")
     there = torch.cuda.is_available()
-    return torch.device("cuda") if there else None  # lint: allow cuda-literal: Triton programs run nowhere else
+    cuda = torch.device("cuda")  # lint: allow cuda-literal: Triton programs run nowhere else
+    return cuda if there else None

@@ -21,7 +21,12 @@ from megalith.plan.initial import Rates
 from megalith.plan.shards import Shard, is_first_holder
 from megalith.train.staged import Staged, build_staged, with_postponed
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,11 @@ class Trainer:
 def build_trainer(
     run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool = True, fill_frozen: bool = True
 ) -> Trainer:
-    """Build this rank's part of the model without whole tensors anywhere, and give it its first weights.
+    """Build this rank's part of the model without whole tensors anywhere, and give it its first
+    weights.
 
-    `fill=False` leaves weights at zero, for a checkpoint to fill; `fill_frozen=False` those that are not trained.
+    `fill=False` leaves weights at zero, for a checkpoint to fill; `fill_frozen=False` those that
+    are not trained.
     """
     staged = build_staged(run, mesh, device, dtype=DTYPES[run.precision.params])
     model = staged.modules
@@ -63,53 +70,83 @@ def build_trainer(
     def rates(shard: Shard) -> Rates:
         return rates_in(run.model, run.optim, shard.name, shard.inputs)
 
-    optimizer = build_optimizer([(owned.shard, owned.weight) for owned in data.owned], run.optim, rates)
-    return Trainer(run, mesh, device, with_postponed(staged), data, optimizer, build_loss_scale(run.precision))
+    optimizer = build_optimizer(
+        [(owned.shard, owned.weight) for owned in data.owned], run.optim, rates
+    )
+    return Trainer(
+        run, mesh, device, with_postponed(staged), data, optimizer, build_loss_scale(run.precision)
+    )
 
 
 def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.device) -> Engine:
-    """Give the parameters of my chunks memory, and a way for their gradients to be summed over ranks.
+    """Give the parameters of my chunks memory, and a way for their gradients to be summed over
+    ranks.
 
-    Parameters with `requires_grad` False by now are frozen: they get first weights and are saved, and that is all.
+    Parameters with `requires_grad` False by now are frozen: they get first weights and are saved,
+    and that is all.
     """
     p, dtype = run.parallel, DTYPES[run.precision.params]
-    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    parameters = [
+        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+    ]
     sums, watch = torch.promote_types(dtype, torch.float32), run.optim.nonfinite_grad == "raise"
     if p.zero == 3 and divides(mesh):
-        from megalith.parallel.fsdp import FullySharded  # here, because torch's part of it takes half a second to load
+        from megalith.parallel.fsdp import (
+            FullySharded,
+        )  # here, because torch's part of it takes half a second to load
 
         return FullySharded(
-            list(model), parameters, mesh, device=device, gradient_dtype=sums, keep_gathered=len(model) * p.pp > 1,
-            watch=watch, overlap=p.overlap,
-        )  # fmt: skip
+            list(model),
+            parameters,
+            mesh,
+            device=device,
+            gradient_dtype=sums,
+            keep_gathered=len(model) * p.pp > 1,
+            watch=watch,
+            overlap=p.overlap,
+        )
     return DataParallel(
-        model, parameters, mesh, device=device, gradient_dtype=sums,
-        bucket_numel=p.bucket_numel, overlap=p.overlap, sinks=not run.train.compile, zero=p.zero,
+        model,
+        parameters,
+        mesh,
+        device=device,
+        gradient_dtype=sums,
+        bucket_numel=p.bucket_numel,
+        overlap=p.overlap,
+        sinks=not run.train.compile,
+        zero=p.zero,
         reduce_dtype=torch.bfloat16 if p.reduce_dtype == "bf16" else None,
         chunks=[] if run.train.compile else list(model),  # a graph cannot wait
         watch=watch,
-    )  # fmt: skip
+    )
 
 
 def _give_first_weights(model: nn.Module, data: Engine, *, seed: int, frozen: bool) -> None:
-    """Each rank draws the slices that it owns, and gets the others from their owners: the same under every layout."""
+    """Each rank draws the slices that it owns, and gets the others from their owners: the same
+    under every layout."""
     init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
-    for shard, weight in (*((owned.shard, owned.weight) for owned in data.owned), *(data.frozen if frozen else ())):
+    for shard, weight in (
+        *((owned.shard, owned.weight) for owned in data.owned),
+        *(data.frozen if frozen else ()),
+    ):
         fill(weight, shard, init_of[shard.name], seed=seed)
     data.publish()
     data.settle()
 
 
 def publish_loaded(trainer: Trainer) -> None:
-    """After tensors of `checkpoint_entries` were filled: let every rank compute with the weights that its peers own."""
+    """After tensors of `checkpoint_entries` were filled: let every rank compute with the weights
+    that its peers own."""
     trainer.data.publish()
     trainer.data.settle()
 
 
 def checkpoint_entries(trainer: Trainer) -> list[Entry]:
-    """Every tensor that a checkpoint holds, with the slice of it that this rank has; each slice is written once.
+    """Every tensor that a checkpoint holds, with the slice of it that this rank has; each slice is
+    written once.
 
-    Adapters are saved without the weights that they are trained beside, which are somewhere already.
+    Adapters are saved without the weights that they are trained beside, which are somewhere
+    already.
     """
     here = trainer.mesh.coordinates
     entries = []
@@ -119,10 +156,14 @@ def checkpoint_entries(trainer: Trainer) -> list[Entry]:
             tensors["master"] = slot.master
         mine = is_first_holder(slot.shard, here)
         entries += [Entry(slot.shard, role, tensor, mine) for role, tensor in tensors.items()]
-    return entries + (weight_entries(trainer.data.frozen, trainer.mesh) if trainer.run.lora is None else [])
+    return entries + (
+        weight_entries(trainer.data.frozen, trainer.mesh) if trainer.run.lora is None else []
+    )
 
 
 def weight_entries(parameters: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Entry]:
     """Weights alone, of what is not trained."""
     here = mesh.coordinates
-    return [Entry(shard, "param", tensor, is_first_holder(shard, here)) for shard, tensor in parameters]
+    return [
+        Entry(shard, "param", tensor, is_first_holder(shard, here)) for shard, tensor in parameters
+    ]

@@ -1,4 +1,5 @@
-"""Divergence: steps and parameters that are NaN or infinite, and how to continue from a checkpoint before them."""
+"""Divergence: steps and parameters that are NaN or infinite, and how to continue from a checkpoint
+before them."""
 
 import math
 from collections.abc import Sequence
@@ -15,30 +16,37 @@ from megalith.train.step import StepResult
 def is_divergent(result: StepResult, loss_scale: LossScale | None) -> bool:
     """Return whether a step has NaN or infinite values that a lower loss scale would not avoid.
 
-    These are a loss that is not finite, which the scale has no part in, and gradients that are not finite without
-    dynamic loss scaling or at its lowest scale. An fp16 step that overflows at a higher scale is normal.
+    These are a loss that is not finite, which the scale has no part in, and gradients that are not
+    finite without dynamic loss scaling or at its lowest scale. An fp16 step that overflows at a
+    higher scale is normal.
     """
     if result.empty:
         return False
     if not all(map(math.isfinite, (result.loss, *result.further_losses))):
         return True
-    return not result.updated and (loss_scale is None or not loss_scale.dynamic or loss_scale.stuck > 0)
+    return not result.updated and (
+        loss_scale is None or not loss_scale.dynamic or loss_scale.stuck > 0
+    )
 
 
 def find_nonfinite_parameters(entries: Sequence[Entry]) -> list[str]:
-    """Return the names of the parameters whose weights or master weights, as far as this rank saves them, are NaN or
-    infinite somewhere. The host waits for the device once."""
+    """Return the names of the parameters whose weights or master weights, as far as this rank
+    saves them, are NaN or infinite somewhere. The host waits for the device once."""
     weights = [e for e in entries if e.role in ("param", "master") and e.mine and e.tensor.numel()]
     if not weights:
         return []
-    # Minimum and maximum are NaN if any element is; they take a twentieth of the time of isfinite (measured on a CPU).
+    # Minimum and maximum are NaN if any element is; they take a twentieth of the time of isfinite
+    # (measured on a CPU).
     extremes = [torch.stack(torch.aminmax(entry.tensor.detach())).double() for entry in weights]
     finite = torch.isfinite(torch.stack(extremes)).all(dim=1).tolist()
-    return sorted({entry.shard.name for entry, good in zip(weights, finite, strict=True) if not good})
+    return sorted(
+        {entry.shard.name for entry, good in zip(weights, finite, strict=True) if not good}
+    )
 
 
 def describe_last_good_checkpoint(folder: Path, last_update: int, lr: float) -> str:
-    """Say which checkpoint in `folder` is from before a series of skipped steps, and how to continue from it.
+    """Say which checkpoint in `folder` is from before a series of skipped steps, and how to
+    continue from it.
 
     `last_update`: the last step before the series; `lr`: schedule.lr of the run.
     """
@@ -50,10 +58,12 @@ def describe_last_good_checkpoint(folder: Path, last_update: int, lr: float) -> 
         return f"No checkpoint is from before that: start from the beginning {change}{where}."
     if good == list(complete.values())[-1]:
         return (
-            f"The last checkpoint from before that is {good}: run the same command again {change}, and it continues "
+            f"The last checkpoint from before that is {good}: run the same command again {change}, "
+            "and it continues "
             f"from there."
         )
     return (
-        f"The last checkpoint from before that is {good}: to continue from it, run the same command again {change}, "
+        f"The last checkpoint from before that is {good}: to continue from it, run the same "
+        f"command again {change}, "
         f"and with --run NAME --checkpoint.load {good} --checkpoint.take everything."
     )

@@ -40,7 +40,8 @@ class Evaluation:
     """Mean of -log p(label), in nats per token."""
 
     bits_per_byte: float | None
-    """The same in bits per byte of the text that the labels decode to; None where tokens are no text."""
+    """The same in bits per byte of the text that the labels decode to; None where tokens are no
+    text."""
 
     num_labels: int
     """Tokens it was measured on."""
@@ -52,8 +53,8 @@ class Evaluation:
     """How often the best token of every such depth is the one that came."""
 
     accepted_length: float | None = None
-    """Tokens per forward for a reader who takes the next token, and after it guesses of depth after depth as long as
-    they are those that came; None where no depth predicts."""
+    """Tokens per forward for a reader who takes the next token, and after it guesses of depth
+    after depth as long as they are those that came; None where no depth predicts."""
 
     @property
     def perplexity(self) -> float:
@@ -66,7 +67,9 @@ class Evaluation:
             return {}
         both = enumerate(zip(self.further_losses, self.accepted, strict=True), start=1)
         found = {f"eval_mtp_{depth}_loss": loss for depth, (loss, _) in both}
-        found |= {f"mtp_{depth}_accepted": share for depth, share in enumerate(self.accepted, start=1)}
+        found |= {
+            f"mtp_{depth}_accepted": share for depth, share in enumerate(self.accepted, start=1)
+        }
         return {**found, "mtp_accepted_length": self.accepted_length}
 
     def depths_text(self) -> str:
@@ -82,7 +85,8 @@ class Evaluation:
 
 
 AT_ONCE = 8
-"""Microbatches per pipeline rank that go through the pipeline together: the bubble is then an eighth at most."""
+"""Microbatches per pipeline rank that go through the pipeline together: the bubble is then an
+eighth at most."""
 
 
 DOCUMENTS = 64
@@ -94,15 +98,24 @@ def nothing(rows: int) -> None:
 
 
 def evaluate(
-    staged: Staged, dataset: Dataset, masks: Masks, *, samples: int, rows: int, tokenizer: Tokenizer,
-    slicing: Slicing = WHOLE, tell: Callable[[int], None] = nothing, budget: Budget | None = None,
-) -> Evaluation:  # fmt: skip
-    """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh; changes nothing.
+    staged: Staged,
+    dataset: Dataset,
+    masks: Masks,
+    *,
+    samples: int,
+    rows: int,
+    tokenizer: Tokenizer,
+    slicing: Slicing = WHOLE,
+    tell: Callable[[int], None] = nothing,
+    budget: Budget | None = None,
+) -> Evaluation:
+    """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh;
+    changes nothing.
 
-    Samples are dealt out over the data-parallel ranks, some of which may have one less, but all run as many batches;
-    context-parallel ranks share theirs as `slicing` says. With a `budget` samples are documents, which are packed and
-    dealt out some at a time. What is counted comes from the last stage. `tell` hears how
-    many rows all ranks have read, as far as this one knows.
+    Samples are dealt out over the data-parallel ranks, some of which may have one less, but all run
+    as many batches; context-parallel ranks share theirs as `slicing` says. With a `budget` samples
+    are documents, which are packed and dealt out some at a time. What is counted comes from the
+    last stage. `tell` hears how many rows all ranks have read, as far as this one knows.
     """
     mesh, device, depths, read = staged.mesh, staged.device, staged.run.model.mtp.depths, 0
     sums = torch.zeros(2 + 2 * depths if depths else 1, dtype=torch.float64, device=device)
@@ -127,30 +140,48 @@ def evaluate(
 
 
 def _counts(batch: Batch, tokenizer: Tokenizer) -> Tensor:
-    """Bytes and labels, labels of every further depth, and tokens with all of these: float64 [3 + depths]."""
-    mine, further = batch.labels[batch.labels >= 0].tolist(), [labels for _, labels in batch.further]
+    """Bytes and labels, labels of every further depth, and tokens with all of these: float64 [3 +
+    depths]."""
+    mine, further = (
+        batch.labels[batch.labels >= 0].tolist(),
+        [labels for _, labels in batch.further],
+    )
     places = int(complete(further).sum()) if further else 0
     labels = [int((labels >= 0).sum()) for labels in further]
-    return torch.tensor([tokenizer.num_bytes(mine), len(mine), *labels, places], dtype=torch.float64)
+    return torch.tensor(
+        [tokenizer.num_bytes(mine), len(mine), *labels, places], dtype=torch.float64
+    )
 
 
 def _summary(sums: Sequence[float], counts: Sequence[float], depths: int) -> Evaluation:
     """From what `Decoder.judged` sums and `_counts` counts, over all ranks."""
     num_bytes, *labels, places = counts
     bits = sums[0] / math.log(2) / num_bytes if num_bytes else None
-    loss, *further = (total / max(1.0, count) for total, count in zip(sums[: 1 + depths], labels, strict=True))
-    right = tuple(total / max(1.0, count) for total, count in zip(sums[1 + depths : -1], labels[1:], strict=True))
+    loss, *further = (
+        total / max(1.0, count) for total, count in zip(sums[: 1 + depths], labels, strict=True)
+    )
+    right = tuple(
+        total / max(1.0, count)
+        for total, count in zip(sums[1 + depths : -1], labels[1:], strict=True)
+    )
     length = 1 + sums[-1] / max(1.0, places) if depths else None
     return Evaluation(loss, bits, int(labels[0]), tuple(further), right, length)
 
 
 def run_evaluation(
-    run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, *, split: str, samples: int | None,
+    run: TrainRun,
+    folder: RunFolder,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    split: str,
+    samples: int | None,
     show: bool = False,
-) -> Evaluation:  # fmt: skip
+) -> Evaluation:
     """Evaluate a run's newest checkpoint on one of its splits; `samples` unset: all of it, once.
 
-    With `show` the first rank tells on standard error how far it is, so that results stand alone on standard output.
+    With `show` the first rank tells on standard error how far it is, so that results stand alone on
+    standard output.
 
     Raises:
         CheckpointError: the run has no checkpoint yet, or it is of another model.
@@ -160,19 +191,29 @@ def run_evaluation(
     counts: dict[str, int | None] = dict.fromkeys(("train", "valid", "test"), 0)
     counts[split] = samples
     splits: Splits = build_datasets(
-        run.data, seq_len=run.train.seq_len, seed=run.seed, train_samples=counts["train"],
-        valid_samples=counts["valid"], test_samples=counts["test"], vocab_size=run.model.vocab_size, eod=tokenizer.eod,
-        tokenizer=tokenizer, tokenizer_path=run.tokenizer.path,
+        run.data,
+        seq_len=run.train.seq_len,
+        seed=run.seed,
+        train_samples=counts["train"],
+        valid_samples=counts["valid"],
+        test_samples=counts["test"],
+        vocab_size=run.model.vocab_size,
+        eod=tokenizer.eod,
+        tokenizer=tokenizer,
+        tokenizer_path=run.tokenizer.path,
         whole_documents=run.train.tokens_per_microbatch is not None,
-    )  # fmt: skip
+    )
     dataset: Dataset | None = getattr(splits, split)
     if dataset is None:
         raise ConfigError(
-            f"--split={split} has no samples in this run. Choose one of train, valid, test that has some."
+            f"--split={split} has no samples in this run. Choose one of train, valid, test that "
+            "has some."
         )
     merged = replace(run, lora=None)  # adapters are added to the weights as these are read
     staged = build_staged(merged, mesh, device, dtype=DTYPES[run.precision.params])
-    rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)  # all weights are needed here
+    rules = CheckpointConfig(
+        allow_model_changes=run.checkpoint.allow_model_changes
+    )  # all weights are needed here
     entries = weight_entries(held_weights(staged), mesh)
     notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
     masks = masks_of(run.data, run.model, tokenizer.eod)
@@ -183,54 +224,94 @@ def run_evaluation(
             progress.say(f"{folder.path}: {line}")
         progress.say(f"reading {count:,} rows of {split}")
         return evaluate(
-            staged, dataset, masks, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer,
-            slicing=my_slicing(run.parallel, mesh), tell=lambda read: progress.step(read, {}),
+            staged,
+            dataset,
+            masks,
+            samples=count,
+            rows=run.train.micro_batch_size,
+            tokenizer=tokenizer,
+            slicing=my_slicing(run.parallel, mesh),
+            tell=lambda read: progress.step(read, {}),
             budget=budget_of(run.train, run.parallel, run.model),
-        )  # fmt: skip
+        )
 
 
 def held_weights(staged: Staged) -> list[tuple[Shard, Tensor]]:
-    """Give the weights of my chunks memory, still to be filled: with parallel.zero=3 my rows of each, else all of it.
+    """Give the weights of my chunks memory, still to be filled: with parallel.zero=3 my rows of
+    each, else all of it.
 
     Collective over the mesh with parallel.zero=3. Nothing is there for gradients.
     """
     mesh, device, p = staged.mesh, staged.device, staged.run.parallel
     model = staged.modules
-    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    parameters = [
+        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+    ]
     if p.zero == 3 and divides(mesh):
-        from megalith.parallel.fsdp import divide_for_forward  # here: torch's part of it takes half a second to load
+        from megalith.parallel.fsdp import (
+            divide_for_forward,
+        )  # here: torch's part of it takes half a second to load
 
         return divide_for_forward(
-            staged.chunks, parameters, mesh, device=device, keep_gathered=len(staged.chunks) * p.pp > 1
+            staged.chunks,
+            parameters,
+            mesh,
+            device=device,
+            keep_gathered=len(staged.chunks) * p.pp > 1,
         )
     allocate(model, device)
     return [(shard, getattr(module, name).data) for shard, module, name in parameters]
 
 
 def _batches(
-    dataset: Dataset, masks: Masks, mesh: Mesh, samples: int, rows: int, device: torch.device, slicing: Slicing,
+    dataset: Dataset,
+    masks: Masks,
+    mesh: Mesh,
+    samples: int,
+    rows: int,
+    device: torch.device,
+    slicing: Slicing,
     depths: int,
-) -> Iterator[Batch]:  # fmt: skip
+) -> Iterator[Batch]:
     mine = range(mesh.dp.rank, samples, mesh.dp.size)
-    for start in range(0, -(-samples // mesh.dp.size), rows):  # as often as the rank with the most samples
+    for start in range(
+        0, -(-samples // mesh.dp.size), rows
+    ):  # as often as the rank with the most samples
         found = [dataset.sample(k) for k in mine[start : start + rows]]
-        # Rows without labels fill up the last batch, whose tokens must still divide over sequence-parallel ranks, and
-        # are all that a rank has which must still take part in gathering weights.
+        # Rows without labels fill up the last batch, whose tokens must still divide over
+        # sequence-parallel ranks, and are all that a rank has which must still take part in
+        # gathering weights.
         empty = (found or [dataset.sample(0)])[0].blank()
         yield build_batch(
-            [*found, *[empty] * (rows - len(found))], masks, device=device, slicing=slicing, further=depths
+            [*found, *[empty] * (rows - len(found))],
+            masks,
+            device=device,
+            slicing=slicing,
+            further=depths,
         )
 
 
 def _packs(
-    dataset: Dataset, budget: Budget, mesh: Mesh, samples: int, device: torch.device, slicing: Slicing, depths: int
+    dataset: Dataset,
+    budget: Budget,
+    mesh: Mesh,
+    samples: int,
+    device: torch.device,
+    slicing: Slicing,
+    depths: int,
 ) -> Iterator[Batch]:
-    """Packs of documents, equally many on every rank: where there are too few, some hold nothing."""
+    """Packs of documents, equally many on every rank: where there are too few, some hold
+    nothing."""
     assert isinstance(dataset, Indexed), "only documents can be packed"
     together = DOCUMENTS * mesh.dp.size
     for first in range(0, samples, together):
         lengths = [sum(dataset.lengths_of(k)) for k in range(first, min(first + together, samples))]
         for pack in budget.deal(lengths, mesh.dp.size, forward_only=True).of(mesh.dp.rank):
             yield build_pack(
-                dataset, [first + number for number in pack], budget, device=device, slicing=slicing, further=depths
+                dataset,
+                [first + number for number in pack],
+                budget,
+                device=device,
+                slicing=slicing,
+                further=depths,
             )

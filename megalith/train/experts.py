@@ -31,30 +31,46 @@ def learning(model: nn.Module) -> Iterator[tuple[Router, Record]]:
 
 
 def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
-    """After a step, make experts that were chosen too seldom more likely to be chosen, and those too often less.
+    """After a step, make experts that were chosen too seldom more likely to be chosen, and those
+    too often less.
 
-    Routers that are not trained keep their biases. Collective over the ranks with the same layers; one message.
-    Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1.
+    Routers that are not trained keep their biases. Collective over the ranks with the same layers;
+    one message. Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1.
     """
-    counted = [(router, bias, record) for router, record in learning(model) if (bias := router.moved) is not None]
+    counted = [
+        (router, bias, record)
+        for router, record in learning(model)
+        if (bias := router.moved) is not None
+    ]
     if not counted:
         return
-    counts = all_reduce_(torch.stack([record.counts.sum(0) for _, _, record in counted]), mesh.over("dp", "cp", "tp"))
+    counts = all_reduce_(
+        torch.stack([record.counts.sum(0) for _, _, record in counted]), mesh.over("dp", "cp", "tp")
+    )
     for (router, bias, _), count in zip(counted, counts, strict=True):
         rate = router.moe.router.balancing_rate
         bias.data.add_((count.mean() - count).sign().to(bias.dtype), alpha=rate)
 
 
 def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
-    """After a step, take from the logits of experts what would have made them equally busy in it, on average.
+    """After a step, take from the logits of experts what would have made them equally busy in it,
+    on average.
 
-    Offsets are those of the microbatches that had tokens; of these before the step `quantile_ema` remains. Their mean
-    over the experts, which changes no choice, is 0. Collective over the ranks with the same layers; one message.
+    Offsets are those of the microbatches that had tokens; of these before the step `quantile_ema`
+    remains. Their mean over the experts, which changes no choice, is 0. Collective over the ranks
+    with the same layers; one message.
     """
-    counted = [(router, offset, record) for router, record in learning(model) if (offset := router.offset) is not None]
+    counted = [
+        (router, offset, record)
+        for router, record in learning(model)
+        if (offset := router.offset) is not None
+    ]
     if not counted:
         return
-    sums = all_reduce_(torch.stack([record.offsets.sum(0) for _, _, record in counted]), mesh.over("dp", "cp", "tp"))
+    sums = all_reduce_(
+        torch.stack([record.offsets.sum(0) for _, _, record in counted]),
+        mesh.over("dp", "cp", "tp"),
+    )
     for (router, offset, _), row in zip(counted, sums, strict=True):
         kept = router.moe.balance.quantile_ema
         fresh = kept * offset.data.double() + (1 - kept) * row[:-1] / row[-1].clamp(min=1)
@@ -62,9 +78,11 @@ def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
 
 
 def with_routing(batches: Sequence[Batch], routing: Routing) -> list[Batch]:
-    """Microbatches whose choices of experts are written into `routing`, or follow it (`routing.again()`).
+    """Microbatches whose choices of experts are written into `routing`, or follow it
+    (`routing.again()`).
 
-    Choices are of a rank's own tokens and layers: they are replayed under the layout that they were recorded under.
+    Choices are of a rank's own tokens and layers: they are replayed under the layout that they were
+    recorded under.
     """
     return [
         replace(batch, tokens=replace(batch.tokens, route=Route(routing, number)))
@@ -92,9 +110,11 @@ class LayerUse(NamedTuple):
 
 
 def use_of_experts(model: nn.Module, mesh: Mesh) -> list[LayerUse]:
-    """What all layers did in the last step, in their order, the same on every rank. Collective; two messages.
+    """What all layers did in the last step, in their order, the same on every rank. Collective; two
+    messages.
 
-    A stage without experts takes part. Nothing was recorded before the first step: then it is empty.
+    A stage without experts takes part. Nothing was recorded before the first step: then it is
+    empty.
     """
     routers = [router for router in routers_of(model) if router.balance.record is not None]
     found = [_rows_of(router) for router in routers]
@@ -113,7 +133,13 @@ def _rows_of(router: Router) -> Tensor:
     record = router.balance.record
     assert record is not None
     microbatches = len(record.counts)
-    return torch.cat([record.counts.sum(0), record.refused.sum(0, keepdim=True), record.losses.sum(0) / microbatches])
+    return torch.cat(
+        [
+            record.counts.sum(0),
+            record.refused.sum(0, keepdim=True),
+            record.losses.sum(0) / microbatches,
+        ]
+    )
 
 
 def _use_of(router: Router, row: Sequence[float], mesh: Mesh) -> LayerUse:
@@ -134,18 +160,28 @@ def _entropy(counts: Sequence[float]) -> float:
     """Of shares of the choices, where 1 is that of equal shares; 1 without any."""
     total = sum(counts)
     shares = [count / total for count in counts if count > 0]
-    return -sum(share * math.log(share) for share in shares) / math.log(len(counts)) if shares and counts[1:] else 1.0
+    return (
+        -sum(share * math.log(share) for share in shares) / math.log(len(counts))
+        if shares and counts[1:]
+        else 1.0
+    )
 
 
-def row_of_use(uses: Sequence[LayerUse], weights: Sequence[float], *, per_layer: bool = False) -> dict[str, Value]:
-    """What metrics.jsonl tells of it; `weights`: of the losses in the config, of which the others are left out.
+def row_of_use(
+    uses: Sequence[LayerUse], weights: Sequence[float], *, per_layer: bool = False
+) -> dict[str, Value]:
+    """What metrics.jsonl tells of it; `weights`: of the losses in the config, of which the others
+    are left out.
 
-    A load is how many tokens the busiest expert had, where 1 is the mean over experts; the entropy of who was chosen is
-    1 when all are equally busy, and that of the layer where it is least. `per_layer`: and what each layer did alone.
+    A load is how many tokens the busiest expert had, where 1 is the mean over experts; the entropy
+    of who was chosen is 1 when all are equally busy, and that of the layer where it is least.
+    `per_layer`: and what each layer did alone.
     """
     if not uses:
         return {}
-    loads = {use.layer: max(use.counts) * len(use.counts) / max(sum(use.counts), 1.0) for use in uses}
+    loads = {
+        use.layer: max(use.counts) * len(use.counts) / max(sum(use.counts), 1.0) for use in uses
+    }
     means = [sum(use.losses[kind] for use in uses) / len(uses) for kind in range(len(LOSSES))]
     row = _losses(means, weights)
     row["moe_max_load"] = round(max(loads.values()), 4)
@@ -165,7 +201,10 @@ def _row_of_layer(use: LayerUse, weights: Sequence[float]) -> dict[str, Value]:
     row = row_of_use([use], weights)
     own = {name: value for name, value in row.items() if not name.endswith("_load")}
     own["moe_tokens"] = [int(count) for count in use.counts]
-    return {f"moe_{use.layer.replace('.', '_')}_{name.removeprefix('moe_')}": value for name, value in own.items()}
+    return {
+        f"moe_{use.layer.replace('.', '_')}_{name.removeprefix('moe_')}": value
+        for name, value in own.items()
+    }
 
 
 def _losses(values: Sequence[float], weights: Sequence[float]) -> dict[str, Value]:

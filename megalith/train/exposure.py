@@ -1,4 +1,5 @@
-"""How much of a step's communication stands in the way of computing, and how much is hidden behind it."""
+"""How much of a step's communication stands in the way of computing, and how much is hidden behind
+it."""
 
 import time
 from collections import defaultdict
@@ -64,8 +65,11 @@ class Exposure:
         return sum(each.exposed for each in self.traffic)
 
 
-def measure_exposure(run: TrainRun, mesh: Mesh, trainer: Trainer, *, steps: int, link: SlowLink) -> Exposure:
-    """Train `steps` steps on made-up data and say what went over `link`, which must be in place. Collective."""
+def measure_exposure(
+    run: TrainRun, mesh: Mesh, trainer: Trainer, *, steps: int, link: SlowLink
+) -> Exposure:
+    """Train `steps` steps on made-up data and say what went over `link`, which must be in place.
+    Collective."""
     loader = _loader(run, mesh, trainer, steps + 1)
     _step(trainer, loader)  # the first one builds what is built once
     seen = len(link.transfers)
@@ -81,10 +85,12 @@ def measure_exposure(run: TrainRun, mesh: Mesh, trainer: Trainer, *, steps: int,
 def exposure_of(
     run: TrainRun, mesh: Mesh, device: torch.device, *, steps: int, latency: float, bandwidth: float
 ) -> Exposure:
-    """Build this rank of the run and measure it over a link that adds `latency` seconds and a time per byte.
+    """Build this rank of the run and measure it over a link that adds `latency` seconds and a time
+    per byte.
 
-    Collective. On CPUs, where gloo's messages are copied by the cores that compute, a slow link shows what a network
-    would: its time passes on a thread that sleeps. On GPUs each wait is a wait of the host: an upper bound.
+    Collective. On CPUs, where gloo's messages are copied by the cores that compute, a slow link
+    shows what a network would: its time passes on a thread that sleeps. On GPUs each wait is a wait
+    of the host: an upper bound.
     """
     trainer = build_trainer(run, mesh, device)
     with slow_link(latency_seconds=latency, bytes_per_second=bandwidth) as link:
@@ -100,17 +106,31 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
     eod = run.model.vocab_size - 1
     data = DataConfig(mock=True, mock_num_documents=1000, overlong="truncate")
     splits = build_datasets(
-        data, seq_len=train.seq_len, seed=run.seed, train_samples=steps * train.global_batch_size, valid_samples=0,
-        test_samples=0, vocab_size=run.model.vocab_size, eod=eod,
+        data,
+        seq_len=train.seq_len,
+        seed=run.seed,
+        train_samples=steps * train.global_batch_size,
+        valid_samples=0,
+        test_samples=0,
+        vocab_size=run.model.vocab_size,
+        eod=eod,
         whole_documents=train.tokens_per_microbatch is not None,
-    )  # fmt: skip
+    )
     assert splits.train is not None
     return Loader(
-        splits.train, Masks(eod=eod), mesh.dp, global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size, consumed=0, steps=steps, device=trainer.device,
-        slicing=my_slicing(run.parallel, mesh), further=run.model.mtp.depths,
-        budget=budget_of(train, run.parallel, run.model), everyone=mesh.world,
-    )  # fmt: skip
+        splits.train,
+        Masks(eod=eod),
+        mesh.dp,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        consumed=0,
+        steps=steps,
+        device=trainer.device,
+        slicing=my_slicing(run.parallel, mesh),
+        further=run.model.mtp.depths,
+        budget=budget_of(train, run.parallel, run.model),
+        everyone=mesh.world,
+    )
 
 
 def _table(link: SlowLink, seen: int, steps: int) -> dict[tuple[str, str], list[float]]:
@@ -119,14 +139,19 @@ def _table(link: SlowLink, seen: int, steps: int) -> dict[tuple[str, str], list[
     for transfer in link.transfers[seen:]:
         row = rows[transfer.kind, _axes(transfer.group)]
         arrived = transfer.arrived or transfer.started + transfer.exposed_seconds
-        for place, value in enumerate((1, transfer.nbytes, arrived - transfer.started, transfer.exposed_seconds)):
+        for place, value in enumerate(
+            (1, transfer.nbytes, arrived - transfer.started, transfer.exposed_seconds)
+        ):
             row[place] += value / steps
     return dict(rows)
 
 
 def _axes(description: str) -> str:
-    """A group's axes as the settings call them, from the description that its process group was made with."""
-    found = [axis for axis in ("pp", *DENSE_AXES) if f"_{axis}_" in f"_{description.replace('-', '_')}_"]
+    """A group's axes as the settings call them, from the description that its process group was
+    made with."""
+    found = [
+        axis for axis in ("pp", *DENSE_AXES) if f"_{axis}_" in f"_{description.replace('-', '_')}_"
+    ]
     return axes_name(found) if found else description
 
 

@@ -19,15 +19,32 @@ from megalith.models.hf import TOKENIZER_FILES, companion_files
 from megalith.plan.groups import parameter_rows
 
 FIXED = (
-    "model.", "tokenizer.", "data.", "train.seq_len", "train.global_batch_size", "seed", "lora", "optim.trained",
+    "model.",
+    "tokenizer.",
+    "data.",
+    "train.seq_len",
+    "train.global_batch_size",
+    "seed",
+    "lora",
+    "optim.trained",
     "optim.frozen",
-)  # fmt: skip
+)
 """Settings that decide the weights' meaning or the order of the data: a run keeps them for life."""
 
 FREE_DATA = (
-    "data.cache_path", "data.mmap", "data.num_train_samples", "data.path", "data.train_path", "data.valid_path",
-    "data.test_path", "data.sft.path", "data.sft.valid_path", "data.sft.packs", "tokenizer.path", "lora.load",
-)  # fmt: skip
+    "data.cache_path",
+    "data.mmap",
+    "data.num_train_samples",
+    "data.path",
+    "data.train_path",
+    "data.valid_path",
+    "data.test_path",
+    "data.sft.path",
+    "data.sft.valid_path",
+    "data.sft.packs",
+    "tokenizer.path",
+    "lora.load",
+)
 """Exceptions: files may move; that they are the same ones is checked by what is in them."""
 
 
@@ -48,7 +65,8 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """A copy of the files of the run's tokenizer, which config.yaml names relative to the folder."""
+        """A copy of the files of the run's tokenizer, which config.yaml names relative to the
+        folder."""
         return self.path / "tokenizer"
 
     @property
@@ -83,7 +101,8 @@ class RunFolder:
 
 
 def run_folder(run: TrainRun, name: str | None) -> RunFolder:
-    """Return runs/NAME, or the path that `name` is: one with a slash before its end, or with a leading dot."""
+    """Return runs/NAME, or the path that `name` is: one with a slash before its end, or with a
+    leading dot."""
     plain = (name or run.name).rstrip("/")  # shell completion appends a slash
     if name and (not plain or "/" in plain or plain.startswith(".")):
         return RunFolder(Path(name))
@@ -100,21 +119,28 @@ def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
         return []
     before = load_run(folder.config)
     ignored = {"name", *_paths_of_equal_files(before, run)}
-    changed = [(field, old, new) for field, old, new in differences(before, run) if field not in ignored]
+    changed = [
+        (field, old, new) for field, old, new in differences(before, run) if field not in ignored
+    ]
     lines = {field: f"{field}: {old} before, {new} now" for field, old, new in changed}
-    fixed = [line for field, line in lines.items() if field.startswith(FIXED) and field not in FREE_DATA]
+    fixed = [
+        line for field, line in lines.items() if field.startswith(FIXED) and field not in FREE_DATA
+    ]
     if fixed:
         listed = "\n".join(f"  {line}" for line in fixed)
         raise ConfigError(
-            f"{folder.path} holds a run with other settings, which decide its weights and the order of its data:\n"
-            f"{listed}\nUse the settings it was started with, or choose another folder with --run NAME."
+            f"{folder.path} holds a run with other settings, which decide its weights and the "
+            "order of its data:\n"
+            f"{listed}\nUse the settings it was started with, or choose another folder with --run "
+            "NAME."
         )
     return list(lines.values())
 
 
 @contextlib.contextmanager
 def left_as_found(folder: RunFolder) -> Iterator[None]:
-    """Take back what a start made that is refused before the run has settings: no later command meets half a run."""
+    """Take back what a start made that is refused before the run has settings: no later command
+    meets half a run."""
     made = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
     try:
         yield
@@ -128,18 +154,22 @@ def left_as_found(folder: RunFolder) -> Iterator[None]:
 
 
 def _paths_of_equal_files(before: TrainRun, run: TrainRun) -> list[str]:
-    """Return the settings that name a copy of a file in one run and the same file elsewhere in the other."""
+    """Return the settings that name a copy of a file in one run and the same file elsewhere in the
+    other."""
     try:
         equal = read_tokenizer_files(before).contents == read_tokenizer_files(run).contents
     except (DataError, OSError):
         return []
     templates_are_files = all(_template_file(each) is not None for each in (before, run))
-    return ["tokenizer.path", *(["data.sft.template"] if templates_are_files else [])] if equal else []
+    return (
+        ["tokenizer.path", *(["data.sft.template"] if templates_are_files else [])] if equal else []
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The files of a run's tokenizer: the run and each of its checkpoints have a copy, so that they can be moved."""
+    """The files of a run's tokenizer: the run and each of its checkpoints have a copy, so that they
+    can be moved."""
 
     main: str | None
     """Name of the file that tokenizer.path stands for; None: the tokenizer is read from none."""
@@ -148,7 +178,8 @@ class TokenizerFiles:
     """Of every file, by its name in the copy."""
 
     def config_text(self, run: TrainRun, folder: str) -> str:
-        """Return the settings of `run` as YAML, which name the copies in `folder`, a path relative to config.yaml's."""
+        """Return the settings of `run` as YAML, which name the copies in `folder`, a path relative
+        to config.yaml's."""
         data, tokenizer = run.data, run.tokenizer
         if self.main is not None:
             tokenizer = replace(tokenizer, path=str(Path(folder) / self.main))
@@ -158,7 +189,8 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
-    """Read the files that a copy of the run's tokenizer needs, under names that every later reader knows.
+    """Read the files that a copy of the run's tokenizer needs, under names that every later reader
+    knows.
 
     A chat template that data.sft.template names takes the place of the tokenizer's own.
 
@@ -170,7 +202,9 @@ def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
     if main is not None:
         name = _name_of_copy(run.tokenizer, main)
         beside = companion_files(main.parent)
-        files = {each: file for each, file in beside.items() if each in TOKENIZER_FILES} | {name: main}
+        files = {each: file for each, file in beside.items() if each in TOKENIZER_FILES} | {
+            name: main
+        }
         merges = merges_beside(str(main)) if run.tokenizer.kind == "huggingface" else None
         files |= {} if merges is None else {MERGES: Path(merges)}
     if run.data.sft.template is not None:
@@ -180,7 +214,8 @@ def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
 
 
 def _template_file(run: TrainRun) -> Path | None:
-    """Return the file that data.sft.template names; None: it names a built-in template, or no file."""
+    """Return the file that data.sft.template names; None: it names a built-in template, or no
+    file."""
     named = run.data.sft.template
     is_file = named is not None and named not in BUILT_IN_TEMPLATES and Path(named).is_file()
     return Path(named) if is_file and named is not None else None
@@ -193,7 +228,8 @@ def _name_of_copy(tokenizer: TokenizerConfig, main: Path) -> str:
 
 
 def write_config(folder: RunFolder, run: TrainRun, tokenizer: TokenizerFiles) -> None:
-    """Save the resolved settings and the tokenizer; a run killed at any point leaves the old or the new settings."""
+    """Save the resolved settings and the tokenizer; a run killed at any point leaves the old or the
+    new settings."""
     folder.path.mkdir(parents=True, exist_ok=True)
     if tokenizer.contents:
         folder.tokenizer.mkdir(exist_ok=True)
@@ -212,7 +248,8 @@ def write_parameters(folder: RunFolder, run: TrainRun) -> None:
 
 
 def set_aside_metrics(folder: RunFolder) -> Path | None:
-    """Keep the metrics of a run whose checkpoints are gone, under another name; None when there are none."""
+    """Keep the metrics of a run whose checkpoints are gone, under another name; None when there are
+    none."""
     if not folder.metrics.exists() or folder.metrics.stat().st_size == 0:
         return None
     number = 1

@@ -47,15 +47,17 @@ class Job:
 
 
 @contextmanager
-def joined(run: TrainRun, environment: Mapping[str, str], folder: Path | None = None) -> Iterator[Job]:
+def joined(
+    run: TrainRun, environment: Mapping[str, str], folder: Path | None = None
+) -> Iterator[Job]:
     """Join the job that a launcher described in `environment`, or run alone.
 
-    A collective that waits longer than parallel.timeout_seconds ends this process; where every rank was is then in
-    `folder`.
+    A collective that waits longer than parallel.timeout_seconds ends this process; where every rank
+    was is then in `folder`.
 
     Raises:
-        ConfigError: the run does not fit the number of ranks, all broken rules at once; or other ranks were started
-            with other settings.
+        ConfigError: the run does not fit the number of ranks, all broken rules at once; or other
+            ranks were started with other settings.
         RankError: not all ranks came.
     """
     worker = Worker.from_environment(environment)
@@ -75,22 +77,35 @@ def joined(run: TrainRun, environment: Mapping[str, str], folder: Path | None = 
     if run.parallel.check_collectives:
         if worker.rank == 0 and run.parallel.zero == 3:
             _log.warning(
-                "parallel.check_collectives=true with parallel.zero=3: the collectives that torch's FSDP2 launches to "
-                "gather weights and sum gradients are not compared, nor listed when a rank hangs. Set parallel.zero=1 "
+                "parallel.check_collectives=true with parallel.zero=3: the collectives that "
+                "torch's FSDP2 launches to "
+                "gather weights and sum gradients are not compared, nor listed when a rank hangs. "
+                "Set parallel.zero=1 "
                 "to compare all of them."
             )
-        flight.compare = Fingerprints(another_connection(store), worker.rank, partial(name_rank, grid)).compare
+        flight.compare = Fingerprints(
+            another_connection(store), worker.rank, partial(name_rank, grid)
+        ).compare
     watch = Watch(
-        flight, PrefixStore("watch", another_connection(store)), worker.rank, worker.world,
-        run.parallel.timeout_seconds, end=partial(end_rank, environment=environment), where=partial(name_rank, grid),
-        folder=folder, device=worker.device,
-    )  # fmt: skip
+        flight,
+        PrefixStore("watch", another_connection(store)),
+        worker.rank,
+        worker.world,
+        run.parallel.timeout_seconds,
+        end=partial(end_rank, environment=environment),
+        where=partial(name_rank, grid),
+        folder=folder,
+        device=worker.device,
+    )
     patience = backend_timeout(run.parallel.timeout_seconds)
     with watching(watch):
         everyone = connect(worker, timeout_seconds=patience, store=store, flight=flight)
         try:
             agree(flatten(run), everyone)
-            yield Job(build_mesh(grid, rank=worker.rank, timeout_seconds=patience, flight=flight), worker.device)
+            yield Job(
+                build_mesh(grid, rank=worker.rank, timeout_seconds=patience, flight=flight),
+                worker.device,
+            )
         except BaseException:
             disconnect(worker, failed=True)
             raise

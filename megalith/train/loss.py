@@ -1,5 +1,5 @@
-"""What is minimised: the loss of every head; the one place where losses are scaled, and where those of ranks are said
-to be parts of one sum."""
+"""What is minimised: the loss of every head; the one place where losses are scaled, and where
+those of ranks are said to be parts of one sum."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,14 +24,18 @@ from megalith.parallel.tensor import VocabHead
 
 
 def loss_of_heads(run: TrainRun) -> Callable[..., Tensor]:
-    """What a head minimises. One that is to tell of its scores notes them in a record of its own."""
+    """What a head minimises. One that is to tell of its scores notes them in a record of its
+    own."""
     train = run.train
-    words: dict[str, Any] = {"smoothing": train.label_smoothing} if train.label_smoothing else {}  # Any: by name
+    words: dict[str, Any] = (
+        {"smoothing": train.label_smoothing} if train.label_smoothing else {}
+    )  # Any: by name
     words |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
     again = train.loss_backward == "recomputed"
     if tells_of_scores(run):
         return WatchedLoss(
-            with_arguments(recomputed_measures if again else measured_cross_entropy, **words), train.z_loss
+            with_arguments(recomputed_measures if again else measured_cross_entropy, **words),
+            train.z_loss,
         )
     plain = recomputed_cross_entropy if again else linear_cross_entropy
     return with_arguments(plain, **words) if words else plain
@@ -53,8 +57,11 @@ class ScoresOfStep:
     """float64 [1]: the largest score of the next token, over all ranks; -inf without labels."""
 
 
-def take_scores(heads: Sequence[VocabHead], mesh: Mesh, *, depths: int, device: torch.device) -> ScoresOfStep:
-    """What the heads of this rank, the model's first, saw since they were last asked. Collective; one small message."""
+def take_scores(
+    heads: Sequence[VocabHead], mesh: Mesh, *, depths: int, device: torch.device
+) -> ScoresOfStep:
+    """What the heads of this rank, the model's first, saw since they were last asked. Collective;
+    one small message."""
     z = torch.zeros(1 + depths, dtype=torch.float64, device=device)
     largest = torch.full((1,), float("-inf"), dtype=torch.float64, device=device)
     for number, head in enumerate(heads):
@@ -69,20 +76,28 @@ def take_scores(heads: Sequence[VocabHead], mesh: Mesh, *, depths: int, device: 
 def share_of_mean(loss: Tensor, *, num_labels: int, mesh: Mesh, scale: float = 1.0) -> Tensor:
     """My part of the mean loss over the global batch: what backward starts from.
 
-    loss: the sum over the labels of my microbatch; num_labels: those that count in the global batch, over all ranks.
-    The parts of all microbatches and of all dp and cp ranks add up to the mean, so gradients are summed over those
-    ranks and never averaged. scale: of fp16, which the gradients are divided by before they are used.
+    loss: the sum over the labels of my microbatch; num_labels: those that count in the global
+    batch, over all ranks. The parts of all microbatches and of all dp and cp ranks add up to the
+    mean, so gradients are summed over those ranks and never averaged. scale: of fp16, which the
+    gradients are divided by before they are used.
     """
     share = loss / max(1, num_labels)
     return partial(share if scale == 1.0 else share * scale, mesh.dp_cp)
 
 
 def share_of_means(
-    losses: Sequence[Tensor], *, num_labels: Sequence[int], weight: float, mesh: Mesh, scale: float = 1.0
+    losses: Sequence[Tensor],
+    *,
+    num_labels: Sequence[int],
+    weight: float,
+    mesh: Mesh,
+    scale: float = 1.0,
 ) -> Tensor:
-    """The same where losses of further depths follow: the mean of their means counts `weight` times.
+    """The same where losses of further depths follow: the mean of their means counts `weight`
+    times.
 
-    losses, num_labels: of the next token, then of each depth, which has labels of its own to be divided by.
+    losses, num_labels: of the next token, then of each depth, which has labels of its own to be
+    divided by.
     """
     own, *further = losses
     mean = own / max(1, num_labels[0])

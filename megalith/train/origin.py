@@ -1,4 +1,5 @@
-"""A run that begins at a step of another: which checkpoint it goes on from, and what it must be able to give."""
+"""A run that begins at a step of another: which checkpoint it goes on from, and what it must be
+able to give."""
 
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.format import MANIFEST
@@ -29,16 +30,20 @@ def open_origin(rules: CheckpointConfig, world: Group) -> Checkpoint | None:
     assert path is not None
     said = f"checkpoint.take={rules.take} with checkpoint.load={source}"
     if not (path / MANIFEST).exists():
-        raise CheckpointError(f"{said}: {path} holds weights and no step to go on at. Set checkpoint.take=weights.")
+        raise CheckpointError(
+            f"{said}: {path} holds weights and no step to go on at. Set checkpoint.take=weights."
+        )
     opened = open_checkpoint(path)
     if RECORD in opened.state:
         raise CheckpointError(
-            f"{said}: {path} holds adapters, and this run trains a model. Set checkpoint.take=weights to begin with "
+            f"{said}: {path} holds adapters, and this run trains a model. Set "
+            "checkpoint.take=weights to begin with "
             f"the model that they make, or go on in the run's own folder."
         )
     if missing := [name for name in PROGRESS if name not in opened.state]:
         raise CheckpointError(
-            f"{said}: {path} holds weights and no step to go on at (its state lacks {', '.join(missing)}). Set "
+            f"{said}: {path} holds weights and no step to go on at (its state lacks "
+            f"{', '.join(missing)}). Set "
             f"checkpoint.take=weights."
         )
     return opened
@@ -52,26 +57,38 @@ def check_steps_left(run: TrainRun, origin: Checkpoint, state: TrainState) -> No
     """
     if state.step >= run.train.steps:
         raise ConfigError(
-            f"train.steps={run.train.steps}: {origin.path} is of step {state.step}, where a run with checkpoint.take="
-            f"{run.checkpoint.take} goes on. Set train.steps to more than {state.step}, or checkpoint.take=weights."
+            f"train.steps={run.train.steps}: {origin.path} is of step {state.step}, where a run "
+            "with checkpoint.take="
+            f"{run.checkpoint.take} goes on. Set train.steps to more than {state.step}, or "
+            "checkpoint.take=weights."
         )
 
 
 def told_origin(run: TrainRun, origin: Checkpoint, state: TrainState, *, fresh: bool) -> str:
-    """Where a run begins, what of its optimizer is there (`fresh`: nothing), and which learning rate follows from that.
+    """Where a run begins, what of its optimizer is there (`fresh`: nothing), and which learning
+    rate follows from that.
 
-    With rows of the global batch that are more or fewer than there, also where the schedule will end.
+    With rows of the global batch that are more or fewer than there, also where the schedule will
+    end.
     """
-    lengths = schedule_lengths(run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps)
+    lengths = schedule_lengths(
+        run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
+    )
     rate = learning_rate(run.schedule, state.scheduled_samples, lengths)
     kept = "with an optimizer that has seen nothing" if fresh else "with its optimizer"
     rows = run.train.global_batch_size
     last = state.scheduled_samples + (run.train.steps - state.step) * rows
-    other = "" if state.consumed_samples == state.step * rows else (
-        f"; with train.global_batch_size={rows}, which it was not before, train.steps={run.train.steps} end at sample "
-        f"{last} of the schedule's {run.train.steps * rows}"
-    )  # fmt: skip
+    other = (
+        ""
+        if state.consumed_samples == state.step * rows
+        else (
+            f"; with train.global_batch_size={rows}, which it was not before, "
+            f"train.steps={run.train.steps} end at sample "
+            f"{last} of the schedule's {run.train.steps * rows}"
+        )
+    )
     return (
-        f"going on from {origin.path} at step {state.step} {kept}: {state.consumed_samples} samples were read, and the "
+        f"going on from {origin.path} at step {state.step} {kept}: {state.consumed_samples} "
+        "samples were read, and the "
         f"schedule stands at sample {state.scheduled_samples}, a learning rate of {rate:.3g}{other}"
     )

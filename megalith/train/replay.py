@@ -1,7 +1,9 @@
-"""Choices of experts of a whole step, whatever layout they were made under, and a rank's part of them under another.
+"""Choices of experts of a whole step, whatever layout they were made under, and a rank's part of
+them under another.
 
-What routers write down is of one rank's own tokens and layers. Put in the order in which tokens were read, it is the
-same under every layout of the same global batch, and rollouts or runs with other layouts can give it, too.
+What routers write down is of one rank's own tokens and layers. Put in the order in which tokens
+were read, it is the same under every layout of the same global batch, and rollouts or runs with
+other layouts can give it, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,9 +38,11 @@ class Part(NamedTuple):
 
 
 def whole_routing(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
-    """What was chosen in a step, by layer: int64 [tokens of the global batch, k], in the order in which they were read.
+    """What was chosen in a step, by layer: int64 [tokens of the global batch, k], in the order in
+    which they were read.
 
-    The same on every rank. Collective over the mesh, through the hosts: for tests, debugging and short rollouts.
+    The same on every rank. Collective over the mesh, through the hosts: for tests, debugging and
+    short rollouts.
 
     Raises:
         DataError: some microbatch of the step has not been recorded, or they are of several sizes.
@@ -54,7 +58,8 @@ def whole_routing(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> dic
         missing = int((choices[:, 0] < 0).sum())
         if missing:
             raise DataError(
-                f"{layer}: choices of {missing} of the step's {size} tokens were not recorded. Record every microbatch "
+                f"{layer}: choices of {missing} of the step's {size} tokens were not recorded. "
+                "Record every microbatch "
                 f"of the step on all ranks, and pass the same microbatches here."
             )
     return {layer: torch.from_numpy(found[layer]) for layer in sorted(found)}
@@ -63,9 +68,11 @@ def whole_routing(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> dic
 def routing_of(
     whole: Mapping[str, Tensor], batches: Sequence[Batch], model: nn.Module, mesh: Mesh, *, sp: bool
 ) -> Routing:
-    """This rank's part of the choices of a step, to be followed: of its layers and tokens, by microbatch.
+    """This rank's part of the choices of a step, to be followed: of its layers and tokens, by
+    microbatch.
 
-    whole: by layer, [tokens of the global batch, k], as `whole_routing` gives them. Padding goes to the first experts.
+    whole: by layer, [tokens of the global batch, k], as `whole_routing` gives them. Padding goes to
+    the first experts.
 
     Raises:
         DataError: a layer is missing, or the choices are those of another number of tokens.
@@ -76,15 +83,19 @@ def routing_of(
         experts = _checked(whole, layer, len(batches) * mesh.dp.size * each)
         for number, batch in enumerate(batches):
             count = batch.tokens.num_tokens // (mesh.tp.size if sp else 1)
-            numbers = torch.from_numpy(numbers_of(number, batch.tokens, count, mesh)).to(experts.device)
+            numbers = torch.from_numpy(numbers_of(number, batch.tokens, count, mesh)).to(
+                experts.device
+            )
             padding = torch.arange(experts.shape[1], device=experts.device)
             choices[layer, number] = experts[numbers].where((numbers >= 0).unsqueeze(1), padding)
     return Routing(choices, followed=True)
 
 
-def parts(routing: Routing, batches: Sequence[Batch], mesh: Mesh, *, filler: bool = True) -> Iterator[Part]:
-    """What this rank wrote down, by layer and microbatch, without padding; and without `filler`, if it is to be left
-    out, which is read as tokens are."""
+def parts(
+    routing: Routing, batches: Sequence[Batch], mesh: Mesh, *, filler: bool = True
+) -> Iterator[Part]:
+    """What this rank wrote down, by layer and microbatch, without padding; and without `filler`,
+    if it is to be left out, which is read as tokens are."""
     for (layer, number), experts in routing.choices.items():
         tokens, count = batches[number].tokens, len(experts)
         numbers = numbers_of(number, tokens, count, mesh)
@@ -93,15 +104,16 @@ def parts(routing: Routing, batches: Sequence[Batch], mesh: Mesh, *, filler: boo
 
 
 def text_of(tokens: Tokens, count: int, mesh: Mesh) -> NDArray[np.bool_]:
-    """[count]: which of my `count` tokens of a microbatch are text, and neither padding nor filler."""
+    """[count]: which of my `count` tokens of a microbatch are text, and neither padding nor
+    filler."""
     valid: NDArray[np.bool_] = tokens.valid.cpu().numpy()
     first = 0 if count == len(valid) else mesh.tp.rank * count
     return valid[first : first + count]
 
 
 def numbers_of(number: int, tokens: Tokens, count: int, mesh: Mesh) -> Numbers:
-    """Which tokens of the step my `count` of a microbatch are, -1 for padding: a step reads one microbatch of every
-    data-parallel rank after the other."""
+    """Which tokens of the step my `count` of a microbatch are, -1 for padding: a step reads one
+    microbatch of every data-parallel rank after the other."""
     context = tokens.context
     read = np.arange(tokens.num_tokens) if context is None else context.slices.as_read(context.rank)
     first = 0 if count == len(read) else mesh.tp.rank * count
@@ -121,8 +133,10 @@ def _one_size(sizes: set[int]) -> int:
     """Tokens that every microbatch of a step reads."""
     if len(sizes) > 1:
         raise DataError(
-            f"microbatches of {sorted(sizes)} tokens: choices are put in the order of tokens that were read in rows of "
-            f"one length. Use train.seq_len without train.tokens_per_microbatch, or parallel.context.slicing=row."
+            f"microbatches of {sorted(sizes)} tokens: choices are put in the order of tokens that "
+            "were read in rows of "
+            "one length. Use train.seq_len without train.tokens_per_microbatch, or "
+            "parallel.context.slicing=row."
         )
     return next(iter(sizes))
 
@@ -130,12 +144,13 @@ def _one_size(sizes: set[int]) -> int:
 def _checked(whole: Mapping[str, Tensor], layer: str, tokens: int) -> Tensor:
     if layer not in whole:
         raise DataError(
-            f"{layer}: no choices to follow (there are: {', '.join(whole) or 'none'}). Pass those of a model with "
-            f"experts in the same layers."
+            f"{layer}: no choices to follow (there are: {', '.join(whole) or 'none'}). Pass those "
+            f"of a model with experts in the same layers."
         )
     if len(whole[layer]) != tokens:
         raise DataError(
-            f"{layer}: choices of {len(whole[layer])} tokens for a step that reads {tokens}. Use those of the same "
+            f"{layer}: choices of {len(whole[layer])} tokens for a step that reads {tokens}. Use "
+            "those of the same "
             f"train.global_batch_size and train.seq_len."
         )
     return whole[layer]

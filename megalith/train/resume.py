@@ -1,10 +1,16 @@
-"""Resuming a run: open its newest complete checkpoint, and fall back to an older one if its tensors are damaged."""
+"""Resuming a run: open its newest complete checkpoint, and fall back to an older one if its tensors
+are damaged."""
 
 import logging
 from pathlib import Path
 
 from megalith.checkpoint.agree import together
-from megalith.checkpoint.load import Checkpoint, find_latest, list_other_checkpoints, open_checkpoint
+from megalith.checkpoint.load import (
+    Checkpoint,
+    find_latest,
+    list_other_checkpoints,
+    open_checkpoint,
+)
 from megalith.checkpoint.retention import set_aside_damaged
 from megalith.errors import DamagedCheckpointError
 from megalith.parallel.group import Group
@@ -14,10 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 def open_newest_checkpoint(folder: Path, world: Group) -> Checkpoint | None:
-    """Open the newest complete checkpoint in `folder`; None if there is none. Collective over `world`.
+    """Open the newest complete checkpoint in `folder`; None if there is none. Collective over
+    `world`.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is complete; or the newest holds no state of a run.
+        CheckpointError: there are checkpoints, and none is complete; or the newest holds no state
+        of a run.
     """
     path = together(lambda: find_latest(folder) if world.rank == 0 else None, world)[0]
     if path is None:
@@ -33,7 +41,8 @@ def fall_back(damage: DamagedCheckpointError, world: Group) -> Checkpoint:
     `damage`: what `Checkpoint.load_into` raised, on every rank.
 
     Raises:
-        DamagedCheckpointError: there is no other complete checkpoint; the damaged one stays where it is.
+        DamagedCheckpointError: there is no other complete checkpoint; the damaged one stays where
+        it is.
     """
     path = damage.path
     assert path is not None, "raised by Checkpoint.load_into"

@@ -1,4 +1,5 @@
-"""Every rule across the settings of a training run: all run before anything is built, all failures come together."""
+"""Every rule across the settings of a training run: all run before anything is built, all failures
+come together."""
 
 import math
 import re
@@ -42,7 +43,8 @@ from megalith.plan.stages import plan_stages, stages_of_rank, stages_problems
 Rule = Callable[[TrainRun, int], str | None]
 
 MOST_NAME_BYTES = 200
-"""Of a run's name: most file systems allow 255, and metrics, locks and backups add to it (heuristic)."""
+"""Of a run's name: most file systems allow 255, and metrics, locks and backups add to it
+(heuristic)."""
 
 MOST_SAMPLES = 1 << 36
 """Of one run: their order takes half a TiB or more, and no corpus has so many rows."""
@@ -52,7 +54,8 @@ MOST_RANKS = 1 << 20
 """Of one axis. Heuristic: ten times the largest machines; plans build lists of ranks and stages."""
 
 MOST_STAGES = 1 << 12
-"""Pipeline stages, and model chunks of all stages together. Heuristic: fifty times the most that are used."""
+"""Pipeline stages, and model chunks of all stages together. Heuristic: fifty times the most that
+are used."""
 
 MOST_LAYERS = 1 << 14
 """Heuristic: a hundred times the deepest models; plans build lists of layers."""
@@ -64,22 +67,45 @@ LARGEST_NUMBER = 1e6
 """Of a setting that is not in LARGEST. Heuristic: no usual value comes near."""
 
 LARGEST: Mapping[str, float] = {
-    "schedule.lr": 1e3, "schedule.weight_decay": 1e3, "schedule.end_weight_decay": 1e3, "optim.groups.lr": 1e3,
-    "optim.groups.weight_decay": 1e3, "optim.groups.end_weight_decay": 1e3, "optim.groups.lr_scale": 1e3,
-    "optim.groups.weight_decay_scale": 1e3, "optim.eps": 1.0, "optim.clip_grad": 1e30, "train.z_loss": 1e3,
-    "model.moe.balance.sequence": 1e3, "model.moe.balance.batch": 1e3, "model.moe.balance.global_batch": 1e3,
-    "model.moe.balance.z": 1e3, "model.mtp.loss_weight": 1e3, "model.init_std": 1e3, "model.embedding_init_std": 1e3,
-    "model.init_overrides": 1e3, "model.norm_eps": 1.0, "model.attention.qk_norm_eps": 1.0, "model.mla.norm_eps": 1.0,
-    "model.rope.theta": 1e15, "model.rope.local_theta": 1e15, "precision.loss_scale.constant": 2.0**64,
-    "precision.loss_scale.initial": 2.0**64, "precision.loss_scale.min": 2.0**64, "parallel.timeout_seconds": 1e9,
-    "train.max_minutes": 1e9, "observe.peak_tflops": 1e9, "data.mock_lengths.mean": 1e9,
-}  # fmt: skip
-"""Largest value of a setting. Heuristic: at least ten times what published runs use, and small enough that nothing
-overflows in fp32 in the first steps because of this setting alone."""
+    "schedule.lr": 1e3,
+    "schedule.weight_decay": 1e3,
+    "schedule.end_weight_decay": 1e3,
+    "optim.groups.lr": 1e3,
+    "optim.groups.weight_decay": 1e3,
+    "optim.groups.end_weight_decay": 1e3,
+    "optim.groups.lr_scale": 1e3,
+    "optim.groups.weight_decay_scale": 1e3,
+    "optim.eps": 1.0,
+    "optim.clip_grad": 1e30,
+    "train.z_loss": 1e3,
+    "model.moe.balance.sequence": 1e3,
+    "model.moe.balance.batch": 1e3,
+    "model.moe.balance.global_batch": 1e3,
+    "model.moe.balance.z": 1e3,
+    "model.mtp.loss_weight": 1e3,
+    "model.init_std": 1e3,
+    "model.embedding_init_std": 1e3,
+    "model.init_overrides": 1e3,
+    "model.norm_eps": 1.0,
+    "model.attention.qk_norm_eps": 1.0,
+    "model.mla.norm_eps": 1.0,
+    "model.rope.theta": 1e15,
+    "model.rope.local_theta": 1e15,
+    "precision.loss_scale.constant": 2.0**64,
+    "precision.loss_scale.initial": 2.0**64,
+    "precision.loss_scale.min": 2.0**64,
+    "parallel.timeout_seconds": 1e9,
+    "train.max_minutes": 1e9,
+    "observe.peak_tflops": 1e9,
+    "data.mock_lengths.mean": 1e9,
+}
+"""Largest value of a setting. Heuristic: at least ten times what published runs use, and small
+enough that nothing overflows in fp32 in the first steps because of this setting alone."""
 
 
 def check_run(run: TrainRun, world: int) -> None:
-    """Refuse a run that cannot work on `world` ranks, with every broken rule and a value that would do.
+    """Refuse a run that cannot work on `world` ranks, with every broken rule and a value that would
+    do.
 
     Raises:
         ConfigError: at least one rule is broken.
@@ -88,17 +114,22 @@ def check_run(run: TrainRun, world: int) -> None:
 
 
 def run_problems(run: TrainRun, world: int) -> list[str]:
-    """Every broken rule, as texts; the rules that divide by counts wait until the counts are positive."""
+    """Every broken rule, as texts; the rules that divide by counts wait until the counts are
+    positive."""
     p, others = run.parallel, _other_problems(run, world)
     others += largest_problems(run, others)
     if _count_problems(run):
         return others
     fits = partial(_fits, run, frozenset(others))
-    return dense_problems(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, fits=fits) + others
+    return (
+        dense_problems(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, fits=fits)
+        + others
+    )
 
 
 def _fits(run: TrainRun, known: frozenset[str], degrees: Mapping[str, int], world: int) -> bool:
-    """Whether other degrees on `world` ranks, which they divide, break no rule beside those that are known already."""
+    """Whether other degrees on `world` ranks, which they divide, break no rule beside those that
+    are known already."""
     p = replace(run.parallel, tp=degrees["tp"], cp=degrees["cp"], pp=degrees["pp"])
     if p.dp is not None and p.tp * p.cp * p.pp * p.dp != world:
         return False
@@ -121,22 +152,34 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
             if not packed:
                 problems += batch_problems(
-                    global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
+                    global_batch_size=t.global_batch_size,
+                    micro_batch_size=t.micro_batch_size,
+                    dp=dp,
                 )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
         problems += fully_sharded_problems(p, run.offload) + _relations(run)
-        problems += expert_layout_problems(run.model, p, world, trains=True) + pairing_problems(run.model, p)
+        problems += expert_layout_problems(run.model, p, world, trains=True) + pairing_problems(
+            run.model, p
+        )
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
         problems += recompute_problems(
-            run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)
+            run.recompute,
+            run.offload,
+            tp=p.tp,
+            sp=p.sp,
+            compiled=t.compile,
+            stage_layers=smallest_stage(run),
         )
         problems += shared_experts_problems(run.recompute, run.model)
         problems += up_projection_problems(run.recompute, run.model)
         problems += mlp_chunks_problems(
-            run.recompute, run.offload, run.model,
-            tokens=(t.tokens_per_microbatch or t.micro_batch_size * t.seq_len // p.cp) // (p.tp if p.sp else 1),
+            run.recompute,
+            run.offload,
+            run.model,
+            tokens=(t.tokens_per_microbatch or t.micro_batch_size * t.seq_len // p.cp)
+            // (p.tp if p.sp else 1),
             adapters_drop=run.lora is not None and run.lora.dropout > 0,
-        )  # fmt: skip
+        )
     return (
         problems
         + optim_problems(run.optim, run.precision)
@@ -152,7 +195,9 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
     p, t = run.parallel, run.train
     if p.pp * p.pipeline.vpp == 1:
         return []
-    problems = stages_problems(p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths)
+    problems = stages_problems(
+        p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths
+    )
     if t.tokens_per_microbatch is not None:  # there are as many packs as the schedule wants
         most = 4 * max(p.pipeline.group or p.pp, p.pp)
         return problems + pipeline_schedule_problems(p.pipeline, pp=p.pp, num_microbatches=most)
@@ -165,25 +210,34 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
 
 
 def smallest_stage(run: TrainRun) -> int:
-    """Layers of the smallest pipeline stage, or model chunk, that has any; of the model where stages are wrong."""
-    pipeline, pp, layers, depths = run.parallel.pipeline, run.parallel.pp, run.model.num_layers, run.model.mtp.depths
+    """Layers of the smallest pipeline stage, or model chunk, that has any; of the model where
+    stages are wrong."""
+    pipeline, pp, layers, depths = (
+        run.parallel.pipeline,
+        run.parallel.pp,
+        run.model.num_layers,
+        run.model.mtp.depths,
+    )
     if pp * pipeline.vpp == 1 or stages_problems(pipeline, pp=pp, num_layers=layers, depths=depths):
         return layers
-    counts = [len(stage.layers) for stage in plan_stages(pipeline, pp=pp, num_layers=layers, depths=depths)]
+    counts = [
+        len(stage.layers)
+        for stage in plan_stages(pipeline, pp=pp, num_layers=layers, depths=depths)
+    ]
     return min(count for count in counts if count)
 
 
 def _relations(run: TrainRun, *, trains: bool = True) -> list[str]:
-    """Settings of the model that do not go together. What a model has learnt with is told instead (`balance_notes`):
-    another weight of a single expert would change what it computes."""
+    """Settings of the model that do not go together. What a model has learnt with is told
+    instead (`balance_notes`): another weight of a single expert would change what it computes."""
     moe, learnt = run.model.moe, run.checkpoint.load is not None
     allowed = one_choice_has_a_weight(moe) if learnt and moe is not None else None
     return [text for text in relation_problems(run.model, trains=trains) if text != allowed]
 
 
 def model_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
-    """Broken rules of the network and its layout alone, for commands that read no data; `trains` as for
-    `network_problems`."""
+    """Broken rules of the network and its layout alone, for commands that read no data; `trains`
+    as for `network_problems`."""
     problems = _count_problems(run)
     if not problems:
         layout = (text for rule in LAYOUT_RULES if (text := rule(run, run.parallel.tp)) is not None)
@@ -192,7 +246,8 @@ def model_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
 
 
 def _steps_to_plan_with(run: TrainRun) -> int:
-    """The run's steps; where they are refused anyway, enough for its schedule, which then has no say about them."""
+    """The run's steps; where they are refused anyway, enough for its schedule, which then has no
+    say about them."""
     schedule = run.schedule
     warmup = schedule.warmup_steps if isinstance(schedule.warmup_steps, int) else 0
     enough = max(warmup, 0) + max(schedule.wsd_decay_steps or 0, 0) + 100
@@ -201,18 +256,26 @@ def _steps_to_plan_with(run: TrainRun) -> int:
 
 def _count_problems(run: TrainRun) -> list[str]:
     counts = {
-        "parallel.tp": run.parallel.tp, "parallel.cp": run.parallel.cp, "parallel.pp": run.parallel.pp,
-        "parallel.bucket_numel": run.parallel.bucket_numel, "parallel.pipeline.vpp": run.parallel.pipeline.vpp,
-        "train.steps": run.train.steps, "train.global_batch_size": run.train.global_batch_size,
-        "train.micro_batch_size": run.train.micro_batch_size, "train.seq_len": run.train.seq_len,
-        "train.log_every": run.train.log_every, "checkpoint.max_save_failures": run.checkpoint.max_save_failures,
-    }  # fmt: skip
+        "parallel.tp": run.parallel.tp,
+        "parallel.cp": run.parallel.cp,
+        "parallel.pp": run.parallel.pp,
+        "parallel.bucket_numel": run.parallel.bucket_numel,
+        "parallel.pipeline.vpp": run.parallel.pipeline.vpp,
+        "train.steps": run.train.steps,
+        "train.global_batch_size": run.train.global_batch_size,
+        "train.micro_batch_size": run.train.micro_batch_size,
+        "train.seq_len": run.train.seq_len,
+        "train.log_every": run.train.log_every,
+        "checkpoint.max_save_failures": run.checkpoint.max_save_failures,
+    }
     optional = {
-        "parallel.dp": run.parallel.dp, "parallel.pipeline.group": run.parallel.pipeline.group,
-        "train.threads": run.train.threads, "train.tokens_per_microbatch": run.train.tokens_per_microbatch,
+        "parallel.dp": run.parallel.dp,
+        "parallel.pipeline.group": run.parallel.pipeline.group,
+        "train.threads": run.train.threads,
+        "train.tokens_per_microbatch": run.train.tokens_per_microbatch,
         "checkpoint.keep": run.checkpoint.keep,
         "checkpoint.keep_every": run.checkpoint.keep_every,
-    }  # fmt: skip
+    }
     counts |= {name: value for name, value in optional.items() if value is not None}
     return (
         count_problems(run.model)
@@ -229,18 +292,26 @@ def _large_count_problems(run: TrainRun) -> list[str]:
     """Counts of things that plans list one by one."""
     p, model = run.parallel, run.model
     axes = {
-        "parallel.tp": p.tp, "parallel.cp": p.cp, "parallel.dp": p.dp, "parallel.ep": p.ep, "parallel.etp": p.etp,
-        "parallel.replicas": p.replicas, "parallel.pipeline.group": p.pipeline.group,
-    }  # fmt: skip
+        "parallel.tp": p.tp,
+        "parallel.cp": p.cp,
+        "parallel.dp": p.dp,
+        "parallel.ep": p.ep,
+        "parallel.etp": p.etp,
+        "parallel.replicas": p.replicas,
+        "parallel.pipeline.group": p.pipeline.group,
+    }
     most_chunks = max(MOST_STAGES // max(p.pp, 1), 1)
     layers = {
-        "model.num_layers": model.num_layers, "model.mtp.depths": model.mtp.depths,
+        "model.num_layers": model.num_layers,
+        "model.mtp.depths": model.mtp.depths,
         "model.moe.experts": None if model.moe is None else model.moe.experts,
-    }  # fmt: skip
+    }
     limits: list[tuple[Mapping[str, int | None], int]] = [
-        (axes, MOST_RANKS), ({"parallel.pp": p.pp}, MOST_STAGES), (layers, MOST_LAYERS),
+        (axes, MOST_RANKS),
+        ({"parallel.pp": p.pp}, MOST_STAGES),
+        (layers, MOST_LAYERS),
         ({"parallel.pipeline.vpp": p.pipeline.vpp}, most_chunks),
-    ]  # fmt: skip
+    ]
     return [
         f"{name}={value} must be at most {most}. Set {name} to {most} or less."
         for counts, most in limits
@@ -250,25 +321,31 @@ def _large_count_problems(run: TrainRun) -> list[str]:
 
 
 def name_is_a_folder_name(run: TrainRun, world: int) -> str | None:
-    """The name of a run, which a YAML file may come from others with, leads nowhere outside runs/."""
+    """The name of a run, which a YAML file may come from others with, leads nowhere outside
+    runs/."""
     name = run.name
     leads_elsewhere = set(name) <= {"."} or "/" in name or "\\" in name
     if not leads_elsewhere and name.isprintable() and len(name.encode()) <= MOST_NAME_BYTES:
         return None
     return (
-        f"name={name!r:.60} cannot be the name of a folder under runs/: it must have 1 to {MOST_NAME_BYTES} bytes of "
-        f"printable characters without / and \\, and not only dots. Set name to one such as my_run; to train in "
+        f"name={name!r:.60} cannot be the name of a folder under runs/: it must have 1 to "
+        f"{MOST_NAME_BYTES} bytes of "
+        "printable characters without / and \\, and not only dots. Set name to one such as "
+        "my_run; to train in "
         f"another folder, pass --run with its path."
     )
 
 
 def largest_problems(run: TrainRun, known: list[str]) -> list[str]:
-    """Finite numbers so large that training would overflow; `known` are the problems that other rules report."""
+    """Finite numbers so large that training would overflow; `known` are the problems that other
+    rules report."""
     problems = []
     for path, value in _numbers("", to_dict(run)):
         most = LARGEST.get(re.sub(r"\[\d+\]", "", path), LARGEST_NUMBER)
         if most < abs(value) < math.inf and not any(f"{path}={value}" in text for text in known):
-            problems.append(f"{path}={value} must be at most {most:g}. Set {path} to {most:g} or less.")
+            problems.append(
+                f"{path}={value} must be at most {most:g}. Set {path} to {most:g} or less."
+            )
     return problems
 
 
@@ -285,26 +362,33 @@ def _numbers(path: str, value: Plain) -> Iterator[tuple[str, float]]:
 
 
 def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
-    """A tensor-parallel rank owns whole key/value heads, or shares one with equally many other ranks."""
+    """A tensor-parallel rank owns whole key/value heads, or shares one with equally many other
+    ranks."""
     keys, tp, heads = run.model.num_kv_heads, run.parallel.tp, run.model.num_heads
     if tp <= keys or (tp % keys == 0 and tp <= heads):
         return None
     fits = sorted({*range(1, min(keys, 16) + 1), *(n for n in divisors(heads) if n % keys == 0)})
     return (
-        f"parallel.tp={tp} does not fit model.num_kv_heads={keys} (model.num_heads={heads}): a rank owns whole "
-        f"key/value heads, or an equal number of ranks share each. Set parallel.tp to one of {fits}."
+        f"parallel.tp={tp} does not fit model.num_kv_heads={keys} (model.num_heads={heads}): a "
+        "rank owns whole "
+        "key/value heads, or an equal number of ranks share each. Set parallel.tp to one of "
+        f"{fits}."
     )
 
 
 def every_rank_has_features(run: TrainRun, world: int) -> str | None:
     """No tensor-parallel rank is left without a slice."""
     tp, rows, own = run.parallel.tp, run.model.padded_vocab_size(), run.model.layers.ffn_hidden_size
-    name, features = ("layers.ffn_hidden_size", min(own)) if own else ("ffn_hidden_size", run.model.ffn_hidden_size)
+    name, features = (
+        ("layers.ffn_hidden_size", min(own))
+        if own
+        else ("ffn_hidden_size", run.model.ffn_hidden_size)
+    )
     if tp <= min(features, rows):
         return None
     return (
-        f"parallel.tp={tp} is more than model.{name}={features} or the {rows} rows of the vocabulary. "
-        f"Set parallel.tp to at most {min(features, rows)}."
+        f"parallel.tp={tp} is more than model.{name}={features} or the {rows} rows of the "
+        f"vocabulary. Set parallel.tp to at most {min(features, rows)}."
     )
 
 
@@ -314,7 +398,8 @@ def layers_share_heads_alike(run: TrainRun, world: int) -> str | None:
     if not keys or tp <= min(keys) or min(keys) == max(keys):
         return None
     return (
-        f"parallel.tp={tp} with model.layers.num_kv_heads={list(keys)}: ranks would share key/value heads in some "
+        f"parallel.tp={tp} with model.layers.num_kv_heads={list(keys)}: ranks would share "
+        "key/value heads in some "
         f"layers and not, or otherwise, in others. Set parallel.tp to {min(keys)} or less."
     )
 
@@ -324,8 +409,8 @@ def sp_needs_tp(run: TrainRun, world: int) -> str | None:
     if not run.parallel.sp or run.parallel.tp > 1:
         return None
     return (
-        "parallel.sp=true needs parallel.tp > 1, whose ranks share the tokens. Set parallel.tp to 2, "
-        "or remove parallel.sp."
+        "parallel.sp=true needs parallel.tp > 1, whose ranks share the tokens. Set parallel.tp to "
+        "2, or remove parallel.sp."
     )
 
 
@@ -335,8 +420,10 @@ def rings_need_sp(run: TrainRun, world: int) -> str | None:
     if not p.rings or (p.sp and p.overlap):
         return None
     return (
-        f"parallel.rings=true needs parallel.sp=true and parallel.overlap=true (now sp={p.sp}, overlap={p.overlap}): "
-        f"tokens that are divided over tp travel round while others are multiplied. Set both, or remove parallel.rings."
+        f"parallel.rings=true needs parallel.sp=true and parallel.overlap=true (now sp={p.sp}, "
+        f"overlap={p.overlap}): "
+        "tokens that are divided over tp travel round while others are multiplied. Set both, or "
+        "remove parallel.rings."
     )
 
 
@@ -346,20 +433,22 @@ def fused_products_need_rings(run: TrainRun, world: int) -> str | None:
     if p.rings or p.ring_products != "fused":
         return None
     return (
-        f"parallel.ring_products={p.ring_products} with parallel.rings=false: it says how rings multiply. "
-        f"Set parallel.rings=true, or parallel.ring_products=auto."
+        f"parallel.ring_products={p.ring_products} with parallel.rings=false: it says how rings "
+        f"multiply. Set parallel.rings=true, or parallel.ring_products=auto."
     )
 
 
 def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
-    """Each tensor-parallel rank gets equally many tokens of a microbatch; `context_problems` sees to it with cp."""
+    """Each tensor-parallel rank gets equally many tokens of a microbatch; `context_problems` sees
+    to it with cp."""
     tp, rows, length = run.parallel.tp, run.train.micro_batch_size, run.train.seq_len
     packed = run.train.tokens_per_microbatch is not None
     if not run.parallel.sp or run.parallel.cp > 1 or packed or rows * length % tp == 0:
         return None
     return (
-        f"train.micro_batch_size * train.seq_len = {rows} * {length} = {rows * length} tokens do not divide over "
-        f"parallel.tp={tp} ranks with parallel.sp=true. Set train.seq_len to {-(-length // tp) * tp} or "
+        f"train.micro_batch_size * train.seq_len = {rows} * {length} = {rows * length} tokens do "
+        f"not divide over parallel.tp={tp} ranks with parallel.sp=true. Set train.seq_len to "
+        f"{-(-length // tp) * tp} or "
         f"train.micro_batch_size to {-(-rows // tp) * tp}."
     )
 
@@ -369,7 +458,10 @@ def rows_fit_the_model(run: TrainRun, world: int) -> str | None:
     length, limit = run.train.seq_len, run.model.max_seq_len
     if length <= limit:
         return None
-    return f"train.seq_len={length} is more than model.max_seq_len={limit}. Set train.seq_len to {limit} or less."
+    return (
+        f"train.seq_len={length} is more than model.max_seq_len={limit}. Set train.seq_len to "
+        f"{limit} or less."
+    )
 
 
 def further_tokens_are_there(run: TrainRun, world: int) -> str | None:
@@ -378,28 +470,36 @@ def further_tokens_are_there(run: TrainRun, world: int) -> str | None:
     if depths < length:
         return None
     return (
-        f"train.seq_len={length} with model.mtp.depths={depths}: the deepest prediction is {depths + 1} tokens ahead, "
-        f"which no row has. Set train.seq_len to {depths + 1} or more, or model.mtp.depths to {length - 1} or less."
+        f"train.seq_len={length} with model.mtp.depths={depths}: the deepest prediction is "
+        f"{depths + 1} tokens ahead, "
+        f"which no row has. Set train.seq_len to {depths + 1} or more, or model.mtp.depths to "
+        f"{length - 1} or less."
     )
 
 
 def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
     """Collectives stay outside compiled graphs."""
-    axes = [f"parallel.{axis}={size}" for axis in ("tp", "cp") if (size := getattr(run.parallel, axis)) > 1]
+    axes = [
+        f"parallel.{axis}={size}"
+        for axis in ("tp", "cp")
+        if (size := getattr(run.parallel, axis)) > 1
+    ]
     if not run.train.compile or not axes:
         return None
     return (
-        f"train.compile=true with {' and '.join(axes)}: only layers that no axis cuts are compiled. "
-        f"Set one of them off."
+        f"train.compile=true with {' and '.join(axes)}: only layers that no axis cuts are "
+        f"compiled. Set one of them off."
     )
 
 
 def compiled_layers_have_no_experts(run: TrainRun, world: int) -> str | None:
-    """How many rows an expert has is known while it runs, and a graph would be traced for each number."""
+    """How many rows an expert has is known while it runs, and a graph would be traced for each
+    number."""
     if not run.train.compile or run.model.moe is None:
         return None
     return (
-        f"train.compile=true with model.moe of {run.model.moe.experts} experts: how many tokens an expert gets differs "
+        f"train.compile=true with model.moe of {run.model.moe.experts} experts: how many tokens an "
+        "expert gets differs "
         f"from step to step, which a compiled layer cannot. Set train.compile=false."
     )
 
@@ -411,14 +511,17 @@ def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
     if not run.train.compile or run.parallel.pp * pipeline.vpp == 1 or name not in SPLIT_SCHEDULES:
         return None
     return (
-        f"train.compile=true with parallel.pipeline.schedule={name}: this schedule adds weight gradients apart from "
-        f"the rest of backward, and a compiled layer computes both at once. Set parallel.pipeline.schedule to one of "
+        f"train.compile=true with parallel.pipeline.schedule={name}: this schedule adds weight "
+        "gradients apart from "
+        "the rest of backward, and a compiled layer computes both at once. Set "
+        "parallel.pipeline.schedule to one of "
         f"gpipe, 1f1b, interleaved, or train.compile=false."
     )
 
 
 def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
-    """Fully sharded weights are cut chunk by chunk, and a rank may have several chunks that read one table."""
+    """Fully sharded weights are cut chunk by chunk, and a rank may have several chunks that read
+    one table."""
     p, layers, depths = run.parallel, run.model.num_layers, run.model.mtp.depths
     alone = world // p.tp <= 1
     if p.zero != 3 or alone or p.pipeline.vpp == 1 or min(p.pp, p.pipeline.vpp) < 1:
@@ -428,19 +531,27 @@ def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     stages = plan_stages(p.pipeline, pp=p.pp, num_layers=layers, depths=depths)
     ranks = [stages_of_rank(stages, rank, p.pipeline, pp=p.pp) for rank in range(p.pp)]
     biased = any(sum(chunk.reads_biases(run.model) for chunk in chunks) > 1 for chunks in ranks)
-    if not biased and not any(sum(chunk.reads_table(run.model) for chunk in chunks) > 1 for chunks in ranks):
+    if not biased and not any(
+        sum(chunk.reads_table(run.model) for chunk in chunks) > 1 for chunks in ranks
+    ):
         return None
     if biased:
         return (
-            f"parallel.zero={p.zero} with parallel.pipeline.vpp={p.pipeline.vpp} and model.positions=relative: the "
+            f"parallel.zero={p.zero} with parallel.pipeline.vpp={p.pipeline.vpp} and "
+            "model.positions=relative: the "
             f"chunks of a rank share one table of biases, and each chunk is cut by itself. "
             f"Set parallel.pipeline.vpp=1, or parallel.zero=2."
         )
-    cause = "tied_embeddings=true" if run.model.tied_embeddings else f"mtp.depths={run.model.mtp.depths}"
+    cause = (
+        "tied_embeddings=true"
+        if run.model.tied_embeddings
+        else f"mtp.depths={run.model.mtp.depths}"
+    )
     return (
-        f"parallel.zero={p.zero} with parallel.pp={p.pp}, parallel.pipeline.vpp={p.pipeline.vpp} and "
-        f"model.{cause}: two chunks of a rank share the table of the vocabulary, and each chunk is cut by "
-        f"itself. Set parallel.pipeline.vpp=1, or parallel.zero=2."
+        f"parallel.zero={p.zero} with parallel.pp={p.pp}, parallel.pipeline.vpp={p.pipeline.vpp} "
+        "and "
+        f"model.{cause}: two chunks of a rank share the table of the vocabulary, and each chunk is "
+        f"cut by itself. Set parallel.pipeline.vpp=1, or parallel.zero=2."
     )
 
 
@@ -449,8 +560,8 @@ def evaluation_has_steps(run: TrainRun, world: int) -> str | None:
     if not run.train.eval_every or run.train.eval_steps > 0:
         return None
     return (
-        f"train.eval_every={run.train.eval_every} but train.eval_steps=0: set train.eval_steps to 10, "
-        f"or remove train.eval_every."
+        f"train.eval_every={run.train.eval_every} but train.eval_steps=0: set train.eval_steps to "
+        f"10, or remove train.eval_every."
     )
 
 
@@ -464,15 +575,20 @@ def betas_are_shares(run: TrainRun, world: int) -> str | None:
 def weight_decay_shrinks_weights(run: TrainRun, world: int) -> str | None:
     """A step of decoupled weight decay does not make weights larger."""
     schedule, decoupled = run.schedule, run.optim.kind == "sgd" or run.optim.decoupled_weight_decay
-    names = {"weight_decay": schedule.weight_decay, "end_weight_decay": schedule.end_weight_decay or 0.0}
+    names = {
+        "weight_decay": schedule.weight_decay,
+        "end_weight_decay": schedule.end_weight_decay or 0.0,
+    }
     name, decay = max(names.items(), key=lambda item: item[1])
     product = schedule.lr * decay
     in_range = schedule.lr <= LARGEST["schedule.lr"] and decay <= LARGEST["schedule.weight_decay"]
     if not (decoupled and in_range and product > 2):  # numbers out of range are another rule's
         return None
     return (
-        f"schedule.{name}={decay} with schedule.lr={schedule.lr}: each step multiplies weights by 1 - lr * decay = "
-        f"{1 - product:g}, so that they grow without bound. Set schedule.{name} to {2 / schedule.lr:g} or less."
+        f"schedule.{name}={decay} with schedule.lr={schedule.lr}: each step multiplies weights by "
+        "1 - lr * decay = "
+        f"{1 - product:g}, so that they grow without bound. Set schedule.{name} to "
+        f"{2 / schedule.lr:g} or less."
     )
 
 
@@ -482,7 +598,8 @@ def name_fits_a_file(run: TrainRun, world: int) -> str | None:
     if nbytes <= MOST_NAME_NBYTES:
         return None
     return (
-        f"name={run.name:.40}... has {nbytes} bytes, and the name of a folder may have {MOST_NAME_NBYTES}. "
+        f"name={run.name:.40}... has {nbytes} bytes, and the name of a folder may have "
+        f"{MOST_NAME_NBYTES}. "
         f"Use a shorter name."
     )
 
@@ -492,16 +609,24 @@ def smoothing_is_a_share(run: TrainRun, world: int) -> str | None:
     share = run.train.label_smoothing
     if 0 <= share < 1:
         return None
-    return f"train.label_smoothing={share} must be in [0, 1). Use 0.1, or 0 to be sure of every label."
+    return (
+        f"train.label_smoothing={share} must be in [0, 1). Use 0.1, or 0 to be sure of every label."
+    )
 
 
 def squares_of_scores_cost(run: TrainRun, world: int) -> str | None:
     """A weight of squares is positive, and a chunk has a token."""
     bad = []
     if not 0 <= run.train.z_loss < math.inf:
-        bad.append(f"train.z_loss={run.train.z_loss} must be a finite number of at least 0. Use 1e-4, or 0 for none.")
+        bad.append(
+            f"train.z_loss={run.train.z_loss} must be a finite number of at least 0. Use 1e-4, or "
+            "0 for none."
+        )
     if run.train.loss_chunk is not None and run.train.loss_chunk < 1:
-        bad.append(f"train.loss_chunk={run.train.loss_chunk} must be at least 1. Use 1024, or leave it unset.")
+        bad.append(
+            f"train.loss_chunk={run.train.loss_chunk} must be at least 1. Use 1024, or leave it "
+            "unset."
+        )
     return " ".join(bad) or None
 
 
@@ -516,7 +641,8 @@ def conversations_need_text(run: TrainRun, world: int) -> str | None:
     if not run.data.sft.used() or kind != "null":
         return None
     return (
-        f"tokenizer.kind={kind} with data.sft: conversations are text, and it knows numbers only. Set tokenizer.kind "
+        f"tokenizer.kind={kind} with data.sft: conversations are text, and it knows numbers only. "
+        "Set tokenizer.kind "
         f"to byte, or to huggingface with tokenizer.path."
     )
 
@@ -527,9 +653,9 @@ def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
     if steps * rows <= MOST_SAMPLES:
         return None
     return (
-        f"train.steps={steps} * train.global_batch_size={rows} = {steps * rows} samples is more than "
-        f"{MOST_SAMPLES} (2**36): the order of all samples is built first, at 8 bytes each or more. "
-        f"Set train.steps to {max(MOST_SAMPLES // rows, 1)} or less."
+        f"train.steps={steps} * train.global_batch_size={rows} = {steps * rows} samples is more "
+        f"than {MOST_SAMPLES} (2**36): the order of all samples is built first, at 8 bytes each or "
+        f"more. Set train.steps to {max(MOST_SAMPLES // rows, 1)} or less."
     )
 
 
@@ -538,7 +664,8 @@ def traced_models_have_experts(run: TrainRun, world: int) -> str | None:
     if run.observe.routing_trace <= 0 or run.model.moe is not None:
         return None
     return (
-        f"observe.routing_trace={run.observe.routing_trace} with model.moe=null: no token chooses among experts. Set "
+        f"observe.routing_trace={run.observe.routing_trace} with model.moe=null: no token chooses "
+        "among experts. Set "
         f"model.moe, or observe.routing_trace=0."
     )
 
@@ -549,8 +676,10 @@ def captures_are_of_a_trace(run: TrainRun, world: int) -> str | None:
     if not captures or steps > 0:
         return None
     return (
-        f"observe.routing_captures=[{', '.join(captures)}] with observe.routing_trace={steps}: it lies beside rows of "
-        f"a trace, and there are none. Set observe.routing_trace=1 or more, or observe.routing_captures=[]."
+        f"observe.routing_captures=[{', '.join(captures)}] with observe.routing_trace={steps}: it "
+        "lies beside rows of "
+        "a trace, and there are none. Set observe.routing_trace=1 or more, or "
+        "observe.routing_captures=[]."
     )
 
 
@@ -559,7 +688,8 @@ def layers_told_of_have_experts(run: TrainRun, world: int) -> str | None:
     if not run.observe.per_layer or run.model.moe is not None:
         return None
     return (
-        f"observe.per_layer={str(run.observe.per_layer).lower()} with model.moe=null: it tells what experts of each "
+        f"observe.per_layer={str(run.observe.per_layer).lower()} with model.moe=null: it tells "
+        "what experts of each "
         f"layer did. Set model.moe, or observe.per_layer=false."
     )
 
@@ -567,14 +697,19 @@ def layers_told_of_have_experts(run: TrainRun, world: int) -> str | None:
 def number_problems(run: TrainRun) -> list[str]:
     """Numbers out of their range, nan and infinity among them: one text each."""
     above = {
-        "optim.eps": (run.optim.eps, 1e-8), "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0),
+        "optim.eps": (run.optim.eps, 1e-8),
+        "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0),
         "observe.peak_tflops": (run.observe.peak_tflops, 100.0),
-    }  # fmt: skip
+    }
     least = {
-        "optim.clip_grad": run.optim.clip_grad, "train.eval_steps": run.train.eval_steps,
-        "train.eval_every": run.train.eval_every, "checkpoint.every": run.checkpoint.every, "seed": run.seed,
-        "train.max_minutes": run.train.max_minutes, "observe.routing_trace": run.observe.routing_trace,
-    }  # fmt: skip
+        "optim.clip_grad": run.optim.clip_grad,
+        "train.eval_steps": run.train.eval_steps,
+        "train.eval_every": run.train.eval_every,
+        "checkpoint.every": run.checkpoint.every,
+        "seed": run.seed,
+        "train.max_minutes": run.train.max_minutes,
+        "observe.routing_trace": run.observe.routing_trace,
+    }
     return (
         model_number_problems(run.model)
         + [
@@ -591,16 +726,33 @@ def number_problems(run: TrainRun) -> list[str]:
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
-    key_value_heads_fit, layers_share_heads_alike, every_rank_has_features, sp_needs_tp, rings_need_sp,
+    key_value_heads_fit,
+    layers_share_heads_alike,
+    every_rank_has_features,
+    sp_needs_tp,
+    rings_need_sp,
     fused_products_need_rings,
-)  # fmt: skip
+)
 RULES: tuple[Rule, ...] = (
-    *LAYOUT_RULES, name_is_a_folder_name, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,
-    compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole, squares_of_scores_cost,
+    *LAYOUT_RULES,
+    name_is_a_folder_name,
+    sp_divides_tokens,
+    rows_fit_the_model,
+    further_tokens_are_there,
+    compile_needs_whole_layers,
+    compiled_layers_have_no_experts,
+    compiled_backward_is_whole,
+    squares_of_scores_cost,
     ways_by_name_are_there,
-    sharded_chunks_share_no_table, evaluation_has_steps,
-    betas_are_shares, weight_decay_shrinks_weights, name_fits_a_file,
-    smoothing_is_a_share, samples_can_be_counted, conversations_need_text,
-    traced_models_have_experts, captures_are_of_a_trace,
+    sharded_chunks_share_no_table,
+    evaluation_has_steps,
+    betas_are_shares,
+    weight_decay_shrinks_weights,
+    name_fits_a_file,
+    smoothing_is_a_share,
+    samples_can_be_counted,
+    conversations_need_text,
+    traced_models_have_experts,
+    captures_are_of_a_trace,
     layers_told_of_have_experts,
-)  # fmt: skip
+)

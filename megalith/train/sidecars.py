@@ -1,7 +1,8 @@
-"""Sidecars of the routing trace: what routers read and made of it, a safetensors file for each rank and step.
+"""Sidecars of the routing trace: what routers read and made of it, a safetensors file for each rank
+and step.
 
-Tensors are named LAYER/MICROBATCH/KIND, as in `layers.3/0/hidden`, and have a row for each token of the trace's row of
-that layer and microbatch, in its order. Routers' own are LAYER/router/NAME.
+Tensors are named LAYER/MICROBATCH/KIND, as in `layers.3/0/hidden`, and have a row for each token of
+the trace's row of that layer and microbatch, in its order. Routers' own are LAYER/router/NAME.
 """
 
 from collections import deque
@@ -22,7 +23,8 @@ from megalith.parallel.mesh import Mesh
 from megalith.train.replay import text_of
 
 WAITING = 4
-"""Tensors that wait in host memory for the disk, before the step waits for it (a guess: a layer's worth)."""
+"""Tensors that wait in host memory for the disk, before the step waits for it (a guess: a layer's
+worth)."""
 
 _ENTRY_NBYTES = 256
 """Of a tensor in a header, at most: its name, shape and place take some 150."""
@@ -31,7 +33,8 @@ _ENTRY_NBYTES = 256
 class Sidecar:
     """One file that grows while its tensors are found; it has its name when it is whole.
 
-    A thread writes, and few tensors wait for it, so that neither the step nor memory has to hold all of them.
+    A thread writes, and few tensors wait for it, so that neither the step nor memory has to hold
+    all of them.
     """
 
     def __init__(self, path: Path, *, most: int) -> None:
@@ -45,7 +48,8 @@ class Sidecar:
         self._failed: OSError | None = None
 
     def put(self, name: str, values: Tensor) -> None:
-        """Add a tensor, on the host, which nobody changes any more. What the disk refuses is told by `finish`."""
+        """Add a tensor, on the host, which nobody changes any more. What the disk refuses is told
+        by `finish`."""
         if self._failed is not None:
             return
         self._planned.append(Planned(name, values.dtype, tuple(values.shape)))
@@ -109,9 +113,12 @@ class Sidecar:
 
 
 class Watcher:
-    """Puts what routers show into a sidecar, once, in the order of a trace's rows and without padding."""
+    """Puts what routers show into a sidecar, once, in the order of a trace's rows and without
+    padding."""
 
-    def __init__(self, kinds: Collection[Captured], sidecar: Sidecar, batches: Sequence[Batch], mesh: Mesh) -> None:
+    def __init__(
+        self, kinds: Collection[Captured], sidecar: Sidecar, batches: Sequence[Batch], mesh: Mesh
+    ) -> None:
         self._kinds, self._sidecar, self._batches, self._mesh = kinds, sidecar, batches, mesh
         self._done: set[tuple[str, int]] = set()
         self._told: set[str] = set()  # layers whose router is there
@@ -126,8 +133,16 @@ class Watcher:
         for kind in ("hidden", "logits", "weights"):
             if kind in self._kinds:
                 values: Tensor = getattr(seen, kind).detach().to("cpu", torch.bfloat16, copy=True)
-                self._sidecar.put(f"{seen.layer}/{number}/{kind}", values if read.all() else values[read])
-        if "routers" in self._kinds and seen.layer not in self._told and self._mesh.over("dp", "cp", "tp").rank == 0:
+                self._sidecar.put(
+                    f"{seen.layer}/{number}/{kind}", values if read.all() else values[read]
+                )
+        if (
+            "routers" in self._kinds
+            and seen.layer not in self._told
+            and self._mesh.over("dp", "cp", "tp").rank == 0
+        ):
             self._told.add(seen.layer)  # ranks of a stage have the same
             for name, values in seen.routers.items():
-                self._sidecar.put(f"{seen.layer}/router/{name}", values.detach().to("cpu", copy=True))
+                self._sidecar.put(
+                    f"{seen.layer}/router/{name}", values.detach().to("cpu", copy=True)
+                )

@@ -30,18 +30,26 @@ from megalith.parallel.turns import Turns
 from megalith.parallel.watch import backend_timeout
 from megalith.plan.kernels import forced_problems
 from megalith.plan.pairs import in_pairs
-from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
+from megalith.plan.schedule import (
+    SPLIT_SCHEDULES,
+    Schedule,
+    build_schedule,
+    pipeline_in_use,
+    schedule_name,
+)
 from megalith.plan.stages import crossing, plan_stages
 from megalith.plan.transfers import channels, with_transfers
 from megalith.train.loss import loss_of_heads
 
 Ending = Callable[[Sequence[Tensor]], Tensor]
-"""The summed losses of a microbatch, of the next token and of further depths -> what backward starts from."""
+"""The summed losses of a microbatch, of the next token and of further depths -> what backward
+starts from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """This rank's chunks of the model and their place in the pipeline; without one, a chunk that is all of it."""
+    """This rank's chunks of the model and their place in the pipeline; without one, a chunk that is
+    all of it."""
 
     run: TrainRun
     mesh: Mesh
@@ -52,7 +60,8 @@ class Staged:
     """By chunk: weight gradients that wait, for schedules that split backward."""
 
     turns: Turns = field(default_factory=Turns)
-    """How two microbatches that are computed together take turns; their exchanges with experts know it."""
+    """How two microbatches that are computed together take turns; their exchanges with experts know
+    it."""
 
     @property
     def modules(self) -> nn.ModuleList:
@@ -69,45 +78,73 @@ class Staged:
         """Ranks over which the tokens between stages are divided."""
         return self.mesh.tp.size if self.run.parallel.sp else 1
 
-    def forward_backward(self, batches: Sequence[Batch], ending: Ending, *, scale: float = 1.0) -> Tensor:
-        """Every microbatch forward and backward; the sums of their losses, float64 [1 + depths], and 0 where there is
-        no loss. `scale`: the loss scale, for losses that are no part of what `ending` is given."""
+    def forward_backward(
+        self, batches: Sequence[Batch], ending: Ending, *, scale: float = 1.0
+    ) -> Tensor:
+        """Every microbatch forward and backward; the sums of their losses, float64 [1 + depths],
+        and 0 where there is no loss. `scale`: the loss scale, for losses that are no part of
+        what `ending` is given."""
         return self._run(batches, ending, scale)
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
-        """Every microbatch forward; the sums of what `Decoder.judged` says of them, and 0 where there is no loss."""
+        """Every microbatch forward; the sums of what `Decoder.judged` says of them, and 0 where
+        there is no loss."""
         with torch.no_grad():
             return self._run(batches, None)
 
     def _run(self, batches: Sequence[Batch], ending: Ending | None, scale: float = 1.0) -> Tensor:
         p = self.run.parallel
         schedule = planned_step(
-            p.pipeline, self.mesh.pp.size, len(batches), overlap=p.overlap, forward_only=ending is None,
+            p.pipeline,
+            self.mesh.pp.size,
+            len(batches),
+            overlap=p.overlap,
+            forward_only=ending is None,
             paired=p.overlap_experts and ending is not None,
-        )  # fmt: skip
+        )
         depths = self.run.model.mtp.depths
         measures = 1 + depths if ending is not None or not depths else 2 + 2 * depths
         total = torch.zeros(measures, dtype=torch.float64, device=self.device)
         tags = self.handles is None or self.handles.tags
         pipeline = Pipeline(
-            self.mesh.pp.rank, self.handles, self.device, self._boundary(batches),
-            announce=p.check_collectives and tags, weights=self.weights, turns=self.turns,
-        )  # fmt: skip
-        weight = None if ending is None or self.run.model.moe is None else scale / (len(batches) * self.mesh.dp.size)
-        pipeline.run(schedule, [_Running(chunk, batches, ending, total, weight) for chunk in self.chunks])
+            self.mesh.pp.rank,
+            self.handles,
+            self.device,
+            self._boundary(batches),
+            announce=p.check_collectives and tags,
+            weights=self.weights,
+            turns=self.turns,
+        )
+        weight = (
+            None
+            if ending is None or self.run.model.moe is None
+            else scale / (len(batches) * self.mesh.dp.size)
+        )
+        pipeline.run(
+            schedule, [_Running(chunk, batches, ending, total, weight) for chunk in self.chunks]
+        )
         return total
 
     def _boundary(self, batches: Sequence[Batch]) -> Boundary:
         """Every rank of a pipeline reads the same rows, so it knows what it will receive."""
-        model, p, chunk, parts = self.run.model, self.run.parallel, self.chunks[0], self.boundary_split
-        stages = plan_stages(p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=model.mtp.depths)
+        model, p, chunk, parts = (
+            self.run.model,
+            self.run.parallel,
+            self.chunks[0],
+            self.boundary_split,
+        )
+        stages = plan_stages(
+            p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=model.mtp.depths
+        )
         crossings = [crossing(model, stages, number) for number in range(len(stages))]
 
         def of(stage: int, microbatch: int) -> Specs:
             batch, over = batches[microbatch], crossings[stage]
             shape = len(batch.ids) // parts, model.hidden_size
             x = Spec(shape, chunk.dtype if over.normed else chunk.stream_dtype)
-            return x, *[Spec(shape, chunk.dtype)] * (over.memory + min(over.ahead, len(batch.further)))
+            return x, *[Spec(shape, chunk.dtype)] * (
+                over.memory + min(over.ahead, len(batch.further))
+            )
 
         return of
 
@@ -121,43 +158,67 @@ class _Running:
     ending: Ending | None
     total: Tensor
     balance: float | None
-    """What a mean over a microbatch counts in the losses that keep experts busy; None: there are none."""
+    """What a mean over a microbatch counts in the losses that keep experts busy; None: there are
+    none."""
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
-        """Hidden states of the stage before (none on the first), and what was handed on with them -> the same, or what
-        backward starts from."""
+        """Hidden states of the stage before (none on the first), and what was handed on with
+        them -> the same, or what backward starts from."""
         batch, given = self.batches[microbatch], self.model.received(received)
         batch = replace(batch, tokens=for_one_pass(batch.tokens))
         if self.balance is not None:
-            share = BalanceShare(microbatch, len(self.batches), self.balance * batch.part, batch.part)
+            share = BalanceShare(
+                microbatch, len(self.batches), self.balance * batch.part, batch.part
+            )
             batch = replace(batch, tokens=replace(batch.tokens, balance=share))
         if not self.model.stage.loss:
             found = self.model(batch.ids, batch.tokens, further=batch.further, **given)
             return found if isinstance(found, tuple) else (found,)
         if self.ending is None:
-            self.total.add_(self.model.judged(batch.ids, batch.labels, batch.tokens, further=batch.further, **given))
+            self.total.add_(
+                self.model.judged(
+                    batch.ids, batch.labels, batch.tokens, further=batch.further, **given
+                )
+            )
             return ()
-        losses = self.model.losses(batch.ids, batch.labels, batch.tokens, further=batch.further, **given)
+        losses = self.model.losses(
+            batch.ids, batch.labels, batch.tokens, further=batch.further, **given
+        )
         self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
         return (self.ending(losses),)
 
 
 def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype) -> Staged:
-    """Build this rank's chunks, still without memory, and what their messages travel through. Collective."""
-    products = choose_products(run.parallel.ring_products, mesh.tp, device) if run.parallel.rings else MESSAGES
+    """Build this rank's chunks, still without memory, and what their messages travel through.
+    Collective."""
+    products = (
+        choose_products(run.parallel.ring_products, mesh.tp, device)
+        if run.parallel.rings
+        else MESSAGES
+    )
     chunks = build_chunks(
-        run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload, products=products
-    )  # fmt: skip
+        run.model,
+        mesh,
+        run.parallel,
+        dtype=dtype,
+        recompute=run.recompute,
+        offload=run.offload,
+        products=products,
+    )
     attach_adapters(chunks, run.model, run.lora)
     freeze(chunks, run.model, run.optim)
     choose_losses(chunks, partial(loss_of_heads, run))
     raise_all(forced_problems(run, device.type, missing_here()))
     use_kernels(chunks, run.kernels, mesh)
     handles = handles_of(
-        mesh.pp, tags=device.type == "cpu", timeout_seconds=backend_timeout(run.parallel.timeout_seconds)
-    )  # fmt: skip
+        mesh.pp,
+        tags=device.type == "cpu",
+        timeout_seconds=backend_timeout(run.parallel.timeout_seconds),
+    )
     if handles is not None and not handles.tags:
-        step = planned_step(run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True)
+        step = planned_step(
+            run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True
+        )
         open_channels(handles, channels(step), device)
     turns = Turns()
     if run.parallel.overlap_experts:
@@ -167,15 +228,20 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
 
 def hand_over_at_exchanges(chunks: Sequence[nn.Module], turns: Turns) -> None:
     """Let whoever waits for tokens that travel hand over to the other of two microbatches."""
-    for mixture in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoE)):
+    for mixture in (
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, MoE)
+    ):
         mixture.meanwhile(turns)
 
 
 def with_postponed(staged: Staged) -> Staged:
-    """Let weight gradients wait where the schedule wants it; the engine must have given the layers their sinks."""
+    """Let weight gradients wait where the schedule wants it; the engine must have given the layers
+    their sinks."""
     if not splits_backward(staged.run.parallel.pipeline, staged.mesh.pp.size):
         return staged
-    layers = ([m for m in chunk.modules() if isinstance(m, TensorParallel)] for chunk in staged.chunks)
+    layers = (
+        [m for m in chunk.modules() if isinstance(m, TensorParallel)] for chunk in staged.chunks
+    )
     return replace(staged, weights=tuple(Postponed(each) for each in layers))
 
 
@@ -186,17 +252,27 @@ def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
 
 @lru_cache(maxsize=8)  # every step asks for the same one; evaluation for one or two more
 def planned_step(
-    pipeline: PipelineConfig, pp: int, microbatches: int, *, overlap: bool, forward_only: bool = False,
+    pipeline: PipelineConfig,
+    pp: int,
+    microbatches: int,
+    *,
+    overlap: bool,
+    forward_only: bool = False,
     paired: bool = False,
-) -> Schedule:  # fmt: skip
-    """The action lists of a step; without a pipeline, microbatch after microbatch. `paired`: two at a time.
+) -> Schedule:
+    """The action lists of a step; without a pipeline, microbatch after microbatch. `paired`: two at
+    a time.
 
     Raises:
         PlanError: the schedule cannot be had with these counts.
     """
     used = pipeline_in_use(pipeline, pp)
     schedule = build_schedule(
-        schedule_name(used), num_ranks=pp, num_chunks=used.vpp, num_microbatches=microbatches, group=used.group,
+        schedule_name(used),
+        num_ranks=pp,
+        num_chunks=used.vpp,
+        num_microbatches=microbatches,
+        group=used.group,
         forward_only=forward_only,
-    )  # fmt: skip
+    )
     return with_transfers(in_pairs(schedule) if paired else schedule, overlap=overlap)

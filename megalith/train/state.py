@@ -1,4 +1,5 @@
-"""What a run carries from step to step besides tensors: counters, and nothing random, since randomness is keyed."""
+"""What a run carries from step to step besides tensors: counters, and nothing random, since
+randomness is keyed."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class TrainState:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "TrainState":  # Any: whatever JSON holds
-        """The counters that `as_json` gave; `skipped_in_a_row`, which checkpoints before 2026-11-21 lack, may miss."""
+        """The counters that `as_json` gave; `skipped_in_a_row`, which checkpoints before 2026-11-21
+        lack, may miss."""
         found = {"skipped_in_a_row": 0} | saved
         return TrainState(**{name: int(found[name]) for name in TrainState.__slots__})

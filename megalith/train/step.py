@@ -43,7 +43,8 @@ class StepResult:
     """The mean of every depth that predicts further ahead."""
 
     z_loss: float | None = None
-    """Mean over labels of train.z_loss * logsumexp^2, which is no part of `loss`; None unless scores are told of."""
+    """Mean over labels of train.z_loss * logsumexp^2, which is no part of `loss`; None unless
+    scores are told of."""
 
     max_logit: float | None = None
     """The largest score of a labelled token; None unless scores are told of."""
@@ -53,11 +54,16 @@ class StepResult:
 
 
 def train_step(
-    trainer: Trainer, batches: StepBatches, *, lr: float, weight_decay: float, stop: bool = False,
+    trainer: Trainer,
+    batches: StepBatches,
+    *,
+    lr: float,
+    weight_decay: float,
+    stop: bool = False,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
-) -> StepResult:  # fmt: skip
-    """Run one step. Collective over the whole mesh; the host waits for the device once, at the end. `groups`: rates and
-    decay of `optim.groups`.
+) -> StepResult:
+    """Run one step. Collective over the whole mesh; the host waits for the device once, at the end.
+    `groups`: rates and decay of `optim.groups`.
 
     Raises:
         DataError: the gradient norm is not finite and optim.nonfinite_grad is `raise`.
@@ -71,42 +77,65 @@ def train_step(
     total = trainer.staged.forward_backward(batches.microbatches, ending, scale=scale)
     owned = data.finish()
     seen = _seen_scores(trainer)
-    news = _share_news(trainer, owned, total if seen is None else torch.cat([total - seen.z, seen.z[:1]]), stop)
-    stopping, squares, zeros, *sums = (news if seen is None else torch.cat([news, seen.largest])).tolist()
+    news = _share_news(
+        trainer, owned, total if seen is None else torch.cat([total - seen.z, seen.z[:1]]), stop
+    )
+    stopping, squares, zeros, *sums = (
+        news if seen is None else torch.cat([news, seen.largest])
+    ).tolist()
     grad_norm = math.sqrt(squares) / scale
     finite = math.isfinite(grad_norm)
-    empty = not any(counts)  # momentum and weight decay would still move the weights, and zeros overflow at no scale
+    empty = not any(
+        counts
+    )  # momentum and weight decay would still move the weights, and zeros overflow at no scale
     if trainer.loss_scale is not None and not empty:
         trainer.loss_scale.update(overflow=not finite)
     if finite and not empty:
         trainer.optimizer.step(
-            [o.gradient for o in owned], lr=lr, weight_decay=weight_decay, groups=groups,
+            [o.gradient for o in owned],
+            lr=lr,
+            weight_decay=weight_decay,
+            groups=groups,
             scale=_multiplier(news[1].sqrt() / scale, trainer.run.optim.clip_grad, scale),
-        )  # fmt: skip
+        )
         move_balancing_biases(trainer.staged.modules, mesh)
         move_balancing_offsets(trainer.staged.modules, mesh)
         data.publish()
     elif not finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
-            f"gradient norm {grad_norm}: not finite in {where_not_finite(trainer)}. Reduce schedule.lr, check the "
+            f"gradient norm {grad_norm}: not finite in {where_not_finite(trainer)}. Reduce "
+            "schedule.lr, check the "
             f"data, or set optim.nonfinite_grad=skip."
         )
     loss, *further = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
     z, largest = (None, None) if seen is None else (sums[-2] / max(1, counts[0]), sums[-1])
     return StepResult(
-        loss, grad_norm, finite and not empty, stopping > 0, int(zeros) if trainer.run.optim.count_zeros else None,
-        tuple(further), z, largest, empty,
-    )  # fmt: skip
+        loss,
+        grad_norm,
+        finite and not empty,
+        stopping > 0,
+        int(zeros) if trainer.run.optim.count_zeros else None,
+        tuple(further),
+        z,
+        largest,
+        empty,
+    )
 
 
 def _share_news(trainer: Trainer, owned: Sequence[Owned], losses: Tensor, stop: bool) -> Tensor:
-    """What all ranks must know, in one message: ranks that stop, sum of squares and zeros of the gradient, losses."""
+    """What all ranks must know, in one message: ranks that stop, sum of squares and zeros of the
+    gradient, losses."""
     mesh = trainer.mesh
     mine = counted([(o.shard, o.gradient) for o in owned], mesh)
-    zeros = num_zeros(mine, trainer.device) if trainer.run.optim.count_zeros else losses.new_zeros(())
-    # Losses are the same on every tensor-parallel rank, so the first speaks for all; and 0 before the last stage.
+    zeros = (
+        num_zeros(mine, trainer.device) if trainer.run.optim.count_zeros else losses.new_zeros(())
+    )
+    # Losses are the same on every tensor-parallel rank, so the first speaks for all; and 0 before
+    # the last stage.
     part = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
-    news = torch.stack([losses.new_tensor(float(stop)), sum_of_squares(mine, trainer.device), zeros])
+    news = torch.stack(
+        [losses.new_tensor(float(stop)), sum_of_squares(mine, trainer.device), zeros]
+    )
     return all_reduce_(torch.cat([news, part]), mesh.world)
 
 
@@ -119,7 +148,8 @@ def _seen_scores(trainer: Trainer) -> ScoresOfStep | None:
 
 
 def _multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | None:
-    """What gradients are multiplied by: it clips them and takes the loss scale out; None when they stay."""
+    """What gradients are multiplied by: it clips them and takes the loss scale out; None when they
+    stay."""
     factor = clip_factor(norm, limit)
     if scale == 1.0:
         return factor
@@ -127,16 +157,26 @@ def _multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | None:
 
 
 def where_not_finite(trainer: Trainer) -> str:
-    """The first few parameters whose gradient is not finite, and the ranks: the same text on every rank, collective.
+    """The first few parameters whose gradient is not finite, and the ranks: the same text on every
+    rank, collective.
 
-    Where the engine watched, those that were not finite before any other rank's gradient was added to them.
+    Where the engine watched, those that were not finite before any other rank's gradient was added
+    to them.
     """
     after = [o.shard.name for o in trainer.data.owned if not bool(torch.isfinite(o.gradient).all())]
     ranks = trainer.mesh.world.ranks
     before = gather_objects(trainer.data.nonfinite(), trainer.mesh.world)
-    blamed = {rank: names for rank, names in zip(ranks, before, strict=True) if isinstance(names, list) and names}
+    blamed = {
+        rank: names
+        for rank, names in zip(ranks, before, strict=True)
+        if isinstance(names, list) and names
+    }
     if not blamed:
         found = gather_objects(after, trainer.mesh.world)
-        blamed = {rank: names for rank, names in zip(ranks, found, strict=True) if isinstance(names, list) and names}
+        blamed = {
+            rank: names
+            for rank, names in zip(ranks, found, strict=True)
+            if isinstance(names, list) and names
+        }
     texts = [f"{', '.join(names[:5])} on rank {rank}" for rank, names in list(blamed.items())[:5]]
     return "; ".join(texts) or "no single gradient, only their sum of squares"

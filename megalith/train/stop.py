@@ -1,4 +1,5 @@
-"""When a run ends early: a signal, or its time limit. The step in hand is finished and saved first."""
+"""When a run ends early: a signal, or its time limit. The step in hand is finished and saved
+first."""
 
 import os
 import select
@@ -29,7 +30,10 @@ class Stopper:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -37,7 +41,11 @@ class Stopper:
     @property
     def reason(self) -> str | None:
         """Why to stop, or None."""
-        if self._reason is None and self._deadline is not None and time.monotonic() > self._deadline:
+        if (
+            self._reason is None
+            and self._deadline is not None
+            and time.monotonic() > self._deadline
+        ):
             self._reason = "time limit"
         return self._reason
 
@@ -45,14 +53,16 @@ class Stopper:
         self._reason = signal.Signals(number).name
         if number == signal.SIGHUP:
             _redirect_closed_output()
-        self._say(f"{self._reason}: finishing the step and saving; once more to end now without saving")
+        self._say(
+            f"{self._reason}: finishing the step and saving; once more to end now without saving"
+        )
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
 
 
 def _redirect_closed_output() -> None:
-    """Point standard output and error to the null device if their terminal is closed: writing to it would fail, and
-    with it the save."""
+    """Point standard output and error to the null device if their terminal is closed: writing to
+    it would fail, and with it the save."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor)

@@ -1,6 +1,8 @@
-"""The routing trace: which experts every token of a run's first steps chose, as lines of JSON, a file for each rank.
+"""The routing trace: which experts every token of a run's first steps chose, as lines of JSON, a
+file for each rank.
 
-Beside it sidecars have what routers read and made of it, where that is asked for (`train/sidecars.py`).
+Beside it sidecars have what routers read and made of it, where that is asked for
+(`train/sidecars.py`).
 """
 
 import contextlib
@@ -24,13 +26,20 @@ _log = logging.getLogger(__name__)
 
 
 class RoutingTrace:
-    """Writes a rank's lines while the first steps of a run go on; its file appears with the first of them."""
+    """Writes a rank's lines while the first steps of a run go on; its file appears with the first
+    of them."""
 
     def __init__(
-        self, folder: Path, mesh: Mesh, *, steps: int, captures: Collection[Captured] = (), layers: int = 0
+        self,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        steps: int,
+        captures: Collection[Captured] = (),
+        layers: int = 0,
     ) -> None:
-        """Of the first `steps` steps; call `cut_traces` before where a run goes on. `captures` go to sidecars, of the
-        `layers` that have experts on this rank."""
+        """Of the first `steps` steps; call `cut_traces` before where a run goes on. `captures`
+        go to sidecars, of the `layers` that have experts on this rank."""
         self.path = _file_of(folder, mesh.world.rank)
         self._mesh, self._steps, self._captures, self._layers = mesh, steps, captures, layers
         self._sidecar: Sidecar | None = None
@@ -41,7 +50,9 @@ class RoutingTrace:
             return None
         if not self._captures:
             return Routing()
-        most = self._layers * (len(batches) * 3 + 4)  # tensors of every microbatch, and the router's own
+        most = self._layers * (
+            len(batches) * 3 + 4
+        )  # tensors of every microbatch, and the router's own
         self._sidecar = Sidecar(_sidecar_of(self.path, step), most=most)
         return Routing(watch=Watcher(self._captures, self._sidecar, batches, self._mesh))
 
@@ -77,20 +88,28 @@ class RoutingTrace:
 
 
 def cut_traces(folder: Path, mesh: Mesh, *, resume_at: int) -> None:
-    """Cut off lines of steps after `resume_at`, left by a run that was killed, and remove their sidecars.
+    """Cut off lines of steps after `resume_at`, left by a run that was killed, and remove their
+    sidecars.
 
-    Every rank looks after its own files, the first also after those of ranks that there are no more; of these, one that
-    is damaged stays as it is and is told.
+    Every rank looks after its own files, the first also after those of ranks that there are no
+    more; of these, one that is damaged stays as it is and is told.
 
     Raises:
-        DataError, OSError: this rank's own file is damaged, or the disk refused; on this rank alone.
+        DataError, OSError: this rank's own file is damaged, or the disk refused; on this rank
+        alone.
     """
     last = _file_of(folder, mesh.world.size - 1)
-    for path in [path for path in folder.glob("rank_*.jsonl") if path > last] if mesh.world.rank == 0 else []:
+    for path in (
+        [path for path in folder.glob("rank_*.jsonl") if path > last]
+        if mesh.world.rank == 0
+        else []
+    ):
         try:
             _cut_trace(path, resume_at)
         except (OSError, DataError) as error:
-            _log.warning("the routing trace of a rank that there is no more stays as it is: %s", error)
+            _log.warning(
+                "the routing trace of a rank that there is no more stays as it is: %s", error
+            )
     _cut_trace(_file_of(folder, mesh.world.rank), resume_at)
 
 
@@ -106,21 +125,28 @@ def rows_of(
 ) -> Iterator[dict[str, Any]]:  # Any: JSON
     """A row for each of this rank's layers with experts and microbatches, layer by layer.
 
-    `experts` has the k choices of every token, best first, before experts refuse any; padding and filler are left out.
-    A layer is named as its parameters are, `mtp` is the depth of one that predicts further ahead, and `stage` is the
-    rank's place along pp. Ranks of several stages that are at one place along dp, cp and tp have the same tokens, in
-    one order.
+    `experts` has the k choices of every token, best first, before experts refuse any; padding and
+    filler are left out. A layer is named as its parameters are, `mtp` is the depth of one that
+    predicts further ahead, and `stage` is the rank's place along pp. Ranks of several stages that
+    are at one place along dp, cp and tp have the same tokens, in one order.
     """
     place = {"dp": mesh.dp.rank, "cp": mesh.cp.rank, "tp": mesh.tp.rank}
     found = parts(routing, batches, mesh, filler=False)
     for part in sorted(found, key=lambda part: (in_order(part.layer), part.microbatch)):
         ahead, number = in_order(part.layer)
         yield {
-            "step": step, "stage": mesh.pp.rank, "layer": part.layer, **({"mtp": number} if ahead else {}),
-            "rank": mesh.world.rank, **place, "microbatch": part.microbatch, "num_tokens": len(part.experts),
-            "top_k": part.experts.shape[1], **({} if sidecar is None else {"sidecar": sidecar}),
+            "step": step,
+            "stage": mesh.pp.rank,
+            "layer": part.layer,
+            **({"mtp": number} if ahead else {}),
+            "rank": mesh.world.rank,
+            **place,
+            "microbatch": part.microbatch,
+            "num_tokens": len(part.experts),
+            "top_k": part.experts.shape[1],
+            **({} if sidecar is None else {"sidecar": sidecar}),
             "experts": part.experts.tolist(),
-        }  # fmt: skip
+        }
 
 
 def _file_of(folder: Path, rank: int) -> Path:

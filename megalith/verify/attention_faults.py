@@ -1,4 +1,5 @@
-"""What faults in attention across ranks put in place of the right functions; see `verify/faults.py`."""
+"""What faults in attention across ranks put in place of the right functions; see
+`verify/faults.py`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,16 +32,24 @@ def nothing_found_without_the_extra_score(
     return nothing_found(q, width, sinks)
 
 
-def one_document_across_ranks(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> Spans:
-    """Documents begin with the row where keys are of other ranks. `others`: as `plan_spans` has them."""
+def one_document_across_ranks(
+    queries: Numbers, keys: Numbers, starts: Numbers, **others: Any
+) -> Spans:
+    """Documents begin with the row where keys are of other ranks. `others`: as `plan_spans` has
+    them."""
     own = np.array_equal(queries, keys)
     return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
 
 
 def chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> Spans:
-    """Chunks are counted from the first token of all documents. `others`: as `plan_spans` has them."""
+    """Chunks are counted from the first token of all documents. `others`: as `plan_spans` has
+    them."""
     seen, size = plan_spans(queries, keys, starts, **others), others["window"]
-    return plan_spans(queries, keys, np.maximum(starts, np.arange(len(starts)) // size * size)) if size else seen
+    return (
+        plan_spans(queries, keys, np.maximum(starts, np.arange(len(starts)) // size * size))
+        if size
+        else seen
+    )
 
 
 def rows_of_the_first_rank(context: Context, near: int) -> list[SeenPairs] | None:
@@ -62,14 +71,23 @@ class SinksInEveryStep:
         self.first = True
         self.sinks = torch.empty(0)
 
-    def nothing_found(self, q: Tensor, width: int, sinks: Tensor | None = None, **others: bool) -> Result:
+    def nothing_found(
+        self, q: Tensor, width: int, sinks: Tensor | None = None, **others: bool
+    ) -> Result:
         """The result before the first step of the ring."""
         result = nothing_found(q, width, sinks, **others)
         self.first, self.sinks = True, result.lse.clone()
         return result
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores, *pairs: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spans: Spans,
+        result: Result,
+        scores: Scores,
+        *pairs: Any,
     ) -> None:
         """Add one step of the ring to the result, and the sinks again."""
         attend(q, k, v, spans, result, scores, *pairs)

@@ -1,4 +1,5 @@
-"""What faults in what is trained, and at which rates, put in place of the right functions; see `verify/faults.py`."""
+"""What faults in what is trained, and at which rates, put in place of the right functions; see
+`verify/faults.py`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,9 +24,13 @@ def decaying_frozen(self: DataParallel) -> Sequence[Owned]:
 
 
 def rates_of_slot_before(
-    slots: Sequence[Slot], gradients: Sequence[Tensor], *, lr: float, weight_decay: float,
+    slots: Sequence[Slot],
+    gradients: Sequence[Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
-) -> list[Part]:  # fmt: skip
+) -> list[Part]:
     """Every slot is updated at the rates of the one before it in the flat buffer."""
     before = [slots[-1], *slots[:-1]] if slots else []
     moved = [replace(slot, rates=other.rates) for slot, other in zip(slots, before, strict=True)]

@@ -1,4 +1,5 @@
-"""What faults in mixtures of experts put in place of the right functions; `verify/faults.py` names and plants them."""
+"""What faults in mixtures of experts put in place of the right functions; `verify/faults.py` names
+and plants them."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -39,18 +40,27 @@ def division_by_ep_alone(zero: int, mesh: Mesh, grid: str = "dense") -> Division
 def fill_as_if_mine_were_all(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
     """A rank's experts are drawn as if they were the first."""
     first = whole(shard.name, tuple(stop - start for start, stop in shard.box), inputs=shard.inputs)
-    fill(parameter, replace(first, flat=shard.flat) if shard.grid == "expert" else shard, init, seed=seed)
+    fill(
+        parameter,
+        replace(first, flat=shard.flat) if shard.grid == "expert" else shard,
+        init,
+        seed=seed,
+    )
 
 
 def without_replicas_of_rows() -> AbstractContextManager[None]:
-    """Under zero 3 nothing is summed over replicas, neither rows nor experts that nobody divides."""
-    from megalith.parallel import fsdp  # here, because torch's part of it takes half a second to load
+    """Under zero 3 nothing is summed over replicas, neither rows nor experts that nobody
+    divides."""
+    from megalith.parallel import (
+        fsdp,
+    )  # here, because torch's part of it takes half a second to load
 
     return replaced(fsdp, "start_all_reduce_", lambda x, group: None)
 
 
 def whole_experts_overwritten() -> AbstractContextManager[None]:
-    """Of experts that nobody else holds under zero 3, a microbatch's gradient replaces those before it."""
+    """Of experts that nobody else holds under zero 3, a microbatch's gradient replaces those before
+    it."""
     from megalith.parallel import fsdp
 
     put = fsdp.Unit._put
@@ -96,20 +106,28 @@ def refused_by_each_rank(self: Router, choice: Choice, tokens: Tokens) -> Choice
         return ORIGINAL_WITHIN_CAPACITY(self, choice, replace(tokens, context=None))
 
 
-ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = Experts.forward, Crossing.wait, Router.within_capacity
+ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
+    Experts.forward,
+    Crossing.wait,
+    Router.within_capacity,
+)
 
 
 # --- balance
 
 
-def counted_before_refusal(self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens) -> Choice:
+def counted_before_refusal(
+    self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens
+) -> Choice:
     """Counts choices as they were before experts refused some."""
     balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
     record, share = self.record, tokens.balance
     if record is not None and share is not None:
         valid = self.region.mine(tokens.valid)
         one, experts = torch.zeros_like(valid), self.moe.experts
-        record.counts[share.microbatch] = count_choices(asked, one, valid, sequences=1, num_experts=experts)[0]
+        record.counts[share.microbatch] = count_choices(
+            asked, one, valid, sequences=1, num_experts=experts
+        )[0]
     return balanced
 
 
@@ -128,7 +146,8 @@ def offsets_of_own(self: Router, logits: Tensor, tokens: Tokens) -> None:
 def step_of_own_tokens(
     self: Balance, shares: Tensor, counts: Tensor, valid: Tensor, tokens: Tokens, record: Record
 ) -> Tensor:
-    """The loss over the global batch knows of a rank's own microbatches alone, not of those along dp."""
+    """The loss over the global batch knows of a rank's own microbatches alone, not of those along
+    dp."""
     with replaced(self, "everyone", self.sharing):
         return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, tokens, record)
 
@@ -138,14 +157,24 @@ def own_counts_alone(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-def counted_again(self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens) -> Choice:
+def counted_again(
+    self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens
+) -> Choice:
     """A microbatch that comes again in backward counts a second time."""
     balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
     record: Record | None = self.record
-    if record is not None and tokens.balance is not None and torch._C._current_graph_task_id() != -1:
+    if (
+        record is not None
+        and tokens.balance is not None
+        and torch._C._current_graph_task_id() != -1
+    ):
         record.counts[tokens.balance.microbatch] *= 2
     return balanced
 
 
-ORIGINAL_BALANCE, ORIGINAL_LOSSES, ORIGINAL_OFFSETS = Balance.__call__, Balance.losses, Router.note_offsets
+ORIGINAL_BALANCE, ORIGINAL_LOSSES, ORIGINAL_OFFSETS = (
+    Balance.__call__,
+    Balance.losses,
+    Router.note_offsets,
+)
 ORIGINAL_GLOBAL_LOSS = Balance.global_loss

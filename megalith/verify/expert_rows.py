@@ -1,4 +1,5 @@
-"""Rows of the matrix with experts: every dispatcher, ep and etp against every axis, and state that is divided."""
+"""Rows of the matrix with experts: every dispatcher, ep and etp against every axis, and state that
+is divided."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -35,10 +36,20 @@ def _experts_under_one_axis() -> Mixed:
         "over the step, dp2": (OVER_THE_STEP, ParallelConfig(dp=2), 1, NO),
         "over the step, dp2 ep2": (OVER_THE_STEP, ParallelConfig(dp=2, ep=2), 1, NO),
         "biased choice, dp2 ep2": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2), 2, NO),
-        "clamped, dp2 ep2 gather, documents": (CLAMPED, ParallelConfig(dp=2, ep=2, dispatcher=GATHER), 1, NO),
+        "clamped, dp2 ep2 gather, documents": (
+            CLAMPED,
+            ParallelConfig(dp=2, ep=2, dispatcher=GATHER),
+            1,
+            NO,
+        ),
         "biased choice, dp2 etp2 and ep1": (BIASED_CHOICE, ParallelConfig(dp=2, etp=2), 1, NO),
         "narrow, dp2 etp2, gather": (NARROW, ParallelConfig(dp=2, etp=2, dispatcher=GATHER), 1, NO),
-        "narrow, tp2 sp ep2 etp1, the mixture again": (NARROW, replace(tp2, ep=2, etp=1), 1, MIXTURE),
+        "narrow, tp2 sp ep2 etp1, the mixture again": (
+            NARROW,
+            replace(tp2, ep=2, etp=1),
+            1,
+            MIXTURE,
+        ),
         "biased choice, tp2 sp etp2, documents": (BIASED_CHOICE, tp2, 1, NO),
         "noisy, tp2 sp ep2 etp1, full": (NOISY, replace(tp2, ep=2, etp=1), 3, FULL),
         "biased choice, tp2 sp etp1 and ep1": (BIASED_CHOICE, replace(tp2, etp=1), 1, norms),
@@ -47,19 +58,52 @@ def _experts_under_one_axis() -> Mixed:
         "offset, tp2 sp etp1, documents, full": (OFFSET, replace(tp2, etp=1), 1, FULL),
         "narrow, cp2 ep2": (NARROW, ParallelConfig(cp=2, ep=2), 1, NO),
         "clamped, cp2 ep2, documents": (CLAMPED, ParallelConfig(cp=2, ep=2), 2, NO),
-        "biased choice, cp2 ep2 gather": (BIASED_CHOICE, ParallelConfig(cp=2, ep=2, dispatcher=GATHER), 2, FULL),
+        "biased choice, cp2 ep2 gather": (
+            BIASED_CHOICE,
+            ParallelConfig(cp=2, ep=2, dispatcher=GATHER),
+            2,
+            FULL,
+        ),
         "noisy, pp2": (NOISY, staged(2), 2, NO),
         "planned, cp3 ep3": (PLANNED, ParallelConfig(cp=3, ep=3), 1, NO),
-        "biased choice, dp3 ep3, zero 1": (BIASED_CHOICE, ParallelConfig(dp=3, ep=3, zero=1), 2, NO),
-        "clamped, dp4 ep4": (CLAMPED, ParallelConfig(dp=4, ep=4), 3, NO),
-        "biased choice, dp4 ep2, zero 2": (BIASED_CHOICE, ParallelConfig(dp=4, ep=2, zero=2), 1, NO),
-        "narrow, dp4 ep2 etp2, zero 1": (NARROW, ParallelConfig(dp=4, ep=2, etp=2, zero=1), 1, PARTS),
-        "narrow, dp4 ep2 etp2, reference": (
-            NARROW, ParallelConfig(dp=4, ep=2, etp=2, dispatcher="reference"), 1, PARTS,
+        "biased choice, dp3 ep3, zero 1": (
+            BIASED_CHOICE,
+            ParallelConfig(dp=3, ep=3, zero=1),
+            2,
+            NO,
         ),
-        "narrow, dp4 ep2 etp2, gather": (NARROW, ParallelConfig(dp=4, ep=2, etp=2, dispatcher=GATHER), 3, NO),
-        "clamped, dp4 ep2 in two replicas, zero 1": (CLAMPED, ParallelConfig(dp=4, ep=2, zero=1, replicas=2), 1, NO),
-    }  # fmt: skip
+        "clamped, dp4 ep4": (CLAMPED, ParallelConfig(dp=4, ep=4), 3, NO),
+        "biased choice, dp4 ep2, zero 2": (
+            BIASED_CHOICE,
+            ParallelConfig(dp=4, ep=2, zero=2),
+            1,
+            NO,
+        ),
+        "narrow, dp4 ep2 etp2, zero 1": (
+            NARROW,
+            ParallelConfig(dp=4, ep=2, etp=2, zero=1),
+            1,
+            PARTS,
+        ),
+        "narrow, dp4 ep2 etp2, reference": (
+            NARROW,
+            ParallelConfig(dp=4, ep=2, etp=2, dispatcher="reference"),
+            1,
+            PARTS,
+        ),
+        "narrow, dp4 ep2 etp2, gather": (
+            NARROW,
+            ParallelConfig(dp=4, ep=2, etp=2, dispatcher=GATHER),
+            3,
+            NO,
+        ),
+        "clamped, dp4 ep2 in two replicas, zero 1": (
+            CLAMPED,
+            ParallelConfig(dp=4, ep=2, zero=1, replicas=2),
+            1,
+            NO,
+        ),
+    }
 
 
 def _experts_under_several_axes() -> Mixed:
@@ -67,50 +111,122 @@ def _experts_under_several_axes() -> Mixed:
     return {
         "narrow, tp2 dp2 sp ep2 etp2": (NARROW, ParallelConfig(tp=2, dp=2, sp=True, ep=2), 1, NO),
         "biased choice, tp2 dp2 sp ep2 etp1, zero 1": (
-            BIASED_CHOICE, ParallelConfig(tp=2, dp=2, sp=True, ep=2, etp=1, zero=1), 2, MIXTURE,
+            BIASED_CHOICE,
+            ParallelConfig(tp=2, dp=2, sp=True, ep=2, etp=1, zero=1),
+            2,
+            MIXTURE,
         ),
         "clamped, tp2 dp2 sp ep4 etp1, zero 2": (
-            CLAMPED, ParallelConfig(tp=2, dp=2, sp=True, ep=4, etp=1, zero=2), 1, NO,
+            CLAMPED,
+            ParallelConfig(tp=2, dp=2, sp=True, ep=4, etp=1, zero=2),
+            1,
+            NO,
         ),
-        "biased choice, tp2 dp2 sp ep2, dp inside": (BIASED_CHOICE, replace(inside, ep=2, etp=1), 1, NO),
-        "narrow, cp2 tp2 sp ep4 etp1": (NARROW, ParallelConfig(cp=2, tp=2, sp=True, ep=4, etp=1), 1, NO),
+        "biased choice, tp2 dp2 sp ep2, dp inside": (
+            BIASED_CHOICE,
+            replace(inside, ep=2, etp=1),
+            1,
+            NO,
+        ),
+        "narrow, cp2 tp2 sp ep4 etp1": (
+            NARROW,
+            ParallelConfig(cp=2, tp=2, sp=True, ep=4, etp=1),
+            1,
+            NO,
+        ),
         "biased choice, cp2 tp2 sp ep2, reference": (
-            BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2, dispatcher="reference"), 1, FULL,
+            BIASED_CHOICE,
+            ParallelConfig(cp=2, tp=2, sp=True, ep=2, dispatcher="reference"),
+            1,
+            FULL,
         ),
         "noisy, cp2 tp2 sp ep2": (NOISY, ParallelConfig(cp=2, tp=2, sp=True, ep=2), 1, MIXTURE),
         "biased choice, cp2 tp2 sp ep2 etp1 gather": (
-            BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2, etp=1, dispatcher=GATHER), 1, NO,
+            BIASED_CHOICE,
+            ParallelConfig(cp=2, tp=2, sp=True, ep=2, etp=1, dispatcher=GATHER),
+            1,
+            NO,
         ),
         "narrow, cp2 dp2 ep2, zero 2": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, NO),
         "offset, cp2 dp2 ep2, zero 2": (OFFSET, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, NO),
-        "offset, tp2 pp2 dp2 sp ep2 etp1": (OFFSET, replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1), 1, NO),
-        "over the step, tp2 dp2 sp ep2": (OVER_THE_STEP, ParallelConfig(tp=2, dp=2, sp=True, ep=2), 2, FULL),
+        "offset, tp2 pp2 dp2 sp ep2 etp1": (
+            OFFSET,
+            replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1),
+            1,
+            NO,
+        ),
+        "over the step, tp2 dp2 sp ep2": (
+            OVER_THE_STEP,
+            ParallelConfig(tp=2, dp=2, sp=True, ep=2),
+            2,
+            FULL,
+        ),
         "over the step, pp2 dp3, zero 2": (OVER_THE_STEP, staged(2, dp=3, zero=2), 1, NO),
         "narrow, pp2 dp2 ep2": (NARROW, replace(staged2, ep=2), 2, NO),
         "biased choice, pp2 dp2 ep2 zb-h1, zero 2": (
-            BIASED_CHOICE, replace(staged(2, dp=2, zero=2, schedule="zb-h1"), ep=2), 1, FULL,
+            BIASED_CHOICE,
+            replace(staged(2, dp=2, zero=2, schedule="zb-h1"), ep=2),
+            1,
+            FULL,
         ),
-        "biased choice, pp2 vpp2 dp2 ep2": (BIASED_CHOICE, replace(staged(2, dp=2, vpp=2), ep=2), 1, MIXTURE),
-        "narrow, tp2 pp2 sp ep2 etp1": (NARROW, replace(staged(2, tp=2, sp=True), ep=2, etp=1), 3, NO),
+        "biased choice, pp2 vpp2 dp2 ep2": (
+            BIASED_CHOICE,
+            replace(staged(2, dp=2, vpp=2), ep=2),
+            1,
+            MIXTURE,
+        ),
+        "narrow, tp2 pp2 sp ep2 etp1": (
+            NARROW,
+            replace(staged(2, tp=2, sp=True), ep=2, etp=1),
+            3,
+            NO,
+        ),
         "noisy, cp2 pp2 ep2": (NOISY, replace(staged(2, cp=2), ep=2), 1, NO),
-        "further experts, dp2 ep2, zero 1": (FURTHER_EXPERTS, ParallelConfig(dp=2, ep=2, zero=1), 1, NO),
+        "further experts, dp2 ep2, zero 1": (
+            FURTHER_EXPERTS,
+            ParallelConfig(dp=2, ep=2, zero=1),
+            1,
+            NO,
+        ),
         "further experts, pp2 dp2 ep2": (FURTHER_EXPERTS, replace(staged2, ep=2), 1, NO),
         "further experts, pp2 dp2 ep2 zb-v, zero 2": (
-            FURTHER_EXPERTS, replace(staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), ep=2), 1, NO,
+            FURTHER_EXPERTS,
+            replace(staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), ep=2),
+            1,
+            NO,
         ),
-        "biased choice, dp6 ep3, zero 1": (BIASED_CHOICE, ParallelConfig(dp=6, ep=3, zero=1), 1, NO),
+        "biased choice, dp6 ep3, zero 1": (
+            BIASED_CHOICE,
+            ParallelConfig(dp=6, ep=3, zero=1),
+            1,
+            NO,
+        ),
         "biased choice, tp3 dp2 sp ep2 etp3": (
-            replace(BIASED_CHOICE, num_kv_heads=3), ParallelConfig(tp=3, dp=2, sp=True, ep=2), 1, NO,
+            replace(BIASED_CHOICE, num_kv_heads=3),
+            ParallelConfig(tp=3, dp=2, sp=True, ep=2),
+            1,
+            NO,
         ),
         "clamped, pp2 dp4 ep2, zero 1": (CLAMPED, replace(staged(2, dp=4, zero=1), ep=2), 1, NO),
-        "narrow, tp2 pp2 dp2 sp ep2 etp1": (NARROW, replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1), 1, NO),
+        "narrow, tp2 pp2 dp2 sp ep2 etp1": (
+            NARROW,
+            replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1),
+            1,
+            NO,
+        ),
         "clamped, cp2 dp2 tp2 sp ep4 etp1, zero 2": (
-            CLAMPED, ParallelConfig(cp=2, dp=2, tp=2, sp=True, ep=4, etp=1, zero=2), 1, NO,
+            CLAMPED,
+            ParallelConfig(cp=2, dp=2, tp=2, sp=True, ep=4, etp=1, zero=2),
+            1,
+            NO,
         ),
         "narrow, tp2 dp4 sp ep2 in two replicas, zero 1": (
-            NARROW, ParallelConfig(tp=2, dp=4, sp=True, ep=2, zero=1, replicas=2), 1, NO,
+            NARROW,
+            ParallelConfig(tp=2, dp=4, sp=True, ep=2, zero=1, replicas=2),
+            1,
+            NO,
         ),
-    }  # fmt: skip
+    }
 
 
 def _experts_with_few_seats() -> Mixed:
@@ -118,55 +234,101 @@ def _experts_with_few_seats() -> Mixed:
     every = replace(staged(2, tp=2, dp=2, sp=True, schedule="zb-h1"), ep=2, etp=1)
     return {
         "narrow, cp2 tp2 sp ep4 etp1, documents": (
-            NARROW, ParallelConfig(cp=2, tp=2, sp=True, ep=4, etp=1), 2, NO,
+            NARROW,
+            ParallelConfig(cp=2, tp=2, sp=True, ep=4, etp=1),
+            2,
+            NO,
         ),
         "padded, cp3, documents": (PADDED, ParallelConfig(cp=3), 2, NO),
         "padded, cp2 dp2 ep2 etp2, zero 1, documents": (
-            PADDED, ParallelConfig(cp=2, dp=2, ep=2, etp=2, zero=1), 1, MIXTURE,
+            PADDED,
+            ParallelConfig(cp=2, dp=2, ep=2, etp=2, zero=1),
+            1,
+            MIXTURE,
         ),
         "padded, dp4 ep2, zero 3": (PADDED, ParallelConfig(dp=4, ep=2, zero=3), 1, NO),
         "padded, tp2 pp2 dp2 sp ep2 etp1 zb-h1": (PADDED, every, 1, NO),
-    }  # fmt: skip
+    }
 
 
 def _experts_fully_sharded() -> Mixed:
     """Rows of experts over edp, the rest over dp and cp; either may have nothing to divide."""
-    tp2, both = ParallelConfig(tp=2, sp=True, zero=3), ParallelConfig(tp=2, dp=2, sp=True, ep=2, zero=3)
+    tp2, both = (
+        ParallelConfig(tp=2, sp=True, zero=3),
+        ParallelConfig(tp=2, dp=2, sp=True, ep=2, zero=3),
+    )
     return {
         "biased choice, dp2, zero 3": (BIASED_CHOICE, ParallelConfig(dp=2, zero=3), 1, NO),
-        "biased choice, dp2 ep2, zero 3": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2, zero=3), 1, NO),
+        "biased choice, dp2 ep2, zero 3": (
+            BIASED_CHOICE,
+            ParallelConfig(dp=2, ep=2, zero=3),
+            1,
+            NO,
+        ),
         "narrow, dp4 ep2, zero 3": (NARROW, ParallelConfig(dp=4, ep=2, zero=3), 1, NO),
         "narrow, tp2 sp etp1, zero 3": (NARROW, replace(tp2, etp=1), 1, NO),
         "clamped, tp2 dp2 sp ep2 etp1, zero 3": (CLAMPED, replace(both, etp=1), 1, MIXTURE),
-        "clamped, dp4 ep2 in two replicas, zero 3": (CLAMPED, ParallelConfig(dp=4, ep=2, zero=3, replicas=2), 1, FULL),
+        "clamped, dp4 ep2 in two replicas, zero 3": (
+            CLAMPED,
+            ParallelConfig(dp=4, ep=2, zero=3, replicas=2),
+            1,
+            FULL,
+        ),
         "narrow, cp2 dp2 ep2, zero 3": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=3), 1, FULL),
         "biased choice, pp2 dp2, zero 3": (BIASED_CHOICE, staged(2, dp=2, zero=3), 1, FULL),
         # The first stage has nothing to divide at all.
         "noisy, tp2 pp2 sp etp1, zero 3": (
-            replace(NOISY, num_layers=2), replace(staged(2, tp=2, sp=True, zero=3), etp=1), 1, NO,
+            replace(NOISY, num_layers=2),
+            replace(staged(2, tp=2, sp=True, zero=3), etp=1),
+            1,
+            NO,
         ),
-        "further experts, pp2 dp4 ep2, zero 3": (FURTHER_EXPERTS, replace(staged(2, dp=4, zero=3), ep=2), 1, NO),
-    }  # fmt: skip
+        "further experts, pp2 dp4 ep2, zero 3": (
+            FURTHER_EXPERTS,
+            replace(staged(2, dp=4, zero=3), ep=2),
+            1,
+            NO,
+        ),
+    }
 
 
 def _experts_in_pairs() -> Mixed:
     """A forward and a backward computed together, under every schedule that has pairs."""
     layouts: dict[str, tuple[ModelConfig, ParallelConfig, int, RecomputeConfig]] = {
-        "biased choice, dp2 ep2, pairs, zero 1": (BIASED_CHOICE, ParallelConfig(dp=2, zero=1), 1, NO),
+        "biased choice, dp2 ep2, pairs, zero 1": (
+            BIASED_CHOICE,
+            ParallelConfig(dp=2, zero=1),
+            1,
+            NO,
+        ),
         "noisy, cp2 ep2, pairs, the mixture again": (NOISY, ParallelConfig(cp=2), 1, MIXTURE),
         "narrow, tp2 dp2 sp ep2 etp2, pairs": (NARROW, ParallelConfig(tp=2, dp=2, sp=True), 1, NO),
         "narrow, pp2 dp2 ep2, pairs": (NARROW, staged(2, dp=2), 1, NO),
-        "narrow, tp2 pp2 sp ep2 etp1, pairs": (NARROW, replace(staged(2, tp=2, sp=True), etp=1), 2, NO),
+        "narrow, tp2 pp2 sp ep2 etp1, pairs": (
+            NARROW,
+            replace(staged(2, tp=2, sp=True), etp=1),
+            2,
+            NO,
+        ),
         "biased choice, pp2 vpp2 dp2 ep2, pairs, zero 2": (
-            BIASED_CHOICE, staged(2, dp=2, vpp=2, zero=2), 1, MIXTURE,
+            BIASED_CHOICE,
+            staged(2, dp=2, vpp=2, zero=2),
+            1,
+            MIXTURE,
         ),
         "further experts, pp2 dp2 ep2 dualpipe-v, pairs, zero 1": (
-            FURTHER_EXPERTS, staged(2, dp=2, zero=1, schedule="dualpipe-v", vpp=2), 1, FULL,
+            FURTHER_EXPERTS,
+            staged(2, dp=2, zero=1, schedule="dualpipe-v", vpp=2),
+            1,
+            FULL,
         ),
         "clamped, pp2 dp4 ep2, pairs, zero 2 in two replicas": (
-            CLAMPED, replace(staged(2, dp=4, zero=2), replicas=2), 1, NO,
+            CLAMPED,
+            replace(staged(2, dp=4, zero=2), replicas=2),
+            1,
+            NO,
         ),
-    }  # fmt: skip
+    }
     return {
         name: (model, replace(parallel, ep=2, overlap_experts=True), rows, again)
         for name, (model, parallel, rows, again) in layouts.items()
@@ -180,44 +342,78 @@ def _experts_and_latent_attention() -> Mixed:
     return {
         "whole latent, dp2 ep2, zero 1": (WHOLE_LATENT, ParallelConfig(dp=2, ep=2, zero=1), 1, NO),
         "whole latent, tp2 dp2 sp ep2 etp2, documents": (
-            WHOLE_LATENT, ParallelConfig(tp=2, dp=2, sp=True, ep=2), 1, NO,
+            WHOLE_LATENT,
+            ParallelConfig(tp=2, dp=2, sp=True, ep=2),
+            1,
+            NO,
         ),
-        "whole latent, pp2 dp2 ep2, zero 2": (WHOLE_LATENT, replace(staged(2, dp=2, zero=2), ep=2), 2, NO),
+        "whole latent, pp2 dp2 ep2, zero 2": (
+            WHOLE_LATENT,
+            replace(staged(2, dp=2, zero=2), ep=2),
+            2,
+            NO,
+        ),
         "whole latent, cp2 dp2 ep2, zero 3, full": (
-            WHOLE_LATENT, ParallelConfig(cp=2, dp=2, ep=2, zero=3), 1, FULL,
+            WHOLE_LATENT,
+            ParallelConfig(cp=2, dp=2, ep=2, zero=3),
+            1,
+            FULL,
         ),
         "whole latent, pp2 dp2 ep2, pairs, zero 1, up again": (WHOLE_LATENT, paired, 1, up_again),
-    }  # fmt: skip
+    }
 
 
 def _experts_by_plan() -> Mixed:
-    """A plan of all ranks on stages, with experts in slices, gathered tokens and two experts for each token."""
+    """A plan of all ranks on stages, with experts in slices, gathered tokens and two experts for
+    each token."""
     sliced = replace(staged(2, tp=2, sp=True), dp=2, ep=2)
     return {
         "planned pairs, tp2 pp2 dp2 sp ep2 etp2": (PLANNED_PAIRS, sliced, 2, NO),
         "planned pairs, tp2 cp2 sp ep2 etp1 gather, full": (
-            PLANNED_PAIRS, ParallelConfig(tp=2, cp=2, sp=True, ep=2, etp=1, dispatcher=GATHER), 1, FULL,
+            PLANNED_PAIRS,
+            ParallelConfig(tp=2, cp=2, sp=True, ep=2, etp=1, dispatcher=GATHER),
+            1,
+            FULL,
         ),
-    }  # fmt: skip
+    }
 
 
 def expert_rows() -> Iterator[Layout]:
-    """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is divided, layers run
-    again. Rows of `NOISY` have dp 1, since it balances over the global batch and refuses by microbatch. First tokens of
-    packed documents weigh alike but for rounding, which decides no seat: weights are compared with fewer bits."""
+    """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is
+    divided, layers run again. Rows of `NOISY` have dp 1, since it balances over the global batch
+    and refuses by microbatch. First tokens of packed documents weigh alike but for rounding,
+    which decides no seat: weights are compared with fewer bits."""
     rows = {
-        **_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded(), **_experts_in_pairs(),
-        **_experts_with_few_seats(), **_experts_and_latent_attention(), **_experts_by_plan(),
-    }  # fmt: skip
+        **_experts_under_one_axis(),
+        **_experts_under_several_axes(),
+        **_experts_fully_sharded(),
+        **_experts_in_pairs(),
+        **_experts_with_few_seats(),
+        **_experts_and_latent_attention(),
+        **_experts_by_plan(),
+    }
     sample = {
-        "biased choice, dp2 etp2 and ep1", "clamped, dp2 ep2 gather, documents", "noisy, tp2 sp ep2 etp1, full",
-        "narrow, cp2 ep2", "planned, cp3 ep3", "offset, dp2, zero 1", "biased choice, tp2 dp2 sp ep2 etp1, zero 1",
+        "biased choice, dp2 etp2 and ep1",
+        "clamped, dp2 ep2 gather, documents",
+        "noisy, tp2 sp ep2 etp1, full",
+        "narrow, cp2 ep2",
+        "planned, cp3 ep3",
+        "offset, dp2, zero 1",
+        "biased choice, tp2 dp2 sp ep2 etp1, zero 1",
         "over the step, dp2 ep2",
-        "biased choice, pp2 dp2 ep2 zb-h1, zero 2", "biased choice, pp2 vpp2 dp2 ep2, pairs, zero 2",
+        "biased choice, pp2 dp2 ep2 zb-h1, zero 2",
+        "biased choice, pp2 vpp2 dp2 ep2, pairs, zero 2",
         "whole latent, dp2 ep2, zero 1",
-    }  # fmt: skip
+    }
     for name, (model, parallel, microbatch, recompute) in rows.items():
         yield Layout(
-            area="experts", name=name, model=model, parallel=parallel, rows=microbatch, seq_len=row_of(parallel),
-            recompute=recompute, documents="documents" in name, sample=name in sample,
-        )  # fmt: skip
+            area="experts",
+            name=name,
+            model=model,
+            parallel=parallel,
+            rows=microbatch,
+            seq_len=row_of(parallel),
+            recompute=recompute,
+            documents="documents" in name,
+            sample=name in sample,
+        )

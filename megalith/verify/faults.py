@@ -1,7 +1,8 @@
 """Faults that can be planted in the running process, one at a time, to ask which proof refuses it.
 
-A proof that nothing can fail proves nothing. Each fault is a mistake that people make, and changes the behaviour of
-existing classes until its context ends; nothing here is ever reached without `planted`.
+A proof that nothing can fail proves nothing. Each fault is a mistake that people make, and changes
+the behaviour of existing classes until its context ends; nothing here is ever reached without
+`planted`.
 """
 
 import functools
@@ -73,13 +74,56 @@ Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
 Proof = Literal["types", "shapes", "numbers"]
 Need = Literal[
-    "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks", "pp", "tied", "chunks", "further",
-    "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout", "gather", "a2a", "documents",
-    "rings", "zero 2", "whole norms", "sinks", "window", "learned positions", "latent", "adapters", "places", "experts",
-    "biases by distance", "ep", "etp", "capacity", "balancing bias", "balancing offset", "dropped weights", "memory",
-    "chunks of documents", "off by one", "z loss", "balance over ranks", "masks", "frozen", "groups",
-    "own stage", "sgd",
-]  # fmt: skip
+    "tp",
+    "sp",
+    "whole tokens",
+    "dp",
+    "cp",
+    "shared heads",
+    "bias",
+    "uneven masks",
+    "pp",
+    "tied",
+    "chunks",
+    "further",
+    "split backward",
+    "zero",
+    "replicas",
+    "fsdp",
+    "recompute",
+    "offload",
+    "dropout",
+    "gather",
+    "a2a",
+    "documents",
+    "rings",
+    "zero 2",
+    "whole norms",
+    "sinks",
+    "window",
+    "learned positions",
+    "latent",
+    "adapters",
+    "places",
+    "experts",
+    "biases by distance",
+    "ep",
+    "etp",
+    "capacity",
+    "balancing bias",
+    "balancing offset",
+    "dropped weights",
+    "memory",
+    "chunks of documents",
+    "off by one",
+    "z loss",
+    "balance over ranks",
+    "masks",
+    "frozen",
+    "groups",
+    "own stage",
+    "sgd",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +138,18 @@ class Fault:
     """`types` and `shapes` are refused by the type check, `numbers` by running ranks in float64."""
 
     needs: tuple[Need, ...]
-    """What a run has to have for it to matter: more than one rank on an axis, tokens split over tp or not (`whole
-    tokens`), more tp ranks than key/value heads (`shared heads`), a bias after the attention or the MLP, a table that
-    two stages share (`tied`), three chunks per rank, a schedule with a W (`split backward`), layers that
-    backward runs again (`recompute`), whose activations wait in host memory (`offload`), or are dropped (`dropout`, of
-    attention's weights `dropped weights`),
-    or a layer that predicts further ahead (`further`), two on a stage of their own (`own stage`); a kind of exchange
-    over cp other than the ring, packed documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries
-    and keys that are normed over all heads (`whole norms`), and what else attention and embeddings can have; experts,
-    which may be divided (`ep`), have parts (`etp`), or refuse (`capacity`), balancing biases or offsets, or a loss of
-    balance over the global batch (`balance over ranks`); SGD instead of AdamW (`sgd`)."""
+    """What a run has to have for it to matter: more than one rank on an axis, tokens split over
+    tp or not (`whole tokens`), more tp ranks than key/value heads (`shared heads`), a bias after
+    the attention or the MLP, a table that two stages share (`tied`), three chunks per rank, a
+    schedule with a W (`split backward`), layers that backward runs again (`recompute`), whose
+    activations wait in host memory (`offload`), or are dropped (`dropout`, of attention's
+    weights `dropped weights`), or a layer that predicts further ahead (`further`), two on a
+    stage of their own (`own stage`); a kind of exchange over cp other than the ring, packed
+    documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries and keys
+    that are normed over all heads (`whole norms`), and what else attention and embeddings can
+    have; experts, which may be divided (`ep`), have parts (`etp`), or refuse (`capacity`),
+    balancing biases or offsets, or a loss of balance over the global batch (`balance over
+    ranks`); SGD instead of AdamW (`sgd`)."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -121,7 +167,10 @@ def fault_named(name: str) -> Fault:
     by_name = {fault.name: fault for fault in FAULTS}
     if name not in by_name:
         advice = did_you_mean(name, list(by_name)) or ""
-        raise ConfigError(f"fault={name}: there is no such fault to plant.{advice} Use one of {', '.join(by_name)}.")
+        raise ConfigError(
+            f"fault={name}: there is no such fault to plant.{advice} Use one of "
+            f"{', '.join(by_name)}."
+        )
     return by_name[name]
 
 
@@ -172,11 +221,15 @@ def _detour(
     for layer in layers.modules():
         if isinstance(layer, kind):
             old: Region = layer.region  # type: ignore[assignment]  # every kind passed here has one
-            detour = Detour(enter or old.enter, leave or old.leave, group or old.group, old.invariant)
+            detour = Detour(
+                enter or old.enter, leave or old.leave, group or old.group, old.invariant
+            )
             layer.region = detour  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
 
 
-def _as_it_is(x: Any) -> Any:  # Any: it stands for ways in, which take inputs, and for ways out, which take tensors
+def _as_it_is(
+    x: Any,
+) -> Any:  # Any: it stands for ways in, which take inputs, and for ways out, which take tensors
     return x
 
 
@@ -230,14 +283,23 @@ def _bias_before_sum(self: RowLinear, x: Tensor) -> Tensor:
     return self.region.leave(y if self.bias_name is None else y + getattr(self, self.bias_name))
 
 
-def _local_mean(self: Decoder, ids: Tensor, labels: Tensor, tokens: Any, **received: Any) -> tuple[Tensor, ...]:
+def _local_mean(
+    self: Decoder, ids: Tensor, labels: Tensor, tokens: Any, **received: Any
+) -> tuple[Tensor, ...]:
     """Each rank divides by its own number of labels, as if all had as many."""
     own, *further = ORIGINAL_LOSSES(self, ids, labels, tokens, **received)
-    return own if labels.is_meta else own * labels.numel() / max(1, int((labels >= 0).sum())), *further
+    return own if labels.is_meta else own * labels.numel() / max(
+        1, int((labels >= 0).sum())
+    ), *further
 
 
 def _depths_over_own_labels(
-    losses: Sequence[Tensor], *, num_labels: Sequence[int], weight: float, mesh: Mesh, scale: float = 1.0
+    losses: Sequence[Tensor],
+    *,
+    num_labels: Sequence[int],
+    weight: float,
+    mesh: Mesh,
+    scale: float = 1.0,
 ) -> Tensor:
     """Further losses are divided by a rank's part of the labels instead of by the count of all."""
     counts = [num_labels[0], *(count // mesh.dp_cp.size for count in num_labels[1:])]
@@ -311,7 +373,9 @@ ORIGINAL_COMPLETE = data.DataParallel._complete
 
 
 def _fsdp_takes_means() -> AbstractContextManager[None]:
-    from megalith.parallel import fsdp  # here, because torch's part of it takes half a second to load
+    from megalith.parallel import (
+        fsdp,
+    )  # here, because torch's part of it takes half a second to load
 
     return replaced(fsdp, "DIVIDE_BY", 2.0)
 
@@ -329,7 +393,9 @@ def _gradients_stay(sums: Tensor, travelling: Started | None, group: Group) -> S
 
 def _positions_of_slices(*arguments: Any, **others: Any) -> Tokens:
     tokens = ORIGINAL_SLICES(*arguments, **others)
-    return replace(tokens, positions=torch.arange(tokens.num_tokens, device=tokens.positions.device))
+    return replace(
+        tokens, positions=torch.arange(tokens.num_tokens, device=tokens.positions.device)
+    )
 
 
 def _places_of_the_first_slice(tokens: Tokens, places: Numbers) -> Tokens:
@@ -346,12 +412,17 @@ def _heads_of_the_next_rank(out: Tensor, group: Group, join: Join) -> Tensor:
     return y.roll(out.shape[1], dims=1)
 
 
-def _no_window(self: tokens.Context, near: int, *, causal: bool = True, **windows: Any) -> tuple[Spans, ...]:
+def _no_window(
+    self: tokens.Context, near: int, *, causal: bool = True, **windows: Any
+) -> tuple[Spans, ...]:
     return ORIGINAL_SPANS_OF_GROUPS(self, near, causal=causal)
 
 
 def _numbers_of_each_rank_alone(self: tokens.Context, near: int) -> tuple[Tensor, ...]:
-    return tuple(torch.arange(len(part), device=part.device) for part in ORIGINAL_NUMBERS_OF_GROUPS(self, near))
+    return tuple(
+        torch.arange(len(part), device=part.device)
+        for part in ORIGINAL_NUMBERS_OF_GROUPS(self, near)
+    )
 
 
 ORIGINAL_NUMBERS_OF_GROUPS = tokens.Context.numbers_of_groups
@@ -380,7 +451,9 @@ ORIGINAL_DROPPED = context.dropped_of_groups
 # --- faults in rings, in what is computed again, and in layers of other kinds
 
 
-def _parts_of_the_next_rank(self: SplitTokens, x: Tensor, w: Tensor, product: Any) -> tuple[Tensor, Tensor]:
+def _parts_of_the_next_rank(
+    self: SplitTokens, x: Tensor, w: Tensor, product: Any
+) -> tuple[Tensor, Tensor]:
     whole, y = ORIGINAL_ENTERED(self, x, w, product)
     return whole.roll(len(x), dims=0), y.roll(len(x), dims=0)
 
@@ -398,7 +471,9 @@ class _Stale:
     def __init__(self) -> None:
         self.last: Tensor | None = None
 
-    def recompute(self, function: Callable[..., Tensor], x: Input, *others: Tensor, check: bool = False) -> Tensor:
+    def recompute(
+        self, function: Callable[..., Tensor], x: Input, *others: Tensor, check: bool = False
+    ) -> Tensor:
         now = value_of(x)
         before = now if self.last is None or self.last.shape != now.shape else self.last
         self.last = now.detach().requires_grad_(now.requires_grad)
@@ -431,347 +506,589 @@ def _is_shared_head(shard: Shard) -> bool:
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
-        "column_enter_removed", "A column-parallel layer's backward does not sum the gradient of its input.",
-        "types", ("tp", "whole tokens"), lambda: changed_model(_no_enter),
+        "column_enter_removed",
+        "A column-parallel layer's backward does not sum the gradient of its input.",
+        "types",
+        ("tp", "whole tokens"),
+        lambda: changed_model(_no_enter),
     ),
     Fault(
-        "row_sum_removed", "A row-parallel layer hands on its own part instead of the sum.",
-        "types", ("tp",), lambda: changed_model(_no_sum),
+        "row_sum_removed",
+        "A row-parallel layer hands on its own part instead of the sum.",
+        "types",
+        ("tp",),
+        lambda: changed_model(_no_sum),
     ),
     Fault(
-        "row_sum_over_dp", "A row-parallel layer sums over dp instead of tp.",
-        "types", ("tp", "dp"), lambda: changed_model(_sum_over_dp),
+        "row_sum_over_dp",
+        "A row-parallel layer sums over dp instead of tp.",
+        "types",
+        ("tp", "dp"),
+        lambda: changed_model(_sum_over_dp),
     ),
     Fault(
-        "embedding_not_summed", "The embedding hands on its own rows' part instead of the sum.",
-        "types", ("tp",), lambda: changed_model(_embedding_not_summed),
+        "embedding_not_summed",
+        "The embedding hands on its own rows' part instead of the sum.",
+        "types",
+        ("tp",),
+        lambda: changed_model(_embedding_not_summed),
     ),
     Fault(
-        "bias_before_sum", "A row-parallel layer's bias is added by every rank, before the sum.",
-        "types", ("tp", "bias"), lambda: replaced(RowLinear, "forward", _bias_before_sum),
+        "bias_before_sum",
+        "A row-parallel layer's bias is added by every rank, before the sum.",
+        "types",
+        ("tp", "bias"),
+        lambda: replaced(RowLinear, "forward", _bias_before_sum),
     ),
     Fault(
-        "overlapped_sum_removed", "The gradient of a column-parallel layer's input is handed on before it is summed.",
-        "numbers", ("tp", "whole tokens"), lambda: replaced(tensor, "start_sum", lambda x, group: Started(x)),
+        "overlapped_sum_removed",
+        "The gradient of a column-parallel layer's input is handed on before it is summed.",
+        "numbers",
+        ("tp", "whole tokens"),
+        lambda: replaced(tensor, "start_sum", lambda x, group: Started(x)),
     ),
     Fault(
-        "sp_gather_removed", "A column-parallel layer works on its own tokens only.",
-        "shapes", ("tp", "sp"), lambda: changed_model(_no_enter),
+        "sp_gather_removed",
+        "A column-parallel layer works on its own tokens only.",
+        "shapes",
+        ("tp", "sp"),
+        lambda: changed_model(_no_enter),
     ),
     Fault(
-        "sp_norm_invariant", "Norms say that every rank has their whole gradient, which under sp it has not.",
-        "types", ("tp", "sp"), lambda: changed_model(functools.partial(_call_invariant, kind=RMSNorm)),
+        "sp_norm_invariant",
+        "Norms say that every rank has their whole gradient, which under sp it has not.",
+        "types",
+        ("tp", "sp"),
+        lambda: changed_model(functools.partial(_call_invariant, kind=RMSNorm)),
     ),
     Fault(
-        "sp_norm_not_summed", "The gradients of norms under sp are left out of the sum over tp.",
-        "numbers", ("tp", "sp"), lambda: _without_sum(_is_norm),
+        "sp_norm_not_summed",
+        "The gradients of norms under sp are left out of the sum over tp.",
+        "numbers",
+        ("tp", "sp"),
+        lambda: _without_sum(_is_norm),
     ),
     Fault(
-        "kv_copies_not_summed", "Gradients of key/value heads that ranks share are left out of the sum over them.",
-        "numbers", ("tp", "shared heads"), lambda: _without_sum(_is_shared_head),
+        "kv_copies_not_summed",
+        "Gradients of key/value heads that ranks share are left out of the sum over them.",
+        "numbers",
+        ("tp", "shared heads"),
+        lambda: _without_sum(_is_shared_head),
     ),
     Fault(
-        "vocab_loss_local", "The loss normalises over the rank's own part of the vocabulary.",
-        "types", ("tp",), lambda: changed_model(_local_vocabulary),
+        "vocab_loss_local",
+        "The loss normalises over the rank's own part of the vocabulary.",
+        "types",
+        ("tp",),
+        lambda: changed_model(_local_vocabulary),
     ),
     Fault(
-        "z_loss_of_own_rows", "What the size of scores costs is found from the rank's own part of the vocabulary.",
-        "numbers", ("tp", "z loss"),
+        "z_loss_of_own_rows",
+        "What the size of scores costs is found from the rank's own part of the vocabulary.",
+        "numbers",
+        ("tp", "z loss"),
         lambda: replaced(cross_entropy, "softmax_over_ranks", loss_faults.logsumexp_of_own_rows),
     ),
     Fault(
-        "loss_not_partial", "The loss of one rank is taken for the loss of all.",
-        "types", ("dp",), lambda: replaced(loss, "partial", lambda x, group: x),
+        "loss_not_partial",
+        "The loss of one rank is taken for the loss of all.",
+        "types",
+        ("dp",),
+        lambda: replaced(loss, "partial", lambda x, group: x),
     ),
     Fault(
-        "dp_sum_averaged", "Gradients are averaged over dp after the loss was divided by the global count.",
-        "numbers", ("dp",), _averaged,
+        "dp_sum_averaged",
+        "Gradients are averaged over dp after the loss was divided by the global count.",
+        "numbers",
+        ("dp",),
+        _averaged,
     ),
     Fault(
-        "loss_scaled_per_rank", "Every rank divides its loss by its own number of labels.",
-        "numbers", ("dp", "uneven masks"), lambda: replaced(Decoder, "losses", _local_mean),
+        "loss_scaled_per_rank",
+        "Every rank divides its loss by its own number of labels.",
+        "numbers",
+        ("dp", "uneven masks"),
+        lambda: replaced(Decoder, "losses", _local_mean),
     ),
     Fault(
-        "further_loss_scaled_per_rank", "Losses of tokens further ahead are divided by a rank's part of their labels.",
-        "numbers", ("dp", "further"), lambda: replaced(step, "share_of_means", _depths_over_own_labels),
+        "further_loss_scaled_per_rank",
+        "Losses of tokens further ahead are divided by a rank's part of their labels.",
+        "numbers",
+        ("dp", "further"),
+        lambda: replaced(step, "share_of_means", _depths_over_own_labels),
     ),
     Fault(
-        "further_table_not_summed", "The last stage's copy of the table that further predictions read is not summed.",
-        "numbers", ("pp", "further"), lambda: replaced(engine, "_stages", lambda shard: (0,)),
+        "further_table_not_summed",
+        "The last stage's copy of the table that further predictions read is not summed.",
+        "numbers",
+        ("pp", "further"),
+        lambda: replaced(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
-        "ring_never_turned", "Context-parallel ranks never exchange keys and values, and use their own for all.",
-        "numbers", ("cp",), lambda: replaced(context, "start_passing", _own_keys_for_all),
+        "ring_never_turned",
+        "Context-parallel ranks never exchange keys and values, and use their own for all.",
+        "numbers",
+        ("cp",),
+        lambda: replaced(context, "start_passing", _own_keys_for_all),
     ),
     Fault(
-        "ring_gradients_kept", "Gradients of keys and values stay with the rank that computed them.",
-        "numbers", ("cp",), lambda: replaced(context, "_send_home", _gradients_stay),
+        "ring_gradients_kept",
+        "Gradients of keys and values stay with the rank that computed them.",
+        "numbers",
+        ("cp",),
+        lambda: replaced(context, "_send_home", _gradients_stay),
     ),
     Fault(
-        "cp_positions_local", "Positions count the tokens of a context-parallel rank's slice, not of the document.",
-        "numbers", ("cp",), lambda: replaced(loader, "tokens_of_slices", _positions_of_slices),
+        "cp_positions_local",
+        "Positions count the tokens of a context-parallel rank's slice, not of the document.",
+        "numbers",
+        ("cp",),
+        lambda: replaced(loader, "tokens_of_slices", _positions_of_slices),
     ),
     Fault(
-        "cp_places_of_the_first_slice", "Every context-parallel rank takes the first tokens' places in a picture.",
-        "numbers", ("cp", "places"), lambda: replaced(loader, "with_places", _places_of_the_first_slice),
+        "cp_places_of_the_first_slice",
+        "Every context-parallel rank takes the first tokens' places in a picture.",
+        "numbers",
+        ("cp", "places"),
+        lambda: replaced(loader, "with_places", _places_of_the_first_slice),
     ),
     Fault(
-        "cp_chunks_swapped", "A context-parallel rank reads its late chunk of each row first.",
-        "numbers", ("cp",), lambda: replaced(Slices, "as_read", _late_chunk_first),
+        "cp_chunks_swapped",
+        "A context-parallel rank reads its late chunk of each row first.",
+        "numbers",
+        ("cp",),
+        lambda: replaced(Slices, "as_read", _late_chunk_first),
     ),
     Fault(
-        "cp_weights_dropped_by_own_numbers", "A ring drops weights as if every rank's keys were the rank's own tokens.",
-        "numbers", ("cp", "dropped weights"),
+        "cp_weights_dropped_by_own_numbers",
+        "A ring drops weights as if every rank's keys were the rank's own tokens.",
+        "numbers",
+        ("cp", "dropped weights"),
         lambda: replaced(context, "dropped_of_groups", _numbers_of_queries),
     ),
     Fault(
-        "dropout_per_rank", "Every rank numbers its rows from zero, so that all drop the same of different tokens.",
-        "numbers", ("dp", "dropout"), lambda: replaced(loader, "with_dropout", _rows_from_zero),
+        "dropout_per_rank",
+        "Every rank numbers its rows from zero, so that all drop the same of different tokens.",
+        "numbers",
+        ("dp", "dropout"),
+        lambda: replaced(loader, "with_dropout", _rows_from_zero),
     ),
     Fault(
-        "tied_sum_left_out", "The two stages that share the vocabulary table do not add up its gradients.",
-        "numbers", ("pp", "tied"), lambda: replaced(engine, "_stages", lambda shard: (0,)),
+        "tied_sum_left_out",
+        "The two stages that share the vocabulary table do not add up its gradients.",
+        "numbers",
+        ("pp", "tied"),
+        lambda: replaced(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
-        "microbatches_swapped", "A stage receives the hidden states of another microbatch.",
-        "numbers", ("pp",), lambda: replaced(Link, "send", pipeline_faults.other_microbatch),
+        "microbatches_swapped",
+        "A stage receives the hidden states of another microbatch.",
+        "numbers",
+        ("pp",),
+        lambda: replaced(Link, "send", pipeline_faults.other_microbatch),
     ),
     Fault(
-        "memory_gradient_kept", "What a memory gets as gradient does not go back over the border of stages.",
-        "numbers", ("pp", "memory"), lambda: replaced(Link, "send", pipeline_faults.gradient_of_memory_stays),
+        "memory_gradient_kept",
+        "What a memory gets as gradient does not go back over the border of stages.",
+        "numbers",
+        ("pp", "memory"),
+        lambda: replaced(Link, "send", pipeline_faults.gradient_of_memory_stays),
     ),
     Fault(
-        "memory_of_another_microbatch", "A stage looks at the memory of the microbatch before.",
-        "numbers", ("pp", "memory"), lambda: replaced(Link, "send", pipeline_faults.stale_memory()),
+        "memory_of_another_microbatch",
+        "A stage looks at the memory of the microbatch before.",
+        "numbers",
+        ("pp", "memory"),
+        lambda: replaced(Link, "send", pipeline_faults.stale_memory()),
     ),
     Fault(
-        "memory_of_later_tokens", "Tokens look at the memory of those after them, whose labels it has seen.",
-        "numbers", ("cp", "memory"), lambda: replaced(LookingBack, "attend", pipeline_faults.memory_of_later_tokens),
+        "memory_of_later_tokens",
+        "Tokens look at the memory of those after them, whose labels it has seen.",
+        "numbers",
+        ("cp", "memory"),
+        lambda: replaced(LookingBack, "attend", pipeline_faults.memory_of_later_tokens),
     ),
     Fault(
-        "chunks_swapped", "A rank runs one of its chunks where another is due.",
-        "numbers", ("pp", "chunks"), lambda: replaced(Pipeline, "run", pipeline_faults.other_chunk),
+        "chunks_swapped",
+        "A rank runs one of its chunks where another is due.",
+        "numbers",
+        ("pp", "chunks"),
+        lambda: replaced(Pipeline, "run", pipeline_faults.other_chunk),
     ),
     Fault(
-        "weights_part_left_out", "Weight gradients that were put aside are never added.",
-        "numbers", ("pp", "split backward"), lambda: replaced(Postponed, "add_up", pipeline_faults.never_added),
+        "weights_part_left_out",
+        "Weight gradients that were put aside are never added.",
+        "numbers",
+        ("pp", "split backward"),
+        lambda: replaced(Postponed, "add_up", pipeline_faults.never_added),
     ),
     Fault(
-        "stale_weights", "Ranks compute with weights that the ranks that own them have updated, and do not get them.",
-        "numbers", ("dp", "zero"), lambda: replaced(publish, "start_gather", lambda *_, **__: Works([])),
+        "stale_weights",
+        "Ranks compute with weights that the ranks that own them have updated, and do not "
+        "get them.",
+        "numbers",
+        ("dp", "zero"),
+        lambda: replaced(publish, "start_gather", lambda *_, **__: Works([])),
     ),
     Fault(
-        "slice_off_by_one", "A rank's slice of the gradient lies one element further than its slice of the weights.",
-        "numbers", ("dp", "zero"), _slice_shifted,
+        "slice_off_by_one",
+        "A rank's slice of the gradient lies one element further than its slice of the weights.",
+        "numbers",
+        ("dp", "zero"),
+        _slice_shifted,
     ),
     Fault(
-        "replicas_not_summed", "Slices are summed over the ranks that divide them, and not over the replicas.",
-        "numbers", ("dp", "zero", "replicas"), _without_replicas,
+        "replicas_not_summed",
+        "Slices are summed over the ranks that divide them, and not over the replicas.",
+        "numbers",
+        ("dp", "zero", "replicas"),
+        _without_replicas,
     ),
     Fault(
-        "slices_not_summed_over_tp", "Slices of norms under sp are left out of the sum over tp.",
-        "numbers", ("tp", "sp", "dp", "zero"), lambda: _without_sum(_is_norm),
+        "slices_not_summed_over_tp",
+        "Slices of norms under sp are left out of the sum over tp.",
+        "numbers",
+        ("tp", "sp", "dp", "zero"),
+        lambda: _without_sum(_is_norm),
     ),
     Fault(
-        "fsdp_takes_means", "Fully sharded gradients are averaged after the loss was divided by the global count.",
-        "numbers", ("dp", "zero", "fsdp"), _fsdp_takes_means,
+        "fsdp_takes_means",
+        "Fully sharded gradients are averaged after the loss was divided by the global count.",
+        "numbers",
+        ("dp", "zero", "fsdp"),
+        _fsdp_takes_means,
     ),
     Fault(
-        "fsdp_replicas_not_summed", "Rows of fully sharded gradients are not summed over the replicas.",
-        "numbers", ("dp", "zero", "fsdp", "replicas"), expert_faults.without_replicas_of_rows,
+        "fsdp_replicas_not_summed",
+        "Rows of fully sharded gradients are not summed over the replicas.",
+        "numbers",
+        ("dp", "zero", "fsdp", "replicas"),
+        expert_faults.without_replicas_of_rows,
     ),
     Fault(
-        "microbatch_overwritten", "A microbatch's gradients take the place of the earlier ones' in a slice.",
-        "numbers", ("dp", "zero", "zero 2"), lambda: replaced(data.DataParallel, "_complete", _last_microbatch_alone),
+        "microbatch_overwritten",
+        "A microbatch's gradients take the place of the earlier ones' in a slice.",
+        "numbers",
+        ("dp", "zero", "zero 2"),
+        lambda: replaced(data.DataParallel, "_complete", _last_microbatch_alone),
     ),
     Fault(
-        "cp_left_out_of_sum", "Gradients are summed over dp, and not over the ranks that share rows.",
-        "numbers", ("cp",), lambda: replaced(data, "division_of", _over_dp_alone),
+        "cp_left_out_of_sum",
+        "Gradients are summed over dp, and not over the ranks that share rows.",
+        "numbers",
+        ("cp",),
+        lambda: replaced(data, "division_of", _over_dp_alone),
     ),
     Fault(
-        "cp_gather_unsorted", "Gathered keys and values stay in the order of ranks, each an early and a late chunk.",
-        "numbers", ("cp", "gather"), lambda: replaced(context, "reorder", lambda x, join: x),
+        "cp_gather_unsorted",
+        "Gathered keys and values stay in the order of ranks, each an early and a late chunk.",
+        "numbers",
+        ("cp", "gather"),
+        lambda: replaced(context, "reorder", lambda x, join: x),
     ),
     Fault(
-        "a2a_heads_swapped", "Heads come back from the exchange in the places of another rank's.",
-        "numbers", ("cp", "a2a"), lambda: replaced(context, "tokens_for_heads", _heads_of_the_next_rank),
+        "a2a_heads_swapped",
+        "Heads come back from the exchange in the places of another rank's.",
+        "numbers",
+        ("cp", "a2a"),
+        lambda: replaced(context, "tokens_for_heads", _heads_of_the_next_rank),
     ),
     Fault(
-        "chunks_of_rows", "Chunks that attention stays inside are counted from the first token of all documents.",
-        "numbers", ("cp", "documents", "window", "chunks of documents"),
+        "chunks_of_rows",
+        "Chunks that attention stays inside are counted from the first token of all documents.",
+        "numbers",
+        ("cp", "documents", "window", "chunks of documents"),
         lambda: replaced(tokens, "plan_spans", attention_faults.chunks_of_rows),
     ),
     Fault(
-        "documents_joined_across_ranks", "Tokens see other documents, where the keys are those of another rank.",
-        "numbers", ("cp", "documents"),
+        "documents_joined_across_ranks",
+        "Tokens see other documents, where the keys are those of another rank.",
+        "numbers",
+        ("cp", "documents"),
         lambda: replaced(tokens, "plan_spans", attention_faults.one_document_across_ranks),
     ),
     Fault(
-        "ring_gather_owner", "Tokens that came round a ring are taken for those of the rank before their owner.",
-        "numbers", ("tp", "sp", "rings"), lambda: replaced(SplitTokens, "entered_product", _parts_of_the_next_rank),
+        "ring_gather_owner",
+        "Tokens that came round a ring are taken for those of the rank before their owner.",
+        "numbers",
+        ("tp", "sp", "rings"),
+        lambda: replaced(SplitTokens, "entered_product", _parts_of_the_next_rank),
     ),
     Fault(
-        "ring_scatter_owner", "Sums that go round a ring end at the rank before the one whose tokens they are for.",
-        "numbers", ("tp", "sp", "rings"), lambda: replaced(SplitTokens, "left_product", _sums_for_the_next_rank),
+        "ring_scatter_owner",
+        "Sums that go round a ring end at the rank before the one whose tokens they are for.",
+        "numbers",
+        ("tp", "sp", "rings"),
+        lambda: replaced(SplitTokens, "left_product", _sums_for_the_next_rank),
     ),
     Fault(
-        "window_lost_in_ring", "A layer with a window sees everything that goes round.",
-        "numbers", ("cp", "window"), lambda: replaced(tokens.Context, "spans_of_groups", _no_window),
+        "window_lost_in_ring",
+        "A layer with a window sees everything that goes round.",
+        "numbers",
+        ("cp", "window"),
+        lambda: replaced(tokens.Context, "spans_of_groups", _no_window),
     ),
     Fault(
-        "sinks_in_every_step", "Sinks take part in softmax once for each step of the ring.",
-        "numbers", ("cp", "sinks"), attention_faults.sinks_in_every_step,
+        "sinks_in_every_step",
+        "Sinks take part in softmax once for each step of the ring.",
+        "numbers",
+        ("cp", "sinks"),
+        attention_faults.sinks_in_every_step,
     ),
     Fault(
-        "distances_within_a_rank", "Biases by distance count how far apart tokens lie on their ranks, not in the text.",
-        "numbers", ("cp", "biases by distance"),
+        "distances_within_a_rank",
+        "Biases by distance count how far apart tokens lie on their ranks, not in the text.",
+        "numbers",
+        ("cp", "biases by distance"),
         lambda: replaced(tokens.Context, "numbers_of_groups", _numbers_of_each_rank_alone),
     ),
     Fault(
-        "biases_not_summed_over_stages", "Stages that hold the table of biases do not add up its gradients.",
-        "numbers", ("pp", "biases by distance"), lambda: replaced(engine, "_stages", lambda shard: (0,)),
+        "biases_not_summed_over_stages",
+        "Stages that hold the table of biases do not add up its gradients.",
+        "numbers",
+        ("pp", "biases by distance"),
+        lambda: replaced(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
-        "biases_of_other_heads", "After an exchange of heads every rank reads the biases of the first rank's heads.",
-        "numbers", ("cp", "a2a", "biases by distance"),
+        "biases_of_other_heads",
+        "After an exchange of heads every rank reads the biases of the first rank's heads.",
+        "numbers",
+        ("cp", "a2a", "biases by distance"),
         lambda: replaced(context, "of_my_heads", attention_faults.heads_of_the_first_rank),
     ),
     Fault(
-        "extra_score_left_out", "The score of softmax off by one takes no part in the ring.",
-        "numbers", ("cp", "off by one"),
-        lambda: replaced(context, "nothing_found", attention_faults.nothing_found_without_the_extra_score),
+        "extra_score_left_out",
+        "The score of softmax off by one takes no part in the ring.",
+        "numbers",
+        ("cp", "off by one"),
+        lambda: replaced(
+            context, "nothing_found", attention_faults.nothing_found_without_the_extra_score
+        ),
     ),
     Fault(
-        "whole_norm_local", "Queries and keys are normed over the rank's own heads.",
-        "types", ("tp", "whole norms"), lambda: replaced(qk_norm, "all_reduce", lambda x, group: x),
+        "whole_norm_local",
+        "Queries and keys are normed over the rank's own heads.",
+        "types",
+        ("tp", "whole norms"),
+        lambda: replaced(qk_norm, "all_reduce", lambda x, group: x),
     ),
     Fault(
-        "masks_of_another_rank", "Every rank looks at the rows of masks that are of the first rank's tokens.",
-        "numbers", ("cp", "masks"),
+        "masks_of_another_rank",
+        "Every rank looks at the rows of masks that are of the first rank's tokens.",
+        "numbers",
+        ("cp", "masks"),
         lambda: replaced(context, "seen_of_groups", attention_faults.rows_of_the_first_rank),
     ),
     Fault(
-        "masks_forgotten", "All ranks but the first forget that tokens have masks.",
-        "numbers", ("cp", "masks"), lambda: replaced(context, "seen_of_groups", attention_faults.known_to_the_first),
+        "masks_forgotten",
+        "All ranks but the first forget that tokens have masks.",
+        "numbers",
+        ("cp", "masks"),
+        lambda: replaced(context, "seen_of_groups", attention_faults.known_to_the_first),
     ),
     Fault(
-        "latent_key_not_entered", "The key that all heads of latent attention share does not enter divided work.",
-        "types", ("tp", "whole tokens", "latent"), lambda: changed_model(_shared_key_not_entered),
+        "latent_key_not_entered",
+        "The key that all heads of latent attention share does not enter divided work.",
+        "types",
+        ("tp", "whole tokens", "latent"),
+        lambda: changed_model(_shared_key_not_entered),
     ),
     Fault(
-        "positions_of_first_rank", "Each rank's part of the tokens gets the learnt positions of the first part.",
-        "numbers", ("tp", "sp", "learned positions"),
+        "positions_of_first_rank",
+        "Each rank's part of the tokens gets the learnt positions of the first part.",
+        "numbers",
+        ("tp", "sp", "learned positions"),
         lambda: replaced(LearnedPositions, "forward", _positions_of_the_first_rank),
     ),
     Fault(
-        "adapter_invariant", "The whole half of an adapter says under sp that its gradient is whole, too.",
-        "types", ("tp", "sp", "adapters"), lambda: replaced(lora, "column_adapter", choice_faults.whole_gradient),
+        "adapter_invariant",
+        "The whole half of an adapter says under sp that its gradient is whole, too.",
+        "types",
+        ("tp", "sp", "adapters"),
+        lambda: replaced(lora, "column_adapter", choice_faults.whole_gradient),
     ),
     Fault(
-        "adapter_mask_of_first_slice", "Every rank drops those of an adapter's features that the first rank does.",
-        "numbers", ("tp", "adapters", "dropout"), lambda: replaced(lora, "first_input", lambda weight: 0),
+        "adapter_mask_of_first_slice",
+        "Every rank drops those of an adapter's features that the first rank does.",
+        "numbers",
+        ("tp", "adapters", "dropout"),
+        lambda: replaced(lora, "first_input", lambda weight: 0),
     ),
     Fault(
-        "stale_input_recomputed", "What backward computes again reads an earlier microbatch.",
-        "numbers", ("dp", "recompute"), lambda: replaced(recompute, "recompute", _Stale().recompute),
+        "stale_input_recomputed",
+        "What backward computes again reads an earlier microbatch.",
+        "numbers",
+        ("dp", "recompute"),
+        lambda: replaced(recompute, "recompute", _Stale().recompute),
     ),
     Fault(
-        "second_sum_removed", "What backward computes again leaves out the sum over tp.",
-        "types", ("tp", "whole tokens", "recompute"), lambda: changed_model(_no_second_sum),
+        "second_sum_removed",
+        "What backward computes again leaves out the sum over tp.",
+        "types",
+        ("tp", "whole tokens", "recompute"),
+        lambda: changed_model(_no_second_sum),
     ),
     Fault(
-        "host_copy_lost", "What waited in host memory comes back as zeros.",
-        "numbers", ("dp", "offload"), lambda: replaced(Away, "storage", _blank),
+        "host_copy_lost",
+        "What waited in host memory comes back as zeros.",
+        "numbers",
+        ("dp", "offload"),
+        lambda: replaced(Away, "storage", _blank),
     ),
     Fault(
-        "experts_summed_over_dp", "Experts' gradients are summed over ranks with the same dense weights.",
-        "numbers", ("dp", "ep"), lambda: replaced(data, "division_of", expert_faults.division_of_dense),
+        "experts_summed_over_dp",
+        "Experts' gradients are summed over ranks with the same dense weights.",
+        "numbers",
+        ("dp", "ep"),
+        lambda: replaced(data, "division_of", expert_faults.division_of_dense),
     ),
     Fault(
-        "whole_experts_overwritten", "A microbatch's gradient of experts that are not divided replaces earlier ones'.",
-        "numbers", ("dp", "zero", "fsdp", "ep"), expert_faults.whole_experts_overwritten,
+        "whole_experts_overwritten",
+        "A microbatch's gradient of experts that are not divided replaces earlier ones'.",
+        "numbers",
+        ("dp", "zero", "fsdp", "ep"),
+        expert_faults.whole_experts_overwritten,
     ),
     Fault(
-        "etp_alone_on_dense_grid", "Without ep experts are taken for dense weights, though etp is not tp.",
-        "numbers", ("dp", "etp"), lambda: replaced(data, "division_of", expert_faults.division_by_ep_alone),
+        "etp_alone_on_dense_grid",
+        "Without ep experts are taken for dense weights, though etp is not tp.",
+        "numbers",
+        ("dp", "etp"),
+        lambda: replaced(data, "division_of", expert_faults.division_by_ep_alone),
     ),
     Fault(
-        "experts_drawn_by_place", "The first weights of an expert depend on how many experts a rank has.",
-        "numbers", ("dp", "ep"), lambda: replaced(build, "fill", expert_faults.fill_as_if_mine_were_all),
+        "experts_drawn_by_place",
+        "The first weights of an expert depend on how many experts a rank has.",
+        "numbers",
+        ("dp", "ep"),
+        lambda: replaced(build, "fill", expert_faults.fill_as_if_mine_were_all),
     ),
     Fault(
-        "router_invariant", "Routers say that every rank has their whole gradient, which under sp it has not.",
-        "types", ("tp", "sp", "experts"), lambda: changed_model(functools.partial(_call_invariant, kind=Gate)),
+        "router_invariant",
+        "Routers say that every rank has their whole gradient, which under sp it has not.",
+        "types",
+        ("tp", "sp", "experts"),
+        lambda: changed_model(functools.partial(_call_invariant, kind=Gate)),
     ),
     Fault(
-        "etp_sum_removed", "An expert's answer is the part of it that one rank along etp has.",
-        "types", ("dp", "etp"), lambda: replaced(expert, "reduce_scatter", expert_faults.parts_of_own_rank),
+        "etp_sum_removed",
+        "An expert's answer is the part of it that one rank along etp has.",
+        "types",
+        ("dp", "etp"),
+        lambda: replaced(expert, "reduce_scatter", expert_faults.parts_of_own_rank),
     ),
     Fault(
-        "etp_part_not_declared", "What one rank along etp has of an answer is taken for all of it, and still summed.",
-        "types", ("dp", "etp"), lambda: replaced(expert, "partial", lambda x, group: x),
+        "etp_part_not_declared",
+        "What one rank along etp has of an answer is taken for all of it, and still summed.",
+        "types",
+        ("dp", "etp"),
+        lambda: replaced(expert, "partial", lambda x, group: x),
     ),
     Fault(
-        "answers_in_wrong_order", "Answers go back to ranks in the order in which experts gave them.",
-        "numbers", ("dp", "ep"), lambda: replaced(expert, "undone", expert_faults.never_undone),
+        "answers_in_wrong_order",
+        "Answers go back to ranks in the order in which experts gave them.",
+        "numbers",
+        ("dp", "ep"),
+        lambda: replaced(expert, "undone", expert_faults.never_undone),
     ),
     Fault(
-        "rows_read_early", "Experts work on what was there before rows arrived.",
-        "numbers", ("dp", "ep"), lambda: replaced(Crossing, "wait", expert_faults.read_early),
+        "rows_read_early",
+        "Experts work on what was there before rows arrived.",
+        "numbers",
+        ("dp", "ep"),
+        lambda: replaced(Crossing, "wait", expert_faults.read_early),
     ),
     Fault(
-        "experts_weighted_twice", "A choice's weight multiplies its expert's answer a second time.",
-        "numbers", ("dp", "experts"), lambda: replaced(Experts, "forward", expert_faults.weighted_twice),
+        "experts_weighted_twice",
+        "A choice's weight multiplies its expert's answer a second time.",
+        "numbers",
+        ("dp", "experts"),
+        lambda: replaced(Experts, "forward", expert_faults.weighted_twice),
     ),
     Fault(
-        "refused_by_each_rank", "Ranks that share tokens each fill their own part of an expert's seats.",
-        "numbers", ("cp", "capacity"), lambda: replaced(Router, "within_capacity", expert_faults.refused_by_each_rank),
+        "refused_by_each_rank",
+        "Ranks that share tokens each fill their own part of an expert's seats.",
+        "numbers",
+        ("cp", "capacity"),
+        lambda: replaced(Router, "within_capacity", expert_faults.refused_by_each_rank),
     ),
     Fault(
-        "counted_before_refusal", "Choices that experts refuse count as their tokens.",
-        "numbers", ("dp", "capacity"), lambda: replaced(Balance, "__call__", expert_faults.counted_before_refusal),
+        "counted_before_refusal",
+        "Choices that experts refuse count as their tokens.",
+        "numbers",
+        ("dp", "capacity"),
+        lambda: replaced(Balance, "__call__", expert_faults.counted_before_refusal),
     ),
     Fault(
-        "balance_of_own_tokens", "Losses of balance take a rank's own tokens for all that ranks share.",
-        "numbers", ("cp", "experts"), lambda: replaced(balance, "all_reduce_", expert_faults.own_counts_alone),
+        "balance_of_own_tokens",
+        "Losses of balance take a rank's own tokens for all that ranks share.",
+        "numbers",
+        ("cp", "experts"),
+        lambda: replaced(balance, "all_reduce_", expert_faults.own_counts_alone),
     ),
     Fault(
-        "balance_scaled_with_cp", "Every rank that shares tokens takes its part of a balance loss for the whole.",
-        "numbers", ("cp", "experts"), lambda: replaced(Balance, "losses", expert_faults.scaled_by_sharing_ranks),
+        "balance_scaled_with_cp",
+        "Every rank that shares tokens takes its part of a balance loss for the whole.",
+        "numbers",
+        ("cp", "experts"),
+        lambda: replaced(Balance, "losses", expert_faults.scaled_by_sharing_ranks),
     ),
     Fault(
-        "step_of_own_tokens", "The loss of balance over the global batch knows of a rank's own microbatches alone.",
-        "numbers", ("dp", "balance over ranks"),
+        "step_of_own_tokens",
+        "The loss of balance over the global batch knows of a rank's own microbatches alone.",
+        "numbers",
+        ("dp", "balance over ranks"),
         lambda: replaced(Balance, "global_loss", expert_faults.step_of_own_tokens),
     ),
     Fault(
-        "bias_moved_by_own_tokens", "Balancing biases move by what a rank's own tokens chose.",
-        "numbers", ("dp", "balancing bias"), lambda: replaced(experts, "all_reduce_", expert_faults.own_counts_alone),
+        "bias_moved_by_own_tokens",
+        "Balancing biases move by what a rank's own tokens chose.",
+        "numbers",
+        ("dp", "balancing bias"),
+        lambda: replaced(experts, "all_reduce_", expert_faults.own_counts_alone),
     ),
     Fault(
-        "offset_of_own_tokens", "Offsets of experts are what would make them equally busy with a rank's own tokens.",
-        "numbers", ("cp", "balancing offset"), lambda: replaced(Router, "note_offsets", expert_faults.offsets_of_own),
+        "offset_of_own_tokens",
+        "Offsets of experts are what would make them equally busy with a rank's own tokens.",
+        "numbers",
+        ("cp", "balancing offset"),
+        lambda: replaced(Router, "note_offsets", expert_faults.offsets_of_own),
     ),
     Fault(
-        "second_pass_counted", "Tokens count once more when backward computes their layer again.",
-        "numbers", ("dp", "recompute", "experts"), lambda: replaced(Balance, "__call__", expert_faults.counted_again),
+        "second_pass_counted",
+        "Tokens count once more when backward computes their layer again.",
+        "numbers",
+        ("dp", "recompute", "experts"),
+        lambda: replaced(Balance, "__call__", expert_faults.counted_again),
     ),
     Fault(
-        "frozen_weights_decay", "Weights that are not trained decay in every step.",
-        "numbers", ("dp", "frozen"), lambda: replaced(data.DataParallel, "finish", choice_faults.decaying_frozen),
+        "frozen_weights_decay",
+        "Weights that are not trained decay in every step.",
+        "numbers",
+        ("dp", "frozen"),
+        lambda: replaced(data.DataParallel, "finish", choice_faults.decaying_frozen),
     ),
     Fault(
-        "rates_of_the_neighbour", "A group's rates go to the slot behind the one that they are for.",
-        "numbers", ("dp", "zero", "groups"), lambda: replaced(adamw, "by_rates", choice_faults.rates_of_slot_before),
+        "rates_of_the_neighbour",
+        "A group's rates go to the slot behind the one that they are for.",
+        "numbers",
+        ("dp", "zero", "groups"),
+        lambda: replaced(adamw, "by_rates", choice_faults.rates_of_slot_before),
     ),
     Fault(
-        "norm_counts_copies", "The gradient norm counts what several ranks hold several times, and clips too much.",
-        "numbers", ("dp",), lambda: replaced(clip, "is_first_holder", lambda shard, here: True),
+        "norm_counts_copies",
+        "The gradient norm counts what several ranks hold several times, and clips too much.",
+        "numbers",
+        ("dp",),
+        lambda: replaced(clip, "is_first_holder", lambda shard, here: True),
     ),
-    *(Fault(name, what, "numbers", ("pp", "tied", "own stage"), how) for name, what, how in pipeline_faults.OWN_STAGE),
+    *(
+        Fault(name, what, "numbers", ("pp", "tied", "own stage"), how)
+        for name, what, how in pipeline_faults.OWN_STAGE
+    ),
     *(
         Fault(name, what, "numbers", ("dp", "sgd") if is_sgd else ("dp",), how, everywhere=True)
         for name, what, is_sgd, how in optimizer_faults.EVERYWHERE
     ),
-)  # fmt: skip
+)
 """Every fault that can be planted."""

@@ -17,7 +17,8 @@ class OfOwnRows(Softmax):
 
 
 def logsumexp_of_own_rows(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
-    """Probabilities are right, and what their scores' size costs is found by every rank for itself."""
+    """Probabilities are right, and what their scores' size costs is found by every rank for
+    itself."""
     found = OfOwnRows(*softmax_over_ranks(logits, labels, head))
     found.own = torch.logsumexp(logits.to(found.total.dtype), -1)
     return found

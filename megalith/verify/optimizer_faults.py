@@ -1,5 +1,5 @@
-"""Faults in optimizer updates, gradient clipping and checkpoint loading, which every layout has alike; see
-`verify/faults.py`."""
+"""Faults in optimizer updates, gradient clipping and checkpoint loading, which every layout has
+alike; see `verify/faults.py`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +24,12 @@ SWAPPED_MOMENTS = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
 
 
 def bias_correction_of_next_step(
-    self: AdamW, slots: list[Slot], gradients: list[Tensor], lr: float, weight_decay: float, scale: Tensor | None
+    self: AdamW,
+    slots: list[Slot],
+    gradients: list[Tensor],
+    lr: float,
+    weight_decay: float,
+    scale: Tensor | None,
 ) -> None:
     """Moments are corrected as after one more step."""
     self.updates += 1
@@ -37,9 +42,13 @@ def bias_correction_of_next_step(
 
 
 def decay_of_everything(
-    slots: Sequence[Slot], gradients: Sequence[Tensor], *, lr: float, weight_decay: float,
+    slots: Sequence[Slot],
+    gradients: Sequence[Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
-) -> list[Part]:  # fmt: skip
+) -> list[Part]:
     """Vectors decay as matrices do."""
     parts = by_rates(slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups)
     return [part._replace(weight_decay=weight_decay) for part in parts]
@@ -47,10 +56,13 @@ def decay_of_everything(
 
 @contextmanager
 def decay_added_to_gradient() -> Iterator[None]:
-    """The fused kernel of Adam with L2 runs in place of that of AdamW, and so does its plain definition."""
+    """The fused kernel of Adam with L2 runs in place of that of AdamW, and so does its plain
+    definition."""
     update = adamw.update
 
-    def coupled(slot: Slot, gradient: Tensor, *config: object, weight_decay: float, **others: object) -> None:
+    def coupled(
+        slot: Slot, gradient: Tensor, *config: object, weight_decay: float, **others: object
+    ) -> None:
         update(slot, gradient + weight_decay * slot.master, *config, weight_decay=0.0, **others)  # type: ignore[arg-type]  # as given
 
     with replaced(torch, "_fused_adamw_", torch._fused_adam_), replaced(adamw, "update", coupled):
@@ -58,12 +70,19 @@ def decay_added_to_gradient() -> Iterator[None]:
 
 
 def damped_momentum(
-    self: SGD, slots: list[Slot], gradients: list[Tensor], lr: float, weight_decay: float, scale: Tensor | None
+    self: SGD,
+    slots: list[Slot],
+    gradients: list[Tensor],
+    lr: float,
+    weight_decay: float,
+    scale: Tensor | None,
 ) -> None:
     """The gradient enters the momentum with a factor of 1 - momentum, as it does in Adam."""
     for slot in slots:
         slot.state["momentum"].mul_(1 / (1 - self.config.momentum))
-    ORIGINAL_SGD_UPDATE(self, slots, gradients, lr * (1 - self.config.momentum), weight_decay, scale)
+    ORIGINAL_SGD_UPDATE(
+        self, slots, gradients, lr * (1 - self.config.momentum), weight_decay, scale
+    )
     for slot in slots:
         slot.state["momentum"].mul_(1 - self.config.momentum)
 
@@ -82,56 +101,85 @@ def count_final_norm(times: int) -> Callable[[Sequence[tuple[Shard, Tensor]], Me
 def other_moment(self: Checkpoint, entry: Entry) -> str:
     """One moment is read from where the other is stored."""
     role = SWAPPED_MOMENTS.get(entry.role, entry.role)
-    return ORIGINAL_SOURCE(self, entry if role == entry.role else Entry(entry.shard, role, entry.tensor, entry.mine))
+    return ORIGINAL_SOURCE(
+        self, entry if role == entry.role else Entry(entry.shard, role, entry.tensor, entry.mine)
+    )
 
 
 def first_values_of_box(piece: Piece, box: Box) -> Tensor:
     """A part of a box is taken from where the box begins."""
-    return inner_view(piece, tuple((o, o + b - a) for (a, b), (o, _) in zip(box, piece.box, strict=True)))
+    return inner_view(
+        piece, tuple((o, o + b - a) for (a, b), (o, _) in zip(box, piece.box, strict=True))
+    )
 
 
-ORIGINAL_ADAMW_UPDATE, ORIGINAL_SGD_UPDATE, ORIGINAL_SOURCE = AdamW._update, SGD._update, Checkpoint._source
+ORIGINAL_ADAMW_UPDATE, ORIGINAL_SGD_UPDATE, ORIGINAL_SOURCE = (
+    AdamW._update,
+    SGD._update,
+    Checkpoint._source,
+)
 
 EVERYWHERE: tuple[tuple[str, str, bool, Callable[[], AbstractContextManager[None]]], ...] = (
     (
-        "adamw_bias_correction_off_by_one", "AdamW corrects its moments for one more step than it has made.", False,
+        "adamw_bias_correction_off_by_one",
+        "AdamW corrects its moments for one more step than it has made.",
+        False,
         lambda: replaced(AdamW, "_update", bias_correction_of_next_step),
     ),
     (
-        "vectors_decay", "Weight decay also applies to norms and biases.", False,
+        "vectors_decay",
+        "Weight decay also applies to norms and biases.",
+        False,
         lambda: replaced(adamw, "by_rates", decay_of_everything),
     ),
     (
-        "adamw_decay_added_to_gradient", "AdamW adds the weight decay to the gradient, as Adam with L2 does.", False,
+        "adamw_decay_added_to_gradient",
+        "AdamW adds the weight decay to the gradient, as Adam with L2 does.",
+        False,
         decay_added_to_gradient,
     ),
     (
-        "sgd_momentum_damped", "SGD multiplies the gradient by 1 - momentum before it adds it to the momentum.", True,
+        "sgd_momentum_damped",
+        "SGD multiplies the gradient by 1 - momentum before it adds it to the momentum.",
+        True,
         lambda: replaced(SGD, "_update", damped_momentum),
     ),
     (
-        "sgd_vectors_decay", "In SGD, weight decay also applies to norms and biases.", True,
+        "sgd_vectors_decay",
+        "In SGD, weight decay also applies to norms and biases.",
+        True,
         lambda: replaced(sgd, "by_rates", decay_of_everything),
     ),
     (
-        "clip_norm_ignores_parameter", "The global gradient norm for clipping ignores one parameter.", False,
+        "clip_norm_ignores_parameter",
+        "The global gradient norm for clipping ignores one parameter.",
+        False,
         lambda: replaced(step, "counted", count_final_norm(0)),
     ),
     (
-        "clip_norm_counts_parameter_twice", "The global gradient norm for clipping counts one parameter twice.", False,
+        "clip_norm_counts_parameter_twice",
+        "The global gradient norm for clipping counts one parameter twice.",
+        False,
         lambda: replaced(step, "counted", count_final_norm(2)),
     ),
     (
-        "moments_swapped_on_load", "Loading a checkpoint swaps exp_avg and exp_avg_sq.", False,
+        "moments_swapped_on_load",
+        "Loading a checkpoint swaps exp_avg and exp_avg_sq.",
+        False,
         lambda: replaced(Checkpoint, "_source", other_moment),
     ),
     (
-        "box_offset_lost_on_load", "Resharded loading reads a part of a stored box from the beginning of the box.",
-        False, lambda: replaced(load, "inner_view", first_values_of_box),
+        "box_offset_lost_on_load",
+        "Resharded loading reads a part of a stored box from the beginning of the box.",
+        False,
+        lambda: replaced(load, "inner_view", first_values_of_box),
     ),
     (
-        "optimizer_step_lost_on_load", "The step count of AdamW begins at zero after loading.", False,
+        "optimizer_step_lost_on_load",
+        "The step count of AdamW begins at zero after loading.",
+        False,
         lambda: replaced(AdamW, "set_updates", lambda self, updates: None),
     ),
-)  # fmt: skip
-"""Name, mistake and whether it is one in SGD, of faults that one process has, too; numbers reject all of them."""
+)
+"""Name, mistake and whether it is one in SGD, of faults that one process has, too; numbers reject
+all of them."""

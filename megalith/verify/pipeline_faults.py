@@ -1,4 +1,5 @@
-"""What faults between stages, and in what they hand on, put in place of the right functions; see `verify/faults.py`."""
+"""What faults between stages, and in what they hand on, put in place of the right functions; see
+`verify/faults.py`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +30,9 @@ def other_microbatch(self: Link, message: Message, tensors: Tensors, target: int
     ORIGINAL_SEND(self, message._replace(microbatch=other) if swapped else message, tensors, target)
 
 
-def other_chunk(self: Pipeline, schedule: Schedule, chunks: Sequence[Chunk], boundary: Any = None) -> None:
+def other_chunk(
+    self: Pipeline, schedule: Schedule, chunks: Sequence[Chunk], boundary: Any = None
+) -> None:
     """The first rank runs its second chunk where its third is due, and the other way round."""
     run = [chunks[0], chunks[2], chunks[1]] if self.rank == 0 and len(chunks) == 3 else chunks
     ORIGINAL_RUN(self, schedule, run, boundary)
@@ -48,7 +51,8 @@ def gradient_of_memory_stays(self: Link, message: Message, tensors: Tensors, tar
 
 
 def stale_memory() -> Callable[[Link, Message, Tensors, int], None]:
-    """A way to send with which a microbatch's hidden states go over a border with the memory of the one before."""
+    """A way to send with which a microbatch's hidden states go over a border with the memory of the
+    one before."""
     kept: list[Tensors] = []
 
     def send(self: Link, message: Message, tensors: Tensors, target: int) -> None:
@@ -60,7 +64,9 @@ def stale_memory() -> Callable[[Link, Message, Tensors, int], None]:
     return send
 
 
-def memory_of_later_tokens(self: LookingBack, x: Input, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+def memory_of_later_tokens(
+    self: LookingBack, x: Input, k: Tensor, v: Tensor, tokens: Tokens
+) -> Tensor:
     """Nothing is hidden from a token that looks back."""
     self.scores = replace(self.scores, causal=False)
     return ORIGINAL_ATTEND(self, x, k, v, tokens)
@@ -79,7 +85,9 @@ def depths_in_other_order(self: Link, message: Message, tensors: Tensors, target
     ORIGINAL_SEND(self, message, tensors, target)
 
 
-def before_their_norms(self: FurtherPredictions, x: Tensor, further: Further, tokens: Tokens) -> tuple[Tensor, ...]:
+def before_their_norms(
+    self: FurtherPredictions, x: Tensor, further: Further, tokens: Tokens
+) -> tuple[Tensor, ...]:
     """Depths hand on what their norms read."""
     found: list[Tensor] = []
     for prediction, (ids, _) in zip(self.depths, further, strict=True):
@@ -104,20 +112,25 @@ ORIGINAL_SUM = sum_over_members_
 
 OWN_STAGE: tuple[tuple[str, str, Callable[[], AbstractContextManager[None]]], ...] = (
     (
-        "further_copy_not_summed", "The copy of the table on the stage of further predictions is left out of its sum.",
+        "further_copy_not_summed",
+        "The copy of the table on the stage of further predictions is left out of its sum.",
         lambda: replaced(engine, "sum_over_members_", middle_holder_left_out),
     ),
     (
-        "depths_in_other_order", "The loss gets the hidden states of further predictions in the other order.",
+        "depths_in_other_order",
+        "The loss gets the hidden states of further predictions in the other order.",
         lambda: replaced(Link, "send", depths_in_other_order),
     ),
     (
-        "depths_gradients_kept", "Gradients of further predictions' hidden states stay with the loss.",
+        "depths_gradients_kept",
+        "Gradients of further predictions' hidden states stay with the loss.",
         lambda: replaced(Link, "send", gradient_of_memory_stays),
     ),
     (
-        "depths_before_their_norms", "The loss gets hidden states of further predictions from before their norms.",
+        "depths_before_their_norms",
+        "The loss gets hidden states of further predictions from before their norms.",
         lambda: replaced(FurtherPredictions, "states", before_their_norms),
     ),
-)  # fmt: skip
-"""Name and mistake of what matters with further predictions on a stage of their own, all of which numbers find."""
+)
+"""Name and mistake of what matters with further predictions on a stage of their own, all of which
+numbers find."""

@@ -1,4 +1,5 @@
-"""The whole proof, part by part: of one run at its real size and in tiny copies, and of every layout of the matrix."""
+"""The whole proof, part by part: of one run at its real size and in tiny copies, and of every
+layout of the matrix."""
 
 import time
 from collections.abc import Callable
@@ -31,7 +32,8 @@ from megalith.verify.types import type_check, type_check_in_child
 
 
 def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Row]:
-    """Everything about a run on `world` ranks, as rows; with a broken rule, that alone. `fault`: for part (d)."""
+    """Everything about a run on `world` ranks, as rows; with a broken rule, that alone. `fault`:
+    for part (d)."""
     rows = rule_rows(run_problems(run, world))
     if not all(row.holds for row in rows):  # the other parts need a layout that can be built
         return rows
@@ -59,7 +61,8 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Ro
 
 
 def prove_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
-    """Rules, types, schedules and float64 of one row; the last with both sides computed by `kernels`."""
+    """Rules, types, schedules and float64 of one row; the last with both sides computed by
+    `kernels`."""
     started = time.perf_counter()
     case = row.case()
     case = replace(case, run=replace(case.run, kernels=kernels))
@@ -67,18 +70,33 @@ def prove_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
     error = 0.0
     if not problems:  # the rest needs a layout that can be built
         types = type_check(
-            row.model, row.parallel, world=row.world, recompute=case.run.recompute, offload=case.run.offload,
-            lora=row.lora, optim=case.run.optim, masked=row.masks is not None,
-        )  # fmt: skip
+            row.model,
+            row.parallel,
+            world=row.world,
+            recompute=case.run.recompute,
+            offload=case.run.offload,
+            lora=row.lora,
+            optim=case.run.optim,
+            masked=row.masks is not None,
+        )
         problems += [f"b: {found}" for found in types.problems]
         schedule = schedule_of(case.run, row.world)
         problems += [f"c: {text}" for text in (schedule.problems if schedule else ())]
         found = proved(case)
-        problems += [f"d: {found}"] if isinstance(found, str) else [_told(one) for one in found if not one.holds]
+        problems += (
+            [f"d: {found}"]
+            if isinstance(found, str)
+            else [_told(one) for one in found if not one.holds]
+        )
         error = float("inf") if isinstance(found, str) else max(one.error for one in found)
     seconds = time.perf_counter() - started
     return LayoutResult(
-        area=row.area, name=row.name, world=row.world, problems=tuple(problems), error=error, seconds=seconds
+        area=row.area,
+        name=row.name,
+        world=row.world,
+        problems=tuple(problems),
+        error=error,
+        seconds=seconds,
     )
 
 
@@ -89,9 +107,13 @@ def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
         return None
     dp = p.dp or world // (p.tp * p.cp * p.pp)
     return check_schedule(
-        p.pipeline, pp=p.pp, num_microbatches=microbatches_of_longest(t, p, dp), rows=t.micro_batch_size * dp,
-        overlap=p.overlap, paired=p.overlap_experts,
-    )  # fmt: skip
+        p.pipeline,
+        pp=p.pp,
+        num_microbatches=microbatches_of_longest(t, p, dp),
+        rows=t.micro_batch_size * dp,
+        overlap=p.overlap,
+        paired=p.overlap_experts,
+    )
 
 
 def proved(case: LayoutCase) -> list[Difference] | str:
@@ -109,8 +131,9 @@ def _told(found: Difference) -> str:
 def prove_all(
     *, sample: bool, tell: Callable[[str], None], kernels: Kernel = "auto"
 ) -> tuple[list[LayoutResult], list[Verdict]]:
-    """Every row, or the sample, computed by `kernels`, and every planted fault, computed as always, since many are in
-    what plain definitions replace; `tell` hears of each when it is done."""
+    """Every row, or the sample, computed by `kernels`, and every planted fault, computed as
+    always, since many are in what plain definitions replace; `tell` hears of each when it is
+    done."""
     results, rows = [], rows_of_matrix(sample=sample)
     for number, row in enumerate(rows, 1):
         results.append(prove_row(row, kernels))
@@ -119,5 +142,8 @@ def prove_all(
     verdicts = []
     for number, fault in enumerate(FAULTS, 1):
         verdicts.append(judge(fault))
-        tell(f"fault {number}/{len(FAULTS)} {fault.name}: {'refused' if verdicts[-1].refused else 'NOT SEEN'}")
+        tell(
+            f"fault {number}/{len(FAULTS)} {fault.name}: "
+            f"{'refused' if verdicts[-1].refused else 'NOT SEEN'}"
+        )
     return results, verdicts

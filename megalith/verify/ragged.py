@@ -21,7 +21,12 @@ class RaggedDocuments:
     @property
     def fingerprint(self) -> str:
         """What it is made of."""
-        return " ".join(["ragged documents", *map(str, (self.longest, self.vocab_size, self.num_samples, self.masked))])
+        return " ".join(
+            [
+                "ragged documents",
+                *map(str, (self.longest, self.vocab_size, self.num_samples, self.masked)),
+            ]
+        )
 
     def __len__(self) -> int:
         return self.num_samples

@@ -1,9 +1,10 @@
 """The float64 proof: a layout, run on real processes, computes what one process computes.
 
-Float64 turns rounding into about 1e-15, so whatever is left is a fault. Loss, every gradient, the first weights, the
-weights after three steps, and a fourth step after saving and loading are compared; of experts also, and first, how many
-tokens each was chosen by. What one process computes could be wrong in the same way, so torch.optim computes the updates
-once more, and the checkpoint is also read under another layout and compared with what was saved.
+Float64 turns rounding into about 1e-15, so whatever is left is a fault. Loss, every gradient, the
+first weights, the weights after three steps, and a fourth step after saving and loading are
+compared; of experts also, and first, how many tokens each was chosen by. What one process computes
+could be wrong in the same way, so torch.optim computes the updates once more, and the checkpoint is
+also read under another layout and compared with what was saved.
 """
 
 import functools
@@ -59,7 +60,8 @@ DECAY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
-    """Made-up rows with uneven losses: each row keeps a random part of its labels, some rows none at all."""
+    """Made-up rows with uneven losses: each row keeps a random part of its labels, some rows none
+    at all."""
 
     seq_len: int
     vocab_size: int
@@ -71,16 +73,25 @@ class RaggedRows:
     """This token, about every fifth, ends a document; None: rows are documents."""
 
     places: bool = False
-    """Tokens have random places in time, height and width, in all rows but every third, which are text."""
+    """Tokens have random places in time, height and width, in all rows but every third, which are
+    text."""
 
     masks: "MaskKind | None" = None
-    """Random masks of pairs, some of which let a token see nothing, in all rows; or beside causality in every third
-    row, and padding in another third."""
+    """Random masks of pairs, some of which let a token see nothing, in all rows; or beside
+    causality in every third row, and padding in another third."""
 
     @property
     def fingerprint(self) -> str:
         """What it is made of."""
-        made_of = (self.seq_len, self.vocab_size, self.num_samples, self.masked, self.eod, self.places, self.masks)
+        made_of = (
+            self.seq_len,
+            self.vocab_size,
+            self.num_samples,
+            self.masked,
+            self.eod,
+            self.places,
+            self.masks,
+        )
         return " ".join(["ragged rows", *map(str, made_of)])
 
     def __len__(self) -> int:
@@ -102,7 +113,9 @@ class RaggedRows:
             return None
         if not alone and k % 3 == 1:
             return RowMask(draw.random(self.seq_len) < 0.7)
-        seen = (draw.random((self.seq_len, self.seq_len)) < 0.6) & (draw.random((self.seq_len, 1)) < 0.8)
+        seen = (draw.random((self.seq_len, self.seq_len)) < 0.6) & (
+            draw.random((self.seq_len, 1)) < 0.8
+        )
         return RowMask(seen, alone)
 
 
@@ -144,7 +157,8 @@ class RankResult:
     losses: list[float]
     grad_norms: list[float]
     scores: list[float]
-    """What the size of scores cost and the largest score, step by step; empty unless a run tells of them."""
+    """What the size of scores cost and the largest score, step by step; empty unless a run tells of
+    them."""
 
     initial: Gathered
     gradients: Gathered
@@ -163,7 +177,8 @@ class RankResult:
     """After the last step: weights that are not trained; empty with adapters."""
 
     saved: Gathered
-    """Every tensor of the checkpoint as the ranks held it before saving, and the optimizer's step count."""
+    """Every tensor of the checkpoint as the ranks held it before saving, and the optimizer's step
+    count."""
 
     resharded: Gathered
     """The same after loading."""
@@ -186,29 +201,47 @@ class Difference:
 
 
 def layout_case(
-    model: ModelConfig, parallel: ParallelConfig, world: int, *, micro_batch_size: int = 1, seq_len: int = 12,
-    documents: bool = False, fault: str | None = None,
-) -> LayoutCase:  # fmt: skip
-    """A tiny run of `model` in float64 under `parallel`: 12 rows a step, which dp 1, 2, 3 and 4 divide.
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    world: int,
+    *,
+    micro_batch_size: int = 1,
+    seq_len: int = 12,
+    documents: bool = False,
+    fault: str | None = None,
+) -> LayoutCase:
+    """A tiny run of `model` in float64 under `parallel`: 12 rows a step, which dp 1, 2, 3 and 4
+    divide.
 
-    With `documents` rows are packed with documents of a few tokens each, and attention stays inside them.
+    With `documents` rows are packed with documents of a few tokens each, and attention stays inside
+    them.
     """
     run = TrainRun(
-        name="verify", model=model, data=DataConfig(mock=True, documents=documents),
+        name="verify",
+        model=model,
+        data=DataConfig(mock=True, documents=documents),
         parallel=replace(parallel, bucket_numel=2000),
-        train=LoopConfig(steps=STEPS + 1, global_batch_size=12, micro_batch_size=micro_batch_size, seq_len=seq_len),
-        schedule=ScheduleConfig(lr=1e-2, style="constant"), optim=OptimConfig(eps=1e-3),
+        train=LoopConfig(
+            steps=STEPS + 1,
+            global_batch_size=12,
+            micro_batch_size=micro_batch_size,
+            seq_len=seq_len,
+        ),
+        schedule=ScheduleConfig(lr=1e-2, style="constant"),
+        optim=OptimConfig(eps=1e-3),
         precision=PrecisionConfig(params="fp64"),
-    )  # fmt: skip
+    )
     return LayoutCase(run, world, fault)
 
 
 def choose_micro_batch_size(parallel: ParallelConfig) -> int:
-    """Return the rows of a microbatch that give each data-parallel rank three or four microbatches in a step.
+    """Return the rows of a microbatch that give each data-parallel rank three or four microbatches
+    in a step.
 
-    So many show an error in the accumulation of gradients, and more only cost time. Context parallelism alone keeps
-    microbatches of one row, in which one rank can have no label while another has some. So do longer pipelines and
-    other schedules, which need more microbatches than stages.
+    So many show an error in the accumulation of gradients, and more only cost time. Context
+    parallelism alone keeps microbatches of one row, in which one rank can have no label while
+    another has some. So do longer pipelines and other schedules, which need more microbatches than
+    stages.
     """
     p, pipeline = parallel, parallel.pipeline
     has_other_schedule = p.pp > 2 or pipeline.vpp > 1 or pipeline.schedule not in ("auto", "1f1b")
@@ -223,12 +256,17 @@ def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference
     with tempfile.TemporaryDirectory() as folder:
         result = join_ranks(run_ranks(run_case, case.world, on_ranks, folder, timeout=timeout))
     fault = case.fault if case.fault is not None and fault_named(case.fault).everywhere else None
-    return compare_results(result, compute_reference(LayoutCase(run_of_one(case), 1, fault, masks=case.masks)))
+    return compare_results(
+        result, compute_reference(LayoutCase(run_of_one(case), 1, fault, masks=case.masks))
+    )
 
 
-@functools.lru_cache(maxsize=32)  # neighboring rows of the matrix and most planted faults have the same model
+@functools.lru_cache(
+    maxsize=32
+)  # neighboring rows of the matrix and most planted faults have the same model
 def compute_reference(case: LayoutCase) -> RankResult:
-    """Return what one process computes; the result is shared by all layouts of one model and must not be modified."""
+    """Return what one process computes; the result is shared by all layouts of one model and must
+    not be modified."""
     with tempfile.TemporaryDirectory() as folder:
         return run_case(0, 1, case, folder)
 
@@ -236,9 +274,10 @@ def compute_reference(case: LayoutCase) -> RankResult:
 def run_of_one(case: LayoutCase) -> TrainRun:
     """Return the run of one process that the case is compared with.
 
-    It has all rows of a step in one microbatch, so that it accumulates nothing, unless a loss or the choice of experts
-    depends on the microbatch. Then its microbatches have the rows of one microbatch of a rank, or, if balance over the
-    global batch counts what data-parallel ranks see at once, of all of these ranks. Packs are as small as they can be.
+    It has all rows of a step in one microbatch, so that it accumulates nothing, unless a loss or
+    the choice of experts depends on the microbatch. Then its microbatches have the rows of one
+    microbatch of a rank, or, if balance over the global batch counts what data-parallel ranks see
+    at once, of all of these ranks. Packs are as small as they can be.
     """
     run, p = case.run, case.run.parallel
     dp = p.dp or case.world // (p.tp * p.cp * p.pp)
@@ -249,13 +288,20 @@ def run_of_one(case: LayoutCase) -> TrainRun:
     elif by_microbatch or run.train.tokens_per_microbatch is not None:
         rows = run.train.micro_batch_size
     return replace(
-        run, parallel=ParallelConfig(bucket_numel=p.bucket_numel), recompute=RecomputeConfig(),
+        run,
+        parallel=ParallelConfig(bucket_numel=p.bucket_numel),
+        recompute=RecomputeConfig(),
         offload=OffloadConfig(),
         train=replace(
-            run.train, micro_batch_size=rows, loss_backward="kept", loss_chunk=None,
-            tokens_per_microbatch=None if run.train.tokens_per_microbatch is None else run.train.seq_len,
+            run.train,
+            micro_batch_size=rows,
+            loss_backward="kept",
+            loss_chunk=None,
+            tokens_per_microbatch=None
+            if run.train.tokens_per_microbatch is None
+            else run.train.seq_len,
         ),
-    )  # fmt: skip
+    )
 
 
 def balances_over_ranks(model: ModelConfig) -> bool:
@@ -264,10 +310,13 @@ def balances_over_ranks(model: ModelConfig) -> bool:
 
 
 def balances_by_microbatch(moe: MoEConfig, *, documents: bool) -> bool:
-    """Whether anything depends on what a microbatch has, so that with other rows in each it is another model: losses
-    over it, or over documents of which it has now more and now fewer; room for its tokens; plans and offsets."""
+    """Whether anything depends on what a microbatch has, so that with other rows in each it is
+    another model: losses over it, or over documents of which it has now more and now fewer; room
+    for its tokens; plans and offsets."""
     balance = moe.balance
-    over_it = balance.batch > 0 or balance.quantile or balance.sinkhorn or moe.capacity.factor is not None
+    over_it = (
+        balance.batch > 0 or balance.quantile or balance.sinkhorn or moe.capacity.factor is not None
+    )
     return over_it or (documents and balance.sequence > 0)
 
 
@@ -276,7 +325,10 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with planted(case.fault), fused_on_cpus() if case.run.parallel.ring_products == "fused" else nullcontext():
+        with (
+            planted(case.fault),
+            fused_on_cpus() if case.run.parallel.ring_products == "fused" else nullcontext(),
+        ):
             mesh = (
                 mesh_of_one()
                 if world == 1
@@ -297,39 +349,72 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
     loader = _loader(case.run, mesh, consumed=0, steps=STEPS, masks=case.masks)
     scores: list[float] = []
     for step in range(STEPS):
-        result = train_step(trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups)
+        result = train_step(
+            trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups
+        )
         losses.append(result.loss)
         norms.append(result.grad_norm)
         scores += [value for value in (result.z_loss, result.max_logit) if value is not None]
         uses.append(use_of_experts(trainer.staged.modules, mesh))
         unclipped += _unclipped_gradients(trainer)
         if step == 0:
-            # The optimizer has clipped these in place; they are compared as they were applied, all by the same factor.
+            # The optimizer has clipped these in place; they are compared as they were applied, all
+            # by the same factor.
             gradients = _slices([(o.shard, o.gradient) for o in trainer.data.owned])
     trainer.data.settle()
     weights, saved = _weights(trainer), _state(trainer)
     state = {"optimizer_updates": trainer.optimizer.updates}
-    save_checkpoint(folder, STEPS, checkpoint_entries(trainer), state, mesh.world, config_text="", keep=None)
+    save_checkpoint(
+        folder, STEPS, checkpoint_entries(trainer), state, mesh.world, config_text="", keep=None
+    )
     checkpoint = open_checkpoint(folder / f"step_{STEPS:07d}")
-    again = build_trainer(case.run, mesh, device, fill=case.run.lora is not None)  # the base is in no checkpoint
+    again = build_trainer(
+        case.run, mesh, device, fill=case.run.lora is not None
+    )  # the base is in no checkpoint
     again = _recording(again)
     _load(checkpoint, again)
-    resharded = _state(again) if case.resharded is None else _read_under(case.resharded, checkpoint, mesh)
+    resharded = (
+        _state(again) if case.resharded is None else _read_under(case.resharded, checkpoint, mesh)
+    )
     rows = case.run.train.global_batch_size
     batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1, masks=case.masks).next()
-    losses.append(train_step(again, batches, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups).loss)
+    losses.append(
+        train_step(again, batches, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups).loss
+    )
     uses.append(use_of_experts(again.staged.modules, mesh))
     unclipped += _unclipped_gradients(again)
     again.data.settle()
     names = checkpoint.keys() if mesh.world.rank == 0 else ()
     stored = {name: checkpoint.read(name) for name in names}
-    expected = torch_updates(
-        case.run, _joined(initial), unclipped, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups
-    ) if unclipped else []  # fmt: skip
+    expected = (
+        torch_updates(
+            case.run,
+            _joined(initial),
+            unclipped,
+            lr=case.run.schedule.lr,
+            weight_decay=DECAY,
+            groups=groups,
+        )
+        if unclipped
+        else []
+    )
     return RankResult(
-        losses, norms, scores, initial, gradients, weights, stored, _weights(again), uses, _biases(again),
-        _still(again), saved, resharded, case.resharded is not None, expected,
-    )  # fmt: skip
+        losses,
+        norms,
+        scores,
+        initial,
+        gradients,
+        weights,
+        stored,
+        _weights(again),
+        uses,
+        _biases(again),
+        _still(again),
+        saved,
+        resharded,
+        case.resharded is not None,
+        expected,
+    )
 
 
 def join_ranks(results: Sequence[RankResult]) -> RankResult:
@@ -391,16 +476,31 @@ def compare_results(result: RankResult, reference: RankResult) -> list[Differenc
         _scalars("first loss", result.losses[:1], reference.losses[:1]),
         _scalars("losses of all steps", result.losses, reference.losses),
         _scalars("gradient norm", result.grad_norms, reference.grad_norms),
-        *([_scalars("z losses, largest scores", result.scores, reference.scores)] if reference.scores else []),
+        *(
+            [_scalars("z losses, largest scores", result.scores, reference.scores)]
+            if reference.scores
+            else []
+        ),
         _tensors("first weights", _joined(result.initial), _joined(reference.initial), exact=True),
         _tensors("gradients", _joined(result.gradients), _joined(reference.gradients)),
-        _tensors(f"weights after {STEPS} steps", _joined(result.weights), _joined(reference.weights)),
-        _tensors("checkpoint", *(_trained_ones(each.stored, reference.still) for each in (result, reference))),
-        _tensors("weights one step after reload", _joined(result.reloaded), _joined(reference.reloaded)),
+        _tensors(
+            f"weights after {STEPS} steps", _joined(result.weights), _joined(reference.weights)
+        ),
+        _tensors(
+            "checkpoint",
+            *(_trained_ones(each.stored, reference.still) for each in (result, reference)),
+        ),
+        _tensors(
+            "weights one step after reload", _joined(result.reloaded), _joined(reference.reloaded)
+        ),
         *_against_torch(result, reference.expected),
         _tensors(read_under, _joined(result.resharded), _joined(result.saved), exact=True),
     ]
-    copies = [name for name, mine in result.biases.items() if any(not torch.equal(mine[0], one) for one in mine)]
+    copies = [
+        name
+        for name, mine in result.biases.items()
+        if any(not torch.equal(mine[0], one) for one in mine)
+    ]
     parts = (result.gradients, result.weights, result.resharded)
     copies += [name for part in parts for name in _unequal_copies(part)]
     error = float("inf") if copies else 0.0
@@ -408,28 +508,45 @@ def compare_results(result: RankResult, reference: RankResult) -> list[Differenc
 
 
 def _experts(result: RankResult, reference: RankResult) -> Iterator[Difference]:
-    """Choices before all else, since where these differ nothing that follows can agree; nothing without experts."""
+    """Choices before all else, since where these differ nothing that follows can agree; nothing
+    without experts."""
     if not any(reference.uses):
         return
     told = list(_other_choices(result.uses, reference.uses))
-    yield Difference("choices of experts", told[0] if told else "", float("inf") if told else 0.0, not told)
-    mine, theirs = ([loss for uses in each.uses for use in uses for loss in use.losses] for each in (result, reference))
+    yield Difference(
+        "choices of experts", told[0] if told else "", float("inf") if told else 0.0, not told
+    )
+    mine, theirs = (
+        [loss for uses in each.uses for use in uses for loss in use.losses]
+        for each in (result, reference)
+    )
     if any(theirs):
         yield _scalars("balance losses", mine, theirs)
     if reference.biases:
-        ours, others = ({name: each[0] for name, each in one.biases.items()} for one in (result, reference))
+        ours, others = (
+            {name: each[0] for name, each in one.biases.items()} for one in (result, reference)
+        )
         yield _tensors("balancing biases", ours, others, exact=True)
 
 
 def _against_torch(result: RankResult, expected: Sequence[TorchUpdate]) -> Iterator[Difference]:
-    """Gradient norms, weights and moments, as torch computes them from the gradients of one process."""
+    """Gradient norms, weights and moments, as torch computes them from the gradients of one
+    process."""
     last, reloaded = expected[STEPS - 1 :]
-    yield _scalars("gradient norm against torch", result.grad_norms, [one.grad_norm for one in expected[:STEPS]])
+    yield _scalars(
+        "gradient norm against torch",
+        result.grad_norms,
+        [one.grad_norm for one in expected[:STEPS]],
+    )
     yield _tensors("weights against torch.optim", _joined(result.weights), last.weights)
-    moments = {name: tensor for name, tensor in result.stored.items() if name.startswith("optimizer.")}
+    moments = {
+        name: tensor for name, tensor in result.stored.items() if name.startswith("optimizer.")
+    }
     if moments or last.states:
         yield _tensors("moments against torch.optim", moments, last.states)
-    yield _tensors("reloaded weights against torch.optim", _joined(result.reloaded), reloaded.weights)
+    yield _tensors(
+        "reloaded weights against torch.optim", _joined(result.reloaded), reloaded.weights
+    )
 
 
 def _frozen(result: RankResult, reference: RankResult) -> Iterator[Difference]:
@@ -440,11 +557,16 @@ def _frozen(result: RankResult, reference: RankResult) -> Iterator[Difference]:
 
 
 def _trained_ones(stored: Mapping[str, Tensor], still: Gathered) -> dict[str, Tensor]:
-    """What a checkpoint holds but for weights that are not trained, some of which are all zero; they were read back."""
-    return {name: tensor for name, tensor in stored.items() if name.removeprefix("model.") not in still}
+    """What a checkpoint holds but for weights that are not trained, some of which are all zero;
+    they were read back."""
+    return {
+        name: tensor for name, tensor in stored.items() if name.removeprefix("model.") not in still
+    }
 
 
-def _other_choices(mine: Sequence[Sequence[LayerUse]], reference: Sequence[Sequence[LayerUse]]) -> Iterator[str]:
+def _other_choices(
+    mine: Sequence[Sequence[LayerUse]], reference: Sequence[Sequence[LayerUse]]
+) -> Iterator[str]:
     """Where experts were not chosen as often as on one process, the first step and layer first."""
     for step, (uses, others) in enumerate(zip(mine, reference, strict=True), 1):
         for use, other in zip(uses, others, strict=True):
@@ -490,7 +612,9 @@ def _give_adapters_values(trainer: Trainer) -> None:
     publish_loaded(trainer)
 
 
-def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int, masks: MaskKind | None = None) -> Loader:
+def _loader(
+    run: TrainRun, mesh: Mesh, *, consumed: int, steps: int, masks: MaskKind | None = None
+) -> Loader:
     train = run.train
     # The first microbatch of one rank and the second row of the run have no label at all.
     eod = 7 if run.data.documents else None
@@ -500,11 +624,20 @@ def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int, masks: Mask
     if budget is None:
         dataset = RaggedRows(*made_of, eod=eod, places=bool(run.model.rope.sections), masks=masks)
     return Loader(
-        dataset, Masks(eod=eod, documents=run.data.documents), mesh.dp, global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size, consumed=consumed, steps=steps, device=torch.device("cpu"),
-        slicing=my_slicing(run.parallel, mesh), dropout_seed=dropout_seed(run),
-        further=run.model.mtp.depths, budget=budget, everyone=mesh.world,
-    )  # fmt: skip
+        dataset,
+        Masks(eod=eod, documents=run.data.documents),
+        mesh.dp,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        consumed=consumed,
+        steps=steps,
+        device=torch.device("cpu"),
+        slicing=my_slicing(run.parallel, mesh),
+        dropout_seed=dropout_seed(run),
+        further=run.model.mtp.depths,
+        budget=budget,
+        everyone=mesh.world,
+    )
 
 
 def _weights(trainer: Trainer) -> Gathered:
@@ -512,7 +645,8 @@ def _weights(trainer: Trainer) -> Gathered:
 
 
 def _state(trainer: Trainer) -> Gathered:
-    """My slices of what a checkpoint holds, by their names in it, and the step count of the optimizer."""
+    """My slices of what a checkpoint holds, by their names in it, and the step count of the
+    optimizer."""
     updates = Boxes((), [((), torch.tensor(float(trainer.optimizer.updates), dtype=torch.float64))])
     found: Gathered = {"optimizer step": updates}
     for entry in checkpoint_entries(trainer):
@@ -521,14 +655,17 @@ def _state(trainer: Trainer) -> Gathered:
 
 
 def _still(trainer: Trainer) -> Gathered:
-    """Weights that stay as they are; adapters are trained beside ones that no checkpoint of theirs holds."""
+    """Weights that stay as they are; adapters are trained beside ones that no checkpoint of theirs
+    holds."""
     frozen = [] if trainer.run.lora is not None else trainer.data.frozen
     return _slices([(shard, weight) for shard, weight in frozen if ".balancing_" not in shard.name])
 
 
 def _group_rates(run: TrainRun) -> dict[str, GroupRates]:
     """Of groups, which have them for all steps, as the schedule of a case is constant."""
-    lengths = schedule_lengths(run.schedule, global_batch_size=run.train.global_batch_size, total_steps=STEPS)
+    lengths = schedule_lengths(
+        run.schedule, global_batch_size=run.train.global_batch_size, total_steps=STEPS
+    )
     return group_rates(run.optim.groups, replace(run.schedule, weight_decay=DECAY), 0, lengths)
 
 
@@ -536,7 +673,9 @@ def _slices(pairs: Sequence[tuple[Shard, Tensor]]) -> Gathered:
     """My slices as boxes; a flat one is several."""
     found: Gathered = {}
     for shard, tensor in pairs:
-        found.setdefault(shard.name, Boxes(shard.shape, [])).parts.extend(_parts(Entry(shard, "param", tensor)))
+        found.setdefault(shard.name, Boxes(shard.shape, [])).parts.extend(
+            _parts(Entry(shard, "param", tensor))
+        )
     return found
 
 
@@ -554,7 +693,8 @@ def _join_slices(parts: Sequence[Gathered]) -> Gathered:
 
 
 def _joined(gathered: Gathered) -> dict[str, Tensor]:
-    """Whole tensors from slices; where several ranks hold one, the last counts (they are compared apart)."""
+    """Whole tensors from slices; where several ranks hold one, the last counts (they are compared
+    apart)."""
     whole = {}
     for name, boxes in gathered.items():
         whole[name] = torch.full(boxes.shape, float("nan"), dtype=torch.float64)

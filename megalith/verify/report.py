@@ -1,4 +1,5 @@
-"""The proof of a layout as rows a person can read: what was asked, what was found, and which part proved it."""
+"""The proof of a layout as rows a person can read: what was asked, what was found, and which part
+proved it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +15,10 @@ from megalith.verify.schedules import ScheduleReport
 from megalith.verify.types import TypeReport
 
 LEGEND = (
-    "(a), (b) and (c) look at the layout itself, at its real size: (b) sees every gradient's sum, but no values, (c) "
-    "the order of actions and messages. (d) sees values, scale factors, buckets, the optimizer and the checkpoint, on "
+    "(a), (b) and (c) look at the layout itself, at its real size: (b) sees every gradient's sum, "
+    "but no values, (c) "
+    "the order of actions and messages. (d) sees values, scale factors, buckets, the optimizer and "
+    "the checkpoint, on "
     "tiny copies. Together they are the proof."
 )
 """What each part can see."""
@@ -30,7 +33,8 @@ class Row:
     """One question and its answer."""
 
     part: str
-    """a: rules; b: types at the real size; c: schedules at the real size; d: float64 on processes."""
+    """a: rules; b: types at the real size; c: schedules at the real size; d: float64 on
+    processes."""
 
     question: str
     answer: str
@@ -50,18 +54,24 @@ def type_rows(report: TypeReport) -> list[Row]:
     axes = ", ".join(_axes_as_typed(report.axes)) or "no axis"
     done = (
         f"{axes}; ranks {', '.join(map(str, report.ranks))}; {report.parameters} parameters, "
-        f"{sum(report.collectives.values())} collectives; {report.seconds:.1f} s, {report.peak_gib:.2f} GiB"
+        f"{sum(report.collectives.values())} collectives; {report.seconds:.1f} s, "
+        f"{report.peak_gib:.2f} GiB"
     )
     rows = [Row("b", asked, done, report.ok)]
     rows += [Row("b", "type error", str(problem), False) for problem in report.problems]
     if report.unproved:
-        rows.append(Row("b", "nothing is proved about axes of one rank", ", ".join(report.unproved), True))
-    rows += [Row("b", "has no types, and is proved in (d) alone", text, True) for text in report.unseen]
+        rows.append(
+            Row("b", "nothing is proved about axes of one rank", ", ".join(report.unproved), True)
+        )
+    rows += [
+        Row("b", "has no types, and is proved in (d) alone", text, True) for text in report.unseen
+    ]
     return rows
 
 
 def _axes_as_typed(axes: Mapping[str, int]) -> list[str]:
-    """The axes of more than one rank under the names of their settings; parts of an axis are none of its own."""
+    """The axes of more than one rank under the names of their settings; parts of an axis are none
+    of its own."""
     parts = {part for pair in PARTS.values() for part in pair}
     copies = axes.get("tp_copy", 1)
     shared = f" ({copies} ranks share each key/value head)" if copies > 1 else ""
@@ -73,13 +83,20 @@ def schedule_rows(report: ScheduleReport | None) -> list[Row]:
     """Part (c); None: there is one stage."""
     if report is None:
         return [Row("c", "no rank waits for ever", "one stage: there is no pipeline", True)]
-    rows = [Row("c", "no rank waits for ever, in training and evaluation", report.summary(), report.ok)]
-    return rows + [Row("c", "the lists cannot be run", problem, False) for problem in report.problems]
+    rows = [
+        Row("c", "no rank waits for ever, in training and evaluation", report.summary(), report.ok)
+    ]
+    return rows + [
+        Row("c", "the lists cannot be run", problem, False) for problem in report.problems
+    ]
 
 
 def difference_rows(world: int, words: str, differences: Sequence[Difference]) -> list[Row]:
     """Part (d): one copy on `world` processes; `words` says what became of the run in it."""
-    holds, worst = all(found.holds for found in differences), max(found.error for found in differences)
+    holds, worst = (
+        all(found.holds for found in differences),
+        max(found.error for found in differences),
+    )
     rows = [Row("d", _copy_words(world), f"{words}; worst difference {worst:.1e}", holds)]
     for found in differences:
         where = f" at worst, in {found.name}" if found.name else ""
@@ -93,7 +110,9 @@ def failure_row(world: int, words: str, told: str) -> Row:
 
 
 def _copy_words(world: int) -> str:
-    return f"a tiny copy on {world} process{'es' if world > 1 else ''} equals one process in float64"
+    return (
+        f"a tiny copy on {world} process{'es' if world > 1 else ''} equals one process in float64"
+    )
 
 
 def as_table(rows: Sequence[Row]) -> Table:
@@ -142,15 +161,22 @@ def summary_table(results: Sequence[LayoutResult]) -> Table:
     """Layouts by area: how many there are, how many hold, and the worst of what was compared."""
     table = Table(box=box.SIMPLE, title="every layout equals one process")
     for column in ("area", "layouts", "hold", "processes", "worst difference", "in", "seconds"):
-        table.add_column(column, justify="left" if column in ("area", "in") else "right", overflow="fold")
+        table.add_column(
+            column, justify="left" if column in ("area", "in") else "right", overflow="fold"
+        )
     for area in dict.fromkeys(result.area for result in results):
         found = [result for result in results if result.area == area]
         worst = max(found, key=lambda result: result.error)
         worlds = sorted({result.world for result in found})
         table.add_row(
-            area, str(len(found)), str(sum(result.holds for result in found)), ", ".join(map(str, worlds)),
-            f"{worst.error:.0e}", worst.name, f"{sum(result.seconds for result in found):.0f}",
-        )  # fmt: skip
+            area,
+            str(len(found)),
+            str(sum(result.holds for result in found)),
+            ", ".join(map(str, worlds)),
+            f"{worst.error:.0e}",
+            worst.name,
+            f"{sum(result.seconds for result in found):.0f}",
+        )
     return table
 
 
@@ -161,30 +187,41 @@ def fault_summary(verdicts: Sequence[Verdict]) -> Table:
         table.add_column(column, overflow="fold")
     for verdict in verdicts:
         types = f"refused at {verdict.by_types}" if verdict.by_types else "not seen"
-        table.add_row(verdict.fault.name, types, verdict.numbers, "yes" if verdict.refused else "NO")
+        table.add_row(
+            verdict.fault.name, types, verdict.numbers, "yes" if verdict.refused else "NO"
+        )
     return table
 
 
 def problem_lines(results: Sequence[LayoutResult], verdicts: Sequence[Verdict]) -> list[str]:
     """Everything that does not hold, one text each."""
-    return [f"{result.area}, {result.name}: {text}" for result in results for text in result.problems] + [
+    return [
+        f"{result.area}, {result.name}: {text}" for result in results for text in result.problems
+    ] + [
         f"the planted fault {verdict.fault.name} was not seen: {verdict.fault.what}"
         for verdict in verdicts
         if not verdict.refused
     ]
 
 
-def matrix_json(results: Sequence[LayoutResult], verdicts: Sequence[Verdict]) -> dict[str, Any]:  # Any: JSON
+def matrix_json(
+    results: Sequence[LayoutResult], verdicts: Sequence[Verdict]
+) -> dict[str, Any]:  # Any: JSON
     """Both tables for programs."""
     faults = [
         {
-            "name": verdict.fault.name, "what": verdict.fault.what, "types": verdict.by_types,
-            "numbers": verdict.numbers, "detail": verdict.detail, "refused": verdict.refused,
+            "name": verdict.fault.name,
+            "what": verdict.fault.what,
+            "types": verdict.by_types,
+            "numbers": verdict.numbers,
+            "detail": verdict.detail,
+            "refused": verdict.refused,
         }
         for verdict in verdicts
-    ]  # fmt: skip
+    ]
     return {
-        "holds": all(result.holds for result in results) and all(verdict.refused for verdict in verdicts),
+        "holds": all(result.holds for result in results)
+        and all(verdict.refused for verdict in verdicts),
         "layouts": [asdict(result) | {"holds": result.holds} for result in results],
         "faults": faults,
     }

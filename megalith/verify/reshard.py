@@ -1,4 +1,5 @@
-"""The layout under which the float64 proof reads a checkpoint back: another one than it was saved under."""
+"""The layout under which the float64 proof reads a checkpoint back: another one than it was saved
+under."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,33 +11,43 @@ from megalith.config.train import TrainRun
 from megalith.train.rules import run_problems
 
 LEVELS: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)
-"""ZeRO levels that differ in what a rank holds of weights and optimizer states; 2 also divides gradients."""
+"""ZeRO levels that differ in what a rank holds of weights and optimizer states; 2 also divides
+gradients."""
 
 
 def resharded_run(run: TrainRun, world: int) -> TrainRun | None:
-    """Return `run` under the layout on `world` ranks that differs most from its own; None if no other layout fits.
+    """Return `run` under the layout on `world` ranks that differs most from its own; None if no
+    other layout fits.
 
-    The weights and the optimizer states are then cut along other dimensions, over other ranks and at other offsets.
-    The result is built and loaded, not trained, so its batch fits any layout.
+    The weights and the optimizer states are then cut along other dimensions, over other ranks and
+    at other offsets. The result is built and loaded, not trained, so its batch fits any layout.
     """
     known = set(run_problems(run, world))
     for parallel in reload_layouts(run.parallel, world):
         if parallel.ep > 1 and run.model.moe is None:
             continue
         candidate = replace(
-            run, parallel=parallel, recompute=RecomputeConfig(), offload=OffloadConfig(),
+            run,
+            parallel=parallel,
+            recompute=RecomputeConfig(),
+            offload=OffloadConfig(),
             train=replace(
-                run.train, global_batch_size=12 * world, micro_batch_size=1, tokens_per_microbatch=None,
-                loss_backward="kept", loss_chunk=None,
+                run.train,
+                global_batch_size=12 * world,
+                micro_batch_size=1,
+                tokens_per_microbatch=None,
+                loss_backward="kept",
+                loss_chunk=None,
             ),
-        )  # fmt: skip
+        )
         if known.issuperset(run_problems(candidate, world)):
             return candidate
     return None
 
 
 def reload_layouts(saved: ParallelConfig, world: int) -> Iterator[ParallelConfig]:
-    """Yield every other layout of `world` ranks by tp, pp, dp, ZeRO level and ep, the most different first.
+    """Yield every other layout of `world` ranks by tp, pp, dp, ZeRO level and ep, the most
+    different first.
 
     >>> for saved in ParallelConfig(tp=2), ParallelConfig(pp=2), ParallelConfig(dp=2, zero=1):
     ...     first = next(reload_layouts(saved, 2))
@@ -48,7 +59,15 @@ def reload_layouts(saved: ParallelConfig, world: int) -> Iterator[ParallelConfig
     before = _degrees(saved, world)
     degrees = [(tp, pp) for tp in _divisors(world) for pp in _divisors(world // tp)]
     layouts = [
-        ParallelConfig(tp=tp, pp=pp, dp=world // (tp * pp), zero=zero, ep=ep, sp=sp, bucket_numel=saved.bucket_numel)
+        ParallelConfig(
+            tp=tp,
+            pp=pp,
+            dp=world // (tp * pp),
+            zero=zero,
+            ep=ep,
+            sp=sp,
+            bucket_numel=saved.bucket_numel,
+        )
         for tp, pp in degrees
         for zero in LEVELS[: 3 if tp * pp < world else 1]
         for ep in _divisors(world // pp)
@@ -59,7 +78,8 @@ def reload_layouts(saved: ParallelConfig, world: int) -> Iterator[ParallelConfig
     def changes(layout: ParallelConfig) -> int:
         return sum(a != b for a, b in zip(before, _degrees(layout, world), strict=True))
 
-    # Of layouts that differ as much, those with more tensor-parallel ranks cut the most tensors along other dimensions.
+    # Of layouts that differ as much, those with more tensor-parallel ranks cut the most tensors
+    # along other dimensions.
     layouts.sort(key=lambda p: (-changes(p), -p.tp, p.pp, p.zero != level, p.zero, p.ep, p.sp))
     yield from (layout for layout in layouts if changes(layout) > 0)
 

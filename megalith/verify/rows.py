@@ -18,9 +18,19 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.ranks import LayoutCase, MaskKind, choose_micro_batch_size, layout_case
 
 Area = Literal[
-    "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
-    "adapters", "experts", "chosen parameters", "masks",
-]  # fmt: skip
+    "tensor and data",
+    "divided state",
+    "sharded weights",
+    "pipeline",
+    "shared rows",
+    "memory",
+    "all axes",
+    "variants",
+    "adapters",
+    "experts",
+    "chosen parameters",
+    "masks",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +67,8 @@ class Layout:
     """Of tokens."""
 
     sample: bool = False
-    """One of the few that together have everything once, on at most four processes: in `make test`, and in
-    `megalith verify --all --sample`."""
+    """One of the few that together have everything once, on at most four processes: in `make
+    test`, and in `megalith verify --all --sample`."""
 
     @property
     def world(self) -> int:
@@ -69,31 +79,59 @@ class Layout:
     def case(self) -> LayoutCase:
         """What is run in float64."""
         case = layout_case(
-            self.model, self.parallel, self.world, seq_len=self.seq_len, documents=self.documents,
+            self.model,
+            self.parallel,
+            self.world,
+            seq_len=self.seq_len,
+            documents=self.documents,
             micro_batch_size=self.rows or choose_micro_batch_size(self.parallel),
-        )  # fmt: skip
-        base = CheckpointConfig(load=None if self.lora is None else "base")  # which a rule asks for; it is drawn here
+        )
+        base = CheckpointConfig(
+            load=None if self.lora is None else "base"
+        )  # which a rule asks for; it is drawn here
         run = replace(
-            case.run, recompute=self.recompute, offload=self.offload, lora=self.lora, checkpoint=base,
+            case.run,
+            recompute=self.recompute,
+            offload=self.offload,
+            lora=self.lora,
+            checkpoint=base,
             optim=replace(self.optim, eps=case.run.optim.eps),
             train=replace(
-                case.run.train, label_smoothing=self.smoothing, z_loss=self.z_loss,
+                case.run.train,
+                label_smoothing=self.smoothing,
+                z_loss=self.z_loss,
                 loss_backward="recomputed" if self.recomputed_loss else "kept",
-                loss_chunk=7 if self.recomputed_loss else None, tokens_per_microbatch=self.budget,
+                loss_chunk=7 if self.recomputed_loss else None,
+                tokens_per_microbatch=self.budget,
             ),
-        )  # fmt: skip
+        )
         return replace(case, run=run, masks=self.masks)
 
 
 def tiny(
-    *, num_heads: int = 4, num_kv_heads: int = 4, num_layers: int = 2, tied: bool = False, bias: bool = False
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 4,
+    num_layers: int = 2,
+    tied: bool = False,
+    bias: bool = False,
 ) -> ModelConfig:
-    """Sizes that are no powers of two, a padded vocabulary, and parts that tp 3 divides unevenly."""
+    """Sizes that are no powers of two, a padded vocabulary, and parts that tp 3 divides
+    unevenly."""
     return ModelConfig(
-        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=num_layers, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, head_dim=6, ffn_hidden_size=20, tied_embeddings=tied, qkv_bias=bias,
-        output_bias=bias, mlp_bias=bias,
-    )  # fmt: skip
+        vocab_size=61,
+        vocab_multiple=4,
+        hidden_size=24,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=6,
+        ffn_hidden_size=20,
+        tied_embeddings=tied,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+    )
 
 
 TIED, BIASED = tiny(tied=True), tiny(bias=True)
@@ -104,14 +142,23 @@ FOUR_TIED = replace(FOUR, tied_embeddings=True)
 THREE_TIED, SIX_LAYERS = replace(FOUR_TIED, num_layers=3), replace(FOUR, num_layers=6)
 
 NO = RecomputeConfig()
-FULL, BLOCK = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="full", method="block")
+FULL, BLOCK = (
+    RecomputeConfig(granularity="full"),
+    RecomputeConfig(granularity="full", method="block"),
+)
 PARTS = RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp_act"))
 
 
 def staged(
-    pp: int, *, tp: int = 1, cp: int = 1, dp: int = 1, sp: bool = False, zero: Literal[0, 1, 2, 3] = 0,
+    pp: int,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    sp: bool = False,
+    zero: Literal[0, 1, 2, 3] = 0,
     **pipeline: object,
-) -> ParallelConfig:  # fmt: skip
+) -> ParallelConfig:
     """A layout with a pipeline; what is left over are its settings."""
     settings = PipelineConfig(**pipeline)  # type: ignore[arg-type]  # by name
     return ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp, sp=sp, zero=zero, pipeline=settings)
@@ -124,23 +171,37 @@ def row_of(parallel: ParallelConfig) -> int:
 
 
 Entry = tuple[ModelConfig, ParallelConfig] | tuple[ModelConfig, ParallelConfig, int]
-"""What a row is but for its name; with the rows of a microbatch, of the 12 rows of a step, if not the default."""
+"""What a row is but for its name; with the rows of a microbatch, of the 12 rows of a step, if not
+the default."""
 
 
-def table(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] = ()) -> Iterator[Layout]:
+def table(
+    area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] = ()
+) -> Iterator[Layout]:
     """The rows of a table by name; `sample` names those in the sample."""
     for name, entry in layouts.items():
         model, parallel = entry[:2]
         yield Layout(
-            area=area, name=name, model=model, parallel=parallel, rows=entry[2] if len(entry) == 3 else None,
-            seq_len=row_of(parallel), sample=name in sample,
-        )  # fmt: skip
+            area=area,
+            name=name,
+            model=model,
+            parallel=parallel,
+            rows=entry[2] if len(entry) == 3 else None,
+            seq_len=row_of(parallel),
+            sample=name in sample,
+        )
 
 
 def packed_rows() -> Iterator[Layout]:
-    """Documents packed by a budget of tokens, whose microbatches differ in number from step to step."""
-    by_document, drops = ContextConfig(slicing="document"), DropoutConfig(residual=0.2, attention=0.2)
-    experts = MoEConfig(experts=4, ffn_hidden_size=10, balance=BalanceConfig(z=0.3))  # a mean over tokens, not packs
+    """Documents packed by a budget of tokens, whose microbatches differ in number from step to
+    step."""
+    by_document, drops = (
+        ContextConfig(slicing="document"),
+        DropoutConfig(residual=0.2, attention=0.2),
+    )
+    experts = MoEConfig(
+        experts=4, ffn_hidden_size=10, balance=BalanceConfig(z=0.3)
+    )  # a mean over tokens, not packs
     layouts = {
         "tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True), 24),
         "dp3, zero 3": (TIED, ParallelConfig(dp=3, zero=3), 16),
@@ -151,6 +212,13 @@ def packed_rows() -> Iterator[Layout]:
         "dropout, cp2 dp2": (replace(tiny(), dropout=drops), ParallelConfig(cp=2, dp=2), 24),
         "further, pp2 dp2": (replace(tiny(), mtp=MTPConfig(depths=2)), staged(2, dp=2), 24),
         "experts, dp2 ep2": (replace(tiny(), moe=experts), ParallelConfig(dp=2, ep=2), 24),
-    }  # fmt: skip
+    }
     for name, (model, parallel, budget) in layouts.items():
-        yield Layout(area="variants", name=f"packs, {name}", model=model, parallel=parallel, rows=1, budget=budget)
+        yield Layout(
+            area="variants",
+            name=f"packs, {name}",
+            model=model,
+            parallel=parallel,
+            rows=1,
+            budget=budget,
+        )

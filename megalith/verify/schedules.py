@@ -1,7 +1,8 @@
 """The pipeline lists of all ranks, run on paper: the part of the proof that no rank waits for ever.
 
-It sees the order of actions and messages and what is alive when; it sees no values. Messages run twice: told apart by
-tags, as on gloo, and as queues whose operations wait for each other, as on NCCL.
+It sees the order of actions and messages and what is alive when; it sees no values. Messages run
+twice: told apart by tags, as on gloo, and as queues whose operations wait for each other, as on
+NCCL.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class ScheduleReport:
     """Idle time over all time."""
 
     peak_live: tuple[Fraction, ...] = ()
-    """By rank: the most microbatches whose activations are held at once; one chunk of v counts 1/v."""
+    """By rank: the most microbatches whose activations are held at once; one chunk of v counts
+    1/v."""
 
     @property
     def ok(self) -> bool:
@@ -54,8 +56,10 @@ class ScheduleReport:
         live = [float(peak) for peak in self.peak_live]
         span = f"{max(live):g}" if max(live) == min(live) else f"{min(live):g} to {max(live):g}"
         return (
-            f"{where}: {self.num_actions:,} actions, {self.num_messages:,} messages, no deadlock with tags (gloo) or "
-            f"without (NCCL); bubble {float(self.bubble_of_total):.1%} of the step; at most {span} microbatches alive "
+            f"{where}: {self.num_actions:,} actions, {self.num_messages:,} messages, no deadlock "
+            "with tags (gloo) or "
+            f"without (NCCL); bubble {float(self.bubble_of_total):.1%} of the step; at most {span} "
+            "microbatches alive "
             "per rank"
         )
 
@@ -72,9 +76,10 @@ def check_schedule(
 ) -> ScheduleReport:
     """Build the lists a run would obey, for training and for evaluation, and run them on paper.
 
-    rows: see `plan/schedule.schedule_problems`. overlap: parallel.overlap, which decides where receives are posted.
-    paired: parallel.overlap_experts, under which microbatches are computed two at a time; on paper, that saves no time.
-    costs: of the stages; unset: F, I and W take equally long and messages no time.
+    rows: see `plan/schedule.schedule_problems`. overlap: parallel.overlap, which decides where
+    receives are posted. paired: parallel.overlap_experts, under which microbatches are computed two
+    at a time; on paper, that saves no time. costs: of the stages; unset: F, I and W take equally
+    long and messages no time.
     """
     name = schedule_name(pipeline)
     problems = schedule_problems(pipeline, pp=pp, num_microbatches=num_microbatches, rows=rows)
@@ -97,7 +102,8 @@ def check_schedule(
 
 
 def check_lists(schedule: Schedule, costs: Costs | None = None) -> ScheduleReport:
-    """Run given lists on paper, over messages with tags and without; they must contain their messages."""
+    """Run given lists on paper, over messages with tags and without; they must contain their
+    messages."""
     sizes = schedule.name, schedule.num_ranks, schedule.num_chunks, schedule.num_microbatches
     problems = find_problems(schedule) or queue_problems(schedule)
     if problems:

@@ -1,4 +1,5 @@
-"""Tiny copies of a user's run that keep what makes its layout hard: shared heads, uneven parts, ties, stages, kinds."""
+"""Tiny copies of a user's run that keep what makes its layout hard: shared heads, uneven parts,
+ties, stages, kinds."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -44,18 +45,25 @@ Axes = tuple[str, ...]
 T = TypeVar("T")
 
 
-def shrink(run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | None = None) -> list[LayoutCase]:
-    """Float64 cases of at most `most` ranks that have the layout of `run` on `world` ranks, every axis at its smallest.
+def shrink(
+    run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | None = None
+) -> list[LayoutCase]:
+    """Float64 cases of at most `most` ranks that have the layout of `run` on `world` ranks, every
+    axis at its smallest.
 
-    Where the axes do not fit together, each case leaves some of them out, and all that fit together are in one of them.
-    The cases recompute and offload as the run does. The run must break no rule.
+    Where the axes do not fit together, each case leaves some of them out, and all that fit together
+    are in one of them. The cases recompute and offload as the run does. The run must break no rule.
     """
     smallest = _smallest_sizes(run, _sizes(run, world))
-    return [_copy(run, world, sizes, fault) for sizes in _that_fit(smallest, _sizes(run, world), run, most)]
+    return [
+        _copy(run, world, sizes, fault)
+        for sizes in _that_fit(smallest, _sizes(run, world), run, most)
+    ]
 
 
 def shrunk_words(run: TrainRun, world: int, case: LayoutCase) -> str:
-    """What of the run became what in a tiny copy, such as `tp 2 of 8, sp, pp 2 of 16, vpp 2 of 4, 4 of 80 layers`."""
+    """What of the run became what in a tiny copy, such as `tp 2 of 8, sp, pp 2 of 16, vpp 2 of 4, 4
+    of 80 layers`."""
     before, after, p = _sizes(run, world), _sizes(case.run, case.world), case.run.parallel
     words = [_size_words(axis, after[axis], before[axis]) for axis in before if before[axis] > 1]
     words.insert(1, "sp") if p.sp else None
@@ -69,11 +77,17 @@ def shrunk_words(run: TrainRun, world: int, case: LayoutCase) -> str:
         words.append(f"exchange {', '.join(dict.fromkeys(p.context.layers or (p.context.kind,)))}")
     words += [f"zero {p.zero}"] if p.zero else []
     words += [_size_words("replicas", p.replicas, run.parallel.replicas)] if p.replicas > 1 else []
-    words += [f"recompute {case.run.recompute.granularity}"] if case.run.recompute.granularity != "none" else []
+    words += (
+        [f"recompute {case.run.recompute.granularity}"]
+        if case.run.recompute.granularity != "none"
+        else []
+    )
     words += _expert_words(run, case)
     layers, rows = case.run.model.num_layers, case.run.train
     kind = "row" if rows.tokens_per_microbatch is None else "document"
-    return ", ".join([*words, f"{layers} of {run.model.num_layers} layers", f"{rows.seq_len} tokens a {kind}"])
+    return ", ".join(
+        [*words, f"{layers} of {run.model.num_layers} layers", f"{rows.seq_len} tokens a {kind}"]
+    )
 
 
 def _expert_words(run: TrainRun, case: LayoutCase) -> list[str]:
@@ -107,15 +121,23 @@ def _smallest_sizes(run: TrainRun, sizes: Mapping[str, int]) -> dict[str, int]:
     shared = keys > 1 and key_value_ranks(keys, p.tp) < p.tp  # two heads, and two ranks for each
     groups = "a2a+ring" in (*p.context.layers, p.context.kind)  # two neighbours, and two groups
     divided = 1 < p.replicas < sizes["dp"]  # two replicas, and two ranks in each
-    alone = p.tp == p.cp == 1 and 1 < p.ep < sizes["dp"] // (p.etp or 1)  # ranks with other experts, and with the same
-    least = {"tp": 4 if shared else 2, "cp": 4 if groups else 2, "pp": 2, "dp": 4 if divided or alone else 2}
+    alone = p.tp == p.cp == 1 and 1 < p.ep < sizes["dp"] // (
+        p.etp or 1
+    )  # ranks with other experts, and with the same
+    least = {
+        "tp": 4 if shared else 2,
+        "cp": 4 if groups else 2,
+        "pp": 2,
+        "dp": 4 if divided or alone else 2,
+    }
     return {axis: min(least[axis], size) for axis, size in sizes.items() if size > 1}
 
 
 def _that_fit(
     smallest: Mapping[str, int], sizes: Mapping[str, int], run: TrainRun, most: int
-) -> list[dict[str, int]]:  # fmt: skip
-    """Sizes of the axes of each case: every largest set of axes that fits, grown where there is room."""
+) -> list[dict[str, int]]:
+    """Sizes of the axes of each case: every largest set of axes that fits, grown where there is
+    room."""
     fits = [
         axes
         for count in range(len(smallest), -1, -1)
@@ -126,8 +148,11 @@ def _that_fit(
     return [_grown({axis: smallest[axis] for axis in axes}, sizes, run, most) for axes in largest]
 
 
-def _grown(chosen: dict[str, int], sizes: Mapping[str, int], run: TrainRun, most: int) -> dict[str, int]:
-    """Three ranks instead of two where the run has a multiple of three, or a middle stage; or three of dp alone."""
+def _grown(
+    chosen: dict[str, int], sizes: Mapping[str, int], run: TrainRun, most: int
+) -> dict[str, int]:
+    """Three ranks instead of two where the run has a multiple of three, or a middle stage; or three
+    of dp alone."""
     wanted = {
         "pp": sizes["pp"] % 3 == 0 or (sizes["pp"] > 2 and run.parallel.pipeline.vpp == 1),
         "cp": sizes["cp"] % 3 == 0,
@@ -155,43 +180,67 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     model = replace(model, cross=_shrink_cross(run, model, _stages(pipeline, pp, model)))
     etp, ep = _shrink_expert_ranks(run, tp=tp, ranks=tp * cp * dp)
     if model.moe is not None:
-        model = replace(model, moe=_shrink_experts(model.moe, run, ep=ep, etp=etp or tp, layers=layers, dp=dp))
+        model = replace(
+            model, moe=_shrink_experts(model.moe, run, ep=ep, etp=etp or tp, layers=layers, dp=dp)
+        )
     parallel = replace(
-        p, ep=ep, etp=etp, overlap_experts=p.overlap_experts and ep > 1,
-        tp=tp, sp=p.sp and tp > 1, rings=p.rings and tp > 1,
-        ring_products=p.ring_products if p.rings and tp > 1 else "auto", cp=cp,
-        context=_shrink_context(p, cp, layers), pp=pp, pipeline=pipeline, dp=dp,
-        replicas=1 if dp == 1 or p.replicas == 1 else 2, reduce_dtype="fp32",
-    )  # fmt: skip
+        p,
+        ep=ep,
+        etp=etp,
+        overlap_experts=p.overlap_experts and ep > 1,
+        tp=tp,
+        sp=p.sp and tp > 1,
+        rings=p.rings and tp > 1,
+        ring_products=p.ring_products if p.rings and tp > 1 else "auto",
+        cp=cp,
+        context=_shrink_context(p, cp, layers),
+        pp=pp,
+        pipeline=pipeline,
+        dp=dp,
+        replicas=1 if dp == 1 or p.replicas == 1 else 2,
+        reduce_dtype="fp32",
+    )
     assert isinstance(parallel, ParallelConfig)
     if cp > 1 and context_problems(parallel, model, seq_len=_row_of(run, parallel)):
         model = replace(model, num_heads=model.num_heads * cp)  # heads go round, too
     parallel, rows = _fit_microbatches(run, parallel, before)
     case = layout_case(
-        model, parallel, tp * cp * pp * dp, micro_batch_size=rows, seq_len=_row_of(run, parallel),
-        documents=run.data.documents, fault=fault,
-    )  # fmt: skip
-    offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)  # no tensor of a copy is large
+        model,
+        parallel,
+        tp * cp * pp * dp,
+        micro_batch_size=rows,
+        seq_len=_row_of(run, parallel),
+        documents=run.data.documents,
+        fault=fault,
+    )
+    offload = replace(
+        run.offload, layers=min(run.offload.layers, 1), min_numel=1
+    )  # no tensor of a copy is large
     tiny = replace(
-        case.run, recompute=_shrink_recompute(run, tp), offload=offload,
+        case.run,
+        recompute=_shrink_recompute(run, tp),
+        offload=offload,
         kernels=plainly(run.kernels),  # copies are in float64
         optim=_shrink_choice(replace(run.optim, eps=1e-3), run.model.num_layers, model),
         train=replace(
-            case.run.train, label_smoothing=run.train.label_smoothing, z_loss=run.train.z_loss,
-            loss_chunk=run.train.loss_chunk, loss_backward=run.train.loss_backward,
+            case.run.train,
+            label_smoothing=run.train.label_smoothing,
+            z_loss=run.train.z_loss,
+            loss_chunk=run.train.loss_chunk,
+            loss_backward=run.train.loss_backward,
             tokens_per_microbatch=_shrink_packs(run, parallel),
             micro_batch_size=rows if run.train.tokens_per_microbatch is None else 1,
         ),
         lora=run.lora and _shrink_adapters(run.lora, run.model.num_layers, layers),
         # A rule asks for the base of adapters; here it is drawn.
         checkpoint=replace(case.run.checkpoint, load="base" if run.lora else None),
-    )  # fmt: skip
+    )
     return replace(case, run=tiny)
 
 
 def _shrink_expert_ranks(run: TrainRun, *, tp: int, ranks: int) -> tuple[int | None, int]:
-    """etp and ep of a copy whose stages have so many ranks: experts are divided if the run's are, and the ranks with
-    the same ones are several if the run's are and there is room."""
+    """etp and ep of a copy whose stages have so many ranks: experts are divided if the run's
+    are, and the ranks with the same ones are several if the run's are and there is room."""
     p, etp = run.parallel, run.parallel.etp
     if etp is not None:
         etp = tp if etp == p.tp else next((n for n in (2, 3, 1) if n <= etp and ranks % n == 0), 1)
@@ -199,32 +248,52 @@ def _shrink_expert_ranks(run: TrainRun, *, tp: int, ranks: int) -> tuple[int | N
     return etp, next((n for n in (2, 3) if left % n == 0), 1) if p.ep > 1 else 1
 
 
-def _shrink_experts(moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers: int, dp: int) -> MoEConfig:
-    """The same kind of mixture: one expert or several on each rank, groups, uneven parts, and layers with and without.
+def _shrink_experts(
+    moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers: int, dp: int
+) -> MoEConfig:
+    """The same kind of mixture: one expert or several on each rank, groups, uneven parts, and
+    layers with and without.
 
-    Balance over the global batch makes one of the microbatches that data-parallel ranks see at once. Where other parts
-    depend on each of them, no process has both, so copies with dp balance each microbatch.
+    Balance over the global batch makes one of the microbatches that data-parallel ranks see at
+    once. Where other parts depend on each of them, no process has both, so copies with dp balance
+    each microbatch.
     """
     p, router, balance = run.parallel, moe.router, moe.balance
-    top_k, single = min(moe.top_k, 2), moe.experts == p.ep and router.groups is None and ep > min(moe.top_k, 2)
+    top_k, single = (
+        min(moe.top_k, 2),
+        moe.experts == p.ep and router.groups is None and ep > min(moe.top_k, 2),
+    )
     experts = ep if single else 6 if ep == 3 else 4
     groups = None if router.groups is None else experts // 2
     before = p.tp if p.etp is None else p.etp
-    ffn = next(n for n in range(10, 20) if etp == 1 or (n % etp != 0) == (moe.ffn_hidden_size % before != 0))
-    if balance.global_batch > 0 and dp > 1 and balances_by_microbatch(moe, documents=run.data.documents):
+    ffn = next(
+        n
+        for n in range(10, 20)
+        if etp == 1 or (n % etp != 0) == (moe.ffn_hidden_size % before != 0)
+    )
+    if (
+        balance.global_batch > 0
+        and dp > 1
+        and balances_by_microbatch(moe, documents=run.data.documents)
+    ):
         balance = replace(balance, batch=balance.batch + balance.global_batch, global_batch=0.0)
     pattern = _shrink_pattern(moe.layers, layers)
     return replace(
-        moe, experts=experts, top_k=top_k, ffn_hidden_size=ffn, layers=pattern if any(pattern) else (),
-        shared_ffn_hidden_size=moe.shared_ffn_hidden_size and 9, latent_size=moe.latent_size and 14,
+        moe,
+        experts=experts,
+        top_k=top_k,
+        ffn_hidden_size=ffn,
+        layers=pattern if any(pattern) else (),
+        shared_ffn_hidden_size=moe.shared_ffn_hidden_size and 9,
+        latent_size=moe.latent_size and 14,
         router=replace(router, groups=groups, top_groups=None if groups is None else 1),
         balance=balance,
-    )  # fmt: skip
+    )
 
 
 def _shrink_choice(optim: OptimConfig, before: int, model: ModelConfig) -> OptimConfig:
-    """The same choice of parameters, where patterns name layers by number, in the layers that lie where theirs lay; all
-    are trained where a copy has none of those that are."""
+    """The same choice of parameters, where patterns name layers by number, in the layers that
+    lie where theirs lay; all are trained where a copy has none of those that are."""
     moved = partial(_moved, before=before, layers=model.num_layers)
     groups = tuple(replace(group, match=moved(group.match)) for group in optim.groups)
     found = replace(optim, trained=moved(optim.trained), frozen=moved(optim.frozen), groups=groups)
@@ -235,18 +304,24 @@ def _moved(patterns: Sequence[str], *, before: int, layers: int) -> tuple[str, .
     """Patterns of layers by number, for a model with fewer."""
     places = [(re.match(r"layers\.(\d+)(?=\.)", one), one) for one in patterns]
     return tuple(
-        one if at is None else f"layers.{int(at[1]) * layers // before}{one[at.end() :]}" for at, one in places
+        one if at is None else f"layers.{int(at[1]) * layers // before}{one[at.end() :]}"
+        for at, one in places
     )
 
 
 def _shrink_adapters(lora: LoraConfig, before: int, layers: int) -> LoraConfig:
     """Thinner ones, in the layers that lie where those with adapters lay."""
-    chosen = None if lora.layers is None else tuple(sorted({layer * layers // before for layer in lora.layers}))
+    chosen = (
+        None
+        if lora.layers is None
+        else tuple(sorted({layer * layers // before for layer in lora.layers}))
+    )
     return replace(lora, rank=min(lora.rank, 3), layers=chosen, load=None)
 
 
 def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, ModelConfig]:
-    """The tensor-parallel degree and a model for it: ranks share key/value heads, or parts are uneven, as before."""
+    """The tensor-parallel degree and a model for it: ranks share key/value heads, or parts are
+    uneven, as before."""
     per_key = model.num_heads // model.num_kv_heads
     if key_value_ranks(model.num_kv_heads, tp) < tp:
         sharing = tp // model.num_kv_heads
@@ -259,15 +334,24 @@ def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, Model
     uneven = model.ffn_hidden_size % tp != 0
     ffn = next(size for size in range(20, 30) if small_tp == 1 or (size % small_tp != 0) == uneven)
     small = replace(
-        model, vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2, num_heads=keys * small_per_key,
-        num_kv_heads=keys, head_dim=6, ffn_hidden_size=ffn, max_seq_len=64,
-    )  # fmt: skip
+        model,
+        vocab_size=61,
+        vocab_multiple=4,
+        hidden_size=24,
+        num_layers=2,
+        num_heads=keys * small_per_key,
+        num_kv_heads=keys,
+        head_dim=6,
+        ffn_hidden_size=ffn,
+        max_seq_len=64,
+    )
     return small_tp, small
 
 
 def _shrink_kinds(model: ModelConfig) -> ModelConfig:
-    """The same kinds of layers and positions in the sizes of a copy: windows shorter than rows, patterns with all kinds
-    of layers, scaling that begins within a row, and as many further predictions as show that there are several."""
+    """The same kinds of layers and positions in the sizes of a copy: windows shorter than rows,
+    patterns with all kinds of layers, scaling that begins within a row, and as many further
+    predictions as show that there are several."""
     attention, mla, layers = model.attention, model.mla, model.num_layers
     small_mla = mla and replace(
         mla,
@@ -279,17 +363,22 @@ def _shrink_kinds(model: ModelConfig) -> ModelConfig:
     )
     model = _shrink_layers(model)
     return replace(
-        model, head_dim=None if mla else model.head_dim, num_kv_heads=model.num_heads if mla else model.num_kv_heads,
-        mla=small_mla, mtp=replace(model.mtp, depths=min(model.mtp.depths, MOST_DEPTHS)), init_overrides=(),
+        model,
+        head_dim=None if mla else model.head_dim,
+        num_kv_heads=model.num_heads if mla else model.num_kv_heads,
+        mla=small_mla,
+        mtp=replace(model.mtp, depths=min(model.mtp.depths, MOST_DEPTHS)),
+        init_overrides=(),
         mup=model.mup and replace(model.mup, base_hidden_size=8),
         attention=replace(
-            attention, window=attention.window and min(attention.window, 5),
+            attention,
+            window=attention.window and min(attention.window, 5),
             window_right=attention.window_right and min(attention.window_right, 2),
             window_layers=_shrink_pattern(attention.window_layers, layers),
             qk_norm_layers=_shrink_pattern(attention.qk_norm_layers, layers),
         ),
         rope=_shrink_rope(model, layers),
-    )  # fmt: skip
+    )
 
 
 def _shrink_rope(model: ModelConfig, layers: int) -> RopeConfig:
@@ -299,33 +388,42 @@ def _shrink_rope(model: ModelConfig, layers: int) -> RopeConfig:
     fraction = 1.0 if rope.fraction == 1 else part
     pairs = 2 if model.mla is not None else int(6 * fraction) // 2
     return replace(
-        rope, fraction=fraction, skip=_shrink_pattern(rope.skip, layers),
+        rope,
+        fraction=fraction,
+        skip=_shrink_pattern(rope.skip, layers),
         skip_step=min(rope.skip_step, 5) if rope.skip_growth else rope.skip_step,
         original_max_position=8 if rope.scaling in FROM_A_LENGTH else rope.original_max_position,
         sections=tuple(int(axis < pairs) for axis in range(3)) if rope.sections else (),
-        short_factors=rope.short_factors[:pairs], long_factors=rope.long_factors[:pairs],
-    )  # fmt: skip
+        short_factors=rope.short_factors[:pairs],
+        long_factors=rope.long_factors[:pairs],
+    )
 
 
 def _shrink_layers(model: ModelConfig) -> ModelConfig:
-    """One layer of each kind of parts, in their order, if there is room; and two sizes where there were several."""
+    """One layer of each kind of parts, in their order, if there is room; and two sizes where there
+    were several."""
     own, heads, keys, ffn = model.layers, model.num_heads, model.num_kv_heads, model.ffn_hidden_size
     count = max(len(own.attention), 1) * max(len(own.mlp), 1)
-    parts = _shrink_pattern([(model.attention_part(n), model.mlp_part(n)) for n in range(count)], model.num_layers)
+    parts = _shrink_pattern(
+        [(model.attention_part(n), model.mlp_part(n)) for n in range(count)], model.num_layers
+    )
     two = bool(own.num_kv_heads) and heads == 2 * keys
     return replace(
-        model, num_kv_heads=heads if two else keys, layers=LayersConfig(
+        model,
+        num_kv_heads=heads if two else keys,
+        layers=LayersConfig(
             attention=tuple(part for part, _ in parts) if own.attention else (),
             mlp=tuple(part for _, part in parts) if own.mlp else (),
             num_kv_heads=(heads, keys)[: model.num_layers] if two else (),
             ffn_hidden_size=(ffn, ffn - 3)[: model.num_layers] if own.ffn_hidden_size else (),
         ),
-    )  # fmt: skip
+    )
 
 
 def _shrink_cross(run: TrainRun, model: ModelConfig, stages: Sequence[Stage]) -> CrossConfig | None:
-    """A memory that is taken as early as in the run, or so much earlier that it crosses borders of stages as it does
-    there; and of the layers behind it, one that looks for each kind there is."""
+    """A memory that is taken as early as in the run, or so much earlier that it crosses borders
+    of stages as it does there; and of the layers behind it, one that looks for each kind there
+    is."""
     own, p = run.model.cross, run.parallel
     if own is None:
         return None
@@ -335,12 +433,15 @@ def _shrink_cross(run: TrainRun, model: ModelConfig, stages: Sequence[Stage]) ->
     latest = min(own.memory * model.num_layers // run.model.num_layers, model.num_layers - 1)
     for memory in range(latest, -1, -1):
         looks = [
-            pattern[number % len(pattern)] and "none" not in (model.attention_part(layer), model.mlp_part(layer))
+            pattern[number % len(pattern)]
+            and "none" not in (model.attention_part(layer), model.mlp_part(layer))
             for number, layer in enumerate(range(memory, model.num_layers))
         ]
         found = CrossConfig(memory=memory, layers=() if all(looks) else tuple(looks))
         small = replace(model, cross=found)
-        if any(looks) and (not crosses or any(small.needs_memory(stage.layers.start) for stage in stages)):
+        if any(looks) and (
+            not crosses or any(small.needs_memory(stage.layers.start) for stage in stages)
+        ):
             return found
     return CrossConfig(memory=0)
 
@@ -348,7 +449,8 @@ def _shrink_cross(run: TrainRun, model: ModelConfig, stages: Sequence[Stage]) ->
 def _shrink_pattern(pattern: Sequence[T], num_layers: int) -> tuple[T, ...]:
     """One layer of each kind, in their order, if there is room; else the first.
 
-    >>> _shrink_pattern([False, False, False, True], 4), _shrink_pattern([True, False], 1), _shrink_pattern([], 3)
+    >>> one_in_four = [False, False, False, True]
+    >>> _shrink_pattern(one_in_four, 4), _shrink_pattern([True, False], 1), _shrink_pattern([], 3)
     ((False, True), (True,), ())
     """
     return tuple(dict.fromkeys(pattern))[:num_layers]
@@ -383,12 +485,18 @@ def _row_of(run: TrainRun, parallel: ParallelConfig) -> int:
 
 
 def _shrink_recompute(run: TrainRun, tp: int) -> RecomputeConfig:
-    """Counts of layers are 1 or 2, of the two that a stage has: some stay some, and all stay all."""
+    """Counts of layers are 1 or 2, of the two that a stage has: some stay some, and all stay
+    all."""
     recompute = run.recompute
     some = recompute.method == "block" and recompute.num_layers < smallest_stage(run)
     count = 1 if some else min(recompute.num_layers, 2)
     chunks = min(recompute.mlp_chunks, 3)
-    return replace(recompute, num_layers=count, mlp_chunks=chunks, shard_inputs=recompute.shard_inputs and tp > 1)
+    return replace(
+        recompute,
+        num_layers=count,
+        mlp_chunks=chunks,
+        shard_inputs=recompute.shard_inputs and tp > 1,
+    )
 
 
 # --- stages
@@ -408,9 +516,13 @@ def _shrink_pipeline(run: TrainRun, pp: int, *, kinds: int) -> tuple[PipelineCon
         stages = _stages(pipeline, run.parallel.pp, run.model)
         counts = _shrink_counts([len(stage.layers) for stage in stages], pp * vpp, each)
         place = len(counts) - 1
-        if run.model.mtp.depths and not stages[-1].further and place > 1:  # predictions apart from the loss, as before
+        if (
+            run.model.mtp.depths and not stages[-1].further and place > 1
+        ):  # predictions apart from the loss, as before
             place -= 1
-            counts[place] = counts[place] if next(stage for stage in stages if stage.further).layers else 0
+            counts[place] = (
+                counts[place] if next(stage for stage in stages if stage.further).layers else 0
+            )
             counts[0] += each if not any(counts) else 0
         layout = _layout(counts, place=place, depths=min(run.model.mtp.depths, MOST_DEPTHS))
         return replace(small, layout=layout), sum(counts)
@@ -421,7 +533,8 @@ def _shrink_pipeline(run: TrainRun, pp: int, *, kinds: int) -> tuple[PipelineCon
 
 
 def _shrink_counts(counts: Sequence[int], num_stages: int, each: int) -> list[int]:
-    """Layers of fewer stages: none at an end or in the middle where there were none, uneven where they were."""
+    """Layers of fewer stages: none at an end or in the middle where there were none, uneven where
+    they were."""
     small = [each] * num_stages
     for end in (0, -1):
         small[end] = each if counts[end] else 0
@@ -437,13 +550,17 @@ def _shrink_counts(counts: Sequence[int], num_stages: int, each: int) -> list[in
 def _layout(counts: Sequence[int], *, place: int, depths: int) -> str:
     """Stages with so many layers; `place`: the one with layers that predict further ahead."""
     ends, last = list(accumulate(counts)), len(counts) - 1
-    return layout_of([
-        Stage(
-            range(ends[stage] - count, ends[stage]), embedding=stage == 0, loss=stage == last,
-            further=depths * (stage == place),
-        )
-        for stage, count in enumerate(counts)
-    ])  # fmt: skip
+    return layout_of(
+        [
+            Stage(
+                range(ends[stage] - count, ends[stage]),
+                embedding=stage == 0,
+                loss=stage == last,
+                further=depths * (stage == place),
+            )
+            for stage, count in enumerate(counts)
+        ]
+    )
 
 
 def _stages(pipeline: PipelineConfig, pp: int, model: ModelConfig) -> tuple[Stage, ...]:
@@ -451,18 +568,22 @@ def _stages(pipeline: PipelineConfig, pp: int, model: ModelConfig) -> tuple[Stag
 
 
 def _shrink_ends(pipeline: PipelineConfig, pp: int, each: int) -> tuple[PipelineConfig, int]:
-    """The named ends have half as many layers as the others; of two ranks with two named ends, the first does."""
+    """The named ends have half as many layers as the others; of two ranks with two named ends, the
+    first does."""
     few, many = pipeline.vpp * each, 2 * pipeline.vpp * each
     first = None if pipeline.first_layers is None else few
     last = None if pipeline.last_layers is None else many if pp == 2 and first is not None else few
     named = [count for count in (first, last) if count is not None]
-    return replace(pipeline, first_layers=first, last_layers=last), sum(named) + (pp - len(named)) * many
+    return replace(pipeline, first_layers=first, last_layers=last), sum(named) + (
+        pp - len(named)
+    ) * many
 
 
 def _fit_microbatches(
     run: TrainRun, parallel: ParallelConfig, before: Mapping[str, int]
-) -> tuple[ParallelConfig, int]:  # fmt: skip
-    """Rows of a microbatch, so that there are fewer microbatches than stages, as many, or more, as in the run."""
+) -> tuple[ParallelConfig, int]:
+    """Rows of a microbatch, so that there are fewer microbatches than stages, as many, or more, as
+    in the run."""
     pp, dp = parallel.pp, parallel.dp or 1
     if pp * parallel.pipeline.vpp == 1:
         return parallel, 1
@@ -481,7 +602,9 @@ def _fit_microbatches(
         for count in range(1, ROWS // dp + 1)
         for group in (None, *range(pp + 1, count + 1))
         if ROWS % (dp * count) == 0
-        and not schedule_problems(replace(parallel.pipeline, group=group), pp=pp, num_microbatches=count)
+        and not schedule_problems(
+            replace(parallel.pipeline, group=group), pp=pp, num_microbatches=count
+        )
     ]
     *_, group, _, count = min(options)
     pipeline = replace(parallel.pipeline, group=group or None)

@@ -1,7 +1,9 @@
-"""The optimizer's updates computed once more by torch.optim, from the recorded gradients of one process in float64.
+"""The optimizer's updates computed once more by torch.optim, from the recorded gradients of one
+process in float64.
 
-No code of `megalith.optim` computes anything here. A mistake in its bias correction, weight decay groups, momentum or
-gradient clipping, which is the same under every layout, is therefore a difference too.
+No code of `megalith.optim` computes anything here. A mistake in its bias correction, weight decay
+groups, momentum or gradient clipping, which is the same under every layout, is therefore a
+difference too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,9 +45,14 @@ class RecordingOptimizer:
         self.gradients: list[Tensor] = []
 
     def step(
-        self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None,
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+        scale: Tensor | None = None,
         groups: Mapping[str, GroupRates] = NO_GROUPS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record the gradients and update the weights."""
         self.gradients = [gradient.clone() for gradient in gradients]
         self.optimizer.step(gradients, lr=lr, weight_decay=weight_decay, scale=scale, groups=groups)
@@ -58,10 +65,16 @@ class RecordingOptimizer:
 
 
 def torch_updates(
-    run: TrainRun, weights: Mapping[str, Tensor], gradients: Sequence[Mapping[str, Tensor]], *, lr: float,
-    weight_decay: float, groups: Mapping[str, GroupRates],
-) -> list[TorchUpdate]:  # fmt: skip
-    """Return what torch makes of first weights and the unclipped gradients of each step, by parameter name."""
+    run: TrainRun,
+    weights: Mapping[str, Tensor],
+    gradients: Sequence[Mapping[str, Tensor]],
+    *,
+    lr: float,
+    weight_decay: float,
+    groups: Mapping[str, GroupRates],
+) -> list[TorchUpdate]:
+    """Return what torch makes of first weights and the unclipped gradients of each step, by
+    parameter name."""
     parameters = {name: torch.nn.Parameter(weights[name].clone()) for name in gradients[0]}
     optimizer = _build_optimizer(run, parameters, lr, weight_decay, groups)
     updates = []
@@ -77,9 +90,12 @@ def torch_updates(
 
 
 def _build_optimizer(
-    run: TrainRun, parameters: Mapping[str, torch.nn.Parameter], lr: float, weight_decay: float,
+    run: TrainRun,
+    parameters: Mapping[str, torch.nn.Parameter],
+    lr: float,
+    weight_decay: float,
     groups: Mapping[str, GroupRates],
-) -> torch.optim.Optimizer:  # fmt: skip
+) -> torch.optim.Optimizer:
     """torch's optimizer with one parameter group for each parameter."""
     options = []
     for name, parameter in parameters.items():
@@ -87,8 +103,14 @@ def _build_optimizer(
         group_lr = groups[rates.lr_of].lr if rates.lr_of else lr
         decay = groups[rates.decay_of].weight_decay if rates.decay_of else weight_decay
         decays = is_matrix(name, parameter) or rates.vector_decays
-        option = {"params": [parameter], "lr": group_lr * rates.lr, "weight_decay": decay * rates.decay * decays}
-        options.append(option | ({"eps": run.optim.eps * rates.eps} if run.optim.kind == "adamw" else {}))
+        option = {
+            "params": [parameter],
+            "lr": group_lr * rates.lr,
+            "weight_decay": decay * rates.decay * decays,
+        }
+        options.append(
+            option | ({"eps": run.optim.eps * rates.eps} if run.optim.kind == "adamw" else {})
+        )
     c = run.optim
     if c.kind == "sgd":
         return torch.optim.SGD(options, momentum=c.momentum, nesterov=c.nesterov, foreach=False)
@@ -97,14 +119,17 @@ def _build_optimizer(
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter decays by default: norms, biases and attention sinks are vectors, and do not.
+    """Whether a parameter decays by default: norms, biases and attention sinks are vectors, and do
+    not.
 
     Those of several experts, heads or projections are vectors on top of one another.
     """
     return parameter.ndim > 1 and not name.endswith(("bias", "norm.weight"))
 
 
-def _states(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+def _states(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, Tensor]:
     """The moments by their names in a checkpoint."""
     return {
         f"optimizer.{role}.{name}": optimizer.state[parameter][state].clone()

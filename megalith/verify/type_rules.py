@@ -33,7 +33,11 @@ IN_WORDS: Mapping[Type | None, str] = {
     None: "? (made outside the check)",
 }
 HINTS: Mapping[tuple[Type, Type | None], str] = {
-    (P, V): "Use `partial` in the line that contracts a cut dimension, or the group of the axis that was cut.",
+    (
+        P,
+        V,
+    ): "Use `partial` in the line that contracts a cut dimension, or the group of the axis that "
+    "was cut.",
     (P, R): "Every rank has the whole already: a sum would count it once per rank.",
     (P, I): "Every rank has the whole already: a sum would count it once per rank.",
     (I, R): "It has entered divided work already: use it as it is.",
@@ -47,16 +51,18 @@ HINTS: Mapping[tuple[Type, Type | None], str] = {
 
 
 def types_of(x: Tensor) -> dict[str, Type]:
-    """The type of `x` along every axis of more than one rank, by our names; axes on which it has none are missing."""
+    """The type of `x` along every axis of more than one rank, by our names; axes on which it has
+    none are missing."""
     known = checker.get_local_type(x)
     return {name: known[axis] for name, axis in axes_here().items() if axis in known}
 
 
 def move(out: Tensor, x: Tensor, group: Group, *, before: Type, after: Type, function: str) -> None:
-    """The rule of every collective: along the axes of `group`, x has to be `before` and out becomes `after`.
+    """The rule of every collective: along the axes of `group`, x has to be `before` and out becomes
+    `after`.
 
-    R and I may stand for each other where no gradient flows. What comes from another factorisation of the ranks is read
-    in the current one, where that has a meaning.
+    R and I may stand for each other where no gradient flows. What comes from another factorisation
+    of the ranks is read in the current one, where that has a meaning.
     """
     rules.ignore(x)  # which is to say: looked after, here
     types = _types_here(x)
@@ -67,18 +73,29 @@ def move(out: Tensor, x: Tensor, group: Group, *, before: Type, after: Type, fun
 
 
 def vocabulary_loss(
-    outs: Sequence[Tensor], x: Tensor, weight: Tensor, labels: Tensor, group: Group, *,
-    before: Type, after: Type, function: str,
-) -> None:  # fmt: skip
-    """The rule of the loss over a vocabulary that `group` divides, and of what it measures: x R, weight `before`,
-    labels R -> all `after`.
+    outs: Sequence[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    group: Group,
+    *,
+    before: Type,
+    after: Type,
+    function: str,
+) -> None:
+    """The rule of the loss over a vocabulary that `group` divides, and of what it measures: x R,
+    weight `before`, labels R -> all `after`.
 
-    Each rank scores the same tokens against other rows, so its gradient of x is a part of a sum; the loss itself is
-    summed inside. Along all other axes it is an ordinary product.
+    Each rank scores the same tokens against other rows, so its gradient of x is a part of a sum;
+    the loss itself is summed inside. Along all other axes it is an ordinary product.
     """
     axes = _axes_of(group)
     for axis in axes:
-        for name, tensor, wanted in (("x", x, R), ("weight", weight, before), ("labels", labels, R)):
+        for name, tensor, wanted in (
+            ("x", x, R),
+            ("weight", weight, before),
+            ("labels", labels, R),
+        ):
             _demand(_types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}")
     for out in outs:
         scores = rules.einsum("th,vh,t->t" if out.dim() else "th,vh,t->", x, weight, labels)
@@ -90,28 +107,42 @@ def vocabulary_loss(
 
 
 def shared_attention(
-    out: Tensor, inputs: Mapping[str, Tensor], learnt: Mapping[str, Tensor | None], group: Group, *,
-    before: Type, after: Type, function: str,
-) -> None:  # fmt: skip
-    """The rule of attention to tokens that `group` shares: along its axes q, k and v are `before` and out is `after`.
+    out: Tensor,
+    inputs: Mapping[str, Tensor],
+    learnt: Mapping[str, Tensor | None],
+    group: Group,
+    *,
+    before: Type,
+    after: Type,
+    function: str,
+) -> None:
+    """The rule of attention to tokens that `group` shares: along its axes q, k and v are `before`
+    and out is `after`.
 
-    What other ranks find about my keys and values comes back to me, so their gradients are my own, not parts of a sum;
-    of what was `learnt` for each head [n, ...], which is R there, each rank finds a part. Along all other axes it is an
-    ordinary product.
+    What other ranks find about my keys and values comes back to me, so their gradients are my own,
+    not parts of a sum; of what was `learnt` for each head [n, ...], which is R there, each rank
+    finds a part. Along all other axes it is an ordinary product.
     """
-    axes, given = _axes_of(group), {name: tensor for name, tensor in learnt.items() if tensor is not None}
+    axes, given = (
+        _axes_of(group),
+        {name: tensor for name, tensor in learnt.items() if tensor is not None},
+    )
     for axis in axes:
         for name, tensor in {**inputs, **given}.items():
             wanted = R if name in given else before
             _demand(_types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}")
     others = "".join(",n" if tensor.dim() == 1 else ",nb" for tensor in given.values())
     product = rules.einsum(f"tnd,tgd,tge{others}->tne", *inputs.values(), *given.values())
-    types: dict[Any, Type] = {**checker.get_local_type(product), **dict.fromkeys(axes, after)}  # keys: as it has them
+    types: dict[Any, Type] = {
+        **checker.get_local_type(product),
+        **dict.fromkeys(axes, after),
+    }  # keys: as it has them
     checker.assert_type(out, types)
 
 
 def typed_by(reference: Callable[..., Any]) -> Callable[[type[Function]], type[Function]]:
-    """Class decorator: an autograd function has the types of the plain composition that it stands for."""
+    """Class decorator: an autograd function has the types of the plain composition that it stands
+    for."""
 
     def give(cls: type[Function]) -> type[Function]:
         checker.register_decomposition(cls, functools.partial(_for_its_types, reference))
@@ -121,8 +152,8 @@ def typed_by(reference: Callable[..., Any]) -> Callable[[type[Function]], type[F
 
 
 def _for_its_types(reference: Callable[..., Any], *given: Any) -> Any:
-    """What a composition gives. What it saves for a backward that nobody runs is its own affair: a region that is
-    computed again must not count it among what it saved the first time."""
+    """What a composition gives. What it saves for a backward that nobody runs is its own affair:
+    a region that is computed again must not count it among what it saved the first time."""
     with saved_tensors_hooks(_itself, _itself):
         return reference(*given)
 
@@ -133,7 +164,8 @@ def _itself(saved: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Rule:
-    """The typing rule of one autograd function, in the form in which the checker calls it; counts its calls."""
+    """The typing rule of one autograd function, in the form in which the checker calls it; counts
+    its calls."""
 
     cls: type[Function]
     counts: Counter[str]
@@ -141,10 +173,13 @@ class Rule:
     def __post_init__(self) -> None:
         moves: tuple[str, str] = self.cls.moves  # type: ignore[attr-defined]  # that it has them is what chose this rule
         self.before, self.after = TYPES[moves[0]], TYPES[moves[1]]
-        self.function = re.sub(r"(?<!^)([A-Z])", r"_\1", self.cls.__name__.removesuffix("Function")).lower()
+        self.function = re.sub(
+            r"(?<!^)([A-Z])", r"_\1", self.cls.__name__.removesuffix("Function")
+        ).lower()
 
     def count(self, group: Group) -> None:
-        """One more call, unless it only declares something, or ends what was counted when it began."""
+        """One more call, unless it only declares something, or ends what was counted when it
+        began."""
         if self.after is not P and not hasattr(self.cls, "ends"):
             self.counts[f"{self.function} over {'_'.join(group.axes)}"] += 1
 
@@ -161,30 +196,58 @@ class MoveRule(Rule):
 class VocabularyRule(Rule):
     """`vocabulary_loss`, for those of kernels/cross_entropy.py."""
 
-    def __call__(self, outs: tuple[Tensor, ...], *, x: Tensor, weight: Tensor, labels: Tensor, group: Group) -> None:
+    def __call__(
+        self, outs: tuple[Tensor, ...], *, x: Tensor, weight: Tensor, labels: Tensor, group: Group
+    ) -> None:
         """After `cls.apply` has returned `outs`."""
         self.count(group)
-        vocabulary_loss(outs, x, weight, labels, group, before=self.before, after=self.after, function=self.function)
+        vocabulary_loss(
+            outs,
+            x,
+            weight,
+            labels,
+            group,
+            before=self.before,
+            after=self.after,
+            function=self.function,
+        )
 
 
 class ContextRule(Rule):
     """`shared_attention`, for the ring of parallel/context.py."""
 
     def __call__(
-        self, out: Tensor, *, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: object, scores: object,
-        sinks: Tensor | None, dropped: object, values: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        out: Tensor,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: Group,
+        spans: object,
+        scores: object,
+        sinks: Tensor | None,
+        dropped: object,
+        values: Tensor | None,
+    ) -> None:
         """After `cls.apply` has returned `out`."""
         self.count(group)
         shared_attention(
-            out, {"q": q, "k": k, "v": v}, {"sinks": sinks, "values": values}, group,
-            before=self.before, after=self.after, function=self.function,
-        )  # fmt: skip
+            out,
+            {"q": q, "k": k, "v": v},
+            {"sinks": sinks, "values": values},
+            group,
+            before=self.before,
+            after=self.after,
+            function=self.function,
+        )
 
 
 RULES: Mapping[type[Function], type[VocabularyRule | ContextRule]] = {
-    LossSumFunction: VocabularyRule, TokenLossesFunction: VocabularyRule, RingAttention: ContextRule,
-}  # fmt: skip
+    LossSumFunction: VocabularyRule,
+    TokenLossesFunction: VocabularyRule,
+    RingAttention: ContextRule,
+}
 """Of the functions that have a rule of their own; the others move one tensor."""
 
 
@@ -217,10 +280,15 @@ def axes_here() -> Mapping[str, MeshAxis]:
 
 
 def _axes_of(group: Group) -> list[MeshAxis]:
-    """The checker's axes that `group` spans. A group of one rank spans none, whatever it is called."""
-    axes = [axes_here()[name] for name in group.axes if name in axes_here()] if group.size > 1 else []
+    """The checker's axes that `group` spans. A group of one rank spans none, whatever it is
+    called."""
+    axes = (
+        [axes_here()[name] for name in group.axes if name in axes_here()] if group.size > 1 else []
+    )
     if prod(axis.size() for axis in axes) != group.size:
-        raise SpmdTypeError(f"{group!r} has {group.size} ranks, which its axes do not. Pass the mesh's own group.")
+        raise SpmdTypeError(
+            f"{group!r} has {group.size} ranks, which its axes do not. Pass the mesh's own group."
+        )
     return axes
 
 

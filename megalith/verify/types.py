@@ -1,11 +1,12 @@
 """The type check of a layout: does every gradient meet the sum it needs?
 
-The model is built on meta tensors at several places of a world of any size, without a process group, and run forward
-and backward as a training step does, while a checker follows which of four types (R, I, V, P: see parallel/autograd.py)
-every tensor has along every axis of the grid. docs/concepts/types.md tells the story.
+The model is built on meta tensors at several places of a world of any size, without a process
+group, and run forward and backward as a training step does, while a checker follows which of four
+types (R, I, V, P: see parallel/autograd.py) every tensor has along every axis of the grid.
+docs/concepts/types.md tells the story.
 
-This file and verify/type_rules.py alone know the checker library, `spmd_types`; training never loads it. What we rely
-on in it is held by tests/verify/test_types_contract.py.
+This file and verify/type_rules.py alone know the checker library, `spmd_types`; training never
+loads it. What we rely on in it is held by tests/verify/test_types_contract.py.
 """
 
 import functools
@@ -40,7 +41,14 @@ from megalith.config.tree import from_dict, to_dict
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.rebuilt import Input
 from megalith.kernels.routing import Choice
-from megalith.kernels.tokens import BalanceShare, DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.tokens import (
+    BalanceShare,
+    DropoutKey,
+    Join,
+    Tokens,
+    tokens_of_lengths,
+    tokens_of_slices,
+)
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Layer
 from megalith.nn.frozen import BelowTrained, freeze
@@ -63,12 +71,18 @@ from megalith.verify.faults import fault_named, planted
 from megalith.verify.type_rules import IN_WORDS, axes_here, installed_rules, types_of
 
 WORDS = (
-    (r"Are you missing a collective or a reinterpret/convert call\? e\.g\.,", "Is a collective missing? For example:"),
+    (
+        r"Are you missing a collective or a reinterpret/convert call\? e\.g\.,",
+        "Is a collective missing? For example:",
+    ),
     (r"convert\(tensor, (\S+), src=I, dst=R\)", r"enter over \1"),
     (r"all_reduce\(tensor, (\S+), src=P, dst=I\)", r"leave over \1"),
     (r"all_reduce\(tensor, (\S+), src=P, dst=R\)", r"all_reduce over \1"),
     (r"reinterpret\(loss, (\S+), src=V, dst=P\)", r"partial over \1"),
-    (r"^ *convert\(tensor, \S+, src=[IR], dst=P\).*\n?", ""),  # zeros everywhere but on rank 0: we have no such thing
+    (
+        r"^ *convert\(tensor, \S+, src=[IR], dst=P\).*\n?",
+        "",
+    ),  # zeros everywhere but on rank 0: we have no such thing
 )
 """What the checker's advice is called here."""
 
@@ -94,7 +108,9 @@ class Problem:
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
-        return f"{self.where} (rank {ranks}): {self.what}" + (f"\n{self.detail}" if self.detail else "")
+        return f"{self.where} (rank {ranks}): {self.what}" + (
+            f"\n{self.detail}" if self.detail else ""
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +121,8 @@ class TypeReport:
     """Ranks of the layout."""
 
     axes: dict[str, int]
-    """Ranks along each axis, and along its two parts where both have several; with experts, along theirs, too."""
+    """Ranks along each axis, and along its two parts where both have several; with experts, along
+    theirs, too."""
 
     ranks: tuple[int, ...]
     """The places of the world at which the model was built and run."""
@@ -114,13 +131,15 @@ class TypeReport:
     """Parameters whose gradients were followed, per rank."""
 
     collectives: dict[str, int]
-    """Calls of each differentiable collective in a forward pass, as `gather over tp`; backward runs the conjugates."""
+    """Calls of each differentiable collective in a forward pass, as `gather over tp`; backward runs
+    the conjugates."""
 
     problems: tuple[Problem, ...]
     """Empty when every gradient meets the sum it needs."""
 
     unseen: tuple[str, ...] = ()
-    """What training does and this check does not: left to the proof in float64, one sentence each."""
+    """What training does and this check does not: left to the proof in float64, one sentence
+    each."""
 
     seconds: float
     """Of wall time, without importing."""
@@ -135,22 +154,31 @@ class TypeReport:
 
     @property
     def unproved(self) -> tuple[str, ...]:
-        """Axes of one rank: every collective over them is free, so the check has nothing to say about them."""
+        """Axes of one rank: every collective over them is free, so the check has nothing to say
+        about them."""
         return tuple(axis for axis in PARTS if self.axes[axis] == 1)
 
 
 def type_check(
-    model: ModelConfig, parallel: ParallelConfig, *, world: int, ranks: Sequence[int] | None = None,
-    recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE, lora: LoraConfig | None = None,
-    optim: OptimConfig = TRAIN_ALL, masked: bool = False,
-) -> TypeReport:  # fmt: skip
-    """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and the last.
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    world: int,
+    ranks: Sequence[int] | None = None,
+    recompute: RecomputeConfig = KEEP_ALL,
+    offload: OffloadConfig = KEEP_HERE,
+    lora: LoraConfig | None = None,
+    optim: OptimConfig = TRAIN_ALL,
+    masked: bool = False,
+) -> TypeReport:
+    """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and
+    the last.
 
-    In a pipeline, every kind of stage there is checked at each of them. Every second place reads documents of uneven
-    lengths instead of rows. What `recompute` runs again in backward is checked a second time there. With `masked`,
-    tokens have masks.
-    Replaces `torch.autograd.Function.apply` while it runs, and puts it back. Not for a process that computes in other
-    threads: use `type_check_in_child` there.
+    In a pipeline, every kind of stage there is checked at each of them. Every second place reads
+    documents of uneven lengths instead of rows. What `recompute` runs again in backward is checked
+    a second time there. With `masked`, tokens have masks. Replaces `torch.autograd.Function.apply`
+    while it runs, and puts it back. Not for a process that computes in other threads: use
+    `type_check_in_child` there.
 
     Raises:
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
@@ -159,19 +187,39 @@ def type_check(
     parallel = parallel if asked in BUILT_IN else replace(parallel, dispatcher="exchange")
     grid = model_grid(parallel, model, world)
     still = first_trained_layer(model, optim)
-    chosen = spots(grid, parallel, model, still) if ranks is None else spots_of(grid, parallel, model, ranks, still)
+    chosen = (
+        spots(grid, parallel, model, still)
+        if ranks is None
+        else spots_of(grid, parallel, model, ranks, still)
+    )
     found: dict[tuple[str, str], Problem] = {}
     calls: dict[Kind, Counter[str]] = {}
     names: set[str] = set()
     for number, (rank, chunk) in enumerate(chosen):
         place = _build(
-            model, parallel, grid, rank, chunk, recompute=recompute, documents=number % 2 == 1, lora=lora,
-            optim=optim, masked=masked,
-        )  # fmt: skip
+            model,
+            parallel,
+            grid,
+            rank,
+            chunk,
+            recompute=recompute,
+            documents=number % 2 == 1,
+            lora=lora,
+            optim=optim,
+            masked=masked,
+        )
         names |= place.shards.keys()
-        kind = kind_of(stages_of(parallel, model), _stage_number(grid, parallel, rank, chunk), parallel.context, model)
+        kind = kind_of(
+            stages_of(parallel, model),
+            _stage_number(grid, parallel, rank, chunk),
+            parallel.context,
+            model,
+        )
         counts = calls[kind] = Counter[str]()
-        for problem in [*_shard_problems(place, model, parallel, lora, optim), *_run(place, counts)]:
+        for problem in [
+            *_shard_problems(place, model, parallel, lora, optim),
+            *_run(place, counts),
+        ]:
             known = found.setdefault((problem.where, problem.what), problem)
             found[problem.where, problem.what] = _also_on(known, rank)
     counts = sum(calls.values(), Counter[str]())
@@ -189,39 +237,65 @@ def type_check(
 
 
 def unseen(
-    recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig | None = None, *,
+    recompute: RecomputeConfig,
+    offload: OffloadConfig,
+    model: ModelConfig | None = None,
+    *,
     dispatcher: str = "exchange",
-) -> list[str]:  # fmt: skip
-    """What of these settings has no types: it moves or compares bytes, and sums nothing; or asks for numbers."""
+) -> list[str]:
+    """What of these settings has no types: it moves or compares bytes, and sums nothing; or asks
+    for numbers."""
     planned = model is not None and model.moe is not None and model.moe.balance.sinkhorn
     found = {
         f"offload.layers={offload.layers}: copies to host memory and back": offload.layers > 0,
-        "recompute.shard_inputs: an input put together from slices is taken for what it was": recompute.shard_inputs,
+        "recompute.shard_inputs: an input put together from slices is "
+        "taken for what it was": recompute.shard_inputs,
         "recompute.check: compares bits, of which there are none here": recompute.check,
-        f"parallel.dispatcher={dispatcher}: is of another package; an exchange instead": dispatcher not in BUILT_IN,
-        "model.moe.balance.sinkhorn: turns until numbers settle; experts are chosen by scores instead": planned,
+        f"parallel.dispatcher={dispatcher}: is of another package; an exchange instead": dispatcher
+        not in BUILT_IN,
+        "model.moe.balance.sinkhorn: turns until numbers settle; experts are chosen by scores "
+        "instead": planned,
     }
-    if recompute.granularity == "selective" and (rebuilt := {"norm", "mlp_act"} & {*recompute.modules}):
-        found[f"recompute.modules={sorted(rebuilt)}: what one reader computes again for itself"] = True
+    if recompute.granularity == "selective" and (
+        rebuilt := {"norm", "mlp_act"} & {*recompute.modules}
+    ):
+        found[f"recompute.modules={sorted(rebuilt)}: what one reader computes again for itself"] = (
+            True
+        )
     return [text for text, there in found.items() if there]
 
 
 def places(grid: Grid) -> tuple[int, ...]:
     """The first rank, the one in the middle of every axis, and the last, each once."""
-    middle = grid.rank_at({axis: size // 2 for axis, size in zip(grid.axes, grid.sizes, strict=True)})
+    middle = grid.rank_at(
+        {axis: size // 2 for axis, size in zip(grid.axes, grid.sizes, strict=True)}
+    )
     return tuple(dict.fromkeys((grid.ranks[0], middle, grid.ranks[-1])))
 
 
-Kind = tuple[tuple[bool, bool, int, bool], frozenset[tuple[ContextKind, ModelConfig, bool, bool]], Crossing, Crossing]
-"""Kinds of stages that differ in what they compute: with the embedding, the last norm, further predictions, the loss;
-with which layers; and what comes in, and goes on."""
+Kind = tuple[
+    tuple[bool, bool, int, bool],
+    frozenset[tuple[ContextKind, ModelConfig, bool, bool]],
+    Crossing,
+    Crossing,
+]
+"""Kinds of stages that differ in what they compute: with the embedding, the last norm, further
+predictions, the loss; with which layers; and what comes in, and goes on."""
 
 
-def kind_of(stages: Sequence[Stage], number: int, context: ContextConfig, model: ModelConfig) -> Kind:
-    """Which kind a stage is of; layers differ in how they see other ranks' tokens, and in their parts and sizes."""
+def kind_of(
+    stages: Sequence[Stage], number: int, context: ContextConfig, model: ModelConfig
+) -> Kind:
+    """Which kind a stage is of; layers differ in how they see other ranks' tokens, and in their
+    parts and sizes."""
     stage = stages[number]
     layers = frozenset(
-        (kind_of_layer(context, layer), model.at(layer), model.has_experts(layer), model.looks(layer))
+        (
+            kind_of_layer(context, layer),
+            model.at(layer),
+            model.has_experts(layer),
+            model.looks(layer),
+        )
         for layer in stage.layers
     )
     parts = stage.embedding, stage.norm, stage.further, stage.loss
@@ -230,12 +304,17 @@ def kind_of(stages: Sequence[Stage], number: int, context: ContextConfig, model:
 
 def stages_of(parallel: ParallelConfig, model: ModelConfig) -> tuple[Stage, ...]:
     """Every stage of the layout."""
-    return plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers, depths=model.mtp.depths)
+    return plan_stages(
+        parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers, depths=model.mtp.depths
+    )
 
 
-def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig, still: int = 0) -> list[tuple[int, int]]:
-    """(rank, chunk) of a stage of every kind, at the first, the middle and the last place of all other axes; stages
-    whose layers are all among the first `still`, which are not trained, are kinds of their own."""
+def spots(
+    grid: Grid, parallel: ParallelConfig, model: ModelConfig, still: int = 0
+) -> list[tuple[int, int]]:
+    """(rank, chunk) of a stage of every kind, at the first, the middle and the last place of all
+    other axes; stages whose layers are all among the first `still`, which are not trained, are
+    kinds of their own."""
     placement = placement_of(schedule_name(parallel.pipeline))
     stages = stages_of(parallel, model)
     first_of_kind: dict[tuple[Kind, bool], int] = {}
@@ -260,7 +339,10 @@ def spots_of(
         chunk_of_kind: dict[tuple[Kind, bool], int] = {}
         for chunk in range(parallel.pipeline.vpp):
             number = _stage_number(grid, parallel, rank, chunk)
-            kind = kind_of(stages, number, parallel.context, model), stages[number].layers.stop <= still
+            kind = (
+                kind_of(stages, number, parallel.context, model),
+                stages[number].layers.stop <= still,
+            )
             chunk_of_kind.setdefault(kind, chunk)
         found += [(rank, chunk) for chunk in sorted(chunk_of_kind.values())]
     return found
@@ -275,7 +357,9 @@ def _stage_number(grid: Grid, parallel: ParallelConfig, rank: int, chunk: int) -
 def _sizes(grid: Grid) -> dict[str, int]:
     sizes = {axis: grid.size(axis) for axis in (*PARTS, *(["pp"] if grid.size("pp") > 1 else []))}
     divided = [parts for parts in PARTS.values() if min(map(grid.size, parts)) > 1]
-    experts = {} if grid.experts is None else {axis: grid.size(axis) for axis in ("edp", "ep", "etp")}
+    experts = (
+        {} if grid.experts is None else {axis: grid.size(axis) for axis in ("edp", "ep", "etp")}
+    )
     return sizes | {part: grid.size(part) for parts in divided for part in parts} | experts
 
 
@@ -305,7 +389,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank of the layout: its groups without processes, one chunk of its model without memory."""
+    """One rank of the layout: its groups without processes, one chunk of its model without
+    memory."""
 
     mesh: Mesh
     chunks: nn.ModuleList
@@ -317,8 +402,8 @@ class Place:
     """What hidden states have to be between layers and between stages."""
 
     received: tuple[Tensor, ...]
-    """Hidden states from the stage before, and what was handed on with them: a memory, or the hidden states of further
-    predictions; nothing where the embedding makes them."""
+    """Hidden states from the stage before, and what was handed on with them: a memory, or the
+    hidden states of further predictions; nothing where the embedding makes them."""
 
     gradients: tuple[Tensor, ...]
     """What the next stage sends back; nothing where the loss is."""
@@ -337,10 +422,20 @@ class Place:
 
 
 def _build(
-    model: ModelConfig, parallel: ParallelConfig, grid: Grid, rank: int, chunk: int, *, recompute: RecomputeConfig,
-    documents: bool, lora: LoraConfig | None = None, optim: OptimConfig = TRAIN_ALL, masked: bool = False,
-) -> Place:  # fmt: skip
-    """Build one rank, outside of the check: an operation on a tensor without types would be refused in it.
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    grid: Grid,
+    rank: int,
+    chunk: int,
+    *,
+    recompute: RecomputeConfig,
+    documents: bool,
+    lora: LoraConfig | None = None,
+    optim: OptimConfig = TRAIN_ALL,
+    masked: bool = False,
+) -> Place:
+    """Build one rank, outside of the check: an operation on a tensor without types would be refused
+    in it.
 
     As training does, but for what has nothing to do without numbers: see `unseen`.
     """
@@ -350,28 +445,40 @@ def _build(
     split = parallel.sp and mesh.tp.size > 1
     hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
     batch = paper_batch(
-        parts=mesh.tp.size, documents=documents, slicing=my_slicing(parallel, mesh), further=model.mtp.depths,
-        balanced=model.moe is not None and not model.moe.balance.sinkhorn, masked=masked,
-    )  # fmt: skip
+        parts=mesh.tp.size,
+        documents=documents,
+        slicing=my_slicing(parallel, mesh),
+        further=model.mtp.depths,
+        balanced=model.moe is not None and not model.moe.balance.sinkhorn,
+        masked=masked,
+    )
     count = batch.tokens.num_tokens // (mesh.tp.size if split else 1)
     stages, number = stages_of(parallel, model), _stage_number(grid, parallel, rank, chunk)
     received, gradients = (
-        () if end else tuple(
-            torch.empty(count, model.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=wants)
+        ()
+        if end
+        else tuple(
+            torch.empty(
+                count, model.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=wants
+            )
             for _ in range(1 + over.memory + over.ahead)
         )
         for end, over, wants in (
             (stage.embedding, crossing(model, stages, number), True),
             (stage.loss, crossing(model, stages, number + 1), False),
         )
-    )  # fmt: skip
+    )
     return Place(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradients)
 
 
 def _chunks(
-    model: ModelConfig, mesh: Mesh, parallel: ParallelConfig, recompute: RecomputeConfig, lora: LoraConfig | None,
+    model: ModelConfig,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    recompute: RecomputeConfig,
+    lora: LoraConfig | None,
     optim: OptimConfig,
-) -> list[Decoder]:  # fmt: skip
+) -> list[Decoder]:
     chunks = build_chunks(model, mesh, parallel, dtype=torch.bfloat16, recompute=recompute)
     attach_adapters(chunks, model, lora)
     freeze(chunks, model, optim)
@@ -379,13 +486,19 @@ def _chunks(
 
 
 def paper_batch(
-    *, parts: int, documents: bool, slicing: Slicing = WHOLE, further: int = 0, balanced: bool = False,
+    *,
+    parts: int,
+    documents: bool,
+    slicing: Slicing = WHOLE,
+    further: int = 0,
+    balanced: bool = False,
     masked: bool = False,
-) -> Batch:  # fmt: skip
-    """Eight tokens for each of `parts` ranks, or a few more for padding: two rows, or documents of uneven lengths.
+) -> Batch:
+    """Eight tokens for each of `parts` ranks, or a few more for padding: two rows, or documents of
+    uneven lengths.
 
-    `balanced`: as in training, with what keeps experts busy; `masked`: with a mask for all documents but the second,
-    and padding.
+    `balanced`: as in training, with what keeps experts busy; `masked`: with a mask for all
+    documents but the second, and padding.
     """
     count = 8 * parts * slicing.ranks
     lengths = [3, 1, count - 4] if documents else [count // 2] * 2
@@ -399,27 +512,32 @@ def paper_batch(
         tokens = with_masks(tokens, [masks[0], None, *masks[2:]])
         tokens = with_padding(tokens, torch.empty(count, dtype=torch.bool, device="meta"))
     ids, labels, numbers, *others = (
-        torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta") for _ in range(3 + 2 * further)
+        torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta")
+        for _ in range(3 + 2 * further)
     )
     pairs = tuple(zip(others[0::2], others[1::2], strict=True))
     dropout, context = DropoutKey(0, numbers), tokens.context
     if context is not None:
         context = replace(context, whole=replace(context.whole, dropout=dropout))
     balance = BalanceShare(0, 1, 1.0) if balanced else None
-    return Batch(ids, labels, replace(tokens, dropout=dropout, context=context, balance=balance), pairs)
+    return Batch(
+        ids, labels, replace(tokens, dropout=dropout, context=context, balance=balance), pairs
+    )
 
 
 def mesh_axes(grid: Grid, names: Sequence[str] = DENSE_AXES) -> dict[str, MeshAxis]:
-    """The axes of the grid as the checker knows them: (size, stride). It ignores those of one rank."""
+    """The axes of the grid as the checker knows them: (size, stride). It ignores those of one
+    rank."""
     return {axis: MeshAxis.of(*grid.strides(axis)) for axis in names}
 
 
 @contextmanager
 def experts_on_their_grid(grid: Grid) -> Iterator[None]:
-    """Let what lies between a dispatcher's two ends be typed along the axes that experts are divided over.
+    """Let what lies between a dispatcher's two ends be typed along the axes that experts are
+    divided over.
 
-    A rank's own tokens, V on every axis, are V on every axis of the other grid as well; those that ranks share are
-    refused there.
+    A rank's own tokens, V on every axis, are V on every axis of the other grid as well; those that
+    ranks share are refused there.
     """
     if grid.experts is None:
         yield
@@ -427,15 +545,24 @@ def experts_on_their_grid(grid: Grid) -> Iterator[None]:
     axes, dense = mesh_axes(grid, EXPERT_AXES), mesh_axes(grid)
     with ExitStack() as undo:
         for kind, method in EXPERT_WORK:
-            undo.enter_context(replaced(kind, method, _within(axes, getattr(kind, method), back=dense)))
+            undo.enter_context(
+                replaced(kind, method, _within(axes, getattr(kind, method), back=dense))
+            )
         yield
 
 
 EXPERT_WORK: tuple[tuple[type, str], ...] = (
-    (expert.Stay, "__call__"), (expert.Exchange, "__call__"), (expert.Gather, "__call__"), (Experts, "forward"),
-    (expert.Exchanging, "arrive"), (expert.Stayed, "back"), (expert.Exchanged, "back"), (expert.Gathered, "back"),
-    (transports.Reference, "__call__"), (transports.Referred, "back"),
-)  # fmt: skip
+    (expert.Stay, "__call__"),
+    (expert.Exchange, "__call__"),
+    (expert.Gather, "__call__"),
+    (Experts, "forward"),
+    (expert.Exchanging, "arrive"),
+    (expert.Stayed, "back"),
+    (expert.Exchanged, "back"),
+    (expert.Gathered, "back"),
+    (transports.Reference, "__call__"),
+    (transports.Referred, "back"),
+)
 """What happens on the experts' grid."""
 
 
@@ -461,22 +588,28 @@ def _read_in(axes: dict[str, MeshAxis], value: Any) -> Any:
     with checker.set_current_mesh(axes):
         mesh = checker.current_mesh()
         types = checker.get_local_type(value)
-        return value if mesh is None or types.keys() <= mesh else checker.reinterpret_mesh(value, mesh)
+        return (
+            value if mesh is None or types.keys() <= mesh else checker.reinterpret_mesh(value, mesh)
+        )
 
 
 # --- what everything starts as
 
 
 def declare(model: nn.Module, grid: Grid) -> None:
-    """Type the parameters, read off their `Shard`s: V where the box is cut; where it is whole, I if declared, else R.
+    """Type the parameters, read off their `Shard`s: V where the box is cut; where it is whole, I if
+    declared, else R.
 
-    So V is never a layer's own word: a whole weight called V would type-check, and its gradient would never be summed.
-    Other tensors that modules keep are constants that every rank computes alike: R.
+    So V is never a layer's own word: a whole weight called V would type-check, and its gradient
+    would never be summed. Other tensors that modules keep are constants that every rank computes
+    alike: R.
     """
     for declared, module, name in declared_parameters(model):
         of_expert = declared.shard.grid == "expert"
         with checker.set_current_mesh(mesh_axes(grid, EXPERT_AXES)) if of_expert else nullcontext():
-            checker.assert_type(getattr(module, name), _by_axis(functools.partial(_parameter_type, declared.shard)))
+            checker.assert_type(
+                getattr(module, name), _by_axis(functools.partial(_parameter_type, declared.shard))
+            )
     for module in model.modules():
         for value in (*module.__dict__.values(), *module.buffers(recurse=False)):
             if isinstance(value, Tensor):
@@ -484,18 +617,31 @@ def declare(model: nn.Module, grid: Grid) -> None:
 
 
 def declare_inputs(batch: Batch) -> None:
-    """Type a batch: every dp and cp rank has its own, every tensor-parallel rank the same for different work.
+    """Type a batch: every dp and cp rank has its own, every tensor-parallel rank the same for
+    different work.
 
-    The order of all tokens that cp ranks share is known to each of them, and the same; so are their masks.
+    The order of all tokens that cp ranks share is known to each of them, and the same; so are their
+    masks.
     """
     tensors = [getattr(batch.tokens, field.name) for field in fields(batch.tokens)]
     context = batch.tokens.context
-    near, everyone = ((), ()) if context is None else (_orders(context.neighbours), _orders(context.everyone))
+    near, everyone = (
+        ((), ()) if context is None else (_orders(context.neighbours), _orders(context.everyone))
+    )
     visible = batch.tokens.whole.visible
     masks = () if visible is None else (visible.keys, visible.pairs, visible.rows)
-    near, everyone = (near, (*everyone, *masks)) if context is not None else ((*near, *masks), everyone)
+    near, everyone = (
+        (near, (*everyone, *masks)) if context is not None else ((*near, *masks), everyone)
+    )
     further = [value for pair in batch.further for value in pair]
-    for value in (batch.ids, batch.labels, *further, *tensors, *(batch.tokens.dropout or ()), *near):
+    for value in (
+        batch.ids,
+        batch.labels,
+        *further,
+        *tensors,
+        *(batch.tokens.dropout or ()),
+        *near,
+    ):
         if isinstance(value, Tensor):
             checker.assert_type(value, _by_axis(lambda axis: V if axis in DATA_AXES else R))
     for value in everyone:
@@ -522,11 +668,17 @@ def _shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def _shard_problems(
-    place: Place, model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig | None, optim: OptimConfig
+    place: Place,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    lora: LoraConfig | None,
+    optim: OptimConfig,
 ) -> Iterator[Problem]:
-    """Shards that call themselves cut along an axis where the next rank has the same box, or the other way round.
+    """Shards that call themselves cut along an axis where the next rank has the same box, or the
+    other way round.
 
-    The checker believes `cut`, and takes V for anything; so the boxes themselves have to bear it out.
+    The checker believes `cut`, and takes V for anything; so the boxes themselves have to bear it
+    out.
     """
     grid, rank = place.mesh.grid, place.mesh.rank
     here = grid.coordinates(rank)
@@ -542,8 +694,10 @@ def _shard_problems(
             same, cut = mine.box == theirs[name].box, axis in mine.cut
             if same == cut and mine.numel > 0:
                 what = (
-                    f"its shard is {'cut' if cut else 'whole'} along {axis}, but the next rank there holds "
-                    f"{'the same' if same else 'another'} box. Use cut_dim with exactly the axes that divide it: the "
+                    f"its shard is {'cut' if cut else 'whole'} along {axis}, but the next rank "
+                    "there holds "
+                    f"{'the same' if same else 'another'} box. Use cut_dim with exactly the axes "
+                    "that divide it: the "
                     f"sum of gradients is read off them."
                 )
                 yield Problem(where=name, what=what, ranks=(rank,))
@@ -553,14 +707,17 @@ def _shard_problems(
 
 
 class Watch:
-    """Knows which module is running, and holds hidden states between layers to what they have to be."""
+    """Knows which module is running, and holds hidden states between layers to what they have to
+    be."""
 
     def __init__(self, place: Place) -> None:
         self.path: list[str] = []
         self.hidden = place.hidden
         first = place.model.stage.layers.start
         for local_name, module in place.model.named_modules():
-            name = re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) + first), local_name)
+            name = re.sub(
+                r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) + first), local_name
+            )
             if name:
                 module.register_forward_pre_hook(functools.partial(self._enters, name))
                 module.register_forward_hook(functools.partial(self._leaves, name))
@@ -582,7 +739,8 @@ class Watch:
 
 @dataclass(eq=False)
 class TypedTwice:
-    """A region that backward runs again: torch gives the second pass new tensors, which have the types of the first."""
+    """A region that backward runs again: torch gives the second pass new tensors, which have the
+    types of the first."""
 
     function: Callable[..., Tensor]
     watch: Watch
@@ -592,18 +750,25 @@ class TypedTwice:
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Run it, in the first pass or in a later one."""
         if self.first is None:
-            self.first, self.mode = [checker.get_local_type(x) for x in tensors], _get_current_function_mode()
+            self.first, self.mode = (
+                [checker.get_local_type(x) for x in tensors],
+                _get_current_function_mode(),
+            )
             return self.function(*tensors)
         path = list(self.watch.path)
         assert self.mode is not None, "a region ran outside of the check"
         try:
-            with self.mode:  # to the checker `backward` is one call, inside which it does not look by itself
+            with (
+                self.mode
+            ):  # to the checker `backward` is one call, inside which it does not look by itself
                 for x, types in zip(tensors, self.first, strict=True):
                     checker.assert_type(x, dict(types))
                 return self.function(*tensors)
         except SpmdTypeError:
             raise
-        except BaseException:  # torch ends a second pass as soon as it has what it needs: modules are left behind
+        except (
+            BaseException
+        ):  # torch ends a second pass as soon as it has what it needs: modules are left behind
             self.watch.path[:] = path
             raise
 
@@ -614,7 +779,9 @@ def second_passes_typed(watch: Watch) -> Iterator[None]:
 
     plain = recomputation.recompute
 
-    def again(function: Callable[..., Tensor], x: Input, *others: Tensor, check: bool = False) -> Tensor:
+    def again(
+        function: Callable[..., Tensor], x: Input, *others: Tensor, check: bool = False
+    ) -> Tensor:
         return plain(TypedTwice(function, watch), x, *others, check=check)
 
     with replaced(recomputation, "recompute", again):
@@ -627,12 +794,14 @@ def expect(what: str, x: Tensor, wanted: Mapping[str, Type]) -> None:
     for name, axis in axes_here().items():
         if found.get(name) is not wanted[name]:
             raise SpmdTypeError(
-                f"{what} must be {IN_WORDS[wanted[name]]} over {axis!r}, but they are {IN_WORDS[found.get(name)]}."
+                f"{what} must be {IN_WORDS[wanted[name]]} over {axis!r}, but they are "
+                f"{IN_WORDS[found.get(name)]}."
             )
 
 
 def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
-    """Forward and backward at one place. What follows a problem is not looked at: it would be guesswork."""
+    """Forward and backward at one place. What follows a problem is not looked at: it would be
+    guesswork."""
     watch, axes = Watch(place), mesh_axes(place.mesh.grid)
     phase = "loss"
     try:
@@ -640,7 +809,9 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
             installed_rules(counts),
             second_passes_typed(watch),
             experts_on_their_grid(place.mesh.grid),
-            checker.traceback_filtering("off"),  # else messages end with advice about the library's own settings
+            checker.traceback_filtering(
+                "off"
+            ),  # else messages end with advice about the library's own settings
             typecheck(),
             checker.set_current_mesh(axes),
         ):
@@ -650,26 +821,40 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
                 checker.assert_type(x, _by_axis(place.hidden.__getitem__))
             ends = _forward(place)
             phase, forward = "backward", counts.copy()
-            roots = [(x, dx) for x, dx in zip(ends, place.gradients or (None,), strict=True) if x.requires_grad]
-            if len(roots) == 1:  # the only one that may be a partial sum, which the checker lets `backward` have
+            roots = [
+                (x, dx)
+                for x, dx in zip(ends, place.gradients or (None,), strict=True)
+                if x.requires_grad
+            ]
+            if (
+                len(roots) == 1
+            ):  # the only one that may be a partial sum, which the checker lets `backward` have
                 roots[0][0].backward(roots[0][1])
             elif roots:  # none of a stage below every adapter
                 torch.autograd.backward([x for x, _ in roots], [dx for _, dx in roots])
             counts.clear()
             counts.update(forward)  # without those of second passes
     except SpmdTypeError as error:
-        what, detail = (_in_our_words(text, place.mesh.grid) for text in (str(error.args[0]), error.context or ""))
+        what, detail = (
+            _in_our_words(text, place.mesh.grid)
+            for text in (str(error.args[0]), error.context or "")
+        )
         yield Problem(where=watch.where(phase), what=what, detail=detail, ranks=(place.mesh.rank,))
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            raise  # an operation without a meta kernel, or one that reads numbers: a fault of ours, not of the layout
-        yield Problem(where=watch.where(phase), what=f"shapes do not fit: {error}", ranks=(place.mesh.rank,))
+            # an operation without a meta kernel, or one that reads numbers: a fault of ours, not of
+            # the layout
+            raise
+        yield Problem(
+            where=watch.where(phase), what=f"shapes do not fit: {error}", ranks=(place.mesh.rank,)
+        )
     else:
         yield from _without_gradient(place)
 
 
 def _forward(place: Place) -> tuple[Tensor, ...]:
-    """What backward starts from: this rank's part of the mean loss; before the last stage, what the next one gets."""
+    """What backward starts from: this rank's part of the mean loss; before the last stage, what the
+    next one gets."""
     batch, stage, given = place.batch, place.model.stage, place.model.received(place.received)
     if not stage.loss:
         found = place.model(batch.ids, batch.tokens, further=batch.further, **given)
@@ -677,7 +862,9 @@ def _forward(place: Place) -> tuple[Tensor, ...]:
         for x, what in zip(ends, _names(place), strict=False):
             expect(f"{what} for the next stage", x, place.hidden)
         return ends
-    losses = place.model.losses(batch.ids, batch.labels, batch.tokens, further=batch.further, **given)
+    losses = place.model.losses(
+        batch.ids, batch.labels, batch.tokens, further=batch.further, **given
+    )
     for loss in losses:
         expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
     return (share_of_means(losses, num_labels=[1000] * len(losses), weight=1.0, mesh=place.mesh),)
@@ -691,7 +878,9 @@ def _names(place: Place) -> Iterator[str]:
 
 
 def _without_gradient(place: Place) -> Iterator[Problem]:
-    wanted = not isinstance(place.model.run_layers, BelowTrained)  # else nothing before these layers is trained
+    wanted = not isinstance(
+        place.model.run_layers, BelowTrained
+    )  # else nothing before these layers is trained
     for x, where in zip(place.received if wanted else (), _names(place), strict=False):
         if x.grad is None:
             what = f"no gradient reached the {where} of the stage before. Use them in the stage."
@@ -700,13 +889,15 @@ def _without_gradient(place: Place) -> Iterator[Problem]:
         parameter = getattr(module, name)
         if parameter.requires_grad and parameter.grad is None:
             yield Problem(
-                where=declared.shard.name, what="no gradient reached this parameter. Use it in the loss, or remove it.",
+                where=declared.shard.name,
+                what="no gradient reached this parameter. Use it in the loss, or remove it.",
                 ranks=(place.mesh.rank,),
-            )  # fmt: skip
+            )
 
 
 def _in_our_words(text: str, grid: Grid) -> str:
-    """The checker's text with our names of axes and collectives: tp for `MeshAxis(8:1)`, leave for a P -> I sum."""
+    """The checker's text with our names of axes and collectives: tp for `MeshAxis(8:1)`, leave for
+    a P -> I sum."""
     names = {part: part for part in DENSE_AXES + EXPERT_AXES}
     for axis, parts in (PARTS if grid.experts is None else PARTS | EXPERT_PARTS).items():
         text = text.replace("_".join(parts), axis)
@@ -740,7 +931,8 @@ class Question:
 
 
 PROGRAM = "from megalith.verify.types import answer; answer()"
-"""What the child runs. This file must not be its `__main__`, or there would be two of each class."""
+"""What the child runs. This file must not be its `__main__`, or there would be two of each
+class."""
 
 
 def type_check_in_child(
@@ -756,7 +948,8 @@ def type_check_in_child(
     fault: str | None = None,
     timeout_seconds: float = 600.0,
 ) -> TypeReport:
-    """`type_check` in a process of its own, which the checker may change as it likes; with a fault planted, if named.
+    """`type_check` in a process of its own, which the checker may change as it likes; with a fault
+    planted, if named.
 
     Raises:
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
@@ -768,25 +961,49 @@ def type_check_in_child(
     if fault is not None:
         fault_named(fault)
     question = Question(
-        model=model, parallel=parallel, world=world, ranks=None if ranks is None else tuple(ranks),
-        recompute=recompute, offload=offload, lora=lora, optim=optim, fault=fault,
-    )  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        model=model,
+        parallel=parallel,
+        world=world,
+        ranks=None if ranks is None else tuple(ranks),
+        recompute=recompute,
+        offload=offload,
+        lora=lora,
+        optim=optim,
+        fault=fault,
+    )
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
+    }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=json.dumps(to_dict(question)), capture_output=True, text=True,
-        env=environment | {"OMP_NUM_THREADS": "1"}, timeout=timeout_seconds, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(to_dict(question)),
+        capture_output=True,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        timeout=timeout_seconds,
+        check=False,
+    )
     if done.returncode != 0:
-        raise RuntimeError(f"the type check ended with code {done.returncode}; this is what it said:\n{done.stderr}")
+        raise RuntimeError(
+            f"the type check ended with code {done.returncode}; this is what it "
+            f"said:\n{done.stderr}"
+        )
     return from_dict(TypeReport, json.loads(done.stdout))
 
 
 def answer() -> None:
-    """The life of the child: a question as JSON on standard input, a report as JSON on standard output."""
+    """The life of the child: a question as JSON on standard input, a report as JSON on standard
+    output."""
     question = from_dict(Question, json.load(sys.stdin))
     with planted(question.fault):
         report = type_check(
-            question.model, question.parallel, world=question.world, ranks=question.ranks,
-            recompute=question.recompute, offload=question.offload, lora=question.lora, optim=question.optim,
-        )  # fmt: skip
+            question.model,
+            question.parallel,
+            world=question.world,
+            ranks=question.ranks,
+            recompute=question.recompute,
+            offload=question.offload,
+            lora=question.lora,
+            optim=question.optim,
+        )
     json.dump(to_dict(report), sys.stdout)

@@ -1,4 +1,5 @@
-"""Tiny models of every kind of layer, for the matrix of layouts: sizes as in verify/matrix.py, all weights at work."""
+"""Tiny models of every kind of layer, for the matrix of layouts: sizes as in verify/matrix.py, all
+weights at work."""
 
 from dataclasses import replace
 
@@ -15,199 +16,387 @@ from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 
 PLAIN = ModelConfig(
-    vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=4, num_heads=6, num_kv_heads=2, head_dim=6,
-    ffn_hidden_size=20, max_seq_len=48,
-)  # fmt: skip
+    vocab_size=61,
+    vocab_multiple=4,
+    hidden_size=24,
+    num_layers=4,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_hidden_size=20,
+    max_seq_len=48,
+)
 """What the others change."""
 
 NORMED_AROUND = replace(
-    PLAIN, norm_zero_centred=True, norm_placement="around", activation="gelu_tanh", tied_embeddings=True,
-    embedding_scale=24**0.5, logit_softcap=3.0,
+    PLAIN,
+    norm_zero_centred=True,
+    norm_placement="around",
+    activation="gelu_tanh",
+    tied_embeddings=True,
+    embedding_scale=24**0.5,
+    logit_softcap=3.0,
     rope=RopeConfig(local_theta=100.0, scaling="linear", factor=2.0),
-    attention=AttentionConfig(qk_norm="head", softcap=2.0, window=5, window_layers=(True, False), scale=0.3),
-)  # fmt: skip
-"""As Gemma 2 and 3: norms before and after, caps, windows in every other layer, positions of two kinds."""
+    attention=AttentionConfig(
+        qk_norm="head", softcap=2.0, window=5, window_layers=(True, False), scale=0.3
+    ),
+)
+"""As Gemma 2 and 3: norms before and after, caps, windows in every other layer, positions of two
+kinds."""
 
-NORMED_AFTER = replace(PLAIN, fp32_residual=True, norm_placement="after", attention=AttentionConfig(qk_norm="whole"))
+NORMED_AFTER = replace(
+    PLAIN, fp32_residual=True, norm_placement="after", attention=AttentionConfig(qk_norm="whole")
+)
 """As OLMo 2: norms only after, queries and keys normed over all heads."""
 
 PARALLEL = replace(
-    PLAIN, block="parallel", norm="layer", gated=False, activation="gelu", qkv_bias=True, output_bias=True,
-    mlp_bias=True, rope=RopeConfig(fraction=0.34),
-)  # fmt: skip
-"""As GPT-NeoX: attention and MLP side by side, LayerNorm, a third of the features turned, biases."""
+    PLAIN,
+    block="parallel",
+    norm="layer",
+    gated=False,
+    activation="gelu",
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    rope=RopeConfig(fraction=0.34),
+)
+"""As GPT-NeoX: attention and MLP side by side, LayerNorm, a third of the features turned,
+biases."""
 
 ONE_NORM = replace(
-    PARALLEL, block="parallel_one_norm", activation="squared_relu", residual_scale=0.5, logit_scale=0.7,
-    mup=MuPConfig(base_hidden_size=8, base_head_dim=3), embedding_init_std=0.1, init_overrides=(("*.mlp.down", 0.3),),
-)  # fmt: skip
+    PARALLEL,
+    block="parallel_one_norm",
+    activation="squared_relu",
+    residual_scale=0.5,
+    logit_scale=0.7,
+    mup=MuPConfig(base_hidden_size=8, base_head_dim=3),
+    embedding_init_std=0.1,
+    init_overrides=(("*.mlp.down", 0.3),),
+)
 """As Falcon, with one norm for both; and muP, three times as wide as its base."""
 
 LEARNED = replace(
-    PARALLEL, block="sequential", positions="learned", activation="gelu_tanh", tied_embeddings=True, rope=RopeConfig(),
+    PARALLEL,
+    block="sequential",
+    positions="learned",
+    activation="gelu_tanh",
+    tied_embeddings=True,
+    rope=RopeConfig(),
     dropout=DropoutConfig(embedding=0.1, residual=0.2),
-)  # fmt: skip
+)
 """As GPT-2: a learnt vector for every place, and dropout."""
 
 SINKS = replace(
-    PLAIN, qkv_bias=True, output_bias=True, mlp_bias=True, activation="quick_gelu", activation_clamp=1.0, up_offset=1.0,
-    rope=RopeConfig(scaling="yarn", factor=4.0, original_max_position=16, whole_pairs=False, interleaved=True),
+    PLAIN,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    activation="quick_gelu",
+    activation_clamp=1.0,
+    up_offset=1.0,
+    rope=RopeConfig(
+        scaling="yarn", factor=4.0, original_max_position=16, whole_pairs=False, interleaved=True
+    ),
     attention=AttentionConfig(sinks=True, window=4, window_layers=(True, False)),
-)  # fmt: skip
-"""As gpt-oss: sinks, windows in every other layer, yarn, a clamped gate; and pairs of neighbours turn."""
+)
+"""As gpt-oss: sinks, windows in every other layer, yarn, a clamped gate; and pairs of neighbours
+turn."""
 
 GATED = replace(
-    PLAIN, attention=AttentionConfig(gated=True, qk_norm="l2"), rope=RopeConfig(skip=(False, True), sections=(1, 1, 1))
-)  # fmt: skip
-"""Attention with a gate, L2 norms, every other layer without positions, the rest with places in time, height, width."""
+    PLAIN,
+    attention=AttentionConfig(gated=True, qk_norm="l2"),
+    rope=RopeConfig(skip=(False, True), sections=(1, 1, 1)),
+)
+"""Attention with a gate, L2 norms, every other layer without positions, the rest with places in
+time, height, width."""
 
 BOTH_WAYS = replace(
-    PLAIN, attention=AttentionConfig(
-        causal=False, off_by_one=True, window=4, window_right=2, window_layers=(True, False),
-    ), dropout=DropoutConfig(attention=0.2),
-)  # fmt: skip
-"""As an encoder: tokens see what comes after them, too; softmax off by one, and some of its weights are dropped."""
+    PLAIN,
+    attention=AttentionConfig(
+        causal=False,
+        off_by_one=True,
+        window=4,
+        window_right=2,
+        window_layers=(True, False),
+    ),
+    dropout=DropoutConfig(attention=0.2),
+)
+"""As an encoder: tokens see what comes after them, too; softmax off by one, and some of its weights
+are dropped."""
 
 RELATIVE = replace(
-    PLAIN, num_kv_heads=6, positions="relative", relative=RelativeConfig(buckets=8, max_distance=7),
-    gated=False, activation="relu", attention=AttentionConfig(scale=1.0), tied_embeddings=True,
-)  # fmt: skip
-"""As a T5 decoder: biases by distance, from one table for all layers, and scores that are not scaled."""
+    PLAIN,
+    num_kv_heads=6,
+    positions="relative",
+    relative=RelativeConfig(buckets=8, max_distance=7),
+    gated=False,
+    activation="relu",
+    attention=AttentionConfig(scale=1.0),
+    tied_embeddings=True,
+)
+"""As a T5 decoder: biases by distance, from one table for all layers, and scores that are not
+scaled."""
 
 CHUNKED = replace(
-    PLAIN, rope=RopeConfig(interleaved=True, skip=(False, False, True), skip_growth=0.4, skip_step=3),
+    PLAIN,
+    rope=RopeConfig(interleaved=True, skip=(False, False, True), skip_growth=0.4, skip_step=3),
     attention=AttentionConfig(
-        qk_norm="l2", qk_norm_layers=(True, True, False), window=5, window_layers=(True, True, False), chunked=True,
+        qk_norm="l2",
+        qk_norm_layers=(True, True, False),
+        window=5,
+        window_layers=(True, True, False),
+        chunked=True,
     ),
-)  # fmt: skip
-"""As Llama 4: chunks of documents and L2 norms where layers turn; elsewhere no positions, and queries that grow."""
+)
+"""As Llama 4: chunks of documents and L2 norms where layers turn; elsewhere no positions, and
+queries that grow."""
 
 LATENT = replace(
-    PLAIN, num_heads=10, num_kv_heads=10, head_dim=None, mla=MLAConfig(
-        kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3, yarn_mscale=0.7,
-    ), rope=RopeConfig(interleaved=True, scaling="yarn", factor=4.0, original_max_position=16),
-)  # fmt: skip
+    PLAIN,
+    num_heads=10,
+    num_kv_heads=10,
+    head_dim=None,
+    mla=MLAConfig(
+        kv_rank=7,
+        q_rank=9,
+        nope_dim=5,
+        rope_dim=4,
+        value_dim=3,
+        yarn_mscale=0.7,
+    ),
+    rope=RopeConfig(interleaved=True, scaling="yarn", factor=4.0, original_max_position=16),
+)
 """As DeepSeek-V2: keys and values of all heads from a short vector."""
 
 FURTHER = replace(PLAIN, mtp=MTPConfig(depths=2, loss_weight=0.5))
-"""As DeepSeek-V3: layers that predict two tokens further ahead, and a table that both ends of a pipeline need."""
+"""As DeepSeek-V3: layers that predict two tokens further ahead, and a table that both ends of a
+pipeline need."""
 
 HETEROGENEOUS = replace(
-    PLAIN, num_heads=8, num_kv_heads=8, ffn_hidden_size=22, init="xavier_uniform", output_bias=True, mlp_bias=True,
+    PLAIN,
+    num_heads=8,
+    num_kv_heads=8,
+    ffn_hidden_size=22,
+    init="xavier_uniform",
+    output_bias=True,
+    mlp_bias=True,
     layers=LayersConfig(
-        attention=("full", "linear", "full", "none"), mlp=("full", "full", "linear", "full"), num_kv_heads=(4, 8),
+        attention=("full", "linear", "full", "none"),
+        mlp=("full", "full", "linear", "full"),
+        num_kv_heads=(4, 8),
         ffn_hidden_size=(14, 22, 20, 9),
     ),
-)  # fmt: skip
-"""As Nemotron's found by search: parts of layers left out, replaced by one matrix, or of other sizes."""
+)
+"""As Nemotron's found by search: parts of layers left out, replaced by one matrix, or of other
+sizes."""
 
 LOOKING_BACK = replace(
-    PLAIN, cross=CrossConfig(memory=1, layers=(False, True, True)), qkv_bias=True, output_bias=True,
+    PLAIN,
+    cross=CrossConfig(memory=1, layers=(False, True, True)),
+    qkv_bias=True,
+    output_bias=True,
     attention=AttentionConfig(window=4, window_layers=(True, False), scale=1.0, softcap=3.0),
-)  # fmt: skip
-"""As YOCO: layers that look at what an earlier one made of the same tokens; here after one layer, and not the next."""
+)
+"""As YOCO: layers that look at what an earlier one made of the same tokens; here after one layer,
+and not the next."""
 
 VARIANTS = {
-    "normed around": NORMED_AROUND, "normed after": NORMED_AFTER, "parallel": PARALLEL, "one norm": ONE_NORM,
-    "learned positions": LEARNED, "sinks": SINKS, "gated": GATED,
-    "latent": LATENT, "further": FURTHER, "both ways": BOTH_WAYS,
-    "heterogeneous": HETEROGENEOUS, "chunked": CHUNKED,
-    "relative": RELATIVE, "looking back": LOOKING_BACK,
-}  # fmt: skip
+    "normed around": NORMED_AROUND,
+    "normed after": NORMED_AFTER,
+    "parallel": PARALLEL,
+    "one norm": ONE_NORM,
+    "learned positions": LEARNED,
+    "sinks": SINKS,
+    "gated": GATED,
+    "latent": LATENT,
+    "further": FURTHER,
+    "both ways": BOTH_WAYS,
+    "heterogeneous": HETEROGENEOUS,
+    "chunked": CHUNKED,
+    "relative": RELATIVE,
+    "looking back": LOOKING_BACK,
+}
 
 # --- mixtures of experts
 
 NARROW = replace(
-    PLAIN, num_kv_heads=6, moe=MoEConfig(
-        experts=4, ffn_hidden_size=10, latent_size=14, layers=(True, False), capacity=CapacityConfig(factor=1.0),
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        experts=4,
+        ffn_hidden_size=10,
+        latent_size=14,
+        layers=(True, False),
+        capacity=CapacityConfig(factor=1.0),
         balance=BalanceConfig(batch=0.2, z=0.05),
     ),
-)  # fmt: skip
+)
 """Experts of few features in every other layer, which refuse what goes beyond their share."""
 
 PADDED = replace(
-    NARROW, moe=MoEConfig(
-        experts=4, ffn_hidden_size=10, latent_size=14, layers=(True, False), balance=BalanceConfig(batch=0.2, z=0.05),
+    NARROW,
+    moe=MoEConfig(
+        experts=4,
+        ffn_hidden_size=10,
+        latent_size=14,
+        layers=(True, False),
+        balance=BalanceConfig(batch=0.2, z=0.05),
         capacity=CapacityConfig(factor=0.9, pad=True),
     ),
-)  # fmt: skip
+)
 """The same with fewer seats, and equally many rows for every expert, whatever tokens choose."""
 
 BIASED_CHOICE = replace(
-    PLAIN, num_kv_heads=6, moe=MoEConfig(
-        experts=6, ffn_hidden_size=10, shared_ffn_hidden_size=9, shared_gate=True, router=RouterConfig(
-            score="sigmoid", balancing_bias=True, balancing_rate=0.01, bias=True, groups=3, top_groups=2,
-            group_score="max", scale=1.5,
-        ), balance=BalanceConfig(sequence=0.1, batch=0.2, z=0.05),
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        experts=6,
+        ffn_hidden_size=10,
+        shared_ffn_hidden_size=9,
+        shared_gate=True,
+        router=RouterConfig(
+            score="sigmoid",
+            balancing_bias=True,
+            balancing_rate=0.01,
+            bias=True,
+            groups=3,
+            top_groups=2,
+            group_score="max",
+            scale=1.5,
+        ),
+        balance=BalanceConfig(sequence=0.1, batch=0.2, z=0.05),
     ),
-)  # fmt: skip
-"""As DeepSeek-V3: sigmoid scores, groups, a balancing bias; an MLP for all tokens, here with a gate of its own."""
+)
+"""As DeepSeek-V3: sigmoid scores, groups, a balancing bias; an MLP for all tokens, here with a gate
+of its own."""
 
 NOISY = replace(
-    PLAIN, num_kv_heads=6, moe=MoEConfig(
-        experts=6, ffn_hidden_size=10, layers=(False, True), capacity=CapacityConfig(factor=1.1, drop="last", pad=True),
-        router=RouterConfig(jitter=0.1), balance=BalanceConfig(global_batch=0.3, sequence=0.1, of_choices=True),
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        experts=6,
+        ffn_hidden_size=10,
+        layers=(False, True),
+        capacity=CapacityConfig(factor=1.1, drop="last", pad=True),
+        router=RouterConfig(jitter=0.1),
+        balance=BalanceConfig(global_batch=0.3, sequence=0.1, of_choices=True),
     ),
-)  # fmt: skip
-"""As Switch Transformer: noise on what routers read, experts that refuse the last of a microbatch and compute equally
-many rows; and balance over the global batch, which makes one of the microbatches that data-parallel ranks see at once:
-no process has both, so there is no dp."""
+)
+"""As Switch Transformer: noise on what routers read, experts that refuse the last of a
+microbatch and compute equally many rows; and balance over the global batch, which makes one of
+the microbatches that data-parallel ranks see at once: no process has both, so there is no dp."""
 
 OVER_THE_STEP = replace(
-    PLAIN, num_kv_heads=6, moe=MoEConfig(
-        experts=6, ffn_hidden_size=10, layers=(False, True), router=RouterConfig(jitter=0.1),
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        experts=6,
+        ffn_hidden_size=10,
+        layers=(False, True),
+        router=RouterConfig(jitter=0.1),
         balance=BalanceConfig(global_batch=0.7, sequence=0.1, z=0.05),
     ),
-)  # fmt: skip
+)
 """Balance over the global batch, with nothing beside it that depends on what a microbatch has."""
 
 PLANNED = replace(
-    PLAIN, num_kv_heads=6, num_layers=2, moe=MoEConfig(
-        experts=3, top_k=1, ffn_hidden_size=10, weigh_input=True, router=RouterConfig(renormalise=False),
+    PLAIN,
+    num_kv_heads=6,
+    num_layers=2,
+    moe=MoEConfig(
+        experts=3,
+        top_k=1,
+        ffn_hidden_size=10,
+        weigh_input=True,
+        router=RouterConfig(renormalise=False),
         balance=BalanceConfig(sinkhorn=True),
     ),
-)  # fmt: skip
-"""One expert for each token, chosen by a plan of all ranks, and weighed before it: as Llama 4, but for the plan."""
+)
+"""One expert for each token, chosen by a plan of all ranks, and weighed before it: as Llama 4, but
+for the plan."""
 
 OFFSET = replace(
-    PLAIN, num_kv_heads=6, moe=MoEConfig(
-        experts=6, ffn_hidden_size=10, layers=(False, True), router=RouterConfig(score="sqrt_softplus", bias=True),
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        experts=6,
+        ffn_hidden_size=10,
+        layers=(False, True),
+        router=RouterConfig(score="sqrt_softplus", bias=True),
         balance=BalanceConfig(quantile=True, quantile_ema=0.3, z=0.05),
     ),
-)  # fmt: skip
-"""Experts whose logits are moved after each step to what would have made them equally busy in it; scores of square
-roots."""
+)
+"""Experts whose logits are moved after each step to what would have made them equally busy in
+it; scores of square roots."""
 
 CLAMPED = replace(
-    PLAIN, num_kv_heads=6, activation="quick_gelu", activation_clamp=1.0, up_offset=1.0, moe=MoEConfig(
-        experts=4, ffn_hidden_size=9, biases=True, router=RouterConfig(bias=True), balance=BalanceConfig(batch=0.1),
+    PLAIN,
+    num_kv_heads=6,
+    activation="quick_gelu",
+    activation_clamp=1.0,
+    up_offset=1.0,
+    moe=MoEConfig(
+        experts=4,
+        ffn_hidden_size=9,
+        biases=True,
+        router=RouterConfig(bias=True),
+        balance=BalanceConfig(batch=0.1),
     ),
-)  # fmt: skip
+)
 """As gpt-oss: experts and routers with biases."""
 
-FURTHER_EXPERTS = replace(BIASED_CHOICE, tied_embeddings=True, mtp=MTPConfig(depths=2, loss_weight=0.5))
+FURTHER_EXPERTS = replace(
+    BIASED_CHOICE, tied_embeddings=True, mtp=MTPConfig(depths=2, loss_weight=0.5)
+)
 """Layers with experts that predict further ahead."""
 
 WHOLE_LATENT = replace(
-    LATENT, moe=MoEConfig(
-        experts=8, top_k=4, ffn_hidden_size=9, shared_ffn_hidden_size=11, layers=(False, True, True, True),
+    LATENT,
+    moe=MoEConfig(
+        experts=8,
+        top_k=4,
+        ffn_hidden_size=9,
+        shared_ffn_hidden_size=11,
+        layers=(False, True, True, True),
         router=RouterConfig(
-            score="sigmoid", balancing_bias=True, balancing_rate=0.01, groups=4, top_groups=2, scale=1.5,
-        ), balance=BalanceConfig(sequence=0.1),
-    ), mtp=MTPConfig(depths=1, loss_weight=0.5),
-)  # fmt: skip
-"""DeepSeek-V3 whole: latent attention, experts beside a shared one in all layers but the first, judged in groups by
-the sum of their best, and one layer with experts that predicts a token further."""
+            score="sigmoid",
+            balancing_bias=True,
+            balancing_rate=0.01,
+            groups=4,
+            top_groups=2,
+            scale=1.5,
+        ),
+        balance=BalanceConfig(sequence=0.1),
+    ),
+    mtp=MTPConfig(depths=1, loss_weight=0.5),
+)
+"""DeepSeek-V3 whole: latent attention, experts beside a shared one in all layers but the first,
+judged in groups by the sum of their best, and one layer with experts that predicts a token
+further."""
 
 PLANNED_PAIRS = replace(
-    PLAIN, num_kv_heads=6, moe=MoEConfig(
-        experts=4, top_k=2, ffn_hidden_size=10, shared_ffn_hidden_size=9, balance=BalanceConfig(sinkhorn=True),
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(
+        experts=4,
+        top_k=2,
+        ffn_hidden_size=10,
+        shared_ffn_hidden_size=9,
+        balance=BalanceConfig(sinkhorn=True),
     ),
-)  # fmt: skip
+)
 """Two experts for each token, chosen by a plan of all ranks, and an MLP for all tokens."""
 
 MIXTURES = {
-    "narrow": NARROW, "biased choice": BIASED_CHOICE, "noisy": NOISY, "planned": PLANNED, "offset": OFFSET,
-    "clamped": CLAMPED, "further experts": FURTHER_EXPERTS, "padded": PADDED, "whole latent": WHOLE_LATENT,
-    "planned pairs": PLANNED_PAIRS, "over the step": OVER_THE_STEP,
-}  # fmt: skip
+    "narrow": NARROW,
+    "biased choice": BIASED_CHOICE,
+    "noisy": NOISY,
+    "planned": PLANNED,
+    "offset": OFFSET,
+    "clamped": CLAMPED,
+    "further experts": FURTHER_EXPERTS,
+    "padded": PADDED,
+    "whole latent": WHOLE_LATENT,
+    "planned pairs": PLANNED_PAIRS,
+    "over the step": OVER_THE_STEP,
+}

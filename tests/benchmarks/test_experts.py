@@ -7,7 +7,20 @@ from collections.abc import Callable
 import pytest
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-TINY = ("--tokens", "16", "--experts", "4", "--top-k", "2", "--hidden", "16", "--ffn", "8", "--rounds", "2")
+TINY = (
+    "--tokens",
+    "16",
+    "--experts",
+    "4",
+    "--top-k",
+    "2",
+    "--hidden",
+    "16",
+    "--ffn",
+    "8",
+    "--rounds",
+    "2",
+)
 
 
 @pytest.mark.slow
@@ -19,8 +32,16 @@ def test_experts_take_turns_with_every_implementation_of_transformers(run_benchm
     reports = json.loads(done.stdout)
     assert [report["dtype"] for report in reports] == ["fp32", "bf16"]
     for report in reports:
-        assert set(report["milliseconds"]) == {"ours", "kept", *peers[1::2], "one by one", "grouped"}
-        assert report["holds"] == (report["against_peer"]["median"] >= 1 and report["against_limit"]["median"] >= 0.65)
+        assert set(report["milliseconds"]) == {
+            "ours",
+            "kept",
+            *peers[1::2],
+            "one by one",
+            "grouped",
+        }
+        assert report["holds"] == (
+            report["against_peer"]["median"] >= 1 and report["against_limit"]["median"] >= 0.65
+        )
         best = report["milliseconds"][report["best_peer"]]["median"]
         assert best == min(report["milliseconds"][peer]["median"] for peer in peers[1::2])
 

@@ -38,13 +38,17 @@ def test_without_a_gpu_it_ends_with_a_plain_message(run_benchmark: Run) -> None:
     pytest.importorskip("transformers")
     done = run_benchmark("gpu.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("There is no NVIDIA GPU here that torch can use: nothing was measured.")
+    assert done.stdout.startswith(
+        "There is no NVIDIA GPU here that torch can use: nothing was measured."
+    )
 
 
 @pytest.mark.slow
 def test_the_rehearsal_runs(run_benchmark: Run) -> None:
     pytest.importorskip("transformers")
-    done = run_benchmark("gpu.py", "--device", "cpu", "--case", "tiny-bf16", "--rounds", "1", "--no-compiled")
+    done = run_benchmark(
+        "gpu.py", "--device", "cpu", "--case", "tiny-bf16", "--rounds", "1", "--no-compiled"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ours / transformers: " in done.stdout
     assert "MISSED" not in done.stdout
@@ -59,12 +63,16 @@ def test_the_rehearsal_of_two_ranks_computes_one_loss_in_every_layout(
     assert done.returncode == 0, done.stdout + done.stderr
     layouts = importlib.import_module("contenders.layouts").LAYOUTS
     rows = [line.split("loss ") for line in done.stdout.splitlines() if ", loss " in line]
-    assert [row[0].strip().startswith(name) for row, name in zip(rows, layouts, strict=True)] == [True] * len(layouts)
+    assert [row[0].strip().startswith(name) for row, name in zip(rows, layouts, strict=True)] == [
+        True
+    ] * len(layouts)
     assert len({row[1][:5] for row in rows}) == 1, "bf16 adds up in other orders"
     assert "a rehearsal on CPUs" in done.stdout
 
 
-def contender(modules: tuple[ModuleType, ModuleType], *losses: float, fails: bool = False) -> Any:  # of a script
+def contender(
+    modules: tuple[ModuleType, ModuleType], *losses: float, fails: bool = False
+) -> Any:  # of a script
     """One that computes these losses, or cannot be recorded."""
     one_device, _ = modules
     left = list(losses)
@@ -89,7 +97,11 @@ def test_contenders_take_turns_together_only_where_the_device_holds_them(
 ) -> None:
     one_device, gpu = scripts
     run, device = gpu.CASES["1b-bf16"].recipe(), torch.device("cpu")
-    assert (run.train.global_batch_size, run.train.micro_batch_size, run.train.seq_len) == (2, 2, 4096)
+    assert (run.train.global_batch_size, run.train.micro_batch_size, run.train.seq_len) == (
+        2,
+        2,
+        4096,
+    )
     for gib, count in ((80, 2), (141, 2), (180, 1)):
         monkeypatch.setattr(one_device, "total_memory", lambda device, gib=gib: gib * 2.0**30)
         found = one_device.groups(run, device, compiled=True, graphs=False)
@@ -105,9 +117,13 @@ def test_only_graphs_may_fail_or_differ(scripts: tuple[ModuleType, ModuleType]) 
     assert list(same) == ["ours", "transformers"] and wrong == []
     good, stale = contender(scripts, 4.0, 3.0, 2.0, 1.0), contender(scripts, 4.0, 4.0, 4.0, 4.0)
     same, wrong = one_device.alike({"ours": good, one_device.GRAPHS: stale}, 1e-5)
-    assert list(same) == ["ours"] and "it computes losses [4.0, 4.0, 4.0, 4.0] instead of" in wrong[0]
+    assert (
+        list(same) == ["ours"] and "it computes losses [4.0, 4.0, 4.0, 4.0] instead of" in wrong[0]
+    )
     good = contender(scripts, 4.0, 3.0, 2.0, 1.0)
-    same, wrong = one_device.alike({"ours": good, one_device.GRAPHS: contender(scripts, fails=True)}, 1e-5)
+    same, wrong = one_device.alike(
+        {"ours": good, one_device.GRAPHS: contender(scripts, fails=True)}, 1e-5
+    )
     assert wrong == ["ours compiled, graphs: left out, cannot be captured"]
     good, other = contender(scripts, 4.0, 3.0, 2.0, 1.0), contender(scripts, 5.0, 3.0, 2.0, 1.0)
     with pytest.raises(SystemExit, match="losses of transformers are"):
@@ -118,15 +134,30 @@ def test_only_graphs_may_fail_or_differ(scripts: tuple[ModuleType, ModuleType]) 
 
 def test_the_verdict_compares_the_fastest_of_both(scripts: tuple[ModuleType, ModuleType]) -> None:
     _, gpu = scripts
-    seconds = {"ours": [2.0, 2.0], "transformers": [3.0], "ours compiled": [1.0], "transformers compiled": [1.5, 1.7]}
+    seconds = {
+        "ours": [2.0, 2.0],
+        "transformers": [3.0],
+        "ours compiled": [1.0],
+        "transformers compiled": [1.5, 1.7],
+    }
     assert gpu.verdict(seconds) == "holds  ours compiled / transformers compiled >= 1.3: 1.600"
-    assert gpu.verdict({"ours": [1.0], "transformers": [1.2]}).startswith("MISSED ours / transformers")
-    assert gpu.verdict({"ours": [1.0], "transformers": [1.9]}, 2.0) == "MISSED ours / transformers >= 2.0: 1.900"
+    assert gpu.verdict({"ours": [1.0], "transformers": [1.2]}).startswith(
+        "MISSED ours / transformers"
+    )
+    assert (
+        gpu.verdict({"ours": [1.0], "transformers": [1.9]}, 2.0)
+        == "MISSED ours / transformers >= 2.0: 1.900"
+    )
 
 
-def test_every_case_is_in_the_order_and_builds_a_valid_run(scripts: tuple[ModuleType, ModuleType]) -> None:
+def test_every_case_is_in_the_order_and_builds_a_valid_run(
+    scripts: tuple[ModuleType, ModuleType],
+) -> None:
     _, gpu = scripts
-    assert set(gpu.ORDER) == {*gpu.CASES, "layouts", "mixture"} and gpu.ORDER[:2] == (gpu.BAR_CASE, gpu.MIXTURE_CASE)
+    assert set(gpu.ORDER) == {*gpu.CASES, "layouts", "mixture"} and gpu.ORDER[:2] == (
+        gpu.BAR_CASE,
+        gpu.MIXTURE_CASE,
+    )
     for case in (*gpu.CASES.values(), *gpu.TINY.values()):
         assert run_problems(case.recipe(), 1) == []
     layouts = importlib.import_module("contenders.layouts").LAYOUTS
@@ -140,18 +171,36 @@ def test_the_mixture_has_the_sizes_of_qwen3(scripts: tuple[ModuleType, ModuleTyp
     case = gpu.MIXTURES[gpu.MIXTURE_CASE]
     model = case.model()
     moe = model.moe
-    assert (case.tokens, model.hidden_size, moe.experts, moe.top_k, moe.ffn_hidden_size) == (8192, 2048, 128, 8, 768)
-    assert (moe.router.score, moe.router.renormalise, model.gated, model.activation) == ("softmax", True, True, "silu")
+    assert (case.tokens, model.hidden_size, moe.experts, moe.top_k, moe.ffn_hidden_size) == (
+        8192,
+        2048,
+        128,
+        8,
+        768,
+    )
+    assert (moe.router.score, moe.router.renormalise, model.gated, model.activation) == (
+        "softmax",
+        True,
+        True,
+        "silu",
+    )
 
 
-def test_contenders_of_a_mixture_are_alike_and_one_that_is_not_is_told(scripts: tuple[ModuleType, ModuleType]) -> None:
+def test_contenders_of_a_mixture_are_alike_and_one_that_is_not_is_told(
+    scripts: tuple[ModuleType, ModuleType],
+) -> None:
     mixture = importlib.import_module("contenders.mixture")
     layer = mixture.Layer(mixture.Mixture(mixture.tiny_moe, tokens=50), torch.device("cpu"))
     chosen = layer.layer.router(layer.x, layer.tokens).experts
     assert torch.equal(chosen.sort().values, layer.chosen.sort().values)
     assert layer.matmuls().operations == 6 * 50 * 2 * 3 * 40 * 24
     steps = layer.steps()
-    assert list(steps) == ["ours", mixture.AS_THEIRS, "transformers grouped_mm", "transformers eager"]
+    assert list(steps) == [
+        "ours",
+        mixture.AS_THEIRS,
+        "transformers grouped_mm",
+        "transformers eager",
+    ]
     assert mixture.unlike(steps) == []
 
     def wrong() -> list[torch.Tensor]:
@@ -163,7 +212,9 @@ def test_contenders_of_a_mixture_are_alike_and_one_that_is_not_is_told(scripts: 
 
 
 def test_the_rehearsal_of_a_mixture_tells_ratios_the_bar_and_its_matmuls(
-    scripts: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    scripts: tuple[ModuleType, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, gpu = scripts
     monkeypatch.setattr(gpu, "device_peak_tflops", lambda device, dtype: 0.25)
@@ -171,10 +222,16 @@ def test_the_rehearsal_of_a_mixture_tells_ratios_the_bar_and_its_matmuls(
     assert gpu.mixture(gpu.MIXTURE_CASE, torch.device("cpu"), rounds=1)
     first, *lines, verdict = capsys.readouterr().out.splitlines()
     assert first.startswith(
-        "mixture: 50 tokens of h 40, 6 experts of f 24, 2 for each token, the busiest with 2.0 times"
+        "mixture: 50 tokens of h 40, 6 experts of f 24, 2 for each token, the busiest with 2.0 "
+        "times"
     )
     timed = [line.split("  ")[1] for line in lines if "% of 0.25" in line]
-    assert timed[-4:] == ["matmuls alone", "matmuls, forward", "matmuls, of inputs", "matmuls, of weights"]
+    assert timed[-4:] == [
+        "matmuls alone",
+        "matmuls, forward",
+        "matmuls, of inputs",
+        "matmuls, of weights",
+    ]
     assert any(line.startswith("  ours / transformers grouped_mm: ") for line in lines)
     assert any(line.startswith("  ours reaches ") for line in lines)
     assert verdict.split(" / ")[0][2:] in ("holds  ours", "MISSED ours") and " >= 2.0: " in verdict

@@ -15,5 +15,8 @@ def test_packing_reads_the_same_tokens_in_fewer_rows(run_benchmark: Run) -> None
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["padded_rows"] == 6 > found["packed_rows"]
-    assert found["padded_fill"] == pytest.approx(0.6, abs=0.01) and found["packed_fill"] > found["padded_fill"]
+    assert (
+        found["padded_fill"] == pytest.approx(0.6, abs=0.01)
+        and found["packed_fill"] > found["padded_fill"]
+    )
     assert found["holds"] == (found["times_as_fast"]["median"] >= 1.1)

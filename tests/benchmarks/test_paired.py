@@ -9,7 +9,9 @@ from benchmarks.paired import spread, take_turns, times_as_fast
 
 def test_every_contender_has_one_turn_per_round_and_warm_up_does_not_count() -> None:
     calls: list[str] = []
-    turns = take_turns({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=5, warmup=2)
+    turns = take_turns(
+        {name: lambda name=name: calls.append(name) for name in "abc"}, rounds=5, warmup=2
+    )
     rounds = [tuple(calls[first : first + 3]) for first in range(0, 21, 3)]
     assert all(Counter(order) == Counter("abc") for order in rounds)
     assert len(set(rounds)) > 1, "no contender always follows the same one"

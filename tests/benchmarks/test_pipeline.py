@@ -15,7 +15,8 @@ def test_a_pipeline_of_sleeping_stages_takes_what_the_simulation_says(
     done = run_benchmark("pipeline.py", "--schedule", schedule, "--rounds", "4", "--json")
     assert done.returncode == 0, done.stderr
     (report,) = json.loads(done.stdout)
-    # Nobody is faster than the simulation; the fastest quarter is what other jobs on the machine left alone.
+    # Nobody is faster than the simulation; the fastest quarter is what other jobs on the machine
+    # left alone.
     assert 1.0 <= report["against_simulation"]["lower"] <= 1.05, report
 
 

@@ -33,7 +33,12 @@ def _values(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
 
 def _model(seed: int = 0) -> dict[tuple[str, str], Tensor]:
     """Whole tensors by (role, name): bf16 weights, fp32 master and moments."""
-    roles = {"param": torch.bfloat16, "master": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    roles = {
+        "param": torch.bfloat16,
+        "master": torch.float32,
+        "exp_avg": torch.float32,
+        "exp_avg_sq": torch.float32,
+    }
     values = {
         (role, name): _values(shape, 100 * seed + 10 * r + n, dtype)
         for r, (role, dtype) in enumerate(roles.items())
@@ -42,8 +47,11 @@ def _model(seed: int = 0) -> dict[tuple[str, str], Tensor]:
     return values | {("param", name): values["master", name].bfloat16() for name in SHAPES}
 
 
-def _cut(whole_tensors: dict[tuple[str, str], Tensor], tp: int, dp: int, *, blank: bool = False) -> list[list[Entry]]:
-    """Entries of tp x dp ranks: the longest dim cut over tp (vectors whole), the optimizer's also in ranges over dp."""
+def _cut(
+    whole_tensors: dict[tuple[str, str], Tensor], tp: int, dp: int, *, blank: bool = False
+) -> list[list[Entry]]:
+    """Entries of tp x dp ranks: the longest dim cut over tp (vectors whole), the optimizer's also
+    in ranges over dp."""
     ranks = []
     for rank in range(tp * dp):
         t, d = rank % tp, rank // tp
@@ -54,21 +62,29 @@ def _cut(whole_tensors: dict[tuple[str, str], Tensor], tp: int, dp: int, *, blan
                 dim = max(range(tensor.dim()), key=lambda i: tensor.shape[i])
                 shard = cut_dim(shard, dim, split_evenly(tensor.shape[dim], tp), t, ("tp",))
             local = tensor[tuple(slice(a, b) for a, b in shard.box)].reshape(-1)
-            mine = ((d == 0 and role == "param") or role != "param") and (tensor.dim() > 1 or t == 0)
+            mine = ((d == 0 and role == "param") or role != "param") and (
+                tensor.dim() > 1 or t == 0
+            )
             if role != "param":
                 start, stop = my_range(split_evenly(shard.numel, dp), d)
                 shard, local = replace(shard, flat=(start, stop)), local[start:stop]
-            entries.append(Entry(shard, role, torch.zeros_like(local) if blank else local.clone(), mine))
+            entries.append(
+                Entry(shard, role, torch.zeros_like(local) if blank else local.clone(), mine)
+            )
         ranks.append(entries)
     return ranks
 
 
-def _save(folder: Path, step: int, ranks: Sequence[Sequence[Entry]], state: dict[str, Any] | None = None) -> Path:
+def _save(
+    folder: Path, step: int, ranks: Sequence[Sequence[Entry]], state: dict[str, Any] | None = None
+) -> Path:
     """What save_checkpoint does on many ranks, one after the other."""
     staging = folder / f"{folder_name(step)}.tmp-00000000"
     storage.make_folder(staging)
     parts = [write_boxes(staging, rank, entries) for rank, entries in enumerate(ranks)]
-    return commit(staging, step, parts, {"step": step} if state is None else state, "name: tiny\n")[0]
+    return commit(staging, step, parts, {"step": step} if state is None else state, "name: tiny\n")[
+        0
+    ]
 
 
 def _save_alone(
@@ -81,15 +97,21 @@ def _save_alone(
     **options: Any,
 ) -> SaveReport:
     """A save on one rank; of all roles by default."""
-    entries = [entry for entry in _cut(_model(seed), 1, 1)[0] if roles is None or entry.role in roles]
+    entries = [
+        entry for entry in _cut(_model(seed), 1, 1)[0] if roles is None or entry.role in roles
+    ]
     state, world = {"step": step}, alone("world")
-    return save_checkpoint(folder, step, entries, state, world, config_text="name: tiny\n", keep=keep, **options)
+    return save_checkpoint(
+        folder, step, entries, state, world, config_text="name: tiny\n", keep=keep, **options
+    )
 
 
 @pytest.fixture
 def tiny() -> SimpleNamespace:
     """Functions that make, cut and save a tiny model."""
-    return SimpleNamespace(model=_model, cut=_cut, save=_save, save_alone=_save_alone, values=_values, shapes=SHAPES)
+    return SimpleNamespace(
+        model=_model, cut=_cut, save=_save, save_alone=_save_alone, values=_values, shapes=SHAPES
+    )
 
 
 @pytest.fixture

@@ -12,11 +12,15 @@ from megalith.parallel.group import Group, alone
 
 
 def test_results_come_in_the_order_of_ranks(run_threads: Callable[..., list[Any]]) -> None:
-    assert run_threads(3, lambda world: together(lambda: world.rank * 10, world)) == [[0, 10, 20]] * 3
+    assert (
+        run_threads(3, lambda world: together(lambda: world.rank * 10, world)) == [[0, 10, 20]] * 3
+    )
     assert together(lambda: "x", alone("world")) == ["x"]
 
 
-def test_all_ranks_raise_the_same_text_when_one_fails(run_threads: Callable[..., list[Any]]) -> None:
+def test_all_ranks_raise_the_same_text_when_one_fails(
+    run_threads: Callable[..., list[Any]],
+) -> None:
     def work(world: Group) -> None:
         if world.rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device", "/disk/a")
@@ -24,13 +28,16 @@ def test_all_ranks_raise_the_same_text_when_one_fails(run_threads: Callable[...,
     errors = run_threads(3, lambda world: together(lambda: work(world), world))
     assert {type(error) for error in errors} == {CheckpointError}
     assert {str(error) for error in errors} == {
-        "rank 1: OSError: [Errno 28] No space left on device: '/disk/a'. Free some space, or set checkpoint.keep to a "
+        "rank 1: OSError: [Errno 28] No space left on device: '/disk/a'. Free some space, or set "
+        "checkpoint.keep to a "
         "lower number."
     }
     assert isinstance(errors[1].__cause__, OSError) and errors[0].__cause__ is None
 
 
-def test_a_cause_that_several_ranks_share_is_said_once(run_threads: Callable[..., list[Any]]) -> None:
+def test_a_cause_that_several_ranks_share_is_said_once(
+    run_threads: Callable[..., list[Any]],
+) -> None:
     def work() -> None:
         raise CheckpointError("x=3: too large. Set x to 2.")
 
@@ -38,12 +45,18 @@ def test_a_cause_that_several_ranks_share_is_said_once(run_threads: Callable[...
     assert [str(error) for error in errors] == ["x=3: too large. Set x to 2."] * 2
 
 
-@pytest.mark.parametrize("error,text", [
-    (PermissionError(errno.EACCES, "Permission denied", "/disk"), "Make the folder writable, or choose another"),
-    (OSError(errno.EROFS, "Read-only file system", "/disk"), "Make the folder writable"),
-    (OSError(errno.EFBIG, "File too large"), "Free some space"),
-    (OSError("odd"), "^OSError: odd.$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error,text",
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/disk"),
+            "Make the folder writable, or choose another",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "/disk"), "Make the folder writable"),
+        (OSError(errno.EFBIG, "File too large"), "Free some space"),
+        (OSError("odd"), "^OSError: odd.$"),
+    ],
+)
 def test_the_error_says_what_would_help(error: Exception, text: str) -> None:
     def work() -> None:
         raise error

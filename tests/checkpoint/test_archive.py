@@ -33,7 +33,14 @@ def test_a_plain_tensor_is_a_view_of_the_bytes(shape: tuple[int, ...], dtype: to
 
 @pytest.mark.parametrize(
     "value",
-    [torch.arange(12.0).view(3, 4).t(), torch.arange(12.0)[3:7], torch.zeros(0, 2), {"a": 2.5}, 5, "text"],
+    [
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(12.0)[3:7],
+        torch.zeros(0, 2),
+        {"a": 2.5},
+        5,
+        "text",
+    ],
     ids=["turned", "part", "empty", "several", "number", "words"],
 )
 def test_anything_else_is_as_torch_reads_it(value: Any) -> None:

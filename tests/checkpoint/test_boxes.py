@@ -26,7 +26,11 @@ SHAPES = [(), (1,), (8,), (5, 4), (3, 1, 4), (3, 2, 4), (2, 1, 3, 2)]
 
 def entry(shape: tuple[int, ...], flat: tuple[int, int] | None = None) -> Entry:
     values = torch.arange(math.prod(shape)).reshape(-1)
-    return Entry(replace(whole("w", shape), flat=flat), "param", values if flat is None else values[slice(*flat)])
+    return Entry(
+        replace(whole("w", shape), flat=flat),
+        "param",
+        values if flat is None else values[slice(*flat)],
+    )
 
 
 def filled(shape: tuple[int, ...], parts: list[Piece]) -> torch.Tensor:
@@ -44,7 +48,9 @@ def test_keys_name_the_tensor_and_not_the_layout(role: str, key: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("limit", [None, 1, 3, 7])
-def test_every_range_of_every_shape_is_tiled_by_few_boxes(shape: tuple[int, ...], limit: int | None) -> None:
+def test_every_range_of_every_shape_is_tiled_by_few_boxes(
+    shape: tuple[int, ...], limit: int | None
+) -> None:
     total = math.prod(shape)
     for start, stop in itertools.combinations_with_replacement(range(total + 1), 2):
         parts = pieces(entry(shape, (start, stop)), max_numel=limit)
@@ -69,25 +75,38 @@ def test_a_flat_range_counts_inside_the_ranks_own_box() -> None:
 
 
 def test_pieces_are_views_so_that_loading_fills_the_tensor_itself() -> None:
-    tensor = torch.zeros(2, 12, requires_grad=True)  # memory is the box's, the view is not its shape
+    tensor = torch.zeros(
+        2, 12, requires_grad=True
+    )  # memory is the box's, the view is not its shape
     for part in pieces(Entry(whole("w", (4, 6)), "param", tensor), max_numel=5):
         part.values.fill_(1)
     assert tensor.sum() == 24
 
 
-@pytest.mark.parametrize("shape,boxes,problem", [
-    ((4, 6), [((0, 4), (0, 3)), ((0, 4), (3, 6))], None),
-    ((), [()], None),
-    ((0, 3), [], None),
-    ((4, 6), [((0, 4), (0, 3)), ((1, 4), (3, 6))], r"\[0:1, 3:6\] of \[4, 6\] is written by nobody"),
-    ((4, 6), [((0, 4), (0, 4)), ((2, 4), (3, 6))], r"\[2:4, 3:4\] of \[4, 6\] is written twice"),
-    ((4, 6), [], r"\[0:4, 0:6\] of \[4, 6\] is written by nobody"),
-    ((), [], r"\[\] of \[\] is written by nobody"),
-    ((), [(), ()], r"\[\] of \[\] is written twice"),
-    ((4,), [((0, 5),)], r"\[0:5\] is not inside its shape \[4\]"),
-    ((4,), [((2, 2),)], r"\[2:2\] is not inside its shape \[4\]"),
-    ((4, 6), [((0, 4),)], r"\[0:4\] is not inside its shape \[4, 6\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape,boxes,problem",
+    [
+        ((4, 6), [((0, 4), (0, 3)), ((0, 4), (3, 6))], None),
+        ((), [()], None),
+        ((0, 3), [], None),
+        (
+            (4, 6),
+            [((0, 4), (0, 3)), ((1, 4), (3, 6))],
+            r"\[0:1, 3:6\] of \[4, 6\] is written by nobody",
+        ),
+        (
+            (4, 6),
+            [((0, 4), (0, 4)), ((2, 4), (3, 6))],
+            r"\[2:4, 3:4\] of \[4, 6\] is written twice",
+        ),
+        ((4, 6), [], r"\[0:4, 0:6\] of \[4, 6\] is written by nobody"),
+        ((), [], r"\[\] of \[\] is written by nobody"),
+        ((), [(), ()], r"\[\] of \[\] is written twice"),
+        ((4,), [((0, 5),)], r"\[0:5\] is not inside its shape \[4\]"),
+        ((4,), [((2, 2),)], r"\[2:2\] is not inside its shape \[4\]"),
+        ((4, 6), [((0, 4),)], r"\[0:4\] is not inside its shape \[4, 6\]"),
+    ],
+)
 def test_a_hole_and_an_overlap_are_found_and_placed(
     shape: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]], problem: str | None
 ) -> None:
@@ -101,7 +120,9 @@ def test_any_single_fault_in_a_random_tiling_is_found() -> None:
         shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
         total = math.prod(shape)
         cuts = sorted({0, total, *(rng.randint(0, total) for _ in range(3))})
-        boxes = [part.box for a, b in itertools.pairwise(cuts) for part in pieces(entry(shape, (a, b)))]
+        boxes = [
+            part.box for a, b in itertools.pairwise(cuts) for part in pieces(entry(shape, (a, b)))
+        ]
         rng.shuffle(boxes)
         assert tiling_problem(shape, boxes) is None
         assert "by nobody" in str(tiling_problem(shape, boxes[1:]))

@@ -31,23 +31,44 @@ def test_the_same_model_in_two_layouts_is_the_same(tmp_path: Path, tiny: SimpleN
 def test_shapes_absences_dtypes_and_nan(tmp_path: Path, tiny: SimpleNamespace) -> None:
     nan, inf = math.nan, math.inf
     sides = (
-        {"cast": torch.ones(2, dtype=torch.bfloat16), "shape": torch.ones(3), "gone": torch.ones(1),
-         "odd": torch.tensor([nan, inf, 1.0]), "even": torch.tensor([nan, inf])},
-        {"cast": torch.ones(2), "shape": torch.ones(4), "new": torch.ones(1),
-         "odd": torch.tensor([1.0, -inf, 1.0]), "even": torch.tensor([nan, inf])},
-    )  # fmt: skip
+        {
+            "cast": torch.ones(2, dtype=torch.bfloat16),
+            "shape": torch.ones(3),
+            "gone": torch.ones(1),
+            "odd": torch.tensor([nan, inf, 1.0]),
+            "even": torch.tensor([nan, inf]),
+        },
+        {
+            "cast": torch.ones(2),
+            "shape": torch.ones(4),
+            "new": torch.ones(1),
+            "odd": torch.tensor([1.0, -inf, 1.0]),
+            "even": torch.tensor([nan, inf]),
+        },
+    )
     a, b = (
         open_checkpoint(
-            tiny.save(tmp_path / str(i), 1, [[Entry(whole(n, tuple(x.shape)), "param", x) for n, x in side.items()]])
+            tiny.save(
+                tmp_path / str(i),
+                1,
+                [[Entry(whole(n, tuple(x.shape)), "param", x) for n, x in side.items()]],
+            )
         )
         for i, side in enumerate(sides)
     )
     found = {each.name.removeprefix("model."): each for each in compare_checkpoints(a, b)}
     kinds = {name: each.kind for name, each in found.items()}
     assert kinds == {
-        "cast": "same", "even": "same", "gone": "only in a", "new": "only in b", "odd": "values", "shape": "shape"
-    }  # fmt: skip
+        "cast": "same",
+        "even": "same",
+        "gone": "only in a",
+        "new": "only in b",
+        "odd": "values",
+        "shape": "shape",
+    }
     assert (found["odd"].differing, found["odd"].largest) == (2, inf)
     assert (found["shape"].a, found["shape"].b) == ("[3] float32", "[4] float32")
-    with pytest.raises(CheckpointError, match="--only=x matches none of the tensors .* Use a pattern"):
+    with pytest.raises(
+        CheckpointError, match="--only=x matches none of the tensors .* Use a pattern"
+    ):
         list(compare_checkpoints(a, b, only="x"))

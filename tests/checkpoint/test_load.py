@@ -20,7 +20,12 @@ from torch import Tensor
 from megalith import storage
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.format import MANIFEST_SHA256, manifest_digest
-from megalith.checkpoint.load import find_latest, list_other_checkpoints, open_checkpoint, verify_checkpoint
+from megalith.checkpoint.load import (
+    find_latest,
+    list_other_checkpoints,
+    open_checkpoint,
+    verify_checkpoint,
+)
 from megalith.config.checkpoint import Answer, CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.parallel.group import Group, alone
@@ -41,7 +46,9 @@ class Evil:
 
 
 def entries_of(tensors: dict[str, Tensor], role: str = "param") -> list[Entry]:
-    return [Entry(whole(name, tuple(tensor.shape)), role, tensor) for name, tensor in tensors.items()]
+    return [
+        Entry(whole(name, tuple(tensor.shape)), role, tensor) for name, tensor in tensors.items()
+    ]
 
 
 def saved(tmp_path: Path, tiny: SimpleNamespace, entries: Sequence[Entry]) -> Path:
@@ -98,7 +105,9 @@ def random_shards(rng: random.Random, name: str, shape: tuple[int, ...]) -> list
     shards = []
     for box in itertools.product(*spans):
         shard = Shard(name, shape, box)
-        marks = sorted([0, shard.numel, *(rng.randint(0, shard.numel) for _ in range(rng.randint(0, 2)))])
+        marks = sorted(
+            [0, shard.numel, *(rng.randint(0, shard.numel) for _ in range(rng.randint(0, 2)))]
+        )
         flats = [None] if rng.random() < 0.5 else list(itertools.pairwise(marks))
         shards += [replace(shard, flat=flat) for flat in flats]
     return shards
@@ -110,24 +119,38 @@ def local(shard: Shard, tensor: Tensor) -> Tensor:
 
 
 @loop_over("seed", range(25))
-def test_random_tilings_load_as_other_random_tilings(tmp_path: Path, tiny: SimpleNamespace, seed: int) -> None:
+def test_random_tilings_load_as_other_random_tilings(
+    tmp_path: Path, tiny: SimpleNamespace, seed: int
+) -> None:
     rng = random.Random(seed)
     shapes = {f"w{i}": tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 4))) for i in range(3)}
-    tensors = {name: tiny.values(shape, seed + i, torch.float32) for i, (name, shape) in enumerate(shapes.items())}
+    tensors = {
+        name: tiny.values(shape, seed + i, torch.float32)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
     ranks: list[list[Entry]] = [[] for _ in range(rng.randint(1, 4))]
     for name, tensor in tensors.items():
         for shard in random_shards(rng, name, shapes[name]):
             rng.choice(ranks).append(Entry(shard, "exp_avg", local(shard, tensor)))
     checkpoint = open_checkpoint(tiny.save(tmp_path / str(seed), 1, ranks))
-    wanted = [(shard, tensor) for name, tensor in tensors.items() for shard in random_shards(rng, name, shapes[name])]
-    got = [Entry(shard, "exp_avg", torch.zeros_like(local(shard, tensor))) for shard, tensor in wanted]
+    wanted = [
+        (shard, tensor)
+        for name, tensor in tensors.items()
+        for shard in random_shards(rng, name, shapes[name])
+    ]
+    got = [
+        Entry(shard, "exp_avg", torch.zeros_like(local(shard, tensor))) for shard, tensor in wanted
+    ]
     checkpoint.load_into(got, ALONE)
     assert all(
-        torch.equal(entry.tensor, local(shard, tensor)) for entry, (shard, tensor) in zip(got, wanted, strict=True)
+        torch.equal(entry.tensor, local(shard, tensor))
+        for entry, (shard, tensor) in zip(got, wanted, strict=True)
     )
 
 
-def test_each_stored_box_is_read_once(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stored_box_is_read_once(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny.model()
     checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 2, 1)))
     reads: list[tuple[Path, int]] = []
@@ -143,7 +166,9 @@ def test_each_stored_box_is_read_once(tmp_path: Path, tiny: SimpleNamespace, mon
     assert reads == sorted(reads), "in the order of the files"
 
 
-def test_a_box_of_a_tensor_can_be_read_in_another_dtype(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_box_of_a_tensor_can_be_read_in_another_dtype(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     model = tiny.model()
     checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 3, 2)))
     whole_one = model["master", "embed.weight"]
@@ -153,33 +178,49 @@ def test_a_box_of_a_tensor_can_be_read_in_another_dtype(tmp_path: Path, tiny: Si
     assert torch.equal(got, whole_one[2:6, 1:5].double())
     assert checkpoint.read("model.norm.weight", ((3, 3),)).shape == (0,)
     with pytest.raises(
-        CheckpointError, match=r"embed.weight has shape \[7, 6\], and \[0:8, 0:6\] was asked .* Use a box"
+        CheckpointError,
+        match=r"embed.weight has shape \[7, 6\], and \[0:8, 0:6\] was asked .* Use a box",
     ):
         checkpoint.read("model.embed.weight", ((0, 8), (0, 6)))
-    with pytest.raises(CheckpointError, match=r"holds no tensor model.embed.wait. Use .* model.embed.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no tensor model.embed.wait. Use .* model.embed.weight"
+    ):
         checkpoint.read("model.embed.wait")
 
 
 def test_keys_name_every_role(tmp_path: Path, tiny: SimpleNamespace) -> None:
     checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(tiny.model(), 1, 1)))
     assert len(checkpoint.keys()) == 4 * len(tiny.shapes)
-    assert checkpoint.keys()[0] == "model.embed.weight" and checkpoint.keys()[-1] == "optimizer.master.norm.weight"
+    assert (
+        checkpoint.keys()[0] == "model.embed.weight"
+        and checkpoint.keys()[-1] == "optimizer.master.norm.weight"
+    )
 
 
-def test_weights_wanted_in_another_dtype_come_from_their_masters(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_weights_wanted_in_another_dtype_come_from_their_masters(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     model = tiny.model()
     checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 2, 1)))
     got = entries_of({name: torch.zeros(shape) for name, shape in tiny.shapes.items()})
-    moments = [entry for entry in tiny.cut(model, 1, 1, blank=True)[0] if entry.role.startswith("exp_avg")]
-    checkpoint.load_into(got + moments, ALONE)  # an fp32 run has no separate masters: they are not surplus
+    moments = [
+        entry for entry in tiny.cut(model, 1, 1, blank=True)[0] if entry.role.startswith("exp_avg")
+    ]
+    checkpoint.load_into(
+        got + moments, ALONE
+    )  # an fp32 run has no separate masters: they are not surplus
     assert all(torch.equal(entry.tensor, model["master", entry.shard.name]) for entry in got)
 
 
-def test_masters_the_checkpoint_lacks_come_from_its_weights(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_masters_the_checkpoint_lacks_come_from_its_weights(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     weights = {"w": torch.randn(3, 4)}
     path = saved(tmp_path, tiny, entries_of(weights))
     low, master = torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(3, 4)
-    open_checkpoint(path).load_into([*entries_of({"w": low}), *entries_of({"w": master}, "master")], ALONE)
+    open_checkpoint(path).load_into(
+        [*entries_of({"w": low}), *entries_of({"w": master}, "master")], ALONE
+    )
     assert torch.equal(master, weights["w"]) and torch.equal(low, weights["w"].bfloat16())
 
 
@@ -188,11 +229,18 @@ def test_weights_alone_can_be_loaded(tmp_path: Path, tiny: SimpleNamespace) -> N
     checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 1, 2)))
     got = [entry for entry in tiny.cut(model, 1, 1, blank=True)[0] if entry.role == "param"]
     assert checkpoint.load_into(got, ALONE).surplus == ()
-    assert all(torch.equal(entry.tensor.view(-1), model["param", entry.shard.name].view(-1)) for entry in got)
+    assert all(
+        torch.equal(entry.tensor.view(-1), model["param", entry.shard.name].view(-1))
+        for entry in got
+    )
 
 
-def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(tmp_path: Path, tiny: SimpleNamespace) -> None:
-    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(4, 6), "b": torch.ones(5), "c": torch.ones(2)}))
+def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    path = saved(
+        tmp_path, tiny, entries_of({"a": torch.ones(4, 6), "b": torch.ones(5), "c": torch.ones(2)})
+    )
     got = entries_of({"a": torch.zeros(4, 8), "b": torch.zeros(7), "c": torch.zeros(2)})
     for rules in (CheckpointConfig(), CheckpointConfig(missing="ignore", surplus="ignore")):
         with pytest.raises(CheckpointError) as raised:
@@ -201,21 +249,29 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(tmp_path: Pat
             f"{path} is a checkpoint of another model:\n"
             f"  model.a is [4, 8] in this run and [4, 6] in the checkpoint\n"
             f"  model.b is [7] in this run and [5] in the checkpoint\n"
-            f"Set model.* and optim.* to what {path}/config.yaml says, or choose another checkpoint."
+            f"Set model.* and optim.* to what {path}/config.yaml says, or choose another "
+            "checkpoint."
         )
     assert not any(entry.tensor.any() for entry in got), "nothing was changed"
 
 
-def test_missing_and_surplus_tensors_are_all_named_in_few_lines(tmp_path: Path, tiny: SimpleNamespace) -> None:
-    stored = {f"layers.{i}.attention.q": torch.ones(2) for i in range(12)} | {"norm.weight": torch.ones(1)}
+def test_missing_and_surplus_tensors_are_all_named_in_few_lines(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    stored = {f"layers.{i}.attention.q": torch.ones(2) for i in range(12)} | {
+        "norm.weight": torch.ones(1)
+    }
     path = saved(tmp_path, tiny, entries_of(stored))
-    tensors = {f"layers.{i}.attention.q": torch.zeros(2) for i in (0, 1)} | {"head.weight": torch.zeros(3)}
+    tensors = {f"layers.{i}.attention.q": torch.zeros(2) for i in (0, 1)} | {
+        "head.weight": torch.zeros(3)
+    }
     got = entries_of(tensors)
     with pytest.raises(CheckpointError) as raised:
         open_checkpoint(path).load_into(got, ALONE)
     assert "\n  only in this run: model.head.weight\n" in str(raised.value)
-    assert "only in the checkpoint: model.layers.*.attention.q (* = 10, 11, 2, 3, 4, 5, 6, 7, 8, 9)\n" in str(
-        raised.value
+    assert (
+        "only in the checkpoint: model.layers.*.attention.q (* = 10, 11, 2, 3, 4, 5, 6, 7, 8, 9)\n"
+        in str(raised.value)
     )
     assert "only in the checkpoint: model.norm.weight\n" in str(raised.value)
     rules = CheckpointConfig(missing="ignore", surplus="ignore")
@@ -235,7 +291,11 @@ SIDES = {
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("answer", ["error", "warn", "ignore"])
 def test_each_answer_to_tensors_of_one_side_only(
-    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture, sides: str, answer: Answer
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    sides: str,
+    answer: Answer,
 ) -> None:
     theirs, ours = SIDES[sides]
     path = saved(tmp_path, tiny, entries_of({name: torch.ones(n) for name, n in theirs.items()}))
@@ -243,32 +303,51 @@ def test_each_answer_to_tensors_of_one_side_only(
     rules = CheckpointConfig(missing=answer, surplus=answer)
     if answer == "error":
         with pytest.raises(CheckpointError) as raised:
-            open_checkpoint(path).load_into(entries_of(tensors), ALONE, rules=rules, purpose="start")
+            open_checkpoint(path).load_into(
+                entries_of(tensors), ALONE, rules=rules, purpose="start"
+            )
         assert ("only in this run: model.new" in str(raised.value)) == (sides != "surplus")
         assert ("only in the checkpoint: model.old" in str(raised.value)) == (sides != "absent")
         assert tensors["a"].tolist() == [7, 7], "nothing was changed"
         return
-    report = open_checkpoint(path).load_into(entries_of(tensors), ALONE, rules=rules, purpose="start")
+    report = open_checkpoint(path).load_into(
+        entries_of(tensors), ALONE, rules=rules, purpose="start"
+    )
     assert (report.missing, report.surplus) == (
-        ("model.new",) if sides != "surplus" else (), ("model.old",) if sides != "absent" else ()
-    )  # fmt: skip
-    assert tensors["a"].tolist() == [1, 1] and tensors.get("new", torch.zeros(0)).tolist() in ([], [7, 7, 7])
-    assert ("1 tensors (3 parameters) kept their initial values" in caplog.text) == (sides != "surplus")
+        ("model.new",) if sides != "surplus" else (),
+        ("model.old",) if sides != "absent" else (),
+    )
+    assert tensors["a"].tolist() == [1, 1] and tensors.get("new", torch.zeros(0)).tolist() in (
+        [],
+        [7, 7, 7],
+    )
+    assert ("1 tensors (3 parameters) kept their initial values" in caplog.text) == (
+        sides != "surplus"
+    )
     assert (f"{path} lacks model.new" in caplog.text) == (answer == "warn" and sides != "surplus")
-    assert (f"{path} also has model.old: not loaded" in caplog.text) == (answer == "warn" and sides != "absent")
+    assert (f"{path} also has model.old: not loaded" in caplog.text) == (
+        answer == "warn" and sides != "absent"
+    )
 
 
 @pytest.mark.parametrize("answer", ["warn", "ignore"])
 def test_a_run_that_resumes_needs_all_of_its_weights_whatever_the_answer(
     tmp_path: Path, tiny: SimpleNamespace, answer: Answer
 ) -> None:
-    path = saved(tmp_path, tiny, entries_of({"w": torch.ones(2)}) + entries_of({"w": torch.ones(2)}, "momentum"))
+    path = saved(
+        tmp_path,
+        tiny,
+        entries_of({"w": torch.ones(2)}) + entries_of({"w": torch.ones(2)}, "momentum"),
+    )
     rules = CheckpointConfig(missing=answer, surplus=answer, skip=("w",), load="x")
     got = entries_of({"w": torch.zeros(2)}) + entries_of({"w": torch.zeros(2)}, "exp_avg")
     report = open_checkpoint(path).load_into(got, ALONE, rules=rules)
     assert report.missing == ("optimizer.exp_avg.w",) and report.fresh_state
     assert got[0].tensor.tolist() == [1, 1], "what a run skipped when it began is its own by now"
-    for wanted, text in (({"w": 2, "v": 1}, "only in this run: model.v"), ({}, "only in the checkpoint: model.w")):
+    for wanted, text in (
+        ({"w": 2, "v": 1}, "only in this run: model.v"),
+        ({}, "only in the checkpoint: model.w"),
+    ):
         entries = entries_of({name: torch.zeros(n) for name, n in wanted.items()})
         with pytest.raises(CheckpointError, match=text):
             open_checkpoint(path).load_into(entries, ALONE, rules=rules)
@@ -277,22 +356,30 @@ def test_a_run_that_resumes_needs_all_of_its_weights_whatever_the_answer(
 def test_what_is_skipped_keeps_its_values_even_where_shapes_differ(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = saved(tmp_path, tiny, entries_of({"a.w": torch.ones(2), "head.weight": torch.ones(4), "old": torch.ones(1)}))
+    path = saved(
+        tmp_path,
+        tiny,
+        entries_of({"a.w": torch.ones(2), "head.weight": torch.ones(4), "old": torch.ones(1)}),
+    )
     tensors = {"a.w": torch.zeros(2), "head.weight": torch.full((3,), 7.0)}
     rules = CheckpointConfig(skip=("head.*", "old"), load="x")
-    report = open_checkpoint(path).load_into(entries_of(tensors), ALONE, rules=rules, purpose="start")
+    report = open_checkpoint(path).load_into(
+        entries_of(tensors), ALONE, rules=rules, purpose="start"
+    )
     assert (tensors["a.w"].tolist(), tensors["head.weight"].tolist()) == ([1, 1], [7, 7, 7])
     assert report.kept == ("model.head.weight",) and not report.surplus
     assert "1 tensors (3 parameters) kept their initial values: model.head.weight" in caplog.text
     with pytest.raises(
-        CheckpointError, match=r"checkpoint.skip=hed.\* matches no tensor .* Use patterns of names that exist"
+        CheckpointError,
+        match=r"checkpoint.skip=hed.\* matches no tensor .* Use patterns of names that exist",
     ):
         wrong = CheckpointConfig(skip=("hed.*",), load="x")
         open_checkpoint(path).load_into(entries_of(tensors), ALONE, rules=wrong, purpose="start")
 
 
 def corrupted_pair(tmp_path: Path, tiny: SimpleNamespace) -> Path:
-    """A checkpoint of bf16 weights and fp32 masters, of which two elements of one tensor disagree."""
+    """A checkpoint of bf16 weights and fp32 masters, of which two elements of one tensor
+    disagree."""
     model = tiny.model()
     model["param", "layers.1.attention.q"].view(-1)[3] += 2.0
     model["param", "layers.1.attention.q"].view(-1)[30] = 9.0
@@ -304,13 +391,20 @@ def corrupted_pair(tmp_path: Path, tiny: SimpleNamespace) -> Path:
 @pytest.mark.parametrize("prefer", [False, True])
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
 def test_weights_and_masters_that_disagree_are_named_once_and_one_side_wins(
-    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture, run_threads: Callable[..., list[Any]],
-    layout: tuple[int, int], prefer: bool,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    run_threads: Callable[..., list[Any]],
+    layout: tuple[int, int],
+    prefer: bool,
+) -> None:
     path = corrupted_pair(tmp_path, tiny)
     parts = tiny.cut(tiny.model(seed=1), *layout)
     rules = CheckpointConfig(prefer_weights=prefer)
-    run_threads(len(parts), lambda world: open_checkpoint(path).load_into(parts[world.rank], world, rules=rules))
+    run_threads(
+        len(parts),
+        lambda world: open_checkpoint(path).load_into(parts[world.rank], world, rules=rules),
+    )
     stored = open_checkpoint(path)
     for entries in parts:
         found = {entry.key: entry for entry in entries}
@@ -321,10 +415,17 @@ def test_weights_and_masters_that_disagree_are_named_once_and_one_side_wins(
             assert torch.equal(low, master.tensor.view(-1).bfloat16())
             assert torch.equal(low, local(master.shard, believed).bfloat16())
             if name != "layers.1.attention.q":
-                assert torch.equal(master.tensor, local(master.shard, stored.read(f"optimizer.master.{name}")))
-    warnings = [record.getMessage() for record in caplog.records if "rounded" in record.getMessage()]
+                assert torch.equal(
+                    master.tensor, local(master.shard, stored.read(f"optimizer.master.{name}"))
+                )
+    warnings = [
+        record.getMessage() for record in caplog.records if "rounded" in record.getMessage()
+    ]
     assert len(warnings) == 1
-    assert f"{path}: the weights of 1 parameters are not their masters, rounded: layers.1.attention.q" in warnings[0]
+    assert (
+        f"{path}: the weights of 1 parameters are not their masters, rounded: layers.1.attention.q"
+        in warnings[0]
+    )
     assert f"The {'weights' if prefer else 'masters'} are used." in warnings[0]
 
 
@@ -336,24 +437,38 @@ def test_a_run_without_masters_compares_the_two_as_well(
         got = entries_of({name: torch.zeros(shape) for name, shape in tiny.shapes.items()})
         rules = CheckpointConfig(prefer_weights=prefer)
         open_checkpoint(path).load_into(got, ALONE, rules=rules, purpose="start")
-        changed = {entry.shard.name: entry.tensor for entry in got}["layers.1.attention.q"].flatten()
+        changed = {entry.shard.name: entry.tensor for entry in got}[
+            "layers.1.attention.q"
+        ].flatten()
         assert (changed[30] == 9.0) == prefer
-        kept = changed[4] == open_checkpoint(path).read("optimizer.master.layers.1.attention.q").flatten()[4]
+        kept = (
+            changed[4]
+            == open_checkpoint(path).read("optimizer.master.layers.1.attention.q").flatten()[4]
+        )
         assert kept, "digits of elements that agree stay"
     assert caplog.text.count("layers.1.attention.q differs most, by ") == 2
 
 
-def test_a_sound_pair_is_not_spoken_of(tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sound_pair_is_not_spoken_of(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tiny.save(tmp_path, 100, tiny.cut(tiny.model(), 2, 1))
     open_checkpoint(path).load_into(tiny.cut(tiny.model(), 1, 1, blank=True)[0], ALONE)
     assert not caplog.records
 
 
-def test_an_optimizer_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
-    path = saved(tmp_path, tiny, entries_of({"w": torch.ones(2)}) + entries_of({"w": torch.ones(2)}, "momentum"))
+def test_an_optimizer_that_the_checkpoint_does_not_have_is_refused(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    path = saved(
+        tmp_path,
+        tiny,
+        entries_of({"w": torch.ones(2)}) + entries_of({"w": torch.ones(2)}, "momentum"),
+    )
     got = entries_of({"w": torch.ones(2)}) + entries_of({"w": torch.ones(2)}, "exp_avg")
     with pytest.raises(
-        CheckpointError, match=r"this run: optimizer.exp_avg.w\n  only .* checkpoint: optimizer.momentum.w"
+        CheckpointError,
+        match=r"this run: optimizer.exp_avg.w\n  only .* checkpoint: optimizer.momentum.w",
     ):
         open_checkpoint(path).load_into(got, ALONE)
 
@@ -371,7 +486,9 @@ def test_damage_that_one_rank_meets_ends_the_load_on_all(
     tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
 ) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(3)}))
-    (path / "__0_0.distcp").write_bytes(bytes(1) + (path / "__0_0.distcp").read_bytes()[1:])  # a comes first
+    (path / "__0_0.distcp").write_bytes(
+        bytes(1) + (path / "__0_0.distcp").read_bytes()[1:]
+    )  # a comes first
 
     def work(world: Group) -> Any:
         entry = entries_of({"a": torch.zeros(2)} if world.rank else {"b": torch.zeros(3)})
@@ -379,7 +496,9 @@ def test_damage_that_one_rank_meets_ends_the_load_on_all(
 
     errors = run_threads(2, work)
     assert str(errors[0]) == str(errors[1]) and "__0_0.distcp" in str(errors[0])
-    assert {type(error) for error in errors} == {DamagedCheckpointError} and {error.path for error in errors} == {path}
+    assert {type(error) for error in errors} == {DamagedCheckpointError} and {
+        error.path for error in errors
+    } == {path}
 
 
 def test_a_flipped_bit_is_found_placed_and_said(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -410,7 +529,10 @@ def flip_a_bit(file: Path) -> None:
 def test_a_damaged_newest_one_names_the_complete_ones_beside_it_and_the_way_to_them(
     tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
 ) -> None:
-    paths = [tiny.save(tmp_path, step, [entries_of({"a": torch.ones(64)})]) for step in (2, 4, 6, 8, 10, 12)]
+    paths = [
+        tiny.save(tmp_path, step, [entries_of({"a": torch.ones(64)})])
+        for step in (2, 4, 6, 8, 10, 12)
+    ]
     flip_a_bit(paths[-1] / "__0_0.distcp")
     (paths[1] / "manifest.json").unlink()
     assert find_latest(tmp_path) == paths[-1], "the tensors are not read for that"
@@ -419,13 +541,15 @@ def test_a_damaged_newest_one_names_the_complete_ones_beside_it_and_the_way_to_t
         return open_checkpoint(paths[-1]).load_into(entries_of({"a": torch.zeros(64)}), world)
 
     errors = run_threads(2, load)
-    assert {type(error) for error in errors} == {DamagedCheckpointError} and str(errors[0]) == str(errors[1])
+    assert {type(error) for error in errors} == {DamagedCheckpointError} and str(errors[0]) == str(
+        errors[1]
+    )
     assert {error.path for error in errors} == {paths[-1]} and "To resume" not in errors[0].reason
     assert list_other_checkpoints(paths[-1]) == [paths[4], paths[3], paths[2], paths[0]]
     assert "(model.a [0:64]): damaged. SHA-256 expected" in str(errors[0])
     assert str(errors[0]).endswith(
-        "\nComplete in the same folder: step_0000010, step_0000008, step_0000006 and 1 more. To resume from "
-        f"step_0000010, remove {paths[-1]}, or rename it to step_0000012.damaged."
+        "\nComplete in the same folder: step_0000010, step_0000008, step_0000006 and 1 more. To "
+        f"resume from step_0000010, remove {paths[-1]}, or rename it to step_0000012.damaged."
     )
     paths[-1].rename(tmp_path / "step_0000012.damaged")
     assert find_latest(tmp_path) == paths[-2], "the advice works"
@@ -443,7 +567,10 @@ def test_a_changed_text_is_found(tmp_path: Path, tiny: SimpleNamespace, name: st
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
     data = (path / name).read_bytes()
     (path / name).write_bytes(data[:-2] + b"x" + data[-1:])
-    assert [problem.startswith(f"{path / name}: damaged. SHA-256 exp") for problem in verify_checkpoint(path)] == [True]
+    assert [
+        problem.startswith(f"{path / name}: damaged. SHA-256 exp")
+        for problem in verify_checkpoint(path)
+    ] == [True]
     if name != ".metadata":  # which we never read
         with pytest.raises(CheckpointError, match=f"{name}: damaged"):
             open_checkpoint(path)
@@ -455,9 +582,14 @@ def swap_boxes(raw: Any) -> None:
     a["boxes"], b["boxes"] = b["boxes"], a["boxes"]
 
 
-@pytest.mark.parametrize("change", [swap_boxes, lambda raw: raw.update(step=99)], ids=["swapped boxes", "step"])
+@pytest.mark.parametrize(
+    "change", [swap_boxes, lambda raw: raw.update(step=99)], ids=["swapped boxes", "step"]
+)
 def test_edited_manifest_is_rejected_and_an_older_checkpoint_is_used(
-    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture, change: Callable[[Any], object]
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Any], object],
 ) -> None:
     entries = entries_of({"a": torch.ones(2), "b": torch.zeros(2)})
     older, path = (tiny.save(tmp_path, step, [entries]) for step in (50, 100))
@@ -468,15 +600,22 @@ def test_edited_manifest_is_rejected_and_an_older_checkpoint_is_used(
     with pytest.raises(CheckpointError) as raised:
         open_checkpoint(path)
     assert str(raised.value) == (
-        f"{path}/manifest.json: this file was changed after it was saved. manifest_sha256 says {saved_digest}, and its "
-        f"other fields have {manifest_digest(raw)}. Copy the folder again, or use another checkpoint."
+        f"{path}/manifest.json: this file was changed after it was saved. manifest_sha256 says "
+        f"{saved_digest}, and its "
+        f"other fields have {manifest_digest(raw)}. Copy the folder again, or use another "
+        "checkpoint."
     )
     assert verify_checkpoint(path) == [str(raised.value)]
     assert find_latest(tmp_path) == older
-    assert f"passing over checkpoint step_0000100: {path}/manifest.json: this file was changed" in caplog.text
+    assert (
+        f"passing over checkpoint step_0000100: {path}/manifest.json: this file was changed"
+        in caplog.text
+    )
 
 
-def test_manifest_without_a_checksum_is_loaded_with_a_warning(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_manifest_without_a_checksum_is_loaded_with_a_warning(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     """As versions before 2026-11-24 saved it."""
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
     assert open_checkpoint(path).warnings() == []
@@ -486,7 +625,9 @@ def test_manifest_without_a_checksum_is_loaded_with_a_warning(tmp_path: Path, ti
     checkpoint = open_checkpoint(path)
     assert checkpoint.read("model.a").tolist() == [1, 1] and verify_checkpoint(path) == []
     (warning,) = checkpoint.warnings()
-    assert warning.startswith(f"{path}/manifest.json has no manifest_sha256, as it was saved by an older version: ")
+    assert warning.startswith(
+        f"{path}/manifest.json has no manifest_sha256, as it was saved by an older version: "
+    )
 
 
 def test_checkpoint_copied_without_dot_files_is_loaded_with_a_warning(
@@ -499,8 +640,10 @@ def test_checkpoint_copied_without_dot_files_is_loaded_with_a_warning(
     checkpoint = open_checkpoint(path)
     assert checkpoint.read("model.a").tolist() == [1, 1] and verify_checkpoint(path) == []
     assert checkpoint.warnings() == [
-        f"{path}/.metadata: cannot be read (No such file or directory); expected {nbytes:,} bytes. Megalith does not "
-        f"read this file, torch.distributed.checkpoint does. If you need it, copy the checkpoint with a tool that "
+        f"{path}/.metadata: cannot be read (No such file or directory); expected {nbytes:,} bytes. "
+        "Megalith does not "
+        "read this file, torch.distributed.checkpoint does. If you need it, copy the checkpoint "
+        "with a tool that "
         f"copies files whose names begin with a dot, such as cp -r."
     ]
 
@@ -513,14 +656,17 @@ def test_a_truncated_file_is_named_with_both_lengths(tmp_path: Path, tiny: Simpl
     text = f"{file} is 1,024 bytes, expected {full:,}: the checkpoint is incomplete.\nCopy"
     with pytest.raises(CheckpointError, match=text):
         open_checkpoint(path)
-    assert len(verify_checkpoint(path)) == 1 and verify_checkpoint(path)[0] == text.removesuffix("\nCopy")
+    assert len(verify_checkpoint(path)) == 1 and verify_checkpoint(path)[0] == text.removesuffix(
+        "\nCopy"
+    )
 
 
 def test_a_missing_file_is_named_with_what_it_held(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(2)}))
     (path / "__0_0.distcp").unlink()
     with pytest.raises(
-        CheckpointError, match=r"__0_0.distcp: cannot be read \(No such file.*parts of 2 tensors.\nCopy"
+        CheckpointError,
+        match=r"__0_0.distcp: cannot be read \(No such file.*parts of 2 tensors.\nCopy",
     ):
         open_checkpoint(path)
 
@@ -549,7 +695,8 @@ def test_a_pickle_in_place_of_a_tensor_is_refused_and_does_not_run(
         torch.save(evil, stream, _use_new_zipfile_serialization=how == "torch.save")
     plant(path, "model.a", stream.getvalue())
     with pytest.raises(
-        CheckpointError, match=r"\(model.a \[0:2\]\) are not a plain tensor, and nothing in them was run"
+        CheckpointError,
+        match=r"\(model.a \[0:2\]\) are not a plain tensor, and nothing in them was run",
     ):
         open_checkpoint(path).read("model.a")
     with pytest.raises(CheckpointError, match="nothing in them was run"):
@@ -565,18 +712,24 @@ def test_a_malicious_dcp_description_is_never_opened(tmp_path: Path, tiny: Simpl
     data = pickle.dumps(Evil(tmp_path / "ran"))
     (path / ".metadata").write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
-    edit_manifest(path, lambda raw: raw["files"].update({".metadata": {"nbytes": len(data), "sha256": digest}}))
+    edit_manifest(
+        path,
+        lambda raw: raw["files"].update({".metadata": {"nbytes": len(data), "sha256": digest}}),
+    )
     assert find_latest(tmp_path) == path
     assert verify_checkpoint(path) == []
     assert open_checkpoint(path).read("model.a").tolist() == [1, 1]
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("value,found", [
-    (torch.ones(3), r"\[3\] torch.float32"),
-    (torch.ones(2, dtype=torch.int64), r"\[2\] torch.int64"),
-    ({"a": torch.ones(2)}, "dict"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value,found",
+    [
+        (torch.ones(3), r"\[3\] torch.float32"),
+        (torch.ones(2, dtype=torch.int64), r"\[2\] torch.int64"),
+        ({"a": torch.ones(2)}, "dict"),
+    ],
+)
 def test_other_contents_than_promised_are_refused(
     tmp_path: Path, tiny: SimpleNamespace, value: object, found: str
 ) -> None:
@@ -589,7 +742,9 @@ def test_other_contents_than_promised_are_refused(
 
 
 @pytest.mark.parametrize("state", ["[]", "{", "[" * 100_000])
-def test_a_state_that_is_no_object_is_refused(tmp_path: Path, tiny: SimpleNamespace, state: str) -> None:
+def test_a_state_that_is_no_object_is_refused(
+    tmp_path: Path, tiny: SimpleNamespace, state: str
+) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
     (path / "state.json").write_text(state)
     record = {"nbytes": len(state), "sha256": hashlib.sha256(state.encode()).hexdigest()}
@@ -608,27 +763,38 @@ def test_weights_without_the_rest_of_their_run_are_no_place_to_resume_from(
     with pytest.raises(CheckpointError) as raised:
         released.require_state("train", "data", "order_samples")
     assert str(raised.value) == (
-        f"{released.path}: no run can be resumed from it, as its state.json lacks train, order_samples (found: data). "
-        f"To start from its weights, move it out of {tmp_path} and set checkpoint.load to where it is then."
+        f"{released.path}: no run can be resumed from it, as its state.json lacks train, "
+        "order_samples (found: data). "
+        f"To start from its weights, move it out of {tmp_path} and set checkpoint.load to where it "
+        "is then."
     )
     with pytest.raises(CheckpointError, match=r"lacks train \(found: nothing\)"):
         open_checkpoint(tiny.save(tmp_path, 3, [entries], {})).require_state("train")
 
 
-def test_a_folder_that_is_no_checkpoint_is_told_what_it_looks_like(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_folder_that_is_no_checkpoint_is_told_what_it_looks_like(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     path = tiny.save_alone(tmp_path / "run" / "checkpoints", 100).path
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
-        with pytest.raises(CheckpointError, match=f"{folder}: this folder holds checkpoints.*. Use one of {path}"):
+        with pytest.raises(
+            CheckpointError, match=f"{folder}: this folder holds checkpoints.*. Use one of {path}"
+        ):
             open_checkpoint(folder)
     with pytest.raises(CheckpointError, match=f"{tmp_path}/no: no such folder. Set"):
         open_checkpoint(tmp_path / "no")
     (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: it has no manifest.json \(found: .metadata"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"not a complete checkpoint: it has no manifest.json \(found: .metadata",
+    ):
         open_checkpoint(path)
     assert "no manifest.json" in verify_checkpoint(path)[0]
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="looks like a Hugging Face model.*Run `megalith convert`"):
+    with pytest.raises(
+        CheckpointError, match="looks like a Hugging Face model.*Run `megalith convert`"
+    ):
         open_checkpoint(tmp_path / "hf")
 
 
@@ -639,7 +805,10 @@ def test_the_newest_complete_one_is_found_whatever_the_pointer_says(
     assert find_latest(tmp_path / "nowhere") is None
     paths = [tiny.save_alone(tmp_path, step).path for step in (100, 20_000_000, 300)]
     assert find_latest(tmp_path) == paths[1]
-    assert f"{tmp_path}/latest says 'step_0000300'; the newest complete checkpoint is step_20000000" in caplog.text
+    assert (
+        f"{tmp_path}/latest says 'step_0000300'; the newest complete checkpoint is step_20000000"
+        in caplog.text
+    )
     for text in ("", "\xff\n", None):
         (tmp_path / "latest").unlink() if text is None else (tmp_path / "latest").write_text(text)
         assert find_latest(tmp_path) == paths[1]
@@ -654,7 +823,15 @@ def test_looking_for_the_newest_writes_nothing(
     def refuse(*_: object) -> None:
         raise AssertionError("a reader writes")
 
-    for name in ("open_new", "replace_file", "write_new", "rename", "remove_file", "remove_tree", "make_folder"):
+    for name in (
+        "open_new",
+        "replace_file",
+        "write_new",
+        "rename",
+        "remove_file",
+        "remove_tree",
+        "make_folder",
+    ):
         monkeypatch.setattr(storage, name, refuse)
     before = [(path, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
     assert find_latest(tmp_path) == first
@@ -670,17 +847,27 @@ def test_a_damaged_newest_one_is_passed_over_with_the_reason(
     (second / "manifest.json").unlink()
     assert find_latest(tmp_path) == first
     assert f"passing over checkpoint step_0000003: {third}/__0_0.distcp is 7 bytes" in caplog.text
-    assert "passing over checkpoint step_0000002" in caplog.text and "it has no manifest.json" in caplog.text
+    assert (
+        "passing over checkpoint step_0000002" in caplog.text
+        and "it has no manifest.json" in caplog.text
+    )
 
 
-def test_when_none_can_be_used_the_run_does_not_start_afresh_unasked(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_when_none_can_be_used_the_run_does_not_start_afresh_unasked(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     for step in (1, 2):
         os.truncate(tiny.save_alone(tmp_path, step).path / "manifest.json", 9)
-    with pytest.raises(CheckpointError, match=r"(?s)none of its 2 checkpoints can be used:\n  step_0000002: .*--run"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)none of its 2 checkpoints can be used:\n  step_0000002: .*--run",
+    ):
         find_latest(tmp_path)
 
 
-def test_a_symlink_to_a_checkpoint_elsewhere_is_followed(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_symlink_to_a_checkpoint_elsewhere_is_followed(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     path = tiny.save_alone(tmp_path / "elsewhere", 5).path
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "step_0000005").symlink_to(path)

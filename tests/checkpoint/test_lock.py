@@ -27,7 +27,9 @@ HOLD = (
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A live process that holds the folder."""
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "held\n"
             yield process
@@ -55,7 +57,10 @@ def test_a_folder_is_made_held_and_given_back(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_this_process_is_refused(tmp_path: Path) -> None:
-    with lock_run(tmp_path), pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on .*Stop that"):
+    with (
+        lock_run(tmp_path),
+        pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on .*Stop that"),
+    ):
         lock_run(tmp_path)
     lock_run(tmp_path).release()
 
@@ -63,7 +68,9 @@ def test_a_second_run_in_this_process_is_refused(tmp_path: Path) -> None:
 def test_a_live_process_is_refused_by_name_and_a_killed_one_is_succeeded_at_once(
     tmp_path: Path, other: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(CheckpointError, match=f"{tmp_path} is in use by process {other.pid} on .*--run"):
+    with pytest.raises(
+        CheckpointError, match=f"{tmp_path} is in use by process {other.pid} on .*--run"
+    ):
         lock_run(tmp_path)
     other.kill()  # not yet collected by its parent: still a number of the kernel, and dead
     deadline = time.monotonic() + 10
@@ -86,7 +93,9 @@ def test_a_run_on_another_machine_is_refused_until_it_was_silent_for_long(
 ) -> None:
     far = Holder("1", "node7", "another boot", 41, "5")
     write_holder(tmp_path, far, silent_s=SILENT_S - 100)
-    with pytest.raises(CheckpointError, match=r"process 41 on node7, heard of 20 s ago.*run this again in 100 s"):
+    with pytest.raises(
+        CheckpointError, match=r"process 41 on node7, heard of 20 s ago.*run this again in 100 s"
+    ):
         lock_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     write_holder(tmp_path, far, silent_s=SILENT_S + 5)
@@ -108,7 +117,9 @@ def test_the_heartbeat_is_kept_up_and_stops_when_another_took_over(
         write_holder(tmp_path, thief, silent_s=1000)
         time.sleep(0.05)
         assert lock._silence_s(tmp_path / NAME) > 500
-        with pytest.raises(CheckpointError, match=r"lost its lock; lock.json now names process 7 on node9.*--run"):
+        with pytest.raises(
+            CheckpointError, match=r"lost its lock; lock.json now names process 7 on node9.*--run"
+        ):
             mine.check()
     assert holder(tmp_path) == thief, "a lock that is not ours is not released"
 
@@ -127,8 +138,10 @@ def test_who_was_suspended_for_so_long_that_another_took_over_hears_of_it(
             first.check()
         second.check()
         assert str(raised.value) == (
-            f"{tmp_path}: this run (process {os.getpid()} on {first.holder.host}) lost its lock; lock.json now names "
-            f"process {os.getpid()} on {first.holder.host}. Only one run may write there: stop the other one and run "
+            f"{tmp_path}: this run (process {os.getpid()} on {first.holder.host}) lost its lock; "
+            "lock.json now names "
+            f"process {os.getpid()} on {first.holder.host}. Only one run may write there: stop the "
+            "other one and run "
             f"this again, or choose another folder with --run."
         )
     second.check()
@@ -138,10 +151,15 @@ def test_who_was_suspended_for_so_long_that_another_took_over_hears_of_it(
 def test_a_lock_that_is_gone_or_cannot_be_read_is_lost(tmp_path: Path) -> None:
     with lock_run(tmp_path / "run") as mine:
         mine.path.unlink()
-        with pytest.raises(CheckpointError, match=r"lost its lock; lock.json was deleted or overwritten. Only.*--run"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"lost its lock; lock.json was deleted or overwritten. Only.*--run",
+        ):
             mine.check()
         mine.path.mkdir()
-        with pytest.raises(CheckpointError, match=r"lock.json cannot be read \(.*Is a directory.*--run"):
+        with pytest.raises(
+            CheckpointError, match=r"lock.json cannot be read \(.*Is a directory.*--run"
+        ):
             mine.check()
         mine.path.rmdir()
 
@@ -157,11 +175,15 @@ def test_of_many_starts_at_once_one_wins(tmp_path: Path, other: subprocess.Popen
     other.wait()
     code = HOLD.replace("time.sleep(60)", "sys.stdin.read()")
     command = [sys.executable, "-c", code, str(tmp_path)]
-    starts = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)]
+    starts = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)
+    ]
     deadline = time.monotonic() + 30
     while sum(start.poll() is None for start in starts) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
-    errors = [start.communicate(timeout=30)[1].decode() for start in starts]  # closes the winner's input: it ends
+    errors = [
+        start.communicate(timeout=30)[1].decode() for start in starts
+    ]  # closes the winner's input: it ends
     assert sorted(start.returncode for start in starts) == [0, 1, 1, 1], errors
     assert sum("is in use by process" in text for text in errors) == 3
 

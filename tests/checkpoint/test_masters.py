@@ -1,4 +1,5 @@
-"""Weights that are not their masters, rounded, are found to the element, and only these are written anew."""
+"""Weights that are not their masters, rounded, are found to the element, and only these are written
+anew."""
 
 import math
 
@@ -26,20 +27,28 @@ def test_rounding_overflow_and_nan_on_both_sides_are_no_disagreement() -> None:
     assert torch.equal(masters.nan_to_num(7), before[1].nan_to_num(7))
 
 
-@pytest.mark.parametrize(("changed", "largest"), [(5.0, 7.0003), (-2.002, 0.0017), (math.nan, math.inf)])
+@pytest.mark.parametrize(
+    ("changed", "largest"), [(5.0, 7.0003), (-2.002, 0.0017), (math.nan, math.inf)]
+)
 def test_one_side_wins_where_they_differ_and_nowhere_else(changed: float, largest: float) -> None:
     weights, masters = pair(changed=changed)
     assert reconcile(weights, masters, prefer_weights=False) == pytest.approx(largest, rel=0.05)
     assert weights[1] == masters[1].half()
     weights, masters = pair(changed=changed)
     reconcile(weights, masters, prefer_weights=True)
-    assert masters[0] == torch.tensor(1.0001) and torch.equal(masters[1].isnan(), weights[1].isnan())
+    assert masters[0] == torch.tensor(1.0001) and torch.equal(
+        masters[1].isnan(), weights[1].isnan()
+    )
     assert math.isnan(changed) or masters[1] == weights[1].float()
 
 
 def test_pairs_are_the_slices_that_a_master_filled() -> None:
     shard, low, wide = whole("w", (2,)), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
-    entries = [Entry(shard, "param", low), Entry(shard, "master", wide), Entry(shard, "exp_avg", wide)]
+    entries = [
+        Entry(shard, "param", low),
+        Entry(shard, "master", wide),
+        Entry(shard, "exp_avg", wide),
+    ]
     weights, master = "model.w", "optimizer.master.w"
     (found,) = pairs_of(entries, {weights: weights, master: master})
     assert found.wide.dtype == torch.float32 and found.low is not None and found.other is None
@@ -52,6 +61,7 @@ def test_the_line_names_the_worst_of_all_ranks() -> None:
     assert worst_line([{}, {}], prefer_weights=False) is None
     line = worst_line([{"a": 0.1}, {"a": 0.5, "b": 0.25}], prefer_weights=True)
     assert line == (
-        "the weights of 2 parameters are not their masters, rounded: a differs most, by 0.5. The weights are used. "
+        "the weights of 2 parameters are not their masters, rounded: a differs most, by 0.5. The "
+        "weights are used. "
         "Remove checkpoint.prefer_weights to use the masters."
     )

@@ -20,14 +20,17 @@ def steps(folder: Path) -> list[int]:
     return [int(name[5:]) for name in storage.list_names(folder) if name.startswith("step_")]
 
 
-@pytest.mark.parametrize("keep,keep_every,left", [
-    (1, None, [250]),
-    (2, 100, [100, 200, 250]),
-    (2, 250, [200, 250]),
-    (9, None, [50, 100, 150, 200, 250]),
-    (None, None, [50, 100, 150, 200, 250]),
-    (None, 100, [50, 100, 150, 200, 250]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "keep,keep_every,left",
+    [
+        (1, None, [250]),
+        (2, 100, [100, 200, 250]),
+        (2, 250, [200, 250]),
+        (9, None, [50, 100, 150, 200, 250]),
+        (None, None, [50, 100, 150, 200, 250]),
+        (None, 100, [50, 100, 150, 200, 250]),
+    ],
+)
 def test_the_newest_and_the_multiples_stay(
     tmp_path: Path, tiny: SimpleNamespace, keep: int | None, keep_every: int | None, left: list[int]
 ) -> None:
@@ -38,7 +41,9 @@ def test_the_newest_and_the_multiples_stay(
     assert retention.apply(tmp_path, keep=keep, keep_every=keep_every) == [], "once is enough"
 
 
-def test_last_checkpoint_before_skipped_steps_is_not_deleted(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_last_checkpoint_before_skipped_steps_is_not_deleted(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     for step, last_update in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
         tiny.save_alone(tmp_path, step, roles=("param",), keep=2, last_update=last_update)
     assert steps(tmp_path) == [2, 4, 5]
@@ -46,7 +51,9 @@ def test_last_checkpoint_before_skipped_steps_is_not_deleted(tmp_path: Path, tin
     assert steps(tmp_path) == [5, 6], "after an update it is like any other"
 
 
-def test_a_damaged_one_counts_for_nothing_and_is_left_to_people(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_damaged_one_counts_for_nothing_and_is_left_to_people(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     save_steps(tmp_path, tiny, 1, 2, 3)
     os.truncate(tmp_path / "step_0000003" / "__0_0.distcp", 3)
     retention.apply(tmp_path, keep=1, keep_every=None)
@@ -65,7 +72,12 @@ def test_damaged_checkpoint_that_was_set_aside_does_not_count_for_retention(
     save_steps(tmp_path, tiny, 3)
     assert retention.set_aside_damaged(damaged) == tmp_path / "step_0000003.damaged-2"
     retention.apply(tmp_path, keep=1, keep_every=None)
-    assert storage.list_names(tmp_path) == ["latest", "step_0000002", "step_0000003.damaged", "step_0000003.damaged-2"]
+    assert storage.list_names(tmp_path) == [
+        "latest",
+        "step_0000002",
+        "step_0000003.damaged",
+        "step_0000003.damaged-2",
+    ]
 
 
 def test_pinned_and_linked_checkpoints_stay(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -79,7 +91,10 @@ def test_pinned_and_linked_checkpoints_stay(tmp_path: Path, tiny: SimpleNamespac
 
 
 def test_failing_to_delete_is_a_warning_and_the_next_call_tries_again(
-    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     save_steps(tmp_path, tiny, 1, 2)
 
@@ -97,7 +112,11 @@ def test_leftovers_of_the_dead_are_removed_and_nothing_else(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_steps(tmp_path, tiny, 1)
-    for name in ("step_0000002.tmp-0123abcd", "step_0000001.old-0123abcd", "step_0000000.trash-0123abcd"):
+    for name in (
+        "step_0000002.tmp-0123abcd",
+        "step_0000001.old-0123abcd",
+        "step_0000000.trash-0123abcd",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
     for name in ("notes.tmp-0123abcd", "step_0000009", "step_0000003.tmp-mine"):
@@ -105,11 +124,17 @@ def test_leftovers_of_the_dead_are_removed_and_nothing_else(
     (tmp_path / "latest.tmp-77").touch()
     dealt_with = retention.sweep(tmp_path)
     assert sorted(path.name for path in dealt_with) == [
-        "step_0000000.trash-0123abcd", "step_0000001.old-0123abcd", "step_0000002.tmp-0123abcd",
-    ]  # fmt: skip
+        "step_0000000.trash-0123abcd",
+        "step_0000001.old-0123abcd",
+        "step_0000002.tmp-0123abcd",
+    ]
     assert storage.list_names(tmp_path) == [
-        "latest", "notes.tmp-0123abcd", "step_0000001", "step_0000003.tmp-mine", "step_0000009"
-    ]  # fmt: skip
+        "latest",
+        "notes.tmp-0123abcd",
+        "step_0000001",
+        "step_0000003.tmp-mine",
+        "step_0000009",
+    ]
     assert "step_0000002.tmp-0123abcd, left by an interrupted save" in caplog.text
     assert retention.sweep(tmp_path / "nowhere") == []
 
@@ -143,7 +168,10 @@ def test_the_pointer_is_corrected_by_the_sweep(
 
 
 def test_a_pointer_that_cannot_be_written_stops_nobody(
-    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     save_steps(tmp_path, tiny, 1)
     (tmp_path / "latest").unlink()

@@ -63,7 +63,9 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     save_file(TENSORS, file, metadata={"format": "pt"})
     found = read_header(file)
     assert found["b"] == TensorInfo(file, "BF16", (7,), found["b"].start)
-    assert torch.equal(read_box("a", found["a"], (slice(1, 3), slice(2, 4))), TENSORS["a"][1:3, 2:4])
+    assert torch.equal(
+        read_box("a", found["a"], (slice(1, 3), slice(2, 4))), TENSORS["a"][1:3, 2:4]
+    )
     assert torch.equal(read_box("b", found["b"], (slice(2, 3),)), TENSORS["b"][2:3])
     assert read_box("empty", found["empty"], (slice(None), slice(1, 3))).shape == (0, 2)
 
@@ -73,13 +75,20 @@ def test_views_of_a_larger_tensor_are_written_as_they_are_seen(tmp_path: Path) -
     assert torch.equal(load_file(tmp_path / "x.safetensors")["t"], TENSORS["a"].t()[1:3])
 
 
-@pytest.mark.parametrize(("missing", "names"), [(1, ": c cut off"), (40, ": b, c cut off"), (100, ": a, b, c cut off")])
-def test_a_file_that_ends_early_names_what_is_cut_off(missing: int, names: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("missing", "names"), [(1, ": c cut off"), (40, ": b, c cut off"), (100, ": a, b, c cut off")]
+)
+def test_a_file_that_ends_early_names_what_is_cut_off(
+    missing: int, names: str, tmp_path: Path
+) -> None:
     file = tmp_path / "x.safetensors"
     write(file)
     data = file.read_bytes()
     file.write_bytes(data[:-missing])
-    with pytest.raises(CheckpointError, match=rf"x.safetensors is {len(data) - missing} bytes, expected {len(data)}: "):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"x.safetensors is {len(data) - missing} bytes, expected {len(data)}: ",
+    ):
         read_header(file)
     with pytest.raises(CheckpointError, match=names):
         read_header(file)
@@ -97,14 +106,20 @@ def test_a_file_that_ends_early_names_what_is_cut_off(missing: int, names: str, 
         struct.pack("<Q", 2000) + b"[" * 2000,
         struct.pack("<Q", 20) + json.dumps({"a": {"shape": 1}}).encode().ljust(20),
         struct.pack("<Q", 70)
-        + json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode().ljust(70),
+        + json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}})
+        .encode()
+        .ljust(70),
         struct.pack("<Q", 70)
-        + json.dumps({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}).encode().ljust(70),
+        + json.dumps({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}})
+        .encode()
+        .ljust(70),
     ],
 )
 def test_other_bytes_are_refused_in_words(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match="x.safetensors is not a safetensors file .*Copy the folder again"):
+    with pytest.raises(
+        CheckpointError, match="x.safetensors is not a safetensors file .*Copy the folder again"
+    ):
         read_header(tmp_path / "x.safetensors")
 
 
@@ -121,10 +136,13 @@ def test_tensors_that_share_bytes_or_leave_some_are_refused(
     spans: list[tuple[int, int]], behind: int, text: str, tmp_path: Path
 ) -> None:
     entries = {
-        name: {"dtype": "F32", "shape": [2], "data_offsets": span} for name, span in zip("ab", spans, strict=True)
+        name: {"dtype": "F32", "shape": [2], "data_offsets": span}
+        for name, span in zip("ab", spans, strict=True)
     }
     header, nbytes = json.dumps(entries).encode(), max(stop for _, stop in spans) + behind
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
+    (tmp_path / "x.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(nbytes)
+    )
     with pytest.raises(CheckpointError, match=f"{text}.*Copy the folder again"):
         read_header(tmp_path / "x.safetensors")
 
@@ -134,10 +152,14 @@ def test_a_file_that_is_cut_off_after_its_header_was_read_is_refused(tmp_path: P
     write(file)
     found = read_header(file)
     os.truncate(file, found["a"].start + 4)
-    with pytest.raises(CheckpointError, match=r"x.safetensors: a cannot be read \(it ends before byte .*Copy"):
+    with pytest.raises(
+        CheckpointError, match=r"x.safetensors: a cannot be read \(it ends before byte .*Copy"
+    ):
         read_box("a", found["a"], (slice(0, 3), slice(0, 5)))
     os.remove(file)
-    with pytest.raises(CheckpointError, match=r"x.safetensors: a cannot be read \(No such file.*Copy"):
+    with pytest.raises(
+        CheckpointError, match=r"x.safetensors: a cannot be read \(No such file.*Copy"
+    ):
         read_box("a", found["a"], (slice(0, 3), slice(0, 5)))
 
 
@@ -153,7 +175,10 @@ def test_parts_written_in_any_order_make_the_file(tmp_path: Path) -> None:
     plan = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
     starts = allocate_file(tmp_path / "x.safetensors", plan, {"format": "pt"})
     for start, tensor in reversed(list(zip(starts, TENSORS.values(), strict=True))):
-        assert write_part(tmp_path / "x.safetensors", start, tensor.split(1)).stop == start + tensor.nbytes
+        assert (
+            write_part(tmp_path / "x.safetensors", start, tensor.split(1)).stop
+            == start + tensor.nbytes
+        )
     write(tmp_path / "y.safetensors")
     assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()
 
@@ -183,7 +208,9 @@ def test_long_lists_of_names_are_cut() -> None:
 )
 def test_a_header_with_repeated_keys_is_rejected(header: str, key: str, tmp_path: Path) -> None:
     for word, offsets in (("ENTRY", [0, 4]), ("OTHER", [4, 8])):
-        header = header.replace(word, json.dumps({"dtype": "F32", "shape": [1], "data_offsets": offsets}))
+        header = header.replace(
+            word, json.dumps({"dtype": "F32", "shape": [1], "data_offsets": offsets})
+        )
     data = bytes(8 if "b" in json.loads(header) else 4)
     (tmp_path / "x").write_bytes(struct.pack("<Q", len(header)) + header.encode() + data)
     with pytest.raises(CheckpointError, match=f"its header has the key {key} more than once"):

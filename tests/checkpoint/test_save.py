@@ -82,7 +82,9 @@ def weights(path: Path) -> torch.Tensor:
 def test_a_save_reports_where_how_much_and_how_fast(tmp_path: Path, tiny: SimpleNamespace) -> None:
     report = tiny.save_alone(tmp_path / "new" / "checkpoints", 100)
     assert report.path == tmp_path / "new" / "checkpoints" / "step_0000100"
-    assert report.nbytes == sum(f.stat().st_size for f in report.path.iterdir() if f.name != "manifest.json")
+    assert report.nbytes == sum(
+        f.stat().st_size for f in report.path.iterdir() if f.name != "manifest.json"
+    )
     assert str(report).startswith("step_0000100: ") and str(report).endswith("B/s)")
     assert (report.path.parent / "latest").read_text() == "step_0000100\n"
     assert saves(report.path.parent) == ["step_0000100"]
@@ -92,7 +94,9 @@ def test_a_save_reports_where_how_much_and_how_fast(tmp_path: Path, tiny: Simple
 def test_plain_dcp_reads_the_folder(tmp_path: Path, tiny: SimpleNamespace) -> None:
     model = tiny.model()
     path = tiny.save(tmp_path, 1, tiny.cut(model, 3, 2))
-    wanted = {("model." if r == "param" else f"optimizer.{r}.") + n: t for (r, n), t in model.items()}
+    wanted = {
+        ("model." if r == "param" else f"optimizer.{r}.") + n: t for (r, n), t in model.items()
+    }
     got = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
     dcp.load(got, checkpoint_id=path, no_dist=True)
     assert all(torch.equal(got[key], wanted[key]) for key in wanted)
@@ -109,13 +113,21 @@ def test_equal_tensors_give_equal_bytes(tmp_path: Path, tiny: SimpleNamespace) -
     assert (first / "__0_0.distcp").read_bytes() != (other / "__0_0.distcp").read_bytes()
 
 
-def test_large_boxes_are_divided(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_boxes_are_divided(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(save, "BOX_NBYTES", 48)
     model = tiny.model()
     checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 1, 1)))
-    assert len(checkpoint.manifest.tensors["optimizer.master.embed.weight"].boxes) == 4  # 7 rows of 24 bytes, by twos
-    assert len(checkpoint.manifest.tensors["model.embed.weight"].boxes) == 2  # 7 rows of 12 bytes, by fours
-    assert torch.equal(checkpoint.read("optimizer.master.embed.weight"), model["master", "embed.weight"])
+    assert (
+        len(checkpoint.manifest.tensors["optimizer.master.embed.weight"].boxes) == 4
+    )  # 7 rows of 24 bytes, by twos
+    assert (
+        len(checkpoint.manifest.tensors["model.embed.weight"].boxes) == 2
+    )  # 7 rows of 12 bytes, by fours
+    assert torch.equal(
+        checkpoint.read("optimizer.master.embed.weight"), model["master", "embed.weight"]
+    )
 
 
 def test_only_the_slice_is_written_and_not_the_storage_behind_it(tmp_path: Path) -> None:
@@ -133,11 +145,17 @@ def test_scalars_empty_tensors_and_odd_names_survive(tmp_path: Path) -> None:
         "n" * 300: torch.ones(1),
     }
     entries = [Entry(whole(name, tuple(x.shape)), "param", x) for name, x in tensors.items()]
-    save_checkpoint(tmp_path, 10**7, entries, {"a": [1, 2.5, None, "ü"]}, ALONE, config_text="ü", keep=None)
+    save_checkpoint(
+        tmp_path, 10**7, entries, {"a": [1, 2.5, None, "ü"]}, ALONE, config_text="ü", keep=None
+    )
     found = find_latest(tmp_path)
     assert found is not None and found.name == "step_10000000"
     checkpoint = open_checkpoint(found)
-    assert (checkpoint.step, checkpoint.state, checkpoint.config_text) == (10**7, {"a": [1, 2.5, None, "ü"]}, "ü")
+    assert (checkpoint.step, checkpoint.state, checkpoint.config_text) == (
+        10**7,
+        {"a": [1, 2.5, None, "ü"]},
+        "ü",
+    )
     assert all(torch.equal(checkpoint.read(f"model.{name}"), x) for name, x in tensors.items())
     assert verify_checkpoint(found) == []
 
@@ -149,7 +167,9 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path, tiny: SimpleNamespace) 
     assert torch.equal(weights(path), tiny.model(1)["param", "embed.weight"])
 
 
-def test_older_checkpoints_go_and_the_report_names_them(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_older_checkpoints_go_and_the_report_names_them(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     for step in (1, 2):
         tiny.save_alone(tmp_path, step)
     report = tiny.save_alone(tmp_path, 3, keep=1, keep_every=2)
@@ -160,7 +180,8 @@ def test_older_checkpoints_go_and_the_report_names_them(tmp_path: Path, tiny: Si
 def moments(
     tmp_path: Path, tiny: SimpleNamespace, context: Callable[..., Any], **how: Any
 ) -> Iterator[tuple[int, Path, bool]]:
-    """Save step 200 beside step 100, again and again, the disk failing one change later each time."""
+    """Save step 200 beside step 100, again and again, the disk failing one change later each
+    time."""
     start = tmp_path / "start"
     tiny.save_alone(start, 100, seed=0, roles=WEIGHTS)
     if how["again"]:
@@ -188,13 +209,19 @@ def test_killed_at_any_change_of_the_disk_the_newest_complete_checkpoint_loads(
     tmp_path: Path, tiny: SimpleNamespace, break_disk: Callable[..., Any], again: bool
 ) -> None:
     seen = set()
-    for at, folder, saved in moments(tmp_path, tiny, break_disk, error=Killed, lasting=True, again=again):
+    for at, folder, saved in moments(
+        tmp_path, tiny, break_disk, error=Killed, lasting=True, again=again
+    ):
         for swept in (False, True):
             if swept:
                 sweep(folder)
             latest = find_latest(folder)
             assert latest is not None and verify_checkpoint(latest) == [], at
-            seed = next(s for s in range(3) if torch.equal(weights(latest), tiny.model(s)["param", "embed.weight"]))
+            seed = next(
+                s
+                for s in range(3)
+                if torch.equal(weights(latest), tiny.model(s)["param", "embed.weight"])
+            )
             assert seed == 2 if saved else seed >= int(again), (at, saved, seed)
             seen.add(seed)
         assert all("." not in name for name in storage.list_names(folder)), at
@@ -206,21 +233,34 @@ def test_killed_at_any_change_of_the_disk_the_newest_complete_checkpoint_loads(
 
 @pytest.mark.parametrize("again,lasting", [(False, False), (True, False), (True, True)])
 def test_an_error_at_any_change_of_the_disk_leaves_nothing_behind_and_harms_nothing(
-    tmp_path: Path, tiny: SimpleNamespace, break_disk: Callable[..., Any], again: bool, lasting: bool
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    break_disk: Callable[..., Any],
+    again: bool,
+    lasting: bool,
 ) -> None:
     def error() -> OSError:
         return OSError(5, "Input/output error")
 
-    for at, folder, saved in moments(tmp_path, tiny, break_disk, error=error, lasting=lasting, again=again):
+    for at, folder, saved in moments(
+        tmp_path, tiny, break_disk, error=error, lasting=lasting, again=again
+    ):
         latest = find_latest(folder)
         assert latest is not None and verify_checkpoint(latest) == [], at
-        seed = next(s for s in range(3) if torch.equal(weights(latest), tiny.model(s)["param", "embed.weight"]))
+        seed = next(
+            s
+            for s in range(3)
+            if torch.equal(weights(latest), tiny.model(s)["param", "embed.weight"])
+        )
         assert seed == 2 if saved else seed >= int(again), (at, saved, seed)
         if not lasting and not saved:
             assert (folder / "step_0000200").exists() or not again, at
             left = [name for name in saves(folder) if "." in name]
-            # An overwrite whose renames may not be on the disk keeps the old one until the next start.
-            assert left == [] or (again and [name[:17] for name in left] == ["step_0000200.old-"]), at
+            # An overwrite whose renames may not be on the disk keeps the old one until the next
+            # start.
+            assert left == [] or (
+                again and [name[:17] for name in left] == ["step_0000200.old-"]
+            ), at
 
 
 def test_each_thing_is_on_the_disk_before_the_next_relies_on_it(
@@ -230,7 +270,9 @@ def test_each_thing_is_on_the_disk_before_the_next_relies_on_it(
     calls: list[tuple[str, str]] = []
 
     def recorded(name: str, call: Callable[..., Any], first: Any, *rest: Any) -> Any:
-        calls.append((name, Path(getattr(first, "name", first) if name == "sync_file" else first).name))
+        calls.append(
+            (name, Path(getattr(first, "name", first) if name == "sync_file" else first).name)
+        )
         return call(first, *rest)
 
     for name in ("open_new", "sync_file", "sync_folder", "rename", "remove_tree", "replace_file"):
@@ -240,18 +282,30 @@ def test_each_thing_is_on_the_disk_before_the_next_relies_on_it(
     old = next(name for call, name in calls if call == "remove_tree")
     files = [name for call, name in calls if call == "open_new" and "latest" not in name]
     assert files[0] == "__0_0.distcp" and files[-1] == "manifest.json" and ".old-" in old
-    assert [call for call in calls if call[1].startswith(("__0", "manifest", "step", tmp_path.name))] == [
-        ("open_new", "__0_0.distcp"), ("sync_file", "__0_0.distcp"),
-        ("open_new", "manifest.json"), ("sync_file", "manifest.json"), ("sync_folder", staging),
-        ("rename", "step_0000001"), ("rename", staging), ("sync_folder", tmp_path.name), ("remove_tree", old),
+    assert [
+        call for call in calls if call[1].startswith(("__0", "manifest", "step", tmp_path.name))
+    ] == [
+        ("open_new", "__0_0.distcp"),
+        ("sync_file", "__0_0.distcp"),
+        ("open_new", "manifest.json"),
+        ("sync_file", "manifest.json"),
+        ("sync_folder", staging),
+        ("rename", "step_0000001"),
+        ("rename", staging),
         ("sync_folder", tmp_path.name),
-    ]  # fmt: skip
+        ("remove_tree", old),
+        ("sync_folder", tmp_path.name),
+    ]
 
 
-def test_a_full_disk_ends_the_save_in_words_and_keeps_the_previous_one(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_full_disk_ends_the_save_in_words_and_keeps_the_previous_one(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.save_alone(tmp_path, 100)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, hard))  # files cannot grow beyond: a real refusal by the system
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (9_000, hard)
+    )  # files cannot grow beyond: a real refusal by the system
     try:
         with pytest.raises(CheckpointError) as raised:
             tiny.save_alone(tmp_path, 200)
@@ -288,7 +342,9 @@ def test_a_disk_that_fills_up_at_any_place_of_a_box_says_so(
     with pytest.raises(OSError, match="No space left on device") as raised:
         save.write_boxes(tmp_path, 0, [entry])
     assert raised.value.errno == errno.ENOSPC
-    with pytest.raises(CheckpointError, match=r"Errno 28\] No space left.*Free some space, or set checkpoint.keep"):
+    with pytest.raises(
+        CheckpointError, match=r"Errno 28\] No space left.*Free some space, or set checkpoint.keep"
+    ):
         save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="", keep=None)
 
 
@@ -297,7 +353,9 @@ def test_a_limit_met_within_a_large_tensor_says_so(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (102_400, hard))  # ulimit -f 100
     try:
-        with pytest.raises(CheckpointError, match=r"File too large.*Free some space, or set checkpoint.keep"):
+        with pytest.raises(
+            CheckpointError, match=r"File too large.*Free some space, or set checkpoint.keep"
+        ):
             save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="", keep=None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -310,7 +368,8 @@ def test_too_little_space_is_noticed_before_anything_is_written(
     monkeypatch.setattr(storage, "free_nbytes", lambda _: 12_345)
     monkeypatch.setattr(save, "write_boxes", None)  # never reached
     with pytest.raises(
-        CheckpointError, match=r"Not enough space: the checkpoint needs \d+ kB, and .* has 12 kB free. Free"
+        CheckpointError,
+        match=r"Not enough space: the checkpoint needs \d+ kB, and .* has 12 kB free. Free",
     ):
         tiny.save_alone(tmp_path, 100)
     assert storage.list_names(tmp_path) == []
@@ -323,20 +382,28 @@ def test_all_ranks_save_together_and_any_rank_can_read_it_all(
     ranks = tiny.cut(model, 2, 2)
 
     def work(world: Group) -> Any:
-        return save_checkpoint(tmp_path, 7, ranks[world.rank], {"a": 1}, world, config_text="", keep=2)
+        return save_checkpoint(
+            tmp_path, 7, ranks[world.rank], {"a": 1}, world, config_text="", keep=2
+        )
 
     reports = run_threads(4, work)
     assert {report.path for report in reports} == {tmp_path / "step_0000007"}
     checkpoint = open_checkpoint(tmp_path / "step_0000007")
     assert checkpoint.manifest.world_size == 4
     assert all(
-        torch.equal(checkpoint.read(f"model.{name}" if role == "param" else f"optimizer.{role}.{name}"), tensor)
+        torch.equal(
+            checkpoint.read(f"model.{name}" if role == "param" else f"optimizer.{role}.{name}"),
+            tensor,
+        )
         for (role, name), tensor in model.items()
     )
 
 
 def test_when_one_rank_fails_all_raise_the_same_and_the_previous_one_stays(
-    tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    run_threads: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny.save_alone(tmp_path, 1)
     ranks = tiny.cut(tiny.model(), 2, 1)
@@ -349,7 +416,10 @@ def test_when_one_rank_fails_all_raise_the_same_and_the_previous_one_stays(
 
     monkeypatch.setattr(save, "write_boxes", fail_on_1)
     errors = run_threads(
-        2, lambda world: save_checkpoint(tmp_path, 2, ranks[world.rank], {}, world, config_text="", keep=None)
+        2,
+        lambda world: save_checkpoint(
+            tmp_path, 2, ranks[world.rank], {}, world, config_text="", keep=None
+        ),
     )
     assert {type(error) for error in errors} == {CheckpointError}
     assert len({str(error) for error in errors}) == 1
@@ -361,27 +431,50 @@ def test_state_that_differs_between_ranks_is_refused_by_name(
     tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
 ) -> None:
     ranks = tiny.cut(tiny.model(), 2, 1)
-    errors = run_threads(2, lambda world: save_checkpoint(
-        tmp_path, 2, ranks[world.rank], {"step": 2, "loader": world.rank}, world, config_text="", keep=None
-    ))  # fmt: skip
+    errors = run_threads(
+        2,
+        lambda world: save_checkpoint(
+            tmp_path,
+            2,
+            ranks[world.rank],
+            {"step": 2, "loader": world.rank},
+            world,
+            config_text="",
+            keep=None,
+        ),
+    )
     assert all("state loader differs between ranks 0 and 1" in str(error) for error in errors)
     assert storage.list_names(tmp_path) == []
 
 
-@pytest.mark.parametrize("fault,text", [
-    ("hole", r"model.w: \[2:4, 0:3\] of \[4, 3\] is written by nobody"),
-    ("twice", r"model.w: \[0:2, 0:3\] of \[4, 3\] is written twice"),
-    ("dtype", r"model.w: \[4, 3\] float32 on one rank, \[4, 3\] bfloat16 on another"),
-])  # fmt: skip
-def test_a_tensor_not_written_exactly_once_is_refused_by_name(tmp_path: Path, fault: str, text: str) -> None:
-    shards = [cut_dim(whole("w", (4, 3)), 0, [2, 2], rank, ("tp",)) for rank in (0, 0 if fault == "twice" else 1)]
+@pytest.mark.parametrize(
+    "fault,text",
+    [
+        ("hole", r"model.w: \[2:4, 0:3\] of \[4, 3\] is written by nobody"),
+        ("twice", r"model.w: \[0:2, 0:3\] of \[4, 3\] is written twice"),
+        ("dtype", r"model.w: \[4, 3\] float32 on one rank, \[4, 3\] bfloat16 on another"),
+    ],
+)
+def test_a_tensor_not_written_exactly_once_is_refused_by_name(
+    tmp_path: Path, fault: str, text: str
+) -> None:
+    shards = [
+        cut_dim(whole("w", (4, 3)), 0, [2, 2], rank, ("tp",))
+        for rank in (0, 0 if fault == "twice" else 1)
+    ]
     dtypes = (torch.float32, torch.bfloat16 if fault == "dtype" else torch.float32)
-    entries = [Entry(shard, "param", torch.ones(2, 3, dtype=dtype)) for shard, dtype in zip(shards, dtypes)]
+    entries = [
+        Entry(shard, "param", torch.ones(2, 3, dtype=dtype)) for shard, dtype in zip(shards, dtypes)
+    ]
     if fault == "hole":
         entries[1] = Entry(shards[1], "param", entries[1].tensor, mine=False)
     storage.make_folder(tmp_path / "staging")
-    parts = [save.write_boxes(tmp_path / "staging", rank, [entry]) for rank, entry in enumerate(entries)]
-    with pytest.raises(CheckpointError, match=f"1 tensors are not written exactly once.*\n  {text}"):
+    parts = [
+        save.write_boxes(tmp_path / "staging", rank, [entry]) for rank, entry in enumerate(entries)
+    ]
+    with pytest.raises(
+        CheckpointError, match=f"1 tensors are not written exactly once.*\n  {text}"
+    ):
         save.commit(tmp_path / "staging", 1, parts, {}, "")
     assert find_latest(tmp_path) is None
 
@@ -400,7 +493,9 @@ for step in range(1, 100_000):
 
 
 def test_a_real_kill_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", LOOP, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOOP, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         for _ in range(3):
             done = int(process.stdout.readline())
@@ -442,5 +537,8 @@ def _save_and_load_on_live_ranks(rank: int, world: int, folder: str) -> tuple[st
 def test_live_ranks_save_load_and_fail_together(tmp_path: Path) -> None:
     results = run_ranks(_save_and_load_on_live_ranks, 2, str(tmp_path))
     assert [result[:2] for result in results] == [("step_0000005", True)] * 2
-    assert results[0][2] == results[1][2] and "model.w: [0:4, 0:3] of [7, 3] is written twice" in results[0][2]
+    assert (
+        results[0][2] == results[1][2]
+        and "model.w: [0:4, 0:3] of [7, 3] is written twice" in results[0][2]
+    )
     assert saves(tmp_path) == ["step_0000005"]

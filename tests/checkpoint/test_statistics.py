@@ -19,27 +19,46 @@ def saved(path: Path, values: torch.Tensor, *, rows: list[int]) -> Checkpoint:
     """A checkpoint of one tensor in boxes of so many rows each."""
     shard = whole("a.weight", tuple(values.shape))
     parts = values.split(rows)
-    entries = [Entry(cut_dim(shard, 0, rows, n, ("tp",)), "param", part, True) for n, part in enumerate(parts)]
-    save_checkpoint(path, 1, entries, {"train": {}}, alone("world"), config_text="name: x\n", keep=None)
+    entries = [
+        Entry(cut_dim(shard, 0, rows, n, ("tp",)), "param", part, True)
+        for n, part in enumerate(parts)
+    ]
+    save_checkpoint(
+        path, 1, entries, {"train": {}}, alone("world"), config_text="name: x\n", keep=None
+    )
     return open_checkpoint(path / "step_0000001")
 
 
 @pytest.mark.parametrize("rows", [[7], [2, 1, 4]])
-def test_they_are_those_of_the_whole_tensor_however_it_is_cut(rows: list[int], tmp_path: Path) -> None:
+def test_they_are_those_of_the_whole_tensor_however_it_is_cut(
+    rows: list[int], tmp_path: Path
+) -> None:
     values = torch.randn((7, 5), generator=torch.Generator().manual_seed(3)) + 1000
     found = statistics_of(saved(tmp_path, values, rows=rows), "model.a.weight")
     exact = values.double()
     assert found.mean == pytest.approx(exact.mean().item(), rel=1e-14)
     assert found.std == pytest.approx(exact.std(correction=0).item(), rel=1e-9)
-    assert (found.least, found.largest, found.not_finite) == (exact.min().item(), exact.max().item(), 0)
+    assert (found.least, found.largest, found.not_finite) == (
+        exact.min().item(),
+        exact.max().item(),
+        0,
+    )
 
 
 def test_what_is_no_number_is_counted_and_left_out(tmp_path: Path) -> None:
     values = torch.tensor([[math.nan, math.inf], [3.0, -1.0], [math.nan, -math.inf]])
     opened = saved(tmp_path / "some", values, rows=[1, 1, 1])
     found = statistics_of(opened, "model.a.weight")
-    assert (found.mean, found.std, found.least, found.largest, found.not_finite) == (1.0, 2.0, -1.0, 3.0, 4)
-    assert values_that_are_no_numbers(opened) == ["model.a.weight: 4 of 6 elements are nan or infinite"]
+    assert (found.mean, found.std, found.least, found.largest, found.not_finite) == (
+        1.0,
+        2.0,
+        -1.0,
+        3.0,
+        4,
+    )
+    assert values_that_are_no_numbers(opened) == [
+        "model.a.weight: 4 of 6 elements are nan or infinite"
+    ]
     nothing = statistics_of(saved(tmp_path / "none", values[:1], rows=[1]), "model.a.weight")
     assert math.isnan(nothing.mean) and math.isnan(nothing.least) and nothing.not_finite == 2
 
@@ -51,5 +70,7 @@ def test_numbers_alone_are_told_nothing_about(tmp_path: Path) -> None:
 def test_names_are_chosen_by_a_pattern(tmp_path: Path) -> None:
     opened = saved(tmp_path, torch.ones(3, 2), rows=[1, 2])
     assert names_matching(opened, "*.weight") == ["model.a.weight"]
-    with pytest.raises(CheckpointError, match=r"--only=b\.\* matches none of .*Use a pattern such as model\.\*"):
+    with pytest.raises(
+        CheckpointError, match=r"--only=b\.\* matches none of .*Use a pattern such as model\.\*"
+    ):
         names_matching(opened, "b.*")

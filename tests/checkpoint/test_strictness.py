@@ -24,22 +24,34 @@ def wanted(*keys: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def test_a_master_is_its_weights_and_moments_are_the_optimizers_own() -> None:
-    assert weights_of("optimizer.master.a.b") == "model.a.b" and weights_of("optimizer.exp_avg.a") == (
+    assert weights_of("optimizer.master.a.b") == "model.a.b" and weights_of(
         "optimizer.exp_avg.a"
-    )
-    assert [is_state(key) for key in ("model.a", "optimizer.master.a", "optimizer.exp_avg.a")] == [False, False, True]
+    ) == ("optimizer.exp_avg.a")
+    assert [is_state(key) for key in ("model.a", "optimizer.master.a", "optimizer.exp_avg.a")] == [
+        False,
+        False,
+        True,
+    ]
 
 
-@pytest.mark.parametrize("pattern", ["head.*", "model.head.weight", "optimizer.master.head.weight", "*.weight"])
+@pytest.mark.parametrize(
+    "pattern", ["head.*", "model.head.weight", "optimizer.master.head.weight", "*.weight"]
+)
 def test_weights_are_skipped_with_their_masters(pattern: str) -> None:
-    assert is_skipped("model.head.weight", [pattern]) and is_skipped("optimizer.master.head.weight", [pattern])
+    assert is_skipped("model.head.weight", [pattern]) and is_skipped(
+        "optimizer.master.head.weight", [pattern]
+    )
     assert not is_skipped("model.layers.0.attention.q", [pattern])
-    assert is_skipped("optimizer.exp_avg.head.weight", [pattern]) == (pattern in ("head.*", "*.weight"))
+    assert is_skipped("optimizer.exp_avg.head.weight", [pattern]) == (
+        pattern in ("head.*", "*.weight")
+    )
 
 
 def test_what_keeps_its_values_is_counted_once() -> None:
     keys = ("model.a", "optimizer.master.a", "model.b", "optimizer.master.b")
-    report = left_out(wanted(*keys), {"model.b", "optimizer.master.b", "model.c"}, skip=["b"], purpose="start")
+    report = left_out(
+        wanted(*keys), {"model.b", "optimizer.master.b", "model.c"}, skip=["b"], purpose="start"
+    )
     assert report.missing == ("model.a", "optimizer.master.a") and report.surplus == ("model.c",)
     assert report.kept == ("model.a", "model.b") and report.numel == 12
 
@@ -58,13 +70,19 @@ def test_only_a_start_may_lack_weights(purpose: str) -> None:
     report = LoadReport(("model.a", "optimizer.exp_avg.a"), ("model.b",))
     lenient = CheckpointConfig(missing="warn", surplus="ignore")
     found = refused(report, lenient, purpose)  # type: ignore[arg-type]  # one of the two
-    assert found == (LoadReport(("model.a",), ("model.b",)) if purpose == "resume" else LoadReport())
+    assert found == (
+        LoadReport(("model.a",), ("model.b",)) if purpose == "resume" else LoadReport()
+    )
     assert refused(report, CheckpointConfig(), "start") == report
 
 
 def test_a_pattern_that_names_nothing_is_refused_with_the_names_there_are() -> None:
-    check_patterns(["head.*", "optimizer.exp_avg.*"], {"model.head.weight"}, {"optimizer.exp_avg.head.weight"})
-    with pytest.raises(CheckpointError, match=r"skip=heat.weight matches no tensor .* Did you mean head.weight\?"):
+    check_patterns(
+        ["head.*", "optimizer.exp_avg.*"], {"model.head.weight"}, {"optimizer.exp_avg.head.weight"}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"skip=heat.weight matches no tensor .* Did you mean head.weight\?"
+    ):
         check_patterns(["heat.weight"], {"model.head.weight"}, {"model.norm.weight"})
 
 
@@ -73,8 +91,14 @@ def test_names_that_differ_in_a_number_share_a_line() -> None:
 
 
 def test_experts_that_are_missing_are_told_by_their_numbers() -> None:
-    keys = [f"model.layers.{layer}.moe.experts.{word}" for layer in (1, 2) for word in ("down", "gate_up")]
-    asked = {key: (key, (8, 3)) for key in keys} | {"model.norm.weight": ("model.norm.weight", (3,))}
+    keys = [
+        f"model.layers.{layer}.moe.experts.{word}"
+        for layer in (1, 2)
+        for word in ("down", "gate_up")
+    ]
+    asked = {key: (key, (8, 3)) for key in keys} | {
+        "model.norm.weight": ("model.norm.weight", (3,))
+    }
     report = left_out(asked, {"model.norm.weight"}, purpose="start")
     assert report.num_experts == 8 and refused(report, CheckpointConfig(), "start").num_experts == 8
     assert differences([], report) == (
@@ -85,8 +109,16 @@ def test_experts_that_are_missing_are_told_by_their_numbers() -> None:
 
 
 def test_single_experts_are_told_by_layer() -> None:
-    lost = [f"model.layers.0.mlp.experts.{number}.{word}.weight" for number in (1, 4, 5, 6) for word in ("up", "down")]
-    lost += ["model.norm.weight", "model.layers.3.mlp.experts.2.up.weight", "model.layers.3.mlp.experts.4.down.weight"]
+    lost = [
+        f"model.layers.0.mlp.experts.{number}.{word}.weight"
+        for number in (1, 4, 5, 6)
+        for word in ("up", "down")
+    ]
+    lost += [
+        "model.norm.weight",
+        "model.layers.3.mlp.experts.2.up.weight",
+        "model.layers.3.mlp.experts.4.down.weight",
+    ]
     assert name_experts(lost) == [
         "model.norm.weight",
         "experts 1, 4 to 6 of model.layers.0.mlp (down.weight, up.weight)",

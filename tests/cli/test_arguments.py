@@ -122,7 +122,9 @@ def test_unknown_and_empty_overrides_are_told_together() -> None:
 
 
 def test_a_command_line_ends_in_a_run() -> None:
-    rest, overrides = split("tiny_cpu --parallel.tp 2 --data.documents --schedule.lr 3e-4", TrainRun)
+    rest, overrides = split(
+        "tiny_cpu --parallel.tp 2 --data.documents --schedule.lr 3e-4", TrainRun
+    )
     options = parse_options(Options, rest, prog="megalith try", root=TrainRun)
     run = apply_overrides(resolve(options.recipe), overrides)
     assert (run.parallel.tp, run.data.documents, run.schedule.lr) == (2, True, 3e-4)
@@ -144,11 +146,15 @@ def test_unknown_options_get_did_you_mean_from_options_and_settings() -> None:
     text = str(error.value)
     assert "--nporc is not an option of this command. Did you mean --nproc?" in text
     assert "--tp is not an option of this command. Did you mean --parallel.tp?" in text
-    assert "--zzzz is not an option of this command. Use one of --nproc, --dry-run, --plots." in text
+    assert (
+        "--zzzz is not an option of this command. Use one of --nproc, --dry-run, --plots." in text
+    )
     assert "--recipe is not an option" in text
 
 
-@pytest.mark.parametrize("line", ["tiny_cpu --nproc two", "--nproc=two tiny_cpu", "tiny_cpu --nproc two --dry-run"])
+@pytest.mark.parametrize(
+    "line", ["tiny_cpu --nproc two", "--nproc=two tiny_cpu", "tiny_cpu --nproc two --dry-run"]
+)
 def test_a_word_where_a_number_belongs_is_refused_with_an_example(line: str) -> None:
     with pytest.raises(ConfigError) as error:
         parsed(line)
@@ -182,13 +188,17 @@ def test_help_is_short_and_names_every_top_level_group(
     assert "--help GROUP" in text and "--help-all" in text
 
 
-def test_common_settings_exist_and_are_in_the_short_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_common_settings_exist_and_are_in_the_short_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = help_of("--help", capsys)
     for path in COMMON_SETTINGS:
         assert path in setting_names(TrainRun) and f"  --{path} " in text
 
 
-def test_help_all_lists_every_setting_and_group_help_those_of_the_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_all_lists_every_setting_and_group_help_those_of_the_group(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     everything = help_of("--help-all", capsys)
     group = help_of("--help model.moe", capsys)
     for setting in describe(TrainRun):
@@ -198,7 +208,9 @@ def test_help_all_lists_every_setting_and_group_help_those_of_the_group(capsys: 
 
 
 @pytest.mark.parametrize("line", ["--help", "--help-all", "llama3_8b --help-all"])
-def test_help_shows_no_names_of_classes_and_no_text_of_typing(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_no_names_of_classes_and_no_text_of_typing(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = help_of(line, capsys)
     for name in ("mo_e", "[MODEL", "typing", "subcommand", "{None}"):
         assert name not in text
@@ -210,7 +222,9 @@ def test_flag_that_turns_a_default_off_says_so(capsys: pytest.CaptureFixture[str
     assert "default: True" not in text and "default: False" not in text
 
 
-def test_help_shows_options_and_settings_with_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_options_and_settings_with_the_values_of_the_recipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as stop:
         parsed("llama3_8b --help")
     assert stop.value.code == 0
@@ -221,7 +235,9 @@ def test_help_shows_options_and_settings_with_the_values_of_the_recipe(capsys: p
     assert "Tensor parallel" in text
 
 
-def test_help_without_a_recipe_names_what_recipes_must_give(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_without_a_recipe_names_what_recipes_must_give(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         parsed("-h")
     assert "(required)" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""`megalith bench overlap` on real ranks: every kind of communication has its row, and wrong words are text."""
+"""`megalith bench overlap` on real ranks: every kind of communication has its row, and wrong words
+are text."""
 
 import json
 
@@ -7,13 +8,33 @@ import pytest
 from megalith.cli.main import main
 
 TINY = (
-    "tiny_cpu", "--model.num_layers", "2", "--train.global_batch_size", "4", "--train.micro_batch_size", "1",
-    "--train.seq_len", "32", "--parallel.bucket_numel", "2000",
-)  # fmt: skip
+    "tiny_cpu",
+    "--model.num_layers",
+    "2",
+    "--train.global_batch_size",
+    "4",
+    "--train.micro_batch_size",
+    "1",
+    "--train.seq_len",
+    "32",
+    "--parallel.bucket_numel",
+    "2000",
+)
 
 
 def test_a_slow_link_shows_in_the_table_of_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "overlap", *TINY, "--nproc", "2", "--steps", "2", "--latency-ms", "20", "--json"]
+    words = [
+        "bench",
+        "overlap",
+        *TINY,
+        "--nproc",
+        "2",
+        "--steps",
+        "2",
+        "--latency-ms",
+        "20",
+        "--json",
+    ]
     assert main(words) == 0
     found = json.loads(capfd.readouterr().out)
     rows = {(row["kind"], row["over"]): row for row in found["traffic"]}
@@ -33,9 +54,18 @@ def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> No
     [
         (["overlapp", "tiny_cpu"], "Did you mean overlap?"),
         (["overlap", "tiny_cpu", "--steps", "0"], "--steps=0 must be at least 1"),
-        (["overlap", "tiny_cpu", "--latency-ms", "-1"], "--latency-ms=-1.0 must be a finite number and not negative"),
-        (["overlap", "tiny_cpu", "--latency-ms", "nan"], "--latency-ms=nan must be a finite number and not negative"),
-        (["overlap", "tiny_cpu", "--latency-ms", "inf"], "--latency-ms=inf must be a finite number and not negative"),
+        (
+            ["overlap", "tiny_cpu", "--latency-ms", "-1"],
+            "--latency-ms=-1.0 must be a finite number and not negative",
+        ),
+        (
+            ["overlap", "tiny_cpu", "--latency-ms", "nan"],
+            "--latency-ms=nan must be a finite number and not negative",
+        ),
+        (
+            ["overlap", "tiny_cpu", "--latency-ms", "inf"],
+            "--latency-ms=inf must be a finite number and not negative",
+        ),
         (
             ["overlap", "tiny_cpu", "--gigabytes-per-second", "0"],
             "--gigabytes-per-second=0.0 must be a finite number above 0",
@@ -51,7 +81,9 @@ def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> No
         (["overlap", "tiny_cpu", "--parallel.tp", "3"], "parallel.tp"),
     ],
 )
-def test_what_the_user_can_fix_is_text(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_user_can_fix_is_text(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *words]) == 2
     assert said in capsys.readouterr().err
 

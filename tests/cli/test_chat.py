@@ -1,4 +1,5 @@
-"""`megalith chat` through pipes: turns, commands, ranks that share the model, and what is missing."""
+"""`megalith chat` through pipes: turns, commands, ranks that share the model, and what is
+missing."""
 
 import io
 from dataclasses import replace
@@ -11,7 +12,14 @@ from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli import chat as command
 from megalith.cli.arguments import parse_options
-from megalith.cli.chat import ChatOptions, open_chat, option_problems, settings, take_turn, worker_words
+from megalith.cli.chat import (
+    ChatOptions,
+    open_chat,
+    option_problems,
+    settings,
+    take_turn,
+    worker_words,
+)
 from megalith.cli.main import main
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
@@ -27,9 +35,15 @@ from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.worker import Worker
 
 CONFIG = ModelConfig(
-    vocab_size=257, hidden_size=12, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=10, max_seq_len=96,
+    vocab_size=257,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    ffn_hidden_size=10,
+    max_seq_len=96,
     init_std=0.5,
-)  # fmt: skip
+)
 
 
 def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | None = None) -> str:
@@ -37,10 +51,15 @@ def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | No
     model = Decoder(CONFIG, mesh_of_one())
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
-    entries = [Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(model)]
+    entries = [
+        Entry(d.shard, "param", getattr(module, name))
+        for d, module, name in declared_parameters(model)
+    ]
     run = release_run("run", CONFIG, tokenizer or TokenizerConfig(), folder)
     text = dump_yaml(replace(run, data=DataConfig(sft=SFTConfig(template=template))))
-    save_checkpoint(folder / "checkpoints", 7, entries, {}, alone("world"), config_text=text, keep=None)
+    save_checkpoint(
+        folder / "checkpoints", 7, entries, {}, alone("world"), config_text=text, keep=None
+    )
     return str(folder)
 
 
@@ -84,7 +103,15 @@ def test_turns_may_come_from_a_file_and_ranks_share_the_model(
     tuned: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "turns.txt").write_text("abc\nxyz\n")
-    words = ["chat", tuned, "--max-new-tokens", "6", "--greedy", "--input", str(tmp_path / "turns.txt")]
+    words = [
+        "chat",
+        tuned,
+        "--max-new-tokens",
+        "6",
+        "--greedy",
+        "--input",
+        str(tmp_path / "turns.txt"),
+    ]
     assert main(words) == 0
     alone_ = capfd.readouterr().out
     assert main([*words, "--nproc", "2"]) == 0
@@ -92,7 +119,9 @@ def test_turns_may_come_from_a_file_and_ranks_share_the_model(
 
 
 def test_workers_get_the_same_options(tuned: str) -> None:
-    options = parse_options(ChatOptions, [tuned, "--system=-x", "--top-p", "0.5", "--greedy", "--nproc", "3"], prog="x")
+    options = parse_options(
+        ChatOptions, [tuned, "--system=-x", "--top-p", "0.5", "--greedy", "--nproc", "3"], prog="x"
+    )
     again = parse_options(ChatOptions, worker_words(options), prog="x")
     assert again == replace(options, nproc=1)
 
@@ -119,15 +148,21 @@ def test_answers_may_be_computed_by_plain_definitions(
         (("--greedy", "--temperature", "0.5"), "--greedy with --temperature=0.5: use one of them."),
         (("--nproc", "0"), "--nproc=0 must be at least 1. Use the number"),
         (("--mlp-chunks", "-1"), "--mlp-chunks=-1 must be at least 1. Use 1 to read prompts whole"),
-        (("--input", "gone.txt"), "--input=gone.txt: no such file. Pass a file with a turn in every line."),
+        (
+            ("--input", "gone.txt"),
+            "--input=gone.txt: no such file. Pass a file with a turn in every line.",
+        ),
         (("--template", "chatlm"), "--template=chatlm: No such file or directory."),
         (("--max-new-tokens", "0"), "--max-new-tokens=0"),
     ],
 )
 def test_options_that_cannot_be_are_told(
-    tuned: str, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch,
+    tuned: str,
+    words: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     code, _, err = chat(monkeypatch, capsys, "abc\n", tuned, *words)
     assert code == 2 and message in err
 
@@ -136,7 +171,11 @@ def test_a_conversation_that_outgrows_the_model_is_told(
     tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = chat(monkeypatch, capsys, "x" * 100 + "\n", tuned)
-    assert code == 2 and "the conversation has 100 tokens, and the model reads at most 96" in err and "/reset" in err
+    assert (
+        code == 2
+        and "the conversation has 100 tokens, and the model reads at most 96" in err
+        and "/reset" in err
+    )
 
 
 def test_without_a_template_it_says_where_to_put_one(
@@ -144,8 +183,17 @@ def test_without_a_template_it_says_where_to_put_one(
 ) -> None:
     source = make_run(tmp_path / "plain", None)
     code, _, err = chat(monkeypatch, capsys, "abc\n", source)
-    assert code == 2 and "has no chat template. Put one into" in err and "set --template to one of chatml" in err
-    assert chat(monkeypatch, capsys, "abc\n", source, "--template", "identity", "--max-new-tokens", "2")[0] == 0
+    assert (
+        code == 2
+        and "has no chat template. Put one into" in err
+        and "set --template to one of chatml" in err
+    )
+    assert (
+        chat(
+            monkeypatch, capsys, "abc\n", source, "--template", "identity", "--max-new-tokens", "2"
+        )[0]
+        == 0
+    )
 
 
 def test_a_model_that_reads_numbers_cannot_talk(
@@ -153,7 +201,10 @@ def test_a_model_that_reads_numbers_cannot_talk(
 ) -> None:
     source = make_run(tmp_path / "null", "identity", TokenizerConfig(kind="null", vocab_size=257))
     code, _, err = chat(monkeypatch, capsys, "abc\n", source)
-    assert code == 2 and "tokenizer.kind=null, so it reads numbers and no text. Use a model with" in err
+    assert (
+        code == 2
+        and "tokenizer.kind=null, so it reads numbers and no text. Use a model with" in err
+    )
 
 
 def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(
@@ -182,7 +233,9 @@ def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(
     take_turn(talk, "xyz", first=True)
     again = open_chat(options, open_source(tuned, 1), worker)
     again.messages = before
-    assert again.say("xyz", lambda text: None) == talk.messages[-1]["content"], "what was read is still right"
+    assert again.say("xyz", lambda text: None) == talk.messages[-1]["content"], (
+        "what was read is still right"
+    )
 
 
 def test_help_names_every_template_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,22 @@ def run(tmp_path: Path) -> Path:
     """The folder of a run with two checkpoints of 7 weights and as many moments."""
     for step in (1, 2):
         entries = [
-            Entry(whole("norm.weight", (7,)), "param", torch.full((7,), step, dtype=torch.bfloat16), True),
+            Entry(
+                whole("norm.weight", (7,)),
+                "param",
+                torch.full((7,), step, dtype=torch.bfloat16),
+                True,
+            ),
             Entry(whole("norm.weight", (7,)), "exp_avg", torch.zeros(7), True),
         ]
         save_checkpoint(
-            tmp_path / "checkpoints", step, entries, {"train": {}}, alone("world"), config_text="name: x\n", keep=None
+            tmp_path / "checkpoints",
+            step,
+            entries,
+            {"train": {}},
+            alone("world"),
+            config_text="name: x\n",
+            keep=None,
         )
     return tmp_path
 
@@ -39,7 +50,9 @@ def damage(step: Path) -> None:
     file.write_bytes(data)
 
 
-def test_info_tells_the_step_and_what_is_in_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_tells_the_step_and_what_is_in_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call("info", run) == 0
     told = capsys.readouterr().out
     for text in (
@@ -59,11 +72,17 @@ def test_info_lists_tensors_and_tells_how_their_values_are_spread(
 ) -> None:
     assert call("info", run, "--only", "model.*") == 0
     told = capsys.readouterr().out
-    assert "  model.norm.weight  [7] bfloat16 in 1 boxes\n" in told and "optimizer.exp_avg.norm.weight" not in told
+    assert (
+        "  model.norm.weight  [7] bfloat16 in 1 boxes\n" in told
+        and "optimizer.exp_avg.norm.weight" not in told
+    )
     assert call("info", run, "--values") == 0
     told = capsys.readouterr().out
     assert "model.norm.weight  [7] bfloat16 in 1 boxes: mean 2, std 0, least 2, largest 2\n" in told
-    assert "optimizer.exp_avg.norm.weight  [7] float32 in 1 boxes: mean 0, std 0, least 0, largest 0\n" in told
+    assert (
+        "optimizer.exp_avg.norm.weight  [7] float32 in 1 boxes: mean 0, std 0, least 0, largest 0\n"
+        in told
+    )
     assert call("info", run, "--only", "model.*", "--values", "--json") == 0
     (tensor,) = json.loads(capsys.readouterr().out)["listed"]
     assert (tensor["shape"], tensor["mean"], tensor["not_finite"]) == ([7], 2.0, 0)
@@ -77,8 +96,14 @@ def test_a_sound_checkpoint_may_hold_values_that_are_no_numbers(
     weights = torch.tensor([1.0, float("nan"), float("-inf"), 2.0])
     entries = [Entry(whole("norm.weight", (4,)), "param", weights, True)]
     save_checkpoint(
-        tmp_path / "checkpoints", 3, entries, {"train": {}}, alone("world"), config_text="name: x\n", keep=None
-    )  # fmt: skip
+        tmp_path / "checkpoints",
+        3,
+        entries,
+        {"train": {}},
+        alone("world"),
+        config_text="name: x\n",
+        keep=None,
+    )
     assert call("verify", tmp_path) == 0
     assert call("verify", tmp_path, "--deep") == 1
     assert "model.norm.weight: 2 of 4 elements are nan or infinite" in capsys.readouterr().out
@@ -99,7 +124,10 @@ def test_verify_warns_of_a_missing_dot_file(run: Path, capsys: pytest.CaptureFix
     assert call("verify", run) == 0
     printed = capsys.readouterr().out
     assert printed.count(": sound\n") == 2
-    assert f"step_0000001: sound\n  warning: {file}: cannot be read" in printed and printed.count("warning") == 1
+    assert (
+        f"step_0000001: sound\n  warning: {file}: cannot be read" in printed
+        and printed.count("warning") == 1
+    )
 
 
 def test_damage_is_named_and_ends_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,14 +154,24 @@ def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("verify", "nowhere"), "nowhere: no such folder, neither here nor under runs/. Use a step_NNNNNNN folder"),
-        (("info", "file.txt"), "file.txt is a file. Use the folder that it is in, or the folder of a run."),
+        (
+            ("verify", "nowhere"),
+            "nowhere: no such folder, neither here nor under runs/. Use a step_NNNNNNN folder",
+        ),
+        (
+            ("info", "file.txt"),
+            "file.txt is a file. Use the folder that it is in, or the folder of a run.",
+        ),
         (("diff", ".", "file.txt"), "not a complete checkpoint: it has no manifest.json"),
-        (("diff", ".", ".", "--atol", "-1"), "--atol=-1.0 must be a finite number of at least 0. Use"),
+        (
+            ("diff", ".", ".", "--atol", "-1"),
+            "--atol=-1.0 must be a finite number of at least 0. Use",
+        ),
         (("info", "."), "not a complete checkpoint: it has no manifest.json"),
         (
             ("verfy", "."),
-            "verfy is not something `megalith checkpoint` does. Did you mean verify? Use one of info, verify, diff.",
+            "verfy is not something `megalith checkpoint` does. Did you mean verify? Use one of "
+            "info, verify, diff.",
         ),
     ],
 )
@@ -152,21 +190,33 @@ def test_what_is_no_checkpoint_is_refused(
 
 def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--help") == 0
-    assert "usage: megalith checkpoint {info,verify,diff} PATH [PATH] [--json]" in capsys.readouterr().out
+    assert (
+        "usage: megalith checkpoint {info,verify,diff} PATH [PATH] [--json]"
+        in capsys.readouterr().out
+    )
 
 
 def test_runs_are_found_by_name(
-    run: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
+    run: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     here = tmp_path_factory.mktemp("here")
     (here / "runs").mkdir()
     (here / "runs" / "first").symlink_to(run)
     monkeypatch.chdir(here)
-    assert call("info", "first") == 0 and call("verify", "first") == 0 and call("diff", "first", "first") == 0
+    assert (
+        call("info", "first") == 0
+        and call("verify", "first") == 0
+        and call("diff", "first", "first") == 0
+    )
     assert "runs/first/checkpoints/step_0000002: step 2" in capsys.readouterr().out
     assert call("info", "frist") == 2
-    assert "frist: no such folder, neither here nor under runs/. Did you mean first?" in capsys.readouterr().err
+    assert (
+        "frist: no such folder, neither here nor under runs/. Did you mean first?"
+        in capsys.readouterr().err
+    )
 
 
 def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
@@ -179,21 +229,32 @@ def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
             Entry(whole("norm.weight", (4,)), "param", weights[1], True),
             Entry(whole("norm.weight", (4,)), "exp_avg", torch.zeros(4), True),
         ]
-        entries += [Entry(whole("odd.weight", (2,)), "exp_avg", torch.zeros(2), True)] if name == "b" else []
+        entries += (
+            [Entry(whole("odd.weight", (2,)), "exp_avg", torch.zeros(2), True)]
+            if name == "b"
+            else []
+        )
         save_checkpoint(tmp_path / name, 1, entries, {}, alone("world"), config_text="", keep=None)
     assert call("diff", tmp_path / "a", tmp_path / "b") == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
         "2 tensors are the same, 2 are not",
         "  exp_avg     0 of 2 tensors differ, 1 only in one",
-        "  weights     1 of 2 tensors differ: 2 of 8 elements (0.25), by 2 at most, in model.norm.weight",
+        "  weights     1 of 2 tensors differ: 2 of 8 elements (0.25), by 2 at most, in "
+        "model.norm.weight",
     ]
     assert call("diff", tmp_path / "a", tmp_path / "b", "--json") == 1
     moments, weights_summary = json.loads(capsys.readouterr().out)["summary"]
     assert (moments["role"], moments["missing"], moments["largest_in"]) == ("exp_avg", 1, None)
-    assert (weights_summary["differing"], weights_summary["numel"], weights_summary["largest"]) == (2, 8, 2.0)
+    assert (weights_summary["differing"], weights_summary["numel"], weights_summary["largest"]) == (
+        2,
+        8,
+        2.0,
+    )
 
 
-def test_diff_names_what_differs_and_ends_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_names_what_differs_and_ends_with_1(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = (run / "checkpoints" / f"step_000000{step}" for step in (1, 2))
     assert call("diff", one, two) == 1
     told = capsys.readouterr().out
@@ -205,7 +266,9 @@ def test_diff_names_what_differs_and_ends_with_1(run: Path, capsys: pytest.Captu
     assert call("diff", one, two, "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["step_a"], found["step_b"], found["same"]) == (1, 2, 1)
-    assert [(each["name"], each["largest"]) for each in found["different"]] == [("model.norm.weight", 1.0)]
+    assert [(each["name"], each["largest"]) for each in found["different"]] == [
+        ("model.norm.weight", 1.0)
+    ]
     assert call("diff", one, two, "--only", "nothing.*") == 2
     assert "--only=nothing.* matches none of the tensors" in capsys.readouterr().err
     assert call("diff", one) == 2

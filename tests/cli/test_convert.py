@@ -28,7 +28,13 @@ from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
 
 CONFIG = ModelConfig(
-    vocab_size=257, hidden_size=12, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=10, max_seq_len=64
+    vocab_size=257,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    ffn_hidden_size=10,
+    max_seq_len=64,
 )
 
 
@@ -38,13 +44,26 @@ def run(tmp_path: Path) -> Path:
     model = Decoder(CONFIG, mesh_of_one())
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
-    entries = [Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(model)]
+    entries = [
+        Entry(d.shard, "param", getattr(module, name))
+        for d, module, name in declared_parameters(model)
+    ]
     text = dump_yaml(release_run("run", CONFIG, TokenizerConfig(), tmp_path))
-    save_checkpoint(tmp_path / "run" / "checkpoints", 7, entries, {}, alone("world"), config_text=text, keep=None)
+    save_checkpoint(
+        tmp_path / "run" / "checkpoints",
+        7,
+        entries,
+        {},
+        alone("world"),
+        config_text=text,
+        keep=None,
+    )
     return tmp_path / "run"
 
 
-def test_a_run_goes_out_and_comes_back_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_out_and_comes_back_the_same(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs, ours = run.parent / "theirs", run.parent / "ours"
     assert main(["convert", str(run), str(theirs), "--shard-gb", "1e-5"]) == 0
     said = capsys.readouterr()
@@ -58,21 +77,32 @@ def test_a_run_goes_out_and_comes_back_the_same(run: Path, capsys: pytest.Captur
         assert torch.equal(before.read(key), after.read(key))
 
 
-def test_the_dry_run_lists_every_tensor_and_writes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_lists_every_tensor_and_writes_nothing(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["convert", str(run), str(run.parent / "x"), "--dry-run", "--dtype", "bf16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     kv = "layers.0.attention.kv[1:2, 0:2, 0:2, 0:12] -> model.layers.0.self_attn.v_proj.weight"
     assert f"{kv}  (4, 12) float32 -> bfloat16" in lines
-    assert lines[-1].startswith("21 tensors, ") and lines[-1].endswith("nothing was written") and len(lines) == 22
+    assert (
+        lines[-1].startswith("21 tensors, ")
+        and lines[-1].endswith("nothing was written")
+        and len(lines) == 22
+    )
     assert not (run.parent / "x").exists()
 
 
-def test_a_folder_without_a_tokenizer_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_tokenizer_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs, ours = run.parent / "theirs", run.parent / "ours"
     assert main(["convert", str(run), str(theirs)]) == 0  # a run on bytes
     said = capsys.readouterr().out
     assert " tensors, " in said and " kB, from " in said
-    assert "the folder has no tokenizer: programs that read it must" in said and "megalith generate" not in said
+    assert (
+        "the folder has no tokenizer: programs that read it must" in said
+        and "megalith generate" not in said
+    )
     assert not (theirs / "tokenizer.json").exists()
     assert main(["convert", str(run), str(ours), "--to", "megalith"]) == 0
     assert capsys.readouterr().out.endswith(f"try: megalith generate {ours}\n")
@@ -82,7 +112,10 @@ def test_json_is_one_document(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     target = run.parent / "x"
     assert main(["convert", str(run), str(target), "--json", "--dtype", "bf16"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (said["source"], said["target"]) == (str(run / "checkpoints" / "step_0000007"), str(target))
+    assert (said["source"], said["target"]) == (
+        str(run / "checkpoints" / "step_0000007"),
+        str(target),
+    )
     assert (said["to"], said["dry_run"], len(said["tensors"])) == ("huggingface", False, 21)
     assert said["tokenizer"] is None
     tensors = load_file(target / "model.safetensors")
@@ -95,13 +128,32 @@ def test_either_kind_can_be_asked_for(run: Path) -> None:
     assert main(["convert", str(run), str(ours), "--to", "megalith", "--dtype", "bf16"]) == 0
     assert open_checkpoint(ours).dtype("model.norm.weight") == torch.bfloat16
     assert main(["convert", str(ours), str(theirs)]) == 0
-    assert main(["convert", str(theirs), str(run.parent / "again"), "--to", "huggingface", "--dtype", "fp16"]) == 0
-    assert load_file(run.parent / "again" / "model.safetensors")["lm_head.weight"].dtype == torch.float16
+    assert (
+        main(
+            [
+                "convert",
+                str(theirs),
+                str(run.parent / "again"),
+                "--to",
+                "huggingface",
+                "--dtype",
+                "fp16",
+            ]
+        )
+        == 0
+    )
+    assert (
+        load_file(run.parent / "again" / "model.safetensors")["lm_head.weight"].dtype
+        == torch.float16
+    )
 
 
 def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
     assert main(["convert", str(run), str(run.parent / "a")]) == 0
-    assert main(["convert", str(run.parent / "a"), str(run.parent / "b"), "--vocab-multiple", "100"]) == 0
+    assert (
+        main(["convert", str(run.parent / "a"), str(run.parent / "b"), "--vocab-multiple", "100"])
+        == 0
+    )
     assert open_checkpoint(run.parent / "b").shape("model.embed.weight") == (300, 12)
 
 
@@ -111,19 +163,35 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
         (["gone", "x"], "gone: no such folder"),
         (["RUN", "RUN"], "exists already and is left as it is. Choose another target"),
         (["RUN", "x", "--shard-gb", "0"], "--shard-gb=0.0 must be above 0. Use 5"),
-        (["RUN", "x", "--restart", "--take-over"], "--restart=True with --take-over=True: one begins anew, the other"),
+        (
+            ["RUN", "x", "--restart", "--take-over"],
+            "--restart=True with --take-over=True: one begins anew, the other",
+        ),
         (
             ["RUN", "x", "--to", "peft", "--keep"],
             "--keep=True with --to=peft: adapters are written at once. Remove it.",
         ),
-        (["RUN", "x", "--workers", "0"], "--workers=0 must be at least 1. Use 2, or as many as there are cores"),
+        (
+            ["RUN", "x", "--workers", "0"],
+            "--workers=0 must be at least 1. Use 2, or as many as there are cores",
+        ),
         (["RUN", "x", "--vocab-multiple", "0"], "--vocab-multiple=0 must be at least 1. Use 64"),
-        (["RUN", "x", "--vocab-multiple", "8"], "--vocab-multiple=8 is for checkpoints made from Hugging Face folders"),
-        (["RUN", "x", "--dtpye", "bf16"], "--dtpye is not an option of this command. Did you mean --dtype"),
+        (
+            ["RUN", "x", "--vocab-multiple", "8"],
+            "--vocab-multiple=8 is for checkpoints made from Hugging Face folders",
+        ),
+        (
+            ["RUN", "x", "--dtpye", "bf16"],
+            "--dtpye is not an option of this command. Did you mean --dtype",
+        ),
     ],
 )
 def test_bad_input_is_told_in_words(
-    words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    message: str,
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(run.parent)
     assert main(["convert", *(str(run) if word == "RUN" else word for word in words)]) == 2
@@ -137,14 +205,19 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(
     change(theirs, architectures=["BloomForCausalLM"])
     assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
     said = capsys.readouterr().err
-    assert "the architecture BloomForCausalLM is not supported. Use one of LlamaForCausalLM," in said
+    assert (
+        "the architecture BloomForCausalLM is not supported. Use one of LlamaForCausalLM," in said
+    )
 
 
 @pytest.fixture
 def theirs(run: Path) -> Path:
     """The same weights as a Hugging Face folder of several files."""
     convert(
-        open_pretrained(run / "checkpoints" / "step_0000007"), run.parent / "theirs", "huggingface", shard_nbytes=9000
+        open_pretrained(run / "checkpoints" / "step_0000007"),
+        run.parent / "theirs",
+        "huggingface",
+        shard_nbytes=9000,
     )
     return run.parent / "theirs"
 
@@ -178,15 +251,22 @@ def cut_index(folder: Path) -> None:
 
 
 def pointer(folder: Path) -> None:
-    text = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4976698672\n"
+    text = (
+        "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4976698672\n"
+    )
     first_of(folder).write_text(text)
 
 
 TABLE = "model.embed_tokens.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "unknown field": (lambda at: change(at, attention_flux=2), "attention_flux=2 is not known, so it may change what"),
+    "unknown field": (
+        lambda at: change(at, attention_flux=2),
+        "attention_flux=2 is not known, so it may change what",
+    ),
     "rope": (
-        lambda at: change(at, rope_scaling={"rope_type": "spiral", "factor": 2.0}, rope_parameters=None),
+        lambda at: change(
+            at, rope_scaling={"rope_type": "spiral", "factor": 2.0}, rope_parameters=None
+        ),
         "rope_type='spiral'",
     ),
     "cut off": (cut, "bytes, expected"),
@@ -200,21 +280,33 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "tied in words": (
         lambda at: change(at, tie_word_embeddings=True),
-        "tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight. Set tie_word_embeddings",
+        "tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight. Set "
+        "tie_word_embeddings",
     ),
     "index": (cut_index, "model.safetensors.index.json cannot be read"),
-    "a file is missing": (lambda at: first_of(at).unlink(), ", which the folder lacks. Copy the folder again"),
+    "a file is missing": (
+        lambda at: first_of(at).unlink(),
+        ", which the folder lacks. Copy the folder again",
+    ),
     "a tensor is missing": (
         lambda at: edit(at, lambda tensors: tensors.pop(TABLE)),
-        "model.safetensors.index.json promises model.embed_tokens.weight, which the files do not hold. Copy",
+        "model.safetensors.index.json promises model.embed_tokens.weight, which the files do not "
+        "hold. Copy",
     ),
-    "pointer": (pointer, "is a Git LFS pointer to a file of 4,976,698,672 bytes, not that file. Run `git lfs pull` in"),
+    "pointer": (
+        pointer,
+        "is a Git LFS pointer to a file of 4,976,698,672 bytes, not that file. Run `git lfs pull` "
+        "in",
+    ),
     "no weights": (
         lambda at: [file.rename(file.with_suffix(".bin")) for file in at.glob("model*")],
         "has neither model.safetensors nor model.safetensors.index.json (found: model",
     ),
-    "no config": (lambda at: (at / "config.json").unlink(), "or a Hugging Face folder with config.json"),
-}  # fmt: skip
+    "no config": (
+        lambda at: (at / "config.json").unlink(),
+        "or a Hugging Face folder with config.json",
+    ),
+}
 """What is done to a folder, and the words that must be said."""
 
 
@@ -227,7 +319,11 @@ def test_a_damaged_folder_is_refused_in_words_before_anything_is_written(
     before = sorted(os.listdir(theirs.parent))
     assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("megalith convert: ") and text in said.err and "Traceback" not in said.err
+    assert (
+        said.err.startswith("megalith convert: ")
+        and text in said.err
+        and "Traceback" not in said.err
+    )
     assert said.out == "" and sorted(os.listdir(theirs.parent)) == before
 
 
@@ -243,21 +339,34 @@ def test_training_refuses_to_start_from_it_in_the_same_words(
     assert text in said and "Traceback" not in said
 
 
-def test_a_head_that_is_untied_in_words_and_missing_is_named(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_head_that_is_untied_in_words_and_missing_is_named(
+    theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = sorted(theirs.glob("*.safetensors"))
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items() if name != "lm_head.weight"}
+    tensors = {
+        name: tensor
+        for file in files
+        for name, tensor in load_file(file).items()
+        if name != "lm_head.weight"
+    }
     for file in [*files, theirs / "model.safetensors.index.json"]:
         file.unlink()
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
     assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
-    assert "lm_head.weight is missing (set tie_word_embeddings to true if" in capsys.readouterr().err
+    assert (
+        "lm_head.weight is missing (set tie_word_embeddings to true if" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("to", ["megalith", "huggingface"])
 @pytest.mark.parametrize("fault", ["no room", "full", "full at the end", "interrupted"])
 def test_a_conversion_that_ends_early_leaves_nothing_behind(
-    fault: str, to: str, theirs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    to: str,
+    theirs: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before, count = sorted(os.listdir(theirs.parent)), itertools.count()
 
@@ -280,10 +389,16 @@ def test_a_conversion_that_ends_early_leaves_nothing_behind(
     if fault == "no room":
         monkeypatch.setattr(storage, "free_nbytes", lambda folder: 12_345)
     wanted = 130 if fault == "interrupted" else 2
-    assert main(["convert", str(theirs), str(theirs.parent / "x"), "--to", to, "--shard-gb", "1e-5"]) == wanted
+    assert (
+        main(["convert", str(theirs), str(theirs.parent / "x"), "--to", to, "--shard-gb", "1e-5"])
+        == wanted
+    )
     said = capsys.readouterr().err
     text = {"no room": "has 12 kB free, and", "interrupted": "megalith convert: interrupted."}
-    assert text.get(fault, "No space left on device). Free some space, or choose another target") in said
+    assert (
+        text.get(fault, "No space left on device). Free some space, or choose another target")
+        in said
+    )
     assert "Traceback" not in said and sorted(os.listdir(theirs.parent)) == before
 
 
@@ -296,12 +411,18 @@ def test_a_checkpoint_with_one_wrong_bit_is_refused_and_nothing_is_left(
     file.write_bytes(data)
     assert main(["convert", str(run), str(run.parent / "x")]) == 2
     said = capsys.readouterr().err
-    assert "damaged. SHA-256 expected" in said and "Copy the checkpoint again" in said and "Traceback" not in said
+    assert (
+        "damaged. SHA-256 expected" in said
+        and "Copy the checkpoint again" in said
+        and "Traceback" not in said
+    )
     assert os.listdir(run.parent) == ["run"]
 
 
 @pytest.mark.parametrize("to", ["huggingface", "megalith"])
-def test_a_target_inside_of_a_file_is_refused_in_words(to: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_inside_of_a_file_is_refused_in_words(
+    to: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run.parent / "file").touch()
     assert main(["convert", str(run), str(run.parent / "file" / "x"), "--to", to]) == 2
     said = capsys.readouterr().err
@@ -323,10 +444,16 @@ def test_a_folder_whose_names_may_not_be_read_is_refused_in_words(
     monkeypatch.setattr(storage, "list_names", guarded)
     assert main(["convert", str(run), str(run.parent / "drop" / "x"), "--to", to]) == 2
     said = capsys.readouterr().err
-    assert "x: not written (" in said and "Permission denied" in said and "Choose another target" in said
+    assert (
+        "x: not written (" in said
+        and "Permission denied" in said
+        and "Choose another target" in said
+    )
 
 
-def test_a_license_that_links_to_another_file_is_not_copied(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_license_that_links_to_another_file_is_not_copied(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, secret = run.parent / "folder", run.parent / "secret"
     secret.write_text("secret")
     assert main(["convert", str(run), str(folder)]) == 0

@@ -28,10 +28,16 @@ def run(*words: object) -> int:
     return main(["data", *map(str, words)])
 
 
-def test_info_tells_sizes_and_the_end_token(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_tells_sizes_and_the_end_token(
+    prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("info", prefix) == 0
     told = capsys.readouterr().out
-    for text in ("14 tokens as uint16", "documents  3, 1 of them empty", "100.0% of documents end with id 256"):
+    for text in (
+        "14 tokens as uint16",
+        "documents  3, 1 of them empty",
+        "100.0% of documents end with id 256",
+    ):
         assert text in told
     assert run("info", prefix, "--json") == 0
     assert json.loads(capsys.readouterr().out)["longest"] == 8
@@ -50,9 +56,20 @@ def test_cat_reads_the_tokenizer_that_prepare_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # prepare catches SIGTERM for its process
+    monkeypatch.setattr(
+        signal, "signal", lambda *arguments: None
+    )  # prepare catches SIGTERM for its process
     (tmp_path / "text.jsonl").write_text('{"text": "the quick fox, the quick dog"}\n' * 9)
-    words = ("--input", "text.jsonl", "--output", "store/a", "--train-tokenizer", "270", "--tokenizer", "store/words")
+    words = (
+        "--input",
+        "text.jsonl",
+        "--output",
+        "store/a",
+        "--train-tokenizer",
+        "270",
+        "--tokenizer",
+        "store/words",
+    )
     assert main(["prepare", *words]) == 0
     shutil.move("store", "moved")
     capsys.readouterr()
@@ -71,7 +88,9 @@ def test_cat_reads_the_tokenizer_that_prepare_recorded(
     assert "neither a folder nor a model in the local Hugging Face cache" in capsys.readouterr().err
 
 
-def test_cat_with_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cat_with_another_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "wide"), np.uint16) as builder:
         builder.add_document(np.array([300]), [1])
         builder.finalize()
@@ -79,7 +98,9 @@ def test_cat_with_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert "has id 300, but tokenizer byte has 257. Pass --tokenizer" in capsys.readouterr().err
 
 
-def test_verify_answers_with_its_exit_code(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_answers_with_its_exit_code(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("verify", prefix) == 0
     assert capsys.readouterr().out == f"{prefix}: correct\n"
     Path(f"{prefix}.bin").write_bytes(b"short")
@@ -87,13 +108,17 @@ def test_verify_answers_with_its_exit_code(prefix: str, tmp_path: Path, capsys: 
     assert "likely a truncated copy" in json.loads(capsys.readouterr().out)[prefix][0]
 
 
-def test_merge_joins_stores(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_joins_stores(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("merge", "--input", prefix, prefix, "--output", tmp_path / "twice") == 0
     assert "twice: 28 tokens, 6 documents" in capsys.readouterr().out
     assert IndexedDataset(str(tmp_path / "twice")).verify() == []
 
 
-def test_unknown_actions_are_refused_and_help_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_actions_are_refused_and_help_names_the_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run("mege") == 2
     assert "mege is not something `megalith data` does." in capsys.readouterr().err
     assert run() == 0

@@ -27,7 +27,10 @@ def test_one_json_document_holds_the_report(capsys: pytest.CaptureFixture[str]) 
     assert report["advice"]
     ways = {(way["operation"], way["way"]): way for way in report["kernels"]}
     assert ways["norm", "loops"]["takes"].startswith("fp32, bf16 on CPUs; RMSNorm")
-    assert ways["attention", "sdpa"]["here"] == "yes" and ways["attention", "flex"]["deterministic"] == "no promise"
+    assert (
+        ways["attention", "sdpa"]["here"] == "yes"
+        and ways["attention", "flex"]["deterministic"] == "no promise"
+    )
 
 
 def test_the_report_for_people_shows_what_was_measured(

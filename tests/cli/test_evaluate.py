@@ -24,7 +24,10 @@ from megalith.train.rules import run_problems
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run."""
     folder = tmp_path_factory.mktemp("evaluate")
-    assert main(["train", str(tiny_yaml(folder / "tiny.yaml")), "--run", str(folder / "runs" / "one")]) == 0
+    assert (
+        main(["train", str(tiny_yaml(folder / "tiny.yaml")), "--run", str(folder / "runs" / "one")])
+        == 0
+    )
     return folder / "runs" / "one"
 
 
@@ -54,10 +57,14 @@ def test_it_is_computed_as_asked(
         main(words)
 
 
-def test_the_line_names_run_split_and_figures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_names_run_split_and_figures(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["evaluate", str(run), "--split", "train", "--samples", "3"]) == 0
     told = capsys.readouterr()
-    assert told.out.startswith(f"{run} on train: loss ") and told.out.endswith(" bits per byte (36 tokens)\n")
+    assert told.out.startswith(f"{run} on train: loss ") and told.out.endswith(
+        " bits per byte (36 tokens)\n"
+    )
     assert "perplexity" in told.out
     assert told.err.splitlines() == ["reading 3 rows of train", "row 2/3", "row 3/3"]
 
@@ -73,7 +80,9 @@ def test_a_name_under_runs_is_enough(
     assert "two is not the folder of a run. Use a path, or one of runs/: one." in error
 
 
-def test_without_a_count_the_whole_split_is_read_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_count_the_whole_split_is_read_once(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["evaluate", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["num_labels"] > 1000 and found["num_labels"] % 12 == 0
@@ -82,13 +91,20 @@ def test_without_a_count_the_whole_split_is_read_once(run: Path, capsys: pytest.
 def test_two_ranks_find_the_same(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--samples", "7", "--json"]) == 0
     one = json.loads(capfd.readouterr().out)
-    assert main(["evaluate", str(run), "--samples", "7", "--json", "--nproc", "2", "--parallel.tp", "2"]) == 0
+    assert (
+        main(
+            ["evaluate", str(run), "--samples", "7", "--json", "--nproc", "2", "--parallel.tp", "2"]
+        )
+        == 0
+    )
     two = json.loads(capfd.readouterr().out)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["num_labels"] == one["num_labels"] == 84
 
 
-def test_a_run_of_two_ranks_is_evaluated_on_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_two_ranks_is_evaluated_on_one(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cut = tmp_path / "cut"
     shutil.copytree(run, cut)
     saved = resolve(str(run))
@@ -114,7 +130,10 @@ def test_a_run_of_two_ranks_is_evaluated_on_one(run: Path, tmp_path: Path, capsy
     ],
 )
 def test_the_layout_follows_the_processes_unless_it_is_given(
-    trained: dict[str, Any], world: int, given: tuple[str, ...], layout: tuple[int, bool, int | None]
+    trained: dict[str, Any],
+    world: int,
+    given: tuple[str, ...],
+    layout: tuple[int, bool, int | None],
 ) -> None:
     run = tiny_run()
     found = fitted(replace(run, parallel=replace(run.parallel, **trained)), world, given)
@@ -127,7 +146,9 @@ def test_the_layout_follows_the_processes_unless_it_is_given(
     ("trained", "given", "zero"),
     [(3, (), 3), (2, (), 0), (1, (), 0), (3, ("parallel.zero",), 3), (2, ("parallel.zero",), 2)],
 )
-def test_weights_that_training_divided_stay_divided(trained: int, given: tuple[str, ...], zero: int) -> None:
+def test_weights_that_training_divided_stay_divided(
+    trained: int, given: tuple[str, ...], zero: int
+) -> None:
     run = tiny_run({"parallel.zero": str(trained), "parallel.replicas": "2"})
     for world in (1, 2, 3):
         found = fitted(run, world, given)
@@ -152,7 +173,11 @@ def test_experts_are_divided_over_the_processes_that_there_are(
     run = replace(run, model=model, parallel=replace(run.parallel, **trained))
     for world, (ep, etp) in found.items():
         layout = fitted(run, world, ())
-        assert (layout.parallel.ep, layout.parallel.etp, layout.parallel.overlap_experts) == (ep, etp, False)
+        assert (layout.parallel.ep, layout.parallel.etp, layout.parallel.overlap_experts) == (
+            ep,
+            etp,
+            False,
+        )
         assert run_problems(layout, world) == []
     assert fitted(run, 1, ("parallel.ep",)).parallel.ep == trained["ep"]
 
@@ -164,7 +189,9 @@ def test_two_processes_find_of_fully_sharded_weights_what_one_finds_of_whole_one
     cut, saved = tmp_path / "cut", resolve(str(run))
     shutil.copytree(run, cut)
     assert isinstance(saved, TrainRun)
-    (cut / "config.yaml").write_text(dump_yaml(replace(saved, parallel=replace(saved.parallel, zero=3))))
+    (cut / "config.yaml").write_text(
+        dump_yaml(replace(saved, parallel=replace(saved.parallel, zero=3)))
+    )
     losses = []
     for words in ([], ["--nproc", "2"]):
         assert main(["evaluate", str(cut), "--samples", "7", "--json", *words]) == 0
@@ -174,18 +201,30 @@ def test_two_processes_find_of_fully_sharded_weights_what_one_finds_of_whole_one
 
 def test_what_only_training_divides_or_keeps_is_left_out() -> None:
     run = tiny_run(
-        {"parallel.tp": "2", "parallel.zero": "1", "parallel.reduce_dtype": "bf16", "recompute.granularity": "full",
-         "recompute.shard_inputs": "true", "offload.layers": "1"}
-    )  # fmt: skip
+        {
+            "parallel.tp": "2",
+            "parallel.zero": "1",
+            "parallel.reduce_dtype": "bf16",
+            "recompute.granularity": "full",
+            "recompute.shard_inputs": "true",
+            "offload.layers": "1",
+        }
+    )
     assert run_problems(run, 4) == []
     assert run_problems(fitted(run, 1, ()), 1) == []
-    assert len(run_problems(fitted(run, 1, ("recompute.granularity", "parallel.reduce_dtype")), 1)) == 2
+    assert (
+        len(run_problems(fitted(run, 1, ("recompute.granularity", "parallel.reduce_dtype")), 1))
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--samples", "0"], "--samples=0 must be at least 1. Leave it out to read the whole split."),
+        (
+            ["--samples", "0"],
+            "--samples=0 must be at least 1. Leave it out to read the whole split.",
+        ),
         (["--nproc", "0"], "--nproc=0 must be at least 1"),
         (["--parallel.tp", "2"], "world"),
         (["--model.num_layers", "3"], "another model"),

@@ -58,7 +58,9 @@ def test_our_own_options_are_not_megatrons() -> None:
 
 
 def test_our_own_options_are_found_anywhere() -> None:
-    own, words = split_own(["--lr", "1", "--set", "A=1", "--json", "--bf16", "--set=B=x=y", "--world=8", "--strict"])
+    own, words = split_own(
+        ["--lr", "1", "--set", "A=1", "--json", "--bf16", "--set=B=x=y", "--world=8", "--strict"]
+    )
     assert own == ["--json", "--world", "8", "--strict", "--set", "A=1", "B=x=y"]
     assert words == ["--lr", "1", "--bf16"]
 
@@ -79,7 +81,9 @@ def test_arguments_become_yaml_that_loads_and_breaks_no_rule(
     assert "--adam-beta2 0.999 (left out)" in printed.err and "optim.beta2 = 0.999" in printed.err
 
 
-def test_the_yaml_goes_to_a_file_that_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_yaml_goes_to_a_file_that_is_never_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = str(tmp_path / "run.yaml")
     assert run(*TINY_LLAMA.split(), "--output", file) == 0
     printed = capsys.readouterr()
@@ -137,7 +141,10 @@ def test_an_unknown_argument_is_compared_with_megatrons(capsys: pytest.CaptureFi
 
 def test_nothing_to_translate_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 2
-    assert "there are 0 arguments to translate. Pass Megatron's own, or --script FILE." in capsys.readouterr().err
+    assert (
+        "there are 0 arguments to translate. Pass Megatron's own, or --script FILE."
+        in capsys.readouterr().err
+    )
 
 
 def test_help_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,8 +157,13 @@ def test_answers_that_are_the_same_share_a_line() -> None:
     mapped = Entry(verdict="mapped", flag="--c 2", text="because", setting="seed", value=2)
     shown = report([*entries, mapped])
     assert re.sub(" +", " ", shown).split("\n") == [
-        "mapped", " --c 2 seed = 2 (because)", "", "not mapped; the numbers stay the same", " --a, --b 1", " why",
-    ]  # fmt: skip
+        "mapped",
+        " --c 2 seed = 2 (because)",
+        "",
+        "not mapped; the numbers stay the same",
+        " --a, --b 1",
+        " why",
+    ]
 
 
 # --- scripts
@@ -176,12 +188,20 @@ def test_a_whole_command_line_is_understood(capsys: pytest.CaptureFixture[str]) 
         ("ls", (), "none of the script's 1 commands starts a training"),
         ("torchrun pretrain_t5.py --num-layers 2", (), "pretrain_t5.py trains T5"),
         ("python pretrain_gpt.py --lr '1", (), "line 1: expected ' further on"),
-        ("python pretrain_gpt.py --num-layers $N", (), "nothing says what \\$N is. Pass --set N=VALUE"),
+        (
+            "python pretrain_gpt.py --num-layers $N",
+            (),
+            "nothing says what \\$N is. Pass --set N=VALUE",
+        ),
         ("python pretrain_gpt.py --num-layers $N", ("--set", "N"), "--set N: expected NAME=VALUE"),
     ],
 )
 def test_a_script_that_cannot_be_used_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: Sequence[str], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    words: Sequence[str],
+    message: str,
 ) -> None:
     script = tmp_path / "launch.sh"
     if text is not None:
@@ -199,13 +219,17 @@ def test_variables_belong_to_a_script(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_script_is_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, made = tmp_path / "launch.sh", tmp_path / "made"
-    script.write_text(f"touch {made}\nX=$(touch {made})\n`touch {made}`\npython pretrain_gpt.py {TINY_LLAMA}\n")
+    script.write_text(
+        f"touch {made}\nX=$(touch {made})\n`touch {made}`\npython pretrain_gpt.py {TINY_LLAMA}\n"
+    )
     assert run("--script", str(script)) == 0
     assert yaml.safe_load(capsys.readouterr().out)["name"] == "launch"
     assert not made.exists()
 
 
-def test_arguments_behind_a_script_win_over_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_behind_a_script_win_over_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "launch.sh"
     script.write_text(f"python pretrain_gpt.py {TINY_LLAMA}\n")
     assert run("--script", str(script), "--num-layers", "7") == 0
@@ -218,60 +242,91 @@ def test_a_hugging_face_tokenizer_on_this_machine_is_measured(
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    Tokenizer(WordLevel({f"w{i}": i for i in range(77)}, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    Tokenizer(WordLevel({f"w{i}": i for i in range(77)}, unk_token="w0")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     words = TINY_LLAMA.split()
     words = words[: words.index("--tokenizer-type")]
-    assert run(*words, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)) == 0
+    assert (
+        run(*words, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path))
+        == 0
+    )
     assert yaml.safe_load(capsys.readouterr().out)["model"]["vocab_size"] == 77
-    assert run(*words, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "none")) == 2
+    assert (
+        run(
+            *words,
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            str(tmp_path / "none"),
+        )
+        == 2
+    )
     assert "Pass --vocab-size" in capsys.readouterr().err
 
 
 def test_translating_never_loads_torch() -> None:
     code = (
         "import sys; from megalith.cli.main import main; "
-        f"code = main(['from-megatron', *{TINY_LLAMA.split()!r}]); assert 'torch' not in sys.modules; sys.exit(code)"
+        f"code = main(['from-megatron', *{TINY_LLAMA.split()!r}]); assert 'torch' not in "
+        "sys.modules; sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
 # --- the page
 
 
-def test_the_pages_example_is_translated_as_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_example_is_translated_as_the_page_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train_llama3_8b.sh"
     script.write_text(block("bash"))
     output = tmp_path / "llama3_8b.yaml"
     assert run("--strict", "--script", str(script), "--output", str(output)) == 0
     error = capsys.readouterr().err
     settings = flatten(load_yaml(output, TrainRun))
-    defaults = {setting.path: setting.default for setting in describe(TrainRun) if not setting.required}
+    defaults = {
+        setting.path: setting.default for setting in describe(TrainRun) if not setting.required
+    }
     required = {setting.path for setting in describe(TrainRun) if setting.required}
     changed = {
-        path: value for path, value in settings.items()
-        if (path in defaults and defaults[path] != value) or (path in required and value is not None)
-    }  # fmt: skip
+        path: value
+        for path, value in settings.items()
+        if (path in defaults and defaults[path] != value)
+        or (path in required and value is not None)
+    }
     del changed["name"]
     assert changed == yaml.safe_load(block("yaml"))
-    assert "not mapped" not in error and "done differently" not in error.replace("done differently here\n  --save", "")
+    assert "not mapped" not in error and "done differently" not in error.replace(
+        "done differently here\n  --save", ""
+    )
     assert "--nproc 8" in error
 
 
 def test_the_page_names_every_mapped_argument() -> None:
     for row in MAPPED:
         names = ", ".join(f"`{name}`" for name in (row.name, *row.aliases))
-        line = f"| {names} | {', '.join(f'`{field}`' for field in row.fields)} | {row.how} |".replace("|  |", "| |")
+        line = (
+            f"| {names} | {', '.join(f'`{field}`' for field in row.fields)} | {row.how} |".replace(
+                "|  |", "| |"
+            )
+        )
         assert line in PAGE, f"docs/coming_from_megatron.md lacks this line of its table:\n{line}"
 
 
 @pytest.mark.parametrize("words", [["nosuch.sh"], ["bash", "nosuch.sh", "--num-layers", "2"]])
-def test_a_script_without_its_option_is_offered_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_without_its_option_is_offered_it(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*words) == 2
     captured = capsys.readouterr()
     assert captured.err == (
-        "megalith from-megatron: nosuch.sh is no argument of Megatron's, and there is no such file here. "
-        "Use --script FILE to read a launch script.\n"
+        "megalith from-megatron: nosuch.sh is no argument of Megatron's, and there is no such file "
+        "here. Use --script FILE to read a launch script.\n"
     )
 
 
@@ -323,7 +378,9 @@ def test_script_with_much_that_decides_nothing_is_read(script: str) -> None:
     assert read_script(script + LAUNCH, {}).arguments == ("--num-layers", "2")
 
 
-def test_device_as_script_or_data_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_as_script_or_data_file_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "zeros").symlink_to("/dev/zero")
     for words in (["--script"], ["--data-args-path"]):
         assert main(["from-megatron", *words, str(tmp_path / "zeros")]) == 2
@@ -341,6 +398,8 @@ def test_device_as_script_or_data_file_is_rejected(tmp_path: Path, capsys: pytes
     ],
     ids=["words", "long-word", "long-flag", "flags", "no-flag"],
 )
-def test_very_long_arguments_are_reported_in_short(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_very_long_arguments_are_reported_in_short(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["from-megatron", *words]) == 2
     assert len(capsys.readouterr().err) < 20_000

@@ -12,7 +12,13 @@ import torch
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.arguments import parse_options
-from megalith.cli.generate import GenerateOptions, print_now, read_prompt_file, read_prompts, worker_words
+from megalith.cli.generate import (
+    GenerateOptions,
+    print_now,
+    read_prompt_file,
+    read_prompts,
+    worker_words,
+)
 from megalith.cli.main import main
 from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
@@ -24,9 +30,15 @@ from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
 
 CONFIG = ModelConfig(
-    vocab_size=257, hidden_size=12, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=10, max_seq_len=64,
+    vocab_size=257,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    ffn_hidden_size=10,
+    max_seq_len=64,
     init_std=0.5,
-)  # fmt: skip
+)
 
 
 def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
@@ -34,9 +46,14 @@ def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
     model = Decoder(CONFIG, mesh_of_one())
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
-    entries = [Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(model)]
+    entries = [
+        Entry(d.shard, "param", getattr(module, name))
+        for d, module, name in declared_parameters(model)
+    ]
     text = dump_yaml(release_run("run", CONFIG, tokenizer, folder))
-    save_checkpoint(folder / "checkpoints", 7, entries, {}, alone("world"), config_text=text, keep=None)
+    save_checkpoint(
+        folder / "checkpoints", 7, entries, {}, alone("world"), config_text=text, keep=None
+    )
     return str(folder)
 
 
@@ -55,7 +72,9 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-def test_the_prompt_and_what_follows_it_are_printed(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_prompt_and_what_follows_it_are_printed(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", run, "ab", "--max-new-tokens", "9", "--greedy"]) == 0
     said = capsys.readouterr().out
     (result,) = document(capsys, run, "ab", "--max-new-tokens", "9", "--greedy")["results"]
@@ -63,7 +82,9 @@ def test_the_prompt_and_what_follows_it_are_printed(run: str, capsys: pytest.Cap
     assert (result["prompt"], result["prompt_ids"], len(result["ids"])) == ("ab", [97, 98], 9)
 
 
-def test_json_is_one_document_with_every_prompt(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_document_with_every_prompt(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = document(capsys, run, "ab", "", "abc", "--max-new-tokens", "5")
     assert [result["prompt"] for result in found["results"]] == ["ab", "", "abc"]
     assert found["results"][1]["prompt_ids"] == [256], "nothing begins a document"
@@ -79,7 +100,12 @@ def test_prompts_come_from_words_files_and_standard_input(
     (tmp_path / "p.txt").write_text("one\n\nthree words\r\n")
     words = [run, "a", "-", "--file", str(tmp_path / "p.txt"), "--max-new-tokens", "1"]
     found = document(capsys, *words)
-    assert [result["prompt"] for result in found["results"]] == ["a", "two\nlines", "one", "three words"]
+    assert [result["prompt"] for result in found["results"]] == [
+        "a",
+        "two\nlines",
+        "one",
+        "three words",
+    ]
 
 
 def test_a_jsonl_file_may_hold_prompts_of_several_lines(tmp_path: Path) -> None:
@@ -93,13 +119,19 @@ def test_a_jsonl_file_may_hold_prompts_of_several_lines(tmp_path: Path) -> None:
     [
         ("p.jsonl", b"{}\n", r'p.jsonl:1: no text under "prompt", found'),
         ("p.jsonl", b'"a"\n{x\n', r"p.jsonl:2: not JSON .*Use an object like"),
-        ("p.jsonl", b'{"a":' * 100_000, r"p.jsonl:1: not JSON \(arrays or objects are nested too deeply\)"),
+        (
+            "p.jsonl",
+            b'{"a":' * 100_000,
+            r"p.jsonl:1: not JSON \(arrays or objects are nested too deeply\)",
+        ),
         ("p.jsonl", b'"\\ud800"\n', r"p.jsonl:1: not JSON .*surrogates not allowed"),
         ("p.txt", b"a\xff", "byte 1 is not UTF-8. Pass a text file"),
         (None, b"", "No such file or directory. Pass a text file with one prompt in every line"),
     ],
 )
-def test_files_that_hold_no_prompts_are_refused(name: str | None, data: bytes, message: str, tmp_path: Path) -> None:
+def test_files_that_hold_no_prompts_are_refused(
+    name: str | None, data: bytes, message: str, tmp_path: Path
+) -> None:
     file = tmp_path / (name or "gone.txt")
     if name is not None:
         file.write_bytes(data)
@@ -109,30 +141,48 @@ def test_files_that_hold_no_prompts_are_refused(name: str | None, data: bytes, m
 
 def test_prompt_file_that_links_to_a_device_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "p.txt").symlink_to("/dev/zero")
-    with pytest.raises(DataError, match=r"p.txt: not a regular file, but a device.*Pass a text file"):
+    with pytest.raises(
+        DataError, match=r"p.txt: not a regular file, but a device.*Pass a text file"
+    ):
         read_prompt_file(tmp_path / "p.txt")
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second one is what the C locale uses
-def test_standard_input_that_is_not_utf8_is_rejected(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "errors", ["strict", "surrogateescape"]
+)  # the second one is what the C locale uses
+def test_standard_input_that_is_not_utf8_is_rejected(
+    errors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stdin = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8", errors=errors)
     monkeypatch.setattr("sys.stdin", stdin)
     with pytest.raises(DataError, match=r"-: standard input is not UTF-8 \(.*\). Pass UTF-8 text."):
         read_prompts(GenerateOptions(source="x", prompts=("-",)))
 
 
-def test_the_seed_the_temperature_and_the_filters_count(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_seed_the_temperature_and_the_filters_count(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def ids(*words: str) -> list[int]:
-        (result,) = document(capsys, run, "ab", "--max-new-tokens", "12", "--ignore-eod", *words)["results"]
+        (result,) = document(capsys, run, "ab", "--max-new-tokens", "12", "--ignore-eod", *words)[
+            "results"
+        ]
         found: list[int] = result["ids"]
         return found
 
     assert ids() == ids("--seed", "1234") != ids("--seed", "5")
     greedy = ids("--greedy")
-    assert greedy == ids("--temperature", "0") == ids("--top-k", "1") == ids("--top-p", "1e-6") != ids()
+    assert (
+        greedy
+        == ids("--temperature", "0")
+        == ids("--top-k", "1")
+        == ids("--top-p", "1e-6")
+        != ids()
+    )
 
 
-def test_a_model_without_a_tokenizer_speaks_in_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_tokenizer_speaks_in_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = make_run(tmp_path / "run", TokenizerConfig(kind="null", vocab_size=257))
     assert main(["generate", source, "5 17", "--max-new-tokens", "3", "--ignore-eod"]) == 0
     words = capsys.readouterr().out.split()
@@ -144,13 +194,25 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(tmp_path: Path, capsys: pytes
     [
         (["gone"], "gone: no such folder"),
         (["RUN", "--temperature", "-1"], "--temperature=-1.0 must be 0"),
-        (["RUN", "--max-new-tokens", "0", "--top-k", "0"], "1. --max-new-tokens=0 must be at least 1"),
-        (["RUN", "--greedy", "--temperature", "0.5"], "--greedy with --temperature=0.5: use one of them"),
+        (
+            ["RUN", "--max-new-tokens", "0", "--top-k", "0"],
+            "1. --max-new-tokens=0 must be at least 1",
+        ),
+        (
+            ["RUN", "--greedy", "--temperature", "0.5"],
+            "--greedy with --temperature=0.5: use one of them",
+        ),
         (["RUN", "--nproc", "0"], "--nproc=0 must be at least 1"),
-        (["RUN", "--mlp-chunks", "0"], "--mlp-chunks=0 must be at least 1. Use 1 to read prompts whole"),
+        (
+            ["RUN", "--mlp-chunks", "0"],
+            "--mlp-chunks=0 must be at least 1. Use 1 to read prompts whole",
+        ),
         (["RUN", "--nproc", "5"], "as many others share each. Set --nproc to one of 1, 2, 4, 6."),
         (["RUN", "x" * 64], "prompt 1 has 64 tokens, and the model reads at most 64"),
-        (["RUN", "--tempreature", "1"], "--tempreature is not an option of this command. Did you mean --temperature"),
+        (
+            ["RUN", "--tempreature", "1"],
+            "--tempreature is not an option of this command. Did you mean --temperature",
+        ),
     ],
 )
 def test_bad_input_is_told_in_words(
@@ -161,7 +223,9 @@ def test_bad_input_is_told_in_words(
     assert message in said.err and "Traceback" not in said.err and said.out == ""
 
 
-def test_a_folder_without_a_checkpoint_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_checkpoint_says_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "log.txt").write_text("")
     assert main(["generate", str(tmp_path)]) == 2
     assert "has no checkpoint (found: log.txt). Use the folder of a run" in capsys.readouterr().err
@@ -191,7 +255,10 @@ def test_workers_get_the_same_options_and_every_prompt(
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
     assert main(["generate", run, "a\nb", "-", "--nproc", "2", "--top-k", "7", "--greedy"]) == 0
     ((argv, nproc, text),) = started
-    assert nproc == 2 and [json.loads(line)["prompt"] for line in text.splitlines()] == ["a\nb", "from a pipe"]
+    assert nproc == 2 and [json.loads(line)["prompt"] for line in text.splitlines()] == [
+        "a\nb",
+        "from a pipe",
+    ]
     assert argv[:2] == ["generate", f"{run}/checkpoints/step_0000007"]
     options = parse_options(GenerateOptions, argv[1:], prog="x")
     assert (options.top_k, options.greedy, options.nproc, options.prompts) == (7, True, 1, ())
@@ -199,13 +266,32 @@ def test_workers_get_the_same_options_and_every_prompt(
 
 def test_every_option_reaches_the_workers() -> None:
     values: dict[str, Any] = {
-        "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "seed": 6, "greedy": True,
-        "ignore_eod": True, "dtype": "fp64", "json": True, "base": "b", "kernels": "reference", "mlp_chunks": 2,
-    }  # fmt: skip
+        "max_new_tokens": 3,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.5,
+        "seed": 6,
+        "greedy": True,
+        "ignore_eod": True,
+        "dtype": "fp64",
+        "json": True,
+        "base": "b",
+        "kernels": "reference",
+        "mlp_chunks": 2,
+    }
     options = GenerateOptions(source="x", prompts=("a",), file="f", nproc=4, **values)
-    assert {field.name for field in fields(options)} == {*values, "source", "prompts", "file", "nproc"}
+    assert {field.name for field in fields(options)} == {
+        *values,
+        "source",
+        "prompts",
+        "file",
+        "nproc",
+    }
     read = parse_options(GenerateOptions, worker_words(options, Path("y"), Path("z")), prog="x")
-    assert {name: getattr(read, name) for name in values} == values and (read.source, read.file) == ("y", "z")
+    assert {name: getattr(read, name) for name in values} == values and (
+        read.source,
+        read.file,
+    ) == ("y", "z")
 
 
 def test_two_processes_write_what_one_writes(run: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +305,10 @@ def test_two_processes_write_what_one_writes(run: str, capfd: pytest.CaptureFixt
 @pytest.mark.parametrize("command", ["generate", "convert"])
 def test_help_does_not_load_torch(command: str) -> None:
     code = (
-        f"import sys; from megalith.cli.main import main; main(['{command}', '--help']); print('torch' in sys.modules)"
+        f"import sys; from megalith.cli.main import main; main(['{command}', '--help']); "
+        "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "--dtype" in done.stdout and done.stdout.endswith("False\n")

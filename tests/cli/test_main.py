@@ -20,12 +20,16 @@ from megalith.errors import DataError, RankError
 
 
 def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, action: Callable[[list[str]], int]) -> None:
     """Let every command be `action`."""
-    monkeypatch.setattr(command.importlib, "import_module", lambda name: SimpleNamespace(main=action))
+    monkeypatch.setattr(
+        command.importlib, "import_module", lambda name: SimpleNamespace(main=action)
+    )
 
 
 def test_help_lists_every_command_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,14 +43,28 @@ def test_help_lists_every_command_with_one_line(capsys: pytest.CaptureFixture[st
 
 
 def test_every_file_of_a_command_has_a_line_in_the_help() -> None:
-    files = {item.name.removesuffix(".py") for item in resources.files("megalith.cli").iterdir() if item.is_file()}
-    parts = {"__init__", "main", "arguments", "output", "plan_tables", "pack"}  # the last is of `megalith data`
+    files = {
+        item.name.removesuffix(".py")
+        for item in resources.files("megalith.cli").iterdir()
+        if item.is_file()
+    }
+    parts = {
+        "__init__",
+        "main",
+        "arguments",
+        "output",
+        "plan_tables",
+        "pack",
+    }  # the last is of `megalith data`
     commands = {name.replace("_", "-") for name in files - parts}
     assert commands == set(available())
 
 
 def test_help_needs_less_than_a_second_and_no_torch() -> None:
-    code = "import sys; from megalith.cli.main import main; main(['--help']); print('torch' in sys.modules)"
+    code = (
+        "import sys; from megalith.cli.main import main; main(['--help']); print('torch' in "
+        "sys.modules)"
+    )
     run_python(code)  # compiles the files
     start = time.perf_counter()
     output = run_python(code)
@@ -62,7 +80,9 @@ def test_the_settings_of_a_run_are_explained_without_torch() -> None:
 
 
 def test_the_module_is_the_command() -> None:
-    result = subprocess.run([sys.executable, "-m", "megalith", "--version"], check=True, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "megalith", "--version"], check=True, capture_output=True, text=True
+    )
     assert result.stdout == f"megalith {__version__}\n"
 
 
@@ -80,7 +100,8 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 def test_an_unknown_command_gets_did_you_mean(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe"]) == 2
     assert capsys.readouterr().err == (
-        "megalith recipe: recipe is not a command. Did you mean recipes? Run `megalith --help` to see them all.\n"
+        "megalith recipe: recipe is not a command. Did you mean recipes? Run `megalith --help` to "
+        "see them all.\n"
     )
     assert main(["qqqq"]) == 2
     assert " Commands: " in capsys.readouterr().err
@@ -94,7 +115,11 @@ def test_arguments_and_exit_code_pass_through(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "error, code, text",
     [
-        (DataError("data.path=x: no such file."), 2, "megalith recipes: data.path=x: no such file.\n"),
+        (
+            DataError("data.path=x: no such file."),
+            2,
+            "megalith recipes: data.path=x: no such file.\n",
+        ),
         (RankError("Traceback of rank 1"), 1, "megalith recipes: Traceback of rank 1\n"),
         (KeyboardInterrupt(), 130, "megalith recipes: interrupted.\n"),
         (SystemExit(2), 2, ""),
@@ -102,7 +127,11 @@ def test_arguments_and_exit_code_pass_through(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_errors_for_people_are_text_and_an_exit_code(
-    error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(argv: list[str]) -> NoReturn:
         raise error
@@ -114,19 +143,27 @@ def test_errors_for_people_are_text_and_an_exit_code(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("words", [["train", "a" * 300], ["generate", "a" * 5000], ["plan", "explain", "a" * 300]])
+@pytest.mark.parametrize(
+    "words", [["train", "a" * 300], ["generate", "a" * 5000], ["plan", "explain", "a" * 300]]
+)
 def test_name_too_long_for_the_file_system_is_a_user_error(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert f"{len(words[-1])} characters are too long for a path on this file system. Use a shorter name" in error
+    assert (
+        f"{len(words[-1])} characters are too long for a path on this file system. Use a shorter "
+        "name" in error
+    )
     assert "a" * 81 not in error and "Traceback" not in error
 
 
 def test_word_that_is_not_utf8_is_a_user_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "tiny_cpu", "--name", "x\udcff"]) == 2
-    assert capsys.readouterr().err == "megalith train: 'x\\udcff' is not UTF-8 text. Pass it in UTF-8.\n"
+    assert (
+        capsys.readouterr().err
+        == "megalith train: 'x\\udcff' is not UTF-8 text. Pass it in UTF-8.\n"
+    )
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,19 +177,25 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_closed_pipe_ends_quietly() -> None:
     shell = f"{shlex.quote(sys.executable)} -m megalith recipes show tiny_cpu --yaml | head -1"
-    result = subprocess.run(["bash", "-c", f"set -o pipefail; {shell}"], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {shell}"], capture_output=True, text=True, check=False
+    )
     assert result.stderr == ""
     assert result.stdout == "name: tiny_cpu\n"
     assert result.returncode == 0
 
 
-@pytest.mark.parametrize("words", [["recipes"], ["recipes", "show", "tiny_cpu", "--yaml"], ["recipes", "--json"]])
+@pytest.mark.parametrize(
+    "words", [["recipes"], ["recipes", "show", "tiny_cpu", "--yaml"], ["recipes", "--json"]]
+)
 def test_a_reader_that_left_before_the_first_line_is_no_failure(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "megalith", *words]
     try:
-        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+        result = subprocess.run(
+            command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        )
     finally:
         os.close(writer)
     assert (result.returncode, result.stderr) == (0, "")
@@ -188,7 +231,10 @@ def test_a_second_ctrl_c_ends_at_once_and_without_a_traceback() -> None:
     assert process.stdout.readline() == "tidying\n"
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=20)
-    assert (process.returncode, error) == (-signal.SIGINT, "megalith chat: interrupted.\n")  # 130 in a shell
+    assert (process.returncode, error) == (
+        -signal.SIGINT,
+        "megalith chat: interrupted.\n",
+    )  # 130 in a shell
 
 
 def test_a_program_that_calls_a_command_keeps_its_own_way_with_ctrl_c(

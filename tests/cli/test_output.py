@@ -17,11 +17,18 @@ def test_one_document_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_numbers_that_json_lacks_become_null() -> None:
-    assert finite({"a": float("nan"), "b": [float("inf"), 1.0, True]}) == {"a": None, "b": [None, 1.0, True]}
+    assert finite({"a": float("nan"), "b": [float("inf"), 1.0, True]}) == {
+        "a": None,
+        "b": [None, 1.0, True],
+    }
 
 
 def test_what_to_know_of_a_model_goes_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:
-    source: Any = SimpleNamespace(path="there", warnings=lambda: ["its head is tied", "its tokenizer is older"])
+    source: Any = SimpleNamespace(
+        path="there", warnings=lambda: ["its head is tied", "its tokenizer is older"]
+    )
     tell_warnings(source)
     found = capsys.readouterr()
-    assert found.out == "" and found.err == "there: its head is tied\nthere: its tokenizer is older\n"
+    assert (
+        found.out == "" and found.err == "there: its head is tied\nthere: its tokenizer is older\n"
+    )

@@ -16,10 +16,18 @@ from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 
 SFT = {
-    "data.mock": "false", "data.sft.mock_conversations": "25", "data.sft.template": "identity", "train.seq_len": "120",
-    "model.max_seq_len": "120", "data.sft.overlong": "drop", "train.global_batch_size": "4", "train.steps": "3",
-    "schedule.style": "constant", "train.eval_every": "none", "train.eval_steps": "0",
-}  # fmt: skip
+    "data.mock": "false",
+    "data.sft.mock_conversations": "25",
+    "data.sft.template": "identity",
+    "train.seq_len": "120",
+    "model.max_seq_len": "120",
+    "data.sft.overlong": "drop",
+    "train.global_batch_size": "4",
+    "train.steps": "3",
+    "schedule.style": "constant",
+    "train.eval_every": "none",
+    "train.eval_steps": "0",
+}
 
 
 def packed(tmp_path: Path, *words: str) -> str:
@@ -28,18 +36,30 @@ def packed(tmp_path: Path, *words: str) -> str:
     return output
 
 
-def test_a_run_reads_the_rows_that_were_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_reads_the_rows_that_were_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = packed(tmp_path)
     told = capsys.readouterr().out
-    assert "rows of 120 tokens" in told and f"use it with --data.sft.packs {output}" in told and "####" in told
+    assert (
+        "rows of 120 tokens" in told
+        and f"use it with --data.sft.packs {output}" in told
+        and "####" in told
+    )
     run = tiny_run({**SFT, "data.sft.packs": output})
     run_training(run, RunFolder(tmp_path / "run"), mesh_of_one(), torch.device("cpu"), show=False)
-    fills = [float(row["fill"] or 0) for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "fill" in row]
+    fills = [
+        float(row["fill"] or 0)
+        for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "fill" in row
+    ]
     assert len(fills) == 3 and min(fills) > 0.5
 
 
 def test_a_run_that_reads_packs_is_evaluated_on_conversations_of_its_own(tmp_path: Path) -> None:
-    run = tiny_run(SFT | {"data.sft.packs": packed(tmp_path), "train.eval_every": "3", "train.eval_steps": "1"})
+    run = tiny_run(
+        SFT | {"data.sft.packs": packed(tmp_path), "train.eval_every": "3", "train.eval_steps": "1"}
+    )
     run_training(run, RunFolder(tmp_path / "run"), mesh_of_one(), torch.device("cpu"), show=False)
     assert any("eval_loss" in row for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
 
@@ -49,7 +69,10 @@ def test_the_same_seed_packs_alike_and_json_tells_the_counts(
 ) -> None:
     first = dict(np.load(packed(tmp_path, "--json")))
     told = json.loads(capsys.readouterr().out)
-    assert told["rows"] >= told["fewest"] and told["conversations"] == len(first["documents"]) == first["starts"][-1]
+    assert (
+        told["rows"] >= told["fewest"]
+        and told["conversations"] == len(first["documents"]) == first["starts"][-1]
+    )
     assert sum(count for *_, count in told["histogram"]) == told["rows"]
     assert told["mean"] == pytest.approx(told["conversations"] / told["rows"])
     again = dict(np.load(packed(tmp_path, "--overwrite")))
@@ -62,11 +85,23 @@ def test_what_cannot_be_packed_is_told(tmp_path: Path) -> None:
     output = packed(tmp_path)
     with pytest.raises(ConfigError, match=r"packs.npz is there already. Pass --overwrite"):
         packed(tmp_path)
-    with pytest.raises(ConfigError, match=r"reads no conversations \(data.sft.path=\[\]\). Set data.sft.path"):
+    with pytest.raises(
+        ConfigError, match=r"reads no conversations \(data.sft.path=\[\]\). Set data.sft.path"
+    ):
         main(["pack", str(tiny_yaml(tmp_path / "text.yaml")), "--output", str(tmp_path / "x")])
     with pytest.raises(ConfigError, match=r"train.tokens_per_microbatch=240: .* no file is read"):
-        packed(tmp_path, "--overwrite", "--train.tokens_per_microbatch", "240", "--train.micro_batch_size", "1")
+        packed(
+            tmp_path,
+            "--overwrite",
+            "--train.tokens_per_microbatch",
+            "240",
+            "--train.micro_batch_size",
+            "1",
+        )
     with pytest.raises(DataError, match=r"cannot be written .* Choose another path"):
         main(["pack", str(tmp_path / "run.yaml"), "--output", f"{output}/inside"])
-    with pytest.raises(ConfigError, match=r"prepare is not something `megalith data` does. It is `megalith prepare`"):
+    with pytest.raises(
+        ConfigError,
+        match=r"prepare is not something `megalith data` does. It is `megalith prepare`",
+    ):
         main(["prepare"])

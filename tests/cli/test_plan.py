@@ -23,7 +23,9 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_explain_shows_grids_groups_stages_and_slices(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_grids_groups_stages_and_slices(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "explain", recipe, "--world", "8", "--parallel.pp", "2"]) == 0
     told = flat(capsys.readouterr().out)
     assert "8 = tp 2 · cp 1 · dp 2 · pp 2" in told and "8 = etp 2 · ep 1 · edp 2 · pp 2" in told
@@ -32,7 +34,9 @@ def test_explain_shows_grids_groups_stages_and_slices(recipe: str, capsys: pytes
     assert "in a step: tp" in told
 
 
-def test_explain_as_json_has_the_same_and_the_memory(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_as_json_has_the_same_and_the_memory(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "explain", recipe, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["world"] == 2, "without --world one replica"
@@ -48,7 +52,10 @@ def test_a_degree_that_is_no_count_is_blamed_by_its_own_name(
 ) -> None:
     assert main([*command, recipe, "--parallel.pp", "0"]) == 2
     told = capsys.readouterr().err
-    assert "parallel.pp=0 must be at least 1. Set parallel.pp to 1 or more." in told and "--world" not in told
+    assert (
+        "parallel.pp=0 must be at least 1. Set parallel.pp to 1 or more." in told
+        and "--world" not in told
+    )
 
 
 def test_the_405b_layout_on_16384_ranks_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,11 +71,21 @@ def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> No
     told = flat(capsys.readouterr().out)
     assert "Fits:" in told and "on rank 1024 (pp 1, tp 0)" in told
     assert "Nearest fix" not in told
-    for name in ("weights", "gradients", "activations", "messages", "library", "keys, values", "updated weights"):
+    for name in (
+        "weights",
+        "gradients",
+        "activations",
+        "messages",
+        "library",
+        "keys, values",
+        "updated weights",
+    ):
         assert name in told
 
 
-def test_estimate_chooses_what_to_compute_again_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_chooses_what_to_compute_again_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     automatic = ["--parallel.zero", "1", "--recompute.granularity", "auto", "--recompute.device"]
     assert main(["plan", "estimate", "llama3_8b", "--world", "16", *automatic, "50", "--json"]) == 0
     found = capsys.readouterr()
@@ -77,10 +94,15 @@ def test_estimate_chooses_what_to_compute_again_and_says_so(capsys: pytest.Captu
     assert main(["plan", "explain", "llama3_8b", "--world", "16", *automatic, "12"]) == 2
     assert "recompute.device=12 with 12.0 GiB has not" in capsys.readouterr().err
     assert main(["plan", "explain", "llama3_8b", "--world", "16", *automatic, "h10"]) == 2
-    assert "recompute.device=h10 is no device known here. Did you mean h100?" in capsys.readouterr().err
+    assert (
+        "recompute.device=h10 is no device known here. Did you mean h100?"
+        in capsys.readouterr().err
+    )
 
 
-def test_the_sizes_that_the_documentation_names_are_true(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sizes_that_the_documentation_names_are_true(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     page = (DOCS / "howto" / "plan.md").read_text()
     plain = ["--recompute.granularity", "none", "--recompute.modules", "core_attention"]
     for more in ([], ["--parallel.cp", "4"], plain, [*plain, "--parallel.cp", "4"]):
@@ -90,7 +112,9 @@ def test_the_sizes_that_the_documentation_names_are_true(capsys: pytest.CaptureF
         assert (held[1] or held[2]) in page
 
 
-def test_estimate_that_does_not_fit_is_1_with_the_nearest_fix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_that_does_not_fit_is_1_with_the_nearest_fix(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", "estimate", "llama3_8b", "--world", "16"]) == 1
     told = flat(capsys.readouterr().out)
     assert "Does not fit:" in told and "of 79.0 GiB" in told
@@ -109,7 +133,9 @@ def test_estimate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["passage"]["seconds"] > 0 for row in found["traffic"])
 
 
-def test_ranks_on_this_cpu_share_its_memory(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_on_this_cpu_share_its_memory(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "estimate", recipe, "--world", "4", "--device", "cpu"]) == 0
     told = flat(capsys.readouterr().out)
     assert "on 4 × cpu" in told and "library" not in told and "peak" not in told
@@ -118,16 +144,27 @@ def test_ranks_on_this_cpu_share_its_memory(recipe: str, capsys: pytest.CaptureF
 def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "estimate", "llama3_8b", "--world", "2", "--device", "200"]) == 0
     assert main(["plan", "estimate", "llama3_8b", "--world", "2", "--device", "0.1"]) == 1
-    assert "No change tried here makes it fit on 2 ranks. Use more of them." in capsys.readouterr().out
+    assert (
+        "No change tried here makes it fit on 2 ranks. Use more of them." in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     "line, texts",
     [
-        ("plan explian tiny_cpu", ["explian is not something `megalith plan` does. Did you mean explain?"]),
-        ("plan estimate tiny_cpu --device h10", ["--device=h10 is no device known here. Did you mean h100?"]),
+        (
+            "plan explian tiny_cpu",
+            ["explian is not something `megalith plan` does. Did you mean explain?"],
+        ),
+        (
+            "plan estimate tiny_cpu --device h10",
+            ["--device=h10 is no device known here. Did you mean h100?"],
+        ),
         ("plan explain tiny_cpu --world 0", ["--world=0 must be at least 1"]),
-        ("plan explain tiny_cpu --world abc", ["--world=abc is not a whole number. Use for example --world 8."]),
+        (
+            "plan explain tiny_cpu --world abc",
+            ["--world=abc is not a whole number. Use for example --world 8."],
+        ),
         ("plan explain .", ["there is no run in this folder"]),
         (
             "plan estimate tiny_cpu --device 1e99",
@@ -137,10 +174,15 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
             "plan estimate tiny_cpu --world 7 --parallel.tp 2 --optim.beta2 2",
             ["world_size=7 is not", "optim.beta2=2.0 must be in"],
         ),
-        ("plan estimate tiny_cpu --wrld 7", ["--wrld is not an option of this command. Did you mean --world"]),
+        (
+            "plan estimate tiny_cpu --wrld 7",
+            ["--wrld is not an option of this command. Did you mean --world"],
+        ),
     ],
 )
-def test_mistakes_are_told_all_at_once(line: str, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_all_at_once(
+    line: str, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(line.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

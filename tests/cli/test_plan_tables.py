@@ -1,4 +1,5 @@
-"""What `megalith plan` shows to people: sizes in few digits, long tables cut short, a word for every sort of memory."""
+"""What `megalith plan` shows to people: sizes in few digits, long tables cut short, a word for
+every sort of memory."""
 
 from dataclasses import fields
 
@@ -26,10 +27,19 @@ from megalith.testing.tiny import tiny_run
 
 
 def test_numbers_have_the_digits_that_matter() -> None:
-    assert [_gib(int(gib * GIB)) for gib in (79.04, 9.996, 0.25, 0.0123)] == ["79.0", "10.00", "0.25", "0.012"]
+    assert [_gib(int(gib * GIB)) for gib in (79.04, 9.996, 0.25, 0.0123)] == [
+        "79.0",
+        "10.00",
+        "0.25",
+        "0.012",
+    ]
     assert [_bytes(n) for n in (7, 2048, 3 * 2**20, 200 * GIB, 5 * 2**40)] == [
-        "7 B", "2.0 KiB", "3.0 MiB", "200 GiB", "5.0 TiB",
-    ]  # fmt: skip
+        "7 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "200 GiB",
+        "5.0 TiB",
+    ]
     assert [_ms(seconds) for seconds in (1.5, 0.0012, 0.00001)] == ["1,500", "1.2", "0.010"]
     counts = (12, 1500, 124_000_000, 999_949_999, 999_950_000, 405_850_000_000)
     assert [_count(n) for n in counts] == ["12", "1.5k", "124M", "999.9M", "1B", "405.9B"]
@@ -42,35 +52,66 @@ def test_every_sort_of_memory_has_a_word() -> None:
 @pytest.mark.parametrize("count", [2, 2 * SHOWN, 2 * SHOWN + 1, 126])
 def test_of_many_stages_the_first_and_the_last_are_shown(count: int) -> None:
     rows = [
-        StageRow(stage, 0, 0, "", embedding=False, loss=False, parameters=0, trained=0, flops_share=0.0)
+        StageRow(
+            stage, 0, 0, "", embedding=False, loss=False, parameters=0, trained=0, flops_share=0.0
+        )
         for stage in range(count)
     ]
     shown = list(_some(rows))
     assert len(shown) <= 2 * SHOWN
-    assert shown == rows if count <= 2 * SHOWN else shown == [*rows[:SHOWN], None, *rows[1 - SHOWN :]]
+    assert (
+        shown == rows if count <= 2 * SHOWN else shown == [*rows[:SHOWN], None, *rows[1 - SHOWN :]]
+    )
 
 
-def test_a_layout_is_shown_with_its_parameters_and_what_a_rank_sends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_is_shown_with_its_parameters_and_what_a_rank_sends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     workload = plan_workload(tiny_run({"parallel.tp": "2"}), 4)
     ledger = memory_ledger(workload)
     place = worst(ledger)
-    print_layout(workload, explain(workload), ledger, step_traffic(workload, place.pp_rank, place.tp_rank))
+    print_layout(
+        workload, explain(workload), ledger, step_traffic(workload, place.pp_rank, place.tp_rank)
+    )
     told = capsys.readouterr().out
-    assert "tiny: " in told and "parameters on 4 ranks" in told and "4 = tp 2 · cp 1 · dp 2 · pp 1" in told
+    assert (
+        "tiny: " in told
+        and "parameters on 4 ranks" in told
+        and "4 = tp 2 · cp 1 · dp 2 · pp 1" in told
+    )
     assert f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: tp " in told
 
 
-def test_experts_of_a_rank_are_told_with_what_they_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_of_a_rank_are_told_with_what_they_are_sent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     workload = plan_workload(resolve("olmoe_7b"), 16)
     ledger = memory_ledger(workload)
     print_layout(workload, explain(workload), ledger, [])
     told = capsys.readouterr().out
-    assert "expert grid  16 = etp 1 · ep 8 · edp 2 · pp 1" in told and "Both grids are of the same ranks; ep" in told
-    assert "Experts: 16 layers with 64, 8 of them on each rank; a token goes to 8 and meets 1.282B parameters." in told
-    assert "Their router: softmax scores in fp32, weights as scored; balanced by balance.batch=0.01; nobody is" in told
-    assert "A rank holds up to 805.3M parameters of experts, 9.00 GiB with gradients and optimizer state." in told
-    assert "work on 32,768 rows if all are equally busy, on 262,144 if all tokens choose them." in told
-    assert "An exchange of rows, of 4 in each layer and microbatch, sends 112 MiB from each rank." in told
+    assert (
+        "expert grid  16 = etp 1 · ep 8 · edp 2 · pp 1" in told
+        and "Both grids are of the same ranks; ep" in told
+    )
+    assert (
+        "Experts: 16 layers with 64, 8 of them on each rank; a token goes to 8 and meets 1.282B "
+        "parameters." in told
+    )
+    assert (
+        "Their router: softmax scores in fp32, weights as scored; balanced by balance.batch=0.01; "
+        "nobody is" in told
+    )
+    assert (
+        "A rank holds up to 805.3M parameters of experts, 9.00 GiB with gradients and optimizer "
+        "state." in told
+    )
+    assert (
+        "work on 32,768 rows if all are equally busy, on 262,144 if all tokens choose them." in told
+    )
+    assert (
+        "An exchange of rows, of 4 in each layer and microbatch, sends 112 MiB from each rank."
+        in told
+    )
 
 
 def test_an_estimate_tells_what_crowded_experts_take(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +125,12 @@ def test_with_adapters_what_is_frozen_and_what_is_trained_is_told_apart(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    settings = {"lora.rank": "2", "lora.targets": "[down]", "lora.layers": "[1]", "checkpoint.load": "base"}
+    settings = {
+        "lora.rank": "2",
+        "lora.targets": "[down]",
+        "lora.layers": "[1]",
+        "checkpoint.load": "base",
+    }
     workload = plan_workload(tiny_run(settings | {"parallel.pp": "2"}), 2)
     ledger = memory_ledger(workload)
     print_layout(workload, explain(workload), ledger, [])

@@ -32,7 +32,9 @@ def run(*words: object) -> int:
     return main(["prepare", *map(str, words)])
 
 
-def test_text_becomes_a_store_and_bad_lines_are_reported(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_becomes_a_store_and_bad_lines_are_reported(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--input", corpus, "--output", corpus.parent / "out") == 0
     told = capsys.readouterr().out
     assert "out: 570 tokens, 60 documents (0 empty)" in told
@@ -42,13 +44,21 @@ def test_text_becomes_a_store_and_bad_lines_are_reported(corpus: Path, capsys: p
 
 
 def test_json_is_one_document(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--input", corpus, "--output", corpus.parent / "out", "--json", "--no-append-eod") == 0
+    assert (
+        run("--input", corpus, "--output", corpus.parent / "out", "--json", "--no-append-eod") == 0
+    )
     document = json.loads(capsys.readouterr().out)
-    assert (document["tokens"], document["documents"], document["rejected"]) == (510, 60, {"not JSON": 30})
+    assert (document["tokens"], document["documents"], document["rejected"]) == (
+        510,
+        60,
+        {"not JSON": 30},
+    )
     assert document["outputs"] == [str(corpus.parent / "out")]
 
 
-def test_a_tokenizer_can_be_trained_on_the_way(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_can_be_trained_on_the_way(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("--input", corpus, "--train-tokenizer", 270)
     assert run(*words, "--output", corpus.parent / "out") == 0
     assert (corpus.parent / "out.tokenizer" / "tokenizer.json").exists()
@@ -57,36 +67,81 @@ def test_a_tokenizer_can_be_trained_on_the_way(corpus: Path, capsys: pytest.Capt
     told = capsys.readouterr().err
     assert "out.tokenizer has a tokenizer already. Pass --overwrite to replace it" in told
     assert (
-        run("--input", corpus, "--tokenizer", corpus.parent / "out.tokenizer", "--output", corpus.parent / "two") == 0
+        run(
+            "--input",
+            corpus,
+            "--tokenizer",
+            corpus.parent / "out.tokenizer",
+            "--output",
+            corpus.parent / "two",
+        )
+        == 0
     )
     assert (corpus.parent / "two.bin").read_bytes() == (corpus.parent / "out.bin").read_bytes()
 
 
 @pytest.mark.parametrize("named", ["tokenizer.model", "."])
 def test_a_sentencepiece_model_makes_the_ids(named: str, corpus: Path) -> None:
-    library = pytest.importorskip("sentencepiece", reason="reads SentencePiece models, which needs the library")
+    library = pytest.importorskip(
+        "sentencepiece", reason="reads SentencePiece models, which needs the library"
+    )
     (corpus.parent / "words").write_text("one two three four\n" * 20)
     (corpus.parent / "m").mkdir()
     library.SentencePieceTrainer.train(
-        input=str(corpus.parent / "words"), model_prefix=str(corpus.parent / "m" / "tokenizer"), vocab_size=280,
-        model_type="bpe", byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
+        input=str(corpus.parent / "words"),
+        model_prefix=str(corpus.parent / "m" / "tokenizer"),
+        vocab_size=280,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
     model = corpus.parent / "m" / named
-    assert run("--input", corpus, "--output", corpus.parent / "out", "--tokenizer", model, "--workers", 2) == 0
+    assert (
+        run(
+            "--input",
+            corpus,
+            "--output",
+            corpus.parent / "out",
+            "--tokenizer",
+            model,
+            "--workers",
+            2,
+        )
+        == 0
+    )
     theirs = library.SentencePieceProcessor(model_file=str(corpus.parent / "m" / "tokenizer.model"))
     store = IndexedDataset(str(corpus.parent / "out"))
     for number, text in enumerate(("one two three", "four")):
-        assert np.asarray(store[number]).tolist() == [theirs.bos_id(), *theirs.encode(text), theirs.eos_id()]
+        assert np.asarray(store[number]).tolist() == [
+            theirs.bos_id(),
+            *theirs.encode(text),
+            theirs.eos_id(),
+        ]
 
 
 @pytest.mark.parametrize("shape", ["words.tiktoken", "tokenizer.model", "words.json"])
-def test_a_tiktoken_vocabulary_makes_the_ids(shape: str, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    library = pytest.importorskip("tiktoken", reason="reads tiktoken vocabularies, which needs the library")
+def test_a_tiktoken_vocabulary_makes_the_ids(
+    shape: str, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = pytest.importorskip(
+        "tiktoken", reason="reads tiktoken vocabularies, which needs the library"
+    )
     pieces = [bytes([byte]) for byte in range(256)] + [b"on", b"one", b"th"]
     file, written = corpus.parent / shape, [base64.b64encode(piece).decode() for piece in pieces]
-    words = ["--input", corpus, "--output", corpus.parent / "out", "--tokenizer", file, "--no-add-special-tokens"]
+    words = [
+        "--input",
+        corpus,
+        "--output",
+        corpus.parent / "out",
+        "--tokenizer",
+        file,
+        "--no-add-special-tokens",
+    ]
     if shape == "words.json":
-        entries = [{"rank": n, "token_bytes": text, "token_str": ""} for n, text in enumerate(written)]
+        entries = [
+            {"rank": n, "token_bytes": text, "token_str": ""} for n, text in enumerate(written)
+        ]
         file.write_text(json.dumps(entries))
         words += ["--tokenizer-kind", "tiktoken", "--tiktoken-num-special-tokens", 5]
     else:
@@ -94,9 +149,16 @@ def test_a_tiktoken_vocabulary_makes_the_ids(shape: str, corpus: Path, capsys: p
         words += ["--tiktoken-special-tokens", "<|end_of_text|>", "--tiktoken-pattern", "cl100k"]
     assert run(*words) == 0, capsys.readouterr().err
     ranks = {piece: rank for rank, piece in enumerate(pieces)}
-    theirs = library.Encoding("x", pat_str=r".+", mergeable_ranks=ranks, special_tokens={}).encode_ordinary("four")
-    first, shift = np.asarray(IndexedDataset(str(corpus.parent / "out"))[1]).tolist(), 5 if shape == "words.json" else 0
-    assert first == [token + shift for token in theirs] + [2 if shape == "words.json" else len(pieces)]
+    theirs = library.Encoding(
+        "x", pat_str=r".+", mergeable_ranks=ranks, special_tokens={}
+    ).encode_ordinary("four")
+    first, shift = (
+        np.asarray(IndexedDataset(str(corpus.parent / "out"))[1]).tolist(),
+        5 if shape == "words.json" else 0,
+    )
+    assert first == [token + shift for token in theirs] + [
+        2 if shape == "words.json" else len(pieces)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +169,18 @@ def test_a_tiktoken_vocabulary_makes_the_ids(shape: str, corpus: Path, capsys: p
             "--tokenizer-kind=tiktoken with --tokenizer=byte, which is read from no file",
         ),
         (("--tiktoken-pattern", "v1"), "tokenizer.pattern=v1 belongs to tiktoken vocabularies"),
-        (("--tiktoken-num-special-tokens", "0"), "--tiktoken-num-special-tokens=0 must be at least 1. Use 1000."),
-        (("--tokenizer", "m.model", "--tokenizer-kind", "tiktoken", "--train-tokenizer", "270"), "Remove one of them"),
-        (("--tokenizer", "nowhere.model"), "there is no tokenizer.model. Set it to a SentencePiece model"),
+        (
+            ("--tiktoken-num-special-tokens", "0"),
+            "--tiktoken-num-special-tokens=0 must be at least 1. Use 1000.",
+        ),
+        (
+            ("--tokenizer", "m.model", "--tokenizer-kind", "tiktoken", "--train-tokenizer", "270"),
+            "Remove one of them",
+        ),
+        (
+            ("--tokenizer", "nowhere.model"),
+            "there is no tokenizer.model. Set it to a SentencePiece model",
+        ),
     ],
 )
 def test_tokenizers_that_cannot_be_are_told(
@@ -121,7 +192,12 @@ def test_tokenizers_that_cannot_be_are_told(
 
 def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "two.jsonl").write_text('{"text": "a", "title": "b"}\n')
-    assert run("--input", tmp_path / "two.jsonl", "--output", tmp_path / "x", "--keys", "text", "title") == 0
+    assert (
+        run(
+            "--input", tmp_path / "two.jsonl", "--output", tmp_path / "x", "--keys", "text", "title"
+        )
+        == 0
+    )
     assert IndexedDataset(str(tmp_path / "x_title")).get(0).tolist() == [98, 256]
 
 
@@ -130,11 +206,20 @@ def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
     [
         (["--strict"], "corpus.jsonl:3: not JSON: broken. Correct it, or run without --strict"),
         (["--workers", "0"], "workers=0 must be 1 or more"),
-        (["--train-tokenizer", "300", "--train-tokenizer-mib", "0"], "--train-tokenizer-mib=0 must be at least 1. Use"),
-        (["--tokenizer", "no/such"], "tokenizer.path=no/such: neither a folder nor a model in the local"),
+        (
+            ["--train-tokenizer", "300", "--train-tokenizer-mib", "0"],
+            "--train-tokenizer-mib=0 must be at least 1. Use",
+        ),
+        (
+            ["--tokenizer", "no/such"],
+            "tokenizer.path=no/such: neither a folder nor a model in the local",
+        ),
         (["--eod", "</s>"], "tokenizer.eod=</s> belongs to a tokenizer read from files"),
         (["--keys", "body"], "no text in 1 files"),
-        (["--tokeniser", "byte"], "--tokeniser is not an option of this command. Did you mean --tokenizer"),
+        (
+            ["--tokeniser", "byte"],
+            "--tokeniser is not an option of this command. Did you mean --tokenizer",
+        ),
     ],
 )
 def test_what_the_user_can_fix_exits_with_2(
@@ -145,7 +230,9 @@ def test_what_the_user_can_fix_exits_with_2(
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
 
-def test_a_second_end_token_is_warned_about(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_end_token_is_warned_about(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--input", corpus, "--train-tokenizer", 270, "--output", corpus.parent / "out") == 0
     file = corpus.parent / "out.tokenizer" / "tokenizer.json"
     description = json.loads(file.read_text())
@@ -154,7 +241,9 @@ def test_a_second_end_token_is_warned_about(corpus: Path, capsys: pytest.Capture
         "type": "TemplateProcessing",
         "single": [{"Sequence": {"id": "A", "type_id": 0}}, token],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+        },
     }
     file.write_text(json.dumps(description))
     words = ("--input", corpus, "--tokenizer", file.parent)
@@ -165,11 +254,16 @@ def test_a_second_end_token_is_warned_about(corpus: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_exits_with_75_and_the_run_goes_on_later(tmp_path: Path, corpus: Path, number: signal.Signals) -> None:
+def test_a_signal_exits_with_75_and_the_run_goes_on_later(
+    tmp_path: Path, corpus: Path, number: signal.Signals
+) -> None:
     (tmp_path / "corpus.jsonl").write_text(LINES)
     words = ["--input", str(tmp_path / "corpus.jsonl"), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SLOW, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "first block\n"
@@ -177,12 +271,17 @@ def test_a_signal_exits_with_75_and_the_run_goes_on_later(tmp_path: Path, corpus
     _, told = process.communicate(timeout=30)
     assert process.returncode == 75
     assert "out.preparing keeps what is done. Pass --resume to go on" in told
-    assert not (tmp_path / "out.bin").exists() and (tmp_path / "out.preparing" / "state.json").exists()
+    assert (
+        not (tmp_path / "out.bin").exists() and (tmp_path / "out.preparing" / "state.json").exists()
+    )
     assert run(*words, "--resume") == 0 and (tmp_path / "out.idx").exists()
 
 
-def test_progress_bar_shows_no_percentage_before_the_first_block_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting workers, or one large document, may take many seconds, in which 0 % would look like a hang."""
+def test_progress_bar_shows_no_percentage_before_the_first_block_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Starting workers, or one large document, may take many seconds, in which 0 % would look like
+    a hang."""
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -193,7 +292,11 @@ def test_progress_bar_shows_no_percentage_before_the_first_block_is_done(monkeyp
         assert task.total is None, "the bar pulses"
         before = terminal.getvalue()
         assert "tokenizing the first block" in before and "%" not in before
-        display.show(Progress(nbytes=3_000_000, total_nbytes=60_000_000, totals=Totals(documents=7, tokens=900)))
+        display.show(
+            Progress(
+                nbytes=3_000_000, total_nbytes=60_000_000, totals=Totals(documents=7, tokens=900)
+            )
+        )
         assert (task.completed, task.total) == (3_000_000, 60_000_000)
     assert "5% · 7 documents · 900 tokens" in terminal.getvalue()
 

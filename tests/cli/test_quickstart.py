@@ -1,4 +1,5 @@
-"""`megalith quickstart`, shrunk: a small corpus, a few steps of a tiny model; every file and every line is there."""
+"""`megalith quickstart`, shrunk: a small corpus, a few steps of a tiny model; every file and every
+line is there."""
 
 import json
 import re
@@ -36,27 +37,35 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training stops before its first step."""
     monkeypatch.setattr(
-        "megalith.train.loop.run_training", lambda *arguments, **options: Outcome("stopped", 0, "SIGTERM")
+        "megalith.train.loop.run_training",
+        lambda *arguments, **options: Outcome("stopped", 0, "SIGTERM"),
     )
 
 
 @pytest.fixture
 def shrunk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Commands that find the small corpus, and a recipe of a few steps; everything in this process."""
+    """Commands that find the small corpus, and a recipe of a few steps; everything in this
+    process."""
 
     def small(target: str) -> TrainRun:
         run = resolve(target)
         if target != "quickstart":
             return run
-        train = replace(run.train, steps=4, global_batch_size=4, micro_batch_size=2, seq_len=32, eval_every=2)
-        model = replace(run.model, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_hidden_size=24)
+        train = replace(
+            run.train, steps=4, global_batch_size=4, micro_batch_size=2, seq_len=32, eval_every=2
+        )
+        model = replace(
+            run.model, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_hidden_size=24
+        )
         schedule = replace(run.schedule, warmup_steps=1)
         observe = replace(run.observe, peak_tflops=1.0, tensorboard=False)
         return replace(run, train=train, model=model, schedule=schedule, observe=observe)
 
     monkeypatch.setattr(recipes, "resolve", small)
     monkeypatch.setattr(quickstart, "find_local_text", lambda: find_local_text(corpus))
-    monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # the commands catch them for their process: ours
+    monkeypatch.setattr(
+        signal, "signal", lambda *arguments: None
+    )  # the commands catch them for their process: ours
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -70,19 +79,32 @@ def test_everything_is_there_and_a_second_run_repeats_nothing(
     text = find_local_text(corpus)
     assert told.startswith(f"corpus: {len(text.training)} files, 0.")
     assert f"held out: {len(text.held_out)} files, 0.0 MB" in told
-    assert [line for line in told.splitlines() if line.startswith("$ megalith prepare")][1].count("data/valid") == 2
+    assert [line for line in told.splitlines() if line.startswith("$ megalith prepare")][1].count(
+        "data/valid"
+    ) == 2
     assert "$ megalith train quickstart --run ./runs/first --nproc 1" in told
     assert "step 4/4 · loss" in told
-    found = {name: told.split(name)[1].split()[0] for name in ("held-out files: ", "zlib -9 needs ")}
+    found = {
+        name: told.split(name)[1].split()[0] for name in ("held-out files: ", "zlib -9 needs ")
+    }
     assert 3 < float(found["held-out files: "]) < 12
     assert 1 < float(found["zlib -9 needs "]) < 5
     assert "no effect here" not in told, "the recipe's own settings need no warning"
-    assert re.search(r"sample.txt, the best of 4: \d+% of its words occur in the corpus \(on average \d+%\)", told)
+    assert re.search(
+        r"sample.txt, the best of 4: \d+% of its words occur in the corpus \(on average \d+%\)",
+        told,
+    )
     assert told.rstrip().splitlines()[-5] == "try next:"
     assert main(shlex.split(told.split("try next:\n  megalith ")[1].splitlines()[0])) == 0
     assert capsys.readouterr().out
     run = shrunk / "runs" / "first"
-    for file in ("data/train.bin", "data/valid.idx", "data/tokenizer/tokenizer.json", "plots/loss.png", "sample.txt"):
+    for file in (
+        "data/train.bin",
+        "data/valid.idx",
+        "data/tokenizer/tokenizer.json",
+        "plots/loss.png",
+        "sample.txt",
+    ):
         assert (run / file).stat().st_size > 0, file
     assert main(words) == 0
     again = capsys.readouterr().out
@@ -98,7 +120,9 @@ def test_the_sample_with_most_known_words_is_shown(
     monkeypatch.setattr(quickstart, "_captured", lambda name, *words: json.dumps(outputs[name]))
     assert quickstart._look_back(shrunk, quickstart.find_local_text(), 0.0) == 0
     printed = capsys.readouterr().out
-    assert (shrunk / "sample.txt").read_text() == "def return import" and "\ndef return import\n" in printed
+    assert (
+        shrunk / "sample.txt"
+    ).read_text() == "def return import" and "\ndef return import\n" in printed
     assert "the best of 4: 100% of its words occur in the corpus (on average 38%)" in printed
 
 
@@ -106,7 +130,8 @@ def test_held_out_files_are_not_trained_on(shrunk: Path, corpus: Path) -> None:
     assert main(["quickstart", "--folder", "runs/first", "--nproc", "1"]) == 0
     data = shrunk / "runs" / "first" / "data"
     texts = {
-        name: {json.loads(line)["text"] for line in (data / f"{name}.jsonl").open()} for name in ("train", "valid")
+        name: {json.loads(line)["text"] for line in (data / f"{name}.jsonl").open()}
+        for name in ("train", "valid")
     }
     assert len(texts["valid"]) == len(find_local_text(corpus).held_out)
     assert not texts["train"] & texts["valid"]
@@ -116,16 +141,23 @@ def test_a_step_that_is_stopped_ends_it_with_its_code(
     shrunk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "megalith.train.loop.run_training", lambda *arguments, **options: Outcome("stopped", 2, "SIGTERM")
+        "megalith.train.loop.run_training",
+        lambda *arguments, **options: Outcome("stopped", 2, "SIGTERM"),
     )
     assert main(["quickstart", "--folder", "runs/first", "--nproc", "1"]) == 75
     assert "held-out files" not in capsys.readouterr().out
 
 
 def test_a_run_stopped_while_preparing_goes_on(
-    shrunk: Path, untrained: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shrunk: Path,
+    untrained: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words, data = ["quickstart", "--folder", "runs/first", "--nproc", "1"], shrunk / "runs" / "first" / "data"
+    words, data = (
+        ["quickstart", "--folder", "runs/first", "--nproc", "1"],
+        shrunk / "runs" / "first" / "data",
+    )
 
     def stop(*arguments: object) -> None:
         raise KeyboardInterrupt
@@ -134,15 +166,23 @@ def test_a_run_stopped_while_preparing_goes_on(
         stopped.setattr(Journal, "finish", stop)
         assert main(words) == 75
     stopped_message = capsys.readouterr().err
-    assert stopped_message.endswith(".preparing keeps what is done. Run the same command again to continue.\n")
+    assert stopped_message.endswith(
+        ".preparing keeps what is done. Run the same command again to continue.\n"
+    )
     assert "--resume" not in stopped_message  # an option that quickstart does not have
     made = [data / "train.jsonl", data / "tokenizer" / "tokenizer.json"]
     before = [file.stat().st_mtime_ns for file in made]
     assert (data / "train.preparing" / "state.json").exists() and not (data / "train.idx").exists()
     capsys.readouterr()
     assert main(words) == 75
-    first, second = [line for line in capsys.readouterr().out.splitlines() if line.startswith("$ megalith prepare")]
-    assert first.endswith("--resume") and "--train-tokenizer" not in first and "--resume" not in second
+    first, second = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("$ megalith prepare")
+    ]
+    assert (
+        first.endswith("--resume") and "--train-tokenizer" not in first and "--resume" not in second
+    )
     assert [file.stat().st_mtime_ns for file in made] == before
 
 
@@ -160,7 +200,10 @@ def test_a_run_killed_before_anything_was_saved_goes_on(shrunk: Path, untrained:
     ("words", "text"),
     [
         (["--nproc", "0"], "--nproc=0 must be at least 1. Use"),
-        (["--folder", "file/below"], "--folder=file/below: nothing can be written into file/below/data"),
+        (
+            ["--folder", "file/below"],
+            "--folder=file/below: nothing can be written into file/below/data",
+        ),
     ],
 )
 def test_bad_options_are_refused_before_anything(
@@ -172,14 +215,20 @@ def test_bad_options_are_refused_before_anything(
     assert [path.name for path in shrunk.iterdir()] == ["file"]
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
-def test_a_data_folder_that_cannot_be_written_to_is_refused(shrunk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs a folder that not even root can write to"
+)
+def test_a_data_folder_that_cannot_be_written_to_is_refused(
+    shrunk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (shrunk / "run").mkdir()
     (shrunk / "run" / "data").symlink_to("/proc/self")
     assert main(["quickstart", "--folder", "run"]) == 2
     assert "--folder=run: nothing can be written into run/data (" in capsys.readouterr().err
 
 
-def test_a_text_that_cannot_be_prepared_ends_it(shrunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_be_prepared_ends_it(
+    shrunk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quickstart, "VOCABULARY", 3)  # fewer than bytes
     assert main(["quickstart", "--folder", "runs/first", "--nproc", "1"]) == 2

@@ -12,7 +12,9 @@ from megalith.config.tree import from_dict, load_yaml
 from megalith.recipes import recipes, resolve
 
 
-def test_every_recipe_is_listed_with_parameters_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_recipe_is_listed_with_parameters_and_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["recipes"]) == 0
     text = capsys.readouterr().out
     for name in recipes():
@@ -53,7 +55,9 @@ def test_show_prints_a_run_three_ways(capsys: pytest.CaptureFixture[str], tmp_pa
     assert load_yaml(tmp_path / "mine.yaml", TrainRun) == resolve("tiny_cpu")
 
 
-def test_diff_names_what_differs_and_answers_with_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_names_what_differs_and_answers_with_the_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["recipes", "diff", "llama3_8b", "llama3_70b"]) == 1
     assert "model.num_layers" in capsys.readouterr().out
     assert main(["recipes", "diff", "llama3_8b", "llama3_70b", "--json"]) == 1
@@ -66,13 +70,21 @@ def test_diff_names_what_differs_and_answers_with_the_exit_code(capsys: pytest.C
 @pytest.mark.parametrize(
     "line, text",
     [
-        ("recipes shwo tiny_cpu", "shwo is not something `megalith recipes` does. Did you mean show?"),
-        ("recipes show tiny_cpuu", "tiny_cpuu is neither a recipe nor a file. Did you mean tiny_cpu?"),
+        (
+            "recipes shwo tiny_cpu",
+            "shwo is not something `megalith recipes` does. Did you mean show?",
+        ),
+        (
+            "recipes show tiny_cpuu",
+            "tiny_cpuu is neither a recipe nor a file. Did you mean tiny_cpu?",
+        ),
         ("recipes --jsno", "--jsno is not an option of this command. Did you mean --json?"),
         ("recipes show tiny_cpu --parallel.tp two", "parallel.tp=two: expected a whole number"),
     ],
 )
-def test_mistakes_are_told_with_the_way_out(line: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_with_the_way_out(
+    line: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(line.split()) == 2
     captured = capsys.readouterr()
     assert text in captured.err

@@ -16,16 +16,26 @@ from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 
 SETTINGS = {
-    "train.steps": "2", "train.eval_steps": "0", "train.eval_every": "none", "checkpoint.every": "0",
-    "observe.routing_trace": "2", "model.num_layers": "3",
-}  # fmt: skip
+    "train.steps": "2",
+    "train.eval_steps": "0",
+    "train.eval_every": "none",
+    "checkpoint.every": "0",
+    "observe.routing_trace": "2",
+    "model.num_layers": "3",
+}
 
 
 def trained(folder: Path, captures: str) -> Path:
     """A run of two steps."""
     run: TrainRun = tiny_run(SETTINGS | {"observe.routing_captures": captures})
     moe = MoEConfig(experts=4, top_k=2, ffn_hidden_size=6, layers=(True, False, True))
-    run_training(replace(run, model=replace(run.model, moe=moe)), RunFolder(folder), mesh_of_one(), CPU, show=False)
+    run_training(
+        replace(run, model=replace(run.model, moe=moe)),
+        RunFolder(folder),
+        mesh_of_one(),
+        CPU,
+        show=False,
+    )
     return folder
 
 
@@ -47,19 +57,28 @@ def test_tables_tell_of_layers_and_of_pairs(run: Path, capsys: pytest.CaptureFix
     assert (run / "plots" / "routing.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_routers_find_their_own_layers_choices(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_routers_find_their_own_layers_choices(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["routing", str(run), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [layer["layer"] for layer in told["layers"]] == ["layers.0", "layers.2"]
-    assert all(sum(layer["shares"]) == pytest.approx(1) and layer["tokens"] == 288 for layer in told["layers"])
+    assert all(
+        sum(layer["shares"]) == pytest.approx(1) and layer["tokens"] == 288
+        for layer in told["layers"]
+    )
     (pair,) = told["pairs"]
     assert (pair["layer"], pair["following"], pair["tokens"]) == ("layers.0", "layers.2", 288)
     found = {(one["layer"], one["router"]): one["hits"] for one in told["routers"]}
-    assert found["layers.0", "layers.0"] > 0.97 and found["layers.2", "layers.2"] > 0.97, "but for bf16"
+    assert found["layers.0", "layers.0"] > 0.97 and found["layers.2", "layers.2"] > 0.97, (
+        "but for bf16"
+    )
     assert 0.5 <= found["layers.0", "layers.2"] < 0.97
 
 
-def test_without_sidecars_tables_say_what_would_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_sidecars_tables_say_what_would_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["routing", str(trained(tmp_path / "plain", "[]"))]) == 0
     assert "routers: not there (observe.routing_captures hidden routers)" in capsys.readouterr().out
 
@@ -68,10 +87,14 @@ def test_what_has_no_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
     dense = tiny_run(SETTINGS | {"observe.routing_trace": "0"})
     run_training(dense, RunFolder(tmp_path / "dense"), mesh_of_one(), CPU, show=False)
     assert main(["routing", str(tmp_path / "dense")]) == 2
-    assert "has model.moe=null: no token chooses among experts. Use a run with model.moe." in capsys.readouterr().err
+    assert (
+        "has model.moe=null: no token chooses among experts. Use a run with model.moe."
+        in capsys.readouterr().err
+    )
     folder = trained(tmp_path / "plain", "[]")
     (folder / "routing" / "rank_00000.jsonl").unlink()
     assert main(["routing", str(folder)]) == 2
     assert (
-        "no routing trace there (rank_00000.jsonl, ...). Run with observe.routing_trace=1." in capsys.readouterr().err
+        "no routing trace there (rank_00000.jsonl, ...). Run with observe.routing_trace=1."
+        in capsys.readouterr().err
     )

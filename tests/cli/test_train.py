@@ -1,4 +1,5 @@
-"""`megalith train`: exit codes, what it says, what it refuses, and what becomes of it when ranks are stopped or die."""
+"""`megalith train`: exit codes, what it says, what it refuses, and what becomes of it when ranks
+are stopped or die."""
 
 import base64
 import json
@@ -45,8 +46,10 @@ def start(file: Path, folder: Path, *words: str) -> "subprocess.Popen[str]":
     """The command in a process of its own, past its second step."""
     process = subprocess.Popen(
         [sys.executable, "-m", "megalith", "train", str(file), "--run", str(folder), *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     wait_until(lambda: len(steps(folder)) >= 2 or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     return process
@@ -61,25 +64,41 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
     """Process numbers of the ranks, in order."""
-    return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return [
+        int(word)
+        for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
 
 
-def test_it_trains_and_says_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_trains_and_says_where_everything_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tiny_yaml(tmp_path / "tiny.yaml")
     assert main(["train", str(file), "--run", str(tmp_path / "run"), "--train.steps", "3"]) == 0
     told = capsys.readouterr().out
     assert "step 3/3 · loss " in told
     assert "step 3: held-out loss " in told and " bits per byte" in told
-    assert f"done at step 3: {tmp_path}/run has metrics.jsonl and checkpoints/\ntry: megalith quickstart, " in told
+    assert (
+        f"done at step 3: {tmp_path}/run has metrics.jsonl and checkpoints/\ntry: megalith "
+        "quickstart, " in told
+    )
 
 
 @pytest.mark.parametrize(
     ("recipe", "overrides", "suggestion"),
     [
-        ("tiny_cpu", {}, "megalith quickstart, which trains on text; the mock data of this run are numbers"),
+        (
+            "tiny_cpu",
+            {},
+            "megalith quickstart, which trains on text; the mock data of this run are numbers",
+        ),
         ("tiny_cpu", {"tokenizer.kind": "null"}, "megalith generate runs/x"),  # writes ids
         ("sft_tiny", {}, "megalith chat runs/x"),
-        ("quickstart", {"data.mock": "false", "tokenizer.kind": "byte"}, "megalith generate runs/x"),
+        (
+            "quickstart",
+            {"data.mock": "false", "tokenizer.kind": "byte"},
+            "megalith generate runs/x",
+        ),
     ],
 )
 def test_suggested_command_suits_what_the_run_trained_on(
@@ -97,18 +116,28 @@ def test_what_is_computed_again_is_chosen_once_and_written_down(
     assert main(["train", str(file), "--run", str(tmp_path / "run")]) == 0
     assert "recompute.granularity=auto chose none: everything fits" in capsys.readouterr().err
     assert resolve(str(tmp_path / "run")).recompute == RecomputeConfig()
-    assert main(["train", str(file), "--run", str(tmp_path / "other"), "--recompute.device", "0.5"]) == 2
+    assert (
+        main(["train", str(file), "--run", str(tmp_path / "other"), "--recompute.device", "0.5"])
+        == 2
+    )
     assert "which recompute.device=0.5 with 0.5 GiB has not" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
-def test_plots_are_named_where_they_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plots_are_named_where_they_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2", "observe.plots": "true"})
     assert main(["train", str(file), "--run", str(tmp_path / "run")]) == 0
-    assert f"done at step 2: {tmp_path}/run has metrics.jsonl, plots/ and checkpoints/\n" in capsys.readouterr().out
+    assert (
+        f"done at step 2: {tmp_path}/run has metrics.jsonl, plots/ and checkpoints/\n"
+        in capsys.readouterr().out
+    )
 
 
-def test_the_folder_of_a_run_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run_is_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, folder = tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2"}), str(tmp_path / "run")
     assert main(["train", str(file), "--run", folder]) == 0
     file.unlink()
@@ -138,10 +167,15 @@ def test_yaml_file_of_others_trains_nowhere_else(
     monkeypatch.chdir(work)
     file = tiny_yaml(tmp_path / "tiny.yaml", {"name": "../../outside"})
     assert main(["train", str(file)]) == 2
-    assert "name='../../outside' cannot be the name of a folder under runs/" in capsys.readouterr().err
+    assert (
+        "name='../../outside' cannot be the name of a folder under runs/" in capsys.readouterr().err
+    )
     file = tiny_yaml(tmp_path / "tiny.yaml", {"data.cache_path": str(tmp_path / "outside")})
     assert main(["train", str(file)]) == 2
-    assert "A file that may come from others chooses no other folder to write to" in capsys.readouterr().err
+    assert (
+        "A file that may come from others chooses no other folder to write to"
+        in capsys.readouterr().err
+    )
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["tiny.yaml", "work"]
 
 
@@ -150,7 +184,9 @@ WORDS = "the quick brown fox jumps over the lazy dog"
 
 def write_huggingface(folder: Path) -> list[str]:
     train_bpe([WORDS] * 4, vocab_size=280, path=str(folder))
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}"
+    )
     return ["huggingface", str(folder)]
 
 
@@ -166,13 +202,19 @@ def write_gpt2(folder: Path) -> list[str]:
 
 
 def write_sentencepiece(folder: Path) -> list[str]:
-    library = pytest.importorskip("sentencepiece", reason="writes a SentencePiece model, which needs the library")
+    library = pytest.importorskip(
+        "sentencepiece", reason="writes a SentencePiece model, which needs the library"
+    )
     folder.mkdir()
     (folder / "text").write_text("\n".join(WORDS[n:] for n in range(40)) * 4)
     library.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "words"), vocab_size=290, model_type="bpe",
-        byte_fallback=True, minloglevel=2,
-    )  # fmt: skip
+        input=str(folder / "text"),
+        model_prefix=str(folder / "words"),
+        vocab_size=290,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
     return ["sentencepiece", str(folder / "words.model")]
 
 
@@ -185,11 +227,15 @@ def write_tiktoken(folder: Path) -> list[str]:
     return ["tiktoken", str(folder / "my words"), *special]
 
 
-@pytest.mark.parametrize("write", [write_huggingface, write_gpt2, write_sentencepiece, write_tiktoken])
+@pytest.mark.parametrize(
+    "write", [write_huggingface, write_gpt2, write_sentencepiece, write_tiktoken]
+)
 def test_moved_run_keeps_its_own_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     write: Callable[[Path], list[str]],
-) -> None:  # fmt: skip
+) -> None:
     (tmp_path / "first").mkdir()
     monkeypatch.chdir(tmp_path / "first")
     kind, path, *more = write(Path("words"))
@@ -214,7 +260,10 @@ def test_moved_run_keeps_its_own_tokenizer(
         assert main(["generate", folder, "the fox", "--max-new-tokens", "2"]) == 0
     assert main(["train", "release", "--train.steps", "2"]) == 0
     told = capsys.readouterr()
-    assert "resuming moved at step 3" in told.out and "changed since the run was started: tokenizer" not in told.out
+    assert (
+        "resuming moved at step 3" in told.out
+        and "changed since the run was started: tokenizer" not in told.out
+    )
 
 
 def test_run_without_a_copy_of_its_tokenizer_resumes_and_gets_one(
@@ -222,33 +271,55 @@ def test_run_without_a_copy_of_its_tokenizer_resumes_and_gets_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     kind, path = write_huggingface(Path("words"))
-    settings = {"train.steps": "2", "model.vocab_size": "300", "tokenizer.kind": kind, "tokenizer.path": path}
+    settings = {
+        "train.steps": "2",
+        "model.vocab_size": "300",
+        "tokenizer.kind": kind,
+        "tokenizer.path": path,
+    }
     file = str(tiny_yaml(Path("tiny.yaml"), settings))
     assert main(["train", file, "--run", "./a"]) == 0
-    shutil.rmtree("a/tokenizer")  # as an earlier version left a run: the path is relative to the working directory
+    shutil.rmtree(
+        "a/tokenizer"
+    )  # as an earlier version left a run: the path is relative to the working directory
     shutil.copy(file, "a/config.yaml")
     assert main(["train", "a/", "--train.steps", "3"]) == 0
     assert "resuming a at step 2" in capsys.readouterr().out
-    assert sorted(path.name for path in Path("a/tokenizer").iterdir()) == sorted(os.listdir("words"))
+    assert sorted(path.name for path in Path("a/tokenizer").iterdir()) == sorted(
+        os.listdir("words")
+    )
     assert resolve("a").tokenizer.path == "a/tokenizer/tokenizer.json"
 
 
 @pytest.mark.parametrize("template", ["none", "chatml", "own.jinja"])
 def test_checkpoint_of_conversations_has_the_template_of_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], template: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    template: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     kind, path = write_huggingface(Path("words"))
-    Path("own.jinja").write_text("{% for m in messages %}[{{ m.content }}]<|endoftext|>{% endfor %}")
+    Path("own.jinja").write_text(
+        "{% for m in messages %}[{{ m.content }}]<|endoftext|>{% endfor %}"
+    )
     settings: dict[str, Override] = {
-        "train.steps": "2", "model.vocab_size": "300", "tokenizer.kind": kind, "tokenizer.path": path,
-        "data.mock": "false", "data.sft.mock_conversations": "50", "data.sft.template": template,
-        "data.sft.loss_on": "all", "data.sft.overlong": "truncate",
-    }  # fmt: skip
+        "train.steps": "2",
+        "model.vocab_size": "300",
+        "tokenizer.kind": kind,
+        "tokenizer.path": path,
+        "data.mock": "false",
+        "data.sft.mock_conversations": "50",
+        "data.sft.template": template,
+        "data.sft.loss_on": "all",
+        "data.sft.overlong": "truncate",
+    }
     command = ["train", str(tiny_yaml(Path("tiny.yaml"), settings)), "--run", "./a"]
     assert main(command) == 0
     named = None if template == "none" else template
-    expected = find_template(named, build_tokenizer(resolve("a").tokenizer), path, setting="x").source
+    expected = find_template(
+        named, build_tokenizer(resolve("a").tokenizer), path, setting="x"
+    ).source
     shutil.move("a", "b")
     shutil.rmtree("words")
     Path("own.jinja").unlink()
@@ -256,7 +327,9 @@ def test_checkpoint_of_conversations_has_the_template_of_its_run(
     assert "changed since the run was started: data" not in capsys.readouterr().out
     opened = open_pretrained(locate("b"))
     tokenizer = build_tokenizer(opened.tokenizer)
-    found = own_template(opened, tokenizer) or find_template(None, tokenizer, opened.tokenizer.path, setting="x")
+    found = own_template(opened, tokenizer) or find_template(
+        None, tokenizer, opened.tokenizer.path, setting="x"
+    )
     assert found.source == expected
 
 
@@ -271,7 +344,10 @@ def test_without_a_folder_it_is_under_runs(tmp_path: Path, monkeypatch: pytest.M
 def test_a_time_limit_ends_it_with_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", str(tiny_yaml(tmp_path / "tiny.yaml")), "--run", str(tmp_path / "run")]
     assert main([*words, "--train.max_minutes", "0"]) == 75
-    assert "stopped at step 1 (time limit) and saved; run the same command again to go on" in capsys.readouterr().out
+    assert (
+        "stopped at step 1 (time limit) and saved; run the same command again to go on"
+        in capsys.readouterr().out
+    )
     assert main(words) == 0
     assert steps(tmp_path / "run") == list(range(1, 9))
 
@@ -283,13 +359,24 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
         return replace(train_step(*arguments, **options), loss=float("nan"), updated=False)
 
     monkeypatch.setattr(loop, "train_step", diverged)
-    words = ["train", str(tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2"})), "--run", str(tmp_path / "run")]
+    words = [
+        "train",
+        str(tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2"})),
+        "--run",
+        str(tmp_path / "run"),
+    ]
     assert main(words) == 2
     printed = capsys.readouterr()
-    assert "done" not in printed.out and "megalith train: the last step, 2, has loss nan" in printed.err
+    assert (
+        "done" not in printed.out
+        and "megalith train: the last step, 2, has loss nan" in printed.err
+    )
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert main([*words, "--train.max_minutes", "0"]) == 75
-    assert "stopped at step 1 (time limit) without a save, because its loss or gradient norm" in capsys.readouterr().out
+    assert (
+        "stopped at step 1 (time limit) without a save, because its loss or gradient norm"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,21 +384,37 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
     [
         (["tiny_cqu"], "tiny_cqu is neither a recipe nor a file. Did you mean tiny_cpu?"),
         (["nowhere.yaml"], "nowhere.yaml: no such file"),
-        (["tiny_cpu", "--parallel.pt", "2"], "--parallel.pt=2: there is no such setting. Did you mean parallel."),
+        (
+            ["tiny_cpu", "--parallel.pt", "2"],
+            "--parallel.pt=2: there is no such setting. Did you mean parallel.",
+        ),
         (["tiny_cpu", "--train.steps", "ten"], "train.steps=ten"),
         (["tiny_cpu", "--ncores", "2"], "--ncores is not an option of this command."),
-        (["tiny_cpu", "--nproc", "0"], "--nproc=0 must be at least 1. Use the number of processes to start."),
+        (
+            ["tiny_cpu", "--nproc", "0"],
+            "--nproc=0 must be at least 1. Use the number of processes to start.",
+        ),
         (["tiny_cpu", "--nproc", "3"], "train.global_batch_size=8 is not a multiple"),
-        (["tiny_cpu", "--train.seq_len", "600", "--nproc", "3"], "2 settings must be changed before this can run:\n"),
+        (
+            ["tiny_cpu", "--train.seq_len", "600", "--nproc", "3"],
+            "2 settings must be changed before this can run:\n",
+        ),
         (["tiny_cpu", "--parallel.sp"], "parallel.sp=true needs parallel.tp > 1"),
-        (["tiny_cpu", "--data.mock", "false", "--data.path", "gone"], "data: expected a token store at gone"),
+        (
+            ["tiny_cpu", "--data.mock", "false", "--data.path", "gone"],
+            "data: expected a token store at gone",
+        ),
         (["tiny_cpu", "--tokenizer.kind", "huggingface", "--tokenizer.path", "gone"], "gone"),
         (["tiny_cpu", "--checkpoint.load", "gone"], "gone"),
         (["lora_tiny"], "Adapters are trained beside weights: train a run of that name first"),
     ],
 )
 def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words, "--observe.peak_tflops", "1"]) == 2
@@ -325,23 +428,46 @@ def test_data_that_is_damaged_or_of_another_tokenizer_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.jsonl").write_text('{"text": "some words of a text, again and again and again"}\n' * 40)
-    monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # prepare catches them for its process: here, ours
+    Path("text.jsonl").write_text(
+        '{"text": "some words of a text, again and again and again"}\n' * 40
+    )
+    monkeypatch.setattr(
+        signal, "signal", lambda *arguments: None
+    )  # prepare catches them for its process: here, ours
     assert main(["prepare", "--input", "text.jsonl", "--output", "text"]) == 0
-    file = str(tiny_yaml(Path("tiny.yaml"), {"data.mock": "false", "data.path": "text", "train.steps": "2"}))
+    file = str(
+        tiny_yaml(
+            Path("tiny.yaml"), {"data.mock": "false", "data.path": "text", "train.steps": "2"}
+        )
+    )
     assert main(["train", file, "--train.eval_steps", "0", "--train.eval_every", "none"]) == 0
-    other = ["--model.vocab_size", "100", "--tokenizer.kind", "null", "--tokenizer.vocab_size", "100", "--run", "b"]
+    other = [
+        "--model.vocab_size",
+        "100",
+        "--tokenizer.kind",
+        "null",
+        "--tokenizer.vocab_size",
+        "100",
+        "--run",
+        "b",
+    ]
     assert main(["train", file, *other]) == 2
-    assert "token id 256 is outside the vocabulary of 100 ids. Use the tokenizer that wrote" in capsys.readouterr().err
+    assert (
+        "token id 256 is outside the vocabulary of 100 ids. Use the tokenizer that wrote"
+        in capsys.readouterr().err
+    )
     with Path("text.bin").open("r+b") as tokens:
         tokens.truncate(100)
     assert main(["train", file, "--run", "c"]) == 2
     assert "text.bin" in capsys.readouterr().err
 
 
-def test_sigterm_makes_all_ranks_save_and_stop_with_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_makes_all_ranks_save_and_stop_with_75(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tiny_yaml(
-        tmp_path / "tiny.yaml", {"train.steps": "3000", "checkpoint.every": "0", "schedule.style": "constant"}
+        tmp_path / "tiny.yaml",
+        {"train.steps": "3000", "checkpoint.every": "0", "schedule.style": "constant"},
     )
     folder = tmp_path / "run"
     process = start(file, folder, "--nproc", "2")
@@ -351,16 +477,23 @@ def test_sigterm_makes_all_ranks_save_and_stop_with_75(tmp_path: Path, capsys: p
     done = steps(folder)
     assert done == list(range(1, len(done) + 1)) and len(done) < 3000
     assert "SIGTERM: finishing the step and saving; once more to end now without saving" in told
-    assert f"stopped at step {done[-1]} (SIGTERM) and saved; run the same command again to go on" in told
+    assert (
+        f"stopped at step {done[-1]} (SIGTERM) and saved; run the same command again to go on"
+        in told
+    )
     assert (folder / "checkpoints" / f"step_{done[-1]:07d}" / "manifest.json").exists()
-    assert main(["train", str(file), "--run", str(folder), "--train.steps", str(len(done) + 2)]) == 0  # on one process
+    assert (
+        main(["train", str(file), "--run", str(folder), "--train.steps", str(len(done) + 2)]) == 0
+    )  # on one process
     assert f"resuming {folder} at step {done[-1]}" in capsys.readouterr().out
     assert steps(folder) == list(range(1, len(done) + 3))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find the ranks")
 def test_a_rank_that_dies_ends_all_within_seconds(tmp_path: Path) -> None:
-    process = start(tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "3000"}), tmp_path / "run", "--nproc", "2")
+    process = start(
+        tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "3000"}), tmp_path / "run", "--nproc", "2"
+    )
     ranks = ranks_of(process)
     began = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
@@ -368,7 +501,9 @@ def test_a_rank_that_dies_ends_all_within_seconds(tmp_path: Path) -> None:
     seconds = time.monotonic() - began
     print(f"all ranks had ended {seconds:.1f} s after one was killed")
     assert process.returncode == 1
-    assert errors.startswith("megalith train: rank 1 was killed by signal 9 (SIGKILL)\nthen:\n  rank 0: "), errors
+    assert errors.startswith(
+        "megalith train: rank 1 was killed by signal 9 (SIGKILL)\nthen:\n  rank 0: "
+    ), errors
     assert seconds < 20  # 5 s for the others to end by themselves, and a busy machine
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 

@@ -1,4 +1,5 @@
-"""`megalith verify`: rows or one JSON document; 0 if all holds, 1 if a check failed, 2 if a rule is violated."""
+"""`megalith verify`: rows or one JSON document; 0 if all holds, 1 if a check failed, 2 if a rule is
+violated."""
 
 import json
 from pathlib import Path
@@ -21,29 +22,54 @@ def recipe(tmp_path: Path) -> str:
     return str(tiny_yaml(tmp_path / "tiny.yaml", {"parallel.tp": "2", "parallel.sp": "true"}))
 
 
-def test_a_layout_that_holds_is_0_and_every_part_has_its_rows(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_holds_is_0_and_every_part_has_its_rows(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", recipe, "--world", "6", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["holds"] is True
     rows = found["rows"]
     assert {row["part"] for row in rows} == {"a", "b", "c", "d"}
     questions = " ".join(row["question"] for row in rows)
-    for asked in ("every rule", "at world 6", "4 processes", "first loss", "gradients", "checkpoint", "copies agree"):
+    for asked in (
+        "every rule",
+        "at world 6",
+        "4 processes",
+        "first loss",
+        "gradients",
+        "checkpoint",
+        "copies agree",
+    ):
         assert asked in questions
 
 
-def test_the_table_says_which_part_proves_what(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_which_part_proves_what(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", recipe]) == 0
     told = capsys.readouterr().out
     assert "proof of the layout" in told and "every rule" in told and "NO" not in told
-    assert "at its real size: (b) sees every gradient's sum, but no values" in " ".join(told.split())
+    assert "at its real size: (b) sees every gradient's sum, but no values" in " ".join(
+        told.split()
+    )
 
 
 def test_broken_rules_are_all_reported_and_the_rest_is_not_tried(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--parallel.tp", "3", "--model.num_kv_heads", "4", "--train.seq_len", "64", "--optim.beta2", "2"]
-    assert main(["verify", recipe, "--world", "8", *words, "--json"]) == 2  # as --help and docs/concepts/verify.md say
+    words = [
+        "--parallel.tp",
+        "3",
+        "--model.num_kv_heads",
+        "4",
+        "--train.seq_len",
+        "64",
+        "--optim.beta2",
+        "2",
+    ]
+    assert (
+        main(["verify", recipe, "--world", "8", *words, "--json"]) == 2
+    )  # as --help and docs/concepts/verify.md say
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["part"], row["holds"]) for row in rows} == {("a", False)}
     told = " ".join(row["answer"] for row in rows)
@@ -68,9 +94,14 @@ def test_a_planted_problem_is_1_and_named(
     assert not wrong["holds"] and "_norm.weight" in wrong["answer"]
 
 
-def test_a_world_that_is_no_count_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_world_that_is_no_count_is_refused(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", recipe, "--world", "0"]) == 2
-    assert "--world=0 must be at least 1. Use the number of ranks of the real job." in capsys.readouterr().err
+    assert (
+        "--world=0 must be at least 1. Use the number of ranks of the real job."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,8 +109,14 @@ def test_a_world_that_is_no_count_is_refused(recipe: str, capsys: pytest.Capture
     [
         ((), "recipe=None: there is nothing to verify. Pass a recipe's name, a YAML file or"),
         (("tiny_cpu", "--sample"), "--sample=True chooses among all layouts. Use it with --all."),
-        (("tiny_cpu", "--all", "--world", "3"), "--all with tiny_cpu, --world 3: all layouts have their own sizes."),
-        (("--all", "--parallel.tp", "2"), "--all with --parallel.tp: all layouts have their own sizes. Use one"),
+        (
+            ("tiny_cpu", "--all", "--world", "3"),
+            "--all with tiny_cpu, --world 3: all layouts have their own sizes.",
+        ),
+        (
+            ("--all", "--parallel.tp", "2"),
+            "--all with --parallel.tp: all layouts have their own sizes. Use one",
+        ),
     ],
 )
 def test_questions_that_cannot_be_asked_are_2(
@@ -89,17 +126,26 @@ def test_questions_that_cannot_be_asked_are_2(
     assert told in capsys.readouterr().err
 
 
-def test_all_is_the_matrix_and_every_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_is_the_matrix_and_every_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two small rows and one fault of theirs; the whole takes minutes."""
     rows = [row for row in MATRIX if row.name in ("dp2", "pp2 gpipe")]
     monkeypatch.setattr(prove, "rows_of_matrix", lambda *, sample: rows)
-    monkeypatch.setattr(prove, "FAULTS", [fault for fault in FAULTS if fault.name == "dp_sum_averaged"])
+    monkeypatch.setattr(
+        prove, "FAULTS", [fault for fault in FAULTS if fault.name == "dp_sum_averaged"]
+    )
     assert main(["verify", "--all", "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["holds"] and [row["name"] for row in found["layouts"]] == ["dp2", "pp2 gpipe"]
-    assert [(fault["numbers"], fault["refused"]) for fault in found["faults"]] == [("wrong gradients", True)]
-    assert "layout 2/2 pp2 gpipe: holds, " in printed.err and "fault 1/1 dp_sum_averaged: refused" in printed.err
+    assert [(fault["numbers"], fault["refused"]) for fault in found["faults"]] == [
+        ("wrong gradients", True)
+    ]
+    assert (
+        "layout 2/2 pp2 gpipe: holds, " in printed.err
+        and "fault 1/1 dp_sum_averaged: refused" in printed.err
+    )
     assert main(["verify", "--all", "--sample"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "2 of 2 layouts equal one process, 1 of 1 planted faults are refused" in told
@@ -113,24 +159,32 @@ def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.Mo
         return [], []
 
     monkeypatch.setattr(prove, "prove_all", note)
-    assert main(["verify", "--all", "--kernels", "reference"]) == 0 and main(["verify", "--all"]) == 0
+    assert (
+        main(["verify", "--all", "--kernels", "reference"]) == 0 and main(["verify", "--all"]) == 0
+    )
     assert asked == ["reference", "auto"]
 
 
 def test_kernels_that_do_not_exist_are_refused_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--all", "--kernels", "plain"]) == 2
-    assert "kernels=plain: there is no such choice. Use one of auto, torch, reference." in capsys.readouterr().err
+    assert (
+        "kernels=plain: there is no such choice. Use one of auto, torch, reference."
+        in capsys.readouterr().err
+    )
 
 
 def test_no_is_not_an_error_of_the_user() -> None:
     assert verify.NO == 1
 
 
-@pytest.mark.slow  # 80 layers at three places of the world: about ten seconds, of which the rest is starting ranks
+# 80 layers at three places of the world: about ten seconds, of which the rest is starting ranks
+@pytest.mark.slow
 def test_70b_on_4096_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "llama3_70b", "--world", "4096", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     types = next(row for row in rows if row["part"] == "b")
     print(types["answer"])
-    seconds, gib = (float(word.split()[0]) for word in types["answer"].rsplit("; ", 1)[1].split(", "))
+    seconds, gib = (
+        float(word.split()[0]) for word in types["answer"].rsplit("; ", 1)[1].split(", ")
+    )
     assert seconds < 60 and gib < 4

@@ -1,11 +1,14 @@
-"""What attention does beside comparing, by default nothing; and layers told by patterns that repeat."""
+"""What attention does beside comparing, by default nothing; and layers told by patterns that
+repeat."""
 
 from dataclasses import replace
 
 from megalith.config.attention import AttentionConfig, attention_notes
 from megalith.config.model import ModelConfig
 
-MODEL = ModelConfig(vocab_size=8, hidden_size=8, num_layers=7, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=8, num_layers=7, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
+)
 
 
 def windows(**attention: object) -> list[bool]:
@@ -16,7 +19,15 @@ def windows(**attention: object) -> list[bool]:
 def test_windows_are_in_all_layers_or_in_those_of_the_pattern() -> None:
     assert windows() == [False] * 7
     assert windows(window=3) == [True] * 7
-    assert windows(window=3, window_layers=(True, True, False)) == [True, True, False, True, True, False, True]
+    assert windows(window=3, window_layers=(True, True, False)) == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
     assert windows(window_layers=(True, False)) == [False] * 7
 
 

@@ -1,4 +1,5 @@
-"""Lists of blocks: what they mean in layers of ours, and that everything strange in them is told at once."""
+"""Lists of blocks: what they mean in layers of ours, and that everything strange in them is told at
+once."""
 
 from copy import deepcopy
 from typing import Any
@@ -19,24 +20,40 @@ def with_blocks(*changed: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_equal_blocks_are_the_models_sizes_and_nothing_else() -> None:
     found = read_blocks(with_blocks(), SIZES)
-    assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (ALIKE, 8, 14336, ())
+    assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (
+        ALIKE,
+        8,
+        14336,
+        (),
+    )
 
 
 def test_what_is_missing_replaced_or_smaller_becomes_patterns() -> None:
     entries = [
         {"attention": {"no_op": True}, "mlp": {"ffn_hidden_size": 100}},
-        {"attention": {"num_query_groups": 16}, "ffn": {"replace_with_linear": True, "ffn_mult": None}},
-        {"attention": {"replace_with_linear": True, "n_heads_in_group": None}, "ffn": {"intermediate_size": 300}},
-        {"attention": {"n_heads_in_group": 32, "sparsify": None, "unshifted_sink": False}, "ffn": {"no_op": True}},
+        {
+            "attention": {"num_query_groups": 16},
+            "ffn": {"replace_with_linear": True, "ffn_mult": None},
+        },
+        {
+            "attention": {"replace_with_linear": True, "n_heads_in_group": None},
+            "ffn": {"intermediate_size": 300},
+        },
+        {
+            "attention": {"n_heads_in_group": 32, "sparsify": None, "unshifted_sink": False},
+            "ffn": {"no_op": True},
+        },
     ]
     before = deepcopy(entries)
     found = read_blocks(entries, SIZES)
     assert entries == before, "what was parsed is never changed"
     assert found.problems == () and (found.num_kv_heads, found.ffn_hidden_size) == (16, 300)
     assert found.layers == LayersConfig(
-        attention=("none", "full", "linear", "full"), mlp=("full", "linear", "full", "none"),
-        num_kv_heads=(16, 16, 16, 1), ffn_hidden_size=(100, 300, 300, 300),
-    )  # fmt: skip
+        attention=("none", "full", "linear", "full"),
+        mlp=("full", "linear", "full", "none"),
+        num_kv_heads=(16, 16, 16, 1),
+        ffn_hidden_size=(100, 300, 300, 300),
+    )
 
 
 def test_patterns_that_repeat_are_said_once_and_groups_need_not_be_the_same_everywhere() -> None:
@@ -47,18 +64,27 @@ def test_patterns_that_repeat_are_said_once_and_groups_need_not_be_the_same_ever
 
 def test_the_model_says_what_a_block_leaves_out_if_it_does() -> None:
     bare: list[object] = [{"attention": {}, "ffn": {}}] * 4
-    found = read_blocks(bare, Sizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20))
-    assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (ALIKE, 3, 20, ())
+    found = read_blocks(
+        bare, Sizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20)
+    )
+    assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (
+        ALIKE,
+        3,
+        20,
+        (),
+    )
     texts = read_blocks(bare, SIZES).problems
     assert len(texts) == 8
     assert texts[0] == (
-        "block_configs[0].attention has none of n_heads_in_group, num_query_groups, num_key_value_heads, expected one, "
+        "block_configs[0].attention has none of n_heads_in_group, num_query_groups, "
+        "num_key_value_heads, expected one, "
         "or no_op: true."
     )
 
 
 @pytest.mark.parametrize(
-    ("multiplier", "hidden", "width"), [(5.25, 4096, 14336), (2.625, 8192, 14336), (1.0, 100, 256), (0.5, 8192, 2816)]
+    ("multiplier", "hidden", "width"),
+    [(5.25, 4096, 14336), (2.625, 8192, 14336), (1.0, 100, 256), (0.5, 8192, 2816)],
 )
 def test_widths_are_rounded_up_to_256(multiplier: float, hidden: int, width: int) -> None:
     assert width_of(multiplier, hidden) == width
@@ -75,25 +101,57 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
 @pytest.mark.parametrize(
     ("block", "told"),
     [
-        ({"attention": {"n_heads_in_group": 5}},
-         "block_configs[3].attention.n_heads_in_group=5 must be a whole number that divides the 32 query heads."),
+        (
+            {"attention": {"n_heads_in_group": 5}},
+            "block_configs[3].attention.n_heads_in_group=5 must be a whole number that divides the "
+            "32 query heads.",
+        ),
         ({"attention": {"n_heads_in_group": True}}, "n_heads_in_group=True must be a whole number"),
-        ({"attention": {"num_query_groups": 12}}, "num_query_groups=12 must be a whole number that divides"),
-        ({"attention": {"n_heads_in_group": 4, "num_query_groups": 8}},
-         "block_configs[3].attention: n_heads_in_group and num_query_groups: it must be one of them."),
-        ({"attention": {"no_op": True, "replace_with_linear": True}}, "no_op and replace_with_linear: it must be one"),
-        ({"attention": {"n_heads_in_group": 4, "window_length": 8192}},
-         "block_configs[3].attention.window_length=8192 is not known, expected null or false."),
+        (
+            {"attention": {"num_query_groups": 12}},
+            "num_query_groups=12 must be a whole number that divides",
+        ),
+        (
+            {"attention": {"n_heads_in_group": 4, "num_query_groups": 8}},
+            "block_configs[3].attention: n_heads_in_group and num_query_groups: it must be one of "
+            "them.",
+        ),
+        (
+            {"attention": {"no_op": True, "replace_with_linear": True}},
+            "no_op and replace_with_linear: it must be one",
+        ),
+        (
+            {"attention": {"n_heads_in_group": 4, "window_length": 8192}},
+            "block_configs[3].attention.window_length=8192 is not known, expected null or false.",
+        ),
         ({"attention": None}, "block_configs[3]: None: expected an object for attention."),
-        ({"ffn": {"ffn_mult": -1}}, "block_configs[3].ffn.ffn_mult=-1 must be a number above 0 and at most 1000000."),
-        ({"ffn": {"ffn_hidden_size": 20.5}}, "ffn.ffn_hidden_size=20.5 must be a whole number above 0."),
-        ({"ffn": {"ffn_mult": 1.0, "gated": False}}, "block_configs[3].ffn.gated=False must be True."),
-        ({"ffn": {"ffn_mult": 1.0, "hidden_act": "relu2"}}, "ffn.hidden_act='relu2' must be 'silu'."),
-        ({"ffn": {"ffn_mult": 1.0, "moe": {"num_experts": 8}}}, "ffn.moe={'num_experts': 8} is not known"),
-        ({"mlp": {"ffn_mult": 1.0}}, "block_configs[3]: mlp and ffn: expected an object for mlp or ffn."),
+        (
+            {"ffn": {"ffn_mult": -1}},
+            "block_configs[3].ffn.ffn_mult=-1 must be a number above 0 and at most 1000000.",
+        ),
+        (
+            {"ffn": {"ffn_hidden_size": 20.5}},
+            "ffn.ffn_hidden_size=20.5 must be a whole number above 0.",
+        ),
+        (
+            {"ffn": {"ffn_mult": 1.0, "gated": False}},
+            "block_configs[3].ffn.gated=False must be True.",
+        ),
+        (
+            {"ffn": {"ffn_mult": 1.0, "hidden_act": "relu2"}},
+            "ffn.hidden_act='relu2' must be 'silu'.",
+        ),
+        (
+            {"ffn": {"ffn_mult": 1.0, "moe": {"num_experts": 8}}},
+            "ffn.moe={'num_experts': 8} is not known",
+        ),
+        (
+            {"mlp": {"ffn_mult": 1.0}},
+            "block_configs[3]: mlp and ffn: expected an object for mlp or ffn.",
+        ),
         ({"parallel_blocks": [WHOLE]}, "block_configs[3].parallel_blocks="),
     ],
-)  # fmt: skip
+)
 def test_what_is_strange_in_a_block_is_told(block: dict[str, Any], told: str) -> None:
     (text,) = read_blocks(with_blocks(block), SIZES).problems
     assert told in text
@@ -101,17 +159,24 @@ def test_what_is_strange_in_a_block_is_told(block: dict[str, Any], told: str) ->
 
 @pytest.mark.parametrize("name", ["no_op", "replace_with_linear"])
 @pytest.mark.parametrize("half", ["attention", "ffn"])
-@pytest.mark.parametrize(("value", "works"), [("false", "false"), ("True", "true"), (0, "false"), (1, "true")])
-def test_switches_are_true_or_false_and_no_word_or_number(half: str, name: str, value: object, works: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "works"), [("false", "false"), ("True", "true"), (0, "false"), (1, "true")]
+)
+def test_switches_are_true_or_false_and_no_word_or_number(
+    half: str, name: str, value: object, works: str
+) -> None:
     (text,) = read_blocks(with_blocks({half: {**WHOLE[half], name: value}}), SIZES).problems
     assert text == (
-        f"block_configs[3].{half}.{name}={value!r} must be true, false or null, without quotes. Set it to {works}."
+        f"block_configs[3].{half}.{name}={value!r} must be true, false or null, without quotes. "
+        f"Set it to {works}."
     )
     for plain in (None, False):
         assert read_blocks(with_blocks({half: {**WHOLE[half], name: plain}}), SIZES).layers == ALIKE
 
 
-@pytest.mark.parametrize("multiplier", [1e308, 10**400, 1_000_001, float("inf"), float("nan"), True])
+@pytest.mark.parametrize(
+    "multiplier", [1e308, 10**400, 1_000_001, float("inf"), float("nan"), True]
+)
 def test_multipliers_that_nobody_can_compute_with_are_told(multiplier: float) -> None:
     (text,) = read_blocks(with_blocks({"ffn": {"ffn_mult": multiplier}}), SIZES).problems
     assert text.startswith(f"block_configs[3].ffn.ffn_mult={multiplier!r:.60}"), text
@@ -130,18 +195,24 @@ def test_an_mlp_of_no_features_is_told_with_a_multiplier_that_has_some(hidden: i
 
 def test_a_model_without_any_attention_or_mlp_keeps_the_sizes_that_it_says() -> None:
     nothing = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
-    found = read_blocks([nothing] * 4, Sizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3,
-                                             ffn_hidden_size=20))  # fmt: skip
+    found = read_blocks(
+        [nothing] * 4,
+        Sizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20),
+    )
     assert (found.num_kv_heads, found.ffn_hidden_size, found.problems) == (3, 20, ())
     assert found.layers == LayersConfig(attention=("none",), mlp=("none",))
 
 
 @pytest.mark.parametrize(
-    ("entries", "shown"), [(None, "None"), ({"0": WHOLE}, "{'0'"), ([WHOLE] * 3, "3 entries"), ([WHOLE] * 5, "5 ent")]
+    ("entries", "shown"),
+    [(None, "None"), ({"0": WHOLE}, "{'0'"), ([WHOLE] * 3, "3 entries"), ([WHOLE] * 5, "5 ent")],
 )
 def test_there_is_a_block_for_every_layer(entries: object, shown: str) -> None:
     (text,) = read_blocks(entries, SIZES).problems
-    assert text.startswith(f"block_configs has {shown}") and "expected a list with one for each of 4 layers" in text
+    assert (
+        text.startswith(f"block_configs has {shown}")
+        and "expected a list with one for each of 4 layers" in text
+    )
 
 
 def test_everything_is_told_at_once() -> None:

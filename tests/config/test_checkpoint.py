@@ -8,12 +8,19 @@ from megalith.config.tree import from_dict, to_dict
 
 def test_by_default_everything_must_be_there_and_nothing_else() -> None:
     usual = CheckpointConfig()
-    assert (usual.missing, usual.surplus, usual.skip, usual.allow_model_changes) == ("error", "error", (), ())
+    assert (usual.missing, usual.surplus, usual.skip, usual.allow_model_changes) == (
+        "error",
+        "error",
+        (),
+        (),
+    )
     assert not usual.prefer_weights and checkpoint_problems(usual) == []
     assert from_dict(CheckpointConfig, to_dict(usual)) == usual
 
 
-@pytest.mark.parametrize("name", ["model.rope", "model.rope.theta", "model.mla.kv_rank", "model.norm_eps"])
+@pytest.mark.parametrize(
+    "name", ["model.rope", "model.rope.theta", "model.mla.kv_rank", "model.norm_eps"]
+)
 def test_settings_and_sections_of_the_model_may_be_allowed_to_change(name: str) -> None:
     assert checkpoint_problems(CheckpointConfig(allow_model_changes=(name,))) == []
 
@@ -29,7 +36,10 @@ def test_settings_and_sections_of_the_model_may_be_allowed_to_change(name: str) 
 )
 def test_a_name_that_allows_nothing_is_refused(name: str, advice: str) -> None:
     (text,) = checkpoint_problems(CheckpointConfig(allow_model_changes=(name,)))
-    assert text.startswith(f"checkpoint.allow_model_changes={name}: expected settings of the model") and advice in text
+    assert (
+        text.startswith(f"checkpoint.allow_model_changes={name}: expected settings of the model")
+        and advice in text
+    )
 
 
 def test_patterns_to_skip_need_something_that_is_loaded() -> None:
@@ -41,7 +51,13 @@ def test_patterns_to_skip_need_something_that_is_loaded() -> None:
 @pytest.mark.parametrize("take", ["progress", "everything"])
 def test_a_step_to_go_on_at_is_another_checkpoints_and_has_all_weights(take: Taken) -> None:
     (text,) = checkpoint_problems(CheckpointConfig(take=take))
-    assert f"checkpoint.take={take} says what is taken from checkpoint.load, which is unset. Set checkpoint.lo" in text
+    assert (
+        f"checkpoint.take={take} says what is taken from checkpoint.load, which is unset. Set "
+        "checkpoint.lo" in text
+    )
     (text,) = checkpoint_problems(CheckpointConfig(take=take, load="first", skip=("head.*",)))
-    assert f"checkpoint.take={take} with checkpoint.skip=['head.*']: weights that are new have no place" in text
+    assert (
+        f"checkpoint.take={take} with checkpoint.skip=['head.*']: weights that are new have no "
+        "place" in text
+    )
     assert checkpoint_problems(CheckpointConfig(take=take, load="first")) == []

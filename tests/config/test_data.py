@@ -24,7 +24,10 @@ def test_exactly_one_source_is_accepted() -> None:
     "data, text",
     [
         (DataConfig(), "data has 0 sources (none): exactly one is needed. Set one of data.path,"),
-        (DataConfig(mock=True, path=("a",), test_path=("b",)), "data has 3 sources (mock, path, test_path)"),
+        (
+            DataConfig(mock=True, path=("a",), test_path=("b",)),
+            "data has 3 sources (mock, path, test_path)",
+        ),
         (DataConfig(train_path=("a",), split="1,1,1"), "data.split=1,1,1 divides one corpus"),
         (DataConfig(mock=True, split="1,-1"), "data.split=1,-1: expected one to three numbers"),
         (
@@ -32,9 +35,15 @@ def test_exactly_one_source_is_accepted() -> None:
             "data.mid_level_dataset_surplus=-0.1 must be 0 or more",
         ),
         (DataConfig(mock=True, num_train_samples=0), "data.num_train_samples=0 must be 1 or more"),
-        (DataConfig(mock=True, mock_num_documents=0), "data.mock_num_documents=0 must be 1 or more"),
+        (
+            DataConfig(mock=True, mock_num_documents=0),
+            "data.mock_num_documents=0 must be 1 or more",
+        ),
         (DataConfig(mock=True, mock_max_tokens=1), "data.mock_max_tokens=1 must be 2 or more"),
-        (DataConfig(path=("1", "a", "b", "c")), "data.path=1 a b c: 'b' stands where a weight must be"),
+        (
+            DataConfig(path=("1", "a", "b", "c")),
+            "data.path=1 a b c: 'b' stands where a weight must be",
+        ),
     ],
 )
 def test_each_broken_rule_is_named_with_its_value(data: DataConfig, text: str) -> None:
@@ -62,7 +71,8 @@ def test_a_blend_is_prefixes_or_pairs(words: str, blend: Blend) -> None:
 @pytest.mark.parametrize("words", ["nan a 1 b", "inf a 1 b", "-1 a 2 b", "0 a 0 b"])
 def test_weights_that_cannot_be_normalised_are_refused(words: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"data\.path=.*must be finite, not negative, and not all zero\. Set at least"
+        ConfigError,
+        match=r"data\.path=.*must be finite, not negative, and not all zero\. Set at least",
     ):
         parse_blend("data.path", words.split())
 
@@ -75,7 +85,9 @@ def test_a_split_becomes_fractions_with_none_for_nothing() -> None:
 
 @pytest.mark.parametrize("split", ["1,1,1,1", "a", "1,b", "0,0,0", "-1,2", "", "1..2"])
 def test_a_split_that_is_no_split_is_refused(split: str) -> None:
-    with pytest.raises(ConfigError, match=r"expected one to three numbers .* Use for example data.split=969,30,1"):
+    with pytest.raises(
+        ConfigError, match=r"expected one to three numbers .* Use for example data.split=969,30,1"
+    ):
         parse_split(split)
 
 

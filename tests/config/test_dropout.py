@@ -7,10 +7,15 @@ from megalith.config.dropout import DropoutConfig, dropout_problems
 
 def test_without_a_probability_nothing_is_dropped() -> None:
     assert not DropoutConfig().drops()
-    assert all(DropoutConfig(**{name: 0.1}).drops() for name in ("embedding", "residual", "attention"))
+    assert all(
+        DropoutConfig(**{name: 0.1}).drops() for name in ("embedding", "residual", "attention")
+    )
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 3.0, math.nan])
 def test_what_is_no_probability_is_refused_by_name(p: float) -> None:
     (problem,) = dropout_problems(DropoutConfig(embedding=p))
-    assert problem == f"model.dropout.embedding={p} must be a probability, at least 0 and below 1. Use 0.1."
+    assert (
+        problem
+        == f"model.dropout.embedding={p} must be a probability, at least 0 and below 1. Use 0.1."
+    )

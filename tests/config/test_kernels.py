@@ -13,7 +13,9 @@ from megalith.testing.tiny import tiny_run
 def test_the_switch_goes_for_what_is_not_named() -> None:
     kernels = KernelsConfig(all="torch", norm="loops")
     assert (kernels.of("norm"), kernels.of("rope")) == ("loops", "torch")
-    assert kernels_of("reference") == KernelsConfig(all="reference") and switch_of(kernels) == "torch"
+    assert (
+        kernels_of("reference") == KernelsConfig(all="reference") and switch_of(kernels) == "torch"
+    )
     words: tuple[Kernel, ...] = ("auto", "torch", "reference")
     assert not any(map(is_forced, words)) and is_forced("loops") and is_forced("sdpa")
 
@@ -33,14 +35,26 @@ def test_an_operation_beside_the_switch_leaves_it_as_it_is(names: list[str]) -> 
 
 
 def test_a_way_that_an_operation_does_not_know_is_no_choice() -> None:
-    with pytest.raises(ConfigError, match="kernels.rope=tiles: there is no such choice.* Use one of auto, torch"):
+    with pytest.raises(
+        ConfigError, match="kernels.rope=tiles: there is no such choice.* Use one of auto, torch"
+    ):
         tiny_run({"kernels.rope": "tiles"})
-    with pytest.raises(ConfigError, match="kernels=fast: there is no such choice.* Use one of auto, torch, reference"):
+    with pytest.raises(
+        ConfigError,
+        match="kernels=fast: there is no such choice.* Use one of auto, torch, reference",
+    ):
         tiny_run({"kernels": "fast"})
 
 
 def test_every_operation_has_a_setting() -> None:
-    assert set(get_type_hints(KernelsConfig)) >= {"all", "norm", "rope", "attention", "experts", "cross_entropy"}
+    assert set(get_type_hints(KernelsConfig)) >= {
+        "all",
+        "norm",
+        "rope",
+        "attention",
+        "experts",
+        "cross_entropy",
+    }
 
 
 def test_ways_by_name_can_be_left_to_the_switch() -> None:

@@ -8,9 +8,14 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 
-MODEL = ModelConfig(vocab_size=8, hidden_size=8, num_layers=5, num_heads=4, num_kv_heads=4, ffn_hidden_size=9)
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=8, num_layers=5, num_heads=4, num_kv_heads=4, ffn_hidden_size=9
+)
 OWN = LayersConfig(
-    attention=("full", "none"), mlp=("full", "full", "linear"), num_kv_heads=(4, 2), ffn_hidden_size=(9, 7, 5)
+    attention=("full", "none"),
+    mlp=("full", "full", "linear"),
+    num_kv_heads=(4, 2),
+    ffn_hidden_size=(9, 7, 5),
 )
 
 
@@ -20,12 +25,27 @@ def test_layers_that_are_all_alike_are_the_model_itself() -> None:
 
 def test_patterns_repeat_over_the_layers_and_one_layer_has_one_place_of_them() -> None:
     model = replace(MODEL, layers=OWN)
-    assert [model.attention_part(layer) for layer in range(5)] == ["full", "none", "full", "none", "full"]
-    assert [model.mlp_part(layer) for layer in range(5)] == ["full", "full", "linear", "full", "full"]
+    assert [model.attention_part(layer) for layer in range(5)] == [
+        "full",
+        "none",
+        "full",
+        "none",
+        "full",
+    ]
+    assert [model.mlp_part(layer) for layer in range(5)] == [
+        "full",
+        "full",
+        "linear",
+        "full",
+        "full",
+    ]
     assert [model.at(layer).ffn_hidden_size for layer in range(5)] == [9, 7, 5, 9, 7]
     assert [model.at(layer).num_kv_heads for layer in range(5)] == [4, 2, 4, 2, 4]
     third = model.at(3)
-    assert third.layers == LayersConfig(attention=("none",), mlp=("full",)) and third.at(0) == third.at(4) == third
+    assert (
+        third.layers == LayersConfig(attention=("none",), mlp=("full",))
+        and third.at(0) == third.at(4) == third
+    )
     assert third.num_layers == 5
 
 
@@ -37,12 +57,16 @@ def test_layers_without_attention_neither_turn_nor_have_a_window() -> None:
 
 def test_layers_without_an_mlp_have_no_experts_in_its_place() -> None:
     own = LayersConfig(mlp=("full", "linear", "full", "none"))
-    model = replace(MODEL, layers=own, moe=MoEConfig(experts=4, ffn_hidden_size=8, layers=(True, True, False)))
+    model = replace(
+        MODEL, layers=own, moe=MoEConfig(experts=4, ffn_hidden_size=8, layers=(True, True, False))
+    )
     assert [model.has_experts(layer) for layer in range(5)] == [True, False, False, False, True]
 
 
 def test_patterns_are_lists_in_files_and_on_the_command_line() -> None:
     model = replace(MODEL, layers=OWN)
     assert from_dict(ModelConfig, to_dict(model)) == model
-    given = apply_overrides(MODEL, {"layers.attention": "[full, none]", "layers.ffn_hidden_size": ["9", "7"]})
+    given = apply_overrides(
+        MODEL, {"layers.attention": "[full, none]", "layers.ffn_hidden_size": ["9", "7"]}
+    )
     assert given.layers == LayersConfig(attention=("full", "none"), ffn_hidden_size=(9, 7))

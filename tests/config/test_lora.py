@@ -5,7 +5,14 @@ import pytest
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.lora import LoraConfig, has_adapters, lora_layers, lora_matrices, lora_problems, lora_targets
+from megalith.config.lora import (
+    LoraConfig,
+    has_adapters,
+    lora_layers,
+    lora_matrices,
+    lora_problems,
+    lora_targets,
+)
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, MoEConfig
@@ -33,16 +40,30 @@ def test_linear_stands_for_every_matrix_that_a_model_has() -> None:
 
 def test_layers_can_be_chosen_and_nothing_outside_of_them_is_meant() -> None:
     some = LoraConfig(targets=("q", "down"), layers=(1, 0, 1))
-    assert lora_layers(LoraConfig(), MODEL) == tuple(range(MODEL.num_layers)) and lora_layers(some, MODEL) == (0, 1)
+    assert lora_layers(LoraConfig(), MODEL) == tuple(range(MODEL.num_layers)) and lora_layers(
+        some, MODEL
+    ) == (0, 1)
     last = LoraConfig(targets=("q", "down"), layers=(1,))
-    assert has_adapters("layers.1.attention.q", last, MODEL) and has_adapters("layers.1.mlp.down", last, MODEL)
-    for other in ("layers.0.attention.q", "layers.1.attention.kv", "layers.1.mlp.experts.down", "mtp.1.layer.mlp.down"):
+    assert has_adapters("layers.1.attention.q", last, MODEL) and has_adapters(
+        "layers.1.mlp.down", last, MODEL
+    )
+    for other in (
+        "layers.0.attention.q",
+        "layers.1.attention.kv",
+        "layers.1.mlp.experts.down",
+        "mtp.1.layer.mlp.down",
+    ):
         assert not has_adapters(other, last, MODEL)
 
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 8, "max_seq_len": 8,
-}  # fmt: skip
+    "hidden_size": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 8,
+    "max_seq_len": 8,
+}
 
 
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
@@ -62,15 +83,36 @@ def test_a_run_without_adapters_has_no_problem_with_them() -> None:
         ({"alpha": 0.0}, "lora.alpha=0.0 must be above 0. Use twice lora.rank."),
         ({"alpha": float("inf")}, "lora.alpha=inf must be above 0. Use twice lora.rank."),
         ({"alpha": float("nan")}, "lora.alpha=nan must be above 0. Use twice lora.rank."),
-        ({"dropout": 1.0}, "lora.dropout=1.0 must be a probability, at least 0 and below 1. Use 0.05."),
-        ({"dropout": float("nan")}, "lora.dropout=nan must be a probability, at least 0 and below 1. Use 0.05."),
-        ({"layers": (0, 2)}, "lora.layers=[0, 2]: model.num_layers=2 has layers 0 to 1. Use one or more of them, or"),
-        ({"layers": ()}, "lora.layers=[]: model.num_layers=2 has layers 0 to 1. Use one or more of them, or leave"),
-        ({"targets": ()}, "lora.targets=[] leaves nothing to train. Use one or more of ['q', 'kv', 'o', 'gate_up', "),
-        ({"targets": ("gate_upp",)}, "lora.targets=gate_upp: no matrix of this model that can have adapters. Did you "),
+        (
+            {"dropout": 1.0},
+            "lora.dropout=1.0 must be a probability, at least 0 and below 1. Use 0.05.",
+        ),
+        (
+            {"dropout": float("nan")},
+            "lora.dropout=nan must be a probability, at least 0 and below 1. Use 0.05.",
+        ),
+        (
+            {"layers": (0, 2)},
+            "lora.layers=[0, 2]: model.num_layers=2 has layers 0 to 1. Use one or more of them, or",
+        ),
+        (
+            {"layers": ()},
+            "lora.layers=[]: model.num_layers=2 has layers 0 to 1. Use one or more of them, or "
+            "leave",
+        ),
+        (
+            {"targets": ()},
+            "lora.targets=[] leaves nothing to train. Use one or more of ['q', 'kv', 'o', "
+            "'gate_up', ",
+        ),
+        (
+            {"targets": ("gate_upp",)},
+            "lora.targets=gate_upp: no matrix of this model that can have adapters. Did you ",
+        ),
         (
             {"targets": ("up",)},
-            "lora.targets=up: no matrix of this model that can have adapters. Use one or more of ['q', 'kv', 'o'",
+            "lora.targets=up: no matrix of this model that can have adapters. Use one or more of "
+            "['q', 'kv', 'o'",
         ),
     ],
 )
@@ -80,10 +122,20 @@ def test_odd_values_are_refused_in_words(changes: dict[str, Any], text: str) -> 
 
 
 def test_all_of_them_are_named_at_once_among_the_rules_of_a_run() -> None:
-    run = tiny_run({"lora.rank": "0", "lora.targets": "[qq]", "train.compile": "true", "checkpoint.skip": "[head.*]"})
+    run = tiny_run(
+        {
+            "lora.rank": "0",
+            "lora.targets": "[qq]",
+            "train.compile": "true",
+            "checkpoint.skip": "[head.*]",
+        }
+    )
     found = [text for text in run_problems(run, 1) if "lora" in text]
     assert len(found) == 5
-    assert any(text.startswith("checkpoint.load=None with lora.rank=0: adapters are trained beside") for text in found)
+    assert any(
+        text.startswith("checkpoint.load=None with lora.rank=0: adapters are trained beside")
+        for text in found
+    )
     assert any("Set train.compile=false." in text for text in found)
     assert any("would stay as they were drawn" in text for text in found)
 
@@ -101,9 +153,12 @@ def test_targets_that_no_chosen_layer_has_are_refused() -> None:
 @pytest.mark.parametrize("name", ["sequence", "batch", "global_batch", "z"])
 def test_losses_of_balance_are_refused_where_routers_are_frozen(name: str) -> None:
     balance: dict[str, Any] = {name: 0.1}
-    model = replace(MODEL, moe=MoEConfig(experts=4, ffn_hidden_size=6, balance=BalanceConfig(**balance)))
+    model = replace(
+        MODEL, moe=MoEConfig(experts=4, ffn_hidden_size=6, balance=BalanceConfig(**balance))
+    )
     (text,) = lora_problems(LoraConfig(rank=3), model, LOADED, compiled=False)
     assert text == (
-        f"model.moe.balance.{name}=0.1 with lora.rank=3: routers are not trained, and the loss would move the layers "
+        f"model.moe.balance.{name}=0.1 with lora.rank=3: routers are not trained, and the loss "
+        "would move the layers "
         f"below them. Set model.moe.balance.{name}=0."
     )

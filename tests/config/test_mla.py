@@ -5,7 +5,9 @@ from dataclasses import replace
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 
-MODEL = ModelConfig(vocab_size=8, hidden_size=24, num_layers=5, num_heads=2, num_kv_heads=2, ffn_hidden_size=8)
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=24, num_layers=5, num_heads=2, num_kv_heads=2, ffn_hidden_size=8
+)
 
 
 def test_keys_have_both_parts_and_values_their_own_size() -> None:

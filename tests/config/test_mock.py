@@ -5,15 +5,21 @@ import pytest
 from megalith.config.mock import MockLengths, mock_problems
 
 WRONG = {
-    "data.mock_lengths.mean=None must be from 1 to 99, below data.mock_max_tokens=100": MockLengths(kind="lognormal"),
+    "data.mock_lengths.mean=None must be from 1 to 99, below data.mock_max_tokens=100": MockLengths(
+        kind="lognormal"
+    ),
     "data.mock_lengths.mean=120 must be from 1 to 99": MockLengths(kind="lognormal", mean=120),
-    "data.mock_lengths.sigma=-1 must be 0 or more. Use 1.0": MockLengths(kind="lognormal", mean=9, sigma=-1),
-    "data.mock_lengths.shortest=100 must be from 1 to 99": MockLengths(kind="lognormal", mean=9, shortest=100),
+    "data.mock_lengths.sigma=-1 must be 0 or more. Use 1.0": MockLengths(
+        kind="lognormal", mean=9, sigma=-1
+    ),
+    "data.mock_lengths.shortest=100 must be from 1 to 99": MockLengths(
+        kind="lognormal", mean=9, shortest=100
+    ),
     "data.mock_lengths.kind=file without data.mock_lengths.path. Set it": MockLengths(kind="file"),
-    "data.mock_lengths.mean=9 with data.mock_lengths.kind=uniform, which does not read it. Remove it, or set "
-    "data.mock_lengths.kind=lognormal": MockLengths(mean=9),
-    "data.mock_lengths.path=a with data.mock_lengths.kind=uniform, which does not read it. Remove it, or set "
-    "data.mock_lengths.kind=file": MockLengths(path="a"),
+    "data.mock_lengths.mean=9 with data.mock_lengths.kind=uniform, which does not read it. Remove "
+    "it, or set data.mock_lengths.kind=lognormal": MockLengths(mean=9),
+    "data.mock_lengths.path=a with data.mock_lengths.kind=uniform, which does not read it. Remove "
+    "it, or set data.mock_lengths.kind=file": MockLengths(path="a"),
 }
 
 
@@ -24,7 +30,11 @@ def test_lengths_that_cannot_be_are_told(text: str) -> None:
 
 
 def test_lengths_that_can_be_are_fine_and_need_mock_data() -> None:
-    for lengths in (MockLengths(), MockLengths(kind="lognormal", mean=9.5), MockLengths(kind="file", path="a")):
+    for lengths in (
+        MockLengths(),
+        MockLengths(kind="lognormal", mean=9.5),
+        MockLengths(kind="file", path="a"),
+    ):
         assert not mock_problems(lengths, most=99, used=True)
     assert not mock_problems(MockLengths(), most=99, used=False)
     (problem,) = mock_problems(MockLengths(kind="file", path="a"), most=99, used=False)

@@ -4,7 +4,13 @@ from megalith.config.model import ModelConfig
 
 
 def model(**changes: int) -> ModelConfig:
-    sizes = {"vocab_size": 257, "hidden_size": 96, "num_layers": 2, "num_heads": 6, "num_kv_heads": 3}
+    sizes = {
+        "vocab_size": 257,
+        "hidden_size": 96,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+    }
     return ModelConfig(**({"ffn_hidden_size": 64} | sizes | changes))
 
 

@@ -12,7 +12,13 @@ FP16 = PrecisionConfig(params="fp16")
 
 def test_the_defaults_are_those_of_large_language_models() -> None:
     optim = OptimConfig()
-    assert (optim.kind, optim.beta1, optim.beta2, optim.eps, optim.clip_grad) == ("adamw", 0.9, 0.95, 1e-8, 1.0)
+    assert (optim.kind, optim.beta1, optim.beta2, optim.eps, optim.clip_grad) == (
+        "adamw",
+        0.9,
+        0.95,
+        1e-8,
+        1.0,
+    )
     assert optim.decoupled_weight_decay
     assert optim_problems(optim, PrecisionConfig()) == []
 
@@ -25,15 +31,19 @@ def test_four_number_formats_can_be_chosen() -> None:
 @pytest.mark.parametrize(
     ("optim", "text"),
     [
-        (OptimConfig(momentum=1.0), "optim.momentum=1.0 must be in [0, 1). Use 0.9, or 0 for plain gradient descent."),
+        (
+            OptimConfig(momentum=1.0),
+            "optim.momentum=1.0 must be in [0, 1). Use 0.9, or 0 for plain gradient descent.",
+        ),
         (
             OptimConfig(nesterov=True),
-            "optim.nesterov=true is for optim.kind=sgd, and optim.kind=adamw. Set optim.kind=sgd, or remove "
-            "optim.nesterov.",
+            "optim.nesterov=true is for optim.kind=sgd, and optim.kind=adamw. Set optim.kind=sgd, "
+            "or remove optim.nesterov.",
         ),
         (
             OptimConfig(kind="sgd", momentum=0.0, nesterov=True),
-            "optim.nesterov=true looks ahead along the momentum, and optim.momentum=0.0 keeps none. Set optim.momentum "
+            "optim.nesterov=true looks ahead along the momentum, and optim.momentum=0.0 keeps "
+            "none. Set optim.momentum "
             "to 0.9, or remove optim.nesterov.",
         ),
     ],
@@ -50,31 +60,41 @@ def test_momentum_that_cannot_work_is_refused(optim: OptimConfig, text: str) -> 
         ({"min": float("nan")}, ["min=nan must be a finite number above 0. Use 1."]),
         (
             {"min": 8.0, "initial": 4.0},
-            ["min=8 is above precision.loss_scale.initial=4, where the scale starts. Set precision.loss_scale.min to 4 "
-             "or less."],
+            [
+                "min=8 is above precision.loss_scale.initial=4, where the scale starts. Set "
+                "precision.loss_scale.min to 4 "
+                "or less."
+            ],
         ),
         (
             {"window": 0, "hysteresis": 0, "max_overflows": -1},
-            [f"{name}={value} must be at least 1. Set precision.loss_scale.{name} to 1 or more."
-             for name, value in (("window", 0), ("hysteresis", 0), ("max_overflows", -1))],
+            [
+                f"{name}={value} must be at least 1. Set precision.loss_scale.{name} to 1 or more."
+                for name, value in (("window", 0), ("hysteresis", 0), ("max_overflows", -1))
+            ],
         ),
     ],
-)  # fmt: skip
-def test_loss_scales_out_of_their_range_are_refused_all_at_once(scale: dict[str, float], texts: list[str]) -> None:
+)
+def test_loss_scales_out_of_their_range_are_refused_all_at_once(
+    scale: dict[str, float], texts: list[str]
+) -> None:
     precision = replace(FP16, loss_scale=LossScaleConfig(**scale))  # type: ignore[arg-type]  # counts are whole
-    assert optim_problems(OptimConfig(), precision) == [f"precision.loss_scale.{text}" for text in texts]
+    assert optim_problems(OptimConfig(), precision) == [
+        f"precision.loss_scale.{text}" for text in texts
+    ]
 
 
 def test_a_loss_scale_serves_fp16_only() -> None:
     precision = PrecisionConfig(params="bf16", loss_scale=LossScaleConfig(constant=1024.0))
     assert optim_problems(OptimConfig(), precision) == [
-        "precision.loss_scale.constant=1024 with precision.params=bf16, whose range needs no loss scale. Set "
-        "precision.params=fp16, or remove precision.loss_scale.constant."
+        "precision.loss_scale.constant=1024 with precision.params=bf16, whose range needs no loss "
+        "scale. Set precision.params=fp16, or remove precision.loss_scale.constant."
     ]
 
 
 def test_overflows_of_fp16_may_not_end_the_run() -> None:
     assert optim_problems(OptimConfig(nonfinite_grad="raise"), FP16) == [
-        "optim.nonfinite_grad=raise with precision.params=fp16, where gradients overflow in good runs too and lower "
+        "optim.nonfinite_grad=raise with precision.params=fp16, where gradients overflow in good "
+        "runs too and lower "
         "the loss scale. Set optim.nonfinite_grad=skip."
     ]

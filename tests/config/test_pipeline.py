@@ -1,4 +1,5 @@
-"""The pipeline's settings: plain values that a run's file can hold, and defaults that mean no pipeline."""
+"""The pipeline's settings: plain values that a run's file can hold, and defaults that mean no
+pipeline."""
 
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -7,7 +8,9 @@ from megalith.plan.schedule import schedule_name
 
 
 def test_every_setting_survives_a_file() -> None:
-    told = PipelineConfig(schedule="zb-v", vpp=2, layout="Et|tL", first_layers=1, last_layers=2, count_loss=True)
+    told = PipelineConfig(
+        schedule="zb-v", vpp=2, layout="Et|tL", first_layers=1, last_layers=2, count_loss=True
+    )
     assert from_dict(PipelineConfig, to_dict(told)) == told
 
 

@@ -8,9 +8,9 @@ from megalith.plan.recompute import layer_spans, modules_again
 def test_every_setting_survives_a_file() -> None:
     told = RecomputeConfig(granularity="selective", modules=("norm", "mlp_act"), check=True)
     assert from_dict(RecomputeConfig, to_dict(told)) == told
-    assert from_dict(OffloadConfig, to_dict(OffloadConfig(layers=3, min_numel=10))) == OffloadConfig(
-        layers=3, min_numel=10
-    )
+    assert from_dict(
+        OffloadConfig, to_dict(OffloadConfig(layers=3, min_numel=10))
+    ) == OffloadConfig(layers=3, min_numel=10)
 
 
 def test_by_default_nothing_is_computed_again_or_sent_away() -> None:

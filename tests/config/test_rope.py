@@ -6,7 +6,9 @@ from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 
-MODEL = ModelConfig(vocab_size=8, hidden_size=24, num_layers=5, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=24, num_layers=5, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
+)
 
 
 def test_layers_without_positions_are_a_pattern_that_repeats() -> None:

@@ -15,8 +15,14 @@ def test_sensible_settings_pass(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1. Use the number of tokens to write."),
-        ({"temperature": -0.5}, "temperature=-0.5 must be 0 (always the best token) or more. Use 1."),
+        (
+            {"max_new_tokens": 0},
+            "max_new_tokens=0 must be at least 1. Use the number of tokens to write.",
+        ),
+        (
+            {"temperature": -0.5},
+            "temperature=-0.5 must be 0 (always the best token) or more. Use 1.",
+        ),
         ({"temperature": float("nan")}, "temperature=nan must be 0"),
         ({"temperature": float("inf")}, "temperature=inf must be 0"),
         ({"top_k": 0}, "top_k=0 must be at least 1. Use 50, or leave it out."),
@@ -30,4 +36,6 @@ def test_settings_that_cannot_be_are_named(fields: dict[str, Any], message: str)
 
 
 def test_all_of_them_are_named_at_once() -> None:
-    assert len(sample_problems(SampleConfig(max_new_tokens=0, temperature=-1, top_k=0, top_p=2))) == 4
+    assert (
+        len(sample_problems(SampleConfig(max_new_tokens=0, temperature=-1, top_k=0, top_p=2))) == 4
+    )

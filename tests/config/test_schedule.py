@@ -28,7 +28,9 @@ def test_a_schedule_does_not_change() -> None:
 
 @pytest.mark.parametrize("fall", get_args(WsdDecayStyle))
 @pytest.mark.parametrize("style", get_args(DecayStyle))
-def test_every_style_that_may_be_chosen_gives_a_rate(style: DecayStyle, fall: WsdDecayStyle) -> None:
+def test_every_style_that_may_be_chosen_gives_a_rate(
+    style: DecayStyle, fall: WsdDecayStyle
+) -> None:
     schedule = ScheduleConfig(lr=1.0, style=style, wsd_decay_style=fall)
     assert 0.0 <= learning_rate(schedule, 75, LENGTHS) <= 1.0
 

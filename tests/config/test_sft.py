@@ -6,18 +6,28 @@ from megalith.config.sft import SFTConfig, sft_problems
 
 def test_conversations_are_a_source_of_their_own() -> None:
     assert data_problems(DataConfig(sft=SFTConfig(mock_conversations=3))) == []
-    assert data_problems(DataConfig(sft=SFTConfig(path=("a.jsonl",), valid_path=("b.jsonl",)))) == []
+    assert (
+        data_problems(DataConfig(sft=SFTConfig(path=("a.jsonl",), valid_path=("b.jsonl",)))) == []
+    )
     (problem,) = data_problems(DataConfig(mock=True, sft=SFTConfig(path=("a.jsonl",))))
-    assert problem.startswith("data has 2 sources (mock, sft): exactly one is needed. Set one of data.path")
+    assert problem.startswith(
+        "data has 2 sources (mock, sft): exactly one is needed. Set one of data.path"
+    )
 
 
 @pytest.mark.parametrize(
     ("sft", "message"),
     [
-        (SFTConfig(path=("a",), mock_conversations=3), "data.sft.mock_conversations=3 with data.sft.path=a: use one"),
+        (
+            SFTConfig(path=("a",), mock_conversations=3),
+            "data.sft.mock_conversations=3 with data.sft.path=a: use one",
+        ),
         (SFTConfig(mock_conversations=0), "data.sft.mock_conversations=0 must be 1 or more"),
         (SFTConfig(valid_path=("b",)), "data.sft.valid_path=b without data.sft.path"),
-        (SFTConfig(date="26 Jul 2024"), "data.sft.date='26 Jul 2024' must be a date like 2024-07-26."),
+        (
+            SFTConfig(date="26 Jul 2024"),
+            "data.sft.date='26 Jul 2024' must be a date like 2024-07-26.",
+        ),
     ],
 )
 def test_what_cannot_be_is_told(sft: SFTConfig, message: str) -> None:
@@ -28,5 +38,7 @@ def test_what_cannot_be_is_told(sft: SFTConfig, message: str) -> None:
 def test_settings_of_running_text_are_refused_beside_conversations() -> None:
     data = DataConfig(sft=SFTConfig(path=("a",)), documents=True, sampler="cyclic")
     (problem,) = data_problems(data)
-    assert problem.startswith("data.documents=True and data.sampler=cyclic with data.sft: conversations have documents")
+    assert problem.startswith(
+        "data.documents=True and data.sampler=cyclic with data.sft: conversations have documents"
+    )
     assert problem.endswith("Remove them, or use data.path.")

@@ -14,11 +14,23 @@ def test_each_kind_has_a_correct_form() -> None:
 @pytest.mark.parametrize(
     "tokenizer, text",
     [
-        (TokenizerConfig(kind="huggingface"), "tokenizer.kind=huggingface needs tokenizer.path. Set it to a folder"),
-        (TokenizerConfig(path="gpt2"), "tokenizer.path=gpt2 belongs to a tokenizer read from files"),
+        (
+            TokenizerConfig(kind="huggingface"),
+            "tokenizer.kind=huggingface needs tokenizer.path. Set it to a folder",
+        ),
+        (
+            TokenizerConfig(path="gpt2"),
+            "tokenizer.path=gpt2 belongs to a tokenizer read from files",
+        ),
         (TokenizerConfig(eod="x"), "tokenizer.eod=x belongs to a tokenizer read from files"),
-        (TokenizerConfig(kind="null"), "tokenizer.vocab_size=None: the null tokenizer has no vocabulary of its own"),
-        (TokenizerConfig(vocab_size=300), "tokenizer.vocab_size=300: a byte tokenizer knows its own size"),
+        (
+            TokenizerConfig(kind="null"),
+            "tokenizer.vocab_size=None: the null tokenizer has no vocabulary of its own",
+        ),
+        (
+            TokenizerConfig(vocab_size=300),
+            "tokenizer.vocab_size=300: a byte tokenizer knows its own size",
+        ),
     ],
 )
 def test_each_broken_rule_is_named_with_its_value(tokenizer: TokenizerConfig, text: str) -> None:

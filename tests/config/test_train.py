@@ -18,7 +18,11 @@ def test_every_setting_says_what_it_means() -> None:
 
 
 def test_a_setting_that_may_be_unset_says_what_unset_means() -> None:
-    silent = [s.path for s in SETTINGS if not s.required and s.default is None and "unset" not in s.doc.lower()]
+    silent = [
+        s.path
+        for s in SETTINGS
+        if not s.required and s.default is None and "unset" not in s.doc.lower()
+    ]
     assert silent == []
 
 
@@ -55,5 +59,8 @@ def test_a_run_never_changes() -> None:
 
 
 def test_configs_recipes_and_plans_load_no_torch() -> None:
-    code = "import sys, megalith.config.train, megalith.recipes, megalith.config.show, megalith.cli.recipes"
+    code = (
+        "import sys, megalith.config.train, megalith.recipes, megalith.config.show, "
+        "megalith.cli.recipes"
+    )
     subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=True)

@@ -115,7 +115,9 @@ def test_yaml_keeps_the_order_of_the_fields() -> None:
 
 def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("name: x\nrate: {lr: 3e-4}\nsteps: 1_000_000\ncap: 4e6\nsizes: [1e3]\ntable: {a: 1}\n")
+    file.write_text(
+        "name: x\nrate: {lr: 3e-4}\nsteps: 1_000_000\ncap: 4e6\nsizes: [1e3]\ntable: {a: 1}\n"
+    )
     run = load_yaml(file, Run)
     assert run.rate.lr == 0.0003
     assert run.steps == 1_000_000
@@ -144,7 +146,9 @@ def test_missing_file_names_the_files_beside_it(tmp_path: Path) -> None:
         (b"name: !!python/object/apply:os.system ['true']\n", "is not YAML"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused_by_name(content: bytes, text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_config_is_refused_by_name(
+    content: bytes, text: str, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError) as error:
@@ -194,7 +198,10 @@ def alias_bomb(levels: int = 12) -> str:
         ("name: &a [*a]", "an alias contains itself"),
         ("name: &a {<<: *a}", "an alias contains itself"),
         (alias_bomb(), "more than 20,000 keys and values (each use of an alias counts)"),
-        (f"a: &a {'x' * 300_000}\nb: [*a, *a]", "more than 524,288 characters (each use of an alias counts)"),
+        (
+            f"a: &a {'x' * 300_000}\nb: [*a, *a]",
+            "more than 524,288 characters (each use of an alias counts)",
+        ),
         ("a: 1\n" * 20_000, "more than 20,000 keys and values"),
         ("#" * 600_000, "it has 600,000 characters, and the limit is 524,288"),
     ],
@@ -212,7 +219,9 @@ def test_yaml_beyond_limits_or_with_invalid_value_is_rejected_with_reason(
 
 def test_aliases_within_limits_are_expanded(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("name: &a x\nrate: {lr: 1}\npaths: [*a, *a]\nmaybe: {<<: {style: none}, lr: 2}\n")
+    file.write_text(
+        "name: &a x\nrate: {lr: 1}\npaths: [*a, *a]\nmaybe: {<<: {style: none}, lr: 2}\n"
+    )
     run = load_yaml(file, Run)
     assert run.paths == ("x", "x") and run.maybe == Rate(lr=2.0, style="none")
 
@@ -234,29 +243,72 @@ def test_text_that_no_file_can_hold_is_rejected(text: str) -> None:
 
 def test_whole_number_beyond_64_bits_is_rejected() -> None:
     text = overridden(steps=str(2**63), cap="9" * 400)
-    assert f"steps={2**63}: the largest whole number is {2**63 - 1} (2**63 - 1). Use a smaller one." in text
+    assert (
+        f"steps={2**63}: the largest whole number is {2**63 - 1} (2**63 - 1). Use a smaller one."
+        in text
+    )
     assert "cap=999" in text and "rate.lr" in refused({"name": "x", "rate": {"lr": 10**400}})
 
 
 def test_fuzzed_yaml_and_overrides_are_read_or_rejected_with_config_error(tmp_path: Path) -> None:
     pieces = [
-        "name: ", "rate: {lr: 1}\n", "steps: ", "\n", "- ", "? ", ": ", "[", "]", "{", "}", "&a ", "*a", "<<: ",
-        "!!int ", "!!bool ", "!!timestamp ", "!!binary ", "!!set ", "!!omap ", "!!python/name:os.system ",
-        "2001-99-99", "1:99:99", "0x", "1e999", ".nan", "|\n", "'", '"', "\\u", "\\ud800", "%YAML 9.9\n", "---\n",
-        "...\n", "\t", "é", "\x07", "x", "9" * 5000,
-    ]  # fmt: skip
+        "name: ",
+        "rate: {lr: 1}\n",
+        "steps: ",
+        "\n",
+        "- ",
+        "? ",
+        ": ",
+        "[",
+        "]",
+        "{",
+        "}",
+        "&a ",
+        "*a",
+        "<<: ",
+        "!!int ",
+        "!!bool ",
+        "!!timestamp ",
+        "!!binary ",
+        "!!set ",
+        "!!omap ",
+        "!!python/name:os.system ",
+        "2001-99-99",
+        "1:99:99",
+        "0x",
+        "1e999",
+        ".nan",
+        "|\n",
+        "'",
+        '"',
+        "\\u",
+        "\\ud800",
+        "%YAML 9.9\n",
+        "---\n",
+        "...\n",
+        "\t",
+        "é",
+        "\x07",
+        "x",
+        "9" * 5000,
+    ]
     file = tmp_path / "run.yaml"
     for seed in range(500):
         draw = random.Random(seed)
         text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
-        name = draw.choice(["name", "rate", "rate.lr", "steps", "cap", "paths", "pair", "items", "table", "either"])
+        name = draw.choice(
+            ["name", "rate", "rate.lr", "steps", "cap", "paths", "pair", "items", "table", "either"]
+        )
         file.write_text(text)
         for read in (partial(load_yaml, file, Run), partial(apply_overrides, SMALL, {name: text})):
             try:
                 read()
             except ConfigError as error:
                 if len(str(error)) > 5000:
-                    pytest.fail(f"seed {seed}, {name}, {text[:200]!r}: a message of {len(str(error))} characters")
+                    pytest.fail(
+                        f"seed {seed}, {name}, {text[:200]!r}: a message of {len(str(error))} "
+                        "characters"
+                    )
             except Exception as error:
                 pytest.fail(f"seed {seed}, {name}, {text[:200]!r}: {error!r}")
 
@@ -275,7 +327,10 @@ def test_all_problems_are_told_together_with_their_paths() -> None:
 
 
 def test_missing_settings_are_named_with_what_they_mean() -> None:
-    assert refused({"name": "x", "rate": {}}) == "rate.lr is missing. Set it to a number: Learning rate."
+    assert (
+        refused({"name": "x", "rate": {}})
+        == "rate.lr is missing. Set it to a number: Learning rate."
+    )
     assert "rate is missing:  Set rate.lr." in refused({"name": "x"})
 
 
@@ -291,13 +346,17 @@ def test_missing_settings_are_named_with_what_they_mean() -> None:
         ({"on": "true"}, "on=true: expected true or false, found text. Remove the quotes."),
         ({"cap": "many"}, "cap=many: expected a whole number or null, found text."),
         ({"paths": "corpus"}, "paths=corpus: expected a list of text, found text. Use [corpus]."),
-        ({"paths": ["a", 0.3]}, "paths[1]=0.3: expected text, found a number. Put it in quotes: '0.3'."),
+        (
+            {"paths": ["a", 0.3]},
+            "paths[1]=0.3: expected text, found a number. Put it in quotes: '0.3'.",
+        ),
         ({"pair": [1]}, "pair=[1]: expected a list of 2: a whole number, text, found a list."),
         ({"items": [{"path": "a", "wieght": 1}]}, "items[0].wieght=1: there is no such setting."),
         ({"items": [{}]}, "items[0].path is missing"),
         (
             {"rate": {"lr": 1, "style": "cosin"}},
-            "rate.style=cosin: there is no such choice. Did you mean cosine? Use one of constant, cosine, none.",
+            "rate.style=cosin: there is no such choice. Did you mean cosine? Use one of constant, "
+            "cosine, none.",
         ),
         ({"rate": 3}, "rate=3: expected a mapping, found a whole number."),
         ({"rate": None}, "rate=None: expected a mapping, found null."),
@@ -305,17 +364,38 @@ def test_missing_settings_are_named_with_what_they_mean() -> None:
         ({"table": {"a": "x"}}, "table.a=x: expected a number"),
         ({"level": 3}, "level=3: there is no such choice. Use one of 0, 1, 2."),
         ({"level": 2.0}, "level=2.0: there is no such choice. Did you mean 2? Use one of 0, 1, 2."),
-        ({"level": "2"}, "level=2: there is no such choice. Remove the quotes. Use one of 0, 1, 2."),
+        (
+            {"level": "2"},
+            "level=2: there is no such choice. Remove the quotes. Use one of 0, 1, 2.",
+        ),
         ({"level": True}, "level=True: there is no such choice. Use one of 0, 1, 2."),
-        ({"mood": "Good"}, "mood=Good: there is no such choice. Did you mean good? Use one of none, good or null."),
-        ({"moods": ["good", "bda"]}, "moods[1]=bda: there is no such choice. Did you mean bad? Use one of very-good"),
-        ({"moods": ["VERY_GOOD"]}, "moods[0]=VERY_GOOD: there is no such choice. Did you mean very-good? Use one of"),
-        ({"moods": "god"}, "moods=god: expected a list of one of very-good, good, bad, found text. Did you mean good?"),
-        ({"moods": "bad"}, "moods=bad: expected a list of one of very-good, good, bad, found text. Use [bad]."),
+        (
+            {"mood": "Good"},
+            "mood=Good: there is no such choice. Did you mean good? Use one of none, good or null.",
+        ),
+        (
+            {"moods": ["good", "bda"]},
+            "moods[1]=bda: there is no such choice. Did you mean bad? Use one of very-good",
+        ),
+        (
+            {"moods": ["VERY_GOOD"]},
+            "moods[0]=VERY_GOOD: there is no such choice. Did you mean very-good? Use one of",
+        ),
+        (
+            {"moods": "god"},
+            "moods=god: expected a list of one of very-good, good, bad, found text. Did you mean "
+            "good?",
+        ),
+        (
+            {"moods": "bad"},
+            "moods=bad: expected a list of one of very-good, good, bad, found text. Use [bad].",
+        ),
         ({"either": []}, "either=[]: expected text or a number, found a list."),
     ],
 )
-def test_a_wrong_type_is_told_with_path_expected_and_found(change: dict[str, Any], text: str) -> None:
+def test_a_wrong_type_is_told_with_path_expected_and_found(
+    change: dict[str, Any], text: str
+) -> None:
     assert text in refused({"name": "x", "rate": {"lr": 0.1}} | change)
 
 
@@ -337,11 +417,18 @@ CHOICES = [choice for cls in (TrainRun, PrepareConfig) for choice in choices(cls
 
 def test_the_settings_with_choices_are_found() -> None:
     names = {path for _, path, _, _ in CHOICES}
-    assert {"parallel.zero", "parallel.pipeline.schedule", "parallel.context.layers", "recompute.modules"} <= names
+    assert {
+        "parallel.zero",
+        "parallel.pipeline.schedule",
+        "parallel.context.layers",
+        "recompute.modules",
+    } <= names
     assert len(names) > 15
 
 
-@pytest.mark.parametrize(("root", "path", "words", "many"), CHOICES, ids=[path for _, path, _, _ in CHOICES])
+@pytest.mark.parametrize(
+    ("root", "path", "words", "many"), CHOICES, ids=[path for _, path, _, _ in CHOICES]
+)
 def test_a_choice_that_is_none_is_answered_with_field_value_choices_and_the_nearest(
     root: type, path: str, words: list[Any], many: bool
 ) -> None:
@@ -354,7 +441,9 @@ def test_a_choice_that_is_none_is_answered_with_field_value_choices_and_the_near
         with pytest.raises(ConfigError) as error:
             from_dict(root, data)
         (line,) = [line for line in str(error.value).splitlines() if f"={typo}:" in line]
-        assert f"{path}{'[0]' if many else ''}={typo}: there is no such choice. Did you mean " in line
+        assert (
+            f"{path}{'[0]' if many else ''}={typo}: there is no such choice. Did you mean " in line
+        )
         assert str(word) in line.split("Did you mean ")[1].split("?")[0]
         assert f" Use one of {', '.join(map(str, words))}" in line
 
@@ -408,7 +497,9 @@ def test_none_unsets_a_field_that_may_be_unset_and_only_such_a_field() -> None:
 
 def test_one_word_or_an_empty_list_make_a_list() -> None:
     assert apply_overrides(SMALL, {"paths": "a"}).paths == ("a",)
-    assert apply_overrides(FULL, {"paths": "[]", "sizes": "[4]"}) == replace(FULL, paths=(), sizes=[4])
+    assert apply_overrides(FULL, {"paths": "[]", "sizes": "[4]"}) == replace(
+        FULL, paths=(), sizes=[4]
+    )
 
 
 def test_none_is_a_word_where_the_field_knows_it() -> None:
@@ -426,13 +517,23 @@ def test_a_mapping_replaces_a_whole_section() -> None:
 
 
 def test_unknown_names_and_wrong_values_are_told_together() -> None:
-    text = overridden(rate__lt="3", steps="ten", on="maybe", rate__lr=["1", "2"], rate__style="cosin", rate__lr__x="1")
+    text = overridden(
+        rate__lt="3",
+        steps="ten",
+        on="maybe",
+        rate__lr=["1", "2"],
+        rate__style="cosin",
+        rate__lr__x="1",
+    )
     assert text.startswith("6 settings must be changed")
     assert "rate.lt=3: there is no such setting. Did you mean rate.lr?" in text
     assert "steps=ten: expected a whole number, found text." in text
     assert "on=maybe: expected true or false, found text." in text
     assert "rate.lr=['1', '2']: expected a number, found a list." in text
-    assert "rate.style=cosin: there is no such choice. Did you mean cosine? Use one of constant, cosine, none." in text
+    assert (
+        "rate.style=cosin: there is no such choice. Did you mean cosine? Use one of constant, "
+        "cosine, none." in text
+    )
     assert "rate.lr is one value: set that." in text
 
 

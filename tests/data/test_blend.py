@@ -46,7 +46,9 @@ def test_a_longer_order_begins_with_the_shorter_one() -> None:
 def test_an_exhaustive_order_uses_every_sample_once() -> None:
     order = exhaustive_order([7, 1, 12, 4])
     pairs = sorted(zip(order.members.tolist(), order.samples.tolist()))
-    assert pairs == [(member, sample) for member, size in enumerate([7, 1, 12, 4]) for sample in range(size)]
+    assert pairs == [
+        (member, sample) for member, size in enumerate([7, 1, 12, 4]) for sample in range(size)
+    ]
 
 
 def test_members_are_built_for_a_little_more_than_their_share() -> None:
@@ -56,7 +58,9 @@ def test_members_are_built_for_a_little_more_than_their_share() -> None:
 
 def members(count: int, num_samples: int) -> list[PretrainDataset]:
     plan = WindowPlan(seq_len=4, num_samples=num_samples, seed=1)
-    return [PretrainDataset(MockStore(99, 98, 30 + i, 20), plan, vocab_size=99) for i in range(count)]
+    return [
+        PretrainDataset(MockStore(99, 98, 30 + i, 20), plan, vocab_size=99) for i in range(count)
+    ]
 
 
 def test_samples_come_from_the_member_and_place_of_the_order() -> None:
@@ -65,14 +69,19 @@ def test_samples_come_from_the_member_and_place_of_the_order() -> None:
     assert len(blend) == blend.num_samples == 30
     assert blend.sample(1).ids.tolist() == parts[1].sample(0).ids.tolist()
     assert blend.sample(2).ids.tolist() == parts[0].sample(1).ids.tolist()
-    with pytest.raises(DataError, match=r"the blend has 30 samples, and sample 30 was asked for\. Use more data"):
+    with pytest.raises(
+        DataError, match=r"the blend has 30 samples, and sample 30 was asked for\. Use more data"
+    ):
         blend.sample(30)
 
 
 def test_a_member_that_is_too_short_is_named() -> None:
     parts = members(2, 10)
     order = BlendOrder(np.ones(10_000, np.int16), np.arange(10_000))
-    text = rf"corpus-b has {parts[1].num_samples} samples, and the blend takes 10000 of them\. Set data.mid_level"
+    text = (
+        rf"corpus-b has {parts[1].num_samples} samples, and the blend takes 10000 of them\. "
+        rf"Set data.mid_level"
+    )
     with pytest.raises(DataError, match=text):
         BlendedDataset(parts, ["a", "corpus-b"], order, "print")
 

@@ -42,7 +42,8 @@ def tokens(dataset: Any) -> set[int]:
 
 
 def write_uneven(folder: Path, name: str, documents: int, step: int, first: int) -> str:
-    """Documents of 0 to 40 tokens, made by a formula that Megatron's golden samples were made with, too."""
+    """Documents of 0 to 40 tokens, made by a formula that Megatron's golden samples were made with,
+    too."""
     with IndexedDatasetBuilder(str(folder / name), np.uint16) as builder:
         for document in range(documents):
             if length := document * step % 41:
@@ -52,8 +53,9 @@ def write_uneven(folder: Path, name: str, documents: int, step: int, first: int)
     return str(folder / name)
 
 
-# SHA-256 (16 digits) of the first 400, 37 and 5 samples that megatron-core 0.16.1 gives of the three splits, and their
-# numbers, recorded with its BlendedMegatronDatasetBuilder on stores of the same bytes.
+# SHA-256 (16 digits) of the first 400, 37 and 5 samples that megatron-core 0.16.1 gives of the
+# three splits, and their numbers, recorded with its BlendedMegatronDatasetBuilder on stores of the
+# same bytes.
 MEGATRON = [
     ("A", 16, ("53aefbc82b81916c", "966ee88e682d63e4", "c478bae41ce9c510"), (444, 52, 19)),
     ("A", 31, ("1228f9564e011937", "0d8325c9c35cd43a", "8d618b66bd30df1d"), (459, 44, 10)),
@@ -68,7 +70,10 @@ MEGATRON = [
 def test_samples_are_megatrons(
     tmp_path: Path, words: str, seq_len: int, digests: tuple[str, ...], sizes: tuple[int, ...]
 ) -> None:
-    stores = {"A": write_uneven(tmp_path, "A", 150, 7919, 0), "B": write_uneven(tmp_path, "B", 220, 104729, 9)}
+    stores = {
+        "A": write_uneven(tmp_path, "A", 150, 7919, 0),
+        "B": write_uneven(tmp_path, "B", 220, 104729, 9),
+    }
     data = DataConfig(path=tuple(stores.get(word, word) for word in words.split()), split="8,1,1")
     counts = {"train_samples": 400, "valid_samples": 37, "test_samples": 5}
     splits = build(data, seq_len=seq_len, vocab_size=50021, **counts)
@@ -80,7 +85,9 @@ def test_samples_are_megatrons(
     assert made == list(zip(digests, sizes))
 
 
-def test_mock_data_gives_all_three_splits_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mock_data_gives_all_three_splits_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     splits = build(DataConfig(mock=True, mock_num_documents=30, mock_max_tokens=50), test_samples=3)
     assert splits.train is not None and splits.valid is not None and splits.test is not None
@@ -89,22 +96,44 @@ def test_mock_data_gives_all_three_splits_without_a_file(tmp_path: Path, monkeyp
 
 
 def test_splits_of_one_store_share_no_document(tmp_path: Path) -> None:
-    splits = build(DataConfig(path=(write(tmp_path, "a"),), split="6,2,2"), valid_samples=None, test_samples=None)
-    parts = [{token // 13 for token in tokens(part)} for part in (splits.train, splits.valid, splits.test)]
-    assert parts[0] <= set(range(12)) and parts[1] <= set(range(12, 16)) and parts[2] <= set(range(16, 20))
+    splits = build(
+        DataConfig(path=(write(tmp_path, "a"),), split="6,2,2"),
+        valid_samples=None,
+        test_samples=None,
+    )
+    parts = [
+        {token // 13 for token in tokens(part)}
+        for part in (splits.train, splits.valid, splits.test)
+    ]
+    assert (
+        parts[0] <= set(range(12))
+        and parts[1] <= set(range(12, 16))
+        and parts[2] <= set(range(16, 20))
+    )
 
 
 def test_splits_with_files_of_their_own_read_all_of_them(tmp_path: Path) -> None:
-    data = DataConfig(train_path=(write(tmp_path, "a"),), valid_path=(write(tmp_path, "b", 1000, 5),))
+    data = DataConfig(
+        train_path=(write(tmp_path, "a"),), valid_path=(write(tmp_path, "b", 1000, 5),)
+    )
     splits = build(data, valid_samples=None)
     assert splits.valid is not None and tokens(splits.valid) >= set(range(1000, 1060))
     assert splits.test is None
-    with pytest.raises(ConfigError, match=r"data\.test_path is not set, but the run reads 3 test samples\. Set it"):
+    with pytest.raises(
+        ConfigError, match=r"data\.test_path is not set, but the run reads 3 test samples\. Set it"
+    ):
         build(data, test_samples=3)
 
 
 def test_a_weighted_blend_mixes_by_weight(tmp_path: Path) -> None:
-    paths = ("3", write(tmp_path, "a"), "0", write(tmp_path, "b", 1000), "1", write(tmp_path, "c", 2000))
+    paths = (
+        "3",
+        write(tmp_path, "a"),
+        "0",
+        write(tmp_path, "b", 1000),
+        "1",
+        write(tmp_path, "c", 2000),
+    )
     train = build(DataConfig(path=paths, split="1,0,0"), train_samples=100, valid_samples=0).train
     assert train is not None and len(train) == 100
     samples = [train.sample(k) for k in range(100)]
@@ -118,18 +147,25 @@ def test_a_blend_without_weights_reads_each_once(tmp_path: Path) -> None:
     assert train is not None and len(train) == 32 + 16
     inputs = [int(token) for k in range(48) for token in train.sample(k).ids[:-1]]
     assert len(inputs) == len(set(inputs))
-    text = r"training data has 48 samples, and the run reads 49\. Set weights in front of the prefixes"
+    text = (
+        r"training data has 48 samples, and the run reads 49\. Set weights in front of the prefixes"
+    )
     with pytest.raises(DataError, match=text):
         build(data, train_samples=49, valid_samples=0)
 
 
 def test_a_whole_split_cannot_be_weighted(tmp_path: Path) -> None:
     data = DataConfig(path=("1", write(tmp_path, "a"), "2", write(tmp_path, "b")), split="1,1,0")
-    with pytest.raises(ConfigError, match=r"data weights \[1\.0, 2\.0\] cannot be honoured over the whole valid split"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data weights \[1\.0, 2\.0\] cannot be honoured over the whole valid split",
+    ):
         build(data, valid_samples=None)
 
 
-def test_the_index_is_kept_beside_the_data_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_kept_beside_the_data_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = DataConfig(path=(write(tmp_path, "a"),), split="1,1,0")
     first = build(data)
 
@@ -152,7 +188,10 @@ def test_the_index_is_kept_beside_the_data_and_read_again(tmp_path: Path, monkey
 def test_a_blend_is_kept_in_the_cache_folder(tmp_path: Path) -> None:
     paths = ("1", write(tmp_path, "a"), "2", write(tmp_path, "b", 1000))
     build(DataConfig(path=paths, split="1,1,0", cache_path=str(tmp_path / "cache")))
-    assert len([path for path in (tmp_path / "cache").iterdir() if path.name.endswith("-members.npy")]) == 2
+    assert (
+        len([path for path in (tmp_path / "cache").iterdir() if path.name.endswith("-members.npy")])
+        == 2
+    )
     assert not (tmp_path / "a").exists()
 
 
@@ -164,7 +203,9 @@ def test_the_fingerprint_of_a_blend_follows_weights_and_members(tmp_path: Path) 
         assert train is not None
         prints.append(train.fingerprint)
     assert len(set(prints)) == 3
-    longer = build(DataConfig(path=("1", a, "2", b), split="1,0,0"), valid_samples=0, train_samples=41).train
+    longer = build(
+        DataConfig(path=("1", a, "2", b), split="1,0,0"), valid_samples=0, train_samples=41
+    ).train
     assert longer is not None and longer.fingerprint == prints[0]
 
 
@@ -178,12 +219,15 @@ def test_a_longer_run_can_keep_the_order_it_began_with(tmp_path: Path) -> None:
     assert kept.fingerprint == short.fingerprint != longer.fingerprint
     assert kept.sample(39).ids.tolist() == short.sample(39).ids.tolist()
     with pytest.raises(
-        DataError, match=r"has 64 samples, and the run reads 70\. Set data\.num_train_samples=40 higher"
+        DataError,
+        match=r"has 64 samples, and the run reads 70\. Set data\.num_train_samples=40 higher",
     ):
         build(pinned, train_samples=70, valid_samples=0)
 
 
-@pytest.mark.parametrize("sources", [("a",), ("1", "a", "2.5", "b"), ("0", "a", "3", "b", "1", "c")])
+@pytest.mark.parametrize(
+    "sources", [("a",), ("1", "a", "2.5", "b"), ("0", "a", "3", "b", "1", "c")]
+)
 def test_a_run_made_longer_keeps_what_it_has_read_whatever_it_reads_from(
     sources: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -194,21 +238,29 @@ def test_a_run_made_longer_keeps_what_it_has_read_whatever_it_reads_from(
     for count in (40, 300, 310, 1000):
         longer = (*longer, count)
         train = build(
-            data, train_samples=longer[0], train_longer=longer[1:], valid_samples=0, vocab_size=50021
-        ).train  # fmt: skip
+            data,
+            train_samples=longer[0],
+            train_longer=longer[1:],
+            valid_samples=0,
+            vocab_size=50021,
+        ).train
         assert train is not None and train.num_samples >= count
         now = [train.sample(k).ids.tolist() for k in range(count)]
         assert now[: len(seen)] == seen
         seen = now
     straight = build(data, train_samples=1000, valid_samples=0, vocab_size=50021).train
-    assert straight is not None and [straight.sample(k).ids.tolist() for k in range(40)] != seen[:40]
+    assert (
+        straight is not None and [straight.sample(k).ids.tolist() for k in range(40)] != seen[:40]
+    )
 
 
 def test_samples_that_are_read_once_end_however_long_the_run_is_made(tmp_path: Path) -> None:
     data = DataConfig(path=(write(tmp_path, "a"), write(tmp_path, "b", 1000)), split="1,0,0")
     short, longer = (build(data, train_longer=more, valid_samples=0).train for more in ((), (60,)))
     assert short is not None and longer is not None and short.fingerprint == longer.fingerprint
-    assert [short.sample(k).ids.tolist() for k in range(40)] == [longer.sample(k).ids.tolist() for k in range(40)]
+    assert [short.sample(k).ids.tolist() for k in range(40)] == [
+        longer.sample(k).ids.tolist() for k in range(40)
+    ]
     most = build(data, train_longer=(1000,), valid_samples=0).train
     assert most is not None and most.num_samples == 64  # the caller refuses
 
@@ -223,7 +275,10 @@ def test_an_order_that_was_pinned_is_continued_too(tmp_path: Path) -> None:
 
 def test_every_missing_store_is_named_at_once(tmp_path: Path) -> None:
     data = DataConfig(path=(str(tmp_path / "one"), write(tmp_path, "a"), str(tmp_path / "two")))
-    with pytest.raises(DataError, match=r"one\.idx and .*one\.bin not found(.|\n)*two\.idx and .*two\.bin not found"):
+    with pytest.raises(
+        DataError,
+        match=r"one\.idx and .*one\.bin not found(.|\n)*two\.idx and .*two\.bin not found",
+    ):
         build(data)
 
 
@@ -231,15 +286,24 @@ def test_every_missing_store_is_named_at_once(tmp_path: Path) -> None:
     "changes, text",
     [
         ({"seed": -1}, r"seed=-1: the order of samples needs a seed of 0 to 4294967295\. Set seed"),
-        ({"test_samples": 5}, r"data\.split=1,1,0 gives test nothing, but the run reads 5 test samples\. Set a test"),
+        (
+            {"test_samples": 5},
+            r"data\.split=1,1,0 gives test nothing, but the run reads 5 test samples\. Set a test",
+        ),
         (
             {"seq_len": 500},
-            r"the train split of .* has 130 tokens in 10 sequences, and one sample needs 501\. Use more",
+            r"the train split of .* has 130 tokens in 10 sequences, and one sample needs 501\. Use "
+            r"more",
         ),
-        ({"vocab_size": 200}, r"a: token id 2\d\d is outside the vocabulary of 200 ids\. Use the tokenizer"),
+        (
+            {"vocab_size": 200},
+            r"a: token id 2\d\d is outside the vocabulary of 200 ids\. Use the tokenizer",
+        ),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_run(tmp_path: Path, changes: dict[str, int], text: str) -> None:
+def test_what_cannot_work_is_refused_before_the_run(
+    tmp_path: Path, changes: dict[str, int], text: str
+) -> None:
     with pytest.raises((ConfigError, DataError), match=text):
         build(DataConfig(path=(write(tmp_path, "a"),), split="1,1,0"), **changes)
 
@@ -249,7 +313,11 @@ def test_a_broken_rule_of_the_settings_is_refused() -> None:
         build(DataConfig())
 
 
-def test_a_member_without_weight_is_left_out_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_member_without_weight_is_left_out_with_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
-        build(DataConfig(path=("1", write(tmp_path, "a"), "0", write(tmp_path, "b")), split="1,1,0"))
+        build(
+            DataConfig(path=("1", write(tmp_path, "a"), "0", write(tmp_path, "b")), split="1,1,0")
+        )
     assert "b has weight 0 and is not read" in caplog.text

@@ -88,11 +88,15 @@ def _die_while_writing(folder: str) -> None:
 
 def _build_slowly(folder: str) -> None:
     with (Path(folder) / "calls").open("a") as file:
-        load_or_build(Path(folder), "x", lambda: (file.write("built\n"), {"a": np.arange(1_000_000)})[1])
+        load_or_build(
+            Path(folder), "x", lambda: (file.write("built\n"), {"a": np.arange(1_000_000)})[1]
+        )
 
 
 def test_a_killed_builder_leaves_no_entry(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_die_while_writing, args=(str(tmp_path),))
+    process = multiprocessing.get_context("fork").Process(
+        target=_die_while_writing, args=(str(tmp_path),)
+    )
     process.start()
     process.join(30)
     assert process.exitcode == -signal.SIGKILL
@@ -114,16 +118,24 @@ def test_of_several_processes_one_builds(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"indices cannot be kept in .*file/cache.*Set data\.cache_path to a folder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"indices cannot be kept in .*file/cache.*Set data\.cache_path to a folder",
+    ):
         load_or_build(tmp_path / "file" / "cache", "x", Builder())
 
 
-def test_a_full_disk_is_told_and_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_and_leaves_no_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_space(*arguments: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "save", no_space)
-    with pytest.raises(DataError, match=r"cannot be kept \(.*No space left on device\)\. Free some space, or set data"):
+    with pytest.raises(
+        DataError,
+        match=r"cannot be kept \(.*No space left on device\)\. Free some space, or set data",
+    ):
         load_or_build(tmp_path, "x", Builder())
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 

@@ -12,10 +12,12 @@ from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError
 
 TALK: list[dict[str, Any]] = [
-    {"role": "system", "content": "be <b>brief</b>"}, {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "yo"}, {"role": "user", "content": "more"},
+    {"role": "system", "content": "be <b>brief</b>"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "more"},
     {"role": "assistant", "content": "no"},
-]  # fmt: skip
+]
 WITHOUT_BLOCKS = """{% for message in messages %}
     {%- if message.role == 'user' and loop.index0 > 1 and messages[loop.index0 - 1].role == 'user' %}
         {{- raise_exception('roles must alternate') }}
@@ -51,13 +53,17 @@ def learnt(template: ChatTemplate, talk: list[dict[str, Any]] = TALK) -> list[st
     return [piece.text for piece in template.pieces(talk) if piece.learnt]
 
 
-@pytest.mark.parametrize("source", [*BUILT_IN.values(), WITHOUT_BLOCKS, MANY_FEATURES, LOOP_FEATURES])
+@pytest.mark.parametrize(
+    "source", [*BUILT_IN.values(), WITHOUT_BLOCKS, MANY_FEATURES, LOOP_FEATURES]
+)
 @pytest.mark.parametrize("prompt", [False, True])
 def test_the_text_is_that_of_transformers(source: str, prompt: bool) -> None:
     theirs = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
     tools = [{"name": "f", "text": "<&>"}]
-    (expected,), _ = theirs([TALK], tools=tools, chat_template=source, add_generation_prompt=prompt, **specials)
+    (expected,), _ = theirs(
+        [TALK], tools=tools, chat_template=source, add_generation_prompt=prompt, **specials
+    )
     assert ChatTemplate("t", source, specials).render(TALK, tools=tools, prompt=prompt) == expected
 
 
@@ -70,10 +76,12 @@ def test_generation_blocks_are_what_is_learnt_and_the_pieces_are_the_whole() -> 
 
 
 SPOKEN: list[dict[str, Any]] = [
-    {"role": "system", "content": " Be brief. /no_think\n"}, {"role": "user", "content": "/think hi\n"},
-    {"role": "assistant", "content": "\n yo /think "}, {"role": "user", "content": "more"},
+    {"role": "system", "content": " Be brief. /no_think\n"},
+    {"role": "user", "content": "/think hi\n"},
+    {"role": "assistant", "content": "\n yo /think "},
+    {"role": "user", "content": "more"},
     {"role": "assistant", "content": "a\nb"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -81,34 +89,46 @@ SPOKEN: list[dict[str, Any]] = [
     [
         (
             "nemotron-h-aligned",
-            "<SPECIAL_10>System\nBe brief. /no_think\n<SPECIAL_11>User\n/think hi\n<SPECIAL_11>Assistant\nyo /think\n"
+            "<SPECIAL_10>System\nBe brief. /no_think\n<SPECIAL_11>User\n/think "
+            "hi\n<SPECIAL_11>Assistant\nyo /think\n"
             "<SPECIAL_11>User\nmore\n<SPECIAL_11>Assistant\na\nb\n",
-            ["yo /think\n", "a\nb\n"], "",
+            ["yo /think\n", "a\nb\n"],
+            "",
         ),
         (
             "nemotron-nano-v2",
-            "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\nhi\n<SPECIAL_11>Assistant\nyo /think\n<SPECIAL_12>\n"
+            "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\nhi\n<SPECIAL_11>Assistant\nyo "
+            "/think\n<SPECIAL_12>\n"
             "<SPECIAL_11>User\nmore\n<SPECIAL_11>Assistant\na\nb\n<SPECIAL_12>\n",
-            ["yo /think\n<SPECIAL_12>\n", "a\nb\n<SPECIAL_12>\n"], "<SPECIAL_11>Assistant\n",
+            ["yo /think\n<SPECIAL_12>\n", "a\nb\n<SPECIAL_12>\n"],
+            "<SPECIAL_11>Assistant\n",
         ),
     ],
-)  # fmt: skip
-def test_nemotrons_formats_are_megatrons(name: str, text: str, answers: list[str], prompt: str) -> None:
+)
+def test_nemotrons_formats_are_megatrons(
+    name: str, text: str, answers: list[str], prompt: str
+) -> None:
     template = ChatTemplate(name, BUILT_IN[name])
     assert template.render(SPOKEN) == text and learnt(template, SPOKEN) == answers
     assert template.render(SPOKEN[:-1], prompt=True) == template.render(SPOKEN[:-1]) + prompt
     assert template.render(SPOKEN).startswith(template.render(SPOKEN[:-1], prompt=True))
     assert template.turn_end() == ("<SPECIAL_12>" if prompt else "")
-    with pytest.raises(DataError, match=rf"{name}: .*it has no words for the role tool.*or set another template"):
+    with pytest.raises(
+        DataError, match=rf"{name}: .*it has no words for the role tool.*or set another template"
+    ):
         template.render([*SPOKEN[:2], {"role": "tool", "content": "7"}])
 
 
 def test_without_blocks_turns_are_learnt_from_where_they_depart_from_the_prompt() -> None:
     template = ChatTemplate("t", WITHOUT_BLOCKS, {"eos_token": "</s>"})
     assert learnt(template) == ["yo</s>", "no</s>"]
-    assert template.pieces(TALK)[0] == Piece("[system]be <b>brief</b></s>[user]hi</s>[assistant]", False)
+    assert template.pieces(TALK)[0] == Piece(
+        "[system]be <b>brief</b></s>[user]hi</s>[assistant]", False
+    )
     no_prompt = ChatTemplate("t", WITHOUT_BLOCKS.split("{%- if add")[0], {"eos_token": "</s>"})
-    assert learnt(no_prompt) == ["[assistant]yo</s>", "[assistant]no</s>"], "no one else writes its header"
+    assert learnt(no_prompt) == ["[assistant]yo</s>", "[assistant]no</s>"], (
+        "no one else writes its header"
+    )
 
 
 @pytest.mark.parametrize("source", [BUILT_IN["identity"], WITHOUT_BLOCKS])
@@ -120,10 +140,14 @@ def test_a_message_can_be_left_out(source: str) -> None:
 
 
 def test_a_template_that_forgets_earlier_turns_is_refused_with_the_first_difference() -> None:
-    forgets = "{% for m in messages %}{{ '[' + m.role + ']' + (m.content if loop.last or m.role == 'user' else '-') }}"
+    forgets = (
+        "{% for m in messages %}{{ '[' + m.role + ']' + (m.content if loop.last or m.role "
+        "== 'user' else '-') }}"
+    )
     template = ChatTemplate("t.jinja", forgets + "{% endfor %}")
     message = (
-        r"t.jinja: the first 3 messages alone are not how .* at character \d+ they have 'yo', the whole has '-.user"
+        r"t.jinja: the first 3 messages alone are not how .* at character \d+ they have "
+        r"'yo', the whole has '-.user"
     )
     with pytest.raises(DataError, match=message):
         template.pieces(TALK)
@@ -132,11 +156,27 @@ def test_a_template_that_forgets_earlier_turns_is_refused_with_the_first_differe
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ raise_exception('no tools here') }}", r"t: the chat template refuses .*TemplateError: no tools here"),
-        ("{{ messages[99].content }}", r"t: the chat template refuses the conversation \(UndefinedError"),
-        ("{{ messages.append(1) }}", r"t: the chat template refuses the conversation \(SecurityError"),
-        ("{{ ''.__class__.__mro__ }}", r"t: the chat template refuses the conversation \(SecurityError"),
-        ("{% for %}", r"^t: not a Jinja template \(TemplateSyntaxError: .*Use the file that came with the model"),
+        (
+            "{{ raise_exception('no tools here') }}",
+            r"t: the chat template refuses .*TemplateError: no tools here",
+        ),
+        (
+            "{{ messages[99].content }}",
+            r"t: the chat template refuses the conversation \(UndefinedError",
+        ),
+        (
+            "{{ messages.append(1) }}",
+            r"t: the chat template refuses the conversation \(SecurityError",
+        ),
+        (
+            "{{ ''.__class__.__mro__ }}",
+            r"t: the chat template refuses the conversation \(SecurityError",
+        ),
+        (
+            "{% for %}",
+            r"^t: not a Jinja template \(TemplateSyntaxError: .*Use the file that came with the "
+            r"model",
+        ),
     ],
 )
 def test_templates_that_fail_or_do_what_they_should_not_are_told(source: str, message: str) -> None:
@@ -158,7 +198,8 @@ TWICE = TRIPLE + TRIPLE.replace("x", "y")
         LOOP + "{% for j in range(99999) if false %}{% endfor %}" + END,
         "{% for i in [[1, 2]] recursive %}{{ loop([[1, 2]] * 99999) }}{% endfor %}",
         LOOP + "x" * 60_000 + END,
-        "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ "
+        "f(60) }}",
         "{{ messages | tojson(indent=10**9) }}",
         "{{ range(10**4) | list | tojson(indent='x' * 10**6) }}",
         "{{ 'a' * 10**10 }}",
@@ -198,45 +239,69 @@ TWICE = TRIPLE + TRIPLE.replace("x", "y")
     ],
 )
 def test_template_that_takes_too_much_time_or_memory_is_stopped(source: str) -> None:
-    with pytest.raises(DataError, match=r"^t: the chat template refuses the conversation \(TemplateLimitError: .*"):
+    with pytest.raises(
+        DataError, match=r"^t: the chat template refuses the conversation \(TemplateLimitError: .*"
+    ):
         ChatTemplate("t", source).render(TALK)
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "{{ " + "[" * 20_000 + "]" * 20_000 + " }}",
-        "{% for i in [1] %}" * 30 + END * 30, "{{ 'a'" + " | upper" * 10_000 + " }}", "x" * 200_000,
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+        "{{ " + "[" * 20_000 + "]" * 20_000 + " }}",
+        "{% for i in [1] %}" * 30 + END * 30,
+        "{{ 'a'" + " | upper" * 10_000 + " }}",
+        "x" * 200_000,
     ],
-)  # fmt: skip
+)
 def test_template_that_cannot_be_compiled_is_rejected(source: str) -> None:
-    with pytest.raises(DataError, match=r"^t: not a Jinja template \(\w+: .*Use the file that came with the model"):
+    with pytest.raises(
+        DataError, match=r"^t: not a Jinja template \(\w+: .*Use the file that came with the model"
+    ):
         ChatTemplate("t", source).render(TALK)
 
 
 def test_constant_expressions_are_not_computed_when_a_template_is_compiled() -> None:
     expressions = ["(10**5000) | string", "10**10**10", "'a' * 10**10", "'a' | center(10**10)"]
-    source = "{% if false %}" + "".join(f"{{{{ {expression} }}}}" for expression in expressions) + "{% endif %}"
+    source = (
+        "{% if false %}"
+        + "".join(f"{{{{ {expression} }}}}" for expression in expressions)
+        + "{% endif %}"
+    )
     assert ChatTemplate("t", source).render(TALK) == ""
 
 
 def test_long_conversation_renders_within_limits() -> None:
-    talk = [{"role": role, "content": "some text " * 100} for _ in range(500) for role in ("user", "assistant")]
-    for source in (BUILT_IN["nemotron-nano-v2"], MANY_FEATURES, LOOP_FEATURES.replace("m.content | list", "[1]")):
+    talk = [
+        {"role": role, "content": "some text " * 100}
+        for _ in range(500)
+        for role in ("user", "assistant")
+    ]
+    for source in (
+        BUILT_IN["nemotron-nano-v2"],
+        MANY_FEATURES,
+        LOOP_FEATURES.replace("m.content | list", "[1]"),
+    ):
         assert len(ChatTemplate("t", source).render(talk)) > 30
 
 
 def test_train_needs_a_block_for_each_turn() -> None:
     one = "{% generation %}{{ messages[2].content }}{% endgeneration %}"
     assert learnt(ChatTemplate("t", one)) == ["yo"]
-    with pytest.raises(DataError, match=r't: 1 generation blocks for 2 assistant turns.*or remove "train"'):
+    with pytest.raises(
+        DataError, match=r't: 1 generation blocks for 2 assistant turns.*or remove "train"'
+    ):
         ChatTemplate("t", one).pieces([*TALK[:4], {**TALK[4], "train": False}])
 
 
 def test_a_day_that_is_set_is_told_instead_of_today() -> None:
     source = '{{ strftime_now("%d %b %Y") }}'
     assert ChatTemplate("t", source, today=datetime(2024, 7, 26)).render([]) == "26 Jul 2024"
-    assert ChatTemplate("t", source).fingerprint != ChatTemplate("t", source, today=datetime(2024, 7, 26)).fingerprint
+    assert (
+        ChatTemplate("t", source).fingerprint
+        != ChatTemplate("t", source, today=datetime(2024, 7, 26)).fingerprint
+    )
 
 
 def test_the_tokenizers_own_template_is_found_wherever_it_lies(tmp_path: Path) -> None:
@@ -247,11 +312,20 @@ def test_the_tokenizers_own_template_is_found_wherever_it_lies(tmp_path: Path) -
         return find_template(wanted, bytes_, str(tmp_path), setting="data.sft.template")
 
     def say(template: object) -> None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps(settings | {"chat_template": template})
+        )
 
-    with pytest.raises(DataError, match=r"has no chat template. Put one into .*chat_template.jinja, or under"):
+    with pytest.raises(
+        DataError, match=r"has no chat template. Put one into .*chat_template.jinja, or under"
+    ):
         found()
-    say([{"name": "tool_use", "template": "no"}, {"name": "default", "template": "a{{ eos_token }}"}])
+    say(
+        [
+            {"name": "tool_use", "template": "no"},
+            {"name": "default", "template": "a{{ eos_token }}"},
+        ]
+    )
     assert found().render([]) == "a</s>"
     say("b{{ bos_token }}")
     assert found().render([]) == "b<s>"
@@ -260,9 +334,13 @@ def test_the_tokenizers_own_template_is_found_wherever_it_lies(tmp_path: Path) -
     assert found("chatml").source == BUILT_IN["chatml"]
     (tmp_path / "mine.jinja").write_text("d")
     assert found(str(tmp_path / "mine.jinja")).render([]) == "d"
-    with pytest.raises(DataError, match=r"data.sft.template=chatlm: No such file.* Did you mean .*chatml"):
+    with pytest.raises(
+        DataError, match=r"data.sft.template=chatlm: No such file.* Did you mean .*chatml"
+    ):
         found("chatlm")
-    assert find_template("identity", bytes_, None, setting="x").specials == {"eos_token": "<|endoftext|>"}
+    assert find_template("identity", bytes_, None, setting="x").specials == {
+        "eos_token": "<|endoftext|>"
+    }
 
 
 def test_tokenizer_config_that_is_nested_too_deeply_is_rejected(tmp_path: Path) -> None:
@@ -273,5 +351,7 @@ def test_tokenizer_config_that_is_nested_too_deeply_is_rejected(tmp_path: Path) 
 
 def test_template_that_links_to_a_device_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").symlink_to("/dev/zero")
-    with pytest.raises(DataError, match=r"data.sft.template=.*t.jinja: not a regular file, but a device"):
+    with pytest.raises(
+        DataError, match=r"data.sft.template=.*t.jinja: not a regular file, but a device"
+    ):
         find_template(str(tmp_path / "t.jinja"), ByteTokenizer(), None, setting="data.sft.template")

@@ -1,4 +1,5 @@
-"""Conversations are read in the shapes that people publish; what is wrong is told with file and row."""
+"""Conversations are read in the shapes that people publish; what is wrong is told with file and
+row."""
 
 import gzip
 import json
@@ -8,7 +9,13 @@ from typing import Any
 import pytest
 import zstandard
 
-from megalith.data.conversations import Conversation, _message, conversations_of_row, made_up, read_conversations
+from megalith.data.conversations import (
+    Conversation,
+    _message,
+    conversations_of_row,
+    made_up,
+    read_conversations,
+)
 from megalith.errors import DataError
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -41,13 +48,20 @@ def test_published_shapes_are_the_same_conversation() -> None:
 def test_a_system_message_begins_another_conversation() -> None:
     system = {"role": "system", "content": "s"}
     first, second = of({"messages": [*HI, system, *HI]})
-    assert (len(first.messages), len(second.messages), second.messages[0]["role"]) == (2, 3, "system")
+    assert (len(first.messages), len(second.messages), second.messages[0]["role"]) == (
+        2,
+        3,
+        "system",
+    )
 
 
 def test_files_packed_or_not_and_parquet_give_the_same(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     pyarrow = pytest.importorskip("pyarrow")
-    lines = "".join(json.dumps({"messages": [*HI, {"role": "user", "content": str(n)}]}) + "\n\n" for n in range(3))
+    lines = "".join(
+        json.dumps({"messages": [*HI, {"role": "user", "content": str(n)}]}) + "\n\n"
+        for n in range(3)
+    )
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
@@ -71,21 +85,38 @@ def test_files_packed_or_not_and_parquet_give_the_same(tmp_path: Path) -> None:
             {"messages": [{"role": "robot", "content": "x"}]},
             "message 1 has the unknown role 'robot'. Use one of system",
         ),
-        ({"messages": [{"role": "user", "content": 3}]}, r"message 1 \(user\) has int as its content. Use a text"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            r"message 1 \(user\) has int as its content. Use a text",
+        ),
         (
             {"messages": [HI[0], {"role": "assistant", "content": " "}]},
             "f.jsonl:7: message 2 is an empty assistant turn",
         ),
-        ({"messages": HI[1:]}, "f.jsonl:7: message 1 is an assistant turn after nothing: it must follow one of user"),
-        ({"messages": [*HI, HI[1]]}, "message 3 is an assistant turn after assistant: it must follow"),
-        ({"messages": [{**HI[0], "train": True}]}, r'message 1 \(user\) has "train": True. Use false'),
-        ({"messages": [HI[0], {**HI[1], "train": 0}]}, r'message 2 \(assistant\) has "train": 0. Use false'),
+        (
+            {"messages": HI[1:]},
+            "f.jsonl:7: message 1 is an assistant turn after nothing: it must follow one of user",
+        ),
+        (
+            {"messages": [*HI, HI[1]]},
+            "message 3 is an assistant turn after assistant: it must follow",
+        ),
+        (
+            {"messages": [{**HI[0], "train": True}]},
+            r'message 1 \(user\) has "train": True. Use false',
+        ),
+        (
+            {"messages": [HI[0], {**HI[1], "train": 0}]},
+            r'message 2 \(assistant\) has "train": 0. Use false',
+        ),
         ({"instruction": "a", "output": 3}, "f.jsonl:7: 'output' is int, not a text"),
         ({"messages": HI, "tools": "{"}, "f.jsonl:7: 'tools' is no JSON"),
         ({"messages": HI, "tools": "{}"}, "f.jsonl:7: 'tools' is dict. Use a list"),
     ],
 )
-def test_what_is_no_conversation_is_told_with_file_and_row(row: dict[str, Any], message: str) -> None:
+def test_what_is_no_conversation_is_told_with_file_and_row(
+    row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         of(row)
 
@@ -93,13 +124,18 @@ def test_what_is_no_conversation_is_told_with_file_and_row(row: dict[str, Any], 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{x", r"a.jsonl:2: not JSON in UTF-8 \(JSONDecodeError\): '{x'. Use one object in each line"),
+        (
+            b"{x",
+            r"a.jsonl:2: not JSON in UTF-8 \(JSONDecodeError\): '{x'. Use one object in each line",
+        ),
         (b'{"a": "\xff"}', "a.jsonl:2: not JSON in UTF-8"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "a.jsonl:2: not JSON in UTF-8"),
         (b"[1]", "a.jsonl:2: list where an object must be: '.1.'. Use messages"),
     ],
 )
-def test_damaged_lines_are_told_with_file_and_row(line: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_lines_are_told_with_file_and_row(
+    line: bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(json.dumps({"messages": HI}).encode() + b"\n" + line + b"\n")
     with pytest.raises(DataError, match=message):
         list(read_conversations([str(tmp_path / "a.jsonl")]))

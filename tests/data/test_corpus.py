@@ -1,4 +1,5 @@
-"""Raw text: which files an input names, and documents in order whatever the block size, packing or starting point."""
+"""Raw text: which files an input names, and documents in order whatever the block size, packing or
+starting point."""
 
 import gzip
 import json
@@ -23,7 +24,10 @@ TEXTS = ["one", "", "zwei Wörter", "x" * 500, "日本\n語"]
 
 
 def jsonl(texts: list[str]) -> bytes:
-    return b"".join(json.dumps({"text": text}, ensure_ascii=len(text) % 2 == 0).encode() + b"\n" for text in texts)
+    return b"".join(
+        json.dumps({"text": text}, ensure_ascii=len(text) % 2 == 0).encode() + b"\n"
+        for text in texts
+    )
 
 
 def write(path: Path, contents: bytes) -> str:
@@ -32,21 +36,37 @@ def write(path: Path, contents: bytes) -> str:
         contents = gzip.compress(contents)
     if path.suffix == ".zst":
         half = len(contents) // 2  # two frames, as appending to a file gives
-        contents = b"".join(zstandard.ZstdCompressor().compress(part) for part in (contents[:half], contents[half:]))
+        contents = b"".join(
+            zstandard.ZstdCompressor().compress(part) for part in (contents[:half], contents[half:])
+        )
     path.write_bytes(contents)
     return str(path)
 
 
-def documents(sources: list[Source], *, block_bytes: int = 1 << 20, start: Position | None = None) -> list[str]:
+def documents(
+    sources: list[Source], *, block_bytes: int = 1 << 20, start: Position | None = None
+) -> list[str]:
     blocks = read_blocks(sources, start or Position(), block_bytes=block_bytes)
     found = [document for block in blocks for document in block_documents(block, ["text"])]
-    return [document.texts[0][0] if isinstance(document, Document) else document.reason for document in found]
+    return [
+        document.texts[0][0] if isinstance(document, Document) else document.reason
+        for document in found
+    ]
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> list[Source]:
     """JSONL packed in every way, between text files."""
-    names = ["a.jsonl", "b.txt", "c.jsonl.gz", "d.md.zst", "e.jsonl.zst", "f.txt", "g.txt.gz", "h.json"]
+    names = [
+        "a.jsonl",
+        "b.txt",
+        "c.jsonl.gz",
+        "d.md.zst",
+        "e.jsonl.zst",
+        "f.txt",
+        "g.txt.gz",
+        "h.json",
+    ]
     for name in names:
         write(tmp_path / name, jsonl(TEXTS) if "json" in name else f"the text\nof {name}".encode())
     return find_sources([str(tmp_path)])
@@ -83,7 +103,9 @@ def test_where_a_document_came_from_is_known(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", jsonl(TEXTS))
     blocks = read_blocks(find_sources([source]), Position(), block_bytes=40)
     found = [document for block in blocks for document in block_documents(block, ["text"])]
-    assert [document.where for document in found] == [f"{source}:{number}" for number in range(1, 6)]
+    assert [document.where for document in found] == [
+        f"{source}:{number}" for number in range(1, 6)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +122,9 @@ def test_where_a_document_came_from_is_known(tmp_path: Path) -> None:
         (b"[" * 100_000, "not JSON", "[[[["),
     ],
 )
-def test_each_unusable_line_has_its_reason_and_place(tmp_path: Path, line: bytes, reason: str, text: str) -> None:
+def test_each_unusable_line_has_its_reason_and_place(
+    tmp_path: Path, line: bytes, reason: str, text: str
+) -> None:
     source = write(tmp_path / "a.jsonl", jsonl(["ok"]) + line + b"\n" + jsonl(["fine"]))
     (block,) = read_blocks(find_sources([source]), Position())
     first, bad, last = block_documents(block, ["text"])
@@ -118,7 +142,10 @@ def test_lists_are_sentences_and_several_keys_stay_together(tmp_path: Path) -> N
 
 
 def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
-    marked = [write(tmp_path / name, b"\xef\xbb\xbf" + data) for name, data in (("a.jsonl", jsonl(["x"])), ("b", b"y"))]
+    marked = [
+        write(tmp_path / name, b"\xef\xbb\xbf" + data)
+        for name, data in (("a.jsonl", jsonl(["x"])), ("b", b"y"))
+    ]
     assert documents(find_sources(marked)) == ["x", "y"]
 
 
@@ -137,9 +164,13 @@ def test_files_folders_and_globs_name_each_file_once(tmp_path: Path) -> None:
 
 def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "corpus.jsonl", b"")
-    with pytest.raises(DataError, match=r"corpsu\.jsonl: no file there\. Use a file, .*such as \['corpus\.jsonl'\]"):
+    with pytest.raises(
+        DataError, match=r"corpsu\.jsonl: no file there\. Use a file, .*such as \['corpus\.jsonl'\]"
+    ):
         find_sources([str(tmp_path / "corpsu.jsonl")])
-    with pytest.raises(DataError, match=r"\.arrow files hold no plain text\. Use JSONL or text files"):
+    with pytest.raises(
+        DataError, match=r"\.arrow files hold no plain text\. Use JSONL or text files"
+    ):
         find_sources([write(tmp_path / "x.arrow", b"")])
 
 
@@ -149,12 +180,16 @@ def test_packed_files_that_are_damaged_are_refused(tmp_path: Path, name: str) ->
     contents = path.read_bytes()
     for damaged in (contents[: len(contents) // 3], b"not packed at all"):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=rf"{name}: cannot be read to its end .*Copy or pack the file again"):
+        with pytest.raises(
+            DataError, match=rf"{name}: cannot be read to its end .*Copy or pack the file again"
+        ):
             documents(find_sources([str(path)]))
 
 
 def test_training_texts_are_spread_over_a_large_corpus(tmp_path: Path) -> None:
-    sources = find_sources([write(tmp_path / "a.jsonl", jsonl([str(n) * 1000 for n in range(5000)]))])
+    sources = find_sources(
+        [write(tmp_path / "a.jsonl", jsonl([str(n) * 1000 for n in range(5000)]))]
+    )
     every = list(read_texts(sources, ["text"], max_bytes=1 << 40))
     some = list(read_texts(sources, ["text"], max_bytes=8 << 20))
     assert len(every) == 5000 and 1000 < len(some) < 4000

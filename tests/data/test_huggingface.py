@@ -1,4 +1,5 @@
-"""Hugging Face tokenizers: the same ids as transformers, the right end token, and clear refusals."""
+"""Hugging Face tokenizers: the same ids as transformers, the right end token, and clear
+refusals."""
 
 import json
 import pickle
@@ -15,7 +16,10 @@ from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
 from megalith.data.tokenizer import ends_texts_itself
 from megalith.errors import DataError
 
-TEXT = "It was the best of times, it was the worst of times. Ça va? 12345 + 67 == {x: [1, 2]}\n\n    return None\n"
+TEXT = (
+    "It was the best of times, it was the worst of times. Ça va? 12345 + 67 == {x: [1, 2]}\n\n "
+    "   return None\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +51,21 @@ def two_files(folder: str, target: Path, name: str = "") -> Path:
     target.mkdir()
     (target / f"{name}vocab.json").write_text(json.dumps(model["vocab"]))
     lines = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    (target / f"{name}merges.txt").write_text("\n".join(["#version: 0.2", *lines, ""]), encoding="utf-8")
+    (target / f"{name}merges.txt").write_text(
+        "\n".join(["#version: 0.2", *lines, ""]), encoding="utf-8"
+    )
     return target / f"{name}vocab.json"
 
 
 @pytest.mark.parametrize("name", ["", "gpt2-"])
-def test_a_vocabulary_and_its_merges_are_the_tokenizer_of_gpt2(folder: str, tmp_path: Path, name: str) -> None:
+def test_a_vocabulary_and_its_merges_are_the_tokenizer_of_gpt2(
+    folder: str, tmp_path: Path, name: str
+) -> None:
     file = two_files(folder, tmp_path / "two", name)
     ours = HuggingFaceTokenizer(str(file))
-    theirs = transformers.GPT2Tokenizer.from_pretrained(two_files(folder, tmp_path / "theirs").parent)
+    theirs = transformers.GPT2Tokenizer.from_pretrained(
+        two_files(folder, tmp_path / "theirs").parent
+    )
     for start in range(0, len(TEXT), 3):
         assert (
             ours.encode(TEXT[start:])
@@ -70,22 +80,35 @@ def test_a_vocabulary_and_its_merges_are_the_tokenizer_of_gpt2(folder: str, tmp_
     again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "one")
     assert again(TEXT).input_ids == ours.encode(TEXT) and again.eos_token_id == ours.eod
     if not name:
-        assert HuggingFaceTokenizer(str(file.parent)).fingerprint == ours.fingerprint, "by the folder, too"
+        assert HuggingFaceTokenizer(str(file.parent)).fingerprint == ours.fingerprint, (
+            "by the folder, too"
+        )
 
 
-def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(folder: str, tmp_path: Path) -> None:
+def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(
+    folder: str, tmp_path: Path
+) -> None:
     file = two_files(folder, tmp_path / "two")
     (file.parent / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeGenTokenizer"}')
-    with pytest.raises(DataError, match=r"of a CodeGenTokenizer, which does more .* Use its tokenizer\.json"):
+    with pytest.raises(
+        DataError, match=r"of a CodeGenTokenizer, which does more .* Use its tokenizer\.json"
+    ):
         HuggingFaceTokenizer(str(file))
     (file.parent / "tokenizer_config.json").unlink()
     (file.parent / "merges.txt").write_text("not in the vocabulary\n")
-    with pytest.raises(DataError, match=r"with merges\.txt no vocabulary of byte pairs .*Use the two files that came"):
+    with pytest.raises(
+        DataError,
+        match=r"with merges\.txt no vocabulary of byte pairs .*Use the two files that came",
+    ):
         HuggingFaceTokenizer(str(file))
     (file.parent / "merges.txt").unlink()
-    with pytest.raises(DataError, match=r"its merges merges\.txt must be beside it\. Copy them there"):
+    with pytest.raises(
+        DataError, match=r"its merges merges\.txt must be beside it\. Copy them there"
+    ):
         HuggingFaceTokenizer(str(file))
-    with pytest.raises(DataError, match=r"the folder has no tokenizer\.json, only \['vocab\.json'\]"):
+    with pytest.raises(
+        DataError, match=r"the folder has no tokenizer\.json, only \['vocab\.json'\]"
+    ):
         HuggingFaceTokenizer(str(file.parent))
 
 
@@ -93,8 +116,16 @@ def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(folder: str,
     ("name", "said", "told"),
     [
         ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space=true"),
-        ("tokenizer_config.json", {"add_bos_token": True, "bos_token": "!"}, "add_bos_token=true, a token '!'"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "<|pad|>"}}}, "a token '<|pad|>'"),
+        (
+            "tokenizer_config.json",
+            {"add_bos_token": True, "bos_token": "!"},
+            "add_bos_token=true, a token '!'",
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"300": {"content": "<|pad|>"}}},
+            "a token '<|pad|>'",
+        ),
         ("special_tokens_map.json", {"eos_token": "!", "pad_token": "!"}, "say a token '!', which"),
         ("added_tokens.json", {"<|pad|>": 300}, "a token '<|pad|>'"),
     ],
@@ -103,15 +134,23 @@ def test_what_gives_texts_other_ids_than_two_files_do_is_refused(
     name: str, said: dict[str, object], told: str, folder: str, tmp_path: Path
 ) -> None:
     file = two_files(folder, tmp_path / "two")
-    usual = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "unk_token": "<|endoftext|>"}
+    usual = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        "unk_token": "<|endoftext|>",
+    }
     rest = usual if name == "tokenizer_config.json" else {}
     (file.parent / "tokenizer_config.json").write_text(json.dumps(usual))
     (file.parent / name).write_text(json.dumps(rest | said))
     before = HuggingFaceTokenizer(str(two_files(folder, tmp_path / "plain")))
     theirs = transformers.GPT2Tokenizer.from_pretrained(file.parent)
     text = "It was!<|pad|>"
-    assert (theirs(text).input_ids, theirs.eos_token_id) != (before.encode(text), before.eod), "reason enough"
-    with pytest.raises(DataError, match=rf"{re.escape(told)}.* Use its tokenizer\.json, as transformers"):
+    assert (theirs(text).input_ids, theirs.eos_token_id) != (before.encode(text), before.eod), (
+        "reason enough"
+    )
+    with pytest.raises(
+        DataError, match=rf"{re.escape(told)}.* Use its tokenizer\.json, as transformers"
+    ):
         HuggingFaceTokenizer(str(file))
     (file.parent / name).write_text(json.dumps(rest))
     assert HuggingFaceTokenizer(str(file)).encode("It was") == before.encode("It was")
@@ -120,7 +159,10 @@ def test_what_gives_texts_other_ids_than_two_files_do_is_refused(
 def test_training_twice_gives_the_same_file(folder: str, tmp_path: Path) -> None:
     again = train_bpe([TEXT] * 4, vocab_size=300, path=str(tmp_path / "again"))
     assert again.fingerprint == HuggingFaceTokenizer(folder).fingerprint
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 def test_frequent_words_become_one_id(folder: str) -> None:
@@ -130,12 +172,16 @@ def test_frequent_words_become_one_id(folder: str) -> None:
 
 
 def test_the_end_token_is_the_one_named(folder: str, tmp_path: Path) -> None:
-    assert HuggingFaceTokenizer(changed(folder, tmp_path / "a", eos_token={"content": "!"})).eod != 0
+    assert (
+        HuggingFaceTokenizer(changed(folder, tmp_path / "a", eos_token={"content": "!"})).eod != 0
+    )
     assert HuggingFaceTokenizer(changed(folder, tmp_path / "b")).eod == 0  # by its well-known name
     assert HuggingFaceTokenizer(folder, eod="!").eod == HuggingFaceTokenizer(folder).encode("!")[0]
     assert HuggingFaceTokenizer(changed(folder, tmp_path / "c", bos_token="<|endoftext|>")).bos == 0
     assert HuggingFaceTokenizer(folder).bos is None
-    with pytest.raises(DataError, match=r"tokenizer\.eod='<none>' is not a token of .*Set it to one of its tokens"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.eod='<none>' is not a token of .*Set it to one of its tokens"
+    ):
         HuggingFaceTokenizer(folder, eod="<none>")
 
 
@@ -144,7 +190,9 @@ def test_a_tokenizer_without_end_token_says_so_when_asked(tmp_path: Path) -> Non
     plain.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(str(tmp_path))
     assert tokenizer.vocab_size == 2
-    with pytest.raises(DataError, match=r"no end-of-document token is named in it\. Set tokenizer\.eod to the text"):
+    with pytest.raises(
+        DataError, match=r"no end-of-document token is named in it\. Set tokenizer\.eod to the text"
+    ):
         _ = tokenizer.eod
 
 
@@ -154,13 +202,17 @@ def test_special_tokens_of_its_own_can_be_left_out(folder: str, tmp_path: Path) 
         single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
     inner.save(str(tmp_path / "tokenizer.json"))
-    whole, bare = (HuggingFaceTokenizer(str(tmp_path), add_special_tokens=wanted) for wanted in (True, False))
+    whole, bare = (
+        HuggingFaceTokenizer(str(tmp_path), add_special_tokens=wanted) for wanted in (True, False)
+    )
     assert whole.encode("best") == [*bare.encode("best"), 0]
     assert (ends_texts_itself(whole), ends_texts_itself(bare)) == (True, False)
     assert whole.fingerprint != bare.fingerprint
 
 
-def test_a_name_in_the_local_cache_is_found(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_in_the_local_cache_is_found(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     snapshot = tmp_path / "models--someone--model" / "snapshots" / "abc"
     shutil.copytree(folder, snapshot)
     (tmp_path / "models--someone--model" / "refs").mkdir()
@@ -171,7 +223,10 @@ def test_a_name_in_the_local_cache_is_found(folder: str, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("name", ["someone/missing", "/no/such/folder/here"])
 def test_a_missing_tokenizer_is_refused(name: str) -> None:
-    text = rf"tokenizer\.path={name}: neither a folder nor a model in the local Hugging Face cache\. Set it to a folder"
+    text = (
+        rf"tokenizer\.path={name}: neither a folder nor a model in the local Hugging Face "
+        rf"cache\. Set it to a folder"
+    )
     with pytest.raises(DataError, match=text):
         HuggingFaceTokenizer(name)
 
@@ -179,7 +234,8 @@ def test_a_missing_tokenizer_is_refused(name: str) -> None:
 def test_a_folder_without_a_tokenizer_tells_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(
-        DataError, match=r"has no tokenizer\.json, only \['tokenizer\.model'\]\. Use a folder written by"
+        DataError,
+        match=r"has no tokenizer\.json, only \['tokenizer\.model'\]\. Use a folder written by",
     ):
         HuggingFaceTokenizer(str(tmp_path))
 
@@ -187,19 +243,24 @@ def test_a_folder_without_a_tokenizer_tells_what_it_has(tmp_path: Path) -> None:
 def test_files_that_are_no_tokenizer_are_refused(folder: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(
-        DataError, match=r"not a tokenizer that the installed tokenizers .* can read .*Use another file"
+        DataError,
+        match=r"not a tokenizer that the installed tokenizers .* can read .*Use another file",
     ):
         HuggingFaceTokenizer(str(tmp_path))
     copy = changed(folder, tmp_path / "copy")
     (Path(copy) / "tokenizer_config.json").write_text("{")
     with pytest.raises(
-        DataError, match=r"tokenizer_config\.json: not JSON .*Use the file that came with the tokenizer"
+        DataError,
+        match=r"tokenizer_config\.json: not JSON .*Use the file that came with the tokenizer",
     ):
         HuggingFaceTokenizer(copy)
 
 
 def test_a_vocabulary_without_room_for_merges_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"vocab_size=257: bytes and the end token alone are 257 ids\. Use 258 or more"):
+    with pytest.raises(
+        DataError,
+        match=r"vocab_size=257: bytes and the end token alone are 257 ids\. Use 258 or more",
+    ):
         train_bpe([TEXT], vocab_size=257, path=str(tmp_path))
 
 

@@ -1,4 +1,5 @@
-"""The .idx/.bin format: golden bytes, round trips, and a message of its own for every kind of damage."""
+"""The .idx/.bin format: golden bytes, round trips, and a message of its own for every kind of
+damage."""
 
 import hashlib
 import pickle
@@ -41,7 +42,11 @@ def test_the_written_bytes_are_megatrons(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     assert tokens_path(prefix).read_bytes().hex() == GOLDEN_BIN
     assert index_path(prefix).read_bytes().hex() == GOLDEN_IDX
-    assert hashlib.sha256(index_path(prefix).read_bytes()).hexdigest().startswith("416ba3f8d9601192c5b0c9424ce7e61d")
+    assert (
+        hashlib.sha256(index_path(prefix).read_bytes())
+        .hexdigest()
+        .startswith("416ba3f8d9601192c5b0c9424ce7e61d")
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["golden.bin", "golden.idx"]
 
 
@@ -50,7 +55,12 @@ def test_megatrons_bytes_are_read(tmp_path: Path) -> None:
     (tmp_path / "g.idx").write_bytes(bytes.fromhex(GOLDEN_IDX))
     store = IndexedDataset(str(tmp_path / "g"))
     assert [item.tolist() for item in store[0:2]] == [[1, 2, 3], [4, 5]]
-    assert (store.num_documents, store.num_tokens, store.dtype.name, store.verify()) == (2, 5, "uint16", [])
+    assert (store.num_documents, store.num_tokens, store.dtype.name, store.verify()) == (
+        2,
+        5,
+        "uint16",
+        [],
+    )
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -58,7 +68,10 @@ def test_megatrons_bytes_are_read(tmp_path: Path) -> None:
 def test_random_stores_come_back_equal(tmp_path: Path, code: int, mmap: bool) -> None:
     draw = np.random.default_rng(code)
     documents = [
-        [draw.integers(0, 100, draw.integers(0, 9)).astype(DTYPES[code]) for _ in range(draw.integers(0, 4))]
+        [
+            draw.integers(0, 100, draw.integers(0, 9)).astype(DTYPES[code])
+            for _ in range(draw.integers(0, 4))
+        ]
         for _ in range(17)
     ]
     prefix = str(tmp_path / "random")
@@ -72,7 +85,9 @@ def test_random_stores_come_back_equal(tmp_path: Path, code: int, mmap: bool) ->
     sequences = [sequence for document in documents for sequence in document]
     assert store.dtype == DTYPES[code] and store.verify() == []
     assert [item.tolist() for item in store[:]] == [sequence.tolist() for sequence in sequences]
-    joined = [[token for sequence in document for token in sequence.tolist()] for document in documents]
+    joined = [
+        [token for sequence in document for token in sequence.tolist()] for document in documents
+    ]
     assert [store.document(number).tolist() for number in range(17)] == joined
 
 
@@ -93,7 +108,11 @@ def test_modes_are_inferred_from_the_size(tmp_path: Path) -> None:
         builder.add_document(np.arange(7), [3, 4], [0, 1])
         builder.finalize()
     store = IndexedDataset(prefix)
-    assert store.multimodal and store.sequence_modes is not None and store.sequence_modes.tolist() == [0, 1]
+    assert (
+        store.multimodal
+        and store.sequence_modes is not None
+        and store.sequence_modes.tolist() == [0, 1]
+    )
     with pytest.raises(DataError, match="the multimodal setting differs"):
         IndexedDataset(prefix, multimodal=False)
     with pytest.raises(DataError, match="the multimodal setting differs"):
@@ -132,17 +151,38 @@ def damaged(prefix: str, offset: int, data: bytes) -> None:
 @pytest.mark.parametrize(
     "offset, data, text",
     [
-        (0, b"X", r"starts with b'XMIDIDX.*expected b'MMIDIDX.*not the index of a token store: use a prefix"),
+        (
+            0,
+            b"X",
+            r"starts with b'XMIDIDX.*expected b'MMIDIDX.*not the index of a token store: use a "
+            r"prefix",
+        ),
         (9, b"\x02", r"version 2, expected 1\. Run"),
-        (17, b"\x09", r"token type code 9, expected one of \[1, 2, 3, 4, 5, 6, 7, 8\]\. The header is corrupt"),
+        (
+            17,
+            b"\x09",
+            r"token type code 9, expected one of \[1, 2, 3, 4, 5, 6, 7, 8\]\. The header "
+            r"is corrupt",
+        ),
         (18, b"\x05", r"82 bytes found, 118 expected from its header\. Likely a truncated copy"),
-        (18, b"\x01", r"82 bytes found, 70 expected from its header\. Likely the header or the end is corrupt"),
+        (
+            18,
+            b"\x01",
+            r"82 bytes found, 70 expected from its header\. Likely the header or the end "
+            r"is corrupt",
+        ),
         (58, b"\x01", r"the document index starts with 1, expected 0; the index is corrupt"),
         (74, b"\x01", r"the document index ends with 1, expected 2; the index is corrupt"),
-        (38, b"\x03", r"golden\.bin: 10 bytes found, 12 expected from .*golden\.idx; likely a truncated copy"),
+        (
+            38,
+            b"\x03",
+            r"golden\.bin: 10 bytes found, 12 expected from .*golden\.idx; likely a truncated copy",
+        ),
     ],
 )
-def test_each_damage_has_its_own_message(tmp_path: Path, offset: int, data: bytes, text: str) -> None:
+def test_each_damage_has_its_own_message(
+    tmp_path: Path, offset: int, data: bytes, text: str
+) -> None:
     prefix = write_golden(tmp_path)
     damaged(prefix, offset, data)
     with pytest.raises(DataError, match=text):
@@ -152,11 +192,15 @@ def test_each_damage_has_its_own_message(tmp_path: Path, offset: int, data: byte
 def test_truncated_files_are_refused(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     index_path(prefix).write_bytes(bytes.fromhex(GOLDEN_IDX)[:20])
-    with pytest.raises(DataError, match="20 bytes, but a header alone has 34. It is a truncated copy"):
+    with pytest.raises(
+        DataError, match="20 bytes, but a header alone has 34. It is a truncated copy"
+    ):
         IndexedDataset(prefix)
     index_path(prefix).write_bytes(bytes.fromhex(GOLDEN_IDX))
     tokens_path(prefix).write_bytes(bytes.fromhex(GOLDEN_BIN) + b"\0\0")
-    with pytest.raises(DataError, match="12 bytes found, 10 expected .* the two files are not of the same store"):
+    with pytest.raises(
+        DataError, match="12 bytes found, 10 expected .* the two files are not of the same store"
+    ):
         IndexedDataset(prefix)
 
 
@@ -176,24 +220,39 @@ def test_verify_finds_what_opening_does_not(tmp_path: Path) -> None:
         builder.finalize()
     damaged(prefix, 34 + 12 * 8 + 16, struct.pack("<q", 1))
     told = IndexedDataset(prefix).verify()
-    assert told == [f"{prefix}.idx: the document index falls after document 1, expected it never to"]
+    assert told == [
+        f"{prefix}.idx: the document index falls after document 1, expected it never to"
+    ]
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 1 << 20])
 @pytest.mark.parametrize(
     "offset, data, text",
     [
-        (34 + 4 * 5, struct.pack("<i", -1), r"long\.idx: sequence 5 has -1 tokens, expected 0 or more"),
+        (
+            34 + 4 * 5,
+            struct.pack("<i", -1),
+            r"long\.idx: sequence 5 has -1 tokens, expected 0 or more",
+        ),
         (
             34 + 4 * 8 + 8 * 4,
             struct.pack("<q", 99),
             r"long\.idx: sequence 4 starts at byte 99, expected 20, the sum of",
         ),
-        (34 + 4 * 3, struct.pack("<i", 4), r"long\.idx: sequence 4 starts at byte 20, expected 22, the sum of"),
+        (
+            34 + 4 * 3,
+            struct.pack("<i", 4),
+            r"long\.idx: sequence 4 starts at byte 20, expected 22, the sum of",
+        ),
     ],
 )
 def test_damage_in_the_middle_is_refused_at_opening(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, data: bytes, text: str, at_once: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    offset: int,
+    data: bytes,
+    text: str,
+    at_once: int,
 ) -> None:
     monkeypatch.setattr(indexed, "_SEQUENCES_AT_ONCE", at_once)
     prefix = str(tmp_path / "long")
@@ -210,25 +269,36 @@ def test_damage_in_the_middle_is_refused_at_opening(
 @pytest.mark.parametrize("start", [-4, 8])
 def test_tokens_that_are_not_there_are_told(tmp_path: Path, start: int) -> None:
     store = IndexedDataset(write_golden(tmp_path))
-    store.sequence_pointers = np.array([0, start])  # what a file changed after it was opened looks like
+    store.sequence_pointers = np.array(
+        [0, start]
+    )  # what a file changed after it was opened looks like
     with pytest.raises(
-        DataError, match=rf"golden\.bin: . bytes of sequence 1 found at byte {start}, 4 expected\. Copy"
+        DataError,
+        match=rf"golden\.bin: . bytes of sequence 1 found at byte {start}, 4 expected\. Copy",
     ):
         store.get(1)
 
 
 def test_a_missing_store_is_named_with_near_matches(tmp_path: Path) -> None:
     write_golden(tmp_path, "corpus_text_document")
-    with pytest.raises(DataError, match=r"corpus\.idx and .*corpus\.bin not found\. Use one of .*corpus_text_document"):
+    with pytest.raises(
+        DataError,
+        match=r"corpus\.idx and .*corpus\.bin not found\. Use one of .*corpus_text_document",
+    ):
         IndexedDataset(str(tmp_path / "corpus"))
-    with pytest.raises(DataError, match="Set the path to a prefix that `megalith prepare --output` wrote"):
+    with pytest.raises(
+        DataError, match="Set the path to a prefix that `megalith prepare --output` wrote"
+    ):
         IndexedDataset(str(tmp_path / "zzz" / "zzz"))
     with pytest.raises(DataError, match="Use the prefix without the ending: .*other"):
         IndexedDataset(str(tmp_path / "zzz" / "other.bin"))
 
 
 def test_leaving_without_finalize_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="stop"), IndexedDatasetBuilder(str(tmp_path / "half"), np.uint16) as builder:
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        IndexedDatasetBuilder(str(tmp_path / "half"), np.uint16) as builder,
+    ):
         builder.add_item(np.arange(5))
         raise RuntimeError("stop")
     assert list(tmp_path.iterdir()) == []
@@ -246,16 +316,21 @@ def test_joining_stores_equals_writing_them_at_once(tmp_path: Path) -> None:
                     builder.add_document(np.array(document), [len(document)])
             builder.finalize()
     for ending in (".bin", ".idx"):
-        assert (tmp_path / f"joined{ending}").read_bytes() == (tmp_path / f"once{ending}").read_bytes()
+        assert (tmp_path / f"joined{ending}").read_bytes() == (
+            tmp_path / f"once{ending}"
+        ).read_bytes()
     with IndexedDatasetBuilder(str(tmp_path / "wide"), np.int32) as builder:
-        with pytest.raises(DataError, match="holds uint16 tokens.*is written as int32.*Use stores of one kind"):
+        with pytest.raises(
+            DataError, match="holds uint16 tokens.*is written as int32.*Use stores of one kind"
+        ):
             builder.add_index(first)
 
 
 def test_lengths_that_do_not_fit_and_unknown_types_are_refused(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "x"), np.uint16) as builder:
         with pytest.raises(
-            DataError, match=r"document with 5 ids but lengths \[2, 2\]: expected lengths that sum to 5"
+            DataError,
+            match=r"document with 5 ids but lengths \[2, 2\]: expected lengths that sum to 5",
         ):
             builder.add_document(np.arange(5), [2, 2])
     with pytest.raises(DataError, match="token type float16 has no code: use one of"):
@@ -281,11 +356,15 @@ def test_the_fingerprint_follows_the_tokens_too(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     before = IndexedDataset(prefix).fingerprint
     assert IndexedDataset(write_golden(tmp_path, "copy")).fingerprint == before
-    tokens_path(prefix).write_bytes(bytes.fromhex(GOLDEN_BIN)[:-2] + b"\6\0")  # other text of equal lengths
+    tokens_path(prefix).write_bytes(
+        bytes.fromhex(GOLDEN_BIN)[:-2] + b"\6\0"
+    )  # other text of equal lengths
     assert IndexedDataset(prefix).fingerprint != before
 
 
 def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"output .*file/x: cannot be written .*Use an output in a folder"):
+    with pytest.raises(
+        DataError, match=r"output .*file/x: cannot be written .*Use an output in a folder"
+    ):
         IndexedDatasetBuilder(str(tmp_path / "file" / "x"), np.uint16)

@@ -1,4 +1,5 @@
-"""The journal of unfinished stores: counts only what was written, and never takes what is not its own."""
+"""The journal of unfinished stores: counts only what was written, and never takes what is not its
+own."""
 
 from pathlib import Path
 
@@ -13,8 +14,12 @@ from megalith.errors import DataError
 SOURCES = [Source("a", "jsonl", 100, 1), Source("b", "jsonl", 100, 2)]
 
 
-def journal(folder: Path, *, settings: str = "same", sources: list[Source] | None = None) -> Journal:
-    return Journal(folder / "work", ["text"], {"tokenizer": settings}, SOURCES if sources is None else sources)
+def journal(
+    folder: Path, *, settings: str = "same", sources: list[Source] | None = None
+) -> Journal:
+    return Journal(
+        folder / "work", ["text"], {"tokenizer": settings}, SOURCES if sources is None else sources
+    )
 
 
 def block(*documents: list[int]) -> EncodedKey:
@@ -30,7 +35,11 @@ def test_blocks_become_a_store(tmp_path: Path) -> None:
         work.append(Position(1), [block([3])], Totals(documents=1, tokens=1, rejected={"blank": 1}))
         work.finish(np.dtype("<u2"))
         work.publish([str(tmp_path / "out")])
-        assert (work.totals.documents, work.totals.tokens, work.totals.rejected) == (3, 3, {"blank": 1})
+        assert (work.totals.documents, work.totals.tokens, work.totals.rejected) == (
+            3,
+            3,
+            {"blank": 1},
+        )
     store = IndexedDataset(str(tmp_path / "out"))
     assert [store.document(n).tolist() for n in range(3)] == [[1, 2], [], [3]]
     assert not (tmp_path / "work").exists()
@@ -50,11 +59,15 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         assert (work.position, work.totals.documents) == (Position(1), 1)
 
 
-def test_bytes_of_an_interrupted_append_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_an_interrupted_append_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupted(tmp_path)
     with pytest.raises(KeyboardInterrupt), journal(tmp_path) as work:
         work.start(resume=True, overwrite=False)
-        monkeypatch.setattr(Totals, "__add__", lambda *both: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(
+            Totals, "__add__", lambda *both: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         work.append(Position(2), [block([7, 8, 9])], Totals(documents=1))
     monkeypatch.undo()
     with journal(tmp_path) as work:
@@ -71,8 +84,16 @@ def test_unfinished_work_is_kept_when_the_next_run_does_not_fit(tmp_path: Path) 
     others = [Source("a", "jsonl", 101, 1), SOURCES[1]]
     for work, options, text in (
         (journal(tmp_path), {"resume": False}, r"holds an unfinished run\. Pass --resume to go on"),
-        (journal(tmp_path, settings="x"), {"resume": True}, r"other settings or files \(tokenizer differ\)"),
-        (journal(tmp_path, sources=others), {"resume": True}, r"\(the files read so far differ\)\. Use the same"),
+        (
+            journal(tmp_path, settings="x"),
+            {"resume": True},
+            r"other settings or files \(tokenizer differ\)",
+        ),
+        (
+            journal(tmp_path, sources=others),
+            {"resume": True},
+            r"\(the files read so far differ\)\. Use the same",
+        ),
     ):
         with pytest.raises(DataError, match=text), work:
             work.start(overwrite=False, **options)
@@ -127,7 +148,9 @@ def test_work_of_another_process_is_not_called_unfinished(tmp_path: Path, resume
     assert IndexedDataset(str(tmp_path / "out")).get(0).tolist() == [1, 2]
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
 
     def refuse(path: Path) -> bool:  # as in a folder that may not be searched

@@ -1,4 +1,5 @@
-"""The loader: every layout sees the same global batch, labels that do not count are dropped, counts are global."""
+"""The loader: every layout sees the same global batch, labels that do not count are dropped, counts
+are global."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,7 +11,15 @@ import torch
 from megalith.config.data import Sampler
 from megalith.config.parallel import ParallelConfig
 from megalith.data import loader as loader_file
-from megalith.data.loader import Batch, Loader, Masks, build_batch, build_pack, check_alike, with_dropout
+from megalith.data.loader import (
+    Batch,
+    Loader,
+    Masks,
+    build_batch,
+    build_pack,
+    check_alike,
+    with_dropout,
+)
 from megalith.data.sample import PackedSample, Sample
 from megalith.errors import DataError
 from megalith.parallel.group import Group, alone
@@ -65,13 +74,29 @@ def test_a_step_is_rows_of_tokens_and_their_next_tokens() -> None:
 
 def _cyclic(rank: int, world: int, sampler: Sampler) -> list[int]:
     """First token, over 10, of every row that one rank reads in five steps of 8 of 22 samples."""
-    dataset, dp = Counting(), build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp
+    dataset, dp = (
+        Counting(),
+        build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp,
+    )
     dataset.num_samples = 22
     endless = Loader(
-        dataset, PLAIN, dp, global_batch_size=8, micro_batch_size=2, consumed=0, steps=5, device=CPU, sampler=sampler
-    )  # fmt: skip
+        dataset,
+        PLAIN,
+        dp,
+        global_batch_size=8,
+        micro_batch_size=2,
+        consumed=0,
+        steps=5,
+        device=CPU,
+        sampler=sampler,
+    )
     steps = [endless.next() for _ in range(5)]
-    return [int(batch.ids[4 * row]) // 10 for step in steps for batch in step.microbatches for row in range(2)]
+    return [
+        int(batch.ids[4 * row]) // 10
+        for step in steps
+        for batch in step.microbatches
+        for row in range(2)
+    ]
 
 
 def test_cyclic_samplers_go_round_in_megatrons_order() -> None:
@@ -86,7 +111,9 @@ def test_cyclic_samplers_go_round_in_megatrons_order() -> None:
 
 def _rows_read(rank: int, world: int) -> tuple[list[int], int]:
     """First token of every row that one rank reads, and the count of labels it was told."""
-    step = loader(build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp).next()
+    step = loader(
+        build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp
+    ).next()
     return [int(i) for batch in step.microbatches for i in batch.ids[::4]], step.num_labels
 
 
@@ -101,7 +128,9 @@ def test_a_resumed_loader_goes_on_where_it_was() -> None:
     running.next()
     later = running.next()
     resumed = loader(alone("dp"), consumed=8, steps=1).next()
-    assert [b.ids.tolist() for b in later.microbatches] == [b.ids.tolist() for b in resumed.microbatches]
+    assert [b.ids.tolist() for b in later.microbatches] == [
+        b.ids.tolist() for b in resumed.microbatches
+    ]
 
 
 def test_documents_start_after_each_end_and_drop_the_label_that_crosses() -> None:
@@ -125,7 +154,9 @@ def test_further_depths_read_and_predict_tokens_further_on_in_the_same_document(
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_ranks_that_share_rows_share_what_further_depths_read(by: Literal["row", "document"]) -> None:
+def test_ranks_that_share_rows_share_what_further_depths_read(
+    by: Literal["row", "document"],
+) -> None:
     draw = np.random.default_rng(0)
     samples = [Sample(draw.integers(1, 9, 13), 11) for _ in range(2)]
     masks = Masks(eod=4, documents=True)
@@ -133,19 +164,25 @@ def test_ranks_that_share_rows_share_what_further_depths_read(by: Literal["row",
     for depth, (ids, labels) in enumerate(whole.further):
         found = {}
         for rank in range(2):
-            mine = build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by), further=2)
+            mine = build_batch(
+                samples, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by), further=2
+            )
             assert mine.num_further == whole.num_further and mine.num_labels == whole.num_labels
             context = mine.tokens.context
             assert context is not None
             places = context.slices.as_read(rank).tolist()
-            pairs = zip(mine.further[depth][0].tolist(), mine.further[depth][1].tolist(), strict=True)
+            pairs = zip(
+                mine.further[depth][0].tolist(), mine.further[depth][1].tolist(), strict=True
+            )
             found |= {place: pair for place, pair in zip(places, pairs, strict=True) if place >= 0}
         assert found == dict(enumerate(zip(ids.tolist(), labels.tolist(), strict=True)))
         assert whole.num_further[depth] == int((labels >= 0).sum()) < whole.num_labels
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(by: Literal["row", "document"]) -> None:
+def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(
+    by: Literal["row", "document"],
+) -> None:
     draw = np.random.default_rng(0)
     rows = [Sample(draw.integers(1, 9, 13), 11) for _ in range(3)]
     rows[1] = replace(rows[1], places=draw.integers(0, 99, (3, 12)))
@@ -156,20 +193,32 @@ def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(by: 
     assert whole.positions[:, 12:24].tolist() == rows[1].places.tolist()  # type: ignore[union-attr]  # just given
     found = torch.zeros_like(whole.positions)
     for rank in range(2):
-        mine = build_batch(rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)).tokens
+        mine = build_batch(
+            rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)
+        ).tokens
         assert mine.context is not None and mine.whole.positions.shape == (3, 2 * mine.num_tokens)
         places = torch.from_numpy(mine.context.slices.as_read(rank))
         found[:, places[places >= 0]] = mine.positions[:, places >= 0]
         assert (mine.positions[:, places < 0] == 0).all()
-        assert torch.equal(mine.whole.positions[:, torch.from_numpy(mine.context.slices.numbers[rank])], mine.positions)
+        assert torch.equal(
+            mine.whole.positions[:, torch.from_numpy(mine.context.slices.numbers[rank])],
+            mine.positions,
+        )
     assert torch.equal(found, whole.positions)
 
 
 def test_labels_of_every_depth_are_counted_over_the_step() -> None:
     step = Loader(
-        Counting(), Masks(), alone("dp"), global_batch_size=8, micro_batch_size=2, consumed=0, steps=1, device=CPU,
+        Counting(),
+        Masks(),
+        alone("dp"),
+        global_batch_size=8,
+        micro_batch_size=2,
+        consumed=0,
+        steps=1,
+        device=CPU,
         further=2,
-    ).next()  # fmt: skip
+    ).next()
     assert (step.num_labels, step.num_further) == (30, (8 * 3 - 2, 8 * 2 - 2))
 
 
@@ -186,7 +235,8 @@ def shares(by: Literal["row", "document"], masks: Masks = PLAIN, *, ranks: int =
     samples = [Sample(draw.integers(1, 9, 13), 11) for _ in range(2)]
     samples[0].ids[[4, 5]] = 0
     return [
-        build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=ranks, rank=rank, by=by)) for rank in range(ranks)
+        build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=ranks, rank=rank, by=by))
+        for rank in range(ranks)
     ]
 
 
@@ -199,7 +249,9 @@ def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_toke
         assert batch.tokens.positions.tolist() == places * 2
         assert batch.ids.tolist() == [int(row[i]) for row in text for i in places]
         labels = [int(row[i + 1]) if i + 1 < 11 else -1 for row in text for i in places]
-        assert batch.labels.tolist() == labels  # the next token of the text, also where a slice ends
+        assert (
+            batch.labels.tolist() == labels
+        )  # the next token of the text, also where a slice ends
         assert batch.num_labels == 20  # of both ranks
 
 
@@ -216,9 +268,14 @@ def test_ranks_share_every_label_once_whatever_is_sliced() -> None:
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_filler_at_the_end_of_rows_is_marked_on_the_ranks_that_share_them(by: Literal["row", "document"]) -> None:
+def test_filler_at_the_end_of_rows_is_marked_on_the_ranks_that_share_them(
+    by: Literal["row", "document"],
+) -> None:
     ids = np.arange(1, 13)
-    rows = [PackedSample(np.where(ids <= 7, ids, 0), np.full(12, 1), (3, 4, 5), 7), PackedSample(ids, ids, (12,), 12)]
+    rows = [
+        PackedSample(np.where(ids <= 7, ids, 0), np.full(12, 1), (3, 4, 5), 7),
+        PackedSample(ids, ids, (12,), 12),
+    ]
     for size in (1, 2):
         slicings = [Slicing(ranks=size, rank=rank, by=by) for rank in range(size)]
         found = [build_batch(rows, PLAIN, device=CPU, slicing=slicing) for slicing in slicings]
@@ -236,10 +293,20 @@ def test_padding_of_documents_has_no_label_and_is_marked() -> None:
 
 
 def test_squares_of_lengths_are_those_of_the_documents_as_they_were_read() -> None:
-    samples = [Sample(np.array([5, 0, 7, 8, 0, 9, 4]), 7), Sample(np.array([3, 3, 3, 3, 3, 0, 1]), 7)]
+    samples = [
+        Sample(np.array([5, 0, 7, 8, 0, 9, 4]), 7),
+        Sample(np.array([3, 3, 3, 3, 3, 0, 1]), 7),
+    ]
     documents = Masks(eod=0, documents=True)
-    for slicing in (Slicing(), Slicing(ranks=2, rank=1, by="document"), Slicing(ranks=2, by="document", multiple=3)):
-        assert build_batch(samples, documents, device=CPU, slicing=slicing).squared_lengths == 4 + 9 + 1 + 36
+    for slicing in (
+        Slicing(),
+        Slicing(ranks=2, rank=1, by="document"),
+        Slicing(ranks=2, by="document", multiple=3),
+    ):
+        assert (
+            build_batch(samples, documents, device=CPU, slicing=slicing).squared_lengths
+            == 4 + 9 + 1 + 36
+        )
         assert build_batch(samples, Masks(), device=CPU, slicing=slicing).squared_lengths == 36 + 36
 
 
@@ -247,9 +314,16 @@ def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[in
     """(ids, numbers for dropout) of every microbatch of two steps, after 8 samples."""
     dp = build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp
     dropping = Loader(
-        Counting(), PLAIN, dp, global_batch_size=8, micro_batch_size=micro, consumed=8, steps=2, device=CPU,
+        Counting(),
+        PLAIN,
+        dp,
+        global_batch_size=8,
+        micro_batch_size=micro,
+        consumed=8,
+        steps=2,
+        device=CPU,
         dropout_seed=3,
-    )  # fmt: skip
+    )
     found = []
     for batch in (batch for _ in range(2) for batch in dropping.next().microbatches):
         assert batch.tokens.dropout is not None and batch.tokens.dropout.seed == 3
@@ -258,16 +332,27 @@ def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[in
 
 
 @pytest.mark.parametrize(("dp", "micro"), [(1, 8), (1, 2), (2, 2)])
-def test_dropout_numbers_each_token_of_the_run_the_same_under_every_layout(dp: int, micro: int) -> None:
+def test_dropout_numbers_each_token_of_the_run_the_same_under_every_layout(
+    dp: int, micro: int
+) -> None:
     found = [batch for rank in run_ranks(_numbers, dp, micro) for batch in rank]
     for ids, numbers in found:
-        assert numbers == [id // 10 * 4 + id % 10 for id in ids]  # token i of sample k is 10 k + i, of 4 tokens
-    assert sorted(number for _, numbers in found for number in numbers) == list(range(8 * 4, 24 * 4))
+        assert numbers == [
+            id // 10 * 4 + id % 10 for id in ids
+        ]  # token i of sample k is 10 k + i, of 4 tokens
+    assert sorted(number for _, numbers in found for number in numbers) == list(
+        range(8 * 4, 24 * 4)
+    )
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
-def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(by: Literal["row", "document"]) -> None:
-    rows = [np.arange(13, dtype=np.int64), np.arange(12, 25, dtype=np.int64)]  # id = its place in two rows of 12
+def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(
+    by: Literal["row", "document"],
+) -> None:
+    rows = [
+        np.arange(13, dtype=np.int64),
+        np.arange(12, 25, dtype=np.int64),
+    ]  # id = its place in two rows of 12
     samples, masks = [Sample(row, 13) for row in rows], Masks(eod=4, documents=True)
     for rank in range(2):
         batch = build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by))
@@ -284,12 +369,22 @@ def test_without_dropout_tokens_carry_no_numbers() -> None:
 # --- packs
 
 
-def ragged(group: Group, *, budget: Budget | None, consumed: int = 0, steps: int = 1, **others: Any) -> Loader:
+def ragged(
+    group: Group, *, budget: Budget | None, consumed: int = 0, steps: int = 1, **others: Any
+) -> Loader:
     dataset = RaggedDocuments(30, 61, 40)
     return Loader(
-        dataset, Masks(), group, global_batch_size=10, micro_batch_size=1, consumed=consumed, steps=steps, device=CPU,
-        budget=budget, **others,
-    )  # fmt: skip
+        dataset,
+        Masks(),
+        group,
+        global_batch_size=10,
+        micro_batch_size=1,
+        consumed=consumed,
+        steps=steps,
+        device=CPU,
+        budget=budget,
+        **others,
+    )
 
 
 BUDGET = Budget(capacity=64, longest=30)
@@ -299,12 +394,19 @@ def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None
     dataset = RaggedDocuments(30, 61, 40)
     step = ragged(alone("dp"), budget=BUDGET, consumed=10).next()
     found = sorted(length for batch in step.microbatches for length in batch.lengths)
-    assert found == sorted(dataset.lengths_of(k)[0] for k in range(10, 20)) == sorted(step.lengths or ())
+    assert (
+        found
+        == sorted(dataset.lengths_of(k)[0] for k in range(10, 20))
+        == sorted(step.lengths or ())
+    )
     assert step.num_read == sum(found) and step.num_places == 64 * len(step.microbatches)
     assert {len(batch.ids) for batch in step.microbatches} == {64}
     for batch in step.microbatches:
         assert int(batch.tokens.valid.sum()) == sum(batch.lengths) == batch.num_read
-        assert int((batch.labels >= 0).sum()) == batch.num_labels and not (batch.labels[~batch.tokens.valid] >= 0).any()
+        assert (
+            int((batch.labels >= 0).sum()) == batch.num_labels
+            and not (batch.labels[~batch.tokens.valid] >= 0).any()
+        )
     assert sum(batch.part for batch in step.microbatches) == pytest.approx(len(step.microbatches))
 
 
@@ -314,20 +416,28 @@ def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
         budget = Budget(capacity=capacity, longest=30)
         step = ragged(alone("dp"), budget=budget, consumed=10, dropout_seed=3).next()
         keys = [batch.tokens.dropout for batch in step.microbatches]
-        numbers.append(sorted(int(n) for key in keys if key is not None for n in key.numbers if n >= 0))
+        numbers.append(
+            sorted(int(n) for key in keys if key is not None for n in key.numbers if n >= 0)
+        )
     assert numbers[0] == numbers[1] == numbers[2] and len(set(numbers[0])) == len(numbers[0])
     assert numbers[0][0] == 10 * 30, "the first token of document 10"
 
 
 def test_a_pack_of_nothing_is_filler() -> None:
     batch = build_pack(RaggedDocuments(30, 61, 40), [], BUDGET, device=CPU)
-    assert batch.num_read == batch.num_labels == 0 and batch.lengths == () and not batch.tokens.valid.any()
+    assert (
+        batch.num_read == batch.num_labels == 0
+        and batch.lengths == ()
+        and not batch.tokens.valid.any()
+    )
     assert batch.part == 1.0 and len(batch.ids) == 64
 
 
 def test_sums_of_digests_tell_ranks_that_deal_alike() -> None:
     check_alike(3, [5, 25], alone("dp"))
-    with pytest.raises(DataError, match=r"in different ways \(microbatches: 3 on rank 0\). Make sure that all"):
+    with pytest.raises(
+        DataError, match=r"in different ways \(microbatches: 3 on rank 0\). Make sure that all"
+    ):
         check_alike(3, [5, 24], alone("dp"))
 
 
@@ -353,9 +463,17 @@ def test_rows_of_conversations_are_dealt_by_what_they_cost(balanced: bool) -> No
         group = replace(alone("dp"), rank=rank, ranks=(0, 1))
         with replaced(loader_file, "start_all_reduce_", lambda count, group: None):
             step = Loader(
-                Talks(), Masks(), group, global_batch_size=8, micro_batch_size=1, consumed=8, steps=1, device=CPU,
-                cost=DocumentCost(0, 1), balanced=balanced,
-            ).next()  # fmt: skip
+                Talks(),
+                Masks(),
+                group,
+                global_batch_size=8,
+                micro_batch_size=1,
+                consumed=8,
+                steps=1,
+                device=CPU,
+                cost=DocumentCost(0, 1),
+                balanced=balanced,
+            ).next()
         found.append([int(batch.ids[0]) for batch in step.microbatches])
         assert (step.imbalance or 0.0) == pytest.approx(0.0 if balanced else 2 * 144 / 180 - 1)
     assert sorted(found[0] + found[1]) == list(range(8, 16))

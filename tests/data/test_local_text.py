@@ -1,11 +1,17 @@
-"""The corpus that is on every machine: which files, which of them are held out, and two yardsticks."""
+"""The corpus that is on every machine: which files, which of them are held out, and two
+yardsticks."""
 
 import zlib
 from pathlib import Path
 
 import pytest
 
-from megalith.data.local_text import find_local_text, share_of_known_words, words_in, zlib_bits_per_byte
+from megalith.data.local_text import (
+    find_local_text,
+    share_of_known_words,
+    words_in,
+    zlib_bits_per_byte,
+)
 from megalith.errors import DataError
 
 
@@ -30,7 +36,10 @@ def test_every_text_is_in_one_of_the_two_parts(folder: Path) -> None:
     found = find_local_text(folder)
     assert len(found.training) + len(found.held_out) == 200
     assert not set(found.training) & set(found.held_out)
-    assert all(file.parent.name.startswith("part") and file.name.startswith("file") for file in found.training)
+    assert all(
+        file.parent.name.startswith("part") and file.name.startswith("file")
+        for file in found.training
+    )
     assert 3 <= len(found.held_out) <= 20  # one in 25
 
 
@@ -45,7 +54,10 @@ def test_the_choice_depends_on_names_inside_the_folder_alone(folder: Path, tmp_p
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("x = 1")
-    with pytest.raises(DataError, match=r"has only 1 text files\. Install Python's standard library, or use `megalith"):
+    with pytest.raises(
+        DataError,
+        match=r"has only 1 text files\. Install Python's standard library, or use `megalith",
+    ):
         find_local_text(tmp_path)
 
 

@@ -7,20 +7,29 @@ from megalith.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
 def test_the_longest_special_token_wins_and_the_rest_is_encoded_apart() -> None:
     specials = {"<a>": 900, "<a><b>": 901}
-    assert encode_parts("x<a><b>y<a>", specials, lambda text: list(text.encode())) == [120, 901, 121, 900]
+    assert encode_parts("x<a><b>y<a>", specials, lambda text: list(text.encode())) == [
+        120,
+        901,
+        121,
+        900,
+    ]
     assert encode_parts("", specials, lambda text: [1]) == []
 
 
 def test_bytes_know_their_end_token_by_its_text() -> None:
     assert ByteTokenizer().encode_marked("ab<|endoftext|>c") == [97, 98, 256, 99]
-    assert 256 not in ByteTokenizer().encode("ab<|endoftext|>c"), "elsewhere it is text like any other"
+    assert 256 not in ByteTokenizer().encode("ab<|endoftext|>c"), (
+        "elsewhere it is text like any other"
+    )
 
 
 TEXT = "  two  spaces, höhe\n\U0001f600 <|endoftext|> x "
 
 
 def test_every_token_lies_at_the_characters_it_stands_for(tmp_path: Path) -> None:
-    trained = train_bpe(["two spaces and two more"] * 9, vocab_size=280, path=str(tmp_path / "tokenizer"))
+    trained = train_bpe(
+        ["two spaces and two more"] * 9, vocab_size=280, path=str(tmp_path / "tokenizer")
+    )
     tokenizers: list[Tokenizer] = [ByteTokenizer(), trained]
     for tokenizer in tokenizers:
         ids, places = tokenizer.encode_spans(TEXT)
@@ -28,7 +37,10 @@ def test_every_token_lies_at_the_characters_it_stands_for(tmp_path: Path) -> Non
         assert all(0 <= start < end <= len(TEXT) for start, end in places)
         for token, (start, end) in zip(ids, places, strict=True):
             text = tokenizer.decode([token])
-            assert "\ufffd" in text or text.strip() == TEXT[start:end].replace("<|endoftext|>", "").strip()
+            assert (
+                "\ufffd" in text
+                or text.strip() == TEXT[start:end].replace("<|endoftext|>", "").strip()
+            )
     assert NullTokenizer(40).encode_spans("3 17") == ([3, 17], [(0, 1), (2, 4)])
 
 
@@ -36,7 +48,11 @@ def test_a_token_of_spaces_alone_is_none_of_the_text_behind_it(tmp_path: Path) -
     """Byte-level tokenizers leave spaces out of where they say tokens lie."""
     trained = train_bpe(["ab ab"] * 9, vocab_size=258, path=str(tmp_path / "tokenizer"))
     ids, places = trained.encode_spans("ab  ab")
-    spaces = [place for token, place in zip(ids, places, strict=True) if not trained.decode([token]).strip()]
+    spaces = [
+        place
+        for token, place in zip(ids, places, strict=True)
+        if not trained.decode([token]).strip()
+    ]
     assert spaces and all(end <= 4 for _, end in spaces)
 
 

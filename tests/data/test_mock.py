@@ -35,18 +35,29 @@ def test_a_tiny_variant_has_its_own_fingerprint() -> None:
 
 def test_lognormal_lengths_have_their_mean_and_their_ends() -> None:
     lengths = MockLengths(kind="lognormal", mean=100.0, sigma=0.7, shortest=5)
-    drawn = MockStore(1000, 999, num_documents=20_000, max_tokens=4096, lengths=lengths).sequence_lengths
+    drawn = MockStore(
+        1000, 999, num_documents=20_000, max_tokens=4096, lengths=lengths
+    ).sequence_lengths
     assert 97 < drawn.mean() < 103 and 0.66 < np.log(drawn).std() < 0.72 and np.median(drawn) < 85
-    narrow = MockStore(1000, 999, num_documents=20_000, max_tokens=200, lengths=lengths).sequence_lengths
+    narrow = MockStore(
+        1000, 999, num_documents=20_000, max_tokens=200, lengths=lengths
+    ).sequence_lengths
     assert (narrow.min(), narrow.max()) == (5, 199)
-    assert MockStore(1000, 999, 50, 200, lengths).fingerprint != MockStore(1000, 999, 50, 201, lengths).fingerprint
+    assert (
+        MockStore(1000, 999, 50, 200, lengths).fingerprint
+        != MockStore(1000, 999, 50, 201, lengths).fingerprint
+    )
 
 
 def test_lengths_of_a_file_come_in_turn(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("7, 3\n12\n")
     store = MockStore(1000, 999, num_documents=5, lengths=MockLengths(kind="file", path=str(path)))
-    assert store.sequence_lengths.tolist() == [7, 3, 12, 7, 3] and store.get(1).tolist() == [1, 2, 999]
+    assert store.sequence_lengths.tolist() == [7, 3, 12, 7, 3] and store.get(1).tolist() == [
+        1,
+        2,
+        999,
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "3 x", "0", "-2", "2.5"])

@@ -28,7 +28,10 @@ def document(first: int, length: int) -> PackedSample:
 
 def test_documents_follow_one_another_and_filler_them() -> None:
     row = joined([document(10, 3), document(50, 2)], Budget(capacity=12, longest=4))
-    assert row.ids.tolist() == [10, 11, 12, 50, 51] + [0] * 7 and row.labels.tolist() == [11, 12, 13, 51, 52] + [-1] * 7
+    assert (
+        row.ids.tolist() == [10, 11, 12, 50, 51] + [0] * 7
+        and row.labels.tolist() == [11, 12, 13, 51, 52] + [-1] * 7
+    )
     assert row.lengths == (3, 2, 4, 3) and row.read_lengths == (3, 2) and row.num_valid == 5
     assert numbers_of([7, 2], row, 100).tolist() == [700, 701, 702, 200, 201] + [-1] * 7
     empty = joined([], Budget(capacity=12, longest=8))
@@ -59,7 +62,9 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path, filled = tmp_path / "packs.npz", pack_first_fit(ROOM, 1)
     write_packs(path, ROOM, filled)
     found = read_packs(str(path), ROOM)
-    assert (found.filled.documents == filled.documents).all() and (found.filled.starts == filled.starts).all()
+    assert (found.filled.documents == filled.documents).all() and (
+        found.filled.starts == filled.starts
+    ).all()
     assert len(found.digest) == 32 and list(tmp_path.iterdir()) == [path]
 
 
@@ -67,24 +72,36 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "packs.npz"
     write_packs(path, ROOM, pack_first_fit(ROOM, 1))
     others = {
-        "other conversations or another template or tokenizer: abc there, xyz here": ROOM._replace(digest="xyz"),
+        "other conversations or another template or tokenizer: abc there, xyz here": ROOM._replace(
+            digest="xyz"
+        ),
         "train.seq_len: 10 there, 12 here": ROOM._replace(seq_len=12),
         "data.sft.overlong: drop there, error here": ROOM._replace(overlong="error"),
     }
     for text, room in others.items():
-        with pytest.raises(DataError, match=f"was made for {text}. Make it again with `megalith data pack`"):
+        with pytest.raises(
+            DataError, match=f"was made for {text}. Make it again with `megalith data pack`"
+        ):
             read_packs(str(path), room)
     for wrong in (Filled(np.array([0, 1]), np.array([0, 2])), Filled(ROOM.kept, np.array([0, 7]))):
         write_packs(path, ROOM, wrong)
-        with pytest.raises(DataError, match="does not hold each of the 7 conversations once, in rows of at most 10"):
+        with pytest.raises(
+            DataError, match="does not hold each of the 7 conversations once, in rows of at most 10"
+        ):
             read_packs(str(path), ROOM)
     write_packs(path, ROOM, pack_first_fit(ROOM, 1))
     whole, flipped = path.read_bytes(), bytearray(path.read_bytes())
     flipped[flipped.index(b"\x93NUMPY") + 130] ^= 1  # a number of the first array
-    for name, content in {"packs.npz": b"nothing", "cut.npz": whole[: len(whole) // 2], "bit.npz": flipped}.items():
+    for name, content in {
+        "packs.npz": b"nothing",
+        "cut.npz": whole[: len(whole) // 2],
+        "bit.npz": flipped,
+    }.items():
         (tmp_path / name).write_bytes(content)
     for name in ("packs.npz", "cut.npz", "bit.npz", "none"):
-        with pytest.raises(DataError, match=r"is not a file of packs \(.*\). Make it with `megalith data pack`"):
+        with pytest.raises(
+            DataError, match=r"is not a file of packs \(.*\). Make it with `megalith data pack`"
+        ):
             read_packs(str(tmp_path / name), ROOM)
 
 
@@ -92,9 +109,17 @@ def test_a_report_counts_rows_by_what_is_in_them() -> None:
     starts = np.array([0, 1, 3, 6])
     report = report_of(Filled(np.array([2, 0, 4, 1, 3, 6]), starts), LENGTHS, 10)
     assert (report.rows, report.fewest, report.conversations, report.mean) == (3, 3, 6, 2.0)
-    assert report.fill == pytest.approx(26 / 30) and report.histogram == ((1, 1, 1), (2, 2, 1), (3, 3, 1))
+    assert report.fill == pytest.approx(26 / 30) and report.histogram == (
+        (1, 1, 1),
+        (2, 2, 1),
+        (3, 3, 1),
+    )
     many = report_of(Filled(np.arange(30) % 8, np.array([0, 1, 30])), LENGTHS, 1000)
-    assert many.histogram[0] == (1, 3, 1) and many.histogram[-1] == (28, 30, 1) and len(many.histogram) == 10
+    assert (
+        many.histogram[0] == (1, 3, 1)
+        and many.histogram[-1] == (28, 30, 1)
+        and len(many.histogram) == 10
+    )
 
 
 def test_samples_of_rows_keep_what_they_had() -> None:

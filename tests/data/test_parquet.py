@@ -1,4 +1,5 @@
-"""Parquet as a corpus: every row once and in order, from any place on, and errors that name the file."""
+"""Parquet as a corpus: every row once and in order, from any place on, and errors that name the
+file."""
 
 import sys
 from pathlib import Path
@@ -6,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from megalith.config.prepare import PrepareConfig
-from megalith.data.corpus import Document, Position, Rejected, block_documents, find_sources, read_blocks
+from megalith.data.corpus import (
+    Document,
+    Position,
+    Rejected,
+    block_documents,
+    find_sources,
+    read_blocks,
+)
 from megalith.data.indexed import IndexedDataset
 from megalith.data.parquet import read_rows, row_ranges
 from megalith.data.prepare import prepare
@@ -19,7 +27,9 @@ TEXTS = [f"text {number} " * (number % 7) for number in range(100)]
 
 
 def written(path: Path, *, group: int = 30) -> str:
-    table = arrow.table({"text": TEXTS, "title": [f"t{number}" for number in range(100)], "year": list(range(100))})
+    table = arrow.table(
+        {"text": TEXTS, "title": [f"t{number}" for number in range(100)], "year": list(range(100))}
+    )
     parquet.write_table(table, path, row_group_size=group)
     return str(path)
 
@@ -28,7 +38,9 @@ def written(path: Path, *, group: int = 30) -> str:
 def test_ranges_are_row_groups_and_cover_the_rows_once(start: int, tmp_path: Path) -> None:
     path = written(tmp_path / "a.parquet")
     ranges = list(row_ranges(path, start))
-    assert [row for rows in ranges for row in range(rows.start, rows.stop)] == list(range(start, 100))
+    assert [row for rows in ranges for row in range(rows.start, rows.stop)] == list(
+        range(start, 100)
+    )
     assert all(rows.start // 30 == (rows.stop - 1) // 30 for rows in ranges)
     done = [rows.nbytes_done for rows in ranges]
     assert done == sorted(done) and all(nbytes < Path(path).stat().st_size for nbytes in done)
@@ -45,7 +57,10 @@ def test_rows_are_those_between_the_ends(
 
 def test_rows_have_the_columns_that_were_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path / "a.parquet")
-    assert list(read_rows(path, 31, 33, ["title", "absent"])) == [{"title": "t31"}, {"title": "t32"}]
+    assert list(read_rows(path, 31, 33, ["title", "absent"])) == [
+        {"title": "t31"},
+        {"title": "t32"},
+    ]
 
 
 def test_documents_of_a_file_are_its_rows(tmp_path: Path) -> None:
@@ -54,7 +69,9 @@ def test_documents_of_a_file_are_its_rows(tmp_path: Path) -> None:
         blocks = read_blocks(sources, Position(0, start, 0))
         found = [document for block in blocks for document in block_documents(block, ["text"])]
         assert all(isinstance(document, Document) for document in found)
-        assert [document.texts[0][0] for document in found if isinstance(document, Document)] == TEXTS[start:]
+        assert [
+            document.texts[0][0] for document in found if isinstance(document, Document)
+        ] == TEXTS[start:]
     assert found[0].where.endswith("a.parquet:32")
     (rejected, *_) = block_documents(next(read_blocks(sources, Position())), ["year"])
     assert isinstance(rejected, Rejected) and "'year' is int, not a text" in str(rejected)
@@ -65,16 +82,26 @@ def test_tokens_are_those_of_the_same_rows_as_jsonl(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(lines)
     written(tmp_path / "a.parquet")
     for name in ("a.parquet", "b.jsonl"):
-        prepare(PrepareConfig(input=(str(tmp_path / name),), output=str(tmp_path / name.partition(".")[0])))
+        prepare(
+            PrepareConfig(
+                input=(str(tmp_path / name),), output=str(tmp_path / name.partition(".")[0])
+            )
+        )
     a, b = (IndexedDataset(str(tmp_path / name)) for name in "ab")
     assert len(a) == len(b)
     assert all((a[k] == b[k]).all() for k in range(len(a)))
 
 
-def test_what_is_no_parquet_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_parquet_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "x.parquet").write_bytes(b"no such thing")
-    with pytest.raises(DataError, match=r"x\.parquet: cannot be read as Parquet \(.*\)\. Copy the file again"):
+    with pytest.raises(
+        DataError, match=r"x\.parquet: cannot be read as Parquet \(.*\)\. Copy the file again"
+    ):
         list(row_ranges(str(tmp_path / "x.parquet"), 0))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(DataError, match=r'needs pyarrow\. Install it with pip install "megalith\[parquet\]"'):
+    with pytest.raises(
+        DataError, match=r'needs pyarrow\. Install it with pip install "megalith\[parquet\]"'
+    ):
         list(row_ranges(str(tmp_path / "x.parquet"), 0))

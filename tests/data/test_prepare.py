@@ -1,4 +1,5 @@
-"""prepare: the same bytes for any number of workers and any interruption, and every bad line counted or refused."""
+"""prepare: the same bytes for any number of workers and any interruption, and every bad line
+counted or refused."""
 
 import hashlib
 import json
@@ -34,19 +35,26 @@ def write_corpus(folder: Path, documents: int = 400) -> list[dict[str, Any]]:
     draw = np.random.default_rng(0)
     words = ["alpha", "beta", "Größe", "日本", "\n"]
     entries = [
-        {"text": " ".join(draw.choice(words, draw.integers(0, 40))), "title": f"Nr. {n}"} for n in range(documents)
+        {"text": " ".join(draw.choice(words, draw.integers(0, 40))), "title": f"Nr. {n}"}
+        for n in range(documents)
     ]
     (folder / "corpus.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return entries
 
 
 def config(folder: Path, **changes: Any) -> PrepareConfig:
-    arguments: dict[str, Any] = {"input": (str(folder / "corpus.jsonl"),), "output": str(folder / "out")}
+    arguments: dict[str, Any] = {
+        "input": (str(folder / "corpus.jsonl"),),
+        "output": str(folder / "out"),
+    }
     return PrepareConfig(**(arguments | changes))
 
 
 def hashes(prefix: Path | str) -> list[str]:
-    return [hashlib.sha256(Path(f"{prefix}{ending}").read_bytes()).hexdigest() for ending in (".bin", ".idx")]
+    return [
+        hashlib.sha256(Path(f"{prefix}{ending}").read_bytes()).hexdigest()
+        for ending in (".bin", ".idx")
+    ]
 
 
 def reference(folder: Path, entries: list[dict[str, Any]], key: str = "text") -> list[str]:
@@ -80,7 +88,9 @@ def test_the_number_of_workers_does_not_matter(tmp_path: Path, small_blocks: Non
     train_bpe([entry["text"] for entry in entries], vocab_size=280, path=str(tmp_path / "bpe"))
     tokenizer = TokenizerConfig(kind="huggingface", path=str(tmp_path / "bpe"))
     one = prepare(config(tmp_path, tokenizer=tokenizer))
-    three = prepare(config(tmp_path, tokenizer=tokenizer, workers=3, output=str(tmp_path / "three")))
+    three = prepare(
+        config(tmp_path, tokenizer=tokenizer, workers=3, output=str(tmp_path / "three"))
+    )
     assert hashes(tmp_path / "out") == hashes(tmp_path / "three")
     assert one == three
 
@@ -135,7 +145,9 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
         assert not (tmp_path / "out.bin").exists() and not (tmp_path / "out.idx").exists()
         with (tmp_path / "out.preparing" / "text.tokens").open("ab") as file:
             file.write(b"what was written after the last save")
-    with pytest.raises(DataError, match=r"out\.preparing holds an unfinished run\. Pass --resume to go on"):
+    with pytest.raises(
+        DataError, match=r"out\.preparing holds an unfinished run\. Pass --resume to go on"
+    ):
         prepare(config(tmp_path))
     totals = prepare(config(tmp_path, resume=True))
     assert hashes(tmp_path / "out") == reference(tmp_path, entries)
@@ -161,12 +173,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_run_goes_on_to_the_same_bytes_and_leaves_no_process(tmp_path: Path, workers: int) -> None:
+def test_a_killed_run_goes_on_to_the_same_bytes_and_leaves_no_process(
+    tmp_path: Path, workers: int
+) -> None:
     entries = write_corpus(tmp_path)
     (tmp_path / "killed.py").write_text(KILLED)
     command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path), str(workers)]
     environment = os.environ | {"PYTHONPATH": str(Path(journal.__file__).parents[2])}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=environment, start_new_session=True
+    )
     assert process.stdout is not None
     for _ in range(8):
         process.stdout.readline()
@@ -210,15 +226,20 @@ def test_a_run_stopped_between_its_renames_is_finished_by_the_next(
     assert hashes(tmp_path / "out") == reference(tmp_path, entries)
 
 
-def test_resuming_with_other_settings_or_files_is_refused(tmp_path: Path, small_blocks: None) -> None:
+def test_resuming_with_other_settings_or_files_is_refused(
+    tmp_path: Path, small_blocks: None
+) -> None:
     entries = write_corpus(tmp_path)
     with pytest.raises(Stop):
         prepare(config(tmp_path), report=StopAfter(3))
-    with pytest.raises(DataError, match=r"begun with other settings or files \(append_eod differ\)\. Use the same"):
+    with pytest.raises(
+        DataError, match=r"begun with other settings or files \(append_eod differ\)\. Use the same"
+    ):
         prepare(config(tmp_path, resume=True, append_eod=False))
     os.utime(tmp_path / "corpus.jsonl", ns=(0, 0))
     with pytest.raises(
-        DataError, match=r"\(the files read so far differ\)\. Use the same ones to resume, or pass --over"
+        DataError,
+        match=r"\(the files read so far differ\)\. Use the same ones to resume, or pass --over",
     ):
         prepare(config(tmp_path, resume=True))
     prepare(config(tmp_path, overwrite=True))
@@ -229,7 +250,9 @@ def test_two_runs_cannot_write_one_output(tmp_path: Path) -> None:
     write_corpus(tmp_path)
 
     def second(progress: Progress) -> None:
-        with pytest.raises(DataError, match=r"out\.preparing: another process is writing it .*use another output"):
+        with pytest.raises(
+            DataError, match=r"out\.preparing: another process is writing it .*use another output"
+        ):
             prepare(config(tmp_path, resume=True))
 
     prepare(config(tmp_path), report=second)
@@ -239,7 +262,9 @@ def test_an_existing_store_is_kept_unless_told(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     prepare(config(tmp_path))
     before = hashes(tmp_path / "out")
-    with pytest.raises(DataError, match=r"out: a store of that name exists\. Use another name, or pass --overwrite"):
+    with pytest.raises(
+        DataError, match=r"out: a store of that name exists\. Use another name, or pass --overwrite"
+    ):
         prepare(config(tmp_path, append_eod=False))
     assert hashes(tmp_path / "out") == before and not (tmp_path / "out.preparing").exists()
     prepare(config(tmp_path, append_eod=False, overwrite=True))
@@ -253,15 +278,28 @@ def test_bad_lines_are_counted_and_told(tmp_path: Path) -> None:
     lines = [*BAD, '{"text": "good"}', "also broken"]
     (tmp_path / "corpus.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"text": "\xff"}\n')
     totals = prepare(config(tmp_path))
-    assert totals.rejected == {"not JSON": 2, "lacks a key": 1, "not text": 1, "blank": 1, "not UTF-8": 1}
-    assert (totals.documents, totals.empty_documents, totals.sequences, totals.tokens) == (2, 1, 1, 5)
+    assert totals.rejected == {
+        "not JSON": 2,
+        "lacks a key": 1,
+        "not text": 1,
+        "blank": 1,
+        "not UTF-8": 1,
+    }
+    assert (totals.documents, totals.empty_documents, totals.sequences, totals.tokens) == (
+        2,
+        1,
+        1,
+        5,
+    )
     assert "corpus.jsonl:1: not JSON: {broken" in totals.examples[0] and len(totals.examples) == 5
 
 
 @pytest.mark.parametrize("line", BAD)
 def test_strict_refuses_the_first_bad_line_and_leaves_nothing(tmp_path: Path, line: str) -> None:
     (tmp_path / "corpus.jsonl").write_text(f'{{"text": "good"}}\n{line}\n')
-    with pytest.raises(DataError, match=r"corpus\.jsonl:2: .*\. Correct it, or run without --strict to count"):
+    with pytest.raises(
+        DataError, match=r"corpus\.jsonl:2: .*\. Correct it, or run without --strict to count"
+    ):
         prepare(config(tmp_path, strict=True))
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
@@ -275,7 +313,9 @@ def test_strict_refuses_in_a_worker_too(tmp_path: Path) -> None:
 def test_input_without_text_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     for lines in ('{"text": ""}\n', "broken\n", ""):
         (tmp_path / "corpus.jsonl").write_text(lines)
-        with pytest.raises(DataError, match=r"no text in 1 files \(.*\)\. Use other files, or set --keys"):
+        with pytest.raises(
+            DataError, match=r"no text in 1 files \(.*\)\. Use other files, or set --keys"
+        ):
             prepare(config(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
@@ -287,15 +327,22 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match=r"No space left on device\. Free some space, and pass --resume to go on"):
+    with pytest.raises(
+        DataError, match=r"No space left on device\. Free some space, and pass --resume to go on"
+    ):
         prepare(config(tmp_path))
     assert not (tmp_path / "out.bin").exists()
 
 
-def test_ids_beyond_the_stated_vocabulary_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_beyond_the_stated_vocabulary_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_corpus(tmp_path)
     monkeypatch.setattr(ByteTokenizer, "vocab_size", 100)
-    with pytest.raises(DataError, match=r"the tokenizer gave id \d+, but its vocabulary has 100 ids\. Use a tokenizer"):
+    with pytest.raises(
+        DataError,
+        match=r"the tokenizer gave id \d+, but its vocabulary has 100 ids\. Use a tokenizer",
+    ):
         prepare(config(tmp_path))
 
 

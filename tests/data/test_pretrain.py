@@ -1,4 +1,5 @@
-"""The order of pretraining samples: golden vectors, properties over random corpora, and what is refused."""
+"""The order of pretraining samples: golden vectors, properties over random corpora, and what is
+refused."""
 
 import pickle
 from pathlib import Path
@@ -36,8 +37,12 @@ def store_of(folder: Path, lengths: list[int]) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
-def plan(num_samples: int | None, *, seq_len: int = 8, keep_partial: bool = False, extra: int = 1) -> WindowPlan:
-    return WindowPlan(seq_len=seq_len, extra=extra, num_samples=num_samples, seed=1234, keep_partial=keep_partial)
+def plan(
+    num_samples: int | None, *, seq_len: int = 8, keep_partial: bool = False, extra: int = 1
+) -> WindowPlan:
+    return WindowPlan(
+        seq_len=seq_len, extra=extra, num_samples=num_samples, seed=1234, keep_partial=keep_partial
+    )
 
 
 def starts(text: str) -> list[list[int]]:
@@ -69,7 +74,12 @@ GOLDEN = [
 
 @pytest.mark.parametrize("num_samples, epochs, separate, documents, samples, shuffle", GOLDEN)
 def test_the_three_arrays_equal_the_recorded_ones(
-    num_samples: int | None, epochs: int, separate: bool, documents: list[int], samples: str, shuffle: list[int]
+    num_samples: int | None,
+    epochs: int,
+    separate: bool,
+    documents: list[int],
+    samples: str,
+    shuffle: list[int],
 ) -> None:
     lengths = np.array(LENGTHS, np.int32)
     epoch = plan_epochs(36, plan(num_samples))
@@ -78,11 +88,17 @@ def test_the_three_arrays_equal_the_recorded_ones(
     assert index.documents.tolist() == documents
     assert index.samples.tolist() == starts(samples)
     assert index.shuffle.tolist() == shuffle
-    assert [a.dtype.name for a in (index.documents, index.samples, index.shuffle)] == ["int32", "int32", "uint32"]
+    assert [a.dtype.name for a in (index.documents, index.samples, index.shuffle)] == [
+        "int32",
+        "int32",
+        "uint32",
+    ]
 
 
 def test_a_partial_last_window_can_be_kept() -> None:
-    index = build_sample_index(np.array(LENGTHS, np.int32), np.arange(5, dtype=np.int32), plan(None, keep_partial=True))
+    index = build_sample_index(
+        np.array(LENGTHS, np.int32), np.arange(5, dtype=np.int32), plan(None, keep_partial=True)
+    )
     assert index.samples.tolist() == starts("(0,0)(1,1)(2,4)(4,0)(4,8)(4,11)")
 
 
@@ -94,7 +110,9 @@ def test_the_generator_is_the_one_megatron_uses() -> None:
 
 def test_samples_hold_the_tokens_that_the_index_names(tmp_path: Path) -> None:
     dataset = PretrainDataset(store_of(tmp_path, LENGTHS), plan(None), vocab_size=1000)
-    windows = {int(dataset.sample(k).ids[0]): dataset.sample(k).ids.tolist() for k in range(len(dataset))}
+    windows = {
+        int(dataset.sample(k).ids[0]): dataset.sample(k).ids.tolist() for k in range(len(dataset))
+    }
     first_document = [400, 401, 402, 403, 404, 405, 406, 0, 1]
     assert windows[400] == first_document
     assert windows[1] == [1, 2, 3, 4, 100, 101, 102, 103, 104]
@@ -116,26 +134,41 @@ def test_windows_equal_slices_of_the_joined_stream(tmp_path: Path, case: int) ->
     seq_len, keep = int(draw.integers(1, 10)), bool(case % 3 == 0)
     wanted = None if case % 2 else int(draw.integers(1, 40))
     store = store_of(tmp_path / str(case), lengths.tolist())
-    dataset = PretrainDataset(store, plan(wanted, seq_len=seq_len, keep_partial=keep), vocab_size=5000)
-    index = build_sample_index(lengths, np.arange(len(lengths), dtype=np.int32), plan(wanted, seq_len=seq_len))
+    dataset = PretrainDataset(
+        store, plan(wanted, seq_len=seq_len, keep_partial=keep), vocab_size=5000
+    )
+    index = build_sample_index(
+        lengths, np.arange(len(lengths), dtype=np.int32), plan(wanted, seq_len=seq_len)
+    )
     stream = joined(lengths, index.documents)
     assert dataset.num_samples >= (wanted or 0)
-    read = sorted(tuple(sample.ids[: sample.num_valid].tolist()) for sample in map(dataset.sample, range(len(dataset))))
+    read = sorted(
+        tuple(sample.ids[: sample.num_valid].tolist())
+        for sample in map(dataset.sample, range(len(dataset)))
+    )
     count = len(dataset)
-    assert read == sorted(tuple(stream[i * seq_len : (i + 1) * seq_len + 1].tolist()) for i in range(count))
+    assert read == sorted(
+        tuple(stream[i * seq_len : (i + 1) * seq_len + 1].tolist()) for i in range(count)
+    )
 
 
 def test_every_token_is_read_once_per_epoch(tmp_path: Path) -> None:
-    dataset = PretrainDataset(store_of(tmp_path, [7, 31, 2, 18, 44]), plan(None, seq_len=5), vocab_size=1000)
+    dataset = PretrainDataset(
+        store_of(tmp_path, [7, 31, 2, 18, 44]), plan(None, seq_len=5), vocab_size=1000
+    )
     inputs = np.concatenate([dataset.sample(k).ids[:-1] for k in range(len(dataset))])
     assert len(set(inputs.tolist())) == len(inputs)
     assert 0 <= 102 - len(inputs) <= 5
 
 
 def test_a_partial_window_says_which_ids_are_padding(tmp_path: Path) -> None:
-    dataset = PretrainDataset(store_of(tmp_path, LENGTHS), plan(None, keep_partial=True), vocab_size=1000)
+    dataset = PretrainDataset(
+        store_of(tmp_path, LENGTHS), plan(None, keep_partial=True), vocab_size=1000
+    )
     short = [sample for sample in map(dataset.sample, range(5)) if not sample.valid.all()]
-    assert [sample.num_valid for sample in short] == [4]  # 36 tokens: four windows share their ends, 32 to 35 are left
+    assert [sample.num_valid for sample in short] == [
+        4
+    ]  # 36 tokens: four windows share their ends, 32 to 35 are left
     assert short[0].ids[4:].tolist() == [0] * 5
 
 
@@ -146,34 +179,51 @@ def test_a_split_reads_only_its_own_documents(tmp_path: Path) -> None:
 
 
 def test_split_bounds_round_half_to_even() -> None:
-    assert [split_range(share, 7) for share in ((0.0, 1 / 3), (1 / 3, 2 / 3), (2 / 3, 1.0))] == [(0, 2), (2, 5), (5, 7)]
+    assert [split_range(share, 7) for share in ((0.0, 1 / 3), (1 / 3, 2 / 3), (2 / 3, 1.0))] == [
+        (0, 2),
+        (2, 5),
+        (5, 7),
+    ]
     assert split_range((0.25, 0.75), 10) == (2, 8)
 
 
 def test_an_empty_or_tiny_split_is_refused_with_its_numbers(tmp_path: Path) -> None:
     store = store_of(tmp_path, LENGTHS)
-    with pytest.raises(DataError, match=r"the test split of .*corpus has 0 of its 5 sequences\. Set data\.split"):
+    with pytest.raises(
+        DataError, match=r"the test split of .*corpus has 0 of its 5 sequences\. Set data\.split"
+    ):
         PretrainDataset(store, plan(4), share=(1.0, 1.0), split="test", vocab_size=1000)
-    with pytest.raises(DataError, match=r"has 36 tokens in 5 sequences, and one sample needs 37\. .*seq_len to 35"):
+    with pytest.raises(
+        DataError, match=r"has 36 tokens in 5 sequences, and one sample needs 37\. .*seq_len to 35"
+    ):
         PretrainDataset(store, plan(4, seq_len=36), vocab_size=1000)
     assert PretrainDataset(store, plan(4, seq_len=35), vocab_size=1000).num_samples == 4
 
 
-def test_a_short_member_of_a_blend_repeats_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_member_of_a_blend_repeats_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = store_of(tmp_path, [3, 2])
     dataset = PretrainDataset(store, plan(4), vocab_size=1000, repeat_short=True)
     assert dataset.num_samples >= 4 and set(dataset.sample(3).ids.tolist()) == {0, 1, 2, 100, 101}
-    assert "the train split of" in caplog.text and "has 5 tokens: they repeat inside each sample" in caplog.text
+    assert (
+        "the train split of" in caplog.text
+        and "has 5 tokens: they repeat inside each sample" in caplog.text
+    )
     with pytest.raises(DataError, match="has 5 tokens in 2 sequences, and one sample needs 9"):
         PretrainDataset(store, plan(None), vocab_size=1000, repeat_short=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="has 0 tokens in 2 sequences"):
-        PretrainDataset(store_of(tmp_path / "empty", [0, 0]), plan(4), vocab_size=1000, repeat_short=True)
+        PretrainDataset(
+            store_of(tmp_path / "empty", [0, 0]), plan(4), vocab_size=1000, repeat_short=True
+        )
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     dataset = PretrainDataset(store_of(tmp_path, LENGTHS), plan(None), vocab_size=300)
-    with pytest.raises(DataError, match=r"corpus: token id 30\d is outside the vocabulary of 300 ids\. Use the tok"):
+    with pytest.raises(
+        DataError, match=r"corpus: token id 30\d is outside the vocabulary of 300 ids\. Use the tok"
+    ):
         for k in range(4):
             dataset.sample(k)
 
@@ -181,7 +231,8 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
 def test_a_sample_past_the_end_is_refused(tmp_path: Path) -> None:
     dataset = PretrainDataset(store_of(tmp_path, LENGTHS), plan(None), vocab_size=500)
     with pytest.raises(
-        DataError, match=r"train split of .*corpus has 4 samples, and sample 4 was asked for\. Use more"
+        DataError,
+        match=r"train split of .*corpus has 4 samples, and sample 4 was asked for\. Use more",
     ):
         dataset.sample(4)
 
@@ -193,37 +244,53 @@ def test_the_fingerprint_follows_tokens_and_order_only(tmp_path: Path) -> None:
     def fingerprint(store: IndexedDataset, plan: WindowPlan) -> str:
         return PretrainDataset(store, plan, vocab_size=1000).fingerprint
 
-    assert fingerprint(store, plan(5)) == fingerprint(store, plan(6)) != fingerprint(store, plan(13))
+    assert (
+        fingerprint(store, plan(5)) == fingerprint(store, plan(6)) != fingerprint(store, plan(13))
+    )
     assert fingerprint(store, plan(5)) != fingerprint(store, plan(5, seq_len=7))
     assert fingerprint(store, plan(5)) != fingerprint(other, plan(5))
 
 
 def test_a_cached_dataset_survives_pickling(tmp_path: Path) -> None:
-    dataset = PretrainDataset(store_of(tmp_path, LENGTHS), plan(6), vocab_size=1000, cache=tmp_path / "cache")
+    dataset = PretrainDataset(
+        store_of(tmp_path, LENGTHS), plan(6), vocab_size=1000, cache=tmp_path / "cache"
+    )
     copy = pickle.loads(pickle.dumps(dataset))
-    assert [copy.sample(k).ids.tolist() for k in range(6)] == [dataset.sample(k).ids.tolist() for k in range(6)]
+    assert [copy.sample(k).ids.tolist() for k in range(6)] == [
+        dataset.sample(k).ids.tolist() for k in range(6)
+    ]
 
 
 def test_mock_samples_need_no_file() -> None:
-    dataset = PretrainDataset(MockStore(50, 49, num_documents=20, max_tokens=30), plan(40), vocab_size=50)
+    dataset = PretrainDataset(
+        MockStore(50, 49, num_documents=20, max_tokens=30), plan(40), vocab_size=50
+    )
     ids = dataset.sample(17).ids
     follows = (ids[1:] == (ids[:-1] + 1) % 50) | (ids[1:] == 49) | (ids[:-1] == 49)
     assert follows.all()
 
 
 def read(dataset: PretrainDataset | ContinuedDataset, count: int | None = None) -> list[list[int]]:
-    return [dataset.sample(k).ids.tolist() for k in range(dataset.num_samples if count is None else count)]
+    return [
+        dataset.sample(k).ids.tolist()
+        for k in range(dataset.num_samples if count is None else count)
+    ]
 
 
 def test_the_order_for_more_epochs_does_not_begin_with_the_order_for_fewer() -> None:
     """Why a longer run cannot take the order that it would have had from its start."""
     lengths = np.full(12, 13, np.int32)
-    one, two = (build_sample_index(lengths, np.arange(12, dtype=np.int32), plan(count)) for count in (15, 30))
+    one, two = (
+        build_sample_index(lengths, np.arange(12, dtype=np.int32), plan(count))
+        for count in (15, 30)
+    )
     assert one.shuffle[:15].tolist() != two.shuffle[:15].tolist()
 
 
 @loop_over("case", range(20))
-def test_what_was_read_stays_however_often_a_split_is_made_longer(case: int, tmp_path: Path) -> None:
+def test_what_was_read_stays_however_often_a_split_is_made_longer(
+    case: int, tmp_path: Path
+) -> None:
     draw = np.random.default_rng(case)
     lengths = draw.integers(1, 20, 12)
     store, size = store_of(tmp_path / str(case), lengths.tolist()), int(lengths.sum()) // 8
@@ -238,9 +305,14 @@ def test_what_was_read_stays_however_often_a_split_is_made_longer(case: int, tmp
         assert longer.num_samples == len(longer) >= counts[number - 1]
         assert read(longer, before.num_samples) == read(before)
         assert longer.fingerprint.startswith(before.fingerprint)
-        assert (longer.fingerprint == before.fingerprint) == (longer.num_samples == before.num_samples)
+        assert (longer.fingerprint == before.fingerprint) == (
+            longer.num_samples == before.num_samples
+        )
         before = longer
-    with pytest.raises(DataError, match=f"and sample {before.num_samples} was asked for. Use more data, or set train."):
+    with pytest.raises(
+        DataError,
+        match=f"and sample {before.num_samples} was asked for. Use more data, or set train.",
+    ):
         before.sample(before.num_samples)
     with pytest.raises(DataError, match="sample -1 was asked for"):
         before.sample(-1)
@@ -248,7 +320,9 @@ def test_what_was_read_stays_however_often_a_split_is_made_longer(case: int, tmp
 
 def test_what_follows_reads_every_document_again_in_another_order(tmp_path: Path) -> None:
     store = store_of(tmp_path, [9] * 20)
-    longer = continued(lambda part: PretrainDataset(store, part, vocab_size=2000), plan(22, extra=0), [44, 66])
+    longer = continued(
+        lambda part: PretrainDataset(store, part, vocab_size=2000), plan(22, extra=0), [44, 66]
+    )
     samples, size = read(longer), longer.num_samples // 3
     parts = [samples[:size], samples[size : 2 * size], samples[2 * size :]]
     assert len({str(part) for part in parts}) == 3

@@ -1,4 +1,5 @@
-"""Masks of rows reach the tokens document by document, on every rank, and what does not fit is named."""
+"""Masks of rows reach the tokens document by document, on every rank, and what does not fit is
+named."""
 
 from dataclasses import replace
 from typing import Literal
@@ -50,7 +51,9 @@ def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
         batch = build_batch(rows, masks, device=CPU)
         assert [keys for _, keys in batch.tokens.lengths] == lengths
         found = seen(batch.tokens)
-        for n, mask in enumerate((PAIRS[0].seen, np.tile(TEXT.seen, (12, 1)), np.ones((12, 12), bool), PAIRS[1].seen)):
+        for n, mask in enumerate(
+            (PAIRS[0].seen, np.tile(TEXT.seen, (12, 1)), np.ones((12, 12), bool), PAIRS[1].seen)
+        ):
             here = slice(12 * n, 12 * (n + 1))
             own = batch.tokens.document[here] == batch.tokens.document[here, None]
             assert np.array_equal(found[here, here], mask & own.numpy())
@@ -59,7 +62,12 @@ def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
 
 def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> None:
     short = replace(sample(None, 1), num_valid=9)
-    rows = [sample(None, 2), short, replace(sample(PAIRS[0], 3), num_valid=5), replace(sample(TEXT, 4), num_valid=4)]
+    rows = [
+        sample(None, 2),
+        short,
+        replace(sample(PAIRS[0], 3), num_valid=5),
+        replace(sample(TEXT, 4), num_valid=4),
+    ]
     batch, text = build_batch(rows, Masks(padding=True), device=CPU), np.arange(12)
     found = seen(batch.tokens)
     for n, mask in enumerate((text < 12, text < 9, PAIRS[0].seen & (text < 5), text < 4)):
@@ -73,18 +81,24 @@ def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> No
 
 
 def test_rows_that_fill_up_a_batch_ask_for_no_way_that_knows_masks() -> None:
-    tokens = build_batch([sample(None, 1), sample(None, 2).blank()], Masks(padding=True), device=CPU).tokens
+    tokens = build_batch(
+        [sample(None, 1), sample(None, 2).blank()], Masks(padding=True), device=CPU
+    ).tokens
     assert tokens.visible is None
     x = torch.randn(24, 2, 8)
     assert attention(x, x, x, tokens, Scores(causal=False), kernel="tiles").isfinite().all()
 
 
 def test_whether_padding_is_hidden_follows_from_the_model() -> None:
-    model = ModelConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden_size=8)
+    model = ModelConfig(
+        vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden_size=8
+    )
     both_ways = replace(model, attention=AttentionConfig(causal=False))
     data = DataConfig(mock=True, documents=True, eod_mask_loss=True)
     assert masks_of(data, model, 3) == Masks(eod=3, documents=True, eod_mask_loss=True)
-    assert masks_of(data, both_ways, None) == Masks(documents=True, eod_mask_loss=True, padding=True)
+    assert masks_of(data, both_ways, None) == Masks(
+        documents=True, eod_mask_loss=True, padding=True
+    )
 
 
 def test_rows_without_masks_are_as_before() -> None:
@@ -98,7 +112,9 @@ def test_ranks_that_share_rows_know_the_masks_of_all(by: Literal["row", "documen
     rows[0].ids[4] = 0
     alone = build_batch(rows, masks, device=CPU).tokens
     for rank in range(2):
-        tokens = build_batch(rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)).tokens
+        tokens = build_batch(
+            rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)
+        ).tokens
         assert tokens.visible is None and tokens.context is not None
         source = tokens.context.slices.source
         read = np.arange(24) if source is None else np.flatnonzero(source >= 0)
@@ -113,15 +129,30 @@ def test_ranks_that_share_rows_know_the_masks_of_all(by: Literal["row", "documen
 def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> None:
     documents = [
         PackedSample(np.arange(n), np.arange(n), (n,), n, mask=mask)
-        for n, mask in ((3, RowMask(np.eye(3, dtype=bool))), (2, None), (4, RowMask(np.arange(4) != 1)))
+        for n, mask in (
+            (3, RowMask(np.eye(3, dtype=bool))),
+            (2, None),
+            (4, RowMask(np.arange(4) != 1)),
+        )
     ]
     row = joined(documents, Budget(capacity=12, longest=8))
     assert row.mask is not None and not row.mask.alone
     expected = np.zeros((12, 12), bool)
     expected[:3, :3], expected[3:5, 3:5], expected[5:9, 5:9] = np.eye(3), True, np.arange(4) != 1
     assert np.array_equal(row.mask.seen, expected)
-    assert joined([replace(document, mask=None) for document in documents], Budget(capacity=12, longest=8)).mask is None
-    assert row.mask.text is not None and row.mask.text.tolist() == [*[True] * 6, False, True, True, *[False] * 3]
+    assert (
+        joined(
+            [replace(document, mask=None) for document in documents], Budget(capacity=12, longest=8)
+        ).mask
+        is None
+    )
+    assert row.mask.text is not None and row.mask.text.tolist() == [
+        *[True] * 6,
+        False,
+        True,
+        True,
+        *[False] * 3,
+    ]
     every = joined_masks([RowMask(np.ones((2, 2), bool), alone=True)] * 2, [2, 2], 5)
     assert every is not None and every.alone and every.seen.sum() == 8 and every.text is None
 
@@ -129,9 +160,15 @@ def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> 
 def test_padding_in_joined_rows_is_padding_as_in_rows_of_their_own() -> None:
     text, rest = np.arange(4) != 1, np.arange(8) < 7
     row = joined_masks([RowMask(text), None], [4, 3], 8)
-    assert row is not None and row.seen.tolist() == [*text, *[True] * 3, False], "no [8, 8] for what [8] says"
+    assert row is not None and row.seen.tolist() == [*text, *[True] * 3, False], (
+        "no [8, 8] for what [8] says"
+    )
     pairs = joined_masks([RowMask(np.eye(4, dtype=bool), text=text), None], [4, 3], 8)
-    assert pairs is not None and pairs.text is not None and pairs.text.tolist() == [*text, *[True] * 3, False]
+    assert (
+        pairs is not None
+        and pairs.text is not None
+        and pairs.text.tolist() == [*text, *[True] * 3, False]
+    )
     for mask in (row, pairs):
         tokens = with_row_masks(tokens_of_lengths([4, 3, 1]), [mask], [4, 3, 1])
         assert tokens.valid.tolist() == [*text, *rest[4:]] and not seen(tokens)[:, [1, 7]].any()
@@ -139,7 +176,10 @@ def test_padding_in_joined_rows_is_padding_as_in_rows_of_their_own() -> None:
 
 def test_rows_in_which_nothing_is_read_keep_the_kind_of_mask() -> None:
     for mask in (RowMask(PAIRS[0].seen, alone=True), TEXT):
-        blank, packed = sample(mask).blank(), PackedSample(np.ones(12), np.ones(12), (12,), 12, mask=mask).blank()
+        blank, packed = (
+            sample(mask).blank(),
+            PackedSample(np.ones(12), np.ones(12), (12,), 12, mask=mask).blank(),
+        )
         for row in (blank, packed):
             assert row.mask is not None and row.mask.alone == mask.alone and not row.mask.seen.any()
         batch = build_batch([sample(mask), blank], Masks(), device=CPU)
@@ -149,20 +189,27 @@ def test_rows_in_which_nothing_is_read_keep_the_kind_of_mask() -> None:
 
 MISTAKES = {
     "shape": (
-        [RowMask(np.ones((3, 4), bool))], "the mask of row 0 is [3, 4]: a row of 4 tokens must have [4, 4], or [4]",
+        [RowMask(np.ones((3, 4), bool))],
+        "the mask of row 0 is [3, 4]: a row of 4 tokens must have [4, 4], or [4]",
     ),
     "padding": (
-        [RowMask(np.ones((4, 4), bool), text=np.ones(3, bool))], "the padding of row 0 is [3]: a row of 4 tokens must",
+        [RowMask(np.ones((4, 4), bool), text=np.ones(3, bool))],
+        "the padding of row 0 is [3]: a row of 4 tokens must",
     ),
-    "numbers": ([RowMask(np.ones(4))], "the mask of row 0 is float64: expected bool, True where a token may be seen."),  # type: ignore[arg-type]  # the mistake
+    "numbers": (
+        [RowMask(np.ones(4))],
+        "the mask of row 0 is float64: expected bool, True where a token may be seen.",
+    ),  # type: ignore[arg-type]  # the mistake
     "two kinds": (
         [RowMask(np.ones((4, 4), bool), alone=True), None],
-        "rows of one microbatch have alone=[True, False]: masks that take the place of causality must be in all",
+        "rows of one microbatch have alone=[True, False]: masks that take the place of causality "
+        "must be in all",
     ),
     "padding alone": (
-        [RowMask(np.ones(4, bool), alone=True)], "must be in all of its rows, and of all pairs. Use np.tril",
+        [RowMask(np.ones(4, bool), alone=True)],
+        "must be in all of its rows, and of all pairs. Use np.tril",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

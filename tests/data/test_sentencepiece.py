@@ -1,4 +1,5 @@
-"""SentencePiece models: the library's own ids, first tokens, ends, and errors that name the file."""
+"""SentencePiece models: the library's own ids, first tokens, ends, and errors that name the
+file."""
 
 import pickle
 import sys
@@ -11,7 +12,9 @@ from megalith.data.sentencepiece import SentencePieceTokenizer, is_sentencepiece
 from megalith.data.tokenizer import StreamDecoder, build_tokenizer
 from megalith.errors import DataError
 
-library = pytest.importorskip("sentencepiece", reason="reads SentencePiece models, which needs the library")
+library = pytest.importorskip(
+    "sentencepiece", reason="reads SentencePiece models, which needs the library"
+)
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
@@ -21,9 +24,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
     (made / "text").write_text("\n".join(TEXT[n:] for n in range(40)) * 4)
     library.SentencePieceTrainer.train(
-        input=str(made / "text"), model_prefix=str(made / "tokenizer"), vocab_size=300, model_type="bpe",
-        byte_fallback=True, minloglevel=2,
-    )  # fmt: skip
+        input=str(made / "text"),
+        model_prefix=str(made / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
     return made
 
 
@@ -31,7 +38,11 @@ def test_ids_are_the_librarys_behind_the_first_token(folder: Path) -> None:
     tokenizer = SentencePieceTokenizer(str(folder))
     theirs = library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     assert tokenizer.encode(TEXT) == [theirs.bos_id(), *theirs.encode(TEXT)]
-    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (300, theirs.bos_id(), theirs.eos_id())
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (
+        300,
+        theirs.bos_id(),
+        theirs.eos_id(),
+    )
     plain = SentencePieceTokenizer(str(folder / "tokenizer.model"), add_special_tokens=False)
     assert plain.encode(TEXT) == theirs.encode(TEXT) and plain.fingerprint != tokenizer.fingerprint
 
@@ -50,8 +61,12 @@ def test_every_text_comes_back_and_special_tokens_stand_for_none(folder: Path) -
 
 def test_it_travels_to_other_processes_and_is_built_from_a_config(folder: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(folder), eod="<s>"))
-    again = pickle.loads(pickle.dumps(tokenizer))  # lint: allow pickle-load: what we pickled a moment ago
-    assert again.encode(TEXT) == tokenizer.encode(TEXT) and again.eod == tokenizer.eod == tokenizer.bos
+    again = pickle.loads(
+        pickle.dumps(tokenizer)
+    )  # lint: allow pickle-load: what we pickled a moment ago
+    assert (
+        again.encode(TEXT) == tokenizer.encode(TEXT) and again.eod == tokenizer.eod == tokenizer.bos
+    )
 
 
 def test_a_folder_tells_by_its_file(folder: Path, tmp_path: Path) -> None:
@@ -60,13 +75,21 @@ def test_a_folder_tells_by_its_file(folder: Path, tmp_path: Path) -> None:
     assert not is_sentencepiece(tmp_path)
 
 
-def test_wrong_files_and_pieces_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"there is no tokenizer\.model\. Set it to a SentencePiece model"):
+def test_wrong_files_and_pieces_are_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        DataError, match=r"there is no tokenizer\.model\. Set it to a SentencePiece model"
+    ):
         SentencePieceTokenizer(str(tmp_path))
     (tmp_path / "tokenizer.model").write_bytes(b"nothing of the kind")
-    with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model \(.*\)\. Use the model's own"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.model: not a SentencePiece model \(.*\)\. Use the model's own"
+    ):
         SentencePieceTokenizer(str(tmp_path))
-    with pytest.raises(DataError, match=r"eod='<end>' is not a piece of .* such as \['<unk>', '<s>', '</s>'"):
+    with pytest.raises(
+        DataError, match=r"eod='<end>' is not a piece of .* such as \['<unk>', '<s>', '</s>'"
+    ):
         SentencePieceTokenizer(str(folder), eod="<end>")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(DataError, match=r'Install it with pip install "megalith\[sentencepiece\]"'):
@@ -76,7 +99,15 @@ def test_wrong_files_and_pieces_are_named(folder: Path, tmp_path: Path, monkeypa
 def test_pieces_lie_at_the_characters_they_stand_for(folder: Path) -> None:
     tokenizer, text = SentencePieceTokenizer(str(folder)), " the  ö\U0001f600 quick</s>dog <s>"
     ids, places = tokenizer.encode_spans(text)
-    assert ids == tokenizer.encode_marked(text) and all(0 <= start < end <= len(text) for start, end in places)
-    found = {tokenizer.decode([token]).strip(): text[start:end].strip() for token, (start, end) in zip(ids, places)}
-    assert found["the"] == "the" and places[ids.index(tokenizer.eod)] == (text.index("</s>"), text.index("dog"))
+    assert ids == tokenizer.encode_marked(text) and all(
+        0 <= start < end <= len(text) for start, end in places
+    )
+    found = {
+        tokenizer.decode([token]).strip(): text[start:end].strip()
+        for token, (start, end) in zip(ids, places)
+    }
+    assert found["the"] == "the" and places[ids.index(tokenizer.eod)] == (
+        text.index("</s>"),
+        text.index("dog"),
+    )
     assert text[places[-1][0] :] == "<s>"

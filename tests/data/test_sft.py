@@ -1,4 +1,5 @@
-"""Rows are filled with whole conversations: what is learnt, what is counted, in which order, and what is refused."""
+"""Rows are filled with whole conversations: what is learnt, what is counted, in which order, and
+what is refused."""
 
 import json
 from dataclasses import replace
@@ -30,16 +31,32 @@ def write(path: Path, *rows: object) -> str:
 
 
 def talk(user: str, answer: str, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": answer, **more}]}
+    return {
+        "messages": [
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": answer, **more},
+        ]
+    }
 
 
 def build(
-    data: DataConfig, *, seq_len: int = 16, num_samples: int | None = None, tokenizer: Tokenizer = BYTES, seed: int = 1
+    data: DataConfig,
+    *,
+    seq_len: int = 16,
+    num_samples: int | None = None,
+    tokenizer: Tokenizer = BYTES,
+    seed: int = 1,
 ) -> ConversationDataset:
     return build_conversations(
-        data, split="train", seq_len=seq_len, seed=seed, num_samples=num_samples, vocab_size=tokenizer.vocab_size,
-        tokenizer=tokenizer, tokenizer_path=None,
-    )  # fmt: skip
+        data,
+        split="train",
+        seq_len=seq_len,
+        seed=seed,
+        num_samples=num_samples,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
+        tokenizer_path=None,
+    )
 
 
 def of_files(*paths: str, **settings: Any) -> DataConfig:
@@ -50,7 +67,9 @@ def test_a_row_is_read_and_learnt_document_by_document_and_ends_in_filler(tmp_pa
     path = write(tmp_path / "a.jsonl", talk("abc", "de"), talk("f", "gh"))
     row = build(of_files(path, shuffle="none", packing="greedy")).sample(0)
     assert row.lengths == (5, 3, 8) and row.num_valid == 8
-    assert bytes(row.ids[:8].tolist()) == b"abcdefgh", "the end of a turn is predicted, and nothing follows it"
+    assert bytes(row.ids[:8].tolist()) == b"abcdefgh", (
+        "the end of a turn is predicted, and nothing follows it"
+    )
     assert row.labels[:8].tolist() == [-1, -1, 100, 101, 256, 103, 104, 256]
     assert (row.labels[8:] == -1).all() and (row.ids[8:] == 0).all()
     assert row.blank().lengths == (16,) and (row.blank().labels == -1).all()
@@ -61,21 +80,37 @@ def test_the_end_of_a_turn_is_learnt_even_where_it_is_the_padding_token(tmp_path
         eod = 0
 
     path = write(tmp_path / "a.jsonl", talk("abc", "de"))
-    assert build(of_files(path), tokenizer=EndIsZero()).sample(0).labels[:5].tolist() == [-1, -1, 100, 101, 0]
+    assert build(of_files(path), tokenizer=EndIsZero()).sample(0).labels[:5].tolist() == [
+        -1,
+        -1,
+        100,
+        101,
+        0,
+    ]
 
 
 def test_everything_can_be_learnt_and_single_turns_can_not(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", talk("abc", "de"))
-    assert build(of_files(path, loss_on="all")).sample(0).labels[:5].tolist() == [98, 99, 100, 101, 256]
+    assert build(of_files(path, loss_on="all")).sample(0).labels[:5].tolist() == [
+        98,
+        99,
+        100,
+        101,
+        256,
+    ]
     path = write(tmp_path / "b.jsonl", talk("abc", "de", train=False), talk("ab", "c"))
     dataset = build(of_files(path))
     assert dataset.report.masked == 1 and dataset.sample(0).lengths == (3, 13)
-    with pytest.raises(DataError, match=r"b.jsonl:1: \"train\" says what .*Set data.sft.loss_on=assistant"):
+    with pytest.raises(
+        DataError, match=r"b.jsonl:1: \"train\" says what .*Set data.sft.loss_on=assistant"
+    ):
         build(of_files(path, loss_on="all"))
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "greedy", "row"])
-def test_every_epoch_has_every_conversation_once_in_an_order_of_its_own(packing: Packing, tmp_path: Path) -> None:
+def test_every_epoch_has_every_conversation_once_in_an_order_of_its_own(
+    packing: Packing, tmp_path: Path
+) -> None:
     rows = [talk(f"{n:02}" + "x" * (n % 5), "y" * (1 + n % 3)) for n in range(31)]
     path = write(tmp_path / "a.jsonl", *rows)
     dataset = build(of_files(path, packing=packing), num_samples=60)
@@ -90,7 +125,9 @@ def test_every_epoch_has_every_conversation_once_in_an_order_of_its_own(packing:
     assert all(sorted(epoch) == list(range(31)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     unshuffled = build(of_files(path, packing=packing, shuffle="none"), num_samples=60)
-    assert unshuffled.sample(0).ids.tolist() == unshuffled.sample(unshuffled.report.rows).ids.tolist()
+    assert (
+        unshuffled.sample(0).ids.tolist() == unshuffled.sample(unshuffled.report.rows).ids.tolist()
+    )
 
 
 def test_row_packing_keeps_lines_apart_and_their_conversations_together(tmp_path: Path) -> None:
@@ -101,7 +138,9 @@ def test_row_packing_keeps_lines_apart_and_their_conversations_together(tmp_path
     assert [dataset.sample(k).lengths for k in range(2)] == [(2, 3, 11), (2, 14)]
 
 
-def test_a_sample_depends_on_its_number_alone_and_a_longer_run_begins_the_same(tmp_path: Path) -> None:
+def test_a_sample_depends_on_its_number_alone_and_a_longer_run_begins_the_same(
+    tmp_path: Path,
+) -> None:
     data = DataConfig(sft=replace(PLAIN, mock_conversations=25))
     short, long = (build(data, seq_len=200, num_samples=count) for count in (3, 70))
     assert short.fingerprint == long.fingerprint
@@ -109,12 +148,22 @@ def test_a_sample_depends_on_its_number_alone_and_a_longer_run_begins_the_same(t
         assert short.sample(k).ids.tolist() == long.sample(k).ids.tolist()
         assert short.sample(k).lengths == long.sample(k).lengths
     other = build(data, seq_len=200, num_samples=3, seed=2)
-    assert other.fingerprint != short.fingerprint and other.sample(0).ids.tolist() != short.sample(0).ids.tolist()
+    assert (
+        other.fingerprint != short.fingerprint
+        and other.sample(0).ids.tolist() != short.sample(0).ids.tolist()
+    )
 
 
-def test_conversations_that_are_too_long_are_refused_cut_or_left_out_and_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", talk("ab", "c"), talk("a" * 6, "b" * 20), talk("a" * 30, "b"))
-    message = r"a.jsonl:2: a conversation of 27 tokens.*train.seq_len=16 holds 17.*2 of 3.*Set train.seq_len to 31, or"
+def test_conversations_that_are_too_long_are_refused_cut_or_left_out_and_counted(
+    tmp_path: Path,
+) -> None:
+    path = write(
+        tmp_path / "a.jsonl", talk("ab", "c"), talk("a" * 6, "b" * 20), talk("a" * 30, "b")
+    )
+    message = (
+        r"a.jsonl:2: a conversation of 27 tokens.*train.seq_len=16 holds 17.*2 of 3.*Set "
+        r"train.seq_len to 31, or"
+    )
     with pytest.raises(DataError, match=message):
         build(of_files(path))
     cut = build(of_files(path, overlong="truncate"))
@@ -128,23 +177,35 @@ def test_conversations_that_are_too_long_are_refused_cut_or_left_out_and_counted
 
 
 def test_without_anything_to_learn_the_run_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", talk("ab", "c", train=False), {"messages": [{"role": "user", "content": "x"}]})
-    with pytest.raises(DataError, match=r"of 2 conversations 0 are too long and 2 have nothing to learn.*a.jsonl:1"):
+    path = write(
+        tmp_path / "a.jsonl",
+        talk("ab", "c", train=False),
+        {"messages": [{"role": "user", "content": "x"}]},
+    )
+    with pytest.raises(
+        DataError, match=r"of 2 conversations 0 are too long and 2 have nothing to learn.*a.jsonl:1"
+    ):
         build(of_files(path))
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match=r"0 conversations were found in .*empty.jsonl. Set it to files"):
+    with pytest.raises(
+        DataError, match=r"0 conversations were found in .*empty.jsonl. Set it to files"
+    ):
         build(of_files(str(tmp_path / "empty.jsonl")))
 
 
 def test_a_token_across_the_border_of_a_turn_is_learnt_and_the_tokens_are_those_of_the_whole_text(
     tmp_path: Path,
 ) -> None:
-    tokenizer = train_bpe(["abc abc abc zz bcd bcd"] * 20, vocab_size=262, path=str(tmp_path / "tokenizer"))
+    tokenizer = train_bpe(
+        ["abc abc abc zz bcd bcd"] * 20, vocab_size=262, path=str(tmp_path / "tokenizer")
+    )
     path = write(tmp_path / "a.jsonl", talk("zz", " d"), talk("zz a", "bc"))
     dataset = build(of_files(path, shuffle="none", packing="greedy"), tokenizer=tokenizer)
     whole = tokenizer.encode_marked("zz abc<|endoftext|>")
     row = dataset.sample(0)
-    assert row.lengths[1] == len(whole) - 1 and len(tokenizer.encode(" abc")) == 1, "a token has both turns"
+    assert row.lengths[1] == len(whole) - 1 and len(tokenizer.encode(" abc")) == 1, (
+        "a token has both turns"
+    )
     assert row.ids[row.lengths[0] : row.num_valid].tolist() == whole[:-1]
     prompt = len(tokenizer.encode("zz")) - 1
     assert row.labels[row.lengths[0] : row.num_valid].tolist() == [-1] * prompt + whole[-2:]
@@ -154,14 +215,21 @@ def test_a_token_across_the_border_of_a_turn_is_learnt_and_the_tokens_are_those_
 def test_of_nemotrons_formats_the_tokens_are_learnt_that_megatron_learns(
     tmp_path: Path, name: str, prefix: int
 ) -> None:
-    """Those of the assistant's turns, each rendered alone, but for the first three where turns have a header."""
+    """Those of the assistant's turns, each rendered alone, but for the first three where turns have
+    a header."""
     folder = tmp_path / "tokenizer"
     train_bpe(["User\nAssistant\nSystem\n"] * 9, vocab_size=290, path=str(folder))
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.add_special_tokens([f"<SPECIAL_{number}>" for number in (10, 11, 12)])
     inner.save(str(folder / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(str(folder))
-    turns = [("system", "be brief"), ("user", "hi /think"), ("assistant", "a\nb"), ("user", "so"), ("assistant", "no.")]
+    turns = [
+        ("system", "be brief"),
+        ("user", "hi /think"),
+        ("assistant", "a\nb"),
+        ("user", "so"),
+        ("assistant", "no."),
+    ]
     messages = [{"role": role, "content": content} for role, content in turns]
     ids, labels = list[int](), list[int]()
     for message in messages:
@@ -172,32 +240,55 @@ def test_of_nemotrons_formats_the_tokens_are_learnt_that_megatron_learns(
     path = write(tmp_path / "a.jsonl", {"messages": messages})
     data = DataConfig(sft=SFTConfig(path=(path,), template=name, packing="row"))
     row = build(data, seq_len=60, tokenizer=tokenizer).sample(0)
-    assert row.ids[: row.num_valid].tolist() == ids[:-1] and row.labels[: row.num_valid].tolist() == labels[1:]
+    assert (
+        row.ids[: row.num_valid].tolist() == ids[:-1]
+        and row.labels[: row.num_valid].tolist() == labels[1:]
+    )
 
 
-def test_sentencepiece_puts_words_together_over_the_border_and_labels_begin_with_the_answer(tmp_path: Path) -> None:
+def test_sentencepiece_puts_words_together_over_the_border_and_labels_begin_with_the_answer(
+    tmp_path: Path,
+) -> None:
     """Its pieces take the space before a word with them, and one is put before a text."""
-    library = pytest.importorskip("sentencepiece", reason="reads SentencePiece models, which needs the library")
+    library = pytest.importorskip(
+        "sentencepiece", reason="reads SentencePiece models, which needs the library"
+    )
     text = tmp_path / "text"
     text.write_text("the answer is four and the other answer is five\n" * 20)
     library.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(tmp_path / "tokenizer"), vocab_size=285, model_type="bpe",
-        byte_fallback=True, minloglevel=2,
-    )  # fmt: skip
+        input=str(text),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=285,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
     tokenizer = SentencePieceTokenizer(str(tmp_path))
-    path = write(tmp_path / "a.jsonl", talk("is ö the answer ", "four"), talk("answer", " is four\U0001f600"))
-    dataset = build(of_files(path, shuffle="none", packing="greedy"), seq_len=80, tokenizer=tokenizer)
+    path = write(
+        tmp_path / "a.jsonl", talk("is ö the answer ", "four"), talk("answer", " is four\U0001f600")
+    )
+    dataset = build(
+        of_files(path, shuffle="none", packing="greedy"), seq_len=80, tokenizer=tokenizer
+    )
     row, end = dataset.sample(0), tokenizer.eod
     assert row.labels[: row.lengths[0]][-2:].tolist() == tokenizer.encode_marked("four</s>")[-2:]
     first, second = row.labels[: row.lengths[0]], row.labels[row.lengths[0] : row.num_valid]
     assert tokenizer.decode(first[first >= 0].tolist()) == "four" and first[-1] == second[-1] == end
     assert tokenizer.decode(second[second >= 0].tolist()).strip() == "is four\U0001f600"
-    assert row.ids[: row.lengths[0]].tolist() == tokenizer.encode_marked("is ö the answer four</s>")[:-1]
+    assert (
+        row.ids[: row.lengths[0]].tolist()
+        == tokenizer.encode_marked("is ö the answer four</s>")[:-1]
+    )
 
 
 def test_a_conversation_that_becomes_no_text_is_refused_by_its_place(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", talk("ab", "c"), {"messages": [{"role": "user", "content": ""}]})
-    with pytest.raises(DataError, match=r"a.jsonl:2: identity makes 0 tokens of its 1 messages. Use a template that"):
+    path = write(
+        tmp_path / "a.jsonl", talk("ab", "c"), {"messages": [{"role": "user", "content": ""}]}
+    )
+    with pytest.raises(
+        DataError,
+        match=r"a.jsonl:2: identity makes 0 tokens of its 1 messages. Use a template that",
+    ):
         build(of_files(path))
 
 
@@ -205,26 +296,39 @@ def test_special_tokens_that_the_template_writes_are_single_tokens(tmp_path: Pat
     folder = tmp_path / "tokenizer"
     train_bpe(["abc abc"], vocab_size=258, path=str(folder))
     tokenizer = HuggingFaceTokenizer(str(folder))
-    row = build(of_files(write(tmp_path / "a.jsonl", talk("ab", "c"))), tokenizer=tokenizer).sample(0)
+    row = build(of_files(write(tmp_path / "a.jsonl", talk("ab", "c"))), tokenizer=tokenizer).sample(
+        0
+    )
     assert row.labels[row.num_valid - 1] == tokenizer.eod
 
 
-def test_what_was_tokenised_is_kept_beside_the_files_and_made_again_when_they_change(tmp_path: Path) -> None:
+def test_what_was_tokenised_is_kept_beside_the_files_and_made_again_when_they_change(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path / "a.jsonl", talk("ab", "c"))
     first = build(of_files(path))
     kept = {file.name for file in (tmp_path / ".cache").glob("*.json")}
     assert len(kept) == 2 and build(of_files(path)).fingerprint == first.fingerprint
     assert {file.name for file in (tmp_path / ".cache").glob("*.json")} == kept
-    assert build(of_files(str(tmp_path))).fingerprint == first.fingerprint, "a folder is not read with its cache"
+    assert build(of_files(str(tmp_path))).fingerprint == first.fingerprint, (
+        "a folder is not read with its cache"
+    )
     write(tmp_path / "a.jsonl", talk("ab", "cd"))
     assert build(of_files(path)).fingerprint != first.fingerprint
 
 
 def splits(data: DataConfig, *, train: int = 0, valid: int = 0, test: int = 0) -> Splits:
     return build_datasets(
-        data, seq_len=300, seed=1, vocab_size=257, eod=256, tokenizer=BYTES, train_samples=train, valid_samples=valid,
+        data,
+        seq_len=300,
+        seed=1,
+        vocab_size=257,
+        eod=256,
+        tokenizer=BYTES,
+        train_samples=train,
+        valid_samples=valid,
         test_samples=test,
-    )  # fmt: skip
+    )
 
 
 def test_the_validation_split_has_conversations_of_its_own(tmp_path: Path) -> None:
@@ -233,7 +337,9 @@ def test_the_validation_split_has_conversations_of_its_own(tmp_path: Path) -> No
     assert [note.split(" ")[:2] for note in made.notes] == [["train:", "1"], ["valid:", "100"]]
     path = write(tmp_path / "a.jsonl", talk("ab", "c"))
     assert splits(of_files(path, valid_path=(path,)), valid=1).valid is not None
-    with pytest.raises(ConfigError, match=r"data.sft has no valid conversations.*Set data.sft.valid_path, or"):
+    with pytest.raises(
+        ConfigError, match=r"data.sft has no valid conversations.*Set data.sft.valid_path, or"
+    ):
         splits(of_files(path), valid=1)
     with pytest.raises(ConfigError, match="data.sft has no test conversations"):
         splits(DataConfig(sft=PLAIN), test=1)
@@ -243,18 +349,29 @@ def talks(**settings: Any) -> ConversationDataset:  # Any: of SFTConfig
     alone = settings.pop("alone", False)
     sft = SFTConfig(mock_conversations=30, template="identity", **settings)
     return build_conversations(
-        DataConfig(sft=sft), split="train", seq_len=150, seed=1, num_samples=None, vocab_size=257,
-        tokenizer=ByteTokenizer(), tokenizer_path=None, alone=alone,
-    )  # fmt: skip
+        DataConfig(sft=sft),
+        split="train",
+        seq_len=150,
+        seed=1,
+        num_samples=None,
+        vocab_size=257,
+        tokenizer=ByteTokenizer(),
+        tokenizer_path=None,
+        alone=alone,
+    )
 
 
 def test_conversations_alone_have_rows_of_their_own_length() -> None:
     rows, alone = talks(), talks(alone=True)
     samples = [alone.sample(k) for k in range(len(alone))]
-    assert len(alone) == 30 > len(rows) and all(sample.lengths == (len(sample.ids),) for sample in samples)
+    assert len(alone) == 30 > len(rows) and all(
+        sample.lengths == (len(sample.ids),) for sample in samples
+    )
     assert all(alone.lengths_of(k) == sample.lengths for k, sample in enumerate(samples))
     assert all(rows.lengths_of(k) == rows.sample(k).read_lengths for k in range(len(rows)))
-    assert sum(len(sample.ids) for sample in samples) == sum(rows.sample(k).num_valid for k in range(len(rows)))
+    assert sum(len(sample.ids) for sample in samples) == sum(
+        rows.sample(k).num_valid for k in range(len(rows))
+    )
     assert alone.fingerprint != rows.fingerprint
     assert "; 30 an epoch, " in str(alone.report) and "filled" not in str(alone.report)
 
@@ -264,8 +381,13 @@ def test_rows_of_a_file_of_packs_are_read_and_shuffled_in_each_epoch(tmp_path: P
     filled = pack_first_fit(room, 1)
     write_packs(tmp_path / "packs.npz", room, filled)
     dataset = talks(packs=str(tmp_path / "packs.npz"))
-    expected = {tuple(room.lengths[filled.row(number)].tolist()) for number in range(filled.num_rows)}
-    assert len(dataset) == filled.num_rows and {dataset.lengths_of(k) for k in range(len(dataset))} == expected
+    expected = {
+        tuple(room.lengths[filled.row(number)].tolist()) for number in range(filled.num_rows)
+    }
+    assert (
+        len(dataset) == filled.num_rows
+        and {dataset.lengths_of(k) for k in range(len(dataset))} == expected
+    )
     assert [dataset.lengths_of(k) for k in range(len(dataset))] != [
         tuple(room.lengths[filled.row(number)].tolist()) for number in range(filled.num_rows)
     ], "in another order"

@@ -21,11 +21,22 @@ def write(folder: Path, name: str, documents: list[list[int]], dtype: str = "uin
 
 
 def test_a_summary_counts_and_finds_the_end_token(tmp_path: Path) -> None:
-    summary = summarize(IndexedDataset(write(tmp_path, "a", [[1, 2, 9], [], [3, 9], [4, 5, 6, 7], [9]])))
-    assert (summary.documents, summary.empty_documents, summary.sequences, summary.tokens) == (5, 1, 4, 10)
+    summary = summarize(
+        IndexedDataset(write(tmp_path, "a", [[1, 2, 9], [], [3, 9], [4, 5, 6, 7], [9]]))
+    )
+    assert (summary.documents, summary.empty_documents, summary.sequences, summary.tokens) == (
+        5,
+        1,
+        4,
+        10,
+    )
     assert (summary.shortest, summary.mean_length, summary.longest) == (1, 2.5, 4)
     assert (summary.common_last_token, summary.common_last_share) == (9, 0.75)
-    assert (summary.token_type, summary.bin_nbytes, summary.idx_nbytes) == ("uint16", 20, 34 + 12 * 4 + 8 * 6)
+    assert (summary.token_type, summary.bin_nbytes, summary.idx_nbytes) == (
+        "uint16",
+        20,
+        34 + 12 * 4 + 8 * 6,
+    )
 
 
 def test_a_store_without_text_has_a_summary_too(tmp_path: Path) -> None:
@@ -38,7 +49,9 @@ def test_a_folder_stands_for_its_stores_by_name(tmp_path: Path) -> None:
     assert find_stores(str(tmp_path)) == sorted(prefixes)
     assert find_stores(prefixes[0]) == [prefixes[0]]
     (tmp_path / "a.bin").unlink()
-    with pytest.raises(DataError, match=r"a has only one of its two files\. Use a folder whose stores are whole"):
+    with pytest.raises(
+        DataError, match=r"a has only one of its two files\. Use a folder whose stores are whole"
+    ):
         find_stores(str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no \.idx and \.bin files\. Use a folder whose"):
@@ -57,10 +70,13 @@ def test_merging_equals_writing_everything_at_once(tmp_path: Path) -> None:
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a", [[1]]), write(tmp_path, "b", [[1]], "int32")
     with pytest.raises(
-        DataError, match=r"b \(int32\): not of the same token type as .*a \(uint16\)\. Use stores of one"
+        DataError,
+        match=r"b \(int32\): not of the same token type as .*a \(uint16\)\. Use stores of one",
     ):
         merge_stores([a, b], str(tmp_path / "c"))
-    with pytest.raises(DataError, match=r"output .*b: a store of that name exists\. Use another name"):
+    with pytest.raises(
+        DataError, match=r"output .*b: a store of that name exists\. Use another name"
+    ):
         merge_stores([a], b)
     with pytest.raises(DataError, match=r"nothing to merge into .*c\. Use one or more prefixes"):
         merge_stores([], str(tmp_path / "c"))
@@ -77,5 +93,7 @@ def test_a_store_with_a_cache_beside_it_is_still_that_store(tmp_path: Path) -> N
 def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     prefix = write(tmp_path, "a", [[1]])
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"output .*file/b: cannot be written .*Use an output in a folder"):
+    with pytest.raises(
+        DataError, match=r"output .*file/b: cannot be written .*Use an output in a folder"
+    ):
         merge_stores([prefix], str(tmp_path / "file" / "b"))

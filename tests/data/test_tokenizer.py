@@ -58,7 +58,12 @@ def test_streamed_text_comes_in_whole_characters_and_is_complete(tokenizer: Toke
 
 def test_an_unfinished_character_is_shown_at_the_end_only() -> None:
     stream = StreamDecoder(ByteTokenizer())
-    assert [stream.push(token) for token in "é".encode()[:1] + b"x" + "🧱".encode()[:2]] == ["", "\ufffdx", "", ""]
+    assert [stream.push(token) for token in "é".encode()[:1] + b"x" + "🧱".encode()[:2]] == [
+        "",
+        "\ufffdx",
+        "",
+        "",
+    ]
     assert stream.finish() == "\ufffd"
     assert stream.finish() == ""
 
@@ -85,7 +90,9 @@ def test_the_config_chooses_the_tokenizer(tmp_path: Path) -> None:
         build_tokenizer(TokenizerConfig(kind="huggingface"))
 
 
-def test_fingerprints_tell_tokenizers_apart_and_survive_pickling(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_fingerprints_tell_tokenizers_apart_and_survive_pickling(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     other = train_bpe(TEXTS, vocab_size=270, path=str(tmp_path / "other"))
     assert tokenizer.fingerprint != other.fingerprint != NullTokenizer(5).fingerprint
     assert pickle.loads(pickle.dumps(tokenizer)).fingerprint == tokenizer.fingerprint

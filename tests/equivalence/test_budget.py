@@ -1,4 +1,5 @@
-"""Documents packed by a budget of tokens are learnt as one by one, in float64, whatever the budget and the layout."""
+"""Documents packed by a budget of tokens are learnt as one by one, in float64, whatever the budget
+and the layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -35,11 +36,20 @@ from megalith.train.step import train_step
 
 CPU = torch.device("cpu")
 BASE = {
-    "precision.params": "fp64", "optim.clip_grad": "0", "train.global_batch_size": "13", "train.micro_batch_size": "1",
-    "train.seq_len": "32", "train.tokens_per_microbatch": "64", "data.mock_max_tokens": "34",
-    "data.mock_lengths.kind": "lognormal", "data.mock_lengths.mean": "12", "data.mock_lengths.sigma": "0.8",
-    "model.max_seq_len": "32", "train.eval_steps": "0", "train.eval_every": "none",
-}  # fmt: skip
+    "precision.params": "fp64",
+    "optim.clip_grad": "0",
+    "train.global_batch_size": "13",
+    "train.micro_batch_size": "1",
+    "train.seq_len": "32",
+    "train.tokens_per_microbatch": "64",
+    "data.mock_max_tokens": "34",
+    "data.mock_lengths.kind": "lognormal",
+    "data.mock_lengths.mean": "12",
+    "data.mock_lengths.sigma": "0.8",
+    "model.max_seq_len": "32",
+    "train.eval_steps": "0",
+    "train.eval_every": "none",
+}
 """Thirteen documents a step, of 1 to 32 tokens that are read."""
 LAYOUTS: dict[str, dict[str, str]] = {
     "dp2": {"parallel.dp": "2"},
@@ -47,16 +57,22 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "pp2": {"parallel.pp": "2"},
     "pp2 vpp2": {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"},
     "pp2 vpp2 dp2, 128": {
-        "parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4", "parallel.dp": "2",
+        "parallel.pp": "2",
+        "parallel.pipeline.vpp": "2",
+        "model.num_layers": "4",
+        "parallel.dp": "2",
         "train.tokens_per_microbatch": "128",
     },
     "cp2": {"parallel.cp": "2", "train.tokens_per_microbatch": "32"},
     "cp2 by document": {"parallel.cp": "2", "parallel.context.slicing": "document"},
     "tp2 cp2 sp by document": {
-        "parallel.tp": "2", "parallel.cp": "2", "parallel.sp": "true", "parallel.context.slicing": "document",
+        "parallel.tp": "2",
+        "parallel.cp": "2",
+        "parallel.sp": "true",
+        "parallel.context.slicing": "document",
     },
     "dp2 zero 3": {"parallel.dp": "2", "parallel.zero": "3"},
-}  # fmt: skip
+}
 DEFAULT = {"dp2", "cp2 by document", "pp2 vpp2"}
 ALL = [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in LAYOUTS]
 
@@ -68,14 +84,25 @@ def build(settings: Mapping[str, str], rank: int = 0, world: int = 1) -> Trainer
 
 
 def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
-    return mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    return (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    )
 
 
 def documents(run: TrainRun) -> Dataset:
     train = build_datasets(
-        run.data, seq_len=run.train.seq_len, seed=run.seed, train_samples=26, valid_samples=0, test_samples=0,
-        vocab_size=run.model.vocab_size, eod=256, whole_documents=True,
-    ).train  # fmt: skip
+        run.data,
+        seq_len=run.train.seq_len,
+        seed=run.seed,
+        train_samples=26,
+        valid_samples=0,
+        test_samples=0,
+        vocab_size=run.model.vocab_size,
+        eod=256,
+        whole_documents=True,
+    ).train
     assert train is not None
     return train
 
@@ -83,10 +110,18 @@ def documents(run: TrainRun) -> Dataset:
 def packed(trainer: Trainer, *, consumed: int = 0, steps: int = 1) -> Loader:
     run, mesh = trainer.run, trainer.mesh
     return Loader(
-        documents(run), Masks(), mesh.dp, global_batch_size=run.train.global_batch_size, micro_batch_size=1,
-        consumed=consumed, steps=steps, device=CPU, slicing=my_slicing(run.parallel, mesh),
-        budget=budget_of(run.train, run.parallel, run.model), everyone=mesh.world,
-    )  # fmt: skip
+        documents(run),
+        Masks(),
+        mesh.dp,
+        global_batch_size=run.train.global_batch_size,
+        micro_batch_size=1,
+        consumed=consumed,
+        steps=steps,
+        device=CPU,
+        slicing=my_slicing(run.parallel, mesh),
+        budget=budget_of(run.train, run.parallel, run.model),
+        everyone=mesh.world,
+    )
 
 
 def apart(trainer: Trainer) -> StepBatches:
@@ -99,7 +134,11 @@ def apart(trainer: Trainer) -> StepBatches:
 def gradients(trainer: Trainer, batches: StepBatches) -> tuple[float, float, dict[str, Tensor]]:
     result = train_step(trainer, batches, lr=0.0, weight_decay=0.0)
     trainer.data.settle()
-    return result.loss, result.grad_norm, {o.shard.name: o.gradient.clone() for o in trainer.data.owned}
+    return (
+        result.loss,
+        result.grad_norm,
+        {o.shard.name: o.gradient.clone() for o in trainer.data.owned},
+    )
 
 
 def alone(layers: str = "2") -> tuple[float, float]:
@@ -116,7 +155,7 @@ def _learnt(rank: int, world: int, settings: Mapping[str, str]) -> tuple[float, 
     return loss, norm, len(step.microbatches), float(step.imbalance or 0.0)
 
 
-def test_packed_documents_have_the_loss_and_the_gradients_of_documents_alone_whatever_the_budget() -> None:
+def test_packed_documents_give_the_loss_and_gradients_of_separate_documents() -> None:
     trainer = build({})
     loss, norm, expected = gradients(trainer, apart(trainer))
     assert all(bool(gradient.abs().max() > 0) for gradient in expected.values())
@@ -128,7 +167,9 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_documents_alone_wha
         found = gradients(other, step)
         difference = compare(found[2], expected)
         assert difference.error <= FP64.relative and not difference.unpaired, difference
-        assert found[0] == pytest.approx(loss, rel=1e-12) and found[1] == pytest.approx(norm, rel=1e-12)
+        assert found[0] == pytest.approx(loss, rel=1e-12) and found[1] == pytest.approx(
+            norm, rel=1e-12
+        )
     assert counts[0] > counts[1] > counts[2]
 
 
@@ -148,22 +189,29 @@ def test_they_have_under_every_axis_and_all_ranks_have_equally_many_packs(name: 
 def _mean_of_packs(
     own_labels: Iterator[int], losses: Sequence[Tensor], *, num_labels: Sequence[int], **others: Any
 ) -> Tensor:
-    """Each pack's own mean counts alike, however few tokens it has: as if all packs had as many labels."""
+    """Each pack's own mean counts alike, however few tokens it has: as if all packs had as many
+    labels."""
     return share_of_means(losses, num_labels=[next(own_labels), *num_labels[1:]], **others)
 
 
 def test_a_mean_of_packs_would_be_seen() -> None:
     trainer = build({})
     step = packed(trainer).next()
-    counts = iter([max(1, batch.num_labels) * len(step.microbatches) for batch in step.microbatches])
+    counts = iter(
+        [max(1, batch.num_labels) * len(step.microbatches) for batch in step.microbatches]
+    )
     with replaced(step_file, "share_of_means", partial(_mean_of_packs, counts)):
         _, norm, _ = gradients(trainer, step)
     assert norm != pytest.approx(alone()[1], rel=1e-3)
 
 
-def _seeing_one_another(rows: Sequence[PackedSample], masks: Masks, **others: Any) -> Batch:  # Any: its own
+def _seeing_one_another(
+    rows: Sequence[PackedSample], masks: Masks, **others: Any
+) -> Batch:  # Any: its own
     merged = [
-        replace(row, lengths=(row.num_valid, *row.lengths[len(row.read_lengths) :])) if row.num_valid else row
+        replace(row, lengths=(row.num_valid, *row.lengths[len(row.read_lengths) :]))
+        if row.num_valid
+        else row
         for row in rows
     ]
     return build_batch(merged, masks, **others)
@@ -177,7 +225,8 @@ def test_documents_of_a_pack_that_see_one_another_would_be_seen() -> None:
 
 
 def _told(rank: int, world: int, settings: Mapping[str, str]) -> str:
-    """The last rank takes all documents to be as long as can be, as from other files, and has more packs."""
+    """The last rank takes all documents to be as long as can be, as from other files, and has more
+    packs."""
     trainer = build(settings, rank, world)
     longest = replaced(Budget, "deal", _of_longest) if rank == world - 1 else nullcontext()
     with longest, pytest.raises(DataError) as caught:
@@ -185,18 +234,30 @@ def _told(rank: int, world: int, settings: Mapping[str, str]) -> str:
     return str(caught.value)
 
 
-def _of_longest(self: Budget, lengths: Sequence[int], dp: int, *, forward_only: bool = False) -> Deal:
+def _of_longest(
+    self: Budget, lengths: Sequence[int], dp: int, *, forward_only: bool = False
+) -> Deal:
     return RIGHT_DEAL(self, [self.longest for _ in lengths], dp, forward_only=forward_only)
 
 
 @pytest.mark.parametrize(
-    "settings", [pytest.param({"parallel.dp": "2"}, marks=pytest.mark.slow), {"parallel.pp": "2"}], ids=["dp2", "pp2"]
+    "settings",
+    [pytest.param({"parallel.dp": "2"}, marks=pytest.mark.slow), {"parallel.pp": "2"}],
+    ids=["dp2", "pp2"],
 )
-def test_a_rank_that_packs_in_another_way_is_told_on_all_ranks_before_any_waits(settings: dict[str, str]) -> None:
+def test_a_rank_that_packs_in_another_way_is_told_on_all_ranks_before_any_waits(
+    settings: dict[str, str],
+) -> None:
     texts = run_ranks(_told, 2, settings)
     assert len(set(texts)) == 1
-    assert "ranks have dealt out the documents of a step in different ways (microbatches:" in texts[0]
-    assert "on rank 0" in texts[0] and "on rank 1" in texts[0] and "run the same command again" in texts[0]
+    assert (
+        "ranks have dealt out the documents of a step in different ways (microbatches:" in texts[0]
+    )
+    assert (
+        "on rank 0" in texts[0]
+        and "on rank 1" in texts[0]
+        and "run the same command again" in texts[0]
+    )
 
 
 RIGHT_DEAL = Budget.deal
@@ -206,11 +267,21 @@ RIGHT_DEAL = Budget.deal
 
 
 RUN = {
-    "train.steps": "6", "train.global_batch_size": "7", "train.micro_batch_size": "1", "train.seq_len": "24",
-    "train.tokens_per_microbatch": "40", "data.mock_max_tokens": "40", "data.mock_num_documents": "90",
-    "data.mock_lengths.kind": "lognormal", "data.mock_lengths.mean": "12", "data.overlong": "truncate",
-    "data.split": "1,1,1", "schedule.style": "constant", "train.eval_every": "2", "train.eval_steps": "1",
-}  # fmt: skip
+    "train.steps": "6",
+    "train.global_batch_size": "7",
+    "train.micro_batch_size": "1",
+    "train.seq_len": "24",
+    "train.tokens_per_microbatch": "40",
+    "data.mock_max_tokens": "40",
+    "data.mock_num_documents": "90",
+    "data.mock_lengths.kind": "lognormal",
+    "data.mock_lengths.mean": "12",
+    "data.overlong": "truncate",
+    "data.split": "1,1,1",
+    "schedule.style": "constant",
+    "train.eval_every": "2",
+    "train.eval_steps": "1",
+}
 """Thirty documents an epoch, of which six steps read 42."""
 
 
@@ -226,32 +297,50 @@ def told(folder: Path) -> list[list[object]]:
     return [[row.get(key) for key in TOLD] for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_packs_it_would_have_had(tmp_path: Path) -> None:
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_packs_it_would_have_had(
+    tmp_path: Path,
+) -> None:
     _train(0, 1, tmp_path / "whole", {})
     _train(0, 1, tmp_path / "parts", {"train.steps": "2"})
     _train(0, 1, tmp_path / "parts", {})
     assert told(tmp_path / "whole") == told(tmp_path / "parts")
-    assert len({row[5] for row in told(tmp_path / "whole") if row[1]}) > 1, "a step has what it needs"
+    assert len({row[5] for row in told(tmp_path / "whole") if row[1]}) > 1, (
+        "a step has what it needs"
+    )
 
 
 @pytest.mark.slow
 def test_documents_and_schedule_are_counted_before_they_are_packed(tmp_path: Path) -> None:
-    """Another budget, and more ranks, change no step's documents: tokens, losses and rates are the same."""
+    """Another budget, and more ranks, change no step's documents: tokens, losses and rates are the
+    same."""
     _train(0, 1, tmp_path / "one", {"train.steps": "2"})
-    run_ranks(_train, 2, tmp_path / "two", {"train.steps": "2", "train.tokens_per_microbatch": "96"})
+    run_ranks(
+        _train, 2, tmp_path / "two", {"train.steps": "2", "train.tokens_per_microbatch": "96"}
+    )
     one, two = (told(tmp_path / name) for name in ("one", "two"))
     assert [row[6] for row in one] == [row[6] for row in two]
     for place in (1, 2, 7):
         expected = [row[place] for row in one if row[place] is not None]
-        assert [row[place] for row in two if row[place] is not None] == pytest.approx(expected, rel=1e-4)
+        assert [row[place] for row in two if row[place] is not None] == pytest.approx(
+            expected, rel=1e-4
+        )
 
 
 TALKS = {
-    "data.mock": "false", "data.sft.mock_conversations": "15", "data.sft.template": "identity", "train.seq_len": "80",
-    "model.max_seq_len": "96", "data.sft.overlong": "drop", "train.tokens_per_microbatch": "160", "train.steps": "3",
-    "data.mock_lengths.kind": "uniform", "data.mock_lengths.mean": "none", "data.overlong": "error",
-    "data.split": "none", "train.eval_every": "none",
-}  # fmt: skip
+    "data.mock": "false",
+    "data.sft.mock_conversations": "15",
+    "data.sft.template": "identity",
+    "train.seq_len": "80",
+    "model.max_seq_len": "96",
+    "data.sft.overlong": "drop",
+    "train.tokens_per_microbatch": "160",
+    "train.steps": "3",
+    "data.mock_lengths.kind": "uniform",
+    "data.mock_lengths.mean": "none",
+    "data.overlong": "error",
+    "data.split": "none",
+    "train.eval_every": "none",
+}
 
 
 @pytest.mark.slow

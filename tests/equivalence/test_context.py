@@ -25,7 +25,8 @@ from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")
 NAP, LATENCY = 0.040, 0.034
-"""Of each of five steps of attention in a layer, forward and backward; of each of three messages: half as much."""
+"""Of each of five steps of attention in a layer, forward and backward; of each of three messages:
+half as much."""
 
 
 def _slowly(function: Callable[..., None], *arguments: Any) -> None:
@@ -41,19 +42,30 @@ def _at_once(x: Tensor, group: Group) -> Started:
 START = start_passing
 
 
-def _exposed(rank: int, world: int, count: int, at_once: bool = False) -> tuple[float, float, float]:
-    """Seconds of a step in which no keys are waited for, that the link adds to them, and that a rank stands still.
+def _exposed(
+    rank: int, world: int, count: int, at_once: bool = False
+) -> tuple[float, float, float]:
+    """Seconds of a step in which no keys are waited for, that the link adds to them, and that a
+    rank stands still.
 
-    Attention sleeps for what a device would compute meanwhile, so that little depends on the cores of this machine; the
-    shortest of some steps counts.
+    Attention sleeps for what a device would compute meanwhile, so that little depends on the cores
+    of this machine; the shortest of some steps counts.
     """
     run = tiny_run({"parallel.cp": str(world), "train.micro_batch_size": "12"})
-    trainer = build_trainer(run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU)
+    trainer = build_trainer(
+        run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU
+    )
     loader = Loader(
-        RaggedRows(run.train.seq_len, run.model.vocab_size, 12 * count, masked=(0, 1, 2)), Masks(), trainer.mesh.dp,
-        global_batch_size=12, micro_batch_size=12, consumed=0, steps=count, device=CPU,
+        RaggedRows(run.train.seq_len, run.model.vocab_size, 12 * count, masked=(0, 1, 2)),
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=12,
+        consumed=0,
+        steps=count,
+        device=CPU,
         slicing=context.my_slicing(run.parallel, trainer.mesh),
-    )  # fmt: skip
+    )
     whole, exposed = [], []
     with (
         replaced(context, "start_passing", _at_once if at_once else START),
@@ -71,13 +83,16 @@ def _exposed(rank: int, world: int, count: int, at_once: bool = False) -> tuple[
             whole.append(time.perf_counter() - start - (link.exposed_seconds() - before))
         trainer.data.settle()
     passed = link.of("all_to_all")
-    assert len(passed) == count * run.model.num_layers * 3 * (world - 1) and all(one.waits == 1 for one in passed)
+    assert len(passed) == count * run.model.num_layers * 3 * (world - 1) and all(
+        one.waits == 1 for one in passed
+    )
     return min(whole), link.added_seconds("all_to_all") / count, min(exposed)
 
 
 @pytest.mark.slow
 def test_of_a_ring_that_would_add_half_a_step_four_fifths_are_hidden() -> None:
-    """Keys and values behind a step of attention, forward and backward, and their gradients behind another."""
+    """Keys and values behind a step of attention, forward and backward, and their gradients behind
+    another."""
     for whole, added, exposed in run_ranks(_exposed, 2, 6):
         assert added > 0.4 * whole  # 0.5 on an idle machine
         assert exposed < 0.2 * added, (whole, added, exposed)

@@ -1,4 +1,5 @@
-"""The same layout gives the same bits twice, and what only changes when things happen changes no bit."""
+"""The same layout gives the same bits twice, and what only changes when things happen changes no
+bit."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,12 @@ from megalith.testing.tolerance import CURVE64
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 
-SHORT = {"train.steps": "3", "train.eval_every": "3", "checkpoint.every": "0", "train.micro_batch_size": "3"}
+SHORT = {
+    "train.steps": "3",
+    "train.eval_every": "3",
+    "checkpoint.every": "0",
+    "train.micro_batch_size": "3",
+}
 LAYOUTS: dict[str, dict[str, str]] = {
     "dp2": {"parallel.dp": "2"},
     "tp2 sp": {"parallel.tp": "2", "parallel.sp": "true"},
@@ -36,7 +42,9 @@ def _train(rank: int, world: int, runs: list[tuple[TrainRun, Path]]) -> None:
 
 def trained(tmp_path: Path, *settings: dict[str, str], world: int = 2) -> list[dict[str, Any]]:
     """What each of these runs logged, and the hash of every tensor it saved."""
-    runs = [(tiny_run(SHORT | each), tmp_path / str(number)) for number, each in enumerate(settings)]
+    runs = [
+        (tiny_run(SHORT | each), tmp_path / str(number)) for number, each in enumerate(settings)
+    ]
     run_ranks(_train, world, runs)
     return [outcome(folder) for _, folder in runs]
 
@@ -45,7 +53,10 @@ def outcome(folder: Path) -> dict[str, Any]:
     """Losses, norms and bits."""
     (manifest,) = (folder / "checkpoints").glob("step_*/manifest.json")
     tensors = json.loads(manifest.read_text())["tensors"]
-    bits = {key: [(box["box"], box["sha256"]) for box in tensor["boxes"]] for key, tensor in tensors.items()}
+    bits = {
+        key: [(box["box"], box["sha256"]) for box in tensor["boxes"]]
+        for key, tensor in tensors.items()
+    }
     rows = [
         {name: row.get(name) for name in ("loss", "grad_norm", "eval_loss")}
         for row in read_metrics(folder / "metrics.jsonl")
@@ -54,7 +65,9 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_same_layout_twice_is_bitwise_the_same_and_so_it_is_without_overlap(tmp_path: Path, name: str) -> None:
+def test_the_same_layout_twice_is_bitwise_the_same_and_so_it_is_without_overlap(
+    tmp_path: Path, name: str
+) -> None:
     layout = LAYOUTS[name]
     first, again, apart = trained(tmp_path, layout, layout, layout | {"parallel.overlap": "false"})
     assert len(first["bits"]) > 20
@@ -76,9 +89,14 @@ EVALUATED = [
 
 
 @pytest.mark.parametrize("layout", EVALUATED)
-def test_evaluating_after_every_step_changes_no_bit_of_training(tmp_path: Path, layout: dict[str, str]) -> None:
-    """Weights that are still arriving, or gathered, when evaluation begins are those of the next step."""
-    never, always = trained(tmp_path, layout | {"train.eval_steps": "0"}, layout | {"train.eval_every": "1"})
+def test_evaluating_after_every_step_changes_no_bit_of_training(
+    tmp_path: Path, layout: dict[str, str]
+) -> None:
+    """Weights that are still arriving, or gathered, when evaluation begins are those of the next
+    step."""
+    never, always = trained(
+        tmp_path, layout | {"train.eval_steps": "0"}, layout | {"train.eval_every": "1"}
+    )
     found = [[row for row in each["rows"] if row["loss"] is not None] for each in (never, always)]
     assert found[0] == found[1] and len(found[0]) == 3
     assert never["bits"] == always["bits"]
@@ -104,7 +122,8 @@ SAMPLE = {"tp2 sp", "pp2 vpp2"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.slow]) for name in KEEPING]
+    "name",
+    [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.slow]) for name in KEEPING],
 )
 def test_what_is_kept_where_or_computed_again_changes_no_bit(tmp_path: Path, name: str) -> None:
     layout = KEEPING[name]
@@ -116,13 +135,20 @@ def test_what_is_kept_where_or_computed_again_changes_no_bit(tmp_path: Path, nam
 
 
 def test_the_size_of_buckets_changes_no_bit_at_dp_2(tmp_path: Path) -> None:
-    large, small = trained(tmp_path, LAYOUTS["dp2"], LAYOUTS["dp2"] | {"parallel.bucket_numel": "300"})
+    large, small = trained(
+        tmp_path, LAYOUTS["dp2"], LAYOUTS["dp2"] | {"parallel.bucket_numel": "300"}
+    )
     assert large == small
 
 
 @pytest.mark.slow  # four processes
 def test_the_size_of_buckets_changes_only_rounding_at_dp_4(tmp_path: Path) -> None:
-    four = {"parallel.dp": "4", "precision.params": "fp64", "train.global_batch_size": "24", "optim.eps": "1e-3"}
+    four = {
+        "parallel.dp": "4",
+        "precision.params": "fp64",
+        "train.global_batch_size": "24",
+        "optim.eps": "1e-3",
+    }
     large, small = trained(tmp_path, four, four | {"parallel.bucket_numel": "300"}, world=4)
     for one, other in zip(large["rows"], small["rows"], strict=True):
         for name, value in one.items():

@@ -1,5 +1,6 @@
-"""Mixtures of experts beyond one layout: checkpoints that move, recomputation to the bit, experts nobody chooses, and
-balance that is learnt. That each layout equals one process is in test_layouts.py."""
+"""Mixtures of experts beyond one layout: checkpoints that move, recomputation to the bit,
+experts nobody chooses, and balance that is learnt. That each layout equals one process is in
+test_layouts.py."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -59,10 +60,16 @@ CPU = torch.device("cpu")
 
 def mesh_of(case: LayoutCase, rank: int, world: int) -> Mesh:
     torch.set_num_threads(1)
-    return build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    return (
+        build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank)
+        if world > 1
+        else mesh_of_one()
+    )
 
 
-def on_ranks(function: Any, case: LayoutCase, *others: object) -> Any:  # Any: whatever it gives back, of rank 0
+def on_ranks(
+    function: Any, case: LayoutCase, *others: object
+) -> Any:  # Any: whatever it gives back, of rank 0
     """Run it on the case's processes, or here if there is one."""
     if case.world == 1:
         return function(0, 1, case, *others)
@@ -80,17 +87,25 @@ def case_of(model: ModelConfig, parallel: ParallelConfig) -> LayoutCase:
 def steps_between(
     rank: int, world: int, case: LayoutCase, folder: str, first: int, last: int
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Steps `first` to `last`, from what was saved before them if there are any; losses, and all that is stored."""
+    """Steps `first` to `last`, from what was saved before them if there are any; losses, and all
+    that is stored."""
     mesh, root = mesh_of(case, rank, world), Path(folder)
     trainer = build_trainer(case.run, mesh, CPU, fill=first == 0)
     if first:
-        open_checkpoint(root / f"step_{first:07d}").load_into(checkpoint_entries(trainer), mesh.world)
+        open_checkpoint(root / f"step_{first:07d}").load_into(
+            checkpoint_entries(trainer), mesh.world
+        )
         trainer.optimizer.set_updates(first)
         publish_loaded(trainer)
     loader = _loader(case.run, mesh, consumed=12 * first, steps=last - first)
-    losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(last - first)]
+    losses = [
+        train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss
+        for _ in range(last - first)
+    ]
     trainer.data.settle()
-    save_checkpoint(root, last, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
+    save_checkpoint(
+        root, last, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None
+    )
     stored = open_checkpoint(root / f"step_{last:07d}")
     return losses, {name: stored.read(name) for name in stored.keys()} if rank == 0 else {}  # noqa: SIM118  # no mapping
 
@@ -98,18 +113,25 @@ def steps_between(
 ONE = ParallelConfig()
 STAGES = ParallelConfig(pp=2, dp=2, ep=2, pipeline=PipelineConfig(schedule="1f1b"))
 MOVES = {
-    "dp2 etp2 to tp2 sp ep2 etp1": (ParallelConfig(dp=2, etp=2), ParallelConfig(tp=2, sp=True, ep=2, etp=1)),
-    "tp2 sp etp2 to dp2 ep2, zero 2": (ParallelConfig(tp=2, sp=True), ParallelConfig(dp=2, ep=2, zero=2)),
+    "dp2 etp2 to tp2 sp ep2 etp1": (
+        ParallelConfig(dp=2, etp=2),
+        ParallelConfig(tp=2, sp=True, ep=2, etp=1),
+    ),
+    "tp2 sp etp2 to dp2 ep2, zero 2": (
+        ParallelConfig(tp=2, sp=True),
+        ParallelConfig(dp=2, ep=2, zero=2),
+    ),
     "dp3 ep3, zero 1 to pp2 dp2 ep2": (ParallelConfig(dp=3, ep=3, zero=1), STAGES),
     "pp2 dp2 ep2 to dp4 ep2 etp2, zero 1": (STAGES, ParallelConfig(dp=4, ep=2, etp=2, zero=1)),
     "dp4 ep2 etp2, zero 1 to one process": (ParallelConfig(dp=4, ep=2, etp=2, zero=1), ONE),
     "one process to cp2 ep2, zero 2": (ONE, ParallelConfig(cp=2, ep=2, zero=2)),
     "tp2 dp2 sp ep2 etp1, zero 2 to dp3 ep3": (
-        ParallelConfig(tp=2, dp=2, sp=True, ep=2, etp=1, zero=2), ParallelConfig(dp=3, ep=3),
+        ParallelConfig(tp=2, dp=2, sp=True, ep=2, etp=1, zero=2),
+        ParallelConfig(dp=3, ep=3),
     ),
     "dp4 ep4 to one process": (ParallelConfig(dp=4, ep=4), ONE),
     "dp4 ep4, zero 3 to dp2 and ep1": (ParallelConfig(dp=4, ep=4, zero=3), ParallelConfig(dp=2)),
-}  # fmt: skip
+}
 IN_EVERY_RUN = ("dp2 etp2 to tp2 sp ep2 etp1",)
 assert BIASED_CHOICE.moe is not None
 EIGHT = replace(
@@ -120,10 +142,15 @@ EIGHT = replace(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow]) for name in MOVES]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow])
+        for name in MOVES
+    ],
 )
 def test_experts_of_one_layout_go_on_under_another(name: str, tmp_path: Path) -> None:
-    """Weights, moments and balancing biases; losses are those of one process that was never interrupted."""
+    """Weights, moments and balancing biases; losses are those of one process that was never
+    interrupted."""
     model = EIGHT if "ep4" in name else BIASED_CHOICE
     expected, weights = on_ranks(steps_between, case_of(model, ONE), str(tmp_path / "alone"), 0, 4)
     losses: list[float] = []
@@ -134,12 +161,18 @@ def test_experts_of_one_layout_go_on_under_another(name: str, tmp_path: Path) ->
     assert losses == pytest.approx(expected, rel=FP64.relative)
     assert_close(stored, weights, FP64)
     biases = [key for key in weights if key.endswith("balancing_bias")]
-    assert len(biases) == 4 and all(torch.equal(stored[key], weights[key]) and weights[key].any() for key in biases)
-    assert {f"optimizer.{kind}.layers.0.moe.experts.down" for kind in ("exp_avg", "exp_avg_sq")} <= stored.keys()
+    assert len(biases) == 4 and all(
+        torch.equal(stored[key], weights[key]) and weights[key].any() for key in biases
+    )
+    assert {
+        f"optimizer.{kind}.layers.0.moe.experts.down" for kind in ("exp_avg", "exp_avg_sq")
+    } <= stored.keys()
 
 
 @pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_stops_and_goes_on_has_the_losses_of_one_that_did_not_to_the_bit(zero: Any, tmp_path: Path) -> None:
+def test_a_run_that_stops_and_goes_on_has_the_losses_of_one_that_did_not_to_the_bit(
+    zero: Any, tmp_path: Path
+) -> None:
     case = case_of(BIASED_CHOICE, ParallelConfig(dp=2, ep=2, zero=zero))
     whole, kept = on_ranks(steps_between, case, str(tmp_path / "whole"), 0, 4)
     first, _ = on_ranks(steps_between, case, str(tmp_path / "parts"), 0, 2)
@@ -151,22 +184,27 @@ def test_a_run_that_stops_and_goes_on_has_the_losses_of_one_that_did_not_to_the_
 # --- recomputation
 
 AGAIN = [
-    RecomputeConfig(granularity="full"), RecomputeConfig(granularity="full", method="block"),
+    RecomputeConfig(granularity="full"),
+    RecomputeConfig(granularity="full", method="block"),
     RecomputeConfig(granularity="selective", modules=("mlp",)),
     RecomputeConfig(granularity="selective", modules=("mlp_act",)),
     RecomputeConfig(granularity="selective", modules=("shared_experts",)),
     RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp_act")),
-]  # fmt: skip
+]
 
 
-def first_step(rank: int, world: int, case: LayoutCase, ways: list[RecomputeConfig]) -> list[tuple[list[Tensor], Any]]:
+def first_step(
+    rank: int, world: int, case: LayoutCase, ways: list[RecomputeConfig]
+) -> list[tuple[list[Tensor], Any]]:
     """Of each way: every gradient of a step in fp32 as it was applied, and what the experts did."""
     found = []
     for way in ways:
         run = replace(case.run, recompute=way, precision=PrecisionConfig(params="fp32"))
         mesh = mesh_of(case, rank, world)
         trainer = build_trainer(run, mesh, CPU)
-        train_step(trainer, _loader(run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0)
+        train_step(
+            trainer, _loader(run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0
+        )
         gradients = [owned.gradient.clone() for owned in trainer.data.owned]
         found.append((gradients, use_of_experts(trainer.staged.modules, mesh)))
     return found
@@ -175,15 +213,24 @@ def first_step(rank: int, world: int, case: LayoutCase, ways: list[RecomputeConf
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (BIASED_CHOICE, ONE), (NOISY, ONE), (NARROW, ParallelConfig(dp=2, ep=2)),
-        pytest.param(BIASED_CHOICE, ParallelConfig(tp=2, sp=True, ep=2, etp=1), marks=pytest.mark.slow),
+        (BIASED_CHOICE, ONE),
+        (NOISY, ONE),
+        (NARROW, ParallelConfig(dp=2, ep=2)),
+        pytest.param(
+            BIASED_CHOICE, ParallelConfig(tp=2, sp=True, ep=2, etp=1), marks=pytest.mark.slow
+        ),
     ],
     ids=["biased choice", "noisy", "narrow ep2", "biased choice tp2 ep2"],
-)  # fmt: skip
-def test_recomputation_changes_no_bit_and_counts_nothing_twice(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """`mlp` is the whole mixture with its messages; `mlp_act` the shared experts' activation, as those of the others
-    are never kept; `shared_experts` all of these; `norm` what the router and both kinds of experts read."""
-    (kept, uses), *others = on_ranks(first_step, case_of(model, parallel), [RecomputeConfig(), *AGAIN])
+)
+def test_recomputation_changes_no_bit_and_counts_nothing_twice(
+    model: ModelConfig, parallel: ParallelConfig
+) -> None:
+    """`mlp` is the whole mixture with its messages; `mlp_act` the shared experts' activation, as
+    those of the others are never kept; `shared_experts` all of these; `norm` what the router and
+    both kinds of experts read."""
+    (kept, uses), *others = on_ranks(
+        first_step, case_of(model, parallel), [RecomputeConfig(), *AGAIN]
+    )
     assert sum(sum(use.counts) for use in uses) > 0 and all(bool(one.any()) for one in kept)
     for way, (gradients, counted) in zip(AGAIN, others, strict=True):
         assert counted == uses, way
@@ -197,10 +244,18 @@ def test_evaluation_touches_no_record_and_no_bias() -> None:
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
     routers = list(routers_of(trainer.staged.modules))
     before = [(router.balance.record, router.moved) for router in routers]
-    kept = [[part.clone() for part in (record.counts, record.losses, bias)] for record, bias in before if record]  # type: ignore[union-attr]  # a bias is there
+    kept = [
+        [part.clone() for part in (record.counts, record.losses, bias)]
+        for record, bias in before
+        if record
+    ]  # type: ignore[union-attr]  # a bias is there
     trainer.staged.forward(loader.next().microbatches)
     after = [[r.balance.record.counts, r.balance.record.losses, r.moved] for r in routers]  # type: ignore[union-attr]  # as before
-    assert all(torch.equal(a, b) for old, new in zip(kept, after, strict=True) for a, b in zip(old, new, strict=True))  # type: ignore[arg-type]  # tensors
+    assert all(
+        torch.equal(a, b)
+        for old, new in zip(kept, after, strict=True)
+        for a, b in zip(old, new, strict=True)
+    )  # type: ignore[arg-type]  # tensors
 
 
 def test_evaluation_refuses_nobody_and_adds_no_noise_and_no_loss_of_balance() -> None:
@@ -208,14 +263,18 @@ def test_evaluation_refuses_nobody_and_adds_no_noise_and_no_loss_of_balance() ->
     assert NARROW.moe is not None
     plain = replace(NARROW.moe, capacity=CapacityConfig(), balance=BalanceConfig())
     narrow = replace(
-        plain, capacity=CapacityConfig(factor=0.2), balance=BalanceConfig(batch=9.0, z=9.0),
+        plain,
+        capacity=CapacityConfig(factor=0.2),
+        balance=BalanceConfig(batch=9.0, z=9.0),
         router=RouterConfig(jitter=0.5),
-    )  # fmt: skip
+    )
     found = []
     for moe in (plain, narrow):
         trainer = build_trainer(case_of(replace(NARROW, moe=moe), ONE).run, mesh_of_one(), CPU)
         batches = _loader(trainer.run, trainer.mesh, consumed=0, steps=1).next().microbatches
-        held_out = [replace(batch, tokens=replace(batch.tokens, dropout=None)) for batch in batches]  # as they are read
+        held_out = [
+            replace(batch, tokens=replace(batch.tokens, dropout=None)) for batch in batches
+        ]  # as they are read
         found.append(trainer.staged.forward(held_out))
     assert torch.equal(found[0], found[1]) and bool(found[0].any())
 
@@ -225,13 +284,15 @@ def losses_of(trainers: list[Trainer], steps: int) -> list[list[float]]:
     loaders = [_loader(trainer.run, trainer.mesh, consumed=0, steps=steps) for trainer in trainers]
     pairs = list(zip(trainers, loaders, strict=True))
     every = [
-        [train_step(t, loader.next(), lr=1e-2, weight_decay=0.0).loss for t, loader in pairs] for _ in range(steps)
+        [train_step(t, loader.next(), lr=1e-2, weight_decay=0.0).loss for t, loader in pairs]
+        for _ in range(steps)
     ]
     return [list(losses) for losses in zip(*every, strict=True)]
 
 
 def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
-    """A teacher and a student, or a policy and its reference: neither loads, losses nor biases are shared."""
+    """A teacher and a student, or a policy and its reference: neither loads, losses nor biases are
+    shared."""
     runs = [case_of(model, ONE).run for model in (BIASED_CHOICE, NARROW, BIASED_CHOICE)]
     alone = [losses_of([build_trainer(run, mesh_of_one(), CPU)], 3)[0] for run in runs]
     assert losses_of([build_trainer(run, mesh_of_one(), CPU) for run in runs], 3) == alone
@@ -240,15 +301,22 @@ def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
 
 @contextmanager
 def everywhere(products: Callable[[Tensor, Tensor, Groups], GroupedProducts]) -> Iterator[None]:
-    """Who asks for the fastest matmuls of experts gets these: where they are computed, and where they are chosen."""
-    with replaced(grouped_linear, "best_products", products), replaced(expert_kernels, "best_products", products):
+    """Who asks for the fastest matmuls of experts gets these: where they are computed, and where
+    they are chosen."""
+    with (
+        replaced(grouped_linear, "best_products", products),
+        replaced(expert_kernels, "best_products", products),
+    ):
         yield
 
 
 def test_a_step_with_grouped_matmuls_is_that_with_one_expert_after_the_other() -> None:
-    """In fp32, as in float64 matmuls of experts are a loop anyway; the same sums in another order."""
+    """In fp32, as in float64 matmuls of experts are a loop anyway; the same sums in another
+    order."""
     assert BIASED_CHOICE.moe is not None
-    case = case_of(replace(BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=12)), ONE)  # 48 bytes
+    case = case_of(
+        replace(BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=12)), ONE
+    )  # 48 bytes
     ways: list[GroupedProducts] = []
 
     def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
@@ -266,11 +334,15 @@ def test_a_step_with_grouped_matmuls_is_that_with_one_expert_after_the_other() -
 
 
 GROUPED = {
-    "dp2 ep2": ParallelConfig(dp=2, ep=2), "dp2 ep2, zero 1": ParallelConfig(dp=2, ep=2, zero=1),
-    "dp2 ep2, zero 3": ParallelConfig(dp=2, ep=2, zero=3), "dp4 ep2, zero 1": ParallelConfig(dp=4, ep=2, zero=1),
-    "dp4 ep2, zero 3": ParallelConfig(dp=4, ep=2, zero=3), "dp4 ep2 etp2": ParallelConfig(dp=4, ep=2, etp=2),
-}  # fmt: skip
-"""Experts on two ranks: whole, with optimizer state or weights divided over the ranks that hold the same, in parts."""
+    "dp2 ep2": ParallelConfig(dp=2, ep=2),
+    "dp2 ep2, zero 1": ParallelConfig(dp=2, ep=2, zero=1),
+    "dp2 ep2, zero 3": ParallelConfig(dp=2, ep=2, zero=3),
+    "dp4 ep2, zero 1": ParallelConfig(dp=4, ep=2, zero=1),
+    "dp4 ep2, zero 3": ParallelConfig(dp=4, ep=2, zero=3),
+    "dp4 ep2 etp2": ParallelConfig(dp=4, ep=2, etp=2),
+}
+"""Experts on two ranks: whole, with optimizer state or weights divided over the ranks that hold the
+same, in parts."""
 GROUPED_IN_EVERY_RUN = ("dp2 ep2",)
 
 
@@ -278,7 +350,8 @@ GROUPED_IN_EVERY_RUN = ("dp2 ep2",)
 def matmuls(*, grouped: bool) -> Iterator[None]:
     """Matmuls of experts are grouped, which must happen, or none is.
 
-    On CPUs sinks of gradients would add one expert's after the other even so; as on GPUs, theirs are grouped, too.
+    On CPUs sinks of gradients would add one expert's after the other even so; as on GPUs, theirs
+    are grouped, too.
     """
     ways: list[GroupedProducts] = []
 
@@ -286,7 +359,9 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
         ways.append(best_products(x, w, groups) if grouped else LOOP)
         return ways[-1]
 
-    put = functools.partial(put_grouped_product_, products=FUSED if grouped and HAS_GROUPED_MM else LOOP)
+    put = functools.partial(
+        put_grouped_product_, products=FUSED if grouped and HAS_GROUPED_MM else LOOP
+    )
     with everywhere(noted), replaced(data, "put_grouped_product_", put):
         yield
     assert ways and (FUSED in ways) == (grouped and HAS_GROUPED_MM)
@@ -295,7 +370,8 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
 def steps_in_fp32(
     rank: int, world: int, case: LayoutCase, folder: str, grouped: bool
 ) -> tuple[list[list[LayerUse]], dict[str, Tensor]]:
-    """Three steps with grouped matmuls, which must be used, or without any: choices, and all that a run stores."""
+    """Three steps with grouped matmuls, which must be used, or without any: choices, and all that a
+    run stores."""
     mesh, root, uses = mesh_of(case, rank, world), Path(folder), []
     with matmuls(grouped=grouped):
         trainer = build_trainer(case.run, mesh, CPU)
@@ -310,26 +386,36 @@ def steps_in_fp32(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in GROUPED_IN_EVERY_RUN else [pytest.mark.slow]) for name in GROUPED]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in GROUPED_IN_EVERY_RUN else [pytest.mark.slow])
+        for name in GROUPED
+    ],
 )
 def test_ranks_with_grouped_matmuls_train_as_ranks_that_compute_one_expert_after_the_other(
     name: str, tmp_path: Path
 ) -> None:
     """Choices, weights, balancing biases and both moments after three steps in fp32.
 
-    A sum over 16 or 24 features, in another order, is off by a few times 2^-23 of its terms, and a gradient has passed
-    such sums in four layers; with eps = 1e-3 a step of lr = 1e-2 makes at most 10 times as much of what a gradient is
-    off by, which is not more than it is of the weight.
+    A sum over 16 or 24 features, in another order, is off by a few times 2^-23 of its terms, and a
+    gradient has passed such sums in four layers; with eps = 1e-3 a step of lr = 1e-2 makes at most
+    10 times as much of what a gradient is off by, which is not more than it is of the weight.
     """
     assert BIASED_CHOICE.moe is not None
-    model = replace(BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=16))  # 64 bytes, and halves of 32
+    model = replace(
+        BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=16)
+    )  # 64 bytes, and halves of 32
     case = case_of(model, GROUPED[name])
     case = replace(case, run=replace(case.run, precision=PrecisionConfig(params="fp32")))
     uses, stored = on_ranks(steps_in_fp32, case, str(tmp_path / "grouped"), True)
     others, expected = on_ranks(steps_in_fp32, case, str(tmp_path / "loop"), False)
-    assert [[use.counts for use in step] for step in uses] == [[use.counts for use in step] for step in others]
+    assert [[use.counts for use in step] for step in uses] == [
+        [use.counts for use in step] for step in others
+    ]
     moments = {
-        f"optimizer.{kind}.layers.0.moe.experts.{w}" for kind in ("exp_avg", "exp_avg_sq") for w in ("gate_up", "down")
+        f"optimizer.{kind}.layers.0.moe.experts.{w}"
+        for kind in ("exp_avg", "exp_avg_sq")
+        for w in ("gate_up", "down")
     }
     assert moments <= stored.keys()
     assert_close(stored, expected, FP32_DEEP)
@@ -345,13 +431,18 @@ def steps_by(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True], ids=["loop to grouped", "grouped to loop"])
-def test_a_run_goes_on_with_other_matmuls_of_experts_and_on_fewer_ranks(first: bool, tmp_path: Path) -> None:
-    """What a checkpoint holds knows nothing of how experts were multiplied: in fp32, from four ranks with a part of
-    the experts each to one with all, as one process that never changed. Bounds as above."""
+def test_a_run_goes_on_with_other_matmuls_of_experts_and_on_fewer_ranks(
+    first: bool, tmp_path: Path
+) -> None:
+    """What a checkpoint holds knows nothing of how experts were multiplied: in fp32, from four
+    ranks with a part of the experts each to one with all, as one process that never changed.
+    Bounds as above."""
     model = replace(EIGHT, moe=replace(EIGHT.moe, ffn_hidden_size=16))  # 64 bytes
     alone, before = (case_of(model, layout) for layout in (ONE, ParallelConfig(dp=4, ep=4)))
     wide = PrecisionConfig(params="fp32")
-    alone, before = (replace(case, run=replace(case.run, precision=wide)) for case in (alone, before))
+    alone, before = (
+        replace(case, run=replace(case.run, precision=wide)) for case in (alone, before)
+    )
     expected, weights = on_ranks(steps_by, alone, str(tmp_path / "alone"), 0, 3, False)
     losses, _ = on_ranks(steps_by, before, str(tmp_path / "moved"), 0, 2, first)
     last, stored = on_ranks(steps_by, alone, str(tmp_path / "moved"), 2, 3, not first)
@@ -365,14 +456,17 @@ def test_a_run_goes_on_with_other_matmuls_of_experts_and_on_fewer_ranks(first: b
 def pushed(
     rank: int, world: int, case: LayoutCase, push: list[float]
 ) -> tuple[list[Any], Gathered, Gathered, Gathered]:
-    """A step whose routers are pushed towards some experts: their use; weights before, gradients, weights after."""
+    """A step whose routers are pushed towards some experts: their use; weights before, gradients,
+    weights after."""
     mesh = mesh_of(case, rank, world)
     trainer = build_trainer(case.run, mesh, CPU)
     for slot in trainer.optimizer.slots:
         if slot.shard.name.endswith("router_bias"):
             slot.weight.copy_(torch.tensor(push))
     before = _join_slices(gather_objects(weights_of(trainer), mesh.world))
-    train_step(trainer, _loader(case.run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0)
+    train_step(
+        trainer, _loader(case.run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0
+    )
     mine = _slices([(o.shard, o.gradient) for o in trainer.data.owned])
     gradients = _join_slices(gather_objects(mine, mesh.world))
     use = [one.counts for one in use_of_experts(trainer.staged.modules, mesh)]
@@ -385,7 +479,9 @@ def weights_of(trainer: Trainer) -> Gathered:
 
 @pytest.mark.parametrize("dispatcher", ["exchange", "gather"])
 @pytest.mark.parametrize(
-    ("push", "top_k"), [([0.0, 90.0, 0.0, 0.0], 1), ([90.0, 90.0, 0.0, 0.0], 2)], ids=["one expert", "one rank"]
+    ("push", "top_k"),
+    [([0.0, 90.0, 0.0, 0.0], 1), ([90.0, 90.0, 0.0, 0.0], 2)],
+    ids=["one expert", "one rank"],
 )
 def test_experts_and_ranks_without_any_token_have_no_gradient_and_stay(
     dispatcher: Any, push: list[float], top_k: int
@@ -427,20 +523,30 @@ class Skewed:
 
 
 def violation(balance: BalanceConfig, router: RouterConfig) -> float:
-    """Tokens of the busiest expert over the mean, less 1, over the last 20 of 200 steps and the worst layer."""
+    """Tokens of the busiest expert over the mean, less 1, over the last 20 of 200 steps and the
+    worst layer."""
     moe = MoEConfig(experts=8, ffn_hidden_size=10, balance=balance, router=router)
     model = replace(BIASED_CHOICE, num_layers=2, moe=moe, init_std=0.2)
     case = layout_case(model, ONE, 1, micro_batch_size=12, seq_len=24)
     run = replace(case.run, precision=PrecisionConfig(params="fp32"))
     trainer = build_trainer(run, mesh_of_one(), CPU)
     loader = Loader(
-        Skewed(), Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=12, consumed=0, steps=200, device=CPU
+        Skewed(),
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=12,
+        consumed=0,
+        steps=200,
+        device=CPU,
     )
     total = torch.zeros(2, 8)
     for step in range(200):
         train_step(trainer, loader.next(), lr=3e-3, weight_decay=0.0)
         if step >= 180:
-            total += torch.tensor([use.counts for use in use_of_experts(trainer.staged.modules, trainer.mesh)])
+            total += torch.tensor(
+                [use.counts for use in use_of_experts(trainer.staged.modules, trainer.mesh)]
+            )
     return float((total.amax(1) / total.mean(1) - 1).max())
 
 
@@ -450,5 +556,7 @@ def test_experts_learn_to_be_equally_busy_by_each_means_and_not_without() -> Non
     plain = RouterConfig(score="sigmoid")
     assert violation(BalanceConfig(), plain) > 0.5
     assert violation(BalanceConfig(batch=0.1), plain) < 0.5
-    assert violation(BalanceConfig(), replace(plain, balancing_bias=True, balancing_rate=0.01)) < 0.5
+    assert (
+        violation(BalanceConfig(), replace(plain, balancing_bias=True, balancing_rate=0.01)) < 0.5
+    )
     assert violation(BalanceConfig(quantile=True, quantile_ema=0.9), plain) < 0.5

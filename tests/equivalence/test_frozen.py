@@ -1,4 +1,5 @@
-"""Frozen parameters: no gradient, no state, no traffic, no place in the norm, whoever divides the rest."""
+"""Frozen parameters: no gradient, no state, no traffic, no place in the norm, whoever divides the
+rest."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -27,8 +28,14 @@ from megalith.verify.rows import TIED, tiny
 
 Zero = Literal[0, 1, 2, 3]
 
-TRAINED = ("layers.0.attention.q", "layers.1.attention.kv", "layers.1.mlp.down", "layers.0.mlp_norm.weight")
-"""A part of one matmul, the other part of another, and a norm; the first stage of two has some, and so has the last."""
+TRAINED = (
+    "layers.0.attention.q",
+    "layers.1.attention.kv",
+    "layers.1.mlp.down",
+    "layers.0.mlp_norm.weight",
+)
+"""A part of one matmul, the other part of another, and a norm; the first stage of two has some, and
+so has the last."""
 
 
 def freeze(model: nn.Module, trained: Iterable[str]) -> None:
@@ -36,7 +43,9 @@ def freeze(model: nn.Module, trained: Iterable[str]) -> None:
         getattr(module, name).requires_grad_(declared.shard.name in trained)
 
 
-def frozen_trainer(case: proof.LayoutCase, rank: int, trained: Iterable[str], *, fill: bool = True) -> Trainer:
+def frozen_trainer(
+    case: proof.LayoutCase, rank: int, trained: Iterable[str], *, fill: bool = True
+) -> Trainer:
     """A trainer whose model was frozen but for a few parameters before the engine was built."""
     grid = model_grid(case.run.parallel, case.run.model, case.world)
     mesh = mesh_of_one() if case.world == 1 else build_mesh(grid, rank=rank)
@@ -52,7 +61,9 @@ def frozen_trainer(case: proof.LayoutCase, rank: int, trained: Iterable[str], *,
 
 def weights(trainer: Trainer) -> proof.Gathered:
     """What this rank holds, trained or not."""
-    return proof._slices([*((slot.shard, slot.weight) for slot in trainer.optimizer.slots), *trainer.data.frozen])
+    return proof._slices(
+        [*((slot.shard, slot.weight) for slot in trainer.optimizer.slots), *trainer.data.frozen]
+    )
 
 
 def joined(trainer: Trainer) -> dict[str, Tensor]:
@@ -72,7 +83,9 @@ def run_steps(
         result = train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
         news += [result.loss, result.grad_norm]
     trainer.data.settle()
-    save_checkpoint(Path(folder), 2, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
+    save_checkpoint(
+        Path(folder), 2, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None
+    )
     again = frozen_trainer(case, rank, trained, fill=False)
     open_checkpoint(Path(folder) / "step_0000002").load_into(checkpoint_entries(again), mesh.world)
     publish_loaded(again)
@@ -107,7 +120,9 @@ def check(parallel: ParallelConfig, world: int, folder: Path, *, tied: bool = Fa
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_frozen_parameters_stay_and_the_others_are_trained_as_on_one_process(zero: Zero, tmp_path: Path) -> None:
+def test_frozen_parameters_stay_and_the_others_are_trained_as_on_one_process(
+    zero: Zero, tmp_path: Path
+) -> None:
     check(ParallelConfig(dp=2, zero=zero), 2, tmp_path)
 
 
@@ -115,16 +130,19 @@ def test_frozen_parameters_stay_and_the_others_are_trained_as_on_one_process(zer
 @pytest.mark.parametrize(
     "parallel",
     [
-        ParallelConfig(tp=2, dp=2, sp=True, zero=1), ParallelConfig(pp=2, dp=2, zero=2),
-        ParallelConfig(pp=2, dp=2, pipeline=PipelineConfig(schedule="zb-h1")), ParallelConfig(dp=4, zero=3, replicas=2),
+        ParallelConfig(tp=2, dp=2, sp=True, zero=1),
+        ParallelConfig(pp=2, dp=2, zero=2),
+        ParallelConfig(pp=2, dp=2, pipeline=PipelineConfig(schedule="zb-h1")),
+        ParallelConfig(dp=4, zero=3, replicas=2),
     ],
-)  # fmt: skip
+)
 def test_frozen_parameters_stay_under_every_axis(parallel: ParallelConfig, tmp_path: Path) -> None:
     check(parallel, 4, tmp_path, tied=True)
 
 
 def _traffic(rank: int, world: int, zero: Zero, trained: tuple[str, ...]) -> dict[str, int]:
-    """Bytes of each kind of collective in a step after the first, and how large the gradients are."""
+    """Bytes of each kind of collective in a step after the first, and how large the gradients
+    are."""
     case = proof.layout_case(tiny(), ParallelConfig(dp=2, zero=zero), world)
     trainer = frozen_trainer(case, rank, trained)
     loader = proof._loader(case.run, trainer.mesh, consumed=0, steps=2)
@@ -141,7 +159,13 @@ def _traffic(rank: int, world: int, zero: Zero, trained: tuple[str, ...]) -> dic
 def test_nothing_of_a_frozen_parameter_travels_but_what_forward_gathers(zero: Zero) -> None:
     few = run_ranks(_traffic, 2, zero, ("layers.0.mlp_norm.weight",))
     assert sum(found["gradients"] for found in few) == 24 * (2 if zero == 0 else 1)
-    sums = [found.get(kind, 0) for found in few for kind in ("all_reduce", "reduce_scatter", "isend", "irecv")]
-    assert max(sums) < 5000, few  # of one norm, padded, in up to six microbatches; all weights once are 60 kB
+    sums = [
+        found.get(kind, 0)
+        for found in few
+        for kind in ("all_reduce", "reduce_scatter", "isend", "irecv")
+    ]
+    assert max(sums) < 5000, (
+        few
+    )  # of one norm, padded, in up to six microbatches; all weights once are 60 kB
     none = run_ranks(_traffic, 2, zero, ())
     assert [found["gradients"] for found in none] == [0, 0]

@@ -1,4 +1,5 @@
-"""Groups: after three steps the weights are those of torch's own optimizer with groups made by hand, in float64."""
+"""Groups: after three steps the weights are those of torch's own optimizer with groups made by
+hand, in float64."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,13 +28,16 @@ from megalith.verify.rows import tiny
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(
-    eps=1e-3, clip_grad=0.0, frozen=("layers.0.mlp.*",), decayed_vectors=("norm.weight",),
+    eps=1e-3,
+    clip_grad=0.0,
+    frozen=("layers.0.mlp.*",),
+    decayed_vectors=("norm.weight",),
     groups=(
         GroupConfig(name="table", match=("embed.weight",), lr=5e-2, min_lr=1e-2),
         GroupConfig(name="queries", match=("*.q",), lr_scale=0.25, weight_decay=0.8),
         GroupConfig(name="upper", match=("layers.1.mlp.*",), weight_decay_scale=0.0),
     ),
-)  # fmt: skip
+)
 SCHEDULE = ScheduleConfig(lr=1e-2, min_lr=1e-3, style="linear", warmup_steps=1, weight_decay=0.1)
 
 
@@ -59,9 +63,10 @@ def test_three_steps_are_those_of_torch_with_groups_made_by_hand(kind: Any) -> N
     made = [{"params": [theirs[name]], "name": name} for name in theirs]
     o = run.optim
     oracle = (
-        torch.optim.AdamW(made, betas=(o.beta1, o.beta2), eps=o.eps) if kind == "adamw"
+        torch.optim.AdamW(made, betas=(o.beta1, o.beta2), eps=o.eps)
+        if kind == "adamw"
         else torch.optim.SGD(made, lr=1.0, momentum=o.momentum)
-    )  # fmt: skip
+    )
     seen: list[list[Tensor]] = []
     step = trainer.optimizer.step
 
@@ -75,7 +80,9 @@ def test_three_steps_are_those_of_torch_with_groups_made_by_hand(kind: Any) -> N
             samples = 12 * (number + 1)
             lr, decay = (rule(SCHEDULE, samples, lengths) for rule in (learning_rate, weight_decay))
             groups = group_rates(run.optim.groups, SCHEDULE, samples, lengths)
-            assert train_step(trainer, loader.next(), lr=lr, weight_decay=decay, groups=groups).updated
+            assert train_step(
+                trainer, loader.next(), lr=lr, weight_decay=decay, groups=groups
+            ).updated
             own = {"": lr, "table": groups["table"].lr, "queries": lr / 4}
             decays: Mapping[str, float] = {"": decay, "queries": 0.8, "upper": 0.0, "none": 0.0}
             for group, gradient in zip(oracle.param_groups, seen[-1], strict=True):
@@ -88,11 +95,18 @@ def test_three_steps_are_those_of_torch_with_groups_made_by_hand(kind: Any) -> N
     assert "layers.0.mlp.down" not in ours and len({*decides.values()}) == 5
 
 
-def test_a_run_logs_the_rate_of_every_group_that_has_one_and_maps_its_parameters(tmp_path: Path) -> None:
-    groups = "[{name: table, match: [embed.weight], lr_scale: 0.5}, {name: firm, match: ['*.q'], weight_decay: 0.5}]"
+def test_a_run_logs_the_rate_of_every_group_that_has_one_and_maps_its_parameters(
+    tmp_path: Path,
+) -> None:
+    groups = (
+        "[{name: table, match: [embed.weight], lr_scale: 0.5}, {name: firm, match: ['*.q'], "
+        "weight_decay: 0.5}]"
+    )
     run = tiny_run({"optim.groups": groups, "observe.parameters": "true", "train.steps": "2"})
     folder = RunFolder(tmp_path / "run")
     run_training(run, folder, mesh_of_one(), CPU, show=False)
     rows = [row for row in read_metrics(folder.metrics) if "loss" in row]
-    assert [row["lr_table"] for row in rows] == [row["lr"] * 0.5 for row in rows] and "lr_firm" not in rows[0]
+    assert [row["lr_table"] for row in rows] == [
+        row["lr"] * 0.5 for row in rows
+    ] and "lr_firm" not in rows[0]
     assert '"lr": "table"' in folder.parameters.read_text().splitlines()[0]

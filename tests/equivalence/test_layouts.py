@@ -1,6 +1,8 @@
-"""Any layout equals one process: first weights, loss, every gradient, weights after three steps, save and reload.
+"""Any layout equals one process: first weights, loss, every gradient, weights after three steps,
+save and reload.
 
-The rows are those of `megalith verify --all`; the sample of them is in `make test`, all are in `make test-all`.
+The rows are those of `megalith verify --all`; the sample of them is in `make test`, all are in
+`make test-all`.
 """
 
 import pytest
@@ -11,7 +13,11 @@ from megalith.verify.rows import Layout
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=[] if row.sample else [pytest.mark.slow]) for row in MATRIX]
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[] if row.sample else [pytest.mark.slow])
+        for row in MATRIX
+    ],
 )
 def test_layout_equals_one_process(row: Layout) -> None:
     differences = prove_layout(row.case())

@@ -1,4 +1,5 @@
-"""Documents packed into rows compute what each computes alone, in float64, under every axis; and none sees another."""
+"""Documents packed into rows compute what each computes alone, in float64, under every axis; and
+none sees another."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,11 +42,18 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "cp2 by document": {"parallel.cp": "2", "parallel.context.slicing": "document"},
     "pp2": {"parallel.pp": "2"},
     "dp2": {"parallel.dp": "2"},
-    "cp2 pp2 by document": {"parallel.cp": "2", "parallel.pp": "2", "parallel.context.slicing": "document"},
-    "tp2 cp2 sp, all to all": {
-        "parallel.tp": "2", "parallel.cp": "2", "parallel.sp": "true", "parallel.context.kind": "gather",
+    "cp2 pp2 by document": {
+        "parallel.cp": "2",
+        "parallel.pp": "2",
+        "parallel.context.slicing": "document",
     },
-}  # fmt: skip
+    "tp2 cp2 sp, all to all": {
+        "parallel.tp": "2",
+        "parallel.cp": "2",
+        "parallel.sp": "true",
+        "parallel.context.kind": "gather",
+    },
+}
 DEFAULT = {"tp2 sp", "cp2 by document"}
 ALL = [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in LAYOUTS]
 
@@ -54,7 +62,11 @@ def document(number: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids, and labels of which about half count; the first document has none."""
     draw = np.random.default_rng(number)
     ids = draw.integers(0, 257, LENGTHS[number] + 1)
-    labels = np.where(draw.random(LENGTHS[number]) < 0.5, ids[1:], -1) if number else np.full(LENGTHS[0], -1)
+    labels = (
+        np.where(draw.random(LENGTHS[number]) < 0.5, ids[1:], -1)
+        if number
+        else np.full(LENGTHS[0], -1)
+    )
     return ids[:-1], labels
 
 
@@ -73,22 +85,38 @@ def row(numbers: Sequence[int], length: int = 24) -> PackedSample:
 def step_of(trainer: Trainer, rows: Sequence[Sequence[int]], length: int = 24) -> StepBatches:
     """My share of a step with these rows, a row in each microbatch."""
     dp, slicing = trainer.mesh.dp, my_slicing(trainer.run.parallel, trainer.mesh)
-    every = [build_batch([row(numbers, length)], Masks(), device=CPU, slicing=slicing) for numbers in rows]
+    every = [
+        build_batch([row(numbers, length)], Masks(), device=CPU, slicing=slicing)
+        for numbers in rows
+    ]
     mine = every[dp.rank :: dp.size]
-    return StepBatches(mine, sum(batch.num_labels for batch in every), (), sum(batch.num_read for batch in every))
+    return StepBatches(
+        mine, sum(batch.num_labels for batch in every), (), sum(batch.num_read for batch in every)
+    )
 
 
 def build(settings: Mapping[str, str], rank: int = 0, world: int = 1) -> Trainer:
-    run = tiny_run({"precision.params": "fp64", "train.seq_len": "24", "optim.clip_grad": "0", **settings})
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    run = tiny_run(
+        {"precision.params": "fp64", "train.seq_len": "24", "optim.clip_grad": "0", **settings}
+    )
+    mesh = (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    )
     return build_trainer(run, mesh, CPU)
 
 
 def gradients(trainer: Trainer, step: StepBatches) -> tuple[float, float, dict[str, Tensor]]:
-    """Loss, norm, and my slices of the gradients; nothing is learnt, so that another step starts from the same."""
+    """Loss, norm, and my slices of the gradients; nothing is learnt, so that another step starts
+    from the same."""
     result = train_step(trainer, step, lr=0.0, weight_decay=0.0)
     trainer.data.settle()
-    return result.loss, result.grad_norm, {o.shard.name: o.gradient.clone() for o in trainer.data.owned}
+    return (
+        result.loss,
+        result.grad_norm,
+        {o.shard.name: o.gradient.clone() for o in trainer.data.owned},
+    )
 
 
 def _packed_and_apart(rank: int, world: int, settings: Mapping[str, str]) -> tuple[float, float]:
@@ -99,16 +127,22 @@ def _packed_and_apart(rank: int, world: int, settings: Mapping[str, str]) -> tup
         packed, its_norm, found = gradients(trainer, step_of(trainer, rows))
         difference = compare(found, expected)
         assert difference.error <= FP64.relative and not difference.unpaired, difference
-        assert packed == pytest.approx(loss, rel=1e-12) and its_norm == pytest.approx(norm, rel=1e-12)
+        assert packed == pytest.approx(loss, rel=1e-12) and its_norm == pytest.approx(
+            norm, rel=1e-12
+        )
     return loss, norm
 
 
 def _alone() -> tuple[float, float]:
     """Every document in a row of its own length: no filler at all."""
     trainer = build({})
-    batches = [build_batch([row((n,), LENGTHS[n])], Masks(), device=CPU) for n in range(len(LENGTHS))]
+    batches = [
+        build_batch([row((n,), LENGTHS[n])], Masks(), device=CPU) for n in range(len(LENGTHS))
+    ]
     assert all(len(batch.tokens.lengths) == 1 for batch in batches)
-    loss, norm, expected = gradients(trainer, StepBatches(batches, sum(batch.num_labels for batch in batches)))
+    loss, norm, expected = gradients(
+        trainer, StepBatches(batches, sum(batch.num_labels for batch in batches))
+    )
     assert sum(bool(gradient.abs().max() > 0) for gradient in expected.values()) == len(expected)
     return loss, norm
 
@@ -119,7 +153,11 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_documents_alone_in_
 
 @pytest.mark.parametrize("name", ALL)
 def test_they_have_under_every_axis(name: str) -> None:
-    world = 4 if len([key for key in LAYOUTS[name] if key.endswith(("tp", "cp", "pp", "dp"))]) == 2 else 2
+    world = (
+        4
+        if len([key for key in LAYOUTS[name] if key.endswith(("tp", "cp", "pp", "dp"))]) == 2
+        else 2
+    )
     expected = pytest.approx(_alone(), rel=1e-9)
     assert all(found == expected for found in run_ranks(_packed_and_apart, world, LAYOUTS[name]))
 
@@ -166,7 +204,8 @@ TALKS = tuple(made_up(9, 0))
 
 
 def told(talk: Conversation) -> PackedSample:
-    """A conversation alone in a row of its own length, byte by byte: answers and their ends are learnt."""
+    """A conversation alone in a row of its own length, byte by byte: answers and their ends are
+    learnt."""
     tokens, learnt = [], []
     for message in talk.messages:
         answer = message["role"] == "assistant"
@@ -181,16 +220,25 @@ def filled() -> list[PackedSample]:
     """The same conversations in rows, as a run reads them."""
     sft = SFTConfig(mock_conversations=len(TALKS), template="identity", packing="best_fit")
     dataset = build_conversations(
-        DataConfig(sft=sft), split="train", seq_len=ROOM, seed=1, num_samples=None, vocab_size=257,
-        tokenizer=ByteTokenizer(), tokenizer_path=None,
-    )  # fmt: skip
+        DataConfig(sft=sft),
+        split="train",
+        seq_len=ROOM,
+        seed=1,
+        num_samples=None,
+        vocab_size=257,
+        tokenizer=ByteTokenizer(),
+        tokenizer_path=None,
+    )
     return [dataset.sample(k) for k in range(len(dataset))]
 
 
 def with_room(sample: PackedSample) -> PackedSample:
     """In a row as long as the others."""
     left = ROOM - len(sample.ids)
-    ids, labels = np.pad(sample.ids, (0, left)), np.pad(sample.labels, (0, left), constant_values=-1)
+    ids, labels = (
+        np.pad(sample.ids, (0, left)),
+        np.pad(sample.labels, (0, left), constant_values=-1),
+    )
     return PackedSample(ids, labels, (*sample.lengths, left), sample.num_valid)
 
 
@@ -201,9 +249,13 @@ def step_with(trainer: Trainer, rows: Sequence[PackedSample]) -> StepBatches:
     return StepBatches(batches, sum(batch.num_labels for batch in batches))
 
 
-def _talks_packed_and_apart(rank: int, world: int, settings: Mapping[str, str]) -> tuple[float, float]:
+def _talks_packed_and_apart(
+    rank: int, world: int, settings: Mapping[str, str]
+) -> tuple[float, float]:
     trainer = build({**settings, "train.seq_len": str(ROOM)}, rank, world)
-    loss, norm, expected = gradients(trainer, step_with(trainer, [with_room(told(talk)) for talk in TALKS]))
+    loss, norm, expected = gradients(
+        trainer, step_with(trainer, [with_room(told(talk)) for talk in TALKS])
+    )
     packed, its_norm, found = gradients(trainer, step_with(trainer, filled()))
     difference = compare(found, expected)
     assert difference.error <= FP64.relative and not difference.unpaired, difference
@@ -219,7 +271,12 @@ def talks_alone() -> tuple[float, float]:
 
 @pytest.mark.parametrize("slicing", ["row", pytest.param("document", marks=pytest.mark.slow)])
 def test_packed_conversations_are_learnt_as_one_by_one_under_tp_and_cp(slicing: str) -> None:
-    settings = {"parallel.tp": "2", "parallel.cp": "2", "parallel.sp": "true", "parallel.context.slicing": slicing}
+    settings = {
+        "parallel.tp": "2",
+        "parallel.cp": "2",
+        "parallel.sp": "true",
+        "parallel.context.slicing": slicing,
+    }
     expected = pytest.approx(talks_alone(), rel=1e-9)
     assert len(filled()) <= len(TALKS) // 2 + 1
     assert all(found == expected for found in run_ranks(_talks_packed_and_apart, 4, settings))
@@ -248,7 +305,9 @@ RIGHT_ROW = ConversationDataset.sample
 
 
 @pytest.mark.parametrize("fault", [None, _one_too_early, _not_shifted, _seeing_one_another])
-def test_a_planted_fault_in_rows_of_conversations_shows(fault: Callable[..., PackedSample] | None) -> None:
+def test_a_planted_fault_in_rows_of_conversations_shows(
+    fault: Callable[..., PackedSample] | None,
+) -> None:
     with nullcontext() if fault is None else replaced(ConversationDataset, "sample", fault):
         trainer = build({"train.seq_len": str(ROOM)})
         found = gradients(trainer, step_with(trainer, filled()))[:2]
@@ -256,15 +315,26 @@ def test_a_planted_fault_in_rows_of_conversations_shows(fault: Callable[..., Pac
 
 
 SFT = {
-    "data.mock": "false", "data.sft.mock_conversations": "15", "data.sft.template": "identity", "train.seq_len": "80",
-    "model.max_seq_len": "96", "train.global_batch_size": "4", "data.sft.overlong": "drop", "checkpoint.every": "2",
-    "schedule.style": "constant", "train.eval_every": "2",
-}  # fmt: skip
+    "data.mock": "false",
+    "data.sft.mock_conversations": "15",
+    "data.sft.template": "identity",
+    "train.seq_len": "80",
+    "model.max_seq_len": "96",
+    "train.global_batch_size": "4",
+    "data.sft.overlong": "drop",
+    "checkpoint.every": "2",
+    "schedule.style": "constant",
+    "train.eval_every": "2",
+}
 
 
 def _train(rank: int, world: int, folder: Path, steps: int) -> None:
     run = tiny_run(SFT | {"train.steps": str(steps)})
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    mesh = (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    )
     run_training(run, RunFolder(folder), mesh, CPU, show=False)
 
 
@@ -275,8 +345,13 @@ def test_a_run_goes_on_with_the_rows_it_would_have_read(tmp_path: Path) -> None:
     _train(0, 1, tmp_path / "parts", 6)
     whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     told = ("step", "loss", "grad_norm", "fill", "supervised_share", "tokens", "eval_loss")
-    assert [[row.get(key) for key in told] for row in whole] == [[row.get(key) for key in told] for row in parts]
-    fills, shares = ([float(row[key] or 0) for row in whole if key in row] for key in ("fill", "supervised_share"))
+    assert [[row.get(key) for key in told] for row in whole] == [
+        [row.get(key) for key in told] for row in parts
+    ]
+    fills, shares = (
+        [float(row[key] or 0) for row in whole if key in row]
+        for key in ("fill", "supervised_share")
+    )
     assert len(fills) == 6 and min(fills) > 0.5 >= max(shares) > min(shares) > 0
     run_ranks(_train, 2, tmp_path / "ranks", 2)
     rows = [row for row in read_metrics(tmp_path / "ranks" / "metrics.jsonl") if "loss" in row]

@@ -1,6 +1,8 @@
-"""Two microbatches computed together: nothing but the time changes, and tokens travel while the other one computes.
+"""Two microbatches computed together: nothing but the time changes, and tokens travel while the
+other one computes.
 
-That layouts with pairs equal one process is in test_layouts.py, that lists of pairs never block in plan/test_pairs.py.
+That layouts with pairs equal one process is in test_layouts.py, that lists of pairs never block in
+plan/test_pairs.py.
 """
 
 import threading
@@ -44,7 +46,9 @@ def case_of(parallel: ParallelConfig) -> LayoutCase:
 def weights_of(rank: int, world: int, case: LayoutCase, steps: int) -> dict[str, Tensor]:
     """A rank's weights after some steps."""
     torch.set_num_threads(1)
-    trainer = build_trainer(case.run, build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank), CPU)
+    trainer = build_trainer(
+        case.run, build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank), CPU
+    )
     loader = _loader(case.run, trainer.mesh, consumed=0, steps=steps)
     for _ in range(steps):
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
@@ -57,7 +61,9 @@ def test_pairs_change_no_bit_of_any_weight(parallel: ParallelConfig) -> None:
     apart = case_of(replace(parallel, overlap_experts=False))
     world = 2 * parallel.pp
     for mine, expected in zip(
-        run_ranks(weights_of, world, case_of(parallel), 2), run_ranks(weights_of, world, apart, 2), strict=True
+        run_ranks(weights_of, world, case_of(parallel), 2),
+        run_ranks(weights_of, world, apart, 2),
+        strict=True,
     ):
         assert mine.keys() == expected.keys()
         assert all(torch.equal(mine[name], expected[name]) for name in mine)
@@ -73,12 +79,23 @@ Event = tuple[Literal["start", "wait", "there", "compute"], str, int]
 @contextmanager
 def noted(events: list[Event], delays: Iterator[float]) -> Iterator[None]:
     """Note what lanes do, and let everything take a while, now longer and now shorter."""
-    start, wait, compute, main = Crossing.start, Crossing.wait, Experts.forward, threading.get_ident()
+    start, wait, compute, main = (
+        Crossing.start,
+        Crossing.wait,
+        Experts.forward,
+        threading.get_ident(),
+    )
 
     def note(what: Any, crossing: object = None) -> None:
         time.sleep(next(delays))
         numbers.setdefault(id(crossing), len(numbers))
-        events.append((what, "forward" if threading.get_ident() == main else "backward", numbers[id(crossing)]))
+        events.append(
+            (
+                what,
+                "forward" if threading.get_ident() == main else "backward",
+                numbers[id(crossing)],
+            )
+        )
         kept.append(crossing)
 
     numbers, kept = dict[int, int](), list[object]()
@@ -105,16 +122,19 @@ def noted(events: list[Event], delays: Iterator[float]) -> Iterator[None]:
         return compute(self, *given)
 
     with (
-        replaced(Crossing, "start", noted_start), replaced(Crossing, "wait", noted_wait),
+        replaced(Crossing, "start", noted_start),
+        replaced(Crossing, "wait", noted_wait),
         replaced(Experts, "forward", noted_compute),
-    ):  # fmt: skip
+    ):
         yield
 
 
 def log_of_step(rank: int, world: int, case: LayoutCase, hands_over: bool) -> list[Event]:
     """What a rank does in a step, on ranks of changing speed."""
     torch.set_num_threads(1)
-    trainer = build_trainer(case.run, build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank), CPU)
+    trainer = build_trainer(
+        case.run, build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank), CPU
+    )
     batches, events = _loader(case.run, trainer.mesh, consumed=0, steps=1).next(), list[Event]()
     delays = (0.002 * ((number * (7 + 4 * rank)) % 5 == 0) for number in range(1 << 20))
     stays = nullcontext() if hands_over else replaced(Turns, "__call__", lambda self: None)
@@ -124,25 +144,33 @@ def log_of_step(rank: int, world: int, case: LayoutCase, hands_over: bool) -> li
 
 
 def computed_meanwhile(events: list[Event]) -> tuple[int, int]:
-    """(messages, those between whose start and wait the other lane started or waited for or computed something)."""
+    """(messages, those between whose start and wait the other lane started or waited for or
+    computed something)."""
     met, messages = 0, 0
     for place, (what, lane, number) in enumerate(events):
         if what == "start":
             messages += 1
-            end = next(i for i in range(place, len(events)) if events[i][0] == "wait" and events[i][2] == number)
+            end = next(
+                i
+                for i in range(place, len(events))
+                if events[i][0] == "wait" and events[i][2] == number
+            )
             met += any(other != lane for _, other, _ in events[place:end])
     return messages, met
 
 
-def test_messages_travel_while_the_other_lane_computes_and_all_ranks_do_everything_in_one_order() -> None:
+def test_all_to_all_overlaps_with_computation_in_one_order_on_all_ranks() -> None:
     case = case_of(EP2)
     one, other = run_ranks(log_of_step, 2, case, True)
     assert one == other, "collectives of both lanes have one order, whichever rank is slower"
     messages, met = computed_meanwhile(one)
     layers, microbatches = 4, 6
-    assert messages == layers * microbatches * (3 + 3)  # rows, weights and answers; forward and backward
-    # Of each layer, forward or backward, two of three are waited for by turns: weights right after their rows. The
-    # first forward and the last backward have nobody beside them; in a pair the last to hand over has none left.
+    assert messages == layers * microbatches * (
+        3 + 3
+    )  # rows, weights and answers; forward and backward
+    # Of each layer, forward or backward, two of three are waited for by turns: weights right after
+    # their rows. The first forward and the last backward have nobody beside them; in a pair the
+    # last to hand over has none left.
     assert met > 0.7 * messages
     assert any(what == "compute" and lane == "forward" for what, lane, _ in one)
 
@@ -161,7 +189,9 @@ def over_a_poisoned_link(rank: int, world: int, case: LayoutCase) -> tuple[dict[
 def test_no_row_is_read_before_it_has_arrived() -> None:
     case = case_of(EP2)
     expected = run_ranks(weights_of, 2, case, 1)
-    for (found, waits), mine in zip(run_ranks(over_a_poisoned_link, 2, case), expected, strict=True):
+    for (found, waits), mine in zip(
+        run_ranks(over_a_poisoned_link, 2, case), expected, strict=True
+    ):
         assert waits == 1
         assert all(torch.equal(found[name], mine[name]) for name in mine)
 

@@ -1,4 +1,5 @@
-"""Divided optimizer state and gradients change no bit, hide nothing that is not there, and hold what they promise."""
+"""Divided optimizer state and gradients change no bit, hide nothing that is not there, and hold
+what they promise."""
 
 import time
 from collections.abc import Mapping
@@ -45,7 +46,11 @@ class Trained:
 
 
 def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
-    return mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    return (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    )
 
 
 def steps(trainer: Trainer, first: int, count: int) -> tuple[list[float], list[float]]:
@@ -53,9 +58,15 @@ def steps(trainer: Trainer, first: int, count: int) -> tuple[list[float], list[f
     train = trainer.run.train
     rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * 50, masked=(0, 1, 2, 17))
     loader = Loader(
-        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=train.micro_batch_size,
-        consumed=12 * first, steps=count, device=CPU,
-    )  # fmt: skip
+        rows,
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=train.micro_batch_size,
+        consumed=12 * first,
+        steps=count,
+        device=CPU,
+    )
     found = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1) for _ in range(count)]
     return [result.loss for result in found], [result.grad_norm for result in found]
 
@@ -65,7 +76,9 @@ def _train(rank: int, world: int, settings: Settings, count: int) -> Trained:
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     losses, norms = steps(trainer, 0, count)
     trainer.data.settle()
-    return Trained(losses, norms, {name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    return Trained(
+        losses, norms, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    )
 
 
 def same(found: list[Trained], reference: list[Trained]) -> None:
@@ -97,24 +110,37 @@ def test_at_dp_2_overlap_and_the_size_of_buckets_change_no_bit(zero: str) -> Non
 
 
 def test_at_dp_4_slices_are_added_in_the_order_of_ranks_whatever_the_bucket() -> None:
-    """And sums over all ranks at once agree to 1e-12 in float64. Clipping is off: its norm is a sum over all slices."""
+    """And sums over all ranks at once agree to 1e-12 in float64. Clipping is off: its norm is a sum
+    over all slices."""
     found = {
         (zero, numel): run_ranks(
-            _train, 4, {"parallel.zero": zero, "parallel.bucket_numel": numel, "precision.params": "fp64",
-                        "train.micro_batch_size": "3", "optim.clip_grad": "0"}, 3
+            _train,
+            4,
+            {
+                "parallel.zero": zero,
+                "parallel.bucket_numel": numel,
+                "precision.params": "fp64",
+                "train.micro_batch_size": "3",
+                "optim.clip_grad": "0",
+            },
+            3,
         )[0]
         for zero in ("0", "1", "2")
         for numel in ("1", "600", "10000000")
-    }  # fmt: skip
+    }
     reference = found["1", "600"]
     for (zero, _), other in found.items():
         for name, weights in other.weights.items():
-            assert relative_error(weights, reference.weights[name]) <= (0.0 if zero != "0" else 1e-12)
+            assert relative_error(weights, reference.weights[name]) <= (
+                0.0 if zero != "0" else 1e-12
+            )
 
 
 def test_gradients_that_are_summed_after_every_microbatch_add_up_to_the_same() -> None:
     settings = {"precision.params": "fp64", "train.micro_batch_size": "2"}  # three microbatches
-    once, thrice = (run_ranks(_train, 2, {**settings, "parallel.zero": zero}, 3)[0] for zero in ("1", "2"))
+    once, thrice = (
+        run_ranks(_train, 2, {**settings, "parallel.zero": zero}, 3)[0] for zero in ("1", "2")
+    )
     assert_close(thrice.weights, once.weights, FP64)
     assert not all(torch.equal(thrice.weights[name], once.weights[name]) for name in once.weights)
 
@@ -129,8 +155,11 @@ def test_gradients_in_bf16_arrive_nearly_right_and_alike_on_all_ranks() -> None:
     assert rounded[0].norms == pytest.approx(exact.norms, rel=1e-2)
 
 
-def _over_a_poisoned_link(rank: int, world: int, settings: Settings) -> tuple[Trained, dict[str, int], set[int]]:
-    """Train where nothing may be read before it was waited for; how much was sent, and how often it was waited for."""
+def _over_a_poisoned_link(
+    rank: int, world: int, settings: Settings
+) -> tuple[Trained, dict[str, int], set[int]]:
+    """Train where nothing may be read before it was waited for; how much was sent, and how often it
+    was waited for."""
     with slow_link(latency_seconds=0.001, poison=True) as link:
         trained = _train(rank, world, settings, 3)
         sent = {kind: len(link.of(kind)) for kind in ("isend", "irecv")}
@@ -144,12 +173,20 @@ def test_nothing_is_read_before_it_has_arrived_and_everything_is_waited_for_once
     same([trained for trained, _, _ in found], run_ranks(_train, 2, settings, 3))
     for _, sent, waits in found:
         assert waits == {1}
-        assert sent["isend"] == sent["irecv"] > 3 * 2 * 4  # steps, directions, more than a few buckets
+        assert (
+            sent["isend"] == sent["irecv"] > 3 * 2 * 4
+        )  # steps, directions, more than a few buckets
 
 
 def _events(rank: int, world: int, zero: int) -> list[str]:
-    """In which order backward reaches layers and buckets start, in the only microbatch of a step."""
-    settings = {**ONE_MICROBATCH, "parallel.zero": str(zero), "model.num_layers": "6", "parallel.bucket_numel": "2000"}
+    """In which order backward reaches layers and buckets start, in the only microbatch of a
+    step."""
+    settings = {
+        **ONE_MICROBATCH,
+        "parallel.zero": str(zero),
+        "model.num_layers": "6",
+        "parallel.bucket_numel": "2000",
+    }
     run = tiny_run(settings)
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     assert isinstance(trainer.data, DataParallel)
@@ -162,7 +199,9 @@ def _events(rank: int, world: int, zero: int) -> list[str]:
         return right(*args, **others)
 
     for number, layer in enumerate(trainer.model.layers):
-        layer.register_full_backward_pre_hook(lambda *_, number=number: events.append(f"backward {number}"))
+        layer.register_full_backward_pre_hook(
+            lambda *_, number=number: events.append(f"backward {number}")
+        )
     right = flat.start_sum
     with replaced(flat, "start_sum", start_and_tell):
         steps(trainer, 0, 1)
@@ -170,16 +209,23 @@ def _events(rank: int, world: int, zero: int) -> list[str]:
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_a_layers_gradients_are_on_their_way_before_the_layer_two_below_is_reached(zero: int) -> None:
+def test_a_layers_gradients_are_on_their_way_before_the_layer_two_below_is_reached(
+    zero: int,
+) -> None:
     for events in run_ranks(_events, 2, zero):
         for layer in range(2, 6):
-            sent = max(place for place, event in enumerate(events) if event.startswith(f"sent layers.{layer}."))
+            sent = max(
+                place
+                for place, event in enumerate(events)
+                if event.startswith(f"sent layers.{layer}.")
+            )
             assert sent < events.index(f"backward {layer - 2}"), events
         assert len({event for event in events if event.startswith("sent")}) == 6 * 7 + 3
 
 
 def _live_buckets(rank: int, world: int) -> tuple[int, int]:
-    """The most elements of gradients not summed yet that were alive at once under ZeRO-2, and of the largest bucket."""
+    """The most elements of gradients not summed yet that were alive at once under ZeRO-2, and of
+    the largest bucket."""
     run = tiny_run({**SMALL, "parallel.zero": "2", "model.num_layers": "8"})
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     data, most = trainer.data, 0
@@ -189,7 +235,10 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
     def count(*args: Any, **others: Any) -> Any:
         nonlocal most
         on_their_way = sum(started.slices.numel() for _, started in data._sums)
-        most = max(most, on_their_way + sum(buffer.numel() for buffer in data._buffers if buffer is not None))
+        most = max(
+            most,
+            on_their_way + sum(buffer.numel() for buffer in data._buffers if buffer is not None),
+        )
         return right(*args, **others)
 
     with replaced(flat, "start_sum", count):
@@ -199,28 +248,45 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
 
 def test_zero_2_holds_few_buckets_at_a_time() -> None:
     for most, largest in run_ranks(_live_buckets, 2):
-        assert 0 < most <= (flat.IN_FLIGHT + 2) * largest  # two on their way, one about to be, one being filled
+        assert (
+            0 < most <= (flat.IN_FLIGHT + 2) * largest
+        )  # two on their way, one about to be, one being filled
 
 
 # --- a step that is skipped
 
 
-def _skipped(rank: int, world: int, settings: Settings, where: int) -> tuple[bool, list[str], int, dict[str, float]]:
-    """A good step, then one in which gradients overflow on rank `where` alone: whether that one updated, which of all
-    saved tensors it changed here, the number of updates, and the loss scale."""
+def _skipped(
+    rank: int, world: int, settings: Settings, where: int
+) -> tuple[bool, list[str], int, dict[str, float]]:
+    """A good step, then one in which gradients overflow on rank `where` alone: whether that one
+    updated, which of all saved tensors it changed here, the number of updates, and the loss
+    scale."""
     run = tiny_run({**SMALL, **settings})
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     steps(trainer, 0, 1)
     trainer.data.settle()
-    before = {(entry.role, entry.key): entry.tensor.clone() for entry in checkpoint_entries(trainer)}
+    before = {
+        (entry.role, entry.key): entry.tensor.clone() for entry in checkpoint_entries(trainer)
+    }
     if rank == where:
-        (embed,) = [module for module in trainer.model.modules() if isinstance(module, VocabEmbedding)]
-        embed.register_forward_hook(lambda _module, _ids, x: x.register_hook(lambda dx: dx * float("inf")) and None)
+        (embed,) = [
+            module for module in trainer.model.modules() if isinstance(module, VocabEmbedding)
+        ]
+        embed.register_forward_hook(
+            lambda _module, _ids, x: x.register_hook(lambda dx: dx * float("inf")) and None
+        )
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(0, 1))
     loader = Loader(
-        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=run.train.micro_batch_size, consumed=0,
-        steps=1, device=CPU,
-    )  # fmt: skip
+        rows,
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=run.train.micro_batch_size,
+        consumed=0,
+        steps=1,
+        device=CPU,
+    )
     result = train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
     trainer.data.settle()
     after = {(entry.role, entry.key): entry.tensor for entry in checkpoint_entries(trainer)}
@@ -232,33 +298,55 @@ def _skipped(rank: int, world: int, settings: Settings, where: int) -> tuple[boo
 
 @pytest.mark.parametrize(
     ("zero", "where"),
-    [("1", 1), ("3", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("0", 1), ("2", 1), ("1", 0)))],
+    [
+        ("1", 1),
+        ("3", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("0", 1), ("2", 1), ("1", 0))),
+    ],
 )
 def test_a_step_that_overflows_on_one_rank_changes_no_bit_on_any(zero: str, where: int) -> None:
     settings = {**ONE_MICROBATCH, "parallel.zero": zero, "optim.nonfinite_grad": "skip"}
     assert run_ranks(_skipped, 2, settings, where) == [(False, [], 1, {})] * 2
-    assert all(updated and changed for updated, changed, _, _ in run_ranks(_skipped, 2, settings, -1))
+    assert all(
+        updated and changed for updated, changed, _, _ in run_ranks(_skipped, 2, settings, -1)
+    )
 
 
-def test_an_overflow_of_fp16_in_one_stage_changes_no_bit_in_any_and_lowers_the_scale_on_all() -> None:
-    settings = {"parallel.pp": "2", "precision.params": "fp16", "precision.loss_scale.initial": "1024",
-                "precision.loss_scale.hysteresis": "1"}  # fmt: skip
-    first, last = run_ranks(_skipped, 2, settings, 0)  # backward ends in the first stage: the last sees no overflow
+def test_an_overflow_of_fp16_in_one_stage_changes_no_bit_in_any_and_lowers_the_scale_on_all() -> (
+    None
+):
+    settings = {
+        "parallel.pp": "2",
+        "precision.params": "fp16",
+        "precision.loss_scale.initial": "1024",
+        "precision.loss_scale.hysteresis": "1",
+    }
+    first, last = run_ranks(
+        _skipped, 2, settings, 0
+    )  # backward ends in the first stage: the last sees no overflow
     assert first == last
     assert first[:3] == (False, [], 1) and first[3]["scale"] == 512.0
-    assert all(updated and changed for updated, changed, _, _ in run_ranks(_skipped, 2, settings, -1))
+    assert all(
+        updated and changed for updated, changed, _, _ in run_ranks(_skipped, 2, settings, -1)
+    )
 
 
 # --- a slow link is hidden
 
 
 def _exposed(rank: int, world: int, zero: int) -> tuple[float, float, float]:
-    """Seconds of a step in which nothing is sent, that the link adds to one, and that a rank then stands still for it.
+    """Seconds of a step in which nothing is sent, that the link adds to one, and that a rank then
+    stands still for it.
 
-    Layers sleep for what a device would compute meanwhile, so that little depends on the cores of this machine; the
-    shortest of some steps counts.
+    Layers sleep for what a device would compute meanwhile, so that little depends on the cores of
+    this machine; the shortest of some steps counts.
     """
-    settings = {**ONE_MICROBATCH, "parallel.zero": str(zero), "model.num_layers": "12", "parallel.bucket_numel": "3000"}
+    settings = {
+        **ONE_MICROBATCH,
+        "parallel.zero": str(zero),
+        "model.num_layers": "12",
+        "parallel.bucket_numel": "3000",
+    }
     run = tiny_run(settings)
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     for layer in trainer.model.layers:
@@ -294,18 +382,27 @@ def state_bytes(trainer: Trainer) -> int:
     return sum(
         tensor.nbytes
         for slot in trainer.optimizer.slots
-        for tensor in (*slot.state.values(), *([slot.master] if slot.master is not slot.weight else []))
+        for tensor in (
+            *slot.state.values(),
+            *([slot.master] if slot.master is not slot.weight else []),
+        )
     )
 
 
 @pytest.mark.parametrize(
-    ("params", "weights", "state"), [("fp32", 4, 8), ("bf16", 2, 12), ("fp16", 2, 12), ("fp64", 8, 16)]
+    ("params", "weights", "state"),
+    [("fp32", 4, 8), ("bf16", 2, 12), ("fp16", 2, 12), ("fp64", 8, 16)],
 )
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_bytes_per_parameter_are_those_of_the_table(params: str, weights: int, state: int, zero: int) -> None:
-    """Weights whole; gradients (fp32) whole, or 1/d with zero 2; masters and moments 1/d with zero 1 and 2."""
+def test_bytes_per_parameter_are_those_of_the_table(
+    params: str, weights: int, state: int, zero: int
+) -> None:
+    """Weights whole; gradients (fp32) whole, or 1/d with zero 2; masters and moments 1/d with zero
+    1 and 2."""
     d = 4
-    run = tiny_run({**SMALL, "precision.params": params, "parallel.zero": str(zero), "parallel.dp": str(d)})
+    run = tiny_run(
+        {**SMALL, "precision.params": params, "parallel.zero": str(zero), "parallel.dp": str(d)}
+    )
     grid = model_grid(run.parallel, run.model, d)
     states = []
     for rank in range(d):
@@ -315,21 +412,33 @@ def test_bytes_per_parameter_are_those_of_the_table(params: str, weights: int, s
         states.append(state_bytes(trainer))
         assert data.weights.untyped_storage().nbytes() == weights * data.plan.numel
         wide = 8 if params == "fp64" else 4
-        assert data.gradients.untyped_storage().nbytes() == wide * data.plan.numel // (d if zero == 2 else 1)
+        assert data.gradients.untyped_storage().nbytes() == wide * data.plan.numel // (
+            d if zero == 2 else 1
+        )
         assert not any(buffer is not None for buffer in data._buffers) or zero < 2
     numel = sum(shard.numel for shard in data.shards)
     if zero == 0:
         assert states == [state * numel] * d
     else:
         assert sum(states) == state * numel
-        assert max(states) - min(states) <= state * 64 * d * len(data.plan.buckets)  # padding is nobody's state
+        assert max(states) - min(states) <= state * 64 * d * len(
+            data.plan.buckets
+        )  # padding is nobody's state
 
 
 def test_at_dp_4_a_rank_holds_a_quarter_of_the_optimizer_within_2_percent() -> None:
     run = tiny_run(
-        {"model.hidden_size": "256", "model.ffn_hidden_size": "1024", "model.num_layers": "8", "model.head_dim": "64",
-         "model.vocab_size": "5000", "parallel.zero": "1", "parallel.dp": "4", "parallel.bucket_numel": "1000000"}
-    )  # fmt: skip
+        {
+            "model.hidden_size": "256",
+            "model.ffn_hidden_size": "1024",
+            "model.num_layers": "8",
+            "model.head_dim": "64",
+            "model.vocab_size": "5000",
+            "parallel.zero": "1",
+            "parallel.dp": "4",
+            "parallel.bucket_numel": "1000000",
+        }
+    )
     grid = model_grid(run.parallel, run.model, 4)
     for rank in range(4):
         trainer = build_trainer(run, mesh_on_paper(grid, rank=rank), CPU, fill=False)
@@ -343,7 +452,8 @@ def test_at_dp_4_a_rank_holds_a_quarter_of_the_optimizer_within_2_percent() -> N
 
 
 def _save(rank: int, world: int, settings: Settings, folder: str) -> Trained:
-    """Two steps, a checkpoint, and one more step, after which the whole state is in a second checkpoint."""
+    """Two steps, a checkpoint, and one more step, after which the whole state is in a second
+    checkpoint."""
     run = tiny_run({**SMALL, **settings})
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     steps(trainer, 0, 2)
@@ -357,7 +467,9 @@ def _go_on(rank: int, world: int, settings: Settings, folder: str) -> Trained:
     """The third step, from the checkpoint of the second, under another layout."""
     run = tiny_run({**SMALL, **settings})
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU, fill=False)
-    open_checkpoint(Path(folder) / "step_0000002").load_into(checkpoint_entries(trainer), trainer.mesh.world)
+    open_checkpoint(Path(folder) / "step_0000002").load_into(
+        checkpoint_entries(trainer), trainer.mesh.world
+    )
     trainer.optimizer.set_updates(2)
     publish_loaded(trainer)
     losses, norms = steps(trainer, 2, 1)
@@ -367,7 +479,15 @@ def _go_on(rank: int, world: int, settings: Settings, folder: str) -> Trained:
 
 def save(trainer: Trainer, folder: str, step: int) -> None:
     trainer.data.settle()
-    save_checkpoint(Path(folder), step, checkpoint_entries(trainer), {}, trainer.mesh.world, config_text="", keep=None)
+    save_checkpoint(
+        Path(folder),
+        step,
+        checkpoint_entries(trainer),
+        {},
+        trainer.mesh.world,
+        config_text="",
+        keep=None,
+    )
 
 
 def stored(folder: str) -> dict[str, Tensor]:
@@ -386,13 +506,17 @@ TARGETS = {
     "zero 2 dp2": (2, {"parallel.zero": "2"}),
     "zero 1 dp3": (3, {"parallel.zero": "1"}),
     "tp2": (2, {"parallel.tp": "2"}),
-    "zero 1 dp4 in two replicas": (4, {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "3"}),
+    "zero 1 dp4 in two replicas": (
+        4,
+        {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "3"},
+    ),
     "zero 1 tp2 dp2 sp": (4, {"parallel.zero": "1", "parallel.tp": "2", "parallel.sp": "true"}),
 }
 
 
 @pytest.mark.parametrize(
-    "source", [pytest.param(name, marks=[pytest.mark.slow] * place) for place, name in enumerate(SOURCES)]
+    "source",
+    [pytest.param(name, marks=[pytest.mark.slow] * place) for place, name in enumerate(SOURCES)],
 )
 def test_what_slices_save_every_other_layout_goes_on_from(source: str, tmp_path: Path) -> None:
     double = {"precision.params": "fp64", "optim.eps": "1e-3"}

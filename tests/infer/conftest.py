@@ -11,9 +11,16 @@ from megalith.models.decoder import Decoder, allocate, initialise
 from megalith.parallel.mesh import Mesh, mesh_of_one
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 37, "hidden_size": 12, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "ffn_hidden_size": 10,
-    "max_seq_len": 96, "vocab_multiple": 8, "init_std": 0.7,
-}  # fmt: skip
+    "vocab_size": 37,
+    "hidden_size": 12,
+    "num_layers": 2,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 10,
+    "max_seq_len": 96,
+    "vocab_multiple": 8,
+    "init_std": 0.7,
+}
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -21,7 +28,9 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**SIZES | changes)
 
 
-def model(model_config: ModelConfig, mesh: Mesh | None = None, *, dtype: torch.dtype = torch.float32) -> Decoder:
+def model(
+    model_config: ModelConfig, mesh: Mesh | None = None, *, dtype: torch.dtype = torch.float32
+) -> Decoder:
     """A model with first weights, the same under every layout."""
     made = Decoder(model_config, mesh or mesh_of_one(), dtype=dtype)
     allocate(made, torch.device("cpu"))

@@ -22,7 +22,9 @@ def test_rows_come_back_in_the_order_they_were_appended(sizes: list[int]) -> Non
 
 @pytest.mark.parametrize("window", [1, 2, 70])
 @pytest.mark.parametrize("sizes", [[1] * 300, [3, 60, 1, 1, 200, 1], [500, 1, 1]])
-def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(sizes: list[int], window: int) -> None:
+def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(
+    sizes: list[int], window: int
+) -> None:
     rows = torch.arange(sum(sizes) * 6.0).view(-1, 2, 3)
     buffer, before = GrowingBuffer(Sight(window)), 0
     for part in rows.split(sizes):
@@ -57,7 +59,9 @@ def test_a_buffer_that_is_cut_goes_on_as_if_it_had_never_been_longer(window: int
 
 @pytest.mark.parametrize("size", [1, 3, 70])
 @pytest.mark.parametrize("sizes", [[1] * 300, [3, 60, 1, 1, 200, 1], [500, 1, 1]])
-def test_a_buffer_of_chunks_gives_the_chunk_that_new_tokens_begin_in(sizes: list[int], size: int) -> None:
+def test_a_buffer_of_chunks_gives_the_chunk_that_new_tokens_begin_in(
+    sizes: list[int], size: int
+) -> None:
     rows = torch.arange(sum(sizes) * 1.0).view(-1, 1, 1)
     buffer, before = GrowingBuffer(Sight(size, chunked=True)), 0
     for part in rows.split(sizes):
@@ -113,7 +117,13 @@ def test_documents_keep_apart_and_come_back_packed() -> None:
         keys, _ = layer.extend(more, more, tokens_of_queries([(1, 4), (1, 3)]))
         assert keys.flatten().tolist() == [2, 3, 4, 20, 0, 1, 21]
     (first, _) = cache.layers([3])
-    assert first.extend(more[:1], more[:1], tokens_of_queries([(1, 5)]))[0].flatten().tolist() == [2, 3, 4, 20, 20]
+    assert first.extend(more[:1], more[:1], tokens_of_queries([(1, 5)]))[0].flatten().tolist() == [
+        2,
+        3,
+        4,
+        20,
+        20,
+    ]
 
 
 VARIANTS = {
@@ -131,16 +141,26 @@ VARIANTS = {
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_token_t_read_from_the_cache_is_position_t_of_the_whole(variant: str, kernel: Kernel) -> None:
-    """Two sequences of other lengths at once, prompts read in one piece or two, then token by token."""
+def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
+    variant: str, kernel: Kernel
+) -> None:
+    """Two sequences of other lengths at once, prompts read in one piece or two, then token by
+    token."""
     scores, has_sinks = VARIANTS[variant]
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64) if has_sinks else None
     draw = torch.Generator().manual_seed(0)
-    texts = [[torch.randn(length, *shape, generator=draw, dtype=torch.float64) for shape in ((4, 6), (2, 6), (2, 5))]
-             for length in (90, 81)]  # fmt: skip
+    texts = [
+        [
+            torch.randn(length, *shape, generator=draw, dtype=torch.float64)
+            for shape in ((4, 6), (2, 6), (2, 5))
+        ]
+        for length in (90, 81)
+    ]
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4)
     rows = [replace(tokens_of_rows(1, len(q)), biases=table) for q, _, _ in texts]
-    whole = [attention(q, k, v, row, scores, sinks) for (q, k, v), row in zip(texts, rows, strict=True)]
+    whole = [
+        attention(q, k, v, row, scores, sinks) for (q, k, v), row in zip(texts, rows, strict=True)
+    ]
     cache, read = KeyValueCache(1, [Sight(scores.window, scores.chunked)]), [0, 0]
     for counts in [(10, 1), (2, 4), *[(1, 1)] * 76]:
         (layer,) = cache.layers([0, 1])

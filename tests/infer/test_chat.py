@@ -45,8 +45,14 @@ def test_what_was_held_back_comes_out_where_nothing_follows() -> None:
 def test_a_turn_ends_by_a_token_or_where_there_is_none_by_its_text() -> None:
     tokenizer = ByteTokenizer()
     specials = {"eos_token": "<|endoftext|>"}
-    assert turn_ends(ChatTemplate("t", BUILT_IN["identity"], specials), tokenizer) == (frozenset({256}), "")
-    assert turn_ends(ChatTemplate("t", BUILT_IN["chatml"], specials), tokenizer) == (frozenset(), "<|im_end|>")
+    assert turn_ends(ChatTemplate("t", BUILT_IN["identity"], specials), tokenizer) == (
+        frozenset({256}),
+        "",
+    )
+    assert turn_ends(ChatTemplate("t", BUILT_IN["chatml"], specials), tokenizer) == (
+        frozenset(),
+        "<|im_end|>",
+    )
 
 
 class Counting:
@@ -83,7 +89,9 @@ def test_a_turn_costs_its_own_tokens_and_is_the_turn_of_a_chat_that_begins_there
         other.messages = before
         assert other.say(text, lambda shown: None) == answer
         whole = sum(model.counts) - read - cost
-        assert cost == whole if turn == 0 else cost < whole  # bytes that are no text are written otherwise
+        assert (
+            cost == whole if turn == 0 else cost < whole
+        )  # bytes that are no text are written otherwise
     chat.reset()
     assert chat.say("hello", lambda shown: None) == fresh().say("hello", lambda shown: None)
 
@@ -93,7 +101,9 @@ def test_the_model_reads_the_conversation_and_what_asks_for_its_answer(
 ) -> None:
     read: list[list[int]] = []
 
-    def noted(model: Decoder, prompts: list[list[int]], *others: Any, **named: Any) -> Iterator[Written]:
+    def noted(
+        model: Decoder, prompts: list[list[int]], *others: Any, **named: Any
+    ) -> Iterator[Written]:
         read.extend(prompts)
         yield Written(0, ord("y"), None)
         yield Written(0, 256, "stop")
@@ -101,10 +111,16 @@ def test_the_model_reads_the_conversation_and_what_asks_for_its_answer(
     monkeypatch.setattr("megalith.infer.chat.generate", noted)
     model, tokenizer = tiny.model(tiny.config(vocab_size=257, max_seq_len=400)), ByteTokenizer()
     chat = Chat(
-        Writer(model, tokenizer, frozenset({256})), ChatTemplate("t", BUILT_IN["chatml"], {}), GREEDY, "be kind"
+        Writer(model, tokenizer, frozenset({256})),
+        ChatTemplate("t", BUILT_IN["chatml"], {}),
+        GREEDY,
+        "be kind",
     )
     assert [chat.say(text, lambda shown: None) for text in ("hello", "why")] == ["y", "y"]
-    first = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    first = (
+        "<|im_start|>system\nbe "
+        "kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
     second = first + "y<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
     assert [tokenizer.decode(ids) for ids in read] == [first, second]
 
@@ -113,7 +129,11 @@ def test_the_model_reads_the_conversation_and_what_asks_for_its_answer(
 def test_the_template_is_the_one_asked_for_else_that_of_the_run_with_adapters_or_without(
     adapted: bool, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    weights: Any = AdaptedWeights(tmp_path, tiny.config(), NOTHING, tmp_path / "base", NOTHING) if adapted else NOTHING
+    weights: Any = (
+        AdaptedWeights(tmp_path, tiny.config(), NOTHING, tmp_path / "base", NOTHING)
+        if adapted
+        else NOTHING
+    )
     settings = {"data": {"sft": {"path": ["talks.jsonl"], "template": "llama3"}}}
     tuned = Pretrained(tmp_path, tiny.config(), TokenizerConfig(), weights, {}, settings)
     assert template_of(tuned, ByteTokenizer(), None).name == "llama3"

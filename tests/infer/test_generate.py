@@ -29,7 +29,10 @@ PROMPTS = [[5, 17, 36, 3, 14], [8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 
 
 def texts(found: list[Written], count: int = 3) -> list[list[int]]:
-    return [[written.token for written in found if written.sequence == number] for number in range(count)]
+    return [
+        [written.token for written in found if written.sequence == number]
+        for number in range(count)
+    ]
 
 
 @torch.no_grad()
@@ -68,11 +71,17 @@ def test_text_that_outgrows_the_first_room_of_a_window_and_the_window_is_the_sam
 
 
 LONG = RopeConfig(
-    scaling="longrope", factor=6.0, original_max_position=16, short_factors=(1.0, 1.0), long_factors=(3.0, 9.0),
-)  # fmt: skip
+    scaling="longrope",
+    factor=6.0,
+    original_max_position=16,
+    short_factors=(1.0, 1.0),
+    long_factors=(3.0, 9.0),
+)
 
 
-@pytest.mark.parametrize(("prompt", "room"), [([8, 3], 4096), (list(range(16)), 3), (list(range(30)), 3)])
+@pytest.mark.parametrize(
+    ("prompt", "room"), [([8, 3], 4096), (list(range(16)), 3), (list(range(30)), 3)]
+)
 def test_a_text_that_outgrows_the_first_training_is_read_again_with_longer_waves(
     prompt: list[int], room: int, tiny: SimpleNamespace
 ) -> None:
@@ -80,7 +89,8 @@ def test_a_text_that_outgrows_the_first_training_is_read_again_with_longer_waves
     expected = slowly(model, prompt, 20)
     assert texts(list(generate(model, [prompt, [4]], GREEDY, step_tokens=room)), 2)[0] == expected
     short = tiny.model(
-        tiny.config(rope=replace(LONG, long_factors=LONG.short_factors), head_dim=4), dtype=torch.float64
+        tiny.config(rope=replace(LONG, long_factors=LONG.short_factors), head_dim=4),
+        dtype=torch.float64,
     )
     assert slowly(short, prompt, 20) != expected
     read = remember(model.config)
@@ -89,9 +99,15 @@ def test_a_text_that_outgrows_the_first_training_is_read_again_with_longer_waves
         assert found == slowly(model, text, 20)
 
 
-@pytest.mark.parametrize("variant", [name for name, model in VARIANTS.items() if model.attention.causal])
-def test_every_kind_of_layer_writes_with_a_cache_what_it_writes_without(variant: str, tiny: SimpleNamespace) -> None:
-    config = replace(VARIANTS[variant], init_std=0.7, tied_embeddings=False)  # a tied one repeats what it reads
+@pytest.mark.parametrize(
+    "variant", [name for name, model in VARIANTS.items() if model.attention.causal]
+)
+def test_every_kind_of_layer_writes_with_a_cache_what_it_writes_without(
+    variant: str, tiny: SimpleNamespace
+) -> None:
+    config = replace(
+        VARIANTS[variant], init_std=0.7, tied_embeddings=False
+    )  # a tied one repeats what it reads
     model = tiny.model(config, dtype=torch.float64)
     found = texts(list(generate(model, PROMPTS, GREEDY)))
     assert found == [slowly(model, prompt, 20) for prompt in PROMPTS]
@@ -104,11 +120,15 @@ TALKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "windows": ({"attention": WINDOWS}, (3,)),
     "latent": ({"mla": LATENT, "num_kv_heads": 6}, ()),
     "longer than the angles are for": (
-        {"rope": RopeConfig(scaling="dynamic", factor=2.0, original_max_position=16), "head_dim": 4}, (2, 3),
+        {
+            "rope": RopeConfig(scaling="dynamic", factor=2.0, original_max_position=16),
+            "head_dim": 4,
+        },
+        (2, 3),
     ),
     "learned": ({"positions": "learned"}, ()),
     "looking back": ({"cross": CrossConfig(memory=0), "attention": WINDOWS}, (3,)),
-}  # fmt: skip
+}
 """What the model is like, and turns in which it has to read everything again."""
 
 
@@ -133,10 +153,13 @@ def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
             prompt = [30, *prompt]
         expected = [w.token for w in generate(model, [prompt], sample, step_tokens=2 + turn)]
         model.logits = counted
-        said = [w.token for w in generate(model, [prompt], sample, before=read, step_tokens=2 + turn)]
+        said = [
+            w.token for w in generate(model, [prompt], sample, before=read, step_tokens=2 + turn)
+        ]
         del model.logits
         assert said == expected
-        # The last token that was written, and two more; all where nothing is alike, or too little is left of it.
+        # The last token that was written, and two more; all where nothing is alike, or too little
+        # is left of it.
         assert sum(counts) == (len(prompt) if turn in (0, 5, *again) else 3) + 4
         counts.clear()
 
@@ -152,7 +175,9 @@ def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) ->
 
 def test_layers_with_a_window_keep_no_more_than_it(tiny: SimpleNamespace) -> None:
     assert sights_of_layers(tiny.config(attention=WINDOWS)) == [Sight(3), Sight()]
-    assert sights_of_layers(tiny.config(attention=replace(WINDOWS, chunked=True)))[0] == Sight(3, chunked=True)
+    assert sights_of_layers(tiny.config(attention=replace(WINDOWS, chunked=True)))[0] == Sight(
+        3, chunked=True
+    )
     assert sights_of_layers(tiny.config()) == [Sight(), Sight()]
 
 
@@ -177,24 +202,44 @@ def test_how_prompts_are_cut_and_who_is_beside_them_changes_nothing(
 
 def test_the_seed_decides_the_text(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
-    found = [texts(list(generate(model, PROMPTS, SampleConfig(max_new_tokens=20, seed=seed)))) for seed in (1, 1, 2)]
+    found = [
+        texts(list(generate(model, PROMPTS, SampleConfig(max_new_tokens=20, seed=seed))))
+        for seed in (1, 1, 2)
+    ]
     assert found[0] == found[1] != found[2]
-    repeated = texts(list(generate(model, [PROMPTS[0]] * 3, SampleConfig(max_new_tokens=20, seed=1))))
-    assert repeated[0] == found[0][0] and repeated[0] != repeated[1] != repeated[2], "each has draws of its own"
+    repeated = texts(
+        list(generate(model, [PROMPTS[0]] * 3, SampleConfig(max_new_tokens=20, seed=1)))
+    )
+    assert repeated[0] == found[0][0] and repeated[0] != repeated[1] != repeated[2], (
+        "each has draws of its own"
+    )
 
 
-def test_a_text_ends_at_a_stop_at_its_length_or_at_the_end_of_the_context(tiny: SimpleNamespace) -> None:
+def test_a_text_ends_at_a_stop_at_its_length_or_at_the_end_of_the_context(
+    tiny: SimpleNamespace,
+) -> None:
     model = tiny.model(tiny.config(max_seq_len=16))
     free = texts(list(generate(model, PROMPTS, GREEDY)))
     assert [len(text) for text in free] == [11, 15, 5]
     stop = free[1][6]
-    found = list(generate(model, PROMPTS, SampleConfig(temperature=0.0, max_new_tokens=13), stops=frozenset({stop})))
+    found = list(
+        generate(
+            model,
+            PROMPTS,
+            SampleConfig(temperature=0.0, max_new_tokens=13),
+            stops=frozenset({stop}),
+        )
+    )
     ends = {written.sequence: written.finish for written in found if written.finish is not None}
     for number, text in enumerate(texts(found)):
         until = free[number].index(stop) + 1 if stop in free[number] else len(free[number])
         assert text == free[number][: min(until, 13)]
     assert ends[1] == "stop" and set(ends.values()) <= {"stop", "context"}
-    (last,) = [w for w in generate(model, [[8]], SampleConfig(temperature=0.0, max_new_tokens=3)) if w.finish]
+    (last,) = [
+        w
+        for w in generate(model, [[8]], SampleConfig(temperature=0.0, max_new_tokens=3))
+        if w.finish
+    ]
     assert last.finish == "length"
 
 
@@ -207,19 +252,27 @@ def test_tokens_come_out_as_soon_as_they_are_chosen(tiny: SimpleNamespace) -> No
 def test_no_gradient_is_kept(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     list(generate(model, PROMPTS, GREEDY))
-    assert torch.is_grad_enabled() and all(parameter.grad is None for parameter in model.parameters())
+    assert torch.is_grad_enabled() and all(
+        parameter.grad is None for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ([], "prompt 2 has 0 tokens: pass at least one"),
-        ([1] * 96, "prompt 2 has 96 tokens, and the model reads at most 96 together.* of at most 95 tokens"),
+        (
+            [1] * 96,
+            "prompt 2 has 96 tokens, and the model reads at most 96 together.* of at most "
+            "95 tokens",
+        ),
         ([1, 37], "prompt 2 has token 37, and the model knows ids below 37. Use the tokenizer"),
         ([-1], "prompt 2 has token -1"),
     ],
 )
-def test_prompts_that_cannot_be_read_are_refused(prompt: list[int], message: str, tiny: SimpleNamespace) -> None:
+def test_prompts_that_cannot_be_read_are_refused(
+    prompt: list[int], message: str, tiny: SimpleNamespace
+) -> None:
     with pytest.raises(DataError, match=message):
         next(generate(tiny.model(tiny.config()), [[1], prompt], GREEDY))
 
@@ -229,19 +282,28 @@ def test_settings_that_cannot_be_are_refused(tiny: SimpleNamespace) -> None:
         next(generate(tiny.model(tiny.config()), [[1]], SampleConfig(top_p=2)))
 
 
-@pytest.mark.parametrize(("wanted", "counts"), [([3, 5, 1], [3, 3, 0]), ([1], [1]), ([0, 2], [0, 2]), ([9, 9], [6, 0])])
+@pytest.mark.parametrize(
+    ("wanted", "counts"), [([3, 5, 1], [3, 3, 0]), ([1], [1]), ([0, 2], [0, 2]), ([9, 9], [6, 0])]
+)
 def test_room_is_given_in_order(wanted: list[int], counts: list[int]) -> None:
     assert divide_room(wanted, 6) == counts
 
 
-def on_a_rank(rank: int, world: int, config: ModelConfig, make: Any, sample: SampleConfig) -> list[Written]:
+def on_a_rank(
+    rank: int, world: int, config: ModelConfig, make: Any, sample: SampleConfig
+) -> list[Written]:
     mesh = build_mesh(model_grid(writing_layout(config, world), config, world), rank=rank)
     return list(generate(make(config, mesh, dtype=torch.float64), PROMPTS, sample))
 
 
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (2, 1), (3, 3)])
-def test_every_rank_writes_what_one_process_writes(tp: int, kv_heads: int, tiny: SimpleNamespace) -> None:
-    config, sample = tiny.config(num_kv_heads=kv_heads), SampleConfig(max_new_tokens=20, top_k=20, top_p=0.95)
+def test_every_rank_writes_what_one_process_writes(
+    tp: int, kv_heads: int, tiny: SimpleNamespace
+) -> None:
+    config, sample = (
+        tiny.config(num_kv_heads=kv_heads),
+        SampleConfig(max_new_tokens=20, top_k=20, top_p=0.95),
+    )
     expected = list(generate(tiny.model(config, dtype=torch.float64), PROMPTS, sample))
     for found in run_ranks(on_a_rank, tp, config, tiny.model, sample):
         assert found == expected
@@ -249,15 +311,25 @@ def test_every_rank_writes_what_one_process_writes(tp: int, kv_heads: int, tiny:
 
 ROUTER = RouterConfig(score="sigmoid", balancing_bias=True, jitter=0.3)
 EXPERTS = MoEConfig(
-    experts=4, top_k=2, ffn_hidden_size=7, shared_ffn_hidden_size=5, shared_gate=True, router=ROUTER,
-    balance=BalanceConfig(batch=0.1), capacity=CapacityConfig(factor=0.3),
-)  # fmt: skip
+    experts=4,
+    top_k=2,
+    ffn_hidden_size=7,
+    shared_ffn_hidden_size=5,
+    shared_gate=True,
+    router=ROUTER,
+    balance=BalanceConfig(batch=0.1),
+    capacity=CapacityConfig(factor=0.3),
+)
 
 
 @pytest.mark.parametrize("moe", [EXPERTS, replace(EXPERTS, experts=5)])
-def test_experts_on_several_ranks_write_what_one_process_writes(moe: MoEConfig, tiny: SimpleNamespace) -> None:
+def test_experts_on_several_ranks_write_what_one_process_writes(
+    moe: MoEConfig, tiny: SimpleNamespace
+) -> None:
     config = tiny.config(moe=moe)
-    assert (writing_layout(config, 2).ep, writing_layout(config, 2).etp) == ((2, 1) if moe is EXPERTS else (1, None))
+    assert (writing_layout(config, 2).ep, writing_layout(config, 2).etp) == (
+        (2, 1) if moe is EXPERTS else (1, None)
+    )
     expected = list(generate(tiny.model(config, dtype=torch.float64), PROMPTS, GREEDY))
     for found in run_ranks(on_a_rank, 2, config, tiny.model, GREEDY):
         assert found == expected
@@ -266,7 +338,9 @@ def test_experts_on_several_ranks_write_what_one_process_writes(moe: MoEConfig, 
 def test_while_text_is_written_nothing_is_counted_and_nobody_refused(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(moe=EXPERTS), dtype=torch.float64)
     found = texts(list(generate(model, PROMPTS, GREEDY)))
-    assert all(router.balance.record is None for router in model.modules() if isinstance(router, Router))
+    assert all(
+        router.balance.record is None for router in model.modules() if isinstance(router, Router)
+    )
     for changes in ({"capacity": CapacityConfig()}, {"router": replace(ROUTER, jitter=0.0)}):
         roomy = tiny.model(tiny.config(moe=replace(EXPERTS, **changes)), dtype=torch.float64)
         assert texts(list(generate(roomy, PROMPTS, GREEDY))) == found

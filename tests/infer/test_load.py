@@ -36,7 +36,10 @@ CPU = torch.device("cpu")
 
 
 def save(folder: Path, model: Decoder, tokenizer: TokenizerConfig) -> Path:
-    entries = [Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(model)]
+    entries = [
+        Entry(d.shard, "param", getattr(module, name))
+        for d, module, name in declared_parameters(model)
+    ]
     text = dump_yaml(release_run("tiny", model.config, tokenizer, folder))
     return save_checkpoint(folder, 1, entries, {}, alone("world"), config_text=text, keep=None).path
 
@@ -46,7 +49,9 @@ def text(source: Path, dtype: torch.dtype = torch.float32) -> list[int]:
     return [w.token for w in generate(writer.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
 
 
-def test_a_run_a_checkpoint_and_a_folder_write_the_same(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_run_a_checkpoint_and_a_folder_write_the_same(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     model = tiny.model(tiny.config(vocab_size=300))
     path = save(tmp_path / "run" / "checkpoints", model, TokenizerConfig())
     convert(open_pretrained(path), tmp_path / "theirs", "huggingface")
@@ -63,8 +68,15 @@ def test_a_model_may_write_by_plain_definitions(
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=experts)), TokenizerConfig())
 
     def told(kernels: Kernel) -> list[int]:
-        writer = load_writer(open_source(str(path), 1), mesh_of_one(), CPU, torch.float64, kernels=kernels)
-        return [w.token for w in generate(writer.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9, temperature=0.0))]
+        writer = load_writer(
+            open_source(str(path), 1), mesh_of_one(), CPU, torch.float64, kernels=kernels
+        )
+        return [
+            w.token
+            for w in generate(
+                writer.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9, temperature=0.0)
+            )
+        ]
 
     expected = told("auto")
 
@@ -84,9 +96,16 @@ def test_a_model_may_write_by_plain_definitions(
 def test_prompts_are_read_in_chunks_with_the_same_result(
     shared: int | None, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    moe = None if shared is None else MoEConfig(experts=3, top_k=2, ffn_hidden_size=5, shared_ffn_hidden_size=shared)
+    moe = (
+        None
+        if shared is None
+        else MoEConfig(experts=3, top_k=2, ffn_hidden_size=5, shared_ffn_hidden_size=shared)
+    )
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=moe)), TokenizerConfig())
-    prompts, sample = [[5, 6, 7, 8, 9, 10, 11], [3, 4]], SampleConfig(max_new_tokens=4, temperature=0.0)
+    prompts, sample = (
+        [[5, 6, 7, 8, 9, 10, 11], [3, 4]],
+        SampleConfig(max_new_tokens=4, temperature=0.0),
+    )
 
     def told(chunks: int) -> tuple[list[int], list[int]]:
         source = open_source(str(path), 1)
@@ -106,7 +125,10 @@ def test_chunks_without_an_mlp_are_refused(tmp_path: Path, tiny: SimpleNamespace
     experts = MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=experts)), TokenizerConfig())
     source = open_source(str(path), 1)
-    with pytest.raises(ConfigError, match=r"--mlp-chunks=2 divides what MLPs read, and no layer of .* Remove --mlp-ch"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--mlp-chunks=2 divides what MLPs read, and no layer of .* Remove --mlp-ch",
+    ):
         load_writer(source, mesh_of_one(), CPU, torch.float32, mlp_chunks=2)
 
 
@@ -124,12 +146,16 @@ def test_layers_that_predict_further_ahead_are_neither_built_nor_read(
     assert source.model.mtp.depths == 1
     writer = load_writer(source, mesh_of_one(), CPU, torch.float32)
     assert not any("mtp" in d.shard.name for d, _, _ in declared_parameters(writer.model))
-    expected = [w.token for w in generate(tiny.model(config), [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
+    expected = [
+        w.token for w in generate(tiny.model(config), [[5, 6, 7]], SampleConfig(max_new_tokens=9))
+    ]
     assert text(path) == expected
 
 
 @pytest.mark.parametrize(("experts", "ep"), [(6, 2), (5, 1)])
-def test_ranks_divide_experts_whole_where_they_can(experts: int, ep: int, tiny: SimpleNamespace) -> None:
+def test_ranks_divide_experts_whole_where_they_can(
+    experts: int, ep: int, tiny: SimpleNamespace
+) -> None:
     model = tiny.config(moe=MoEConfig(experts=experts, top_k=2, ffn_hidden_size=5))
     layout = writing_layout(model, 2)
     assert (layout.tp, layout.ep, layout.etp, layout.sp) == (2, ep, 1 if ep > 1 else None, False)
@@ -138,7 +164,9 @@ def test_ranks_divide_experts_whole_where_they_can(experts: int, ep: int, tiny: 
 
 def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
-    with pytest.raises(ConfigError, match=r"--base=x: .* holds a model and no adapters. Remove --base, or use"):
+    with pytest.raises(
+        ConfigError, match=r"--base=x: .* holds a model and no adapters. Remove --base, or use"
+    ):
         open_source(str(path), 1, base="x")
 
 
@@ -150,14 +178,18 @@ def test_it_computes_in_the_dtype_it_is_told(tmp_path: Path, tiny: SimpleNamespa
         assert len(text(path, dtype)) == 9
 
 
-def test_texts_end_where_the_tokenizer_or_the_folder_says(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_texts_end_where_the_tokenizer_or_the_folder_says(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     model = tiny.model(tiny.config(vocab_size=300))
     ours = save(tmp_path / "a", model, TokenizerConfig())
     assert load_writer(open_source(str(ours), 1), mesh_of_one(), CPU, torch.float32).stops == {256}
     convert(open_pretrained(ours), tmp_path / "b", "huggingface")
     (tmp_path / "b" / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     theirs = load_writer(open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32)
-    assert theirs.stops == {3, 4, 256} and theirs.tokenizer.vocab_size == 300, "no tokenizer came with it: ids"
+    assert theirs.stops == {3, 4, 256} and theirs.tokenizer.vocab_size == 300, (
+        "no tokenizer came with it: ids"
+    )
     words = train_bpe(["some text"] * 3, vocab_size=260, path=str(tmp_path / "words"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "b" / name).write_bytes((tmp_path / "words" / name).read_bytes())
@@ -171,7 +203,9 @@ def test_texts_end_where_the_tokenizer_or_the_folder_says(tmp_path: Path, tiny: 
     kept = load_writer(open_source(str(tmp_path / "c"), 1), mesh_of_one(), CPU, torch.float32)
     assert kept.stops == {256}, "nor in a checkpoint that was made from the folder"
     numbers = save(tmp_path / "d", model, TokenizerConfig(kind="null", vocab_size=300))
-    assert load_writer(open_source(str(numbers), 1), mesh_of_one(), CPU, torch.float32).stops == {299}
+    assert load_writer(open_source(str(numbers), 1), mesh_of_one(), CPU, torch.float32).stops == {
+        299
+    }
 
 
 def test_a_tokenizer_without_an_end_is_fine_for_writing(
@@ -180,17 +214,25 @@ def test_a_tokenizer_without_an_end_is_fine_for_writing(
     train_bpe(["some text"] * 3, vocab_size=260, path=str(tmp_path / "words"))
     document = json.loads((tmp_path / "words" / "tokenizer.json").read_text())
     document["added_tokens"] = []
-    document["model"]["vocab"] = {k: v for k, v in document["model"]["vocab"].items() if k != "<|endoftext|>"}
+    document["model"]["vocab"] = {
+        k: v for k, v in document["model"]["vocab"].items() if k != "<|endoftext|>"
+    }
     (tmp_path / "words" / "tokenizer.json").write_text(json.dumps(document))
     words = TokenizerConfig(kind="huggingface", path=str(tmp_path / "words"))
     path = save(tmp_path / "a", tiny.model(tiny.config(vocab_size=300)), words)
-    assert load_writer(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32).stops == frozenset()
+    assert (
+        load_writer(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32).stops
+        == frozenset()
+    )
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=256)), TokenizerConfig())
     with pytest.raises(
-        DataError, match="the tokenizer has 257 tokens, and the model knows 256. Use the tokenizer that"
+        DataError,
+        match="the tokenizer has 257 tokens, and the model knows 256. Use the tokenizer that",
     ):
         load_writer(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32)
 
@@ -199,8 +241,12 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, 
 def test_processes_that_do_not_fit_its_heads_are_refused_with_those_that_do(
     tp: int, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, num_kv_heads=3)), TokenizerConfig())
-    with pytest.raises(ConfigError, match=rf"--nproc={tp}: .* model.num_kv_heads=3.*--nproc to one of 1, 2, 3") as told:
+    path = save(
+        tmp_path, tiny.model(tiny.config(vocab_size=300, num_kv_heads=3)), TokenizerConfig()
+    )
+    with pytest.raises(
+        ConfigError, match=rf"--nproc={tp}: .* model.num_kv_heads=3.*--nproc to one of 1, 2, 3"
+    ) as told:
         open_source(str(path), tp)
     assert "parallel" not in str(told.value)
 
@@ -208,27 +254,43 @@ def test_processes_that_do_not_fit_its_heads_are_refused_with_those_that_do(
 def test_a_model_that_looks_both_ways_does_not_write(tmp_path: Path, tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(attention=AttentionConfig(causal=False)))
     path = save(tmp_path, model, TokenizerConfig())
-    with pytest.raises(ConfigError, match="model.attention.causal=false: its tokens look at what comes after them"):
+    with pytest.raises(
+        ConfigError, match="model.attention.causal=false: its tokens look at what comes after them"
+    ):
         open_source(str(path), 1)
 
 
-def test_processes_that_do_not_fit_for_another_reason_are_told_that_one(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_processes_that_do_not_fit_for_another_reason_are_told_that_one(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     moe = MoEConfig(experts=4, top_k=2, ffn_hidden_size=5, biases=True)
-    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, num_kv_heads=6, moe=moe)), TokenizerConfig())
+    path = save(
+        tmp_path,
+        tiny.model(tiny.config(vocab_size=300, num_kv_heads=6, moe=moe)),
+        TokenizerConfig(),
+    )
     with pytest.raises(ConfigError) as told:
         open_source(str(path), 3)
     assert str(told.value).endswith(
-        ": model.moe.biases=true: an expert's output bias would be added by every rank that has a part of the "
-        "expert. Set --nproc to one of 1, 2, 4."
+        ": model.moe.biases=true: an expert's output bias would be added by every rank that has a "
+        "part of the expert. Set --nproc to one of 1, 2, 4."
     )
-    narrow = save(tmp_path / "narrow", tiny.model(tiny.config(vocab_size=300, ffn_hidden_size=3)), TokenizerConfig())
+    narrow = save(
+        tmp_path / "narrow",
+        tiny.model(tiny.config(vocab_size=300, ffn_hidden_size=3)),
+        TokenizerConfig(),
+    )
     with pytest.raises(
-        ConfigError, match=r"cannot share [^:]+: --nproc=4 is more than model.ffn_hidden_size=3 or .* one of 1, 2\.$"
+        ConfigError,
+        match=r"cannot share [^:]+: --nproc=4 is more than model.ffn_hidden_size=3 or .* one of 1, "
+        r"2\.$",
     ):
         open_source(str(narrow), 4)
 
 
-def test_a_router_that_would_not_learn_writes_all_the_same(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_router_that_would_not_learn_writes_all_the_same(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     moe = MoEConfig(experts=3, top_k=1, ffn_hidden_size=5)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=moe)), TokenizerConfig())
     assert len(text(path)) == 9

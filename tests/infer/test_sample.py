@@ -22,7 +22,10 @@ def shares(row: Tensor, sample: SampleConfig, draws: int = 4000) -> Tensor:
 def test_greedy_takes_the_best_and_the_first_of_equals() -> None:
     rows = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
     assert choose(rows, SampleConfig(temperature=0.0), PLACES[:2]) == [1, 0]
-    assert choose(rows.bfloat16(), SampleConfig(temperature=0.0, top_k=2, seed=9), PLACES[:2]) == [1, 0]
+    assert choose(rows.bfloat16(), SampleConfig(temperature=0.0, top_k=2, seed=9), PLACES[:2]) == [
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -53,7 +56,8 @@ def test_a_draw_does_not_depend_on_its_neighbours_or_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "kept"), [(1, [1]), (2, [1, 3]), (3, [1, 2, 3, 5]), (6, [0, 1, 2, 3, 4, 5]), (99, [0, 1, 2, 3, 4, 5])]
+    ("k", "kept"),
+    [(1, [1]), (2, [1, 3]), (3, [1, 2, 3, 5]), (6, [0, 1, 2, 3, 4, 5]), (99, [0, 1, 2, 3, 4, 5])],
 )
 def test_top_k_keeps_the_best_and_what_equals_the_last_of_them(k: int, kept: list[int]) -> None:
     row = torch.tensor([[0.0, 9.0, 5.0, 7.0, -2.0, 5.0]])
@@ -64,9 +68,18 @@ def test_top_k_keeps_the_best_and_what_equals_the_last_of_them(k: int, kept: lis
 
 @pytest.mark.parametrize(
     ("p", "kept"),
-    [(0.01, [2]), (0.49, [2]), (0.55, [2, 0]), (0.85, [2, 0, 3]), (0.95, [2, 0, 3, 1]), (1.0, [2, 0, 3, 1])],
+    [
+        (0.01, [2]),
+        (0.49, [2]),
+        (0.55, [2, 0]),
+        (0.85, [2, 0, 3]),
+        (0.95, [2, 0, 3, 1]),
+        (1.0, [2, 0, 3, 1]),
+    ],
 )
-def test_top_p_keeps_the_best_that_reach_the_probability_together(p: float, kept: list[int]) -> None:
+def test_top_p_keeps_the_best_that_reach_the_probability_together(
+    p: float, kept: list[int]
+) -> None:
     row = torch.tensor([[0.3, 0.05, 0.5, 0.15]]).log()
     found = keep_likely(row, SampleConfig(top_p=p))
     assert found.isfinite()[0].nonzero().flatten().tolist() == sorted(kept)
@@ -74,8 +87,12 @@ def test_top_p_keeps_the_best_that_reach_the_probability_together(p: float, kept
 
 def test_top_p_looks_at_what_temperature_and_top_k_left() -> None:
     row = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log()
-    assert keep_likely(row, SampleConfig(top_p=0.6)).isfinite().tolist() == [[True, True, False, False]]
-    assert keep_likely(row, SampleConfig(top_k=2, top_p=0.6)).isfinite().tolist() == [[True, False, False, False]]
+    assert keep_likely(row, SampleConfig(top_p=0.6)).isfinite().tolist() == [
+        [True, True, False, False]
+    ]
+    assert keep_likely(row, SampleConfig(top_k=2, top_p=0.6)).isfinite().tolist() == [
+        [True, False, False, False]
+    ]
     found = shares(row[0], SampleConfig(temperature=0.25, top_p=0.8), draws=200)
     assert found[0] == 1.0, "at this temperature the best token alone has 0.88"
 
@@ -83,14 +100,21 @@ def test_top_p_looks_at_what_temperature_and_top_k_left() -> None:
 def test_only_kept_tokens_are_drawn_in_their_proportion() -> None:
     row = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     torch.testing.assert_close(
-        shares(row, SampleConfig(top_k=2)), torch.tensor([4 / 7, 3 / 7, 0.0, 0.0]), rtol=0, atol=0.03
+        shares(row, SampleConfig(top_k=2)),
+        torch.tensor([4 / 7, 3 / 7, 0.0, 0.0]),
+        rtol=0,
+        atol=0.03,
     )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_scores_that_are_not_finite_are_refused_with_their_place(bad: float, temperature: float) -> None:
+def test_scores_that_are_not_finite_are_refused_with_their_place(
+    bad: float, temperature: float
+) -> None:
     rows = scores()
     rows[1, 2] = bad
-    with pytest.raises(CheckpointError, match="sequence 1: the scores at token 3 are not finite.*Use an earlier"):
+    with pytest.raises(
+        CheckpointError, match="sequence 1: the scores at token 3 are not finite.*Use an earlier"
+    ):
         choose(rows, SampleConfig(temperature=temperature), PLACES)

@@ -37,12 +37,16 @@ def test_an_end_that_the_tokenizer_adds_is_taken_off_again() -> None:
 
 
 def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
-    with pytest.raises(DataError, match=r"prompt 2 \('x'\): .*'x' is not an id.*Use another prompt"):
+    with pytest.raises(
+        DataError, match=r"prompt 2 \('x'\): .*'x' is not an id.*Use another prompt"
+    ):
         encode_prompts(["1 2", "x"], NullTokenizer(5))
 
 
 def test_a_prompt_that_is_no_text_is_named() -> None:
-    with pytest.raises(DataError, match=r"prompt 1 \('a\\udcff'\): character 2 is '\\udcff': .*Use another prompt"):
+    with pytest.raises(
+        DataError, match=r"prompt 1 \('a\\udcff'\): character 2 is '\\udcff': .*Use another prompt"
+    ):
         encode_prompts(["a\udcff"], BYTES)
 
 
@@ -51,7 +55,11 @@ def test_text_comes_out_in_whole_characters_and_without_the_end_token() -> None:
     for token in [*"é!".encode(), 256]:
         found.add(Written(0, token, "stop" if token == 256 else None))
         parts.append(found.text)
-    assert parts == ["", "é", "é!", "é!"] and found.ids == [195, 169, 33, 256] and found.finish == "stop"
+    assert (
+        parts == ["", "é", "é!", "é!"]
+        and found.ids == [195, 169, 33, 256]
+        and found.finish == "stop"
+    )
 
 
 def test_a_character_that_never_became_whole_shows_at_the_end() -> None:

@@ -1,4 +1,5 @@
-"""Activations and gates: the published formulas, right gradients up to the clamp's borders, little kept."""
+"""Activations and gates: the published formulas, right gradients up to the clamp's borders, little
+kept."""
 
 from typing import get_args
 
@@ -9,16 +10,30 @@ from torch.nn import functional
 
 from megalith.config.kernels import Kernel
 from megalith.config.model import Activation
-from megalith.kernels.activation import SIGMOIDS, Gate, activate, gated, reference_activate, reference_gated
+from megalith.kernels.activation import (
+    SIGMOIDS,
+    Gate,
+    activate,
+    gated,
+    reference_activate,
+    reference_gated,
+)
 from megalith.kernels.swiglu import swiglu
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 GPT_OSS = Gate("quick_gelu", clamp=7.0, up_offset=1.0)
-GATES = [*(Gate(activation) for activation in ACTIVATIONS), GPT_OSS, Gate("gelu", clamp=1.5), Gate("relu", 0.7, 0.5)]
+GATES = [
+    *(Gate(activation) for activation in ACTIVATIONS),
+    GPT_OSS,
+    Gate("gelu", clamp=1.5),
+    Gate("relu", 0.7, 0.5),
+]
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def close(mine: Tensor, theirs: Tensor, tolerance: float) -> None:
@@ -41,7 +56,9 @@ def test_they_are_the_functions_that_torch_and_transformers_know_by_these_names(
 
 
 @pytest.mark.parametrize(
-    ("other", "apart", "at"), [("quick_gelu", 0.0203, 2.27), ("gelu_tanh", 4.73e-4, 2.70)], ids=lambda value: str(value)
+    ("other", "apart", "at"),
+    [("quick_gelu", 0.0203, 2.27), ("gelu_tanh", 4.73e-4, 2.70)],
+    ids=lambda value: str(value),
 )
 def test_kinds_of_gelu_are_as_far_apart_as_is_known_and_no_kernel_takes_one_for_another(
     other: Activation, apart: float, at: float
@@ -55,8 +72,12 @@ def test_kinds_of_gelu_are_as_far_apart_as_is_known_and_no_kernel_takes_one_for_
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_are_those_of_finite_differences(activation: Activation) -> None:
-    assert torch.autograd.gradcheck(lambda x: activate(x, activation), (2 * seeded(5, 6).requires_grad_(),))
-    assert torch.autograd.gradcheck(lambda x: gated(x, Gate(activation)), (2 * seeded(5, 6).requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda x: activate(x, activation), (2 * seeded(5, 6).requires_grad_(),)
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: gated(x, Gate(activation)), (2 * seeded(5, 6).requires_grad_(),)
+    )
 
 
 @pytest.mark.parametrize("gate", GATES[len(ACTIVATIONS) :])
@@ -68,7 +89,11 @@ def test_gradients_of_clamped_gates_are_those_of_finite_differences(gate: Gate) 
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("rows", [1, 2000])
 def test_the_gate_is_clamped_above_only_and_up_on_both_sides(kernel: Kernel, rows: int) -> None:
-    row = torch.tensor([[7.5, -9.0, 1.0, 1.0, 7.0, 1.0, 2.0, 7.5, -7.5, -7.0]]).repeat(rows, 1).requires_grad_()
+    row = (
+        torch.tensor([[7.5, -9.0, 1.0, 1.0, 7.0, 1.0, 2.0, 7.5, -7.5, -7.0]])
+        .repeat(rows, 1)
+        .requires_grad_()
+    )
     y = gated(row, GPT_OSS, kernel=kernel)
     gate, up = torch.tensor([7.0, -9.0, 1.0, 1.0, 7.0]), torch.tensor([1.0, 2.0, 7.0, -7.0, -7.0])
     expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
@@ -82,8 +107,13 @@ def test_the_gate_is_clamped_above_only_and_up_on_both_sides(kernel: Kernel, row
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
 )
 @pytest.mark.parametrize("gate", GATES)
-def test_every_gate_and_its_gradient_equal_the_reference(dtype: torch.dtype, tolerance: float, gate: Gate) -> None:
-    gate_up, dy = (3 * seeded(67, 2 * 131, dtype=dtype)).requires_grad_(), seeded(67, 131, seed=1, dtype=dtype)
+def test_every_gate_and_its_gradient_equal_the_reference(
+    dtype: torch.dtype, tolerance: float, gate: Gate
+) -> None:
+    gate_up, dy = (
+        (3 * seeded(67, 2 * 131, dtype=dtype)).requires_grad_(),
+        seeded(67, 131, seed=1, dtype=dtype),
+    )
     expected = reference_gated(gate_up, gate)
     (theirs,) = torch.autograd.grad(expected, gate_up, dy, retain_graph=True)
     kernels: tuple[Kernel, ...] = ("auto", "torch") if gate.activation in SIGMOIDS else ("auto",)
@@ -107,13 +137,19 @@ def test_every_activation_rounds_once_in_every_dtype(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2000])
 @pytest.mark.parametrize("activation", SIGMOIDS)
-def test_large_gates_neither_overflow_nor_turn_nan(dtype: torch.dtype, rows: int, activation: Activation) -> None:
+def test_large_gates_neither_overflow_nor_turn_nan(
+    dtype: torch.dtype, rows: int, activation: Activation
+) -> None:
     row = torch.tensor([[-1e30, -1e4, -100.0, 100.0, 1e4, 1e30, *([1.0] * 6)]], dtype=dtype)
     gate_up = row.repeat(rows, 1).requires_grad_()
     y = gated(gate_up, Gate(activation), kernel="auto" if rows > 1 else "torch")
-    torch.testing.assert_close(y[-1, 1:5].float(), row[0, 1:5].clamp(min=0).float(), atol=1e-30, rtol=0)
+    torch.testing.assert_close(
+        y[-1, 1:5].float(), row[0, 1:5].clamp(min=0).float(), atol=1e-30, rtol=0
+    )
     (grad,) = torch.autograd.grad(y.sum(), gate_up)
-    torch.testing.assert_close(grad[-1, 1:5].float(), torch.tensor([0.0, 0.0, 1.0, 1.0]), atol=1e-30, rtol=0)
+    torch.testing.assert_close(
+        grad[-1, 1:5].float(), torch.tensor([0.0, 0.0, 1.0, 1.0]), atol=1e-30, rtol=0
+    )
     if rows > 1:
         assert not bool(y.isnan().any() or grad.isnan().any())
 

@@ -1,4 +1,5 @@
-"""Attention stays inside a document, looks back or both ways, serves a cache, and knows windows, caps, sinks, masks."""
+"""Attention stays inside a document, looks back or both ways, serves a cache, and knows windows,
+caps, sinks, masks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,13 @@ from megalith.kernels.dropout import dropped_weights
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.relative_bias import reference_biases
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout, keys_seen, masked_attention
-from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
+from megalith.kernels.tokens import (
+    DropoutKey,
+    Tokens,
+    tokens_of_lengths,
+    tokens_of_queries,
+    tokens_of_rows,
+)
 from megalith.kernels.visible import Visible
 
 LAYOUTS = {
@@ -62,12 +69,21 @@ VARIANTS = {
 
 
 def qkv(
-    tokens: Tokens, *, heads: int, kv_heads: int, d: int = 8, d_v: int = 8, dtype: torch.dtype = torch.float64
+    tokens: Tokens,
+    *,
+    heads: int,
+    kv_heads: int,
+    d: int = 8,
+    d_v: int = 8,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     queries, keys = tokens.num_tokens, sum(kv for _, kv in tokens.lengths)
     shapes = [(queries, heads, d), (keys, kv_heads, d), (keys, kv_heads, d_v)]
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for s in shapes
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -78,7 +94,9 @@ def test_result_and_gradients_equal_the_reference(layout: str, heads: int, kv_he
     y, expected = attention(*inputs, tokens), reference_attention(*inputs, tokens)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -93,12 +111,17 @@ def test_every_variant_equals_the_reference(layout: str, variant: str) -> None:
     tokens, (scores, has_sinks) = LAYOUTS[layout], VARIANTS[variant]
     inputs = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4)
     sinks = sinks_of(4) if has_sinks else None
-    y, expected = attention(*inputs, tokens, scores, sinks), reference_attention(*inputs, tokens, scores, sinks)
+    y, expected = (
+        attention(*inputs, tokens, scores, sinks),
+        reference_attention(*inputs, tokens, scores, sinks),
+    )
     assert y.shape == (tokens.num_tokens, 4, 4)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
     wanted = inputs if sinks is None else [*inputs, sinks]
-    for mine, theirs in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -130,7 +153,9 @@ def test_every_kernel_gives_the_same(variant: str, kernel: Kernel) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_in_narrow_types_stay_near_float64(variant: str, dtype: torch.dtype) -> None:
     tokens, (scores, has_sinks) = tokens_of_lengths([100, 90]), VARIANTS[variant]
-    inputs = qkv(tokens, heads=4, kv_heads=2, dtype=dtype) + ([sinks_of(4, dtype)] if has_sinks else [])
+    inputs = qkv(tokens, heads=4, kv_heads=2, dtype=dtype) + (
+        [sinks_of(4, dtype)] if has_sinks else []
+    )
     exact = [x.detach().double().requires_grad_() for x in inputs]
     dy = torch.randn(tokens.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
 
@@ -142,12 +167,15 @@ def test_variants_in_narrow_types_stay_near_float64(variant: str, dtype: torch.d
     tolerance = 5e-6 if dtype == torch.float32 else 2e-2
     for mine, right in zip(found(inputs), found(exact)):
         assert mine.dtype == dtype
-        size = right.norm() if right.norm() > 1e-9 else dy.norm()  # who sees one key has no gradient of its score
+        size = (
+            right.norm() if right.norm() > 1e-9 else dy.norm()
+        )  # who sees one key has no gradient of its score
         assert (mine - right).norm() <= tolerance * size
 
 
 def test_the_reference_says_what_each_variant_means() -> None:
-    """Query by query, for one head: scaled, then capped, then hidden; a sink is one more score with no value."""
+    """Query by query, for one head: scaled, then capped, then hidden; a sink is one more score with
+    no value."""
     tokens = tokens_of_rows(1, 5)
     q, k, v = (x.detach() for x in qkv(tokens, heads=1, kv_heads=1))
     sink = torch.tensor([0.4], dtype=torch.float64)
@@ -160,16 +188,21 @@ def test_the_reference_says_what_each_variant_means() -> None:
 
 
 def test_both_ways_and_off_by_one_mean_what_they_say() -> None:
-    """A query sees what comes after it, too, a window to each side; and weights are exp(s) / (1 + sum of exp(s))."""
+    """A query sees what comes after it, too, a window to each side; and weights are exp(s) / (1 +
+    sum of exp(s))."""
     tokens = tokens_of_lengths([3, 5])
     q, k, v = (x.detach() for x in qkv(tokens, heads=1, kv_heads=1))
-    y = reference_attention(q, k, v, tokens, Scores(scale=0.5, window=2, causal=False, off_by_one=True))[:, 0]
+    y = reference_attention(
+        q, k, v, tokens, Scores(scale=0.5, window=2, causal=False, off_by_one=True)
+    )[:, 0]
     for i in range(8):
         seen = [j for j in range(8) if abs(i - j) < 2 and (i < 3) == (j < 3)]
         raised = torch.stack([0.5 * (q[i, 0] @ k[j, 0]) for j in seen]).exp()
         torch.testing.assert_close(y[i], raised @ v[seen, 0] / (1 + raised.sum()))
     zero = torch.zeros(1, dtype=torch.float64)
-    same = reference_attention(q, k, v, tokens, Scores(scale=0.5, window=2, causal=False), zero)[:, 0]
+    same = reference_attention(q, k, v, tokens, Scores(scale=0.5, window=2, causal=False), zero)[
+        :, 0
+    ]
     torch.testing.assert_close(y, same)
 
 
@@ -186,7 +219,8 @@ def drawn(tokens: Tokens, seed: int = 0) -> list[Tensor | None]:
     draw = torch.Generator().manual_seed(seed)
     masks = [torch.rand(queries, keys, generator=draw) < 0.6 for queries, keys in tokens.lengths]
     return [
-        None if n % 3 == 2 else mask & (torch.rand(len(mask), 1, generator=draw) < 0.9) for n, mask in enumerate(masks)
+        None if n % 3 == 2 else mask & (torch.rand(len(mask), 1, generator=draw) < 0.9)
+        for n, mask in enumerate(masks)
     ]
 
 
@@ -196,16 +230,29 @@ def unpadded(tokens: Tokens, seed: int = 1) -> Tensor:
 
 
 def by_hand(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, masks: list[Tensor | None], scores: Scores, sinks: Tensor | None,
-    *, alone: bool = False,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: Tokens,
+    masks: list[Tensor | None],
+    scores: Scores,
+    sinks: Tensor | None,
+    *,
+    alone: bool = False,
+) -> Tensor:
     """Every document by the definition, with what it sees spelled out."""
     outs, counts, every = [], *zip(*tokens.lengths)
     for queries, keys, values, mask in zip(q.split(counts), k.split(every), v.split(every), masks):
         rule = keys_seen(len(queries), len(keys), scores, device=q.device)
         if alone:  # the mask takes the place of causality; a window ends where it did
             band = scores.window is not None and not scores.chunked
-            rule = rule if band else keys_seen(len(queries), len(keys), replace(scores, causal=False), device=q.device)
+            rule = (
+                rule
+                if band
+                else keys_seen(
+                    len(queries), len(keys), replace(scores, causal=False), device=q.device
+                )
+            )
         seen = rule if mask is None else mask if rule is None else mask & rule
         outs.append(masked_attention(queries, keys, values, seen, scores, sinks))
     return torch.cat(outs)
@@ -221,7 +268,10 @@ def masked(tokens: Tokens, kind: str) -> tuple[Tokens, list[Tensor | None]]:
         masks = drawn(tokens)
         tokens = with_masks(tokens, masks)
     if kind == "alone":
-        masks = [torch.rand(size, generator=torch.Generator().manual_seed(2)) < 0.7 for size in tokens.lengths]
+        masks = [
+            torch.rand(size, generator=torch.Generator().manual_seed(2)) < 0.7
+            for size in tokens.lengths
+        ]
         tokens = with_masks(tokens, masks, alone=True)
     if kind in ("padding", "both"):
         text = unpadded(tokens)
@@ -234,40 +284,62 @@ def masked(tokens: Tokens, kind: str) -> tuple[Tokens, list[Tensor | None]]:
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("layout", ["long rows", "long documents", "rows", "cache", "padded"])
 @pytest.mark.parametrize("kind", MASKS)
-def test_masks_hide_keys_beside_what_the_scores_hide(kind: str, layout: str, kernel: Kernel) -> None:
+def test_masks_hide_keys_beside_what_the_scores_hide(
+    kind: str, layout: str, kernel: Kernel
+) -> None:
     tokens, masks = masked(LAYOUTS[layout], kind)
     for scores, has_sinks in VARIANTS.values():
-        inputs, sinks = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4), sinks_of(4) if has_sinks else None
+        inputs, sinks = (
+            qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4),
+            sinks_of(4) if has_sinks else None,
+        )
         y = attention(*inputs, tokens, scores, sinks, kernel=kernel)
         expected = by_hand(*inputs, tokens, masks, scores, sinks, alone=kind == "alone")
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
         dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
         wanted = inputs if sinks is None else [*inputs, sinks]
-        for mine, theirs in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)):
+        for mine, theirs in zip(
+            torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)
+        ):
             assert bool(torch.isfinite(mine).all())
             torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masked_attention_in_narrow_types_stays_near_float64(dtype: torch.dtype, kernel: Kernel) -> None:
+def test_masked_attention_in_narrow_types_stays_near_float64(
+    dtype: torch.dtype, kernel: Kernel
+) -> None:
     tokens, _ = masked(LAYOUTS["long documents"], "both")
     bound = 1e-5 if dtype == torch.float32 else 3e-2
     for scores, has_sinks in VARIANTS.values():
-        inputs, sinks = qkv(tokens, heads=4, kv_heads=2, d=8, dtype=dtype), sinks_of(4) if has_sinks else None
+        inputs, sinks = (
+            qkv(tokens, heads=4, kv_heads=2, d=8, dtype=dtype),
+            sinks_of(4) if has_sinks else None,
+        )
         exact = [x.detach().double().requires_grad_() for x in inputs]
-        y = attention(*inputs, tokens, scores, None if sinks is None else sinks.to(dtype), kernel=kernel)
+        y = attention(
+            *inputs, tokens, scores, None if sinks is None else sinks.to(dtype), kernel=kernel
+        )
         expected = reference_attention(*exact, tokens, scores, sinks)
         torch.testing.assert_close(y.double(), expected, rtol=bound, atol=bound)
-        for mine, theirs in zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), exact)):
+        for mine, theirs in zip(
+            torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), exact)
+        ):
             torch.testing.assert_close(mine.double(), theirs, rtol=4 * bound, atol=4 * bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
-def test_what_masks_hide_changes_no_bit_and_has_no_gradient(kernel: Kernel, dtype: torch.dtype) -> None:
-    """Keys and values that are padding, and pairs that a mask hides; queries that see nothing give 0."""
-    text, layout = torch.rand(140, generator=torch.Generator().manual_seed(3)) < 0.7, LAYOUTS["long rows"]
+def test_what_masks_hide_changes_no_bit_and_has_no_gradient(
+    kernel: Kernel, dtype: torch.dtype
+) -> None:
+    """Keys and values that are padding, and pairs that a mask hides; queries that see nothing give
+    0."""
+    text, layout = (
+        torch.rand(140, generator=torch.Generator().manual_seed(3)) < 0.7,
+        LAYOUTS["long rows"],
+    )
     text[:3] = False  # so that the first queries of a causal document see nothing
     hidden = torch.ones(70, 70, dtype=torch.bool)
     hidden[4:40, 20:30] = False
@@ -281,7 +353,9 @@ def test_what_masks_hide_changes_no_bit_and_has_no_gradient(kernel: Kernel, dtyp
         other = [x.detach().clone() for x in (k, v)]
         for x in other:
             x[20:30] += 3.0
-        assert torch.equal(attention(q, *other, tokens, scores, sinks, kernel=kernel)[4:20], y[4:20])
+        assert torch.equal(
+            attention(q, *other, tokens, scores, sinks, kernel=kernel)[4:20], y[4:20]
+        )
         if scores.causal:
             assert not y[:3].any()
         dq, dk, dv = torch.autograd.grad(y.square().sum(), (q, k, v))
@@ -311,7 +385,10 @@ def test_masked_text_read_from_a_cache_is_the_tail_of_the_whole(kind: str) -> No
             torch.testing.assert_close(y, expected[first:last], rtol=1e-12, atol=1e-12)
             ((_, left),) = seen_at_most(part.lengths, scores)
             assert torch.equal(
-                attention(q[first:last], k[last - left : last], v[last - left : last], part, scores, sinks), y
+                attention(
+                    q[first:last], k[last - left : last], v[last - left : last], part, scores, sinks
+                ),
+                y,
             )
 
 
@@ -330,14 +407,24 @@ def test_masks_hide_pairs_of_which_weights_are_dropped_and_scores_biased(kind: s
     tokens, _ = masked(LAYOUTS["long documents"], kind)
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4).requires_grad_()
     tokens = replace(tokens, biases=table, dropout=DropoutKey(5, torch.arange(tokens.num_tokens)))
-    for dropout, relative, cap in ((0.4, None, None), (0.4, 20, 2.0), (None, 20, None), (None, 20, 2.0)):
+    for dropout, relative, cap in (
+        (0.4, None, None),
+        (0.4, 20, 2.0),
+        (None, 20, None),
+        (None, 20, 2.0),
+    ):
         drop = None if dropout is None else WeightDropout(dropout, 99, 2)
         scores = Scores(window=30, softcap=cap, relative=relative, dropout=drop)
         inputs = qkv(tokens, heads=4, kv_heads=2)
-        y, expected = attention(*inputs, tokens, scores), reference_attention(*inputs, tokens, scores)
+        y, expected = (
+            attention(*inputs, tokens, scores),
+            reference_attention(*inputs, tokens, scores),
+        )
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
         wanted = [*inputs, table] if relative else inputs
-        for mine, theirs in zip(torch.autograd.grad(y.sum(), wanted), torch.autograd.grad(expected.sum(), wanted)):
+        for mine, theirs in zip(
+            torch.autograd.grad(y.sum(), wanted), torch.autograd.grad(expected.sum(), wanted)
+        ):
             torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
@@ -364,25 +451,46 @@ def test_with_masks_no_way_is_asked_that_knows_none(monkeypatch: pytest.MonkeyPa
     for layout in LAYOUTS.values():
         for scores, has_sinks in VARIANTS.values():
             tokens, _ = masked(layout, "both")
-            attention(*qkv(tokens, heads=4, kv_heads=2), tokens, scores, sinks_of(4) if has_sinks else None)
+            attention(
+                *qkv(tokens, heads=4, kv_heads=2),
+                tokens,
+                scores,
+                sinks_of(4) if has_sinks else None,
+            )
     q = torch.empty(1, 2, 8)
     strange = Scores(window=3)
     given = q, q, ((1, 1),)
-    assert [way_with_masks(*given, scores, None, Visible()) for scores in (PLAIN, Scores(causal=False), strange)] == [
-        "torch", "torch", "spans",
-    ]  # fmt: skip
-    assert way_with_masks(*given, replace(strange, relative=4), torch.zeros(2), Visible()) == "torch"
-    assert way_with_masks(q.to("meta"), q.to("meta"), ((1, 1),), strange, None, Visible()) == "spans"
+    assert [
+        way_with_masks(*given, scores, None, Visible())
+        for scores in (PLAIN, Scores(causal=False), strange)
+    ] == [
+        "torch",
+        "torch",
+        "spans",
+    ]
+    assert (
+        way_with_masks(*given, replace(strange, relative=4), torch.zeros(2), Visible()) == "torch"
+    )
+    assert (
+        way_with_masks(q.to("meta"), q.to("meta"), ((1, 1),), strange, None, Visible()) == "spans"
+    )
 
 
 def test_padding_of_long_causal_documents_takes_no_mask_of_all_pairs() -> None:
-    q, pairs, long = torch.empty(1, 2, 8), Visible(pairs=torch.ones(4, dtype=torch.bool)), ((5, 9), (3, 4096))
+    q, pairs, long = (
+        torch.empty(1, 2, 8),
+        Visible(pairs=torch.ones(4, dtype=torch.bool)),
+        ((5, 9), (3, 4096)),
+    )
     both = Scores(causal=False)
     for lengths, scores, visible, way in (
-        (long, PLAIN, Visible(), "spans"), (((5, 2048), (1, 4096)), PLAIN, Visible(), "torch"),
-        (long, PLAIN, pairs, "torch"), (long, PLAIN, replace(pairs, alone=True), "torch"),
-        (long, both, Visible(), "torch"), (long, Scores(relative=4), Visible(), "torch"),
-    ):  # fmt: skip
+        (long, PLAIN, Visible(), "spans"),
+        (((5, 2048), (1, 4096)), PLAIN, Visible(), "torch"),
+        (long, PLAIN, pairs, "torch"),
+        (long, PLAIN, replace(pairs, alone=True), "torch"),
+        (long, both, Visible(), "torch"),
+        (long, Scores(relative=4), Visible(), "torch"),
+    ):
         assert way_with_masks(q, q, lengths, scores, None, visible) == way
 
 
@@ -394,45 +502,74 @@ def test_dropped_weights_are_those_of_the_definition(layout: str, variant: str) 
     trained = replace(tokens, dropout=DropoutKey(5, numbers))
     dropping = replace(scores, dropout=WeightDropout(0.4, 99, 2))
     inputs, sinks = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4), sinks_of(4) if has_sinks else None
-    y, expected = attention(*inputs, trained, dropping, sinks), reference_attention(*inputs, trained, dropping, sinks)
+    y, expected = (
+        attention(*inputs, trained, dropping, sinks),
+        reference_attention(*inputs, trained, dropping, sinks),
+    )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    assert (y - attention(*inputs, tokens, dropping, sinks)).abs().max() > 0.1, "evaluation drops nothing"
+    assert (y - attention(*inputs, tokens, dropping, sinks)).abs().max() > 0.1, (
+        "evaluation drops nothing"
+    )
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
     wanted = inputs if sinks is None else [*inputs, sinks]
-    for mine, theirs in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
     assert bool(dropped_weights(0.4, 99, numbers[:5], numbers[:5], range(2, 6)).any())
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("variant", ["scale", "window", "everything", "both ways", "both ways, everything"])
-def test_biases_by_distance_are_added_to_the_scores(variant: str, layout: str, kernel: Kernel) -> None:
+@pytest.mark.parametrize(
+    "variant", ["scale", "window", "everything", "both ways", "both ways, everything"]
+)
+def test_biases_by_distance_are_added_to_the_scores(
+    variant: str, layout: str, kernel: Kernel
+) -> None:
     scores, has_sinks = VARIANTS[variant]
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4).requires_grad_()
     tokens, biased = replace(LAYOUTS[layout], biases=table), replace(scores, relative=20)
-    inputs, sinks = [*qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4), table], sinks_of(4) if has_sinks else None
+    inputs, sinks = (
+        [*qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4), table],
+        sinks_of(4) if has_sinks else None,
+    )
     y = attention(*inputs[:3], tokens, biased, sinks, kernel=kernel)
     outs, counts, every = [], *zip(*tokens.lengths)
     for q, k, v in zip(inputs[0].split(counts), inputs[1].split(every), inputs[2].split(every)):
-        bias = reference_biases(table, len(q), len(k), max_distance=20, causal=scores.causal) if len(k) else None
+        bias = (
+            reference_biases(table, len(q), len(k), max_distance=20, causal=scores.causal)
+            if len(k)
+            else None
+        )
         seen = keys_seen(len(q), len(k), scores, device=q.device)
         outs.append(masked_attention(q, k, v, seen, scores, sinks, bias=bias))
     expected = torch.cat(outs)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
 def test_queries_may_be_other_tokens_than_keys_and_more() -> None:
     """As in cross attention: documents of a memory, one of them empty."""
     tokens = tokens_of_queries([(5, 3), (2, 70), (4, 0), (1, 1)])
-    for scores in (Scores(causal=False), Scores(causal=False, softcap=2.0), Scores(causal=False, off_by_one=True)):
+    for scores in (
+        Scores(causal=False),
+        Scores(causal=False, softcap=2.0),
+        Scores(causal=False, off_by_one=True),
+    ):
         inputs = qkv(tokens, heads=4, kv_heads=2)
-        y, expected = attention(*inputs, tokens, scores), reference_attention(*inputs, tokens, scores)
+        y, expected = (
+            attention(*inputs, tokens, scores),
+            reference_attention(*inputs, tokens, scores),
+        )
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-        for mine, theirs in zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
+        for mine, theirs in zip(
+            torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)
+        ):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -449,7 +586,9 @@ def test_the_reference_is_softmax_over_visible_scores() -> None:
     q, k, v = qkv(tokens_of_rows(1, 3), heads=1, kv_heads=1)
     y = reference_attention(q, k, v, tokens_of_rows(1, 3))[:, 0]
     for i in range(3):
-        weights = torch.softmax(torch.stack([q[i, 0] @ k[j, 0] for j in range(i + 1)]) / 8**0.5, dim=0)
+        weights = torch.softmax(
+            torch.stack([q[i, 0] @ k[j, 0] for j in range(i + 1)]) / 8**0.5, dim=0
+        )
         torch.testing.assert_close(y[i], weights @ v[: i + 1, 0])
 
 
@@ -473,7 +612,9 @@ def test_reading_one_token_at_a_time_from_a_cache_gives_the_same() -> None:
     expected = attention(q, k, v, whole)
     for i in range(6):
         step = tokens_of_queries([(1, i + 1)])
-        torch.testing.assert_close(attention(q[i : i + 1], k[: i + 1], v[: i + 1], step), expected[i : i + 1])
+        torch.testing.assert_close(
+            attention(q[i : i + 1], k[: i + 1], v[: i + 1], step), expected[i : i + 1]
+        )
     chunk = tokens_of_queries([(2, 6)])
     torch.testing.assert_close(attention(q[4:], k, v, chunk), expected[4:])
 
@@ -520,10 +661,14 @@ def test_values_that_are_a_part_of_a_larger_tensor_do_not_keep_all_of_it() -> No
     q, k, v = (part.unflatten(-1, (-1, 6)) for part in product.split([24, 12, 12], dim=-1))
     with saved_tensors_hooks(note, lambda saved: saved):
         out = attention(q.contiguous(), k.contiguous(), v, tokens_of_rows(1, 12))
-    assert sorted(kept.values()) == sorted(4 * size for size in (12 * 24, 12 * 12, 12 * 12, 12 * 4, 12 * 24))
+    assert sorted(kept.values()) == sorted(
+        4 * size for size in (12 * 24, 12 * 12, 12 * 12, 12 * 4, 12 * 24)
+    )
     with saved_tensors_hooks(note, lambda saved: saved):
         assert torch.equal(attention(q, k, v, tokens_of_rows(1, 12)), out)
-    assert product.untyped_storage()._cdata in kept, "where queries keep it anyway, a copy would only add to it"
+    assert product.untyped_storage()._cdata in kept, (
+        "where queries keep it anyway, a copy would only add to it"
+    )
 
 
 def lengths_of(*pairs: tuple[int, int]) -> tuple[tuple[int, int], ...]:
@@ -577,7 +722,9 @@ def test_a_token_read_from_a_cache_costs_its_window() -> None:
     assert keys.flatten().tolist() == [2, 3, 6, 7, 8] and torch.equal(values, -keys)
     assert lengths == ((1, 2), (2, 3), (0, 0))
     assert within_reach(k, k, ((4, 4), (5, 5)), 1)[0] is k
-    assert within_reach(keys, values, ((1, 4), (2, 5), (0, 0)), 2) == (keys, values, lengths), "dropped by the cache"
+    assert within_reach(keys, values, ((1, 4), (2, 5), (0, 0)), 2) == (keys, values, lengths), (
+        "dropped by the cache"
+    )
 
 
 def test_chunks_are_documents_and_a_cache_gives_no_more_than_the_one_that_is_read() -> None:
@@ -589,7 +736,9 @@ def test_chunks_are_documents_and_a_cache_gives_no_more_than_the_one_that_is_rea
     assert in_chunks(k, k, ((5, 5), (7, 7)), 4) == (k, k, ((4, 4), (1, 1), (4, 4), (3, 3)))
 
 
-@pytest.mark.parametrize("variant", [name for name, (scores, _) in VARIANTS.items() if scores.causal])
+@pytest.mark.parametrize(
+    "variant", [name for name, (scores, _) in VARIANTS.items() if scores.causal]
+)
 def test_reading_on_from_a_cache_gives_the_tail_of_the_whole(variant: str) -> None:
     scores, has_sinks = VARIANTS[variant]
     whole = tokens_of_rows(1, 12)
@@ -632,12 +781,22 @@ def test_a_way_that_is_asked_for_is_taken_or_refused() -> None:
     plain = reference_attention(q, k, v, rows)
     forms: tuple[Form, ...] = ("tiles", "sdpa", "spans")
     for form in forms:
-        torch.testing.assert_close(attention(q, k, v, rows, kernel=form), plain, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            attention(q, k, v, rows, kernel=form), plain, rtol=1e-5, atol=1e-5
+        )
     found = attention(q, k, v, rows, windowed, kernel="spans")
-    torch.testing.assert_close(found, reference_attention(q, k, v, rows, windowed), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found, reference_attention(q, k, v, rows, windowed), rtol=1e-5, atol=1e-5
+    )
     for form in ("tiles", "sdpa"):
-        with pytest.raises(ConfigError, match=f"kernels.attention={form}: it takes .*plain scores.* Set kernels.atten"):
+        with pytest.raises(
+            ConfigError,
+            match=f"kernels.attention={form}: it takes .*plain scores.* Set kernels.atten",
+        ):
             attention(q, k, v, rows, windowed, kernel=form)
     for form in ("varlen", "flex"):
-        with pytest.raises(ConfigError, match=f"kernels.attention={form}: .* Set kernels.attention to torch, which ta"):
+        with pytest.raises(
+            ConfigError,
+            match=f"kernels.attention={form}: .* Set kernels.attention to torch, which ta",
+        ):
             attention(q, k, v, rows, kernel=form)

@@ -2,12 +2,18 @@ import pytest
 import torch
 
 from megalith.config.moe import RouterConfig, Score
-from megalith.kernels.balance import attach, balance_loss, count_choices, global_balance_loss, z_loss
+from megalith.kernels.balance import (
+    attach,
+    balance_loss,
+    count_choices,
+    global_balance_loss,
+    z_loss,
+)
 from megalith.kernels.routing import NOWHERE, choose_experts, shares_of_one
 
 LOGITS = torch.tensor(
     [[2, 1, 0, -1], [1.5, 2.5, 0.5, -0.5], [3, 0, 1, 0.5], [0, 1, -1, 2]], dtype=torch.float64
-)  # fmt: skip
+)
 ALL = torch.ones(4, dtype=torch.bool)
 ONE, TWO = torch.zeros(4, dtype=torch.int32), torch.tensor([0, 1, 0, 1])
 
@@ -26,7 +32,11 @@ def test_choices_are_counted_by_expert() -> None:
 def test_padding_and_refused_choices_do_not_count() -> None:
     experts = torch.tensor([[0, 1], [NOWHERE, 1], [0, 1], [1, NOWHERE]])
     valid = torch.tensor([True, True, False, True])
-    assert count_choices(experts, TWO, valid, sequences=3, num_experts=2).tolist() == [[1, 1], [0, 2], [0, 0]]
+    assert count_choices(experts, TWO, valid, sequences=3, num_experts=2).tolist() == [
+        [1, 1],
+        [0, 2],
+        [0, 0],
+    ]
 
 
 @pytest.mark.parametrize(("score", "value"), [("softmax", 1.2285117348), ("sigmoid", 1.0867542590)])
@@ -43,8 +53,12 @@ def test_the_loss_of_even_use_is_one() -> None:
     counts = count_choices(experts, ONE, ALL, sequences=1, num_experts=4)
     shares = torch.full((4, 4), 0.25)
     assert float(balance_loss(shares, counts, ONE, ALL, top_k=2)) == pytest.approx(1.0)
-    assert float(global_balance_loss(shares, counts[0], 3 * counts[0], ALL, top_k=2)) == pytest.approx(1.0)
-    assert float(balance_loss(shares, torch.cat([counts, counts]), ONE, ALL, top_k=2)) == pytest.approx(0.5)
+    assert float(
+        global_balance_loss(shares, counts[0], 3 * counts[0], ALL, top_k=2)
+    ) == pytest.approx(1.0)
+    assert float(
+        balance_loss(shares, torch.cat([counts, counts]), ONE, ALL, top_k=2)
+    ) == pytest.approx(0.5)
 
 
 def test_a_step_of_one_microbatch_has_one_loss() -> None:
@@ -63,20 +77,26 @@ def test_ranks_parts_add_up() -> None:
 
 def test_padding_has_no_part_in_a_loss() -> None:
     valid = torch.tensor([True, True, True, False])
-    shares, experts = shares_of_one(LOGITS, "softmax"), choose_experts(LOGITS, RouterConfig(), 2).experts
+    shares, experts = (
+        shares_of_one(LOGITS, "softmax"),
+        choose_experts(LOGITS, RouterConfig(), 2).experts,
+    )
     padded = count_choices(experts, ONE, valid, sequences=1, num_experts=4)
     text = count_choices(experts[:3], ONE[:3], ALL[:3], sequences=1, num_experts=4)
     assert torch.allclose(
         balance_loss(shares, padded, ONE, valid, top_k=2),
         balance_loss(shares[:3], text, ONE[:3], ALL[:3], top_k=2),
     )
-    assert torch.allclose(z_loss(LOGITS, torch.tensor(3), valid), z_loss(LOGITS[:3], torch.tensor(3), ALL[:3]))
+    assert torch.allclose(
+        z_loss(LOGITS, torch.tensor(3), valid), z_loss(LOGITS[:3], torch.tensor(3), ALL[:3])
+    )
 
 
 def test_a_sequence_without_tokens_has_no_part_in_the_mean() -> None:
     shares, counts = shares_of_one(LOGITS, "softmax"), torch.tensor([[3.0, 3, 1, 1], [0, 0, 0, 0]])
     assert torch.allclose(
-        balance_loss(shares, counts, ONE, ALL, top_k=2), balance_loss(shares, counts[:1], ONE, ALL, top_k=2)
+        balance_loss(shares, counts, ONE, ALL, top_k=2),
+        balance_loss(shares, counts[:1], ONE, ALL, top_k=2),
     )
 
 

@@ -43,7 +43,10 @@ def expected() -> list[int]:
 def test_it_is_the_largest_of_all_logits(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(best_token, "loss_chunk", lambda vocab_size, ranks: chunk)
     x, table = inputs()
-    assert best_tokens(x, table, vocab=alone("tp"), first_row=0, vocab_size=VOCAB).tolist() == expected()
+    assert (
+        best_tokens(x, table, vocab=alone("tp"), first_row=0, vocab_size=VOCAB).tolist()
+        == expected()
+    )
     assert 3 in expected() and 30 not in expected()  # of equals the first
 
 
@@ -54,4 +57,7 @@ def test_ranks_that_share_the_vocabulary_agree() -> None:
 def test_a_rank_with_padding_alone_has_no_say() -> None:
     x, table = inputs()
     only = best_tokens(x[:2], table[VOCAB:], vocab=alone("tp"), first_row=VOCAB, vocab_size=VOCAB)
-    assert only.tolist() == [VOCAB, VOCAB]  # nobody's token, which another rank's largest takes the place of
+    assert only.tolist() == [
+        VOCAB,
+        VOCAB,
+    ]  # nobody's token, which another rank's largest takes the place of

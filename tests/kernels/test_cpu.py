@@ -51,7 +51,9 @@ def test_loops_take_large_cpu_tensors_of_one_narrow_dtype() -> None:
     assert not cpu.takes(large.to("meta"), weight.to("meta"))
 
 
-def test_without_a_library_to_call_the_torch_versions_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_library_to_call_the_torch_versions_do_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gate_up = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(cpu, "openmp", lambda: None)
     assert not cpu.takes(gate_up)
@@ -73,7 +75,9 @@ def test_small_work_stays_on_one_thread(two_threads: None) -> None:
 
 @linux
 @pytest.mark.parametrize("rows", [1, 2, 3, 101])
-def test_any_number_of_rows_is_shared_by_two_threads_without_gap_or_overlap(rows: int, two_threads: None) -> None:
+def test_any_number_of_rows_is_shared_by_two_threads_without_gap_or_overlap(
+    rows: int, two_threads: None
+) -> None:
     h = cpu.WORTH_THREADS
     x = torch.randn(rows, h, generator=torch.Generator().manual_seed(0), requires_grad=True)
     weight = torch.ones(h, requires_grad=True)
@@ -113,7 +117,11 @@ def everything(x: Tensor, weight: Tensor) -> Tensor:
 
 def test_every_kernel_goes_into_one_graph() -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 96, generator=generator).mul(0.1).requires_grad_() for n in (128, 192))
-    graph: Callable[[Tensor, Tensor], Tensor] = torch.compile(everything, backend="aot_eager", fullgraph=True)
+    x, weight = (
+        torch.randn(n, 96, generator=generator).mul(0.1).requires_grad_() for n in (128, 192)
+    )
+    graph: Callable[[Tensor, Tensor], Tensor] = torch.compile(
+        everything, backend="aot_eager", fullgraph=True
+    )
     mine, theirs = (torch.autograd.grad(f(x, weight), (x, weight)) for f in (graph, everything))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

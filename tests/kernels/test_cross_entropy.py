@@ -1,4 +1,5 @@
-"""Cross entropy over a vocabulary that is never held in full: exact, whatever the chunk, padding and masks."""
+"""Cross entropy over a vocabulary that is never held in full: exact, whatever the chunk, padding
+and masks."""
 
 from typing import Any
 
@@ -9,7 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalith.config.kernels import Kernel
-from megalith.kernels.cross_entropy import Head, Readout, linear_cross_entropy, reference_cross_entropy, token_losses
+from megalith.kernels.cross_entropy import (
+    Head,
+    Readout,
+    linear_cross_entropy,
+    reference_cross_entropy,
+    token_losses,
+)
 from megalith.parallel.group import Group, alone
 
 T, H, V, PADDED = 11, 5, 13, 16
@@ -38,9 +45,13 @@ class Largest(TorchDispatchMode):
 
     numel = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's own hook
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # torch's own hook
         out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        self.numel = max(
+            [self.numel, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))]
+        )
         return out
 
 
@@ -52,15 +63,32 @@ def inputs(*, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[T
 
 
 def loss(
-    form: str, x: Tensor, weight: Tensor, labels: Tensor = LABELS, *, sink: Recorder | None = None,
-    chunk: int | None = None, vocab_size: int = V,
-) -> Tensor:  # fmt: skip
+    form: str,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor = LABELS,
+    *,
+    sink: Recorder | None = None,
+    chunk: int | None = None,
+    vocab_size: int = V,
+) -> Tensor:
     whole = linear_cross_entropy if form == "sum" else token_losses
-    return whole(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=vocab_size, sink=sink, chunk=chunk).sum()
+    return whole(
+        x,
+        weight,
+        labels,
+        vocab=alone("tp"),
+        first_row=0,
+        vocab_size=vocab_size,
+        sink=sink,
+        chunk=chunk,
+    ).sum()
 
 
 def torch_loss(x: Tensor, weight: Tensor, labels: Tensor = LABELS) -> Tensor:
-    return torch.nn.functional.cross_entropy(x @ weight[:V].t(), labels.clamp(min=-1), ignore_index=-1, reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        x @ weight[:V].t(), labels.clamp(min=-1), ignore_index=-1, reduction="sum"
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -69,7 +97,9 @@ def test_loss_and_gradients_equal_torch_for_any_chunk(form: str, chunk: int | No
     x, weight = inputs()
     ours, theirs = loss(form, x, weight, chunk=chunk), torch_loss(x, weight)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    for mine, expected in zip(torch.autograd.grad(3 * ours, (x, weight)), torch.autograd.grad(3 * theirs, (x, weight))):
+    for mine, expected in zip(
+        torch.autograd.grad(3 * ours, (x, weight)), torch.autograd.grad(3 * theirs, (x, weight))
+    ):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -80,7 +110,9 @@ def test_losses_of_single_tokens_equal_the_reference() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert ours[2] == ours[7] == 0
     weights = torch.arange(T, dtype=torch.float64)
-    mine, expected = (torch.autograd.grad((each * weights).sum(), (x, weight)) for each in (ours, theirs))
+    mine, expected = (
+        torch.autograd.grad((each * weights).sum(), (x, weight)) for each in (ours, theirs)
+    )
     torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -107,7 +139,9 @@ def test_padding_rows_change_nothing_and_get_no_gradient(form: str) -> None:
 def test_extreme_logits_stay_finite(form: str, dtype: torch.dtype) -> None:
     x, weight = inputs(dtype=dtype, scale=1e4)
     ours = loss(form, x, weight)
-    torch.testing.assert_close(ours.double(), torch_loss(x.double(), weight.double()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        ours.double(), torch_loss(x.double(), weight.double()), rtol=1e-5, atol=0
+    )
     for grad in torch.autograd.grad(ours, (x, weight)):
         assert bool(grad.isfinite().all())
 
@@ -117,7 +151,9 @@ def test_no_labels_at_all_give_zero_and_zero_gradients(form: str) -> None:
     x, weight = inputs()
     ours = loss(form, x, weight, torch.full((T,), -1))
     assert ours.item() == 0
-    assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in torch.autograd.grad(ours, (x, weight)))
+    assert all(
+        torch.equal(grad, torch.zeros_like(grad)) for grad in torch.autograd.grad(ours, (x, weight))
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -125,7 +161,9 @@ def test_a_part_made_of_padding_only_sees_no_label_and_adds_no_exponential(form:
     x, weight = inputs()
     whole = linear_cross_entropy if form == "sum" else token_losses
     last = whole(x, weight[:3], LABELS, vocab=alone("tp"), first_row=V, vocab_size=V)
-    assert last.shape == (() if form == "sum" else (T,))  # its value means nothing without the other parts
+    assert last.shape == (
+        () if form == "sum" else (T,)
+    )  # its value means nothing without the other parts
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -146,7 +184,9 @@ def test_bf16_gives_an_fp32_loss_and_adds_the_weight_gradient_in_fp32(form: str)
     ours = loss(form, x, weight, sink=sink, chunk=3)
     assert ours.dtype == torch.float32
     exact = torch_loss(x.double(), weight.double())
-    torch.testing.assert_close(ours.double(), exact, rtol=5e-3, atol=0)  # logits are rounded to bf16, 8 bits
+    torch.testing.assert_close(
+        ours.double(), exact, rtol=5e-3, atol=0
+    )  # logits are rounded to bf16, 8 bits
     dx_exact, dw_exact = torch.autograd.grad(exact, (x, weight))
     (dx,) = torch.autograd.grad(ours, x)
     assert dx.dtype == torch.bfloat16
@@ -177,7 +217,9 @@ def test_the_weight_of_a_frozen_head_gets_nothing(form: str) -> None:
     x, weight = inputs()
     ours = loss(form, x, weight.detach())
     (dx,) = torch.autograd.grad(ours, x)
-    torch.testing.assert_close(dx, torch.autograd.grad(torch_loss(x, weight), x)[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        dx, torch.autograd.grad(torch_loss(x, weight), x)[0], rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -224,7 +266,15 @@ def test_every_kernel_gives_what_the_reference_gives(
     results = []
     for each in (kernel, "reference"):
         loss_sum = whole(
-            x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, chunk=40, readout=readout, kernel=each
+            x,
+            weight,
+            labels,
+            vocab=alone("tp"),
+            first_row=0,
+            vocab_size=301,
+            chunk=40,
+            readout=readout,
+            kernel=each,
         ).sum()
         results.append((loss_sum, *torch.autograd.grad(loss_sum, (x, weight))))
     for mine, theirs in zip(*results):
@@ -242,12 +292,20 @@ def test_smoothed_labels_are_those_of_torch_with_padding_left_out(
     with torch.no_grad():
         weight[V:] = 1e6
     whole = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "readout": readout}
-    ours = linear_cross_entropy(x, weight, LABELS, **whole, smoothing=0.1, chunk=chunk, kernel=kernel)
-    theirs = reference_cross_entropy(x, weight, LABELS, vocab_size=V, readout=readout, smoothing=0.1).sum()
+    ours = linear_cross_entropy(
+        x, weight, LABELS, **whole, smoothing=0.1, chunk=chunk, kernel=kernel
+    )
+    theirs = reference_cross_entropy(
+        x, weight, LABELS, vocab_size=V, readout=readout, smoothing=0.1
+    ).sum()
     scores = readout.scores(x @ weight[:V].T).log_softmax(-1)
     says = torch.full_like(scores, 0.1 / (V - 1)).scatter(1, LABELS.clamp(min=0).unsqueeze(1), 0.9)
-    torch.testing.assert_close(ours, -(says * scores).sum(-1)[LABELS >= 0].sum(), rtol=1e-12, atol=1e-12)
-    for mine, expected in zip(*(torch.autograd.grad(3 * each, (x, weight)) for each in (ours, theirs)), strict=True):
+    torch.testing.assert_close(
+        ours, -(says * scores).sum(-1)[LABELS >= 0].sum(), rtol=1e-12, atol=1e-12
+    )
+    for mine, expected in zip(
+        *(torch.autograd.grad(3 * each, (x, weight)) for each in (ours, theirs)), strict=True
+    ):
         torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -257,7 +315,15 @@ def test_compiled_loops_smooth_labels(dtype: torch.dtype, tolerance: float) -> N
     results = []
     for kernel in ("auto", "reference"):
         total = linear_cross_entropy(
-            x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, chunk=40, smoothing=0.2, kernel=kernel
+            x,
+            weight,
+            labels,
+            vocab=alone("tp"),
+            first_row=0,
+            vocab_size=301,
+            chunk=40,
+            smoothing=0.2,
+            kernel=kernel,
         )
         results.append((total, *torch.autograd.grad(total, (x, weight))))
     for mine, theirs in zip(*results, strict=True):
@@ -270,7 +336,9 @@ def test_a_confident_bf16_token_keeps_its_small_gradient(kernel: Kernel) -> None
     sure = weight.detach()[labels.clamp(min=0)].mul(1.5).requires_grad_()
     exact = [a.detach().double().requires_grad_() for a in (sure, weight)]
     whole = {"vocab": alone("tp"), "first_row": 0, "vocab_size": 301}
-    (mine,) = torch.autograd.grad(linear_cross_entropy(sure, weight, labels, **whole, kernel=kernel), sure)
+    (mine,) = torch.autograd.grad(
+        linear_cross_entropy(sure, weight, labels, **whole, kernel=kernel), sure
+    )
     (theirs,) = torch.autograd.grad(linear_cross_entropy(*exact, labels, **whole), exact[0])
     assert float(theirs.norm(dim=1)[labels >= 0].min()) < 1e-2  # some are sure indeed
     assert (mine - theirs).norm() <= 3e-2 * theirs.norm()
@@ -285,23 +353,46 @@ def test_numbers_that_are_none_reach_the_loss(form: str, kernel: Kernel, bad: fl
     with torch.no_grad():
         x[3, 4] = bad
     whole = linear_cross_entropy if form == "sum" else token_losses
-    assert not whole(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, kernel=kernel).sum().isfinite()
+    assert (
+        not whole(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, kernel=kernel)
+        .sum()
+        .isfinite()
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("readout", READOUTS)
-def test_gradients_of_scaled_and_capped_scores_equal_torch_also_far_beyond_the_cap(form: str, readout: Readout) -> None:
+def test_gradients_of_scaled_and_capped_scores_equal_torch_also_far_beyond_the_cap(
+    form: str, readout: Readout
+) -> None:
     for scale in (1.0, 1e3):
         x, weight = inputs(scale=scale)
         with torch.no_grad():
             weight[V:] = 1e6
         scores = x @ weight[:V].t() * readout.scale
-        scores = scores if readout.softcap is None else readout.softcap * torch.tanh(scores / readout.softcap)
-        theirs = torch.nn.functional.cross_entropy(scores, LABELS.clamp(min=-1), ignore_index=-1, reduction="sum")
+        scores = (
+            scores
+            if readout.softcap is None
+            else readout.softcap * torch.tanh(scores / readout.softcap)
+        )
+        theirs = torch.nn.functional.cross_entropy(
+            scores, LABELS.clamp(min=-1), ignore_index=-1, reduction="sum"
+        )
         whole = linear_cross_entropy if form == "sum" else token_losses
-        ours = whole(x, weight, LABELS, vocab=alone("tp"), first_row=0, vocab_size=V, chunk=4, readout=readout).sum()
+        ours = whole(
+            x,
+            weight,
+            LABELS,
+            vocab=alone("tp"),
+            first_row=0,
+            vocab_size=V,
+            chunk=4,
+            readout=readout,
+        ).sum()
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-        for mine, expected in zip(torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(theirs, (x, weight))):
+        for mine, expected in zip(
+            torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(theirs, (x, weight))
+        ):
             torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
 
 

@@ -1,4 +1,5 @@
-"""Dropout: the right share is dropped, independently, by hashes that every kernel and every layout computes alike."""
+"""Dropout: the right share is dropped, independently, by hashes that every kernel and every layout
+computes alike."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ KERNELS: tuple[Kernel, ...] = ("auto", "torch", "reference")
 
 
 def seeded(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def correlation(a: Tensor, b: Tensor, p: float) -> float:
@@ -47,7 +50,9 @@ def test_neighbours_steps_layers_places_and_runs_are_dropped_independently(p: fl
     for shift in (1, 2, 16, 128):
         assert abs(correlation(mask[shift:], mask[:-shift], p)) < 4, f"tokens {shift} apart"
         assert abs(correlation(mask[:, shift:], mask[:, :-shift], p)) < 4, f"features {shift} apart"
-        assert abs(correlation(mask[shift:, shift:], mask[:-shift, :-shift], p)) < 4, f"diagonals {shift} apart"
+        assert abs(correlation(mask[shift:, shift:], mask[:-shift, :-shift], p)) < 4, (
+            f"diagonals {shift} apart"
+        )
 
 
 def test_no_two_tokens_of_many_have_the_same_mask() -> None:
@@ -55,9 +60,13 @@ def test_no_two_tokens_of_many_have_the_same_mask() -> None:
     assert len(set((masks << torch.arange(48)).sum(1).tolist())) == 20_000
 
 
-@pytest.mark.parametrize(("dtype", "t"), [(torch.float64, 33), (torch.float32, 211), (torch.bfloat16, 211)])
+@pytest.mark.parametrize(
+    ("dtype", "t"), [(torch.float64, 33), (torch.float32, 211), (torch.bfloat16, 211)]
+)
 @pytest.mark.parametrize("first", [0, 5])
-def test_every_kernel_drops_the_same_and_divides_the_rest(dtype: torch.dtype, t: int, first: int) -> None:
+def test_every_kernel_drops_the_same_and_divides_the_rest(
+    dtype: torch.dtype, t: int, first: int
+) -> None:
     x, numbers = seeded(t, 97, dtype=dtype), torch.arange(t) * 977
     dropped = dropped_features(0.3, KEY, numbers, first, 97)
     expected = (x.double() / 0.7).masked_fill(dropped, 0.0)
@@ -65,8 +74,12 @@ def test_every_kernel_drops_the_same_and_divides_the_rest(dtype: torch.dtype, t:
         y = dropout(x, 0.3, KEY, numbers, first_feature=first, kernel=kernel)
         assert y.dtype == dtype
         assert torch.equal(y == 0, dropped)
-        torch.testing.assert_close(y.double(), expected, rtol=8e-3 if dtype == torch.bfloat16 else 1e-6, atol=0)
-    assert torch.equal(*(dropout(x, 0.3, KEY, numbers, kernel=kernel) for kernel in ("auto", "torch")))
+        torch.testing.assert_close(
+            y.double(), expected, rtol=8e-3 if dtype == torch.bfloat16 else 1e-6, atol=0
+        )
+    assert torch.equal(
+        *(dropout(x, 0.3, KEY, numbers, kernel=kernel) for kernel in ("auto", "torch"))
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -96,7 +109,9 @@ def test_parts_of_tokens_and_features_are_dropped_as_the_whole_is() -> None:
     x = seeded(64, 48)
     whole = dropout(x, 0.3, KEY, NUMBERS[:64])
     assert torch.equal(dropout(x[20:30], 0.3, KEY, NUMBERS[20:30]), whole[20:30])
-    assert torch.equal(dropout(x[:, 20:30], 0.3, KEY, NUMBERS[:64], first_feature=20), whole[:, 20:30])
+    assert torch.equal(
+        dropout(x[:, 20:30], 0.3, KEY, NUMBERS[:64], first_feature=20), whole[:, 20:30]
+    )
 
 
 def by_hand(p: float, number: int, feature: int) -> bool:
@@ -116,7 +131,9 @@ def by_hand(p: float, number: int, feature: int) -> bool:
 def test_masks_are_what_the_definition_gives_in_plain_integers() -> None:
     numbers = [-1, 0, 1, 2**40, 2**62]
     found = dropped_features(0.3, 7, torch.tensor(numbers), 2**20, 50)
-    assert found.tolist() == [[by_hand(0.3, number, 2**20 + j) for j in range(50)] for number in numbers]
+    assert found.tolist() == [
+        [by_hand(0.3, number, 2**20 + j) for j in range(50)] for number in numbers
+    ]
 
 
 def test_what_is_dropped_may_be_anything_and_nothing_dropped_is_the_input_itself() -> None:

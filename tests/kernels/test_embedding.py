@@ -12,7 +12,9 @@ IDS = torch.tensor([0, 3, 6, 3, 1, 6, 3])
 
 
 def table(rows: int = 7, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        dtype
+    )
 
 
 class Recorder:
@@ -85,7 +87,10 @@ def test_a_frequent_token_is_summed_in_fp32() -> None:
 
 def test_repeated_rows_add_in_the_same_order_every_time() -> None:
     generator = torch.Generator().manual_seed(1)
-    rows, dy = torch.randint(0, 5, (999,), generator=generator), torch.randn(999, 3, generator=generator)
+    rows, dy = (
+        torch.randint(0, 5, (999,), generator=generator),
+        torch.randn(999, 3, generator=generator),
+    )
     first = add_rows_(torch.zeros(5, 3), rows, dy)
     assert all(torch.equal(first, add_rows_(torch.zeros(5, 3), rows, dy)) for _ in range(5))
     in_order = torch.zeros(5, 3)

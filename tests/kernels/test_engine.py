@@ -16,7 +16,9 @@ def test_loops_serve_on_cpus_and_torch_where_they_do_not_or_is_asked_for() -> No
     assert engine_for("torch", x, op="norm") == "torch"
 
 
-def test_programs_serve_on_gpus_unless_there_is_none_for_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_serve_on_gpus_unless_there_is_none_for_what_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cpu, "takes", lambda *tensors: False)
     monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
     x = torch.ones(2, 2)
@@ -25,15 +27,25 @@ def test_programs_serve_on_gpus_unless_there_is_none_for_what_is_asked(monkeypat
     assert engine_for("torch", x, op="norm") == "torch"
 
 
-def test_a_form_that_is_asked_for_by_name_is_had_or_refused_with_one_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_that_is_asked_for_by_name_is_had_or_refused_with_one_that_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x = torch.ones(3, 5)
     if cpu.openmp() is not None:
         assert engine_for("loops", x, op="rope") == "loops"  # however small
-        with pytest.raises(ConfigError, match="kernels.rope=loops: it takes fp32, bf16 on CPUs; it was given float64"):
+        with pytest.raises(
+            ConfigError,
+            match="kernels.rope=loops: it takes fp32, bf16 on CPUs; it was given float64",
+        ):
             engine_for("loops", x.double(), op="rope")
-        with pytest.raises(ConfigError, match="gates of silu.* Set kernels.activation to torch, which takes this"):
+        with pytest.raises(
+            ConfigError, match="gates of silu.* Set kernels.activation to torch, which takes this"
+        ):
             engine_for("loops", x, op="activation", loops=False)
-    with pytest.raises(ConfigError, match="kernels.norm=triton: .* Set kernels.norm to torch, which takes this, or to"):
+    with pytest.raises(
+        ConfigError,
+        match="kernels.norm=triton: .* Set kernels.norm to torch, which takes this, or to",
+    ):
         engine_for("triton", x, op="norm")
     monkeypatch.setattr(cpu, "openmp", lambda: None)
     with pytest.raises(ConfigError, match="kernels.norm=loops: torch has no OpenMP library here"):

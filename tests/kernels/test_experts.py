@@ -49,23 +49,33 @@ SQUARED: Inner = partial(weighted_activate, activation="squared_relu")
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return seeded(*shape, seed=seed, dtype=dtype).requires_grad_()
 
 
-def inputs(r: int, *, wide: int = 2 * F, biases: bool = False, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(
+    r: int, *, wide: int = 2 * F, biases: bool = False, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     """Rows, weights, both matrices, and maybe both biases."""
     shapes = [(r, H), (r,), (E * wide, H), (E * H, F)] + ([(E * wide,), (E * H,)] if biases else [])
     return [wants(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
 
 
 def run(
-    function: Callable[..., Tensor], groups: Groups, inner: Inner, rows: Tensor, weights: Tensor, up: Tensor,
-    down: Tensor, *biases: Tensor,
-) -> Tensor:  # fmt: skip
+    function: Callable[..., Tensor],
+    groups: Groups,
+    inner: Inner,
+    rows: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *biases: Tensor,
+) -> Tensor:
     up_bias, down_bias = biases or (None, None)
     return function(rows, weights, groups, Matrix(up, up_bias), Matrix(down, down_bias), inner)
 
@@ -73,10 +83,14 @@ def run(
 @pytest.mark.parametrize("inner", [SWIGLU, CLAMPED, SQUARED], ids=["swiglu", "clamped", "ungated"])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("counts", [UNEVEN, (0, 9, 0, 0), (0, 0, 0, 0)], ids=str)
-def test_experts_are_a_loop_over_experts(inner: Inner, biases: bool, counts: tuple[int, ...]) -> None:
+def test_experts_are_a_loop_over_experts(
+    inner: Inner, biases: bool, counts: tuple[int, ...]
+) -> None:
     given = inputs(sum(counts), wide=F if inner is SQUARED else 2 * F, biases=biases)
     dy = seeded(sum(counts), H, seed=9)
-    y, expected = (run(each, groups_of(counts), inner, *given) for each in (experts, reference_experts))
+    y, expected = (
+        run(each, groups_of(counts), inner, *given) for each in (experts, reference_experts)
+    )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     ours, theirs = (torch.autograd.grad(each, given, dy) for each in (y, expected))
     for mine, other in zip(ours, theirs):
@@ -98,7 +112,9 @@ class Total:
 @pytest.mark.parametrize("counts", [UNEVEN, (0, 0, 0, 0)], ids=str)
 def test_gradients_of_the_definition_go_to_the_same_places(counts: tuple[int, ...]) -> None:
     given, dy = inputs(sum(counts), biases=True), seeded(sum(counts), H, seed=9)
-    expected = torch.autograd.grad(run(reference_experts, groups_of(counts), SWIGLU, *given), given, dy)
+    expected = torch.autograd.grad(
+        run(reference_experts, groups_of(counts), SWIGLU, *given), given, dy
+    )
     rows, weights, up, down, up_bias, down_bias = given
     sinks = Total(up), Total(down)
     both = Matrix(up, up_bias, cast(Any, sinks[0])), Matrix(down, down_bias, cast(Any, sinks[1]))
@@ -111,20 +127,30 @@ def test_gradients_of_the_definition_go_to_the_same_places(counts: tuple[int, ..
 
 
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("groups", [groups_of((2, 0, 1, 1)), equal_groups(E, 1)], ids=["uneven", "equal"])
+@pytest.mark.parametrize(
+    "groups", [groups_of((2, 0, 1, 1)), equal_groups(E, 1)], ids=["uneven", "equal"]
+)
 def test_gradients_are_those_of_finite_differences(biases: bool, groups: Groups) -> None:
     assert torch.autograd.gradcheck(partial(run, experts, groups, SWIGLU), inputs(4, biases=biases))
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("biases", [False, True])
-def test_other_dtypes_are_as_good_as_their_rounding(dtype: torch.dtype, close: float, biases: bool) -> None:
+def test_other_dtypes_are_as_good_as_their_rounding(
+    dtype: torch.dtype, close: float, biases: bool
+) -> None:
     given = inputs(9, biases=biases, dtype=dtype)
     given[1] = given[1].detach().float().requires_grad_()  # routers compute in fp32
     plain = [each.detach().double().requires_grad_() for each in given]
-    y, expected = run(experts, groups_of(UNEVEN), SWIGLU, *given), run(experts, groups_of(UNEVEN), SWIGLU, *plain)
+    y, expected = (
+        run(experts, groups_of(UNEVEN), SWIGLU, *given),
+        run(experts, groups_of(UNEVEN), SWIGLU, *plain),
+    )
     assert y.dtype == dtype
-    results = zip([y, *torch.autograd.grad(y.sum(), given)], [expected, *torch.autograd.grad(expected.sum(), plain)])
+    results = zip(
+        [y, *torch.autograd.grad(y.sum(), given)],
+        [expected, *torch.autograd.grad(expected.sum(), plain)],
+    )
     for number, (mine, theirs) in enumerate(results):
         assert (mine - theirs).abs().max() <= close * theirs.abs().max(), number
 
@@ -148,7 +174,15 @@ def kept_bytes(again: Callable[..., Rebuilt] | None) -> int:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        experts(given[0], given[1], groups_of(UNEVEN), Matrix(given[2]), Matrix(given[3]), SWIGLU, again=again)
+        experts(
+            given[0],
+            given[1],
+            groups_of(UNEVEN),
+            Matrix(given[2]),
+            Matrix(given[3]),
+            SWIGLU,
+            again=again,
+        )
     return sum(kept.values()) - sum(each.nbytes for each in given)
 
 
@@ -161,7 +195,15 @@ def test_keeping_the_activation_changes_no_bit() -> None:
     results = []
     for again in (Rebuilt, None):
         given = inputs(9)
-        y = experts(given[0], given[1], groups_of(UNEVEN), Matrix(given[2]), Matrix(given[3]), SWIGLU, again=again)
+        y = experts(
+            given[0],
+            given[1],
+            groups_of(UNEVEN),
+            Matrix(given[2]),
+            Matrix(given[3]),
+            SWIGLU,
+            again=again,
+        )
         results.append([y, *torch.autograd.grad(y.sum(), given)])
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
@@ -182,7 +224,14 @@ def plain_layer(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Te
 
 def our_layer(order: Order, x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
     rows = Rebuilt(permute(x, order), partial(gather_rows, order=order), (x,))
-    y = experts(rows, weights_of_rows(weights, order), groups_of(order.counts), Matrix(up), Matrix(down), SWIGLU)
+    y = experts(
+        rows,
+        weights_of_rows(weights, order),
+        groups_of(order.counts),
+        Matrix(up),
+        Matrix(down),
+        SWIGLU,
+    )
     return unpermute(y, order)
 
 
@@ -192,15 +241,22 @@ def test_a_layer_gives_what_asking_expert_by_expert_gives(dropped: float) -> Non
     chosen = torch.rand(7, E, generator=draw).argsort(1)[:, :2]
     chosen = chosen.masked_fill(torch.rand(7, 2, generator=draw) < dropped, -1)
     given = [wants(7, H), wants(7, 2, seed=1), wants(E * 2 * F, H, seed=2), wants(E * H, F, seed=3)]
-    y, expected = our_layer(order_choices(chosen, E), *given), plain_layer(given[0], chosen, *given[1:])
+    y, expected = (
+        our_layer(order_choices(chosen, E), *given),
+        plain_layer(given[0], chosen, *given[1:]),
+    )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = seeded(7, H, seed=4)
-    for mine, theirs in zip(torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, given, dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, given, dy)
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_experts_padded_to_their_capacity_give_what_the_others_dropped_choices_give(biases: bool) -> None:
+def test_experts_padded_to_their_capacity_give_what_the_others_dropped_choices_give(
+    biases: bool,
+) -> None:
     chosen = torch.rand(9, E, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :2]
     padded = order_padded(chosen, E, capacity=4)
     assert padded.missing is not None
@@ -224,7 +280,9 @@ def test_biases_of_rows_equal_the_reference(weighted: bool) -> None:
     expected = reference_with_bias(y, bias, groups_of(UNEVEN), weights)
     torch.testing.assert_close(ours, expected)
     dy = seeded(9, H, seed=3)
-    for mine, theirs in zip(torch.autograd.grad(ours, given, dy), torch.autograd.grad(expected, given, dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, given, dy), torch.autograd.grad(expected, given, dy)
+    ):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -241,9 +299,15 @@ def test_products_that_are_asked_for_are_taken_or_refused() -> None:
     x, w, groups = torch.ones(6, 8), torch.ones(3 * 4, 8), groups_of([1, 2, 3])
     assert products_named("loop", x, w, groups) is LOOP
     assert products_named("batched", x, w, equal_groups(3, 2)) is BATCHED
-    with pytest.raises(ConfigError, match="kernels.experts=batched: it takes everything; equally many rows for every"):
+    with pytest.raises(
+        ConfigError,
+        match="kernels.experts=batched: it takes everything; equally many rows for every",
+    ):
         products_named("batched", x, w, groups)
-    with pytest.raises(ConfigError, match="kernels.experts=grouped: .* Set kernels.experts to loop, which takes this"):
+    with pytest.raises(
+        ConfigError,
+        match="kernels.experts=grouped: .* Set kernels.experts to loop, which takes this",
+    ):
         products_named("grouped", x.double(), w.double(), groups)
     if HAS_GROUPED_MM:
         assert products_named("grouped", x, w, groups) is FUSED

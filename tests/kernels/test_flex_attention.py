@@ -1,4 +1,5 @@
-"""flex_attention: documents, windows, caps, sinks and masks give the attention of the plain definition."""
+"""flex_attention: documents, windows, caps, sinks and masks give the attention of the plain
+definition."""
 
 from dataclasses import replace
 
@@ -8,7 +9,13 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.attention import attention, reference_attention
-from megalith.kernels.flex_attention import block_mask, flexible_attention, intervals, plan_blocks, takes
+from megalith.kernels.flex_attention import (
+    block_mask,
+    flexible_attention,
+    intervals,
+    plan_blocks,
+    takes,
+)
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import Scores, WeightDropout
 from megalith.kernels.sdpa import Lengths
@@ -16,30 +23,48 @@ from megalith.kernels.tokens import Tokens, tokens_of_queries
 from megalith.kernels.visible import SeenPairs, Visible
 from megalith.testing.tolerance import relative_error
 
-LENGTHS: tuple[Lengths, ...] = (((150, 150), (3, 3), (40, 90), (1, 130)), ((7, 7),), ((128, 128), (256, 256)))
+LENGTHS: tuple[Lengths, ...] = (
+    ((150, 150), (3, 3), (40, 90), (1, 130)),
+    ((7, 7),),
+    ((128, 128), (256, 256)),
+)
 SCORES = [
-    Scores(), Scores(window=33), Scores(softcap=1.5, window=70), Scores(off_by_one=True, scale=0.3),
-    Scores(causal=False, window=20), Scores(causal=False),
-]  # fmt: skip
+    Scores(),
+    Scores(window=33),
+    Scores(softcap=1.5, window=70),
+    Scores(off_by_one=True, scale=0.3),
+    Scores(causal=False, window=20),
+    Scores(causal=False),
+]
 
 
-def inputs_of(lengths: Lengths, dtype: torch.dtype, device: str = "cpu", size: int = 16) -> list[Tensor]:
+def inputs_of(
+    lengths: Lengths, dtype: torch.dtype, device: str = "cpu", size: int = 16
+) -> list[Tensor]:
     """q, k, v, sinks of 4 heads that share 2, values of another width."""
     draw = torch.Generator().manual_seed(0)
     queries, keys = (sum(count) for count in zip(*lengths, strict=True))
     shapes = [(queries, 4, size), (keys, 2, size), (keys, 2, size + 8), (4,)]
-    return [torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("scores", "sinks"),
-    [(each, sinks) for each in SCORES for sinks in (False, True) if not (sinks and each.off_by_one)],
+    [
+        (each, sinks)
+        for each in SCORES
+        for sinks in (False, True)
+        if not (sinks and each.off_by_one)
+    ],
 )
 def test_values_and_gradients_are_those_of_the_definition(
     scores: Scores, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # torch refuses gradients on CPUs before it looks whether it must compile; what it would then do serves here.
+    # torch refuses gradients on CPUs before it looks whether it must compile; what it would then do
+    # serves here.
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     q, k, v, sink = inputs_of(LENGTHS[0], torch.float32)
     inputs = [q, k, v, sink][: 4 if sinks else 3]
@@ -48,15 +73,24 @@ def test_values_and_gradients_are_those_of_the_definition(
     theirs = reference_attention(q, k, v, tokens, scores, sink if sinks else None)
     dy = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1))
     assert relative_error(mine, theirs) <= 1e-5
-    for a, b in zip(torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy), strict=True
+    ):
         assert relative_error(a, b) <= 1e-5
 
 
 def masked(device: str = "cpu", *, alone: bool = False) -> Tokens:
-    """With masks that hide all keys from some queries, and padding; beside causality the second document has none."""
-    draw, tokens = torch.Generator().manual_seed(2), tokens_of_queries(list(LENGTHS[0]), device=device)
+    """With masks that hide all keys from some queries, and padding; beside causality the second
+    document has none."""
+    draw, tokens = (
+        torch.Generator().manual_seed(2),
+        tokens_of_queries(list(LENGTHS[0]), device=device),
+    )
     masks = [
-        ((torch.rand(size, generator=draw) < 0.6) & (torch.rand(size[0], 1, generator=draw) < 0.9)).to(device)
+        (
+            (torch.rand(size, generator=draw) < 0.6)
+            & (torch.rand(size[0], 1, generator=draw) < 0.9)
+        ).to(device)
         for size in LENGTHS[0]
     ]
     if alone:
@@ -78,11 +112,17 @@ def test_masks_hide_what_the_definition_hides(kind: str, monkeypatch: pytest.Mon
         inputs = [q, k, v] if sinks is None else [q, k, v, sink]
         assert tokens.visible is not None
         seen = SeenPairs(tokens.visible, torch.arange(len(q)), torch.arange(len(k)))
-        mine = flexible_attention(q, k, v, LENGTHS[0], tokens.visible.scores(scores), sinks, seen, compiled=False)
+        mine = flexible_attention(
+            q, k, v, LENGTHS[0], tokens.visible.scores(scores), sinks, seen, compiled=False
+        )
         theirs = reference_attention(q, k, v, tokens, scores, sinks)
         dy = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1))
         assert relative_error(mine, theirs) <= 1e-5
-        for a, b in zip(torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(mine, inputs, dy),
+            torch.autograd.grad(theirs, inputs, dy),
+            strict=True,
+        ):
             assert bool(torch.isfinite(a).all()) and relative_error(a, b) <= 1e-5
 
 
@@ -102,9 +142,12 @@ def test_blocks_leave_out_no_pair_and_whole_ones_hide_none(
     visible = (key >= seen[:, :1]) & (key < seen[:, 1:])
     for row in range(len(plan.mixed)):
         rows = slice(row * block, (row + 1) * block)
-        mixed, whole = (set(keys[row, :count].tolist()) for count, keys in zip(
-            (plan.mixed[row], plan.whole[row]), (plan.mixed_keys, plan.whole_keys), strict=True
-        ))  # fmt: skip
+        mixed, whole = (
+            set(keys[row, :count].tolist())
+            for count, keys in zip(
+                (plan.mixed[row], plan.whole[row]), (plan.mixed_keys, plan.whole_keys), strict=True
+            )
+        )
         assert not mixed & whole
         for place in range(-(-num_keys // block)):
             pairs = visible[rows, place * block : (place + 1) * block]
@@ -142,7 +185,9 @@ def test_nothing_on_a_cpu_and_no_dropped_weights_are_taken(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: compiled flex_attention")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU: compiled flex_attention"
+)
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("masks", [None, "beside", "alone"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -159,5 +204,7 @@ def test_on_a_gpu_the_compiled_kernel_gives_what_the_definition_gives(
     allowed = 2e-2 if dtype == torch.bfloat16 else 1e-4
     assert relative_error(mine, theirs) <= allowed
     dy = torch.randn_like(mine)
-    for a, b in zip(torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy.double())):
+    for a, b in zip(
+        torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy.double())
+    ):
         assert relative_error(a, b) <= 2 * allowed

@@ -20,12 +20,29 @@ FILES = sorted(str(path) for path in FOLDER.glob("test_triton_*.py"))
 
 @pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
 def test_every_program_passes_its_tests_under_the_interpreter() -> None:
-    # About 10 s of computing: an interpreter is slow, and one process runs all, because starting it takes 3 s.
-    assert len(FILES) == len(list((FOLDER.parent.parent / "megalith" / "kernels").glob("triton_*.py")))
+    # About 10 s of computing: an interpreter is slow, and one process runs all, because starting it
+    # takes 3 s.
+    assert len(FILES) == len(
+        list((FOLDER.parent.parent / "megalith" / "kernels").glob("triton_*.py"))
+    )
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *FILES],
-        env={**os.environ, INTERPRET: "1"}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            *FILES,
+        ],
+        env={**os.environ, INTERPRET: "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert result.returncode == 0, result.stdout[-4000:]
     assert "skipped" not in result.stdout
 
@@ -69,7 +86,10 @@ def programs() -> Iterator[tuple[Any, Given]]:
     yield triton_rope._turn, {"INTERLEAVED": True, "RESTS": True, "HEADS": 8, "COLUMNS": 64}
     for kind, gated in (("silu", True), ("gelu", True), ("squared_relu", False), ("relu", False)):
         for program in (triton_gated._forward, triton_gated._backward):
-            yield program, {"KIND": kind, "A": 1.0, "B": 0.0, "GATED": gated, "WEIGHTED": True, **tile}
+            yield (
+                program,
+                {"KIND": kind, "A": 1.0, "B": 0.0, "GATED": gated, "WEIGHTED": True, **tile},
+            )
     yield triton_loss._row_sums, tile
     yield triton_loss._gradient, {"CAPPED": True, **tile}
 
@@ -85,10 +105,18 @@ def test_every_program_compiles_for_gpus_that_are_not_here(
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    numbers = {"label_at": "*i64", **dict.fromkeys(("eps", "sign", "clamp", "offset", "scale", "cap"), "fp32")}
+    numbers = {
+        "label_at": "*i64",
+        **dict.fromkeys(("eps", "sign", "clamp", "offset", "scale", "cap"), "fp32"),
+    }
     for program, known in programs():
-        rest = {name: numbers.get(name, "*bf16" if name.endswith("_at") else "i32") for name in program.arg_names}
+        rest = {
+            name: numbers.get(name, "*bf16" if name.endswith("_at") else "i32")
+            for name in program.arg_names
+        }
         source = ASTSource(program, rest | dict.fromkeys(known, "constexpr"), known)
-        compiled = triton.compile(source, target=GPUTarget("cuda", generation, 32), options={"num_warps": 4})
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", generation, 32), options={"num_warps": 4}
+        )
         assert compiled.asm["cubin"], program.__name__
         assert compiled.metadata.shared <= 48 << 10

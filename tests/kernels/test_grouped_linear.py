@@ -1,4 +1,5 @@
-"""Matmuls of experts with uneven rows: three products in every way there is, and where gradients are sent."""
+"""Matmuls of experts with uneven rows: three products in every way there is, and where gradients
+are sent."""
 
 from collections.abc import Sequence
 
@@ -32,7 +33,9 @@ E, R, O, I = 5, 9, 8, 16  # noqa: E741  # experts, rows, outputs, inputs
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -64,10 +67,14 @@ def test_experts_without_rows_get_zeros_whether_or_not_the_host_knows_them() -> 
         dw = seeded(E, O, I)
         found = without_rows_zero_(dw.clone(), groups, ends)
         for expert, count in enumerate(UNEVEN):
-            assert torch.equal(found[expert], dw[expert] if count else torch.zeros(O, I, dtype=dw.dtype))
+            assert torch.equal(
+                found[expert], dw[expert] if count else torch.zeros(O, I, dtype=dw.dtype)
+            )
 
 
-def each_way(x: Tensor, w: Tensor, dy: Tensor, groups: Groups, products: GroupedProducts) -> Sequence[Tensor]:
+def each_way(
+    x: Tensor, w: Tensor, dy: Tensor, groups: Groups, products: GroupedProducts
+) -> Sequence[Tensor]:
     """y, dx and dw."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = grouped_linear(x, w, groups, products=products)
@@ -88,9 +95,14 @@ def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, counts: li
         wants(len(counts) * O, I, seed=1, dtype=dtype),
         seeded(R, O, seed=2, dtype=dtype),
     )
-    y, expected = grouped_linear(x, w, groups_of(counts)), reference_grouped_linear(x, w, groups_of(counts))
+    y, expected = (
+        grouped_linear(x, w, groups_of(counts)),
+        reference_grouped_linear(x, w, groups_of(counts)),
+    )
     torch.testing.assert_close(y, expected)
-    for mine, theirs in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy)
+    ):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine, theirs)
 
@@ -98,11 +110,19 @@ def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, counts: li
 @pytest.mark.skipif(not HAS_GROUPED_MM, reason="this torch has no grouped_mm")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [UNEVEN, [0, 0, 9, 0, 0], [0] * 5], ids=str)
-def test_torchs_grouped_matmul_gives_what_the_loop_gives(dtype: torch.dtype, counts: list[int]) -> None:
+def test_torchs_grouped_matmul_gives_what_the_loop_gives(
+    dtype: torch.dtype, counts: list[int]
+) -> None:
     r = sum(counts)
-    x, w, dy = seeded(r, I, dtype=dtype), seeded(E * O, I, seed=1, dtype=dtype), seeded(r, O, seed=2, dtype=dtype)
+    x, w, dy = (
+        seeded(r, I, dtype=dtype),
+        seeded(E * O, I, seed=1, dtype=dtype),
+        seeded(r, O, seed=2, dtype=dtype),
+    )
     on_device = Groups(ends=torch.tensor(counts).cumsum(0, dtype=torch.int32))
-    for mine, theirs in zip(each_way(x, w, dy, on_device, FUSED), each_way(x, w, dy, groups_of(counts), LOOP)):
+    for mine, theirs in zip(
+        each_way(x, w, dy, on_device, FUSED), each_way(x, w, dy, groups_of(counts), LOOP)
+    ):
         torch.testing.assert_close(mine, theirs)
     dw = each_way(x, w, dy, on_device, FUSED)[2].view(E, O, I)
     assert (dw[[1, 4]] == 0).all()
@@ -114,7 +134,9 @@ def test_the_way_is_chosen_by_what_is_multiplied(dtype: torch.dtype, rows: int) 
     x, w = torch.empty(2 * rows, 64, dtype=dtype), torch.empty(2 * 128, 64, dtype=dtype)
     small = dtype != torch.float64 and (dtype == torch.bfloat16 or rows < 1024)
     with bf16_matmul("torch"):
-        assert best_products(x, w, groups_of([0, 2 * rows])) is (FUSED if small and HAS_GROUPED_MM else LOOP)
+        assert best_products(x, w, groups_of([0, 2 * rows])) is (
+            FUSED if small and HAS_GROUPED_MM else LOOP
+        )
     with bf16_matmul("upcast"):  # the loop upcasts the matrices of busy experts alone
         expected = FUSED if small and HAS_GROUPED_MM and dtype != torch.bfloat16 else LOOP
         assert best_products(x, w, groups_of([0, 2 * rows])) is expected
@@ -128,14 +150,21 @@ def test_equal_groups_are_one_batched_matmul(dtype: torch.dtype, rows: int) -> N
     groups = equal_groups(E, rows)
     x, w, dy = (seeded(E * n, f, seed=n, dtype=dtype) for n, f in ((rows, I), (O, I), (rows, O)))
     assert best_products(x, w, groups) is BATCHED
-    for mine, theirs in zip(each_way(x, w, dy, groups, BATCHED), each_way(x, w, dy, groups_of([rows] * E), LOOP)):
+    for mine, theirs in zip(
+        each_way(x, w, dy, groups, BATCHED), each_way(x, w, dy, groups_of([rows] * E), LOOP)
+    ):
         torch.testing.assert_close(mine, theirs)
-    torch.testing.assert_close(reference_grouped_linear(x, w, groups), each_way(x, w, dy, groups, BATCHED)[0])
+    torch.testing.assert_close(
+        reference_grouped_linear(x, w, groups), each_way(x, w, dy, groups, BATCHED)[0]
+    )
 
 
 def test_matmuls_large_enough_for_another_library_equal_small_ones() -> None:
     counts, outputs, inputs = [130, 10, 0], 400, 330
-    x, w, dy = (seeded(*shape, dtype=torch.float32) for shape in [(140, inputs), (3 * outputs, inputs), (140, outputs)])
+    x, w, dy = (
+        seeded(*shape, dtype=torch.float32)
+        for shape in [(140, inputs), (3 * outputs, inputs), (140, outputs)]
+    )
     assert 10 * outputs * inputs < WORTH_A_COPY < 130 * outputs * inputs
     plain = each_way(x.double(), w.double(), dy.double(), groups_of(counts), LOOP)
     for mine, theirs in zip(each_way(x, w, dy, groups_of(counts), LOOP), plain):
@@ -158,7 +187,9 @@ def test_a_rank_without_rows_still_tells_its_sink() -> None:
     grouped_linear(x, w, groups_of([0] * E), sink=sink).sum().backward()
     [(kept_x, kept_dy, groups)] = sink.products
     with torch.no_grad():
-        total = put_grouped_product_(torch.ones(E * O, I), kept_x.float(), kept_dy.float(), groups, fresh=True)
+        total = put_grouped_product_(
+            torch.ones(E * O, I), kept_x.float(), kept_dy.float(), groups, fresh=True
+        )
     assert (total == 0).all()
 
 
@@ -171,12 +202,20 @@ def test_a_product_is_put_where_it_belongs(
 ) -> None:
     counts = [2, 2, 2] if products is BATCHED else [4, 0, 2]
     groups = equal_groups(3, 2) if products is BATCHED else groups_of(counts)
-    x, dy, total = seeded(6, I, dtype=dtype), seeded(6, O, seed=1, dtype=dtype), seeded(3 * O, I, dtype=total_dtype)
-    expected = torch.cat([b.t() @ a for a, b in zip(x.double().split(counts), dy.double().split(counts))])
+    x, dy, total = (
+        seeded(6, I, dtype=dtype),
+        seeded(6, O, seed=1, dtype=dtype),
+        seeded(3 * O, I, dtype=total_dtype),
+    )
+    expected = torch.cat(
+        [b.t() @ a for a, b in zip(x.double().split(counts), dy.double().split(counts))]
+    )
     expected = expected if fresh else expected + total.double()
     assert put_grouped_product_(total, x, dy, groups, fresh=fresh, products=products) is total
     exact = dtype == total_dtype == torch.float32
-    torch.testing.assert_close(total.double(), expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 5e-2)
+    torch.testing.assert_close(
+        total.double(), expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 5e-2
+    )
 
 
 def test_frozen_weights_keep_nothing_of_the_input() -> None:
@@ -207,7 +246,9 @@ def test_an_input_that_can_be_rebuilt_is_not_kept() -> None:
         y = grouped_linear(Rebuilt(doubled, lambda s: 2 * s, (source,)), w, groups_of(UNEVEN))
     assert {saved.data_ptr() for saved in kept} == {w.data_ptr(), source.data_ptr()}
     expected = reference_grouped_linear(2 * source, w, groups_of(UNEVEN))
-    for mine, theirs in zip(torch.autograd.grad(y, (source, w), dy), torch.autograd.grad(expected, (source, w), dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, (source, w), dy), torch.autograd.grad(expected, (source, w), dy)
+    ):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -223,10 +264,17 @@ def test_products_are_replaced_without_touching_the_layer() -> None:
 def test_sizes_on_the_host_and_ends_on_the_device_are_one_thing(counts: list[int]) -> None:
     host, device = groups_of(counts), Groups(ends=groups_of(counts).on_device(torch.device("cpu")))
     assert host.experts == device.experts == len(counts)
-    assert device.on_host() == host.on_host() == groups_of(torch.tensor(counts)).on_host() == tuple(counts)
+    assert (
+        device.on_host()
+        == host.on_host()
+        == groups_of(torch.tensor(counts)).on_host()
+        == tuple(counts)
+    )
     assert torch.equal(host.on_device(torch.device("cpu")), device.on_device(torch.device("cpu")))
     both = host.known_on(torch.device("cpu"))
-    assert both.counts == tuple(counts) and both.on_device(torch.device("cpu")) is both.ends, "copied once"
+    assert both.counts == tuple(counts) and both.on_device(torch.device("cpu")) is both.ends, (
+        "copied once"
+    )
 
 
 def test_rows_that_the_groups_do_not_name_are_refused() -> None:
@@ -264,7 +312,11 @@ def test_a_loop_over_experts_waits_once_for_how_many_rows_each_has() -> None:
         return right(self)
 
     right = Groups.on_host
-    x, w = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 3), (4, 3)))
+    x, w = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 3), (4, 3))
+    )
     with replaced(Groups, "on_host", on_host):
-        grouped_linear(x, w, Groups(ends=torch.tensor([2, 6], dtype=torch.int32)), products=LOOP).sum().backward()
+        grouped_linear(
+            x, w, Groups(ends=torch.tensor([2, 6], dtype=torch.int32)), products=LOOP
+        ).sum().backward()
     assert len(asked) == 1 and w.grad is not None

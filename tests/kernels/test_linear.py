@@ -1,4 +1,5 @@
-"""Linear layers: one matmul over stacked weights, and weight gradients that go where they are sent."""
+"""Linear layers: one matmul over stacked weights, and weight gradients that go where they are
+sent."""
 
 import pytest
 import torch
@@ -35,7 +36,9 @@ class Recorder:
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -49,13 +52,19 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_result_and_gradients_equal_the_reference(dtype: torch.dtype) -> None:
-    ours = [wants(7, 5, dtype=dtype), wants(6, 5, seed=1, dtype=dtype), wants(3, 5, seed=2, dtype=dtype)]
+    ours = [
+        wants(7, 5, dtype=dtype),
+        wants(6, 5, seed=1, dtype=dtype),
+        wants(3, 5, seed=2, dtype=dtype),
+    ]
     plain = [a.detach().clone().requires_grad_() for a in ours]
     dy = seeded(7, 9, seed=3, dtype=dtype)
     y = linear(ours[0], ours[1:])
     expected = reference_linear(plain[0], plain[1:])
     torch.testing.assert_close(y, expected)
-    for mine, theirs in zip(torch.autograd.grad(y, ours, dy), torch.autograd.grad(expected, plain, dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, ours, dy), torch.autograd.grad(expected, plain, dy)
+    ):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine, theirs)
 
@@ -182,7 +191,8 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_matmuls_large_enough_for_another_library_equal_small_ones() -> None:
     x, w, dy = (
-        seeded(*shape, seed=n, dtype=torch.float32) for n, shape in enumerate([(300, 201), (190, 201), (300, 190)])
+        seeded(*shape, seed=n, dtype=torch.float32)
+        for n, shape in enumerate([(300, 201), (190, 201), (300, 190)])
     )
     assert x.shape[0] * w.numel() >= WORTH_ONEDNN
     assert_equals("y", forward(x, w), x @ w.t(), FP32)

@@ -1,4 +1,5 @@
-"""What the compiled loops are written with: rounding, exp and maxima that mean what torch's mean."""
+"""What the compiled loops are written with: rounding, exp and maxima that mean what torch's
+mean."""
 
 import os
 import subprocess
@@ -21,7 +22,19 @@ from numba import njit
 from megalith.kernels import loops
 from megalith.kernels.loops import address, exp, largest_of, narrow, wide
 
-SPECIAL = [0.0, -0.0, 1.0, -1.0, 3.4e38, -3.4e38, 1e-40, float("inf"), float("-inf"), float("nan"), -float("nan")]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    3.4e38,
+    -3.4e38,
+    1e-40,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    -float("nan"),
+]
 
 
 @njit  # type: ignore[untyped-decorator]  # numba's own
@@ -43,8 +56,12 @@ def _exp_all(values: Any, out: Any) -> None:
 
 
 def every_kind_of_number() -> Tensor:
-    bits = torch.randint(-(2**31), 2**31, (20_000,), generator=torch.Generator().manual_seed(0)).int()
-    ties = (torch.arange(-300, 300, dtype=torch.int32) << 16) + 0x3F808000  # exactly between two bf16 numbers
+    bits = torch.randint(
+        -(2**31), 2**31, (20_000,), generator=torch.Generator().manual_seed(0)
+    ).int()
+    ties = (
+        torch.arange(-300, 300, dtype=torch.int32) << 16
+    ) + 0x3F808000  # exactly between two bf16 numbers
     return torch.cat([bits.view(torch.float32), ties.view(torch.float32), torch.tensor(SPECIAL)])
 
 
@@ -100,13 +117,17 @@ def test_a_loop_is_compiled_once_per_dtype() -> None:
     assert address("swiglu", torch.float32) != address("swiglu", torch.bfloat16)
 
 
-def test_a_read_only_installation_compiles_without_keeping_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_installation_compiles_without_keeping_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real, kept = loops._compile, []
 
     def refuse_to_keep(loop: cpu.Loop, dtype: torch.dtype, *, keep: bool) -> int:
         kept.append(keep)
         if keep:
-            raise RuntimeError("cannot cache function 'swiglu': no locator available for file 'loops.py'")
+            raise RuntimeError(
+                "cannot cache function 'swiglu': no locator available for file 'loops.py'"
+            )
         return real(loop, dtype, keep=False)
 
     monkeypatch.setattr(loops, "_compile", refuse_to_keep)
@@ -127,7 +148,9 @@ def test_compilation_is_reported_when_the_cache_is_cold_and_not_afterwards(
     assert len(lines) == 1 and list(tmp_path.rglob("*.nbc"))
 
 
-def test_progress_of_compilation_is_reported_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_compilation_is_reported_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines: list[str] = []
     times = iter([100.0, 101.0, 106.0, 107.0, 112.5])
     monkeypatch.setattr(cpu.time, "monotonic", lambda: next(times))
@@ -185,16 +208,25 @@ loops.address.cache_clear()
 x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)).to(getattr(torch, mine))[:2048]
 torch.testing.assert_close(swiglu(x), swiglu(x, kernel="reference"))
 """
-"""One of two processes that compile a loop for the first time, in the order in which they harm each other most."""
+"""One of two processes that compile a loop for the first time, in the order in which they harm each
+other most."""
 
 
-def test_two_processes_that_compile_two_dtypes_at_once_both_keep_their_own_code(tmp_path: Path) -> None:
+def test_two_processes_that_compile_two_dtypes_at_once_both_keep_their_own_code(
+    tmp_path: Path,
+) -> None:
     told, kept = tmp_path / "told", tmp_path / "kept"
     told.mkdir()
     environment = os.environ | {"NUMBA_CACHE_DIR": str(kept), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", TWO_AT_ONCE, str(told)]
     both = [
-        subprocess.Popen([*command, dtype], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, dtype],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for dtype in ("float32", "bfloat16")
     ]
     try:

@@ -1,4 +1,5 @@
-"""Masks are checked, named when they do not fit, and laid down for whole documents wherever their tokens are."""
+"""Masks are checked, named when they do not fit, and laid down for whole documents wherever their
+tokens are."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,10 @@ def test_each_document_has_its_mask() -> None:
 
 def test_masks_and_padding_go_together_in_any_order() -> None:
     text = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 0, 0]).bool()
-    for tokens in (with_padding(with_masks(THREE, masks()), text), with_masks(with_padding(THREE, text), masks())):
+    for tokens in (
+        with_padding(with_masks(THREE, masks()), text),
+        with_masks(with_padding(THREE, text), masks()),
+    ):
         first, second, third = of_documents(tokens)
         assert first is not None and first.tolist() == [[False, True, False], [False, False, False]]
         assert second is not None and second.tolist() == [[True, False, True]]
@@ -56,7 +60,9 @@ def test_padding_of_whole_documents_is_not_valid() -> None:
     text = torch.tensor([True, True, False, True, False])
     tokens = with_padding(tokens_of_lengths([3, 2]), text)
     assert torch.equal(tokens.valid, text)
-    assert with_padding(THREE, torch.zeros(10).bool()).valid.all(), "of which some tokens were read before"
+    assert with_padding(THREE, torch.zeros(10).bool()).valid.all(), (
+        "of which some tokens were read before"
+    )
 
 
 def test_rows_begin_where_a_row_of_all_keys_would() -> None:
@@ -67,24 +73,31 @@ def test_rows_begin_where_a_row_of_all_keys_would() -> None:
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "too few": (lambda: with_masks(THREE, masks()[:2]), "masks: 2 for 3 documents. Pass one for each, or None"),
+    "too few": (
+        lambda: with_masks(THREE, masks()[:2]),
+        "masks: 2 for 3 documents. Pass one for each, or None",
+    ),
     "shape": (
         lambda: with_masks(THREE, [masks()[0], None, torch.ones(4, 1).bool()]),
-        "masks[2] is [4, 1]: document 2 must have [1, 4] (1 queries, 4 keys). Pass one of that shape.",
+        "masks[2] is [4, 1]: document 2 must have [1, 4] (1 queries, 4 keys). Pass one of that "
+        "shape.",
     ),
     "added to scores": (
         lambda: with_masks(THREE, [torch.zeros(2, 3), None, None]),
-        "masks[0] is torch.float32: expected torch.bool, True where a key may be seen. Pass masks[0].bool(), or "
+        "masks[0] is torch.float32: expected torch.bool, True where a key may be seen. Pass "
+        "masks[0].bool(), or "
         "masks[0] == 0 if it was made to be added to scores.",
     ),
     "elsewhere": (
-        lambda: with_masks(THREE, [masks()[0], None, torch.ones(1, 4, dtype=torch.bool, device="meta")]),
+        lambda: with_masks(
+            THREE, [masks()[0], None, torch.ones(1, 4, dtype=torch.bool, device="meta")]
+        ),
         "masks[2] is on meta: expected it where the tokens are. Pass masks[2].to('cpu').",
     ),
     "none of one document": (
         lambda: with_masks(THREE, masks(), alone=True),
-        "masks[1]=None with alone=True: masks take the place of causality, so each document must have one. Pass "
-        "torch.ones(3, 3, dtype=torch.bool).tril(0) for one that is causal.",
+        "masks[1]=None with alone=True: masks take the place of causality, so each document must "
+        "have one. Pass torch.ones(3, 3, dtype=torch.bool).tril(0) for one that is causal.",
     ),
     "padding of queries alone": (
         lambda: with_padding(THREE, torch.ones(6).bool()),
@@ -94,7 +107,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         lambda: with_padding(THREE, torch.ones(10, dtype=torch.int64)),
         "text is torch.int64: expected torch.bool",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -107,17 +120,27 @@ def test_what_does_not_fit_is_named(mistake: str) -> None:
 
 def test_the_advice_for_a_causal_document_is_causal() -> None:
     assert torch.ones(1, 4, dtype=torch.bool).tril(3).all()  # one query, the last of four keys
-    assert torch.ones(2, 3, dtype=torch.bool).tril(1).tolist() == [[True, True, False], [True, True, True]]
+    assert torch.ones(2, 3, dtype=torch.bool).tril(1).tolist() == [
+        [True, True, False],
+        [True, True, True],
+    ]
 
 
-def test_tokens_that_ranks_share_have_masks_of_whole_documents_with_padding_that_sees_nothing() -> None:
+def test_tokens_that_ranks_share_have_masks_of_whole_documents_with_padding_that_sees_nothing() -> (
+    None
+):
     slicing = Slicing(ranks=2, rank=1, by="document")
     slices = plan_slices([5, 3], row=8, slicing=slicing)
     given = [torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.5 for n in (5, 3)]
     tokens = with_masks(tokens_of_slices(slices, slicing), list(given), alone=True)
     assert tokens.visible is None, "what ranks share, the whole has"
     first, second = of_documents(tokens)
-    assert first is not None and second is not None and first.shape == (8, 8) and second.shape == (4, 4)
+    assert (
+        first is not None
+        and second is not None
+        and first.shape == (8, 8)
+        and second.shape == (4, 4)
+    )
     assert torch.equal(first[:5, :5], given[0]) and torch.equal(second[:3, :3], given[1])
     assert first.sum() == given[0].sum() and second.sum() == given[1].sum()
     text = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1]).bool()
@@ -125,7 +148,12 @@ def test_tokens_that_ranks_share_have_masks_of_whole_documents_with_padding_that
     read = torch.from_numpy(slices.as_read(1))
     assert padded.valid.tolist() == [bool(at >= 0 and text[at]) for at in read.tolist()]
     assert padded.whole.visible is not None and padded.whole.visible.keys is not None
-    assert padded.whole.visible.keys.tolist() == [*text[:5].tolist(), *[False] * 3, *text[5:].tolist(), False]
+    assert padded.whole.visible.keys.tolist() == [
+        *text[:5].tolist(),
+        *[False] * 3,
+        *text[5:].tolist(),
+        False,
+    ]
     with pytest.raises(DataError, match=r"masks\[0\] is \[8, 8\]: document 0 must have \[5, 5\]"):
         with_masks(tokens, [torch.ones(8, 8).bool(), None])
 
@@ -136,7 +164,9 @@ def test_rows_that_ranks_share_keep_their_lengths() -> None:
     text = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1]).bool()
     assert with_padding(tokens, text).valid.tolist() == text[[0, 1, 6, 7]].tolist()
     masked = of_documents(with_masks(tokens, [torch.eye(3).bool(), None]))
-    assert masked[0] is not None and torch.equal(masked[0], torch.eye(3).bool()) and masked[1] is None
+    assert (
+        masked[0] is not None and torch.equal(masked[0], torch.eye(3).bool()) and masked[1] is None
+    )
 
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/layers.md"

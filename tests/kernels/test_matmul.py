@@ -1,4 +1,5 @@
-"""Matmuls of bf16 on CPUs: torch's kernels and fp32 on upcast operands give the same within the rounding of bf16."""
+"""Matmuls of bf16 on CPUs: torch's kernels and fp32 on upcast operands give the same within the
+rounding of bf16."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,19 +57,27 @@ MATMULS: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
     "forward of one row": (lambda: forward(A[:1], B.t().contiguous()), A[:1], B),
     "input gradient": (lambda: input_grad(A, B), A, B),
     "weight gradient": (lambda: weight_grad(A.t().contiguous(), B), A, B),
-    "weight gradient added": (lambda: add_product_(A.new_zeros(37, 45), B, A.t().contiguous()), A, B),
+    "weight gradient added": (
+        lambda: add_product_(A.new_zeros(37, 45), B, A.t().contiguous()),
+        A,
+        B,
+    ),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MATMULS)
-def test_bf16_matmuls_are_rounded_once_whichever_way_they_are_computed(name: str, form: Form) -> None:
+def test_bf16_matmuls_are_rounded_once_whichever_way_they_are_computed(
+    name: str, form: Form
+) -> None:
     compute, a, b = MATMULS[name]
     with bf16_matmul(form):
         found = compute()
     assert found.dtype == torch.bfloat16
     error = (found.double() - a.double() @ b.double()).abs()
-    assert bool((error <= matmul_bound(a, b)).all()), f"{float((error / matmul_bound(a, b)).max())} of the bound"
+    assert bool((error <= matmul_bound(a, b)).all()), (
+        f"{float((error / matmul_bound(a, b)).max())} of the bound"
+    )
 
 
 def test_a_product_is_added_to_a_bf16_gradient_before_it_is_rounded() -> None:
@@ -91,7 +100,9 @@ def test_grouped_matmuls_agree(products: GroupedProducts) -> None:
             y = grouped_linear(*inputs, groups, products=products)
             return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
-    for name, mine, theirs in zip(("y", "dx", "dw"), results("upcast"), results("torch"), strict=True):
+    for name, mine, theirs in zip(
+        ("y", "dx", "dw"), results("upcast"), results("torch"), strict=True
+    ):
         assert mine.dtype == theirs.dtype == torch.bfloat16
         assert_equals(name, mine, theirs, BF16)
 
@@ -113,13 +124,16 @@ def test_attention_agrees(length: int, scores: Scores, kernel: Literal["auto", "
             y = attention(*inputs, tokens, scores, kernel=kernel)
             return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
-    for name, mine, theirs in zip(("y", "dq", "dk", "dv"), results("upcast"), results("torch"), strict=True):
+    for name, mine, theirs in zip(
+        ("y", "dq", "dk", "dv"), results("upcast"), results("torch"), strict=True
+    ):
         assert mine.dtype == theirs.dtype == torch.bfloat16
         assert_equals(name, mine, theirs, BF16)
 
 
 class Bf16Matmuls(TorchDispatchMode):
-    """Records every matmul that is computed on bf16 operands, but for one row, which torch multiplies fast anyway."""
+    """Records every matmul that is computed on bf16 operands, but for one row, which torch
+    multiplies fast anyway."""
 
     NAMES = ("mm", "bmm", "addmm", "addmm_", "baddbmm", "_linear_pointwise", "_grouped_mm")
 
@@ -127,21 +141,34 @@ class Bf16Matmuls(TorchDispatchMode):
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # torch's protocol
         name = func.overloadpacket.__name__
-        narrow = any(isinstance(one, Tensor) and one.dtype == torch.bfloat16 and len(one) > 1 for one in args[:1])
+        narrow = any(
+            isinstance(one, Tensor) and one.dtype == torch.bfloat16 and len(one) > 1
+            for one in args[:1]
+        )
         if narrow and (name in self.NAMES or name.startswith("_scaled_dot_product")):
             self.names.add(name)
         return func(*args, **(kwargs or {}))
 
 
 EXPERTS = replace(PLAIN, moe=MoEConfig(experts=5, top_k=2, ffn_hidden_size=8))
-MODELS = {"plain": PLAIN, "experts": EXPERTS, **{kind: VARIANTS[kind] for kind in ("latent", "sinks", "relative")}}
+MODELS = {
+    "plain": PLAIN,
+    "experts": EXPERTS,
+    **{kind: VARIANTS[kind] for kind in ("latent", "sinks", "relative")},
+}
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_no_matmul_of_a_training_step_is_left_to_bf16_kernels_where_operands_are_upcast(kind: str) -> None:
-    run = layout_case(MODELS[kind], ParallelConfig(), 1, seq_len=24).run  # long enough for attention in tiles
+def test_no_matmul_of_a_training_step_is_left_to_bf16_kernels_where_operands_are_upcast(
+    kind: str,
+) -> None:
+    run = layout_case(
+        MODELS[kind], ParallelConfig(), 1, seq_len=24
+    ).run  # long enough for attention in tiles
     run = replace(run, precision=replace(run.precision, params="bf16"))
 
     def step(form: Form) -> tuple[set[str], float]:
@@ -159,7 +186,9 @@ def test_no_matmul_of_a_training_step_is_left_to_bf16_kernels_where_operands_are
     assert upcast_loss == pytest.approx(loss, rel=BF16.relative)
 
 
-def test_operands_are_upcast_where_the_cpu_has_no_bf16_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_are_upcast_where_the_cpu_has_no_bf16_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for has_kernels in (True, False):
         monkeypatch.setattr(matmul, "HAS_BF16_KERNELS", has_kernels)
         with bf16_matmul("auto"):

@@ -22,7 +22,9 @@ EPS = 1e-5
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -37,29 +39,41 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 def test_equals_torch() -> None:
     x, weight = seeded(5, 7), seeded(7, seed=1)
-    torch.testing.assert_close(rms_norm(x, weight, EPS), torch.nn.functional.rms_norm(x, (7,), weight, EPS))
+    torch.testing.assert_close(
+        rms_norm(x, weight, EPS), torch.nn.functional.rms_norm(x, (7,), weight, EPS)
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize("h", [7, 64, 129])
-def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, tolerance: float, h: int) -> None:
+def test_result_and_gradients_equal_the_reference(
+    dtype: torch.dtype, tolerance: float, h: int
+) -> None:
     inputs = [wants(33, h, dtype=dtype), wants(h, seed=1, dtype=dtype)]
     dy = seeded(33, h, seed=2, dtype=dtype)
     y, expected = rms_norm(inputs[0], inputs[1], EPS), reference_rms_norm(inputs[0], inputs[1], EPS)
     assert y.dtype == dtype
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
-    for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)
+    ):
         assert mine.dtype == dtype
         assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_every_kernel_gives_what_the_reference_gives(dtype: torch.dtype, tolerance: float, kernel: Kernel) -> None:
+def test_every_kernel_gives_what_the_reference_gives(
+    dtype: torch.dtype, tolerance: float, kernel: Kernel
+) -> None:
     t, h = 211, 97  # large enough for the compiled loops
-    x, residual, weight = wants(t, h, dtype=dtype), wants(t, h, seed=1, dtype=dtype), wants(h, seed=2, dtype=dtype)
+    x, residual, weight = (
+        wants(t, h, dtype=dtype),
+        wants(t, h, seed=1, dtype=dtype),
+        wants(h, seed=2, dtype=dtype),
+    )
     dys = [seeded(t, h, seed=3, dtype=dtype), seeded(t, h, seed=4, dtype=dtype)]
     ours = add_rms_norm(x, residual, weight, EPS, kernel=kernel)
     expected = add_rms_norm(x, residual, weight, EPS, kernel="reference")
@@ -104,19 +118,30 @@ def test_the_normed_row_is_rounded_before_it_meets_the_weight(t: int) -> None:
     rounded_twice = wide.bfloat16() * weight
     rounded_once = (wide * weight.float()).bfloat16()
     assert not torch.equal(rounded_twice, rounded_once)
-    assert (rms_norm(x, weight, EPS) != rounded_twice).float().mean() < 1e-3  # sums in another order: a rare last bit
+    assert (
+        rms_norm(x, weight, EPS) != rounded_twice
+    ).float().mean() < 1e-3  # sums in another order: a rare last bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_residual_and_norm_in_one_equal_the_two(dtype: torch.dtype) -> None:
-    inputs = [wants(9, 16, dtype=dtype), wants(9, 16, seed=1, dtype=dtype), wants(16, seed=2, dtype=dtype)]
+    inputs = [
+        wants(9, 16, dtype=dtype),
+        wants(9, 16, seed=1, dtype=dtype),
+        wants(16, seed=2, dtype=dtype),
+    ]
     dys = [seeded(9, 16, seed=3, dtype=dtype), seeded(9, 16, seed=4, dtype=dtype)]
     x, residual, weight = inputs
-    ours, expected = add_rms_norm(x, residual, weight, EPS), reference_add_rms_norm(x, residual, weight, EPS)
+    ours, expected = (
+        add_rms_norm(x, residual, weight, EPS),
+        reference_add_rms_norm(x, residual, weight, EPS),
+    )
     for mine, theirs in zip(ours, expected):
         torch.testing.assert_close(mine, theirs)
     tolerance = {torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
-    for mine, theirs in zip(torch.autograd.grad(ours, inputs, dys), torch.autograd.grad(expected, inputs, dys)):
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, inputs, dys), torch.autograd.grad(expected, inputs, dys)
+    ):
         assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
@@ -164,10 +189,15 @@ def test_a_zero_centred_weight_counts_one_more_under_every_kernel(
     dtype: torch.dtype, tolerance: float, kernel: Kernel
 ) -> None:
     t, h = 211, 97
-    x, residual, weight = wants(t, h, dtype=dtype), wants(t, h, seed=1, dtype=dtype), wants(h, seed=2, dtype=dtype)
+    x, residual, weight = (
+        wants(t, h, dtype=dtype),
+        wants(t, h, seed=1, dtype=dtype),
+        wants(h, seed=2, dtype=dtype),
+    )
     dys = [seeded(t, h, seed=3, dtype=dtype), seeded(t, h, seed=4, dtype=dtype)]
     ours, expected = (
-        add_rms_norm(x, residual, weight, EPS, zero_centred=True, kernel=each) for each in (kernel, "reference")
+        add_rms_norm(x, residual, weight, EPS, zero_centred=True, kernel=each)
+        for each in (kernel, "reference")
     )
     for a, b in zip(ours, expected):
         assert a.dtype == dtype
@@ -192,7 +222,8 @@ def test_a_zero_centred_norm_rounds_once_at_the_end_as_gemma_does(t: int) -> Non
 def test_gradients_of_every_norm_are_those_of_finite_differences(zero_centred: bool) -> None:
     x, residual, weight, bias = wants(5, 7), wants(5, 7, seed=1), wants(7, seed=2), wants(7, seed=3)
     rms, layer, add = (
-        partial(each, eps=EPS, zero_centred=zero_centred) for each in (rms_norm, layer_norm, add_layer_norm)
+        partial(each, eps=EPS, zero_centred=zero_centred)
+        for each in (rms_norm, layer_norm, add_layer_norm)
     )
     assert torch.autograd.gradcheck(rms, (x, weight))
     assert torch.autograd.gradcheck(layer, (x, weight, bias))
@@ -221,7 +252,12 @@ def test_layer_norm_and_its_gradients_equal_the_reference(
     alone = layer_norm(x, weight, bias, EPS, zero_centred=zero_centred)
     alone_expected = reference_layer_norm(x, weight, bias, EPS, zero_centred=zero_centred)
     inputs = [x, residual, weight, bias]
-    mine = [*ours, alone, *torch.autograd.grad(ours, inputs, dys), *torch.autograd.grad(alone, [x], dys[:1])]
+    mine = [
+        *ours,
+        alone,
+        *torch.autograd.grad(ours, inputs, dys),
+        *torch.autograd.grad(alone, [x], dys[:1]),
+    ]
     theirs = [*expected, alone_expected, *torch.autograd.grad(expected, inputs, dys)]
     theirs += torch.autograd.grad(alone_expected, [x], dys[:1])
     for a, b in zip(mine, theirs, strict=True):
@@ -239,14 +275,26 @@ def test_layer_norm_keeps_x_and_two_numbers_per_row_in_fp32() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         layer_norm(x, weight, bias, EPS)
-    assert sorted((saved.numel(), saved.dtype.itemsize) for saved in kept) == [(9, 4), (9, 4), (16, 2), (9 * 16, 2)]
+    assert sorted((saved.numel(), saved.dtype.itemsize) for saved in kept) == [
+        (9, 4),
+        (9, 4),
+        (16, 2),
+        (9 * 16, 2),
+    ]
 
 
 def test_layer_norm_leaves_its_inputs_and_their_gradients_as_they_were() -> None:
-    x, residual, weight, bias = wants(9, 16), wants(9, 16, seed=1), wants(16, seed=2), wants(16, seed=3)
+    x, residual, weight, bias = (
+        wants(9, 16),
+        wants(9, 16, seed=1),
+        wants(16, seed=2),
+        wants(16, seed=3),
+    )
     dys = (seeded(9, 16, seed=4), seeded(9, 16, seed=5))
     copies = [a.detach().clone() for a in (x, residual, weight, bias, *dys)]
-    torch.autograd.grad(add_layer_norm(x, residual, weight, bias, EPS), (x, residual, weight, bias), dys)
+    torch.autograd.grad(
+        add_layer_norm(x, residual, weight, bias, EPS), (x, residual, weight, bias), dys
+    )
     assert all(torch.equal(a, b) for a, b in zip((x, residual, weight, bias, *dys), copies))
 
 
@@ -254,7 +302,9 @@ def test_layer_norm_of_rows_that_do_not_lie_together_and_of_meta() -> None:
     weight, bias = seeded(5, seed=1), seeded(5, seed=2)
     x = wants(5, 9)
     (mine,) = torch.autograd.grad(layer_norm(x.t(), weight, bias, EPS), x, seeded(5, 9, seed=3).t())
-    (theirs,) = torch.autograd.grad(reference_layer_norm(x.t(), weight, bias, EPS), x, seeded(5, 9, seed=3).t())
+    (theirs,) = torch.autograd.grad(
+        reference_layer_norm(x.t(), weight, bias, EPS), x, seeded(5, 9, seed=3).t()
+    )
     torch.testing.assert_close(mine, theirs)
     meta = torch.empty(9, 5, device="meta", requires_grad=True)
     total, y = add_layer_norm(meta, meta, weight.float().to("meta"), bias.float().to("meta"), EPS)
@@ -263,10 +313,14 @@ def test_layer_norm_of_rows_that_do_not_lie_together_and_of_meta() -> None:
 
 
 def test_layer_norms_weight_gradients_are_summed_in_fp32() -> None:
-    x, weight, bias = (seeded(*shape).bfloat16().requires_grad_() for shape in ((1000, 40), (40,), (40,)))
+    x, weight, bias = (
+        seeded(*shape).bfloat16().requires_grad_() for shape in ((1000, 40), (40,), (40,))
+    )
     dy = seeded(1000, 40, seed=1).bfloat16()
     mine = torch.autograd.grad(layer_norm(x, weight, bias, 1e-5), (weight, bias), dy)
     x, weight, bias = (each.detach().double().requires_grad_() for each in (x, weight, bias))
-    theirs = torch.autograd.grad(reference_layer_norm(x, weight, bias, 1e-5), (weight, bias), dy.double())
+    theirs = torch.autograd.grad(
+        reference_layer_norm(x, weight, bias, 1e-5), (weight, bias), dy.double()
+    )
     for a, b in zip(mine, theirs, strict=True):
         assert (a - b).abs().max() <= 5e-3 * b.abs().max(), "rounded once, at the end"

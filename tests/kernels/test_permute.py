@@ -19,11 +19,15 @@ from megalith.kernels.permute import (
     weights_of_rows,
 )
 
-FOUR_TOKENS = torch.tensor([[0, 1], [1, 0], [0, 2], [3, 1]])  # of logits 2 1 0 -1, 1.5 2.5 .5 -.5, 3 0 1 .5, 0 1 -1 2
+FOUR_TOKENS = torch.tensor(
+    [[0, 1], [1, 0], [0, 2], [3, 1]]
+)  # of logits 2 1 0 -1, 1.5 2.5 .5 -.5, 3 0 1 .5, 0 1 -1 2
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def random_choices(t: int, k: int, experts: int, *, dropped: float = 0.0, seed: int = 0) -> Tensor:
@@ -36,14 +40,20 @@ def random_choices(t: int, k: int, experts: int, *, dropped: float = 0.0, seed: 
 def three_orders(t: int = 13, k: int = 3, experts: int = 7) -> list[Order]:
     chosen = random_choices(t, k, experts)
     dropped = random_choices(t, k, experts, dropped=0.4)
-    return [order_choices(chosen, experts), order_choices(dropped, experts), order_padded(chosen, experts, capacity=5)]
+    return [
+        order_choices(chosen, experts),
+        order_choices(dropped, experts),
+        order_padded(chosen, experts, capacity=5),
+    ]
 
 
 def test_rows_are_sorted_by_expert_then_by_token() -> None:
     order = order_choices(FOUR_TOKENS, 4, num_rows=8)
     assert order.counts.tolist() == [3, 3, 1, 1]
     assert order.tokens.tolist() == [0, 1, 2, 0, 1, 3, 2, 3]
-    weights = torch.tensor([[0.731059, 0.268941], [0.731059, 0.268941], [0.880797, 0.119203], [0.731059, 0.268941]])
+    weights = torch.tensor(
+        [[0.731059, 0.268941], [0.731059, 0.268941], [0.880797, 0.119203], [0.731059, 0.268941]]
+    )
     expected = [0.731059, 0.268941, 0.880797, 0.268941, 0.731059, 0.268941, 0.119203, 0.731059]
     assert weights_of_rows(weights, order).tolist() == pytest.approx(expected)
 
@@ -64,7 +74,10 @@ def test_every_choice_that_is_not_dropped_has_one_row_of_its_expert(dropped: flo
 
 def test_a_known_number_of_rows_gives_the_same_order() -> None:
     chosen = random_choices(11, 3, 5, dropped=0.3)
-    counted, told = order_choices(chosen, 5), order_choices(chosen, 5, num_rows=int((chosen >= 0).sum()))
+    counted, told = (
+        order_choices(chosen, 5),
+        order_choices(chosen, 5, num_rows=int((chosen >= 0).sum())),
+    )
     for field in ("counts", "choices", "tokens", "rows", "starts"):
         assert torch.equal(getattr(counted, field), getattr(told, field))
 
@@ -75,7 +88,14 @@ def test_padding_gives_every_expert_its_capacity_and_drops_the_last() -> None:
     assert order.filler is not None
     assert order.filler.tolist() == [False] * 4 + [False, True, False, True]
     kept = order.tokens[~order.filler]
-    assert kept.tolist() == [0, 1, 0, 1, 2, 3]  # token 2 for expert 0 and token 3 for expert 1 came third
+    assert kept.tolist() == [
+        0,
+        1,
+        0,
+        1,
+        2,
+        3,
+    ]  # token 2 for expert 0 and token 3 for expert 1 came third
     x = seeded(4, 5)
     assert (permute(x, order)[order.filler] == 0).all()
     assert weights_of_rows(torch.ones(4, 2), order).tolist() == [1, 1, 1, 1, 1, 0, 1, 0]
@@ -87,7 +107,10 @@ def test_padding_beyond_what_is_chosen_changes_nothing() -> None:
     chosen, x, dy = random_choices(13, 3, 7, dropped=0.2), seeded(13, 4), seeded(13, 4, seed=1)
     results = []
     for order in (order_choices(chosen, 7), order_padded(chosen, 7, capacity=20)):
-        mine, scale = x.clone().requires_grad_(), torch.arange(7).repeat_interleave(order.counts).unsqueeze(1) + 1.0
+        mine, scale = (
+            x.clone().requires_grad_(),
+            torch.arange(7).repeat_interleave(order.counts).unsqueeze(1) + 1.0,
+        )
         y = unpermute(permute(mine, order) * scale, order)
         (dx,) = torch.autograd.grad(y, mine, dy)
         results.append((y, dx))
@@ -108,14 +131,27 @@ def test_moves_and_gradients_equal_the_reference(dtype: torch.dtype, which: int)
     order = three_orders()[which]
     r = len(order.choices)
     for ours, plain, given, back in [
-        (permute, reference_permute, seeded(13, 33, dtype=dtype), seeded(r, 33, seed=1, dtype=dtype)),
-        (unpermute, reference_unpermute, seeded(r, 33, dtype=dtype), seeded(13, 33, seed=1, dtype=dtype)),
+        (
+            permute,
+            reference_permute,
+            seeded(13, 33, dtype=dtype),
+            seeded(r, 33, seed=1, dtype=dtype),
+        ),
+        (
+            unpermute,
+            reference_unpermute,
+            seeded(r, 33, dtype=dtype),
+            seeded(13, 33, seed=1, dtype=dtype),
+        ),
     ]:
         mine, theirs = given.clone().requires_grad_(), given.clone().double().requires_grad_()
         y, expected = ours(mine, order), plain(theirs, order)
         assert y.dtype == dtype
         torch.testing.assert_close(y, expected.to(dtype))
-        (dx,), (dx_expected,) = torch.autograd.grad(y, mine, back), torch.autograd.grad(expected, theirs, back.double())
+        (dx,), (dx_expected,) = (
+            torch.autograd.grad(y, mine, back),
+            torch.autograd.grad(expected, theirs, back.double()),
+        )
         torch.testing.assert_close(dx, dx_expected.to(dtype))
 
 
@@ -132,16 +168,22 @@ def test_to_experts_and_back_with_weights_that_add_up_to_one_is_the_identity() -
 def test_rows_add_up_in_fp32_in_the_order_of_choices(features: int) -> None:
     order = order_choices(torch.tensor([[3, 2, 1, 0]]), 4)
     rows = torch.tensor([[1.0], [1.0], [1.0], [256.0]]).repeat(1, features).bfloat16()
-    assert (unpermute(rows, order) == 260).all()  # 259, rounded once; added in bf16 it would still be 256
+    assert (
+        unpermute(rows, order) == 260
+    ).all()  # 259, rounded once; added in bf16 it would still be 256
     mixed = torch.tensor([[0.0], [-1e8], [1e8], [1.0]]).repeat(1, features)
-    assert (unpermute(mixed, order) == 0).all()  # 1 + 1e8 - 1e8, where in the order of rows it would be 1
+    assert (
+        unpermute(mixed, order) == 0
+    ).all()  # 1 + 1e8 - 1e8, where in the order of rows it would be 1
 
 
 def test_a_tokens_weights_get_the_gradients_of_their_rows() -> None:
     order = three_orders()[1]
     weights = seeded(13, 3).requires_grad_()
     rows = weights_of_rows(weights, order)
-    (grad,) = torch.autograd.grad(rows, weights, torch.arange(1.0, len(rows) + 1, dtype=torch.float64))
+    (grad,) = torch.autograd.grad(
+        rows, weights, torch.arange(1.0, len(rows) + 1, dtype=torch.float64)
+    )
     expected = torch.zeros(39, dtype=torch.float64)
     expected[order.choices] = torch.arange(1.0, len(rows) + 1, dtype=torch.float64)
     assert torch.equal(grad.flatten(), expected)
@@ -194,4 +236,6 @@ def test_chunks_of_ranks_become_chunks_of_experts_and_come_back() -> None:
 
 def test_sorting_chunks_passes_the_finite_difference_test() -> None:
     sizes, order = [2, 0, 1, 3], [3, 0, 2, 1]
-    assert torch.autograd.gradcheck(lambda x: sort_chunks(x, sizes, order), (seeded(6, 2).requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda x: sort_chunks(x, sizes, order), (seeded(6, 2).requires_grad_(),)
+    )

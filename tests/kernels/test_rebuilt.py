@@ -1,4 +1,5 @@
-"""Inputs that a linear layer does not keep: rebuilt once in backward, bit for bit, and only when they are needed."""
+"""Inputs that a linear layer does not keep: rebuilt once in backward, bit for bit, and only when
+they are needed."""
 
 import pytest
 import torch
@@ -7,7 +8,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.rebuilt import Rebuilt, checked, fingerprint, in_parts, rebuild, rebuilt, value_of
+from megalith.kernels.rebuilt import (
+    Rebuilt,
+    checked,
+    fingerprint,
+    in_parts,
+    rebuild,
+    rebuilt,
+    value_of,
+)
 from megalith.testing.tolerance import EXACT, assert_equals
 
 
@@ -26,8 +35,11 @@ class Norm:
         return rms_norm(x, weight, 1e-5)
 
 
-def gradients(norm: Norm, *, discard: bool, frozen: bool = False) -> tuple[list[Tensor], list[tuple[int, ...]]]:
-    """Of x, the norm's weight and the layer's, if it is not frozen; and the shapes that were kept."""
+def gradients(
+    norm: Norm, *, discard: bool, frozen: bool = False
+) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    """Of x, the norm's weight and the layer's, if it is not frozen; and the shapes that were
+    kept."""
     x, scale = seeded(7, 5).requires_grad_(), seeded(5, seed=1).requires_grad_()
     w = seeded(3, 5, seed=2).requires_grad_(not frozen)
     shapes: list[tuple[int, ...]] = []
@@ -105,7 +117,9 @@ def test_a_checked_input_that_comes_out_otherwise_the_second_time_is_refused() -
         y.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+)
 def test_a_fingerprint_changes_with_any_value_and_with_their_order(dtype: torch.dtype) -> None:
     x = (
         (torch.arange(30).view(5, 6) % 7 > 3).to(dtype)
@@ -126,10 +140,13 @@ def test_another_shape_or_dtype_the_second_time_is_refused_with_both() -> None:
     like = x.shape, x.dtype
     assert torch.equal(rebuild(torch.clone, (x,), like=like), x)
     with pytest.raises(
-        RuntimeError, match=r"computed torch.float32 \[3, 4\] again where forward had torch.float32 \[4, 3\]"
+        RuntimeError,
+        match=r"computed torch.float32 \[3, 4\] again where forward had torch.float32 \[4, 3\]",
     ):
         rebuild(torch.t, (x,), like=like)
-    with pytest.raises(RuntimeError, match=r"float64 \[4, 3\] again .* must be made to give the same tensor"):
+    with pytest.raises(
+        RuntimeError, match=r"float64 \[4, 3\] again .* must be made to give the same tensor"
+    ):
         rebuild(Tensor.double, (x,), like=like)
 
 

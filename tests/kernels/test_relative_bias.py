@@ -35,13 +35,20 @@ def test_near_distances_have_a_bucket_each_and_far_ones_share(
     num_buckets: int, max_distance: int, causal: bool
 ) -> None:
     distances = list(range(-200, 200))
-    found = buckets_of(torch.tensor(distances), num_buckets=num_buckets, max_distance=max_distance, causal=causal)
-    expected = [by_formula(d, num_buckets=num_buckets, max_distance=max_distance, causal=causal) for d in distances]
+    found = buckets_of(
+        torch.tensor(distances), num_buckets=num_buckets, max_distance=max_distance, causal=causal
+    )
+    expected = [
+        by_formula(d, num_buckets=num_buckets, max_distance=max_distance, causal=causal)
+        for d in distances
+    ]
     assert found.tolist() == expected
 
 
 def test_golden_buckets_of_t5() -> None:
-    distances = torch.tensor([-200, -128, -127, -64, -20, -16, -15, -8, -7, -1, 0, 1, 7, 8, 15, 16, 64, 127, 128, 200])
+    distances = torch.tensor(
+        [-200, -128, -127, -64, -20, -16, -15, -8, -7, -1, 0, 1, 7, 8, 15, 16, 64, 127, 128, 200]
+    )
     both = buckets_of(distances, num_buckets=32, max_distance=128, causal=False).tolist()
     assert both == [15, 15, 15, 14, 10, 10, 9, 8, 7, 1, 0, 17, 23, 24, 25, 26, 30, 31, 31, 31]
     back = buckets_of(distances, num_buckets=32, max_distance=128, causal=True).tolist()
@@ -50,20 +57,29 @@ def test_golden_buckets_of_t5() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (12, 60), (4, 7)])
-def test_buckets_are_those_of_transformers(num_buckets: int, max_distance: int, causal: bool) -> None:
-    theirs = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention._relative_position_bucket
+def test_buckets_are_those_of_transformers(
+    num_buckets: int, max_distance: int, causal: bool
+) -> None:
+    theirs = pytest.importorskip(
+        "transformers.models.t5.modeling_t5"
+    ).T5Attention._relative_position_bucket
     distances = torch.arange(-5000, 5001)
-    expected = theirs(distances, bidirectional=not causal, num_buckets=num_buckets, max_distance=max_distance)
+    expected = theirs(
+        distances, bidirectional=not causal, num_buckets=num_buckets, max_distance=max_distance
+    )
     found = buckets_of(distances, num_buckets=num_buckets, max_distance=max_distance, causal=causal)
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (2, 7), (1, 40), (60, 60)])
-def test_one_look_up_per_distance_gives_what_one_per_pair_gives(queries: int, keys: int, causal: bool) -> None:
+def test_one_look_up_per_distance_gives_what_one_per_pair_gives(
+    queries: int, keys: int, causal: bool
+) -> None:
     table = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
     mine, naive = (
-        make(table, queries, keys, max_distance=20, causal=causal) for make in (distance_biases, reference_biases)
+        make(table, queries, keys, max_distance=20, causal=causal)
+        for make in (distance_biases, reference_biases)
     )
     assert torch.equal(mine, naive) and mine.shape == (3, queries, keys)
     weights = torch.randn(3, queries, keys, dtype=torch.float64)
@@ -80,7 +96,8 @@ def test_a_table_without_numbers_still_says_shapes() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("reach", [20, 59])
 def test_biases_by_distance_are_those_of_pairs(reach: int, causal: bool) -> None:
-    """Tokens of all numbers, taken from anywhere; a reach within which buckets differ no more changes nothing."""
+    """Tokens of all numbers, taken from anywhere; a reach within which buckets differ no more
+    changes nothing."""
     table = torch.randn(8, 3, dtype=torch.float64)
     pairs = reference_biases(table, 60, 60, max_distance=20, causal=causal)
     values = biases_by_distance(table, reach, max_distance=20, causal=causal)

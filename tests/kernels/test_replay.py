@@ -1,4 +1,5 @@
-"""Choices of experts are written down by layer and microbatch, and come back for the same tokens only."""
+"""Choices of experts are written down by layer and microbatch, and come back for the same tokens
+only."""
 
 import pytest
 import torch
@@ -22,9 +23,15 @@ def test_what_was_written_down_comes_back_by_layer_and_microbatch() -> None:
 
 def test_what_was_not_is_named() -> None:
     routing = Routing({("layers.3", 0): CHOSEN}, followed=True)
-    with pytest.raises(DataError, match=r"^microbatch 2: no choices of layers.3 to replay \(there are: \[0\]\). Rec"):
+    with pytest.raises(
+        DataError,
+        match=r"^microbatch 2: no choices of layers.3 to replay \(there are: \[0\]\). Rec",
+    ):
         Route(routing, 2).recall("layers.3", (3, 2))
     with pytest.raises(DataError, match=r"no choices of layers.4 to replay \(there are: none\)"):
         Route(routing, 0).recall("layers.4", (3, 2))
-    with pytest.raises(DataError, match=r"choices of layers.3 are \[3, 2\], expected \[4, 2\]. Use the microbatches"):
+    with pytest.raises(
+        DataError,
+        match=r"choices of layers.3 are \[3, 2\], expected \[4, 2\]. Use the microbatches",
+    ):
         Route(routing, 0).recall("layers.3", (4, 2))

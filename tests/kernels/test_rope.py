@@ -1,4 +1,5 @@
-"""Rotary positions: known frequencies, scores that see only distances, a backward that turns back."""
+"""Rotary positions: known frequencies, scores that see only distances, a backward that turns
+back."""
 
 import math
 from dataclasses import replace
@@ -23,10 +24,14 @@ LLAMA31 = RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0)
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-def tables(positions: Tensor, d: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def tables(
+    positions: Tensor, d: int, *, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
     return rope_tables(positions, rope_frequencies(RopeConfig(), d, dtype=torch.float64), dtype)
 
 
@@ -46,7 +51,9 @@ def test_llama31_frequencies_are_those_of_the_release() -> None:
 
 
 def test_llama3_bands_without_a_width_keep_or_stretch_each_pair_in_full() -> None:
-    none = RopeConfig(theta=30.0, scaling="llama3", factor=4.0, high_freq_factor=1.0, original_max_position=16)
+    none = RopeConfig(
+        theta=30.0, scaling="llama3", factor=4.0, high_freq_factor=1.0, original_max_position=16
+    )
     plain, scaled = rope_frequencies(RopeConfig(theta=30.0), 16), rope_frequencies(none, 16)
     kept = plain * 16 / (2 * math.pi) >= 1.0
     assert kept.any() and not kept.all()
@@ -55,14 +62,22 @@ def test_llama3_bands_without_a_width_keep_or_stretch_each_pair_in_full() -> Non
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_frequencies_equal_those_of_transformers(factor: float) -> None:
-    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="compares with transformers, which is not installed"
+    )
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {
-        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": factor, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=parameters)
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=parameters
+    )
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     ours = rope_frequencies(RopeConfig(theta=500_000.0, scaling="llama3", factor=factor), 64)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
@@ -73,22 +88,35 @@ def test_frequencies_equal_those_of_transformers(factor: float) -> None:
 def test_factors_for_short_and_for_long_documents_are_those_of_transformers(
     length: int, attention: dict[str, Any]
 ) -> None:
-    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="compares with transformers, which is not installed"
+    )
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     short, long = (1.0, 1.1, 1.25, 2.0), (1.5, 3.0, 9.0, 30.5)
     parameters = {
-        "rope_type": "longrope", "rope_theta": 500.0, "short_factor": list(short), "long_factor": list(long),
-        "original_max_position_embeddings": 16, **attention,
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "short_factor": list(short),
+        "long_factor": list(long),
+        "original_max_position_embeddings": 16,
+        **attention,
+    }
     theirs_config = transformers.LlamaConfig(
-        hidden_size=32, num_attention_heads=4, max_position_embeddings=64, rope_parameters=parameters
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        rope_parameters=parameters,
     )
     theirs, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs_config, "cpu", seq_len=length)
     ours = RopeConfig(
-        theta=500.0, scaling="longrope", short_factors=short, long_factors=long, original_max_position=16,
+        theta=500.0,
+        scaling="longrope",
+        short_factors=short,
+        long_factors=long,
+        original_max_position=16,
         **({"factor": 4.0} | attention),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(rope_frequencies(ours, 8, length=length), theirs, rtol=1e-6, atol=0)
     assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
     assert attention_factor(replace(ours, factor=1.0, attention_factor=None)) == 1.0
@@ -97,26 +125,42 @@ def test_factors_for_short_and_for_long_documents_are_those_of_transformers(
 @pytest.mark.parametrize(
     "said",
     [
-        {}, {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}, {"factor": 1.0},
-        {"beta_fast": 1.0, "beta_slow": 1.0}, {"truncate": False, "beta_fast": 1.0, "beta_slow": 1.0},
+        {},
+        {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
+        {"factor": 1.0},
+        {"beta_fast": 1.0, "beta_slow": 1.0},
+        {"truncate": False, "beta_fast": 1.0, "beta_slow": 1.0},
     ],
-)  # fmt: skip
+)
 def test_yarn_turns_and_sharpens_as_transformers_does(said: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="compares with transformers, which is not installed"
+    )
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {
-        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32, **said,
-    }  # fmt: skip
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        **said,
+    }
     config = transformers.LlamaConfig(
-        hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters=parameters
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        rope_parameters=parameters,
     )
     theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     ours = RopeConfig(
-        theta=500.0, scaling="yarn", original_max_position=32, factor=parameters["factor"],
-        whole_pairs=said.get("truncate", True), beta_fast=said.get("beta_fast", 32.0),
+        theta=500.0,
+        scaling="yarn",
+        original_max_position=32,
+        factor=parameters["factor"],
+        whole_pairs=said.get("truncate", True),
+        beta_fast=said.get("beta_fast", 32.0),
         beta_slow=said.get("beta_slow", 1.0),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(rope_frequencies(ours, 16), theirs, rtol=1e-6, atol=0)
     assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
     assert (attention_factor(ours) > 1.1) == (ours.factor > 1)
@@ -126,7 +170,7 @@ def test_yarn_turns_and_sharpens_as_transformers_does(said: dict[str, Any]) -> N
 DEEPSEEK_YARN = RopeConfig(scaling="yarn", factor=40.0, original_max_position=4096)
 GPT_OSS_YARN = RopeConfig(
     theta=150_000.0, scaling="yarn", factor=32.0, original_max_position=4096, whole_pairs=False
-)  # fmt: skip
+)
 
 
 def test_yarn_begins_and_ends_at_the_pairs_where_published_models_do() -> None:
@@ -151,13 +195,17 @@ def test_equals_the_rotation_of_transformers() -> None:
 
     x, (cos, sin) = seeded(6, 3, 8), tables(torch.arange(6), 8)
     both = [torch.cat([table, table], dim=-1).unsqueeze(0) for table in (cos, sin)]
-    theirs, _ = apply_rotary_pos_emb(x.transpose(0, 1).unsqueeze(0), x.transpose(0, 1).unsqueeze(0), *both)
+    theirs, _ = apply_rotary_pos_emb(
+        x.transpose(0, 1).unsqueeze(0), x.transpose(0, 1).unsqueeze(0), *both
+    )
     torch.testing.assert_close(apply_rope(x, cos, sin), theirs.squeeze(0).transpose(0, 1))
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
     cos, sin = tables(torch.tensor([0, 3, 1]), 6)
-    assert torch.autograd.gradcheck(lambda x: apply_rope(x, cos, sin), (seeded(3, 2, 6).requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda x: apply_rope(x, cos, sin), (seeded(3, 2, 6).requires_grad_(),)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -179,8 +227,15 @@ def test_every_kernel_gives_what_the_reference_gives(
     dtype: torch.dtype, tolerance: float, kernel: Kernel, d: int
 ) -> None:
     wide = seeded(301, 7, d, dtype=dtype).requires_grad_()
-    x, (cos, sin), dy = wide[:, 1:6], tables(torch.arange(301), d, dtype=dtype), seeded(301, 5, d, seed=1, dtype=dtype)
-    y, expected = apply_rope(x, cos, sin, kernel=kernel), apply_rope(x, cos, sin, kernel="reference")
+    x, (cos, sin), dy = (
+        wide[:, 1:6],
+        tables(torch.arange(301), d, dtype=dtype),
+        seeded(301, 5, d, seed=1, dtype=dtype),
+    )
+    y, expected = (
+        apply_rope(x, cos, sin, kernel=kernel),
+        apply_rope(x, cos, sin, kernel="reference"),
+    )
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
     (mine,), (theirs,) = torch.autograd.grad(y, wide, dy), torch.autograd.grad(expected, wide, dy)
     torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
@@ -189,7 +244,9 @@ def test_every_kernel_gives_what_the_reference_gives(
 def test_scores_depend_only_on_the_distance() -> None:
     q, k, positions = seeded(5, 2, 16), seeded(5, 2, 16, seed=1), torch.tensor([0, 4, 5, 9, 30])
     here, there = tables(positions, 16), tables(positions + 7, 16)
-    scores = [torch.einsum("qnd,knd->nqk", apply_rope(q, *t), apply_rope(k, *t)) for t in (here, there)]
+    scores = [
+        torch.einsum("qnd,knd->nqk", apply_rope(q, *t), apply_rope(k, *t)) for t in (here, there)
+    ]
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-12, atol=1e-12)
 
 
@@ -203,7 +260,9 @@ def test_position_zero_and_lengths_stay_as_they_are() -> None:
 def test_heads_of_a_wider_projection_are_read_in_place_and_left_alone() -> None:
     wide = seeded(5, 6, 8)
     before, (cos, sin) = wide.clone(), tables(torch.arange(5), 8)
-    torch.testing.assert_close(apply_rope(wide[:, 1:4], cos, sin), reference_rope(wide[:, 1:4], cos, sin))
+    torch.testing.assert_close(
+        apply_rope(wide[:, 1:4], cos, sin), reference_rope(wide[:, 1:4], cos, sin)
+    )
     assert torch.equal(wide, before)
 
 
@@ -217,7 +276,9 @@ def test_far_positions_keep_their_angle_when_the_tables_are_bf16() -> None:
 
 def test_shapes_hold_on_meta() -> None:
     x = torch.empty(5, 2, 8, device="meta", requires_grad=True)
-    cos, sin = rope_tables(torch.arange(5, device="meta"), rope_frequencies(RopeConfig(), 8).to("meta"), torch.float32)
+    cos, sin = rope_tables(
+        torch.arange(5, device="meta"), rope_frequencies(RopeConfig(), 8).to("meta"), torch.float32
+    )
     y = apply_rope(x, cos, sin)
     assert y.shape == x.shape
     y.sum().backward()
@@ -232,10 +293,15 @@ def test_shapes_hold_on_meta() -> None:
 def test_parts_of_heads_and_pairs_of_neighbours_turn_alike_under_every_kernel(
     dtype: torch.dtype, tolerance: float, kernel: Kernel, interleaved: bool, pairs: int
 ) -> None:
-    whole, dy = seeded(131, 5, 32, dtype=dtype).requires_grad_(), seeded(131, 3, 32, seed=1, dtype=dtype)
+    whole, dy = (
+        seeded(131, 5, 32, dtype=dtype).requires_grad_(),
+        seeded(131, 3, 32, seed=1, dtype=dtype),
+    )
     x, angles = whole[:, 1:-1], seeded(131, pairs, seed=2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    mine, theirs = (apply_rope(x, cos, sin, interleaved=interleaved, kernel=k) for k in (kernel, "reference"))
+    mine, theirs = (
+        apply_rope(x, cos, sin, interleaved=interleaved, kernel=k) for k in (kernel, "reference")
+    )
     assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
     assert torch.equal(mine[..., 2 * pairs :], x[..., 2 * pairs :])
     (a,), (b,) = torch.autograd.grad(mine, whole, dy), torch.autograd.grad(theirs, whole, dy)

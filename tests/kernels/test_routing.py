@@ -24,7 +24,7 @@ from megalith.kernels.routing import (
 
 LOGITS = torch.tensor(
     [[2, 1, 0, -1], [1.5, 2.5, 0.5, -0.5], [3, 0, 1, 0.5], [0, 1, -1, 2]], dtype=torch.float64
-)  # fmt: skip
+)
 """Four tokens, four experts."""
 
 
@@ -68,9 +68,17 @@ def test_only_the_best_groups_are_chosen_from() -> None:
     router = RouterConfig(renormalise=False, groups=2, top_groups=1)
     scores = LOGITS.softmax(1)
     of_groups = scores.view(4, 2, 2).sum(2)  # of each group its best two, and it has no more
-    assert close(of_groups, (0.880797, 0.119203), (0.880797, 0.119203), (0.828426, 0.171574), (0.324027, 0.675973))
+    assert close(
+        of_groups,
+        (0.880797, 0.119203),
+        (0.880797, 0.119203),
+        (0.828426, 0.171574),
+        (0.324027, 0.675973),
+    )
     masked = among_groups(scores, router, 2)
-    assert masked.isinf().tolist() == [[False, False, True, True]] * 3 + [[True, True, False, False]]
+    assert masked.isinf().tolist() == [[False, False, True, True]] * 3 + [
+        [True, True, False, False]
+    ]
     choice = choose_experts(LOGITS, router, 2)
     assert choice.experts.tolist() == [[0, 1], [1, 0], [0, 1], [3, 2]]
 
@@ -79,7 +87,10 @@ def test_only_the_best_groups_are_chosen_from() -> None:
 def test_a_group_is_as_good_as_its_best_together_or_as_its_best(kind: str, group: int) -> None:
     scores = torch.tensor([[0.5, 0.4, 0.6, 0.1]])
     router = RouterConfig(groups=2, top_groups=1, group_score=kind)  # type: ignore[arg-type]
-    assert best(among_groups(scores, router, 2), 2)[0].div(2, rounding_mode="floor").tolist() == [group, group]
+    assert best(among_groups(scores, router, 2), 2)[0].div(2, rounding_mode="floor").tolist() == [
+        group,
+        group,
+    ]
 
 
 def test_a_balancing_bias_decides_about_groups_too() -> None:
@@ -93,7 +104,9 @@ def test_a_balancing_bias_decides_about_groups_too() -> None:
 
 
 def test_of_equal_experts_the_first_is_chosen() -> None:
-    assert choose_experts(torch.zeros(3, 70), RouterConfig(), 4).experts.tolist() == [[0, 1, 2, 3]] * 3
+    assert (
+        choose_experts(torch.zeros(3, 70), RouterConfig(), 4).experts.tolist() == [[0, 1, 2, 3]] * 3
+    )
 
 
 def test_weights_have_the_dtype_of_logits_and_are_computed_in_fp32() -> None:
@@ -109,7 +122,9 @@ def test_shares_do_not_vanish_with_all_scores() -> None:
     shares = shares_of_one(torch.tensor([[-200.0, -201.0]]), "sigmoid")
     assert torch.allclose(shares, torch.tensor([[0.73106, 0.26894]]), atol=1e-5)
     plain = LOGITS.sigmoid()
-    assert torch.allclose(shares_of_one(LOGITS, "sigmoid"), plain / plain.sum(1, keepdim=True), rtol=1e-13)
+    assert torch.allclose(
+        shares_of_one(LOGITS, "sigmoid"), plain / plain.sum(1, keepdim=True), rtol=1e-13
+    )
 
 
 def test_sinkhorn_sends_all_experts_equally_much() -> None:
@@ -134,7 +149,9 @@ def test_a_plan_stays_as_it_is_once_it_has_settled() -> None:
     assert torch.allclose(sinkhorn(LOGITS, total, tokens=4), expected, rtol=1e-6)
     assert len(rounds) == SINKHORN_LOOKS
     of_tokens = 1 / 4 / (scores * of_experts).sum(1)
-    assert not torch.allclose(scores * of_experts * of_tokens[:, None], expected, rtol=1e-6), "another would move it"
+    assert not torch.allclose(scores * of_experts * of_tokens[:, None], expected, rtol=1e-6), (
+        "another would move it"
+    )
 
 
 def test_sinkhorn_ends_on_logits_that_are_no_numbers() -> None:
@@ -145,24 +162,40 @@ def test_an_expert_takes_the_heaviest_tokens() -> None:
     choice = choose_experts(LOGITS, RouterConfig(), 2)
     taken = refuse_surplus(choice, 1, "least", num_experts=4)
     kept = without(choice, taken)
-    assert sorted((t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE) == [
-        (1, 1), (2, 0), (2, 2), (3, 3),
-    ]  # fmt: skip
+    assert sorted(
+        (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE
+    ) == [
+        (1, 1),
+        (2, 0),
+        (2, 2),
+        (3, 3),
+    ]
     assert float(kept.weights.sum()) == pytest.approx(2.4621171573, abs=1e-9)
 
 
 def test_with_room_for_two_only_the_third_is_refused() -> None:
     choice = choose_experts(LOGITS, RouterConfig(), 2)
     kept = without(choice, refuse_surplus(choice, 2, "least", num_experts=4))
-    assert sorted((t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE) == [
-        (0, 0), (1, 1), (2, 0), (2, 2), (3, 1), (3, 3),
-    ]  # fmt: skip
+    assert sorted(
+        (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE
+    ) == [
+        (0, 0),
+        (1, 1),
+        (2, 0),
+        (2, 2),
+        (3, 1),
+        (3, 3),
+    ]
     assert float(kept.weights.sum()) == pytest.approx(3.4621171573, abs=1e-9)
 
 
 def test_an_expert_takes_the_first_tokens_in_the_order_given() -> None:
     choice = Choice(torch.tensor([[0], [0], [0]]), torch.tensor([[0.1], [0.9], [0.5]]))
-    assert refuse_surplus(choice, 2, "last", num_experts=1).flatten().tolist() == [True, True, False]
+    assert refuse_surplus(choice, 2, "last", num_experts=1).flatten().tolist() == [
+        True,
+        True,
+        False,
+    ]
     late_first = torch.tensor([2, 1, 0])
     taken = refuse_surplus(choice, 2, "last", num_experts=1, order=late_first)
     assert taken.flatten().tolist() == [False, True, True]
@@ -170,11 +203,16 @@ def test_an_expert_takes_the_first_tokens_in_the_order_given() -> None:
 
 def test_of_equal_weights_the_later_token_is_taken() -> None:
     choice = Choice(torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1))
-    assert refuse_surplus(choice, 3, "least", num_experts=2).flatten().tolist() == [False] * 2 + [True] * 3
+    assert (
+        refuse_surplus(choice, 3, "least", num_experts=2).flatten().tolist()
+        == [False] * 2 + [True] * 3
+    )
 
 
 @pytest.mark.parametrize(("factor", "capacity"), [(0.5, 1), (1.0, 2), (1.1, 3), (9.0, 4)])
-def test_capacity_is_rounded_up_and_never_more_than_all_tokens(factor: float, capacity: int) -> None:
+def test_capacity_is_rounded_up_and_never_more_than_all_tokens(
+    factor: float, capacity: int
+) -> None:
     assert capacity_of(factor, tokens=4, top_k=2, experts=4) == capacity
 
 
@@ -205,7 +243,10 @@ def test_the_gate_hands_its_weights_gradient_to_a_sink_unrounded() -> None:
         def rows(self, rows: Tensor, dy: Tensor) -> None:
             raise AssertionError
 
-    x, w = torch.randn(5, 7, dtype=torch.bfloat16), torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True)
+    x, w = (
+        torch.randn(5, 7, dtype=torch.bfloat16),
+        torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True),
+    )
     sink = Kept()
     gate(x, w, dtype=torch.float32, sink=sink).sum().backward()
     assert w.grad is None and sink.seen[0].dtype == torch.float32
@@ -227,7 +268,9 @@ def test_scores_of_square_roots_are_those_of_the_formula_and_weigh_as_sigmoids_d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tiny_scores_of_square_roots_keep_their_shares_and_gradients(dtype: torch.dtype) -> None:
     far = torch.tensor([[-200.0, -201.0, -39.0, -41.0, 90.0]], dtype=dtype, requires_grad=True)
-    assert torch.allclose(log_of_scores(far, "sqrt_softplus"), torch.cat([far[:, :4] / 2, far[:, 4:].log() / 2], 1))
+    assert torch.allclose(
+        log_of_scores(far, "sqrt_softplus"), torch.cat([far[:, :4] / 2, far[:, 4:].log() / 2], 1)
+    )
     shares_of_one(far, "sqrt_softplus")[0, 0].backward()
     score_experts(far, "sqrt_softplus").sum().backward()
     assert far.grad is not None and bool(far.grad.isfinite().all())
@@ -238,25 +281,36 @@ def test_tiny_scores_of_square_roots_keep_their_shares_and_gradients(dtype: torc
 def test_offsets_send_all_experts_equally_many_tokens() -> None:
     """With offsets that no longer move, each expert has K n / E of n tokens."""
     draw = torch.Generator().manual_seed(1)
-    logits = torch.randn(240, 6, dtype=torch.float64, generator=draw) + torch.tensor([3.0, 1, 0, 0, -1, -2])
+    logits = torch.randn(240, 6, dtype=torch.float64, generator=draw) + torch.tensor(
+        [3.0, 1, 0, 0, -1, -2]
+    )
     valid, offsets = torch.ones(240, dtype=torch.bool), torch.zeros(6, dtype=torch.float64)
     free = choose_experts(logits, RouterConfig(), 2).experts.flatten().bincount(minlength=6)
     assert int(free.max()) > 150
     for _ in range(60):
         offsets = balancing_offsets(logits, offsets, valid, 2)
         offsets = offsets - offsets.mean()
-    counts = choose_experts(logits, RouterConfig(), 2, offsets=offsets).experts.flatten().bincount(minlength=6)
+    counts = (
+        choose_experts(logits, RouterConfig(), 2, offsets=offsets)
+        .experts.flatten()
+        .bincount(minlength=6)
+    )
     assert counts.sub(80).abs().max() <= 3, counts
 
 
 def test_an_experts_offset_is_what_its_share_of_the_tokens_exceeds() -> None:
-    """Of 4 tokens with 2 of 4 experts each, all want an expert by its logit less their third best; the third counts."""
-    found = balancing_offsets(LOGITS, torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.bool), 2)
+    """Of 4 tokens with 2 of 4 experts each, all want an expert by its logit less their third best;
+    the third counts."""
+    found = balancing_offsets(
+        LOGITS, torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.bool), 2
+    )
     wants = LOGITS - torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64).unsqueeze(1)
     assert torch.equal(found, wants.sort(dim=0, descending=True).values[2])
     padded = torch.cat([LOGITS, torch.full((3, 4), 99.0, dtype=torch.float64)])
     valid = torch.arange(7) < 4
-    assert torch.equal(balancing_offsets(padded, torch.zeros(4, dtype=torch.float64), valid, 2), found)
+    assert torch.equal(
+        balancing_offsets(padded, torch.zeros(4, dtype=torch.float64), valid, 2), found
+    )
 
 
 def test_offsets_decide_who_is_chosen_and_not_the_weight() -> None:
@@ -266,7 +320,9 @@ def test_offsets_decide_who_is_chosen_and_not_the_weight() -> None:
     assert torch.allclose(choice.weights, LOGITS.gather(1, choice.experts).softmax(1), rtol=1e-14)
 
 
-@pytest.mark.parametrize(("dtype", "digits"), [(torch.float64, 1e-15), (torch.float32, 1e-7), (torch.bfloat16, 0.0)])
+@pytest.mark.parametrize(
+    ("dtype", "digits"), [(torch.float64, 1e-15), (torch.float32, 1e-7), (torch.bfloat16, 0.0)]
+)
 def test_roundings_do_not_say_who_gets_the_last_seat(dtype: torch.dtype, digits: float) -> None:
     """Two tokens of one weight, the earlier or the later rounded up; and one that weighs less."""
     for up in (0, 1):
@@ -277,4 +333,6 @@ def test_roundings_do_not_say_who_gets_the_last_seat(dtype: torch.dtype, digits:
             assert refuse_surplus(choice, seats, "least", num_experts=1).flatten().tolist() == taken
     near = torch.tensor([0.31, 0.3101], dtype=dtype)
     assert coarse(near).dtype == (torch.float32 if dtype == torch.float64 else dtype)
-    assert bool((coarse(near)[0] < coarse(near)[1]) == (near[0] < near[1])), "weights that differ still do"
+    assert bool((coarse(near)[0] < coarse(near)[1]) == (near[0] < near[1])), (
+        "weights that differ still do"
+    )

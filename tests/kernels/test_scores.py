@@ -37,7 +37,9 @@ def test_both_ways_a_window_reaches_as_far_after_a_query_as_before_it(
     assert mask is not None
     for i in range(queries):
         own = keys - queries + i
-        assert [j for j in range(keys) if mask[i, j]] == [j for j in range(keys) if abs(own - j) < window]
+        assert [j for j in range(keys) if mask[i, j]] == [
+            j for j in range(keys) if abs(own - j) < window
+        ]
 
 
 @pytest.mark.parametrize(("window", "right"), [(3, 0), (1, 4), (9, 1), (2, 9), (9, 9)])
@@ -48,14 +50,20 @@ def test_a_window_may_reach_further_to_one_side(window: int, right: int) -> None
     for i in range(3 if mask is not None else 0):
         assert mask is not None
         own = 3 + i
-        assert [j for j in range(6) if mask[i, j]] == [j for j in range(6) if own - window < j <= own + right]
+        assert [j for j in range(6) if mask[i, j]] == [
+            j for j in range(6) if own - window < j <= own + right
+        ]
     assert scores.after == right and Scores(window=window, causal=False).after == window - 1
-    assert Scores(causal=False).after is None and Scores(right=3).after == 0, "without a window, or causal"
+    assert Scores(causal=False).after is None and Scores(right=3).after == 0, (
+        "without a window, or causal"
+    )
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])])
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(sinks: torch.Tensor | None) -> None:
-    q, k, v = (torch.randn(*shape, requires_grad=True) for shape in ((3, 2, 4), (2, 1, 4), (2, 1, 3)))
+    q, k, v = (
+        torch.randn(*shape, requires_grad=True) for shape in ((3, 2, 4), (2, 1, 4), (2, 1, 3))
+    )
     visible = torch.tensor([[True, False], [False, False], [True, True]])
     y = masked_attention(q, k, v, visible, sinks=sinks)
     assert not y[1].any() and bool(y[[0, 2]].any(-1).all())

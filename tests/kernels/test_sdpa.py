@@ -7,12 +7,19 @@ from megalith.kernels.scores import Scores, causal_mask, masked_attention
 from megalith.kernels.sdpa import Lengths, sdpa_attention, sdpa_documents, sdpa_masked
 
 
-@pytest.mark.parametrize("lengths", [((4, 4), (4, 4)), ((3, 3), (5, 5)), ((1, 6), (2, 5)), ((0, 0), (2, 4), (0, 3))])
+@pytest.mark.parametrize(
+    "lengths", [((4, 4), (4, 4)), ((3, 3), (5, 5)), ((1, 6), (2, 5)), ((0, 0), (2, 4), (0, 3))]
+)
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_attend_as_the_definition_says(lengths: Lengths, scale: float | None, causal: bool) -> None:
+def test_documents_attend_as_the_definition_says(
+    lengths: Lengths, scale: float | None, causal: bool
+) -> None:
     t, keys = (sum(column) for column in zip(*lengths))
-    q, k, v = (torch.randn(*shape, dtype=torch.float64) for shape in ((t, 4, 6), (keys, 2, 6), (keys, 2, 5)))
+    q, k, v = (
+        torch.randn(*shape, dtype=torch.float64)
+        for shape in ((t, 4, 6), (keys, 2, 6), (keys, 2, 5))
+    )
     y = sdpa_attention(q, k, v, lengths, scale=scale, causal=causal)
     assert y.shape == (t, 4, 5)
     at, first = 0, 0
@@ -30,12 +37,19 @@ def test_documents_of_one_length_take_one_call() -> None:
 
 
 def test_queries_that_a_mask_leaves_blind_give_zero() -> None:
-    q, k, v = (torch.randn(*shape, requires_grad=True) for shape in ((3, 4, 6), (2, 2, 6), (2, 2, 5)))
+    q, k, v = (
+        torch.randn(*shape, requires_grad=True) for shape in ((3, 4, 6), (2, 2, 6), (2, 2, 5))
+    )
     mask = torch.tensor([[True, False], [False, False], [True, True]])
-    y, expected = sdpa_masked(q, k, v, mask, scale=0.3), masked_attention(q, k, v, mask, Scores(scale=0.3))
+    y, expected = (
+        sdpa_masked(q, k, v, mask, scale=0.3),
+        masked_attention(q, k, v, mask, Scores(scale=0.3)),
+    )
     torch.testing.assert_close(y, expected)
     assert not y[1].any()
-    for mine, theirs in zip(*(torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (y, expected))):
+    for mine, theirs in zip(
+        *(torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (y, expected))
+    ):
         torch.testing.assert_close(mine, theirs)
     assert sdpa_masked(q, k[:0], v[:0], mask[:, :0]).shape == (3, 4, 5)
     torch.testing.assert_close(sdpa_masked(q, k, v, None), masked_attention(q, k, v, None))

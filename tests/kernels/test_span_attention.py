@@ -1,4 +1,5 @@
-"""Attention over intervals of keys equals its plain definition, and merges over pieces of the keys."""
+"""Attention over intervals of keys equals its plain definition, and merges over pieces of the
+keys."""
 
 import math
 
@@ -32,7 +33,9 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
-def qkv(queries: int, keys: int, *, n: int = 4, g: int = 2, d_v: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(
+    queries: int, keys: int, *, n: int = 4, g: int = 2, d_v: int = 5
+) -> tuple[Tensor, Tensor, Tensor]:
     return random(queries, n, 6, seed=1), random(keys, g, 6, seed=2), random(keys, g, d_v, seed=3)
 
 
@@ -40,7 +43,9 @@ def assert_same(mine: Tensor, reference: Tensor, inputs: tuple[Tensor, ...]) -> 
     """Output and gradients."""
     assert_equals("output", mine, reference, FP64)
     dy = torch.randn(mine.shape, generator=torch.Generator().manual_seed(9), dtype=mine.dtype)
-    pairs = zip("qkv", torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(reference, inputs, dy))
+    pairs = zip(
+        "qkv", torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(reference, inputs, dy)
+    )
     for name, a, b in pairs:
         assert_equals(f"d{name}", a, b, FP64)
 
@@ -49,7 +54,9 @@ def assert_same(mine: Tensor, reference: Tensor, inputs: tuple[Tensor, ...]) -> 
     "tokens", [tokens_of_rows(2, 70), tokens_of_lengths([3, 100, 1, 64, 40]), tokens_of_rows(3, 4)]
 )
 @pytest.mark.parametrize(("n", "g"), [(4, 4), (6, 2), (3, 1)])
-def test_all_earlier_tokens_of_a_document_are_causal_attention(tokens: Tokens, n: int, g: int) -> None:
+def test_all_earlier_tokens_of_a_document_are_causal_attention(
+    tokens: Tokens, n: int, g: int
+) -> None:
     inputs = qkv(tokens.num_tokens, tokens.num_tokens, n=n, g=g)
     mine = span_attention(*inputs, spans_of_lengths(tokens.lengths))
     assert_same(mine, reference_attention(*inputs, tokens), inputs)
@@ -63,12 +70,19 @@ def test_a_window_ends_so_many_tokens_back(tokens: Tokens, window: int) -> None:
     near = (place[:, None] - place[None] < window) & (place[:, None] >= place[None])
     mask = near & (tokens.document[:, None] == tokens.document[None])
     q, k, v = (x.transpose(0, 1) for x in inputs)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    assert_same(span_attention(*inputs, spans_of_lengths(tokens.lengths, window)), expected.transpose(0, 1), inputs)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=True
+    )
+    assert_same(
+        span_attention(*inputs, spans_of_lengths(tokens.lengths, window)),
+        expected.transpose(0, 1),
+        inputs,
+    )
 
 
 def pieces(seed: int) -> tuple[list[Spans], Spans, list[int]]:
-    """What one rank's queries see of every rank's keys; the same of all keys at once; and tokens per rank."""
+    """What one rank's queries see of every rank's keys; the same of all keys at once; and tokens
+    per rank."""
     draw = np.random.default_rng(seed)
     ranks, row = 3, 6 * int(draw.integers(8, 30))
     cuts = np.sort(draw.choice(np.arange(1, 2 * row), size=int(draw.integers(0, 6)), replace=False))
@@ -77,7 +91,11 @@ def pieces(seed: int) -> tuple[list[Spans], Spans, list[int]]:
     window = [None, 7, row // 2][seed % 3]
     mine, starts = slices.numbers[seed % ranks], slices.starts()
     parts = [plan_spans(mine, keys, starts, window=window) for keys in slices.numbers]
-    return parts, plan_spans(mine, np.arange(2 * row), starts, window=window), slices.numbers.reshape(-1).tolist()
+    return (
+        parts,
+        plan_spans(mine, np.arange(2 * row), starts, window=window),
+        slices.numbers.reshape(-1).tolist(),
+    )
 
 
 @loop_over("seed", range(12))
@@ -88,12 +106,19 @@ def test_pieces_of_the_keys_merge_into_attention_to_all_of_them(seed: int) -> No
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_()
     scores = [PLAIN, Scores(scale=0.3), Scores(softcap=1.5)][seed % 3]
     expected = reference_span_attention(q, k, v, whole, scores, sinks)
-    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5), dtype=expected.dtype)
+    dout = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(5), dtype=expected.dtype
+    )
     reference = torch.autograd.grad(expected, [q, k, v, sinks], dout)
 
     heads = k.shape[1]
-    by_rank = [[rows_by_head(x.detach()[order[r * count : (r + 1) * count]], heads, 1).squeeze(1) for x in (k, v)]
-               for r in range(len(parts))]  # fmt: skip
+    by_rank = [
+        [
+            rows_by_head(x.detach()[order[r * count : (r + 1) * count]], heads, 1).squeeze(1)
+            for x in (k, v)
+        ]
+        for r in range(len(parts))
+    ]
     qh = rows_by_head(q.detach(), heads, 1)
     result = nothing_found(qh, v.shape[-1], sinks.detach())
     for spans, (kh, vh) in zip(parts, by_rank):
@@ -109,7 +134,9 @@ def test_pieces_of_the_keys_merge_into_attention_to_all_of_them(seed: int) -> No
         mine = order[r * count : (r + 1) * count]
         for name, a, b in zip("kv", into[1:], reference[1:3]):
             expected_part = rows_by_head(b[mine], heads, 1).squeeze(1)
-            torch.testing.assert_close(a, expected_part, rtol=1e-11, atol=1e-11, msg=f"d{name} of rank {r}")
+            torch.testing.assert_close(
+                a, expected_part, rtol=1e-11, atol=1e-11, msg=f"d{name} of rank {r}"
+            )
     assert_equals("dq", dq, rows_by_head(reference[0], heads, 1), FP64)
     assert_equals("dsinks", sink_gradient(sinks.detach(), result.lse, delta), reference[3], FP64)
 
@@ -121,7 +148,9 @@ def test_a_query_without_any_key_gives_zero_and_no_gradient() -> None:
     out = span_attention(*inputs, spans)
     assert not out[:2].any() and bool(out[2:].any())
     dq, dk, dv = torch.autograd.grad(out.sum(), inputs)
-    assert not dq[:2].any() and bool(torch.isfinite(torch.cat([x.flatten() for x in (dq, dk, dv)])).all())
+    assert not dq[:2].any() and bool(
+        torch.isfinite(torch.cat([x.flatten() for x in (dq, dk, dv)])).all()
+    )
     assert_same(span_attention(*inputs, spans), reference_span_attention(*inputs, spans), inputs)
 
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
@@ -138,25 +167,41 @@ def test_a_query_without_any_key_gives_zero_and_no_gradient() -> None:
 
 def test_a_query_that_sees_its_first_key_late_forgets_the_nothing_before() -> None:
     """A first piece of which it sees nothing leaves lse at -inf, and no NaN in what follows."""
-    hidden = Spans(1, np.array([[0, 0], [0, 1]]), plan_spans(np.array([0, 3]), np.array([2]), np.zeros(4, int)).tiles)
+    hidden = Spans(
+        1,
+        np.array([[0, 0], [0, 1]]),
+        plan_spans(np.array([0, 3]), np.array([2]), np.zeros(4, int)).tiles,
+    )
     q, k, v = (rows_by_head(x.detach(), 2, 1) for x in qkv(2, 1))
     result = nothing_found(q, 5)
     attend(q, k.squeeze(1), v.squeeze(1), hidden, result)
     assert result.lse[..., 0].max() == -math.inf and not result.out[..., 0, :].any()
-    attend(q, k.squeeze(1), v.squeeze(1), plan_spans(np.array([4, 5]), np.array([3]), np.zeros(6, int)), result)
+    attend(
+        q,
+        k.squeeze(1),
+        v.squeeze(1),
+        plan_spans(np.array([4, 5]), np.array([3]), np.zeros(6, int)),
+        result,
+    )
     assert torch.allclose(result.out[..., 0, :], v.expand(2, 2, 1, 5)[..., 0, :])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_dtypes_follow_float64(dtype: torch.dtype) -> None:
     tokens = tokens_of_rows(2, 150)
-    inputs = q, k, v = random(300, 4, 16, seed=1), random(300, 2, 16, seed=2), random(300, 2, 16, seed=3)
+    inputs = q, k, v = (
+        random(300, 4, 16, seed=1),
+        random(300, 2, 16, seed=2),
+        random(300, 2, 16, seed=3),
+    )
     narrow = nq, nk, nv = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
     spans = spans_of_lengths(tokens.lengths, 70)
     mine, reference = span_attention(nq, nk, nv, spans), span_attention(q, k, v, spans)
     assert mine.dtype == dtype
     dy = torch.ones_like(reference).cumsum(0).sub(150).div(100)
-    grads = zip(torch.autograd.grad(mine, narrow, dy.to(dtype)), torch.autograd.grad(reference, inputs, dy))
+    grads = zip(
+        torch.autograd.grad(mine, narrow, dy.to(dtype)), torch.autograd.grad(reference, inputs, dy)
+    )
     for a, b in [(mine, reference), *grads]:
         assert a.dtype == dtype
         assert_equals("value", a, b.detach(), BF16)
@@ -186,14 +231,19 @@ def test_the_compiled_pass_computes_what_torch_operations_do(
     assert {tile.visible is None for tile in spans.tiles} == {False}
     dense = plan_spans(np.arange(200, 300), np.arange(100), np.zeros(300, np.int64))
     for what in (spans, dense):
-        q, k, v = (x.detach().to(dtype).requires_grad_() for x in qkv(len(what.visible), 130 if what is spans else 100))
+        q, k, v = (
+            x.detach().to(dtype).requires_grad_()
+            for x in qkv(len(what.visible), 130 if what is spans else 100)
+        )
         dy = torch.ones(q.shape[0], 4, 5, dtype=dtype).cumsum(0).div(100)
         found = []
         for compiled in (True, False):
             with monkeypatch.context() as patch:
                 if not compiled:
                     patch.setattr(cpu, "takes", lambda *tensors: False)
-                out = span_attention(q, k, v, what, Scores(softcap=3.0), torch.linspace(-1, 1, 4, dtype=dtype))
+                out = span_attention(
+                    q, k, v, what, Scores(softcap=3.0), torch.linspace(-1, 1, 4, dtype=dtype)
+                )
                 found.append([out.detach(), *torch.autograd.grad(out, [q, k, v], dy)])
         for mine, theirs in zip(*found):
             assert_equals("value", mine, theirs, FP32 if dtype == torch.float32 else BF16)

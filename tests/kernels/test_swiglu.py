@@ -9,7 +9,9 @@ from megalith.kernels.swiglu import reference_swiglu, swiglu
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -18,30 +20,48 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 def test_the_gate_is_the_first_half() -> None:
     gate_up = torch.tensor([[0.0, 2.0, 5.0, 3.0]], dtype=torch.float64)
-    torch.testing.assert_close(swiglu(gate_up)[0], torch.tensor([0.0, 2 / (1 + torch.e**-2) * 3], dtype=torch.float64))
+    torch.testing.assert_close(
+        swiglu(gate_up)[0], torch.tensor([0.0, 2 / (1 + torch.e**-2) * 3], dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize("f", [1, 7, 65])
-def test_result_and_gradient_equal_the_reference(dtype: torch.dtype, tolerance: float, f: int) -> None:
-    gate_up, dy = (3 * seeded(11, 2 * f, dtype=dtype)).requires_grad_(), seeded(11, f, seed=1, dtype=dtype)
+def test_result_and_gradient_equal_the_reference(
+    dtype: torch.dtype, tolerance: float, f: int
+) -> None:
+    gate_up, dy = (
+        (3 * seeded(11, 2 * f, dtype=dtype)).requires_grad_(),
+        seeded(11, f, seed=1, dtype=dtype),
+    )
     y, expected = swiglu(gate_up), reference_swiglu(gate_up)
     assert y.dtype == dtype
     assert (y - expected).abs().max() <= tolerance * expected.abs().max()
-    (mine,), (theirs,) = torch.autograd.grad(y, gate_up, dy), torch.autograd.grad(expected, gate_up, dy)
+    (mine,), (theirs,) = (
+        torch.autograd.grad(y, gate_up, dy),
+        torch.autograd.grad(expected, gate_up, dy),
+    )
     assert mine.dtype == dtype
     assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_every_kernel_gives_what_the_reference_gives(dtype: torch.dtype, tolerance: float, kernel: Kernel) -> None:
-    gate_up, dy = (5 * seeded(67, 2 * 131, dtype=dtype)).requires_grad_(), seeded(67, 131, seed=1, dtype=dtype)
+def test_every_kernel_gives_what_the_reference_gives(
+    dtype: torch.dtype, tolerance: float, kernel: Kernel
+) -> None:
+    gate_up, dy = (
+        (5 * seeded(67, 2 * 131, dtype=dtype)).requires_grad_(),
+        seeded(67, 131, seed=1, dtype=dtype),
+    )
     y, expected = swiglu(gate_up, kernel=kernel), swiglu(gate_up, kernel="reference")
     assert (y - expected).abs().max() <= tolerance * expected.abs().max()
-    (mine,), (theirs,) = torch.autograd.grad(y, gate_up, dy), torch.autograd.grad(expected, gate_up, dy)
+    (mine,), (theirs,) = (
+        torch.autograd.grad(y, gate_up, dy),
+        torch.autograd.grad(expected, gate_up, dy),
+    )
     assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
@@ -55,7 +75,9 @@ def test_large_gates_neither_overflow_nor_turn_nan(dtype: torch.dtype, rows: int
         y[-1].float(), torch.tensor([0.0, 0.0, 100.0, 1e4], dtype=dtype).float(), atol=1e-33, rtol=0
     )
     (grad,) = torch.autograd.grad(y.sum(), gate_up)
-    torch.testing.assert_close(grad[-1, :4].float(), torch.tensor([0.0, 0.0, 1.0, 1.0]), atol=1e-33, rtol=0)
+    torch.testing.assert_close(
+        grad[-1, :4].float(), torch.tensor([0.0, 0.0, 1.0, 1.0]), atol=1e-33, rtol=0
+    )
 
 
 def test_only_the_input_is_kept_and_nothing_is_overwritten() -> None:

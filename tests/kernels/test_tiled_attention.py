@@ -11,16 +11,35 @@ from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.matmul import bf16_matmul
 from megalith.kernels.scores import Scores
 from megalith.kernels.sdpa import sdpa_documents
-from megalith.kernels.tiled_attention import KEPT_LENGTH, Tile, _hidden, _loop_softmax, tiled_attention
+from megalith.kernels.tiled_attention import (
+    KEPT_LENGTH,
+    Tile,
+    _hidden,
+    _loop_softmax,
+    tiled_attention,
+)
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
 
 
 def qkv(
-    tokens: Tokens, *, heads: int, kv_heads: int, d: int = 8, d_v: int = 8, dtype: torch.dtype = torch.float64
+    tokens: Tokens,
+    *,
+    heads: int,
+    kv_heads: int,
+    d: int = 8,
+    d_v: int = 8,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(tokens.num_tokens, heads, d), (tokens.num_tokens, kv_heads, d), (tokens.num_tokens, kv_heads, d_v)]
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    shapes = [
+        (tokens.num_tokens, heads, d),
+        (tokens.num_tokens, kv_heads, d),
+        (tokens.num_tokens, kv_heads, d_v),
+    ]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for s in shapes
+    ]
 
 
 @pytest.mark.parametrize("length", [70, 600])
@@ -28,10 +47,15 @@ def test_tiles_give_the_same_whether_probabilities_are_kept_or_computed_again(le
     tokens = tokens_of_rows(2, length)
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
     y, expected = attention(q, k, v, tokens), sdpa_documents(q, k, v, length)
-    assert (type(y.grad_fn).__name__, length <= KEPT_LENGTH) == ("TiledAttentionBackward", length == 70)
+    assert (type(y.grad_fn).__name__, length <= KEPT_LENGTH) == (
+        "TiledAttentionBackward",
+        length == 70,
+    )
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for mine, theirs in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy)
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -62,7 +86,9 @@ def test_bf16_gradients_are_as_near_to_float64_as_those_of_torch(length: int) ->
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [(70,), (600,), (40, 90, 3), (3, 50, 1, 80, 64)])
-def test_values_may_have_another_width_and_scores_another_scale(lengths: tuple[int, ...], causal: bool) -> None:
+def test_values_may_have_another_width_and_scores_another_scale(
+    lengths: tuple[int, ...], causal: bool
+) -> None:
     tokens = tokens_of_lengths(list(lengths) * 2)
     inputs = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4)
     y = tiled_attention(*inputs, lengths, scale=0.7, causal=causal)
@@ -70,7 +96,9 @@ def test_values_may_have_another_width_and_scores_another_scale(lengths: tuple[i
     assert y.shape == (tokens.num_tokens, 4, 4)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -84,10 +112,14 @@ def test_gradients_are_those_of_finite_differences(causal: bool) -> None:
 
 @pytest.mark.skipif(cpu.openmp() is None, reason="no OpenMP library to call on this machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tile", [
-    Tile(slice(0, 3), 0, 64, 128, 128, (), causal=True), Tile(slice(0, 3), 32, 64, 100, 100, (70, 71, 99), causal=True),
-    Tile(slice(0, 3), 32, 64, 100, 120, (70, 71, 99), causal=False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(slice(0, 3), 0, 64, 128, 128, (), causal=True),
+        Tile(slice(0, 3), 32, 64, 100, 100, (70, 71, 99), causal=True),
+        Tile(slice(0, 3), 32, 64, 100, 120, (70, 71, 99), causal=False),
+    ],
+)
 def test_the_loop_takes_the_softmax_over_visible_keys_alone(tile: Tile, dtype: torch.dtype) -> None:
     scores = 4 * torch.randn(3, 2 * (tile.stop - tile.start), tile.last - tile.first)
     hidden = _hidden(tile, scores)
@@ -97,4 +129,6 @@ def test_the_loop_takes_the_softmax_over_visible_keys_alone(tile: Tile, dtype: t
     ours = _loop_softmax(scores.clone(), tile, dtype)
     assert ours.dtype == dtype
     assert not ours[expected == 0].any()
-    torch.testing.assert_close(ours.double(), expected, rtol=2e-6 if dtype == torch.float32 else 4e-3, atol=1e-7)
+    torch.testing.assert_close(
+        ours.double(), expected, rtol=2e-6 if dtype == torch.float32 else 4e-3, atol=1e-7
+    )

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, tokens_of_rows, tokens_of_slices
+from megalith.kernels.tokens import (
+    tokens_of_lengths,
+    tokens_of_queries,
+    tokens_of_rows,
+    tokens_of_slices,
+)
 from megalith.plan.context import Slicing, plan_slices
 
 
@@ -53,7 +58,10 @@ def test_integer_types_are_those_the_kernels_expect() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tensors_are_made_on_the_device_asked_for(device: str) -> None:
     tokens = tokens_of_lengths([2, 3], device=device)
-    found = {x.device.type for x in (tokens.cu_q, tokens.cu_kv, tokens.positions, tokens.document, tokens.valid)}
+    found = {
+        x.device.type
+        for x in (tokens.cu_q, tokens.cu_kv, tokens.positions, tokens.document, tokens.valid)
+    }
     assert found == {device}
     assert tokens.lengths == ((2, 2), (3, 3))  # still known on the host
 
@@ -94,5 +102,10 @@ def test_what_tokens_see_is_planned_once_for_all_layers() -> None:
     assert context is not None
     assert context.spans_of_groups(1) is context.spans_of_groups(1)
     assert context.spans_of_groups(1)[1].visible.tolist() == [[0, 0], [0, 0], [0, 4], [0, 4]]
-    assert context.spans_of_groups(1, window=3)[1].visible.tolist() == [[0, 0], [0, 0], [2, 4], [3, 4]]
+    assert context.spans_of_groups(1, window=3)[1].visible.tolist() == [
+        [0, 0],
+        [0, 0],
+        [2, 4],
+        [3, 4],
+    ]
     assert context.spans_of_all().visible.tolist() == [[0, 1], [0, 2], [0, 7], [0, 8]]

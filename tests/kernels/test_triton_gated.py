@@ -1,4 +1,5 @@
-"""Gates and weighted activations on GPUs give what their plain definitions give, and so do their gradients."""
+"""Gates and weighted activations on GPUs give what their plain definitions give, and so do their
+gradients."""
 
 import math
 from typing import get_args
@@ -21,7 +22,9 @@ from megalith.testing.triton import triton_device
 
 DEVICE = triton_device()
 if DEVICE is None:
-    pytest.skip("needs an NVIDIA GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True)
+    pytest.skip(
+        "needs an NVIDIA GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True
+    )
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 TOLERANCES = [(torch.float32, 3e-6), (torch.bfloat16, 1e-2)]
@@ -44,7 +47,9 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 def same(mine: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], tolerance: float) -> None:
     dy = seeded(*mine.shape, seed=9, dtype=mine.dtype).detach()
     pairs = zip(
-        (mine, *torch.autograd.grad(mine, inputs, dy)), (theirs, *torch.autograd.grad(theirs, inputs, dy)), strict=True
+        (mine, *torch.autograd.grad(mine, inputs, dy)),
+        (theirs, *torch.autograd.grad(theirs, inputs, dy)),
+        strict=True,
     )
     for a, b in pairs:
         assert a.dtype == b.dtype
@@ -59,7 +64,9 @@ def test_gates_equal_the_reference(gate: Gate, dtype: torch.dtype, tolerance: fl
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
-def test_swiglu_of_wide_and_strided_rows_equals_the_reference(dtype: torch.dtype, tolerance: float) -> None:
+def test_swiglu_of_wide_and_strided_rows_equals_the_reference(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     x = seeded(7, 2 * 2500, dtype=dtype)
     for given in (x, x[::2], x[:, ::5]):
         same(swiglu(given), reference_swiglu(given.double()).to(dtype), (x,), 2 * tolerance)
@@ -67,16 +74,23 @@ def test_swiglu_of_wide_and_strided_rows_equals_the_reference(dtype: torch.dtype
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize("gate", GATES[-3:])
-def test_weighted_gates_equal_the_reference(gate: Gate, dtype: torch.dtype, tolerance: float) -> None:
+def test_weighted_gates_equal_the_reference(
+    gate: Gate, dtype: torch.dtype, tolerance: float
+) -> None:
     x, w = seeded(23, 2 * 131, dtype=dtype), seeded(23, seed=1)
     same(weighted_gated(x, w, gate), reference_weighted_gated(x, w, gate), (x, w), tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize("activation", ["squared_relu", "gelu"])
-def test_weighted_activations_equal_the_reference(activation: Activation, dtype: torch.dtype, tolerance: float) -> None:
+def test_weighted_activations_equal_the_reference(
+    activation: Activation, dtype: torch.dtype, tolerance: float
+) -> None:
     x, w = seeded(5, 2500, dtype=dtype), seeded(5, seed=1, dtype=dtype)
-    mine, theirs = weighted_activate(x, w, activation), reference_weighted_activate(x, w, activation)
+    mine, theirs = (
+        weighted_activate(x, w, activation),
+        reference_weighted_activate(x, w, activation),
+    )
     same(mine, theirs, (x, w), tolerance)
 
 
@@ -87,7 +101,9 @@ def test_the_numbers_of_activations_are_those_of_the_loops() -> None:
 
 
 def test_large_gates_neither_overflow_nor_lose_a_nan() -> None:
-    row = torch.tensor([[-1e30, -1e4, 1e4, 1e30, math.nan, *([1.0] * 5)]], device=DEVICE).requires_grad_()
+    row = torch.tensor(
+        [[-1e30, -1e4, 1e4, 1e30, math.nan, *([1.0] * 5)]], device=DEVICE
+    ).requires_grad_()
     for name in SIGMOIDS:
         y = gated(row, Gate(name))
         torch.testing.assert_close(y[0, :4], row[0, :4].clamp(min=0))

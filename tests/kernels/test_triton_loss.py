@@ -1,4 +1,5 @@
-"""Cross entropy on GPUs gives what its plain definition gives, for readouts and parts of a vocabulary, too."""
+"""Cross entropy on GPUs gives what its plain definition gives, for readouts and parts of a
+vocabulary, too."""
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from megalith.testing.triton import triton_device
 
 DEVICE = triton_device()
 if DEVICE is None:
-    pytest.skip("needs an NVIDIA GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True)
+    pytest.skip(
+        "needs an NVIDIA GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True
+    )
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 from megalith.kernels.triton_loss import gradient_, row_sums  # noqa: E402  # where Triton is missing, there is none
@@ -42,7 +45,10 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 def test_losses_and_gradients_equal_the_reference(
     readout: Readout, vocab: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    x, weight = seeded(TOKENS, HIDDEN, dtype=dtype).requires_grad_(), seeded(vocab + 3, HIDDEN, seed=1, dtype=dtype)
+    x, weight = (
+        seeded(TOKENS, HIDDEN, dtype=dtype).requires_grad_(),
+        seeded(vocab + 3, HIDDEN, seed=1, dtype=dtype),
+    )
     weight.requires_grad_()
     labels = torch.randint(0, vocab, (TOKENS,), generator=torch.Generator().manual_seed(2))
     labels[4] = -1
@@ -50,10 +56,22 @@ def test_losses_and_gradients_equal_the_reference(
     factors = seeded(TOKENS, seed=3).abs()
     theirs = reference_cross_entropy(x, weight, labels, vocab_size=vocab, readout=readout)
     total, single = (
-        loss(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=vocab, readout=readout, chunk=3)
+        loss(
+            x,
+            weight,
+            labels,
+            vocab=alone("tp"),
+            first_row=0,
+            vocab_size=vocab,
+            readout=readout,
+            chunk=3,
+        )
         for loss in (linear_cross_entropy, token_losses)
     )
-    for mine, expected in ((total, theirs.sum()), ((single * factors).sum(), (theirs * factors).sum())):
+    for mine, expected in (
+        (total, theirs.sum()),
+        ((single * factors).sum(), (theirs * factors).sum()),
+    ):
         torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
         for a, b in zip(
             torch.autograd.grad(mine, (x, weight)),
@@ -70,7 +88,9 @@ def test_smoothed_labels_equal_the_reference(readout: Readout) -> None:
     whole = {"vocab_size": 37, "readout": readout, "smoothing": 0.1}
     mine = linear_cross_entropy(x, weight, labels, vocab=alone("tp"), first_row=0, chunk=3, **whole)
     theirs = reference_cross_entropy(x, weight, labels, **whole).sum()
-    for a, b in zip(*(torch.autograd.grad(each, (x, weight)) for each in (mine, theirs)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(each, (x, weight)) for each in (mine, theirs)), strict=True
+    ):
         assert (a - b).abs().max() <= 5e-6 * b.abs().max()
 
 

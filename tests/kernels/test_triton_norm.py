@@ -21,17 +21,27 @@ from megalith.testing.triton import triton_device
 
 DEVICE = triton_device()
 if DEVICE is None:
-    pytest.skip("needs an NVIDIA GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True)
+    pytest.skip(
+        "needs an NVIDIA GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True
+    )
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 TOLERANCES = [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)]
-ADDED: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]] = {
-    "rms": (add_rms_norm, reference_add_rms_norm), "layer": (add_layer_norm, reference_add_layer_norm),
-}  # fmt: skip
+ADDED: dict[
+    str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]
+] = {
+    "rms": (add_rms_norm, reference_add_rms_norm),
+    "layer": (add_layer_norm, reference_add_layer_norm),
+}
 ALONE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "rms": (rms_norm, reference_rms_norm), "layer": (layer_norm, reference_layer_norm),
-}  # fmt: skip
-SHAPES = [(37, 131), (3, 2100), (1, 3)]  # several rows in one program, and odd, wide and single ones
+    "rms": (rms_norm, reference_rms_norm),
+    "layer": (layer_norm, reference_layer_norm),
+}
+SHAPES = [
+    (37, 131),
+    (3, 2100),
+    (1, 3),
+]  # several rows in one program, and odd, wide and single ones
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +75,11 @@ def test_a_norm_after_an_addition_equals_the_reference(
     for a, b in zip(mine, theirs, strict=True):
         close(a, b, tolerance)
     inputs = (x, residual, *affine)
-    for a, b in zip(torch.autograd.grad(mine, inputs, douts), torch.autograd.grad(theirs, inputs, douts), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(mine, inputs, douts),
+        torch.autograd.grad(theirs, inputs, douts),
+        strict=True,
+    ):
         close(a, b, 2 * tolerance)
 
 
@@ -78,11 +92,16 @@ def test_one_norm_alone_takes_strided_rows_and_many_of_them() -> None:
             mine, theirs = (norm(given, *affine, 1e-6) for norm in (ours, plain))
             close(mine, theirs, 3e-6)
             dy = seeded(*mine.shape, seed=3).detach()
-            for a, b in zip(torch.autograd.grad(mine, (x, *affine), dy), torch.autograd.grad(theirs, (x, *affine), dy)):
+            for a, b in zip(
+                torch.autograd.grad(mine, (x, *affine), dy),
+                torch.autograd.grad(theirs, (x, *affine), dy),
+            ):
                 close(a, b, 1e-5)
 
 
-def test_partial_sums_of_the_weight_gradient_cover_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_sums_of_the_weight_gradient_cover_every_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("megalith.kernels.triton_norm.PROGRAMS", 3)
     x, weight = seeded(151, 100), seeded(100, seed=1)
     grads = [
@@ -94,7 +113,14 @@ def test_partial_sums_of_the_weight_gradient_cover_every_row(monkeypatch: pytest
 
 
 def test_a_residual_stream_of_a_wider_dtype_stays_wide() -> None:
-    x, residual, weight = seeded(3, 40, dtype=torch.bfloat16), seeded(3, 40, seed=1), seeded(40, seed=2)
-    (mine, _), (theirs, _) = add_rms_norm(x, residual, weight, 1e-5), reference_add_rms_norm(x, residual, weight, 1e-5)
+    x, residual, weight = (
+        seeded(3, 40, dtype=torch.bfloat16),
+        seeded(3, 40, seed=1),
+        seeded(40, seed=2),
+    )
+    (mine, _), (theirs, _) = (
+        add_rms_norm(x, residual, weight, 1e-5),
+        reference_add_rms_norm(x, residual, weight, 1e-5),
+    )
     assert mine.dtype == theirs.dtype == torch.float32
     assert torch.equal(mine, theirs)

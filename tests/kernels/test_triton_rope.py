@@ -10,7 +10,9 @@ from megalith.testing.triton import triton_device
 
 DEVICE = triton_device()
 if DEVICE is None:
-    pytest.skip("needs an NVIDIA GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True)
+    pytest.skip(
+        "needs an NVIDIA GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True
+    )
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 
@@ -26,7 +28,9 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize(("heads", "size", "pairs"), [(3, 6, 3), (5, 10, 2), (1, 80, 40), (90, 64, 20)])
+@pytest.mark.parametrize(
+    ("heads", "size", "pairs"), [(3, 6, 3), (5, 10, 2), (1, 80, 40), (90, 64, 20)]
+)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_turning_heads_equals_the_reference(
     interleaved: bool, heads: int, size: int, pairs: int, dtype: torch.dtype, tolerance: float
@@ -35,7 +39,10 @@ def test_turning_heads_equals_the_reference(
     angles, dy = seeded(7, pairs, seed=1), seeded(7, heads, size, seed=2, dtype=dtype)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     x = whole[:, 1:-1]
-    mine, theirs = apply_rope(x, cos, sin, interleaved=interleaved), reference_rope(x, cos, sin, interleaved)
+    mine, theirs = (
+        apply_rope(x, cos, sin, interleaved=interleaved),
+        reference_rope(x, cos, sin, interleaved),
+    )
     assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
     assert torch.equal(mine[..., 2 * pairs :], x[..., 2 * pairs :]), "the rest does not turn"
     (a,), (b,) = torch.autograd.grad(mine, whole, dy), torch.autograd.grad(theirs, whole, dy)

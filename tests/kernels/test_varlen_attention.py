@@ -1,4 +1,5 @@
-"""torch's kernel for documents of many lengths: asked for what it knows, and told where documents start."""
+"""torch's kernel for documents of many lengths: asked for what it knows, and told where documents
+start."""
 
 from typing import Any
 
@@ -19,7 +20,11 @@ LENGTHS = ((150, 150), (3, 3), (40, 90), (1, 130))
 def test_documents_start_where_the_others_end() -> None:
     queries, keys = starts(LENGTHS, torch.device("cpu"))
     assert queries.tolist() == [0, 150, 153, 193, 194] and keys.tolist() == [0, 150, 153, 243, 373]
-    assert queries.dtype == keys.dtype == torch.int32 and queries.is_contiguous() and keys.is_contiguous()
+    assert (
+        queries.dtype == keys.dtype == torch.int32
+        and queries.is_contiguous()
+        and keys.is_contiguous()
+    )
 
 
 def test_windows_are_counted_without_the_token_itself() -> None:
@@ -32,14 +37,25 @@ def test_windows_are_counted_without_the_token_itself() -> None:
 
 @pytest.mark.skipif(not has_varlen(), reason="this torch has no varlen_attn with windows")
 @pytest.mark.parametrize("scores", [PLAIN, Scores(window=33, scale=0.2), Scores(causal=False)])
-def test_the_kernel_is_told_what_the_definition_computes(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_told_what_the_definition_computes(
+    scores: Scores, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in that reads the arguments as torch's documentation has them."""
     import torch.nn.attention.varlen as theirs
 
     def stand_in(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, max_q: int, max_kv: int, *, scale: float,
-        window_size: tuple[int, int], enable_gqa: bool,
-    ) -> Tensor:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor,
+        cu_kv: Tensor,
+        max_q: int,
+        max_kv: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
         assert enable_gqa and (max_q, max_kv) == (150, 150)
         left, right = (10**6 if side < 0 else side for side in window_size)
         outs = []
@@ -58,7 +74,9 @@ def test_the_kernel_is_told_what_the_definition_computes(scores: Scores, monkeyp
 
     monkeypatch.setattr(theirs, "varlen_attn", stand_in)
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(shape, generator=draw) for shape in [(194, 4, 16), (373, 2, 16), (373, 2, 16)])
+    q, k, v = (
+        torch.randn(shape, generator=draw) for shape in [(194, 4, 16), (373, 2, 16), (373, 2, 16)]
+    )
     expected = reference_attention(q, k, v, tokens_of_queries(list(LENGTHS)), scores)
     assert relative_error(varlen_attention(q, k, v, LENGTHS, scores), expected) <= 1e-5
 
@@ -83,10 +101,16 @@ def test_ways_on_gpus_follow_what_each_kernel_knows(monkeypatch: pytest.MonkeyPa
     sinks = torch.zeros(2)
     rows, packed = ((4, 4), (4, 4)), ((5, 5), (3, 3))
     assert way_of(q, q, rows, PLAIN, None) == "torch"
-    assert way_of(q, q, packed, PLAIN, None) == way_of(q, q, rows, Scores(window=2), None) == "varlen"
+    assert (
+        way_of(q, q, packed, PLAIN, None) == way_of(q, q, rows, Scores(window=2), None) == "varlen"
+    )
     assert way_of(wide, wide, packed, PLAIN, None) == way_of(q, odd, packed, PLAIN, None) == "torch"
     assert way_of(wide, wide, rows, Scores(window=2), None) == "flex"
-    assert way_of(q, q, rows, PLAIN, sinks) == way_of(q, q, packed, Scores(softcap=2.0), None) == "flex"
+    assert (
+        way_of(q, q, rows, PLAIN, sinks)
+        == way_of(q, q, packed, Scores(softcap=2.0), None)
+        == "flex"
+    )
     monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: False)
     assert way_of(q, q, rows, PLAIN, sinks) == "spans"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -99,12 +123,17 @@ def test_nothing_on_a_cpu_is_taken() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: CPUs have no varlen_attn")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU: CPUs have no varlen_attn"
+)
 @pytest.mark.parametrize("scores", [PLAIN, Scores(window=33, scale=0.2), Scores(causal=False)])
 def test_on_a_gpu_it_gives_what_the_definition_gives(scores: Scores) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = [(194, 4, 64), (373, 2, 64), (373, 2, 64)]
-    q, k, v = (torch.randn(shape, generator=draw).to("cuda", torch.bfloat16).requires_grad_() for shape in shapes)
+    q, k, v = (
+        torch.randn(shape, generator=draw).to("cuda", torch.bfloat16).requires_grad_()
+        for shape in shapes
+    )
     tokens = tokens_of_queries(list(LENGTHS), device="cuda")
     mine, theirs = (
         attention(q, k, v, tokens, scores),
@@ -112,5 +141,8 @@ def test_on_a_gpu_it_gives_what_the_definition_gives(scores: Scores) -> None:
     )
     assert relative_error(mine, theirs) <= 2e-2
     dy = torch.randn_like(mine)
-    for a, b in zip(torch.autograd.grad(mine, (q, k, v), dy), torch.autograd.grad(theirs, (q, k, v), dy.double())):
+    for a, b in zip(
+        torch.autograd.grad(mine, (q, k, v), dy),
+        torch.autograd.grad(theirs, (q, k, v), dy.double()),
+    ):
         assert relative_error(a, b) <= 4e-2

@@ -1,4 +1,5 @@
-"""A tile of a mask is that part of it, in every row and for any rank's tokens; what stands alone lifts causality."""
+"""A tile of a mask is that part of it, in every row and for any rank's tokens; what stands alone
+lifts causality."""
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ ROWS = tokens_of_lengths([9] * 3)
 def masked(tokens: Tokens) -> Visible:
     """Masks of all documents but the second, and padding."""
     draw = torch.Generator().manual_seed(0)
-    masks = [None if n == 1 else torch.rand(size, generator=draw) < 0.5 for n, size in enumerate(tokens.lengths)]
+    masks = [
+        None if n == 1 else torch.rand(size, generator=draw) < 0.5
+        for n, size in enumerate(tokens.lengths)
+    ]
     text = torch.rand(sum(keys for _, keys in tokens.lengths), generator=draw) < 0.8
     visible = with_padding(with_masks(tokens, masks), text).visible
     assert visible is not None
@@ -40,7 +44,11 @@ def expected(tokens: Tokens) -> torch.Tensor:
 
 @pytest.mark.parametrize("tokens", [RAGGED, ROWS])
 def test_tiles_and_rows_are_parts_of_the_masks(tokens: Tokens) -> None:
-    spans, seen, whole = spans_of_lengths(tokens.lengths, causal=False), of_all(tokens), expected(tokens)
+    spans, seen, whole = (
+        spans_of_lengths(tokens.lengths, causal=False),
+        of_all(tokens),
+        expected(tokens),
+    )
     heads, rows = 2 * spans.repeats, spans.repeats
     q = torch.empty(heads, 2, tokens.num_tokens // rows, 4)
     inside = torch.block_diag(*(torch.ones(size) for size in tokens.lengths)).bool()
@@ -54,14 +62,21 @@ def test_tiles_and_rows_are_parts_of_the_masks(tokens: Tokens) -> None:
                 own = inside[queries, columns]  # of other documents a tile knows itself
                 assert torch.equal(found_of_head[0] & own, whole[queries, columns])
     for row in range(rows):
-        queries, columns = slice(row * length, (row + 1) * length), slice(row * keys, (row + 1) * keys)
-        assert torch.equal(seen.of_row(row, rows) & inside[queries, columns], whole[queries, columns])
+        queries, columns = (
+            slice(row * length, (row + 1) * length),
+            slice(row * keys, (row + 1) * keys),
+        )
+        assert torch.equal(
+            seen.of_row(row, rows) & inside[queries, columns], whole[queries, columns]
+        )
 
 
 def test_queries_and_keys_may_be_any_of_all() -> None:
     whole = expected(RAGGED)
     queries, keys = torch.tensor([0, 2, 4, 8, 9]), torch.tensor([1, 2, 5, 13, 40, 83])
-    inside = torch.block_diag(*(torch.ones(size) for size in RAGGED.lengths)).bool()[queries][:, keys]
+    inside = torch.block_diag(*(torch.ones(size) for size in RAGGED.lengths)).bool()[queries][
+        :, keys
+    ]
     found = SeenPairs(masked(RAGGED), queries, keys).of_row(0, 1)
     assert torch.equal(found & inside, whole[queries][:, keys])
 
@@ -69,14 +84,27 @@ def test_queries_and_keys_may_be_any_of_all() -> None:
 def test_the_last_keys_of_a_document_have_the_last_columns() -> None:
     left = tuple((queries, min(keys, queries + 2)) for queries, keys in RAGGED.lengths)
     visible = masked(RAGGED)
-    both = zip(visible.of_documents(RAGGED.lengths, RAGGED.lengths), visible.of_documents(RAGGED.lengths, left), left)
+    both = zip(
+        visible.of_documents(RAGGED.lengths, RAGGED.lengths),
+        visible.of_documents(RAGGED.lengths, left),
+        left,
+    )
     for mask, part, (_, keys) in both:
-        assert mask is not None and part is not None and torch.equal(part, mask[:, mask.shape[1] - keys :])
+        assert (
+            mask is not None
+            and part is not None
+            and torch.equal(part, mask[:, mask.shape[1] - keys :])
+        )
 
 
 def test_only_masks_that_stand_alone_lift_causality_and_windows_end_where_they_did() -> None:
     beside, alone = Visible(), Visible(alone=True)
-    for scores in (PLAIN, Scores(window=3), Scores(window=3, chunked=True), Scores(causal=False, window=3)):
+    for scores in (
+        PLAIN,
+        Scores(window=3),
+        Scores(window=3, chunked=True),
+        Scores(causal=False, window=3),
+    ):
         assert beside.scores(scores) == scores
     device = torch.device("cpu")
     assert keys_seen(4, 6, alone.scores(PLAIN), device=device) is None
@@ -84,6 +112,9 @@ def test_only_masks_that_stand_alone_lift_causality_and_windows_end_where_they_d
     before = keys_seen(4, 6, Scores(window=3), device=device)
     assert windowed is not None and before is not None and torch.equal(windowed, before)
     chunks = keys_seen(4, 6, alone.scores(Scores(window=3, chunked=True)), device=device)
-    assert chunks is not None and chunks.tolist() == [[True] * 3 + [False] * 3] + [[False] * 3 + [True] * 3] * 3
+    assert (
+        chunks is not None
+        and chunks.tolist() == [[True] * 3 + [False] * 3] + [[False] * 3 + [True] * 3] * 3
+    )
     both_ways = Scores(causal=False, window=3, right=1)
     assert alone.scores(both_ways) == both_ways

@@ -37,11 +37,16 @@ def test_a_microbatch_without_labels_or_tokens_has_no_largest_score() -> None:
 def test_the_loss_is_what_it_would_be_unwatched() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (6, 7))
-    labels, words = torch.tensor([0, 1, -1, 6, 2, 2]), {"vocab": alone("tp"), "first_row": 0, "vocab_size": 7}
+    labels, words = (
+        torch.tensor([0, 1, -1, 6, 2, 2]),
+        {"vocab": alone("tp"), "first_row": 0, "vocab_size": 7},
+    )
     watched = WatchedLoss(measured_cross_entropy, 0.25)
     found: Tensor = watched(x, weight, labels, **words)
     assert found.item() == linear_cross_entropy(x, weight, labels, **words, z_loss=0.25).item()
     z, largest = watched.seen.taken()
     assert z is not None and largest is not None
-    assert found.item() - linear_cross_entropy(x, weight, labels, **words).item() == pytest.approx(float(z))
+    assert found.item() - linear_cross_entropy(x, weight, labels, **words).item() == pytest.approx(
+        float(z)
+    )
     assert float(largest) == (x @ weight.T)[labels >= 0].max().item()

@@ -14,12 +14,19 @@ from megalith.kernels.weighted import (
     weighted_gated,
 )
 
-GATES = [Gate("silu"), Gate("gelu_tanh"), Gate("quick_gelu", clamp=2.0, up_offset=1.0), Gate("gelu", clamp=1.5)]
+GATES = [
+    Gate("silu"),
+    Gate("gelu_tanh"),
+    Gate("quick_gelu", clamp=2.0, up_offset=1.0),
+    Gate("gelu", clamp=1.5),
+]
 TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
 
 
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def close(mine: Tensor, theirs: Tensor, tolerance: float) -> None:
@@ -46,11 +53,18 @@ def test_gradients_of_a_weighted_activation_are_those_of_finite_differences() ->
 def test_weighted_gates_equal_the_reference(
     gate: Gate, dtype: torch.dtype, tolerance: float, wide_weights: bool, kernel: Kernel
 ) -> None:
-    x, dy = seeded(67, 2 * 131, dtype=dtype).mul_(3).requires_grad_(), seeded(67, 131, seed=1, dtype=dtype)
-    w = seeded(67, seed=2, dtype=torch.promote_types(dtype, torch.float32) if wide_weights else dtype).requires_grad_()
+    x, dy = (
+        seeded(67, 2 * 131, dtype=dtype).mul_(3).requires_grad_(),
+        seeded(67, 131, seed=1, dtype=dtype),
+    )
+    w = seeded(
+        67, seed=2, dtype=torch.promote_types(dtype, torch.float32) if wide_weights else dtype
+    ).requires_grad_()
     expected, y = reference_weighted_gated(x, w, gate), weighted_gated(x, w, gate, kernel=kernel)
     close(y, expected, tolerance)
-    for mine, theirs in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True
+    ):
         close(mine, theirs, tolerance)
 
 
@@ -62,9 +76,14 @@ def test_weighted_activations_equal_the_reference(
 ) -> None:
     x, dy = seeded(67, 131, dtype=dtype).requires_grad_(), seeded(67, 131, seed=1, dtype=dtype)
     w = seeded(67, seed=2, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_()
-    expected, y = reference_weighted_activate(x, w, activation), weighted_activate(x, w, activation, kernel=kernel)
+    expected, y = (
+        reference_weighted_activate(x, w, activation),
+        weighted_activate(x, w, activation, kernel=kernel),
+    )
     close(y, expected, tolerance)
-    for mine, theirs in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy), strict=True
+    ):
         close(mine, theirs, tolerance)
 
 
@@ -77,7 +96,9 @@ def test_weights_of_one_change_nothing(gate: Gate) -> None:
 
 def test_no_rows_give_no_rows() -> None:
     x, w = torch.empty(0, 6, requires_grad=True), torch.empty(0, requires_grad=True)
-    (weighted_gated(x, w, GATES[0]).sum() + weighted_activate(x, w, "squared_relu").sum()).backward()
+    (
+        weighted_gated(x, w, GATES[0]).sum() + weighted_activate(x, w, "squared_relu").sum()
+    ).backward()
     assert x.grad is not None and w.grad is not None
     assert (x.grad.shape, w.grad.shape) == ((0, 6), (0,))
 
@@ -98,7 +119,11 @@ def test_only_the_inputs_are_kept_and_nothing_is_overwritten(which: str) -> None
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        y = weighted_gated(x, w, GATES[2]) if which == "gated" else weighted_activate(x, w, "squared_relu")
+        y = (
+            weighted_gated(x, w, GATES[2])
+            if which == "gated"
+            else weighted_activate(x, w, "squared_relu")
+        )
     assert [saved.data_ptr() for saved in kept] == [x.data_ptr(), w.data_ptr()]
     dy = torch.ones_like(y)
     y.backward(dy)
@@ -107,7 +132,10 @@ def test_only_the_inputs_are_kept_and_nothing_is_overwritten(which: str) -> None
 
 
 def test_shapes_hold_on_meta() -> None:
-    x, w = torch.empty(5, 6, device="meta", requires_grad=True), torch.empty(5, device="meta", requires_grad=True)
+    x, w = (
+        torch.empty(5, 6, device="meta", requires_grad=True),
+        torch.empty(5, device="meta", requires_grad=True),
+    )
     y = weighted_gated(x, w, GATES[2]) + weighted_activate(x, w, "squared_relu")[:, :3]
     y.sum().backward()
     assert y.shape == (5, 3)

@@ -1,4 +1,5 @@
-"""Cross entropy that tells of scores, and makes their size cost something: exact, in every form and for any chunk."""
+"""Cross entropy that tells of scores, and makes their size cost something: exact, in every form and
+for any chunk."""
 
 from itertools import product
 
@@ -21,7 +22,9 @@ from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 
 T, H, V, PADDED = 13, 5, 11, 14
-LABELS = torch.tensor([1, 2, -1, 0, 10, 5, 4, -100, 3, 7, 9, 6, 5])  # borders of parts of 14 rows over 2 and 3 ranks
+LABELS = torch.tensor(
+    [1, 2, -1, 0, 10, 5, 4, -100, 3, 7, 9, 6, 5]
+)  # borders of parts of 14 rows over 2 and 3 ranks
 FORMS = {"kept": measured_cross_entropy, "recomputed": recomputed_measures}
 
 
@@ -34,7 +37,12 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(
-    x: Tensor, weight: Tensor, labels: Tensor, z_loss: float, readout: Readout, smoothing: float = 0.0
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    z_loss: float,
+    readout: Readout,
+    smoothing: float = 0.0,
 ) -> Measured:
     scores = (x @ weight[:V].T) * readout.scale
     if readout.softcap is not None:
@@ -51,26 +59,41 @@ def by_hand(
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("chunk", [1, 7, T])
 @pytest.mark.parametrize("readout", [Readout(), Readout(1.5, 3.0)])
-def test_every_form_and_chunk_is_the_definition(form: str, kernel: Kernel, chunk: int, readout: Readout) -> None:
+def test_every_form_and_chunk_is_the_definition(
+    form: str, kernel: Kernel, chunk: int, readout: Readout
+) -> None:
     x, weight = inputs()
-    words = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "readout": readout, "smoothing": 0.1}
+    words = {
+        "vocab": alone("tp"),
+        "first_row": 0,
+        "vocab_size": V,
+        "readout": readout,
+        "smoothing": 0.1,
+    }
     ours = FORMS[form](x, weight, LABELS, z_loss=0.3, chunk=chunk, kernel=kernel, **words)
     theirs = by_hand(x, weight, LABELS, 0.3, readout, 0.1)
     for mine, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
     assert not (form == "kept" and kernel == "auto" and ours.logsumexp.requires_grad)
-    for mine, expected in zip(*(torch.autograd.grad(3 * each.loss, (x, weight)) for each in (ours, theirs))):
+    for mine, expected in zip(
+        *(torch.autograd.grad(3 * each.loss, (x, weight)) for each in (ours, theirs))
+    ):
         torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_asking_for_measures_changes_no_bit_of_the_loss() -> None:
     x, weight = inputs(torch.float32)
     words = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
-    plain, told = linear_cross_entropy(x, weight, LABELS, **words), measured_cross_entropy(x, weight, LABELS, **words)
+    plain, told = (
+        linear_cross_entropy(x, weight, LABELS, **words),
+        measured_cross_entropy(x, weight, LABELS, **words),
+    )
     again = recomputed_cross_entropy(x, weight, LABELS, **words)
     assert torch.equal(plain, told.loss) and told.logsumexp.shape == (T,)
     torch.testing.assert_close(again, plain)
-    mine, theirs, others = (torch.autograd.grad(each, (x, weight)) for each in (plain, told.loss, again))
+    mine, theirs, others = (
+        torch.autograd.grad(each, (x, weight)) for each in (plain, told.loss, again)
+    )
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     torch.testing.assert_close(others, mine)
 
@@ -86,22 +109,30 @@ def test_logsumexp_and_losses_of_tokens_have_the_gradients_of_finite_differences
         return found.loss + found.logsumexp.square()
 
     assert torch.autograd.gradcheck(both, (x, weight))
-    assert torch.autograd.gradcheck(lambda *a: token_measures(*a, LABELS, **words).logsumexp, (x, weight))
-    assert torch.autograd.gradcheck(lambda *a: recomputed_cross_entropy(*a, LABELS, **words, z_loss=0.2), (x, weight))
+    assert torch.autograd.gradcheck(
+        lambda *a: token_measures(*a, LABELS, **words).logsumexp, (x, weight)
+    )
+    assert torch.autograd.gradcheck(
+        lambda *a: recomputed_cross_entropy(*a, LABELS, **words, z_loss=0.2), (x, weight)
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_without_labels_loss_and_gradients_are_zero(form: str) -> None:
     x, weight = inputs()
     none = torch.full((T,), -1)
-    found = FORMS[form](x, weight, none, vocab=alone("tp"), first_row=0, vocab_size=V, z_loss=0.3, chunk=4)
+    found = FORMS[form](
+        x, weight, none, vocab=alone("tp"), first_row=0, vocab_size=V, z_loss=0.3, chunk=4
+    )
     assert found.loss.item() == 0 and bool(found.largest.isfinite().all())
     assert all(not gradient.any() for gradient in torch.autograd.grad(found.loss, (x, weight)))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_compiled_loops_give_what_the_reference_gives(form: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_compiled_loops_give_what_the_reference_gives(
+    form: str, dtype: torch.dtype, tolerance: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 33, generator=generator).to(dtype).requires_grad_()
     weight = (0.5 * torch.randn(320, 33, generator=generator)).to(dtype).requires_grad_()
@@ -109,7 +140,15 @@ def test_compiled_loops_give_what_the_reference_gives(form: str, dtype: torch.dt
     results = []
     for kernel in ("auto", "reference"):
         found = FORMS[form](
-            x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, chunk=40, z_loss=0.1, kernel=kernel
+            x,
+            weight,
+            labels,
+            vocab=alone("tp"),
+            first_row=0,
+            vocab_size=301,
+            chunk=40,
+            z_loss=0.1,
+            kernel=kernel,
         )
         results.append((*found, *torch.autograd.grad(found.loss, (x, weight))))
     for mine, theirs in zip(*results, strict=True):
@@ -124,14 +163,25 @@ def on_ranks(rank: int, world: int) -> None:
 
 
 def one_form(rank: int, world: int, form: str, kernel: Kernel) -> None:
-    """Labels on the borders of parts, a padded vocabulary, and every rank with the same loss and measures."""
+    """Labels on the borders of parts, a padded vocabulary, and every rank with the same loss and
+    measures."""
     group: Group = everyone(rank, world, "tp")
     x, weight = inputs()
     rows = [len(part) for part in torch.arange(PADDED).tensor_split(world)]
     first = sum(rows[:rank])
     mine = weight.detach()[first : first + rows[rank]].clone().requires_grad_()
     theirs = by_hand(x, weight, LABELS, 0.3, Readout())
-    ours = FORMS[form](x, mine, LABELS, vocab=group, first_row=first, vocab_size=V, z_loss=0.3, chunk=4, kernel=kernel)
+    ours = FORMS[form](
+        x,
+        mine,
+        LABELS,
+        vocab=group,
+        first_row=first,
+        vocab_size=V,
+        z_loss=0.3,
+        chunk=4,
+        kernel=kernel,
+    )
     for name, found, expected in zip(Measured._fields, ours, theirs, strict=True):
         assert_equals(name, found.detach(), expected.detach(), FP64)
     dx, dw = torch.autograd.grad(ours.loss, (x, mine))

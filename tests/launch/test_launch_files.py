@@ -1,4 +1,5 @@
-"""The files under launch/: read, and their scripts run with stand-ins for srun, scontrol, torchrun and megalith."""
+"""The files under launch/: read, and their scripts run with stand-ins for srun, scontrol, torchrun
+and megalith."""
 
 import os
 import signal
@@ -27,11 +28,20 @@ def tool(folder: Path, name: str, script: str) -> None:
 
 def run_script(folder: Path, words: list[str], **variables: str) -> "subprocess.Popen[str]":
     """Start bash with the stand-ins first on its path."""
-    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder), "T": str(folder)}
+    environment = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "TMPDIR": str(folder),
+        "T": str(folder),
+    }
     return subprocess.Popen(
-        ["bash", *words], cwd=folder, env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, process_group=0,
-    )  # fmt: skip
+        ["bash", *words],
+        cwd=folder,
+        env=environment | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
 
 
 def said(process: "subprocess.Popen[str]") -> tuple[int, str]:
@@ -50,21 +60,28 @@ def said(process: "subprocess.Popen[str]") -> tuple[int, str]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    """Two tasks per srun; each says who it is and ends with the code in CODE0 or CODE1; srun returns the largest."""
-    tool(tmp_path, "scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "$@" >> "$T/asked"; fi')
+    """Two tasks per srun; each says who it is and ends with the code in CODE0 or CODE1; srun
+    returns the largest."""
     tool(
-        tmp_path, "srun",
+        tmp_path,
+        "scontrol",
+        'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "$@" >> "$T/asked"; fi',
+    )
+    tool(
+        tmp_path,
+        "srun",
         'while [[ "$1" == --* ]]; do shift; done; most=0\n'
         "for task in 0 1; do\n"
-        '  SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "$@"; code=$?\n'
-        "  if [ $code -gt $most ]; then most=$code; fi\n"
+        '  SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "$@"; '
+        "code=$?\n  if [ $code -gt $most ]; then most=$code; fi\n"
         "done; exit $most",
-    )  # fmt: skip
+    )
     tool(
-        tmp_path, "megalith",
+        tmp_path,
+        "megalith",
         'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $*"\n'
         'name=CODE$RANK; exit "${!name}"',
-    )  # fmt: skip
+    )
     return tmp_path
 
 
@@ -78,7 +95,9 @@ def slurm(folder: Path, *codes: int) -> tuple[int, str]:
 def test_every_slurm_task_is_told_its_rank_and_where_to_meet(cluster: Path) -> None:
     code, out = slurm(cluster, 0, 0)
     assert code == 0 and not (cluster / "asked").exists()
-    assert out.splitlines() == [f"{rank}/2 {rank}/2 node7:20041 train tiny --run my run" for rank in (0, 1)]
+    assert out.splitlines() == [
+        f"{rank}/2 {rank}/2 node7:20041 train tiny --run my run" for rank in (0, 1)
+    ]
 
 
 def test_a_slurm_job_that_stopped_after_a_save_asks_to_be_queued_again(cluster: Path) -> None:
@@ -93,7 +112,11 @@ def test_a_slurm_job_that_failed_stays_failed(cluster: Path, codes: tuple[int, i
 
 
 def test_slurm_warns_every_rank_before_its_time_is_up() -> None:
-    options = [line.split(None, 1)[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
+    options = [
+        line.split(None, 1)[1]
+        for line in SLURM.read_text().splitlines()
+        if line.startswith("#SBATCH")
+    ]
     assert {"--signal=TERM@300", "--requeue", "--open-mode=append"} <= set(options)
     per_node = {key: value for key, _, value in (option.partition("=") for option in options)}
     assert per_node["--ntasks-per-node"] == per_node["--gpus-per-node"], "one rank for each GPU"
@@ -105,28 +128,33 @@ def test_slurm_warns_every_rank_before_its_time_is_up() -> None:
 @pytest.fixture(scope="module")
 def manifests() -> dict[str, Any]:
     """Kind -> manifest."""
-    return {one["kind"]: one for one in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())}
+    return {
+        one["kind"]: one for one in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    }
 
 
 @pytest.fixture
 def pod(tmp_path: Path) -> Path:
-    """A torchrun that obeys the signals torchrun does and starts two ranks, each ending with CODE, or when told."""
+    """A torchrun that obeys the signals torchrun does and starts two ranks, each ending with CODE,
+    or when told."""
     tool(
-        tmp_path, "torchrun",
+        tmp_path,
+        "torchrun",
         'echo "$@" > "$T/words"; while [ "$1" != -- ]; do shift; done; shift\n'
-        "set -m; ranks=(); for rank in 0 1; do \"$@\" & ranks+=($!); done\n"
+        'set -m; ranks=(); for rank in 0 1; do "$@" & ranks+=($!); done\n'
         "trap 'for rank in ${ranks[@]}; do kill -TERM -- -$rank; done; stopping=1' TERM\n"
         'touch "$T/ready"; worst=0\n'
         "for rank in ${ranks[@]}; do\n"
         "  wait $rank; code=$?; while kill -0 $rank 2>/dev/null; do wait $rank; code=$?; done\n"
         "  if [ $code -ne 0 ]; then worst=1; fi\n"
         "done; exit ${stopping:-$worst}",
-    )  # fmt: skip
+    )
     tool(
-        tmp_path, "megalith",
+        tmp_path,
+        "megalith",
         "exec 2> /dev/null; trap 'echo saved; exit 75' TERM; echo \"$@\"\n"
         'if [ "$CODE" = wait ]; then for _ in {1..100}; do sleep 0.1; done; fi; exit "$CODE"',
-    )  # fmt: skip
+    )
     return tmp_path
 
 
@@ -146,13 +174,17 @@ def start_pod(folder: Path, manifests: dict[str, Any], code: str) -> "subprocess
 
 
 @pytest.mark.parametrize("rank, expected", [("0", 0), ("1", 1), ("2", 2), ("75", 75), ("137", 1)])
-def test_a_pod_ends_as_its_ranks_did(pod: Path, manifests: dict[str, Any], rank: str, expected: int) -> None:
+def test_a_pod_ends_as_its_ranks_did(
+    pod: Path, manifests: dict[str, Any], rank: str, expected: int
+) -> None:
     code, out = said(start_pod(pod, manifests, rank))
     assert code == expected
     assert out.splitlines() == ["train llama3_70b --run=long"] * 2
 
 
-def test_a_pod_that_is_told_to_end_lets_its_ranks_save(pod: Path, manifests: dict[str, Any]) -> None:
+def test_a_pod_that_is_told_to_end_lets_its_ranks_save(
+    pod: Path, manifests: dict[str, Any]
+) -> None:
     process = start_pod(pod, manifests, "wait")
     deadline = time.monotonic() + 10
     while not (pod / "ready").exists() and time.monotonic() < deadline:
@@ -165,15 +197,33 @@ def test_a_pod_that_is_told_to_end_lets_its_ranks_save(pod: Path, manifests: dic
 
 
 @pytest.mark.slow  # twice torchrun and two ranks, each of which imports torch
-def test_a_real_run_under_the_pods_script_stops_with_75_and_goes_on(tmp_path: Path, manifests: dict[str, Any]) -> None:
+def test_a_real_run_under_the_pods_script_stops_with_75_and_goes_on(
+    tmp_path: Path, manifests: dict[str, Any]
+) -> None:
     tool(tmp_path, "megalith", f'exec {quote(sys.executable)} -m megalith "$@"')
-    tool(tmp_path, "torchrun", f'exec {quote(sys.executable)} -m torch.distributed.run --local-addr 127.0.0.1 "$@"')
+    tool(
+        tmp_path,
+        "torchrun",
+        f'exec {quote(sys.executable)} -m torch.distributed.run --local-addr 127.0.0.1 "$@"',
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    script = container(manifests)["args"][0].replace("megalith-0.megalith:29400", f"localhost:{port}")
-    words = ["-c", script, "train", str(tiny_yaml(tmp_path / "tiny.yaml")), "--run", str(tmp_path / "run")]
+    script = container(manifests)["args"][0].replace(
+        "megalith-0.megalith:29400", f"localhost:{port}"
+    )
+    words = [
+        "-c",
+        script,
+        "train",
+        str(tiny_yaml(tmp_path / "tiny.yaml")),
+        "--run",
+        str(tmp_path / "run"),
+    ]
     place = {"NODES": "1", "RANKS_PER_NODE": "2", "PYTHONPATH": str(LAUNCH.parent)}
-    for limit, code, words_said in ((["--train.max_minutes", "0"], 75, "and saved"), ([], 0, "done at step 8")):
+    for limit, code, words_said in (
+        (["--train.max_minutes", "0"], 75, "and saved"),
+        ([], 0, "done at step 8"),
+    ):
         process = run_script(tmp_path, [*words, *limit], **place)
         try:
             out, err = process.communicate(timeout=120)
@@ -206,11 +256,17 @@ def test_a_pod_that_stopped_after_a_save_is_replaced_and_a_wrong_setting_ends_th
         for code in rule.get("onExitCodes", {}).get("values", [])
     }
     assert rules == {75: "Ignore", 2: "FailJob"}
-    assert {rule["onExitCodes"]["containerName"] for rule in job["podFailurePolicy"]["rules"][:2]} == {"train"}
+    assert {
+        rule["onExitCodes"]["containerName"] for rule in job["podFailurePolicy"]["rules"][:2]
+    } == {"train"}
     assert job["template"]["spec"]["restartPolicy"] == "Never", "what a pod failure policy asks for"
 
 
 def test_ranks_have_less_time_to_save_than_the_pod_has_to_end(manifests: dict[str, Any]) -> None:
     script = container(manifests)["args"][0]
-    (seconds,) = [word.partition("=")[2] for word in script.split() if word.startswith("--shutdown-timeout=")]
-    assert int(seconds) < manifests["Job"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    (seconds,) = [
+        word.partition("=")[2] for word in script.split() if word.startswith("--shutdown-timeout=")
+    ]
+    assert (
+        int(seconds) < manifests["Job"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    )

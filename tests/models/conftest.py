@@ -17,9 +17,16 @@ from megalith.parallel.mesh import Mesh, mesh_of_one
 from megalith.plan.shards import Box
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 37, "hidden_size": 12, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "ffn_hidden_size": 10,
-    "max_seq_len": 32, "vocab_multiple": 8, "init_std": 0.3,
-}  # fmt: skip
+    "vocab_size": 37,
+    "hidden_size": 12,
+    "num_layers": 2,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 10,
+    "max_seq_len": 32,
+    "vocab_multiple": 8,
+    "init_std": 0.3,
+}
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -27,7 +34,9 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**SIZES | changes)
 
 
-def blank(model_config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
+def blank(
+    model_config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
+) -> Decoder:
     """A model whose weights are all -7."""
     model = Decoder(model_config, mesh or mesh_of_one(), dtype=dtype)
     allocate(model, torch.device("cpu"))
@@ -44,7 +53,9 @@ def model(model_config: ModelConfig, *, seed: int = 0, mesh: Mesh | None = None)
     with torch.no_grad():
         for declared, module, name in declared_parameters(made):
             if name.endswith("bias"):
-                whole = torch.arange(1.0, 1.0 + torch.Size(declared.shard.shape).numel()).view(declared.shard.shape)
+                whole = torch.arange(1.0, 1.0 + torch.Size(declared.shard.shape).numel()).view(
+                    declared.shard.shape
+                )
                 box = tuple(slice(a, b) for a, b in declared.shard.box)
                 getattr(module, name).copy_(whole[box].flatten())
     return made
@@ -52,12 +63,18 @@ def model(model_config: ModelConfig, *, seed: int = 0, mesh: Mesh | None = None)
 
 def entries(made: Decoder) -> list[Entry]:
     """Its weights as a checkpoint sees them."""
-    return [Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(made)]
+    return [
+        Entry(d.shard, "param", getattr(module, name))
+        for d, module, name in declared_parameters(made)
+    ]
 
 
 def tensors(made: Decoder) -> dict[str, Tensor]:
     """Its weights by name, in the shapes of their boxes."""
-    return {entry.shard.name: entry.tensor.detach().view(entry.shard.box_shape) for entry in entries(made)}
+    return {
+        entry.shard.name: entry.tensor.detach().view(entry.shard.box_shape)
+        for entry in entries(made)
+    }
 
 
 @dataclass(frozen=True)
@@ -84,5 +101,11 @@ def folder(path: Path, model_config: ModelConfig, *, seed: int = 0, **options: A
 def tiny() -> SimpleNamespace:
     """Functions that make tiny models."""
     return SimpleNamespace(
-        config=config, model=model, blank=blank, entries=entries, tensors=tensors, folder=folder, InMemory=InMemory
+        config=config,
+        model=model,
+        blank=blank,
+        entries=entries,
+        tensors=tensors,
+        folder=folder,
+        InMemory=InMemory,
     )

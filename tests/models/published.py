@@ -13,13 +13,17 @@ from megalith.plan.network import network_problems
 
 
 def num_declared(config: ModelConfig) -> int:
-    """Weights of the whole model as its layers declare them, without padded rows, and biases that nothing trains."""
+    """Weights of the whole model as its layers declare them, without padded rows, and biases that
+    nothing trains."""
     shards = parameters(replace(config, vocab_multiple=1))
     return sum(shard.numel for shard in shards if not shard.name.endswith(".balancing_bias"))
 
 
-def check_published(family: Family, raw: Mapping[str, Any], count: int, *, reworded: tuple[str, ...] = ()) -> None:
-    """Fail unless a config.json as published has `count` parameters and survives, `reworded` fields aside."""
+def check_published(
+    family: Family, raw: Mapping[str, Any], count: int, *, reworded: tuple[str, ...] = ()
+) -> None:
+    """Fail unless a config.json as published has `count` parameters and survives, `reworded` fields
+    aside."""
     config = family.read_config(raw)
     assert network_problems(config) == []
     assert num_declared(config) == num_parameters(replace(config, vocab_multiple=1)) == count

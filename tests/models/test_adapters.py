@@ -25,9 +25,16 @@ from megalith.models.release import parameters
 from megalith.plan.shards import Box
 
 MODEL = ModelConfig(
-    vocab_size=61, vocab_multiple=4, hidden_size=12, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
-    ffn_hidden_size=10, max_seq_len=16,
-)  # fmt: skip
+    vocab_size=61,
+    vocab_multiple=4,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_hidden_size=10,
+    max_seq_len=16,
+)
 SHAPES = {shard.name: shard.shape for shard in parameters(MODEL)}
 
 
@@ -54,11 +61,22 @@ def adapters(lora: LoraConfig) -> Adapters:
         parameter, _, word = name.rpartition(".lora_")
         return drawn(name, adapter_shape(SHAPES[parameter], parameter, lora.rank, word))
 
-    names = [name for name in SHAPES if name.startswith("layers.") and name.rsplit(".", 1)[1] in lora_matrices(MODEL)]
-    return Adapters(Path("adapters"), lora, frozenset(f"{name}.lora_{word}" for name in names for word in "ab"), read)
+    names = [
+        name
+        for name in SHAPES
+        if name.startswith("layers.") and name.rsplit(".", 1)[1] in lora_matrices(MODEL)
+    ]
+    return Adapters(
+        Path("adapters"),
+        lora,
+        frozenset(f"{name}.lora_{word}" for name in names for word in "ab"),
+        read,
+    )
 
 
-@pytest.mark.parametrize("word", ["attention.q", "attention.kv", "attention.o", "mlp.gate_up", "mlp.down"])
+@pytest.mark.parametrize(
+    "word", ["attention.q", "attention.kv", "attention.o", "mlp.gate_up", "mlp.down"]
+)
 def test_every_box_is_that_of_the_sum(word: str) -> None:
     lora = LoraConfig(rank=3, alpha=6.0)
     made, name = adapters(lora), f"layers.1.{word}"
@@ -78,7 +96,9 @@ def test_every_box_is_that_of_the_sum(word: str) -> None:
     for start in (0, 1):
         box: Box = tuple((start * (size // 2), size // 2 + start) for size in SHAPES[name])
         part = expected[tuple(slice(*span) for span in box)]
-        torch.testing.assert_close(weights.read(name, box, torch.float64), part.double(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            weights.read(name, box, torch.float64), part.double(), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_base_in_memory_stays_as_it_is() -> None:
@@ -89,16 +109,21 @@ def test_a_base_in_memory_stays_as_it_is() -> None:
             return self.values.to(dtype)
 
     before, box = Kept.values.clone(), tuple((0, size) for size in Kept.values.shape)
-    weights = AdaptedWeights(Path("adapters"), MODEL, Kept(), Path("base"), adapters(LoraConfig(rank=3)))
+    weights = AdaptedWeights(
+        Path("adapters"), MODEL, Kept(), Path("base"), adapters(LoraConfig(rank=3))
+    )
     assert not torch.equal(weights.read("layers.0.mlp.down", box, torch.float32), before)
     assert torch.equal(Kept.values, before)
 
 
 def test_what_has_no_adapter_is_the_base_to_the_bit() -> None:
-    weights = AdaptedWeights(Path("adapters"), MODEL, Values(torch.bfloat16), Path("base"), adapters(LoraConfig()))
+    weights = AdaptedWeights(
+        Path("adapters"), MODEL, Values(torch.bfloat16), Path("base"), adapters(LoraConfig())
+    )
     box: Box = ((0, 12),)
     assert torch.equal(
-        weights.read("norm.weight", box, torch.bfloat16), Values().read("norm.weight", box, torch.bfloat16)
+        weights.read("norm.weight", box, torch.bfloat16),
+        Values().read("norm.weight", box, torch.bfloat16),
     )
     assert weights.dtype("norm.weight") == torch.bfloat16
 
@@ -121,12 +146,25 @@ def test_linear_layers_of_transformers_are_found_by_family() -> None:
 
 def test_transposed_matrices_have_none() -> None:
     model = ModelConfig(
-        vocab_size=61, hidden_size=12, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden_size=10, max_seq_len=16,
-        gated=False, activation="gelu_tanh", norm="layer", positions="learned", tied_embeddings=True, qkv_bias=True,
-        output_bias=True, mlp_bias=True,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=12,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        ffn_hidden_size=10,
+        max_seq_len=16,
+        gated=False,
+        activation="gelu_tanh",
+        norm="layer",
+        positions="learned",
+        tied_embeddings=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    )
     with pytest.raises(
-        ConfigError, match=r"GPT2LMHeadModel keeps matrices together or transposed \(down is in .*c_proj"
+        ConfigError,
+        match=r"GPT2LMHeadModel keeps matrices together or transposed \(down is in .*c_proj",
     ):
         peft_parts(GPT2, model, ("down",))
 
@@ -134,17 +172,21 @@ def test_transposed_matrices_have_none() -> None:
 def test_differences_from_what_a_run_trains_are_all_named() -> None:
     wanted = LoraConfig(rank=4, alpha=8.0, rslora=True, targets=("q",))
     assert same_adapters(adapters(LoraConfig()), wanted, MODEL) == [
-        "lora.rank is 16 there and 4 here", "lora.alpha is 32.0 there and 8.0 here",
+        "lora.rank is 16 there and 4 here",
+        "lora.alpha is 32.0 there and 8.0 here",
         "lora.rslora is False there and True here",
         "lora.targets is ('q', 'kv', 'o', 'gate_up', 'down') there and ('q',) here",
-    ]  # fmt: skip
+    ]
     assert same_adapters(adapters(LoraConfig()), LoraConfig(), MODEL) == []
 
 
 def test_names_are_those_of_the_model_matrix_by_matrix() -> None:
     found = adapters(LoraConfig())
     check_names(found, LoraConfig(), MODEL)
-    with pytest.raises(CheckpointError, match=r"another model: not of this model: .*layers.1.* Use those of a model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"another model: not of this model: .*layers.1.* Use those of a model",
+    ):
         check_names(found, LoraConfig(), replace(MODEL, num_layers=1))
     with pytest.raises(CheckpointError, match=r"another model: missing: .*layers.2.*"):
         check_names(found, LoraConfig(), replace(MODEL, num_layers=3))

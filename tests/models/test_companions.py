@@ -1,4 +1,5 @@
-"""What a model is used with comes along: tokenizer, chat template, ends of turns, generation settings and licences."""
+"""What a model is used with comes along: tokenizer, chat template, ends of turns, generation
+settings and licences."""
 
 import json
 from collections.abc import Mapping
@@ -32,31 +33,48 @@ def chat_tokenizer(path: Path) -> None:
     words = train_bpe(["What is three plus four? It is seven."] * 3, vocab_size=280, path=str(path))
     document = json.loads((path / "tokenizer.json").read_text())
     for number, text in enumerate(("<|im_start|>", "<|im_end|>"), words.vocab_size):
-        document["added_tokens"].append(document["added_tokens"][0] | {"id": number, "content": text})
+        document["added_tokens"].append(
+            document["added_tokens"][0] | {"id": number, "content": text}
+        )
     (path / "tokenizer.json").write_text(json.dumps(document))
     settings = json.loads((path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    settings["chat_template"] = (
+        "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    )
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def base(path: Path, tiny: SimpleNamespace) -> Path:
     """A folder of theirs with everything that may lie in one."""
-    tiny.folder(path, tiny.config(vocab_size=300, max_seq_len=LENGTH), extra={"eos_token_id": 7, "bos_token_id": 1})
+    tiny.folder(
+        path,
+        tiny.config(vocab_size=300, max_seq_len=LENGTH),
+        extra={"eos_token_id": 7, "bos_token_id": 1},
+    )
     chat_tokenizer(path)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "temperature": 0.6}))
+    (path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [7, 8], "temperature": 0.6})
+    )
     (path / "LICENSE").write_text("as you like")
     (path / "USE_POLICY.md").write_text("be kind")
     return path
 
 
-def tune(path: Path, load: Path, settings: Mapping[str, str], tokenizer: Path | None = None) -> Path:
+def tune(
+    path: Path, load: Path, settings: Mapping[str, str], tokenizer: Path | None = None
+) -> Path:
     """One step on conversations that are made up."""
     opened = open_pretrained(load)
     fixed = {
-        "checkpoint.load": str(load), "data.mock": "false", "data.sft.mock_conversations": "40", "train.steps": "1",
-        "train.seq_len": str(LENGTH), "train.eval_steps": "0", "tokenizer.kind": "huggingface",
+        "checkpoint.load": str(load),
+        "data.mock": "false",
+        "data.sft.mock_conversations": "40",
+        "train.steps": "1",
+        "train.seq_len": str(LENGTH),
+        "train.eval_steps": "0",
+        "tokenizer.kind": "huggingface",
         "tokenizer.path": str(tokenizer or load),
-    }  # fmt: skip
+    }
     run = apply_overrides(replace(tiny_run(), model=opened.model), {**fixed, **settings})
     run_training(run, RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False)
     return path
@@ -71,10 +89,15 @@ def opened(path: Path) -> Pretrained:
 
 @pytest.mark.parametrize("settings", [ADAPTERS, {}])
 def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
-    settings: dict[str, str], tmp_path: Path, tiny: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, str],
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    run = tune(tmp_path / "run", base(tmp_path / "base", tiny), settings | {"data.sft.template": "chatml"})
+    run = tune(
+        tmp_path / "run", base(tmp_path / "base", tiny), settings | {"data.sft.template": "chatml"}
+    )
     assert main(["convert", str(run), str(tmp_path / "out")]) == 0
     assert f"try: megalith chat {tmp_path / 'out'}" in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -89,7 +112,9 @@ def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert generation == {"eos_token_id": [7, 8, end], "temperature": 0.6}
-    assert (tmp_path / "out/LICENSE").read_text() == "as you like" and (tmp_path / "out/USE_POLICY.md").exists()
+    assert (tmp_path / "out/LICENSE").read_text() == "as you like" and (
+        tmp_path / "out/USE_POLICY.md"
+    ).exists()
     again = opened(tmp_path / "out")
     assert again.stop_ids() >= {7, 8, end} and (not settings or source.stop_ids() == {7, 8})
 
@@ -97,19 +122,27 @@ def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
 def test_a_release_has_the_template_beside_its_weights_and_so_has_what_follows(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}<|im_end|>]{% endfor %}")
+    (tmp_path / "mine.jinja").write_text(
+        "{% for m in messages %}[{{ m['content'] }}<|im_end|>]{% endfor %}"
+    )
     load = base(tmp_path / "base", tiny)
-    run = tune(tmp_path / "run", load, ADAPTERS | {"data.sft.template": str(tmp_path / "mine.jinja")})
+    run = tune(
+        tmp_path / "run", load, ADAPTERS | {"data.sft.template": str(tmp_path / "mine.jinja")}
+    )
     convert(opened(run), tmp_path / "release", "megalith")
     (tmp_path / "mine.jinja").unlink()
     release = opened(tmp_path / "release")
     template = own_template(release, build_tokenizer(release.tokenizer))
-    assert template is not None and template.render(TALK) == "[What is 3 plus 4?<|im_end|>][7<|im_end|>]"
+    assert (
+        template is not None
+        and template.render(TALK) == "[What is 3 plus 4?<|im_end|>][7<|im_end|>]"
+    )
     convert(release, tmp_path / "theirs", "huggingface")
     assert (tmp_path / "theirs/chat_template.jinja").read_text() == template.source
     with pytest.raises(
         DataError,
-        match=r"data.sft.template=.*mine.jinja: No such file.* Set it to one of.* put the template there",
+        match=r"data.sft.template=.*mine.jinja: No such file.* Set it to one of.* put the template "
+        r"there",
     ):
         convert(opened(run), tmp_path / "none", "huggingface")
     assert not (tmp_path / "none").exists()
@@ -129,31 +162,49 @@ def test_the_tokenizers_own_template_stays_as_it_is_and_its_end_ends_texts(
     assert "chat_template.jinja" not in files
     assert files["tokenizer_config.json"] == (load / "tokenizer_config.json").read_bytes()
     eod = build_tokenizer(source.tokenizer).eod
-    assert json.loads(files["generation_config.json"]) == {"_from_model_config": True, "eos_token_id": [7, eod]}
+    assert json.loads(files["generation_config.json"]) == {
+        "_from_model_config": True,
+        "eos_token_id": [7, eod],
+    }
 
 
 def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) -> None:
     load = base(tmp_path / "base", tiny)
     train_bpe(["other words"] * 3, vocab_size=270, path=str(tmp_path / "words"))
-    run = tune(tmp_path / "run", load, ADAPTERS | {"data.sft.template": "identity"}, tokenizer=tmp_path / "words")
+    run = tune(
+        tmp_path / "run",
+        load,
+        ADAPTERS | {"data.sft.template": "identity"},
+        tokenizer=tmp_path / "words",
+    )
     files = carried(opened(run), {}, theirs=True)
     assert opened(run).generation_file() is None and opened(run).stop_ids() == {7}
     assert files["tokenizer.json"] == (tmp_path / "words/tokenizer.json").read_bytes()
-    assert "temperature" not in json.loads(files["generation_config.json"]) and files["LICENSE"] == b"as you like"
+    assert (
+        "temperature" not in json.loads(files["generation_config.json"])
+        and files["LICENSE"] == b"as you like"
+    )
 
 
-def test_a_tokenizer_of_two_files_leaves_as_one_that_every_library_reads(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_tokenizer_of_two_files_leaves_as_one_that_every_library_reads(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     transformers = pytest.importorskip("transformers")
     folder = base(tmp_path / "base", tiny)
     words = json.loads((folder / "tokenizer.json").read_text())["model"]
     (tmp_path / "gpt2-vocab.json").write_text(json.dumps(words["vocab"]))
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in words["merges"]]
     (tmp_path / "gpt2-merges.txt").write_text("\n".join(merges), encoding="utf-8")
-    run = tune(tmp_path / "run", folder, {"data.sft.template": "identity"}, tmp_path / "gpt2-vocab.json")
+    run = tune(
+        tmp_path / "run", folder, {"data.sft.template": "identity"}, tmp_path / "gpt2-vocab.json"
+    )
     for kind in ("huggingface", "megalith"):
         assert main(["convert", str(run), str(tmp_path / kind), "--to", kind]) == 0
         there = {path.name for path in (tmp_path / kind).iterdir()}
-        assert {"tokenizer.json", "tokenizer_config.json"} <= there and "gpt2-vocab.json" not in there
+        assert {
+            "tokenizer.json",
+            "tokenizer_config.json",
+        } <= there and "gpt2-vocab.json" not in there
         (tmp_path / "gpt2-vocab.json").rename(tmp_path / "moved-vocab.json")
         found = build_tokenizer(opened(tmp_path / kind).tokenizer)
         (tmp_path / "moved-vocab.json").rename(tmp_path / "gpt2-vocab.json")
@@ -165,7 +216,9 @@ def test_a_tokenizer_of_two_files_leaves_as_one_that_every_library_reads(tmp_pat
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / f"gpt2-{name}").rename(folder / name)
     assert opened(folder).tokenizer.path == str(folder), "as old folders of GPT-2 are"
-    assert build_tokenizer(opened(folder).tokenizer).encode("What is seven?") == found.encode("What is seven?")
+    assert build_tokenizer(opened(folder).tokenizer).encode("What is seven?") == found.encode(
+        "What is seven?"
+    )
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeGenTokenizer"}')
     assert opened(folder).tokenizer.kind == "null", "whose files say less than that tokenizer does"
 
@@ -180,14 +233,18 @@ def test_a_folder_without_a_tokenizer_gets_no_template_and_a_release_does(
     assert "chat_template.jinja" in carried(opened(run), {}, theirs=False)
 
 
-def test_files_of_no_conversations_are_passed_on_as_they_are(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_files_of_no_conversations_are_passed_on_as_they_are(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     load = base(tmp_path / "base", tiny)
     files = carried(opened(load), {}, theirs=True)
     assert files == {name: path.read_bytes() for name, path in opened(load).companions().items()}
     assert {"LICENSE", "USE_POLICY.md", "tokenizer.json", "generation_config.json"} <= files.keys()
 
 
-def test_adapters_of_the_library_bring_a_tokenizer_of_their_own(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_adapters_of_the_library_bring_a_tokenizer_of_their_own(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     load = base(tmp_path / "base", tiny)
     run = tune(tmp_path / "run", load, ADAPTERS | {"data.sft.template": "chatml"})
     assert main(["convert", str(run), str(tmp_path / "peft"), "--to", "peft"]) == 0
@@ -203,20 +260,29 @@ def test_adapters_of_the_library_bring_a_tokenizer_of_their_own(tmp_path: Path, 
     assert (tmp_path / "merged/LICENSE").exists()
 
 
-def test_adapters_beside_a_release_name_it_and_are_read_with_it(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_adapters_beside_a_release_name_it_and_are_read_with_it(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     assert main(["convert", str(base(tmp_path / "base", tiny)), str(tmp_path / "release")]) == 0
     run = tune(tmp_path / "run", tmp_path / "release", ADAPTERS)
     assert main(["convert", str(run), str(tmp_path / "peft"), "--to", "peft"]) == 0
     raw = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert raw["base_model_name_or_path"] == str(tmp_path / "release")
-    assert opened(tmp_path / "peft").stop_ids() == {7, 8} and "LICENSE" in opened(tmp_path / "peft").companions()
+    assert (
+        opened(tmp_path / "peft").stop_ids() == {7, 8}
+        and "LICENSE" in opened(tmp_path / "peft").companions()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "contents", "told"),
     [
         ("tokenizer.json", b'{"model": {', "tokenizer.json: not JSON"),
-        ("tokenizer.json", b'{"version": "1.0"}', 'tokenizer.json: expected a "model" in it, found'),
+        (
+            "tokenizer.json",
+            b'{"version": "1.0"}',
+            'tokenizer.json: expected a "model" in it, found',
+        ),
         ("tokenizer_config.json", b"\xff\xfe", "tokenizer_config.json: not JSON"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json: expected an object, found"),
     ],

@@ -21,7 +21,12 @@ from megalith.config.rope import RopeConfig
 from megalith.infer.generate import remember
 from megalith.kernels.linear import stacked
 from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, tokens_of_rows, with_places
+from megalith.kernels.tokens import (
+    tokens_of_lengths,
+    tokens_of_queries,
+    tokens_of_rows,
+    with_places,
+)
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
 from megalith.models.hf import write_folder
 from megalith.models.qwen2 import QWEN2
@@ -46,22 +51,30 @@ def ids_of(count: int, vocab_size: int = 37) -> Tensor:
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES.keys())
-def test_it_declares_as_many_elements_as_the_closed_form_counts(changes: dict[str, Any], tiny: SimpleNamespace) -> None:
+def test_it_declares_as_many_elements_as_the_closed_form_counts(
+    changes: dict[str, Any], tiny: SimpleNamespace
+) -> None:
     config = tiny.config(vocab_multiple=1, **changes)
     model = Decoder(config, mesh_of_one())
-    assert sum(declared.shard.numel for declared, _, _ in declared_parameters(model)) == num_parameters(config)
+    assert sum(
+        declared.shard.numel for declared, _, _ in declared_parameters(model)
+    ) == num_parameters(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(config)
 
 
 def test_it_is_built_without_memory(tiny: SimpleNamespace) -> None:
-    huge = tiny.config(vocab_size=128_256, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28_672)
+    huge = tiny.config(
+        vocab_size=128_256, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28_672
+    )
     assert all(parameter.is_meta for parameter in Decoder(huge, mesh_of_one()).parameters())
 
 
 def test_every_parameter_is_declared_once_and_in_order(tiny: SimpleNamespace) -> None:
     model = Decoder(tiny.config(tied_embeddings=True), mesh_of_one())
     names = [declared.shard.name for declared, _, _ in declared_parameters(model)]
-    assert len(set(names)) == len(names) and names[0] == "embed.weight" and names[-1] == "norm.weight"
+    assert (
+        len(set(names)) == len(names) and names[0] == "embed.weight" and names[-1] == "norm.weight"
+    )
     assert {id(getattr(module, name)) for _, module, name in declared_parameters(model)} == {
         id(parameter) for parameter in model.parameters()
     }
@@ -72,7 +85,9 @@ def test_a_tied_head_shares_its_parameter_in_every_state(tiny: SimpleNamespace) 
     assert model.head.weight is model.embed.weight
 
 
-def test_matrices_of_one_matmul_lie_below_one_another_so_that_none_is_copied(tiny: SimpleNamespace) -> None:
+def test_matrices_of_one_matmul_lie_below_one_another_so_that_none_is_copied(
+    tiny: SimpleNamespace,
+) -> None:
     attention = tiny.model(tiny.config()).layers[0].attention
     both = attention.qkv.sunk()
     assert len(both) == 2 and stacked(both).data_ptr() == both[0].data_ptr()
@@ -89,13 +104,17 @@ def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"attention": AttentionConfig(window=3)}, {"attention": AttentionConfig(sinks=True)},
-        {"positions": "relative"}, {"positions": "learned"},
+        {},
+        {"attention": AttentionConfig(window=3)},
+        {"attention": AttentionConfig(sinks=True)},
+        {"positions": "relative"},
+        {"positions": "learned"},
         {"head_dim": 4, "rope": RopeConfig(scaling="dynamic", original_max_position=8)},
-        {"attention": AttentionConfig(window=4, chunked=True)}, {"moe": MoEConfig(experts=3, ffn_hidden_size=5)},
+        {"attention": AttentionConfig(window=4, chunked=True)},
+        {"moe": MoEConfig(experts=3, ffn_hidden_size=5)},
     ],
     ids=["plain", "window", "sinks", "relative", "learned", "dynamic", "chunks", "experts"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_documents_without_a_token_change_nothing(
     changes: dict[str, Any], kernel: Kernel, tiny: SimpleNamespace
@@ -135,19 +154,28 @@ def test_the_loss_is_the_sum_over_labels_of_the_scores(tiny: SimpleNamespace) ->
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_first_weights_do_not_depend_on_the_layout(tp: int, tiny: SimpleNamespace) -> None:
     config = tiny.config(num_kv_heads=3 if tp == 3 else 2, hidden_size=600, vocab_size=300)
-    whole, grid = tiny.tensors(tiny.model(config, seed=5)), model_grid(ParallelConfig(tp=tp), config, tp)
+    whole, grid = (
+        tiny.tensors(tiny.model(config, seed=5)),
+        model_grid(ParallelConfig(tp=tp), config, tp),
+    )
     for rank in range(tp):
         part = tiny.model(config, seed=5, mesh=mesh_on_paper(grid, rank=rank))
         for entry in tiny.entries(part):
             box = tuple(slice(a, b) for a, b in entry.shard.box)
-            assert torch.equal(entry.tensor.view(entry.shard.box_shape), whole[entry.shard.name][box])
-    assert not torch.equal(whole["embed.weight"], tiny.tensors(tiny.model(config, seed=6))["embed.weight"])
+            assert torch.equal(
+                entry.tensor.view(entry.shard.box_shape), whole[entry.shard.name][box]
+            )
+    assert not torch.equal(
+        whole["embed.weight"], tiny.tensors(tiny.model(config, seed=6))["embed.weight"]
+    )
 
 
 def test_weights_back_into_the_residual_stream_start_smaller_and_the_rest_as_the_config_says(
     tiny: SimpleNamespace,
 ) -> None:
-    config = tiny.config(hidden_size=120, ffn_hidden_size=300, num_layers=8, init_std=0.02, **BIASED)
+    config = tiny.config(
+        hidden_size=120, ffn_hidden_size=300, num_layers=8, init_std=0.02, **BIASED
+    )
     model = Decoder(config, mesh_of_one())
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
@@ -163,9 +191,13 @@ def test_weights_back_into_the_residual_stream_start_smaller_and_the_rest_as_the
             assert abs(real.std().item() / expected - 1) < 0.05, entry.shard.name
 
 
-def step(config: ModelConfig, parallel: ParallelConfig, rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
+def step(
+    config: ModelConfig, parallel: ParallelConfig, rank: int, world: int
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss, and this rank's gradients before they are summed, in float64."""
-    mesh = build_mesh(model_grid(parallel, config, world), rank=rank) if world > 1 else mesh_of_one()
+    mesh = (
+        build_mesh(model_grid(parallel, config, world), rank=rank) if world > 1 else mesh_of_one()
+    )
     model = Decoder(config, mesh, sp=parallel.sp, dtype=torch.float64)
     allocate(model, torch.device("cpu"))
     initialise(model, seed=3)
@@ -180,14 +212,20 @@ def step(config: ModelConfig, parallel: ParallelConfig, rank: int, world: int) -
     return loss.detach(), gradients
 
 
-def pieces_of_gradients(rank: int, world: int, config: ModelConfig, parallel: ParallelConfig) -> Any:
+def pieces_of_gradients(
+    rank: int, world: int, config: ModelConfig, parallel: ParallelConfig
+) -> Any:
     mesh = mesh_on_paper(model_grid(parallel, config, world), rank=rank)
-    boxes = {d.shard.name: d.shard for d, _, _ in declared_parameters(Decoder(config, mesh, sp=parallel.sp))}
+    boxes = {
+        d.shard.name: d.shard
+        for d, _, _ in declared_parameters(Decoder(config, mesh, sp=parallel.sp))
+    }
     return (*step(config, parallel, rank, world), boxes)
 
 
 @pytest.mark.parametrize(
-    ("tp", "sp", "changes"), [(2, False, "tied"), (2, True, "plain"), (3, True, "biases"), (4, False, "biases")]
+    ("tp", "sp", "changes"),
+    [(2, False, "tied"), (2, True, "plain"), (3, True, "biases"), (4, False, "biases")],
 )
 def test_ranks_together_compute_the_loss_and_gradients_of_one(
     tp: int, sp: bool, changes: str, tiny: SimpleNamespace
@@ -209,14 +247,19 @@ STAGES = {
     "even": (ParallelConfig(pp=2), 4),
     "two chunks each": (ParallelConfig(pp=2, pipeline=PipelineConfig(vpp=2)), 4),
     "a V": (ParallelConfig(pp=2, pipeline=PipelineConfig(schedule="zb-v", vpp=2)), 4),
-    "standalone and empty stages": (ParallelConfig(pp=5, pipeline=PipelineConfig(layout="E|tt||tt|L")), 4),
+    "standalone and empty stages": (
+        ParallelConfig(pp=5, pipeline=PipelineConfig(layout="E|tt||tt|L")),
+        4,
+    ),
 }
 FURTHER = {
     "a stage of their own": ParallelConfig(pp=4, pipeline=PipelineConfig(layout="E|t*4|mm|L")),
     "with the last layers": ParallelConfig(pp=4, pipeline=PipelineConfig(layout="E|tt|ttmm|L")),
     "with the loss alone": ParallelConfig(pp=3, pipeline=PipelineConfig(layout="E|t*4|mmL")),
     "between empty stages": ParallelConfig(pp=6, pipeline=PipelineConfig(layout="E|t*4||mm||L")),
-    "a chunk of their own": ParallelConfig(pp=2, pipeline=PipelineConfig(vpp=2, layout="Ett|tt|mm|L")),
+    "a chunk of their own": ParallelConfig(
+        pp=2, pipeline=PipelineConfig(vpp=2, layout="Ett|tt|mm|L")
+    ),
 }
 
 
@@ -225,7 +268,9 @@ def chunks_of(config: ModelConfig, parallel: ParallelConfig) -> list[list[Decode
     grid = model_grid(parallel, config, parallel.pp)
     ranks = []
     for rank in range(parallel.pp):
-        chunks = nn.ModuleList(build_chunks(config, mesh_on_paper(grid, rank=rank), parallel, dtype=torch.float64))
+        chunks = nn.ModuleList(
+            build_chunks(config, mesh_on_paper(grid, rank=rank), parallel, dtype=torch.float64)
+        )
         allocate(chunks, torch.device("cpu"))
         initialise(chunks, seed=3)
         ranks.append(list(chunks))
@@ -243,13 +288,17 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
     allocate(whole, torch.device("cpu"))
     initialise(whole, seed=3)
     ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
-    in_order = sorted((c for rank in chunks_of(config, parallel) for c in rank), key=lambda c: (
-        not c.stage.embedding, c.stage.loss, c.stage.layers.start))  # fmt: skip
+    in_order = sorted(
+        (c for rank in chunks_of(config, parallel) for c in rank),
+        key=lambda c: (not c.stage.embedding, c.stage.loss, c.stage.layers.start),
+    )
     x = None
     for chunk in in_order[:-1]:
         x = chunk(ids, tokens, x=x)
     assert in_order[-1].stage.loss
-    torch.testing.assert_close(in_order[-1].loss(ids, labels, tokens, x=x), whole.loss(ids, labels, tokens))
+    torch.testing.assert_close(
+        in_order[-1].loss(ids, labels, tokens, x=x), whole.loss(ids, labels, tokens)
+    )
 
 
 @pytest.mark.parametrize("name", FURTHER)
@@ -257,7 +306,10 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
 def test_further_predictions_on_any_stage_compute_what_the_whole_model_does(
     name: str, tied: bool, tiny: SimpleNamespace
 ) -> None:
-    config, parallel = tiny.config(num_layers=4, tied_embeddings=tied, mtp=MTPConfig(depths=2)), FURTHER[name]
+    config, parallel = (
+        tiny.config(num_layers=4, tied_embeddings=tied, mtp=MTPConfig(depths=2)),
+        FURTHER[name],
+    )
     whole = Decoder(config, mesh_of_one(), dtype=torch.float64)
     allocate(whole, torch.device("cpu"))
     initialise(whole, seed=3)
@@ -271,20 +323,27 @@ def test_further_predictions_on_any_stage_compute_what_the_whole_model_does(
         received = found if isinstance(found, tuple) else (found,)
     last = in_order[-1]
     given = last.received(received)
-    mine, expected = (one.losses(ids, labels, tokens, further=further, **more) for one, more in (
-        (last, given), (whole, {})))  # fmt: skip
+    mine, expected = (
+        one.losses(ids, labels, tokens, further=further, **more)
+        for one, more in ((last, given), (whole, {}))
+    )
     assert len(mine) == 3
     torch.testing.assert_close(mine, expected)
     torch.testing.assert_close(
-        last.judged(ids, labels, tokens, further=further, **given), whole.judged(ids, labels, tokens, further=further)
+        last.judged(ids, labels, tokens, further=further, **given),
+        whole.judged(ids, labels, tokens, further=further),
     )
-    held = {d.shard.name: d.shard.stages for chunk in in_order for d, _, _ in declared_parameters(chunk)}
+    held = {
+        d.shard.name: d.shard.stages for chunk in in_order for d, _, _ in declared_parameters(chunk)
+    }
     assert sorted(held) == sorted(d.shard.name for d, _, _ in declared_parameters(whole))
 
 
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_parameter_is_on_the_stages_that_its_shard_names(name: str, tied: bool, tiny: SimpleNamespace) -> None:
+def test_every_parameter_is_on_the_stages_that_its_shard_names(
+    name: str, tied: bool, tiny: SimpleNamespace
+) -> None:
     parallel, num_layers = STAGES[name]
     config = tiny.config(num_layers=num_layers, tied_embeddings=tied)
     found: dict[str, list[int]] = {}
@@ -294,22 +353,34 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(name: str, tied: 
             found.setdefault(declared.shard.name, []).append(rank)
             assert rank in declared.shard.stages
             value = getattr(module, attribute).detach()
-            assert torch.equal(tensors.setdefault(declared.shard.name, value), value), "copies start bitwise equal"
-    whole = [declared.shard.name for declared, _, _ in declared_parameters(Decoder(config, mesh_of_one()))]
+            assert torch.equal(tensors.setdefault(declared.shard.name, value), value), (
+                "copies start bitwise equal"
+            )
+    whole = [
+        declared.shard.name
+        for declared, _, _ in declared_parameters(Decoder(config, mesh_of_one()))
+    ]
     assert sorted(found) == sorted(whole)
     several = {parameter for parameter, ranks in found.items() if len(ranks) > 1}
     assert several == ({"embed.weight"} if tied and name != "a V" else set())
 
 
-def test_routers_of_all_stages_and_further_layers_have_noise_of_their_own(tiny: SimpleNamespace) -> None:
+def test_routers_of_all_stages_and_further_layers_have_noise_of_their_own(
+    tiny: SimpleNamespace,
+) -> None:
     moe = MoEConfig(experts=2, top_k=1, ffn_hidden_size=3)
     config = tiny.config(num_layers=4, moe=moe, mtp=MTPConfig(depths=2))
     parallel = ParallelConfig(pp=2)
     stages = [
-        build_chunks(config, mesh_on_paper(model_grid(parallel, config, 2), rank=rank), parallel) for rank in (0, 1)
+        build_chunks(config, mesh_on_paper(model_grid(parallel, config, 2), rank=rank), parallel)
+        for rank in (0, 1)
     ]
     routers = [
-        module for chunks in stages for chunk in chunks for module in chunk.modules() if isinstance(module, Router)
+        module
+        for chunks in stages
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, Router)
     ]
     assert [router.noise.layer for router in routers] == [0, 1, 2, 3, 4, 5]
 
@@ -320,28 +391,49 @@ def test_two_chunks_of_one_rank_share_a_tied_table(tiny: SimpleNamespace) -> Non
     assert first.embed.weight is second.head.weight
 
 
-def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     theirs_of = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
     rope = RopeConfig(theta=50.0, sections=(2, 1, 1))
     config = tiny.config(tied_embeddings=True, qkv_bias=True, head_dim=8, hidden_size=48, rope=rope)
     made = tiny.model(config)
-    text = replace(config, rope=replace(rope, sections=()))  # the family of text has the same tensors
+    text = replace(
+        config, rope=replace(rope, sections=())
+    )  # the family of text has the same tensors
     write_folder(tmp_path / "x", text, tiny.InMemory(tiny.tensors(made)), family=QWEN2)
     tensors = load_file(tmp_path / "x" / "model.safetensors")
     theirs_config = theirs_of.Qwen2VLTextConfig(
-        vocab_size=37, hidden_size=48, intermediate_size=10, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, rms_norm_eps=1e-5, pad_token_id=None, attn_implementation="eager",
+        vocab_size=37,
+        hidden_size=48,
+        intermediate_size=10,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        pad_token_id=None,
+        attn_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 50.0, "mrope_section": [2, 1, 1]},
-    )  # fmt: skip
+    )
     theirs = theirs_of.Qwen2VLTextModel(theirs_config).eval()
-    theirs.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, strict=True)
-    ids, places = ids_of(9), torch.randint(0, 20, (3, 9), generator=torch.Generator().manual_seed(2))
+    theirs.load_state_dict(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, strict=True
+    )
+    ids, places = (
+        ids_of(9),
+        torch.randint(0, 20, (3, 9), generator=torch.Generator().manual_seed(2)),
+    )
     mask = torch.full((1, 1, 9, 9), -torch.inf).triu(1)
     for given in (places, torch.arange(9).expand(3, 9)):
-        hidden = theirs(ids[None], position_ids=given[:, None], attention_mask=mask).last_hidden_state[0]
+        hidden = theirs(
+            ids[None], position_ids=given[:, None], attention_mask=mask
+        ).last_hidden_state[0]
         tokens = with_places(tokens_of_rows(1, 9), given.numpy())
         assert (
-            relative_error(made.head.logits(made(ids, tokens)), hidden @ tensors["model.embed_tokens.weight"].T) < 2e-5
+            relative_error(
+                made.head.logits(made(ids, tokens)), hidden @ tensors["model.embed_tokens.weight"].T
+            )
+            < 2e-5
         )
     plain = tiny.blank(text)
     plain.load_state_dict(made.state_dict())
@@ -349,21 +441,30 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(tmp_path: Path, tin
     assert torch.equal(made(ids, tokens_of_rows(1, 9)), plain(ids, tokens_of_rows(1, 9)))
 
 
-def _plain_looking_back(w: dict[str, Tensor], config: ModelConfig, ids: Tensor, lengths: list[int]) -> Tensor:
-    """A decoder whose layers from `cross.memory` on look at the memory, in plain operations; no positions, no biases.
+def _plain_looking_back(
+    w: dict[str, Tensor], config: ModelConfig, ids: Tensor, lengths: list[int]
+) -> Tensor:
+    """A decoder whose layers from `cross.memory` on look at the memory, in plain operations; no
+    positions, no biases.
 
     x1 = x + Attn(N(x)), x2 = x1 + Cross(N(x1), N(memory)), y = x2 + MLP(N(x2)).
     """
-    document = torch.tensor([number for number, length in enumerate(lengths) for _ in range(length)])
+    document = torch.tensor(
+        [number for number, length in enumerate(lengths) for _ in range(length)]
+    )
     seen = (document[:, None] == document) & torch.ones(len(ids), len(ids)).tril().bool()
     shared = config.num_heads // config.num_kv_heads
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * w[f"{name}.weight"]
+        return (
+            x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * w[f"{name}.weight"]
+        )
 
     def attend(name: str, x: Tensor, other: Tensor) -> Tensor:
         q = torch.einsum("th,ndh->ntd", x, w[f"{name}.q"])
-        k, v = torch.einsum("th,cgdh->cgtd", other, w[f"{name}.kv"]).repeat_interleave(shared, dim=1)
+        k, v = torch.einsum("th,cgdh->cgtd", other, w[f"{name}.kv"]).repeat_interleave(
+            shared, dim=1
+        )
         scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
         return torch.einsum("ntd,hnd->th", scores.softmax(-1) @ v, w[f"{name}.o"])
 
@@ -377,18 +478,24 @@ def _plain_looking_back(w: dict[str, Tensor], config: ModelConfig, ids: Tensor, 
         x = x + attend(f"{name}.attention", normed, normed)
         if layer >= config.cross.memory:
             x = x + attend(f"{name}.cross", norm(x, f"{name}.cross_norm"), memory)
-        gate, up = torch.einsum("th,cfh->ctf", norm(x, f"{name}.mlp_norm"), w[f"{name}.mlp.gate_up"])
+        gate, up = torch.einsum(
+            "th,cfh->ctf", norm(x, f"{name}.mlp_norm"), w[f"{name}.mlp.gate_up"]
+        )
         x = x + (torch.nn.functional.silu(gate) * up) @ w[f"{name}.mlp.down"].T
     return norm(x, "norm")
 
 
 @pytest.mark.parametrize("memory", [0, 1, 2])
-def test_layers_that_look_back_are_the_formula_forward_and_backward(memory: int, tiny: SimpleNamespace) -> None:
+def test_layers_that_look_back_are_the_formula_forward_and_backward(
+    memory: int, tiny: SimpleNamespace
+) -> None:
     config = tiny.config(num_layers=3, positions="none", cross=CrossConfig(memory=memory))
     model, ids, lengths = tiny.blank(config, dtype=torch.float64), ids_of(11), [4, 1, 6]
     initialise(model, seed=3)
     places = [(d.shard, getattr(module, name)) for d, module, name in declared_parameters(model)]
-    weights = {shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places}
+    weights = {
+        shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places
+    }
     found = model(ids, tokens_of_lengths(lengths))
     expected = _plain_looking_back(weights, config, ids, lengths)
     assert_equals("hidden states", found, expected, FP64)
@@ -396,12 +503,18 @@ def test_layers_that_look_back_are_the_formula_forward_and_backward(memory: int,
         (y * torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view_as(y)).sum().backward()
     for shard, parameter in places:
         if shard.name != "head.weight":
-            assert_equals(shard.name, parameter.grad.view(shard.shape), weights[shard.name].grad, FP64)
+            assert_equals(
+                shard.name, parameter.grad.view(shard.shape), weights[shard.name].grad, FP64
+            )
 
 
 @pytest.mark.slow  # the graphs take some seconds
 def test_layers_that_look_back_compute_the_same_as_graphs(tiny: SimpleNamespace) -> None:
-    config, ids, tokens = tiny.config(cross=CrossConfig(memory=1)), ids_of(11), tokens_of_lengths([4, 7])
+    config, ids, tokens = (
+        tiny.config(cross=CrossConfig(memory=1)),
+        ids_of(11),
+        tokens_of_lengths([4, 7]),
+    )
     plain, traced = (tiny.blank(config, dtype=torch.float64) for _ in range(2))
     for model in (plain, traced):
         initialise(model, seed=3)
@@ -437,13 +550,18 @@ def test_padding_is_as_if_it_were_not_there_whatever_layers_do(name: str) -> Non
     assert not dx[36].any() and dx[ids[0]].any()
 
 
-@pytest.mark.parametrize("name", ["plain", "latent", "chunked", "sinks", "normed around", "looking back"])
+@pytest.mark.parametrize(
+    "name", ["plain", "latent", "chunked", "sinks", "normed around", "looking back"]
+)
 def test_masked_text_that_is_read_on_from_a_cache_is_as_read_at_once(name: str) -> None:
     config = {**VARIANTS, "plain": PLAIN}[name]
     model = build_chunks(config, mesh_of_one(), ParallelConfig(), dtype=torch.float64)[0]
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
-    text, mask = torch.arange(14) % 4 != 1, torch.rand(14, 14, generator=torch.Generator().manual_seed(1)) < 0.7
+    text, mask = (
+        torch.arange(14) % 4 != 1,
+        torch.rand(14, 14, generator=torch.Generator().manual_seed(1)) < 0.7,
+    )
     whole = with_padding(with_masks(tokens_of_lengths([14]), [mask]), text)
     ids = ids_of(14)
     with torch.no_grad():

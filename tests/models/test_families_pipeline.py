@@ -25,10 +25,16 @@ def tune(path: Path, tokenizer: Path) -> None:
     """A few steps on made-up tokens, of a model with queries that share keys and biases."""
     words = train_bpe(TEXTS * 3, vocab_size=290, path=str(tokenizer))
     settings = {
-        "model.vocab_size": str(words.vocab_size), "model.qkv_bias": "true", "model.init_std": "0.5",
-        "model.max_seq_len": "64", "train.steps": "2", "train.eval_steps": "0", "train.eval_every": "none",
-        "tokenizer.kind": "huggingface", "tokenizer.path": str(tokenizer),
-    }  # fmt: skip
+        "model.vocab_size": str(words.vocab_size),
+        "model.qkv_bias": "true",
+        "model.init_std": "0.5",
+        "model.max_seq_len": "64",
+        "train.steps": "2",
+        "train.eval_steps": "0",
+        "train.eval_every": "none",
+        "tokenizer.kind": "huggingface",
+        "tokenizer.path": str(tokenizer),
+    }
     run = apply_overrides(tiny_run(), settings)
     assert run_problems(run, 1) == []
     run_training(run, RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False)
@@ -44,10 +50,16 @@ def test_a_pipeline_of_transformers_writes_what_we_write(tmp_path: Path) -> None
     sample = SampleConfig(temperature=0.0, max_new_tokens=24)
     ours = write_texts(writer, PROMPTS, sample, ignore_eod=False, show=lambda text: None)
 
-    pipeline = transformers.pipeline("text-generation", model=str(tmp_path / "theirs"), device="cpu")
+    pipeline = transformers.pipeline(
+        "text-generation", model=str(tmp_path / "theirs"), device="cpu"
+    )
     found = pipeline(list(PROMPTS), max_new_tokens=24, do_sample=False, return_full_text=False)
-    assert [texts[0]["generated_text"] for texts in found] == [transcript.text for transcript in ours]
-    assert len({token for transcript in ours for token in transcript.ids}) > 6, "texts that only repeat show little"
+    assert [texts[0]["generated_text"] for texts in found] == [
+        transcript.text for transcript in ours
+    ]
+    assert len({token for transcript in ours for token in transcript.ids}) > 6, (
+        "texts that only repeat show little"
+    )
     whole = pipeline(PROMPTS[0], max_new_tokens=24, do_sample=False)
     assert whole[0]["generated_text"] == PROMPTS[0] + ours[0].text
     (again,) = pipeline(PROMPTS[0], max_new_tokens=24, do_sample=False, return_tensors=True)

@@ -16,10 +16,29 @@ def problems(fields: Fields) -> str:
 
 
 def test_values_of_the_right_kind_are_given_as_they_are() -> None:
-    fields = Fields({"a": 3, "b": 2, "c": True, "d": "gelu_new", "e": None, "f": [1, 0, 0], "_note": "x", "off": None})
-    assert (fields.whole("a"), fields.number("b", 1.0), fields.flag("c"), fields.activation("d")) == (
-        3, 2.0, True, "gelu_tanh",
-    )  # fmt: skip
+    fields = Fields(
+        {
+            "a": 3,
+            "b": 2,
+            "c": True,
+            "d": "gelu_new",
+            "e": None,
+            "f": [1, 0, 0],
+            "_note": "x",
+            "off": None,
+        }
+    )
+    assert (
+        fields.whole("a"),
+        fields.number("b", 1.0),
+        fields.flag("c"),
+        fields.activation("d"),
+    ) == (
+        3,
+        2.0,
+        True,
+        "gelu_tanh",
+    )
     assert fields.whole_or_none("e") is None and fields.number_or_none("e", 5.0) is None
     assert fields.flags_of_layers("f", 2, {1: True, 0: False}) == (True, False)
     fields.finish()
@@ -28,8 +47,15 @@ def test_values_of_the_right_kind_are_given_as_they_are() -> None:
 def test_missing_fields_have_their_defaults() -> None:
     fields = Fields({})
     assert (fields.whole("a", 7), fields.number("a", 0.5), fields.flag("a", True)) == (7, 0.5, True)
-    assert (fields.number_or_none("a", 50.0), fields.whole_or_none("a"), fields.value("a")) == (50.0, None, None)
-    assert fields.choice("a", {"x": 1, "y": 2}, "y") == 2 and fields.flags_of_layers("a", 3, {}) is None
+    assert (fields.number_or_none("a", 50.0), fields.whole_or_none("a"), fields.value("a")) == (
+        50.0,
+        None,
+        None,
+    )
+    assert (
+        fields.choice("a", {"x": 1, "y": 2}, "y") == 2
+        and fields.flags_of_layers("a", 3, {}) is None
+    )
     fields.finish()
 
 
@@ -43,11 +69,27 @@ def test_missing_fields_have_their_defaults() -> None:
         (-1, lambda f: f.number("a", 1.0, zero=True), "a=-1: expected a number of at least 0."),
         ("9", lambda f: f.number_or_none("a"), "a='9': expected a number above 0."),
         ("yes", lambda f: f.flag("a"), "a='yes': expected true or false."),
-        (["x"], lambda f: f.choice("a", {"x": 1, "y": 2}, "x"), "a=['x'] is not supported: it must be one of 'x', 'y'"),
+        (
+            ["x"],
+            lambda f: f.choice("a", {"x": 1, "y": 2}, "x"),
+            "a=['x'] is not supported: it must be one of 'x', 'y'",
+        ),
         (2, lambda f: f.only("a", 1), "a=2 is not supported: it must be 1."),
-        ([1], lambda f: f.flags_of_layers("a", 2, {1: True, 0: False}), "a=[1]: expected 1 or 0 for each of 2 layers."),
-        (False, lambda f: f.value("b"), "a=False is not known, so it may change what the model computes. Remove it"),
-        (5, lambda f: f.value("b"), "a=5 is not known, so it may change what the model computes. Remove it"),
+        (
+            [1],
+            lambda f: f.flags_of_layers("a", 2, {1: True, 0: False}),
+            "a=[1]: expected 1 or 0 for each of 2 layers.",
+        ),
+        (
+            False,
+            lambda f: f.value("b"),
+            "a=False is not known, so it may change what the model computes. Remove it",
+        ),
+        (
+            5,
+            lambda f: f.value("b"),
+            "a=5 is not known, so it may change what the model computes. Remove it",
+        ),
     ],
 )
 def test_everything_else_is_refused(value: Any, ask: Any, message: str) -> None:
@@ -62,11 +104,23 @@ def test_all_problems_are_said_at_once_and_each_once() -> None:
         fields.whole("a")
     fields.whole("b")
     text = problems(fields)
-    assert text.startswith("3 settings") and text.count("a=-1") == 1 and "b is missing, expected a whole" in text
+    assert (
+        text.startswith("3 settings")
+        and text.count("a=-1") == 1
+        and "b is missing, expected a whole" in text
+    )
 
 
 def test_only_fields_that_are_known_to_change_nothing_may_be_left_unasked() -> None:
-    fields = Fields({"torch_dtype": "bfloat16", "eos_token_id": [1], "auto_map": {}, "mine": 3, "pruned_heads": {}})
+    fields = Fields(
+        {
+            "torch_dtype": "bfloat16",
+            "eos_token_id": [1],
+            "auto_map": {},
+            "mine": 3,
+            "pruned_heads": {},
+        }
+    )
     fields.ignore("mine")
     fields.finish()
 
@@ -83,9 +137,18 @@ def test_every_activation_has_a_word_that_means_it() -> None:
 
 
 def test_a_text_about_our_settings_names_the_fields_of_a_config() -> None:
-    text = "model.moe.top_k=9 is more than model.moe.experts=8. Set model.moe.top_k to 8; or model.init=normal."
-    told = "num_experts_per_tok=9 is more than n_routed_experts=8. Set num_experts_per_tok to 8; or model.init=normal."
+    text = (
+        "model.moe.top_k=9 is more than model.moe.experts=8. Set model.moe.top_k to 8; or "
+        "model.init=normal."
+    )
+    told = (
+        "num_experts_per_tok=9 is more than n_routed_experts=8. Set num_experts_per_tok to 8; "
+        "or model.init=normal."
+    )
     assert in_their_words(text, {"n_routed_experts": 8}) == told
     raw = {"n_head": 3, "rope_parameters": None, "rope_scaling": {"beta_slow": 3.0}}
-    assert in_their_words("model.num_heads, model.rope.beta_slow", raw) == "n_head, rope_scaling.beta_slow"
+    assert (
+        in_their_words("model.num_heads, model.rope.beta_slow", raw)
+        == "n_head, rope_scaling.beta_slow"
+    )
     assert in_their_words("model.rope.beta_slow.", {}) == "beta_slow."

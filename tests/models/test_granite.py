@@ -10,15 +10,35 @@ from megalith.models.granite import GRANITE, read_config, write_config
 from tests.models.published import check_published, check_rules
 
 RAW: dict[str, Any] = {
-    "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
-    "attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
-    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
-    "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "granite",
-    "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0,
-    "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 5000000.0,
-    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.49.0", "use_cache": True,
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.1,
+    "attention_multiplier": 0.015625,
+    "bos_token_id": 0,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.49.0",
+    "use_cache": True,
     "vocab_size": 49155,
-}  # fmt: skip
+}
 
 
 def test_the_published_model_is_read_and_has_as_many_parameters_as_stated() -> None:
@@ -27,7 +47,11 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_stated() -> N
 
 def test_all_four_scales_are_kept_and_so_is_dropout() -> None:
     config = read_config(RAW)
-    assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12.0, 0.22, 1 / 8)
+    assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (
+        12.0,
+        0.22,
+        1 / 8,
+    )
     assert (config.attention.scale, config.dropout.attention) == (1 / 64, 0.1)
 
 

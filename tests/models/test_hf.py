@@ -17,7 +17,13 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models import hf
-from megalith.models.hf import HuggingFaceFolder, companion_files, find_family, plan_files, write_folder
+from megalith.models.hf import (
+    HuggingFaceFolder,
+    companion_files,
+    find_family,
+    plan_files,
+    write_folder,
+)
 from megalith.models.llama import rules
 from megalith.models.usual import Unsaid
 from megalith.parallel.mesh import mesh_on_paper, model_grid
@@ -28,7 +34,9 @@ from megalith.plan.shards import Shard, whole
 def edit(folder: Path, **fields: Any) -> None:
     """Change fields of config.json; None removes one."""
     raw = json.loads((folder / "config.json").read_text()) | fields
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in raw.items() if value is not None})
+    )
 
 
 def edit_tensors(folder: Path, **tensors: Tensor | None) -> None:
@@ -43,7 +51,8 @@ def edit_tensors(folder: Path, **tensors: Tensor | None) -> None:
 
 @pytest.mark.parametrize("shard_nbytes", [10**9, 1500])
 @pytest.mark.parametrize(
-    "changes", [{}, {"tied_embeddings": True}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True}]
+    "changes",
+    [{}, {"tied_embeddings": True}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True}],
 )
 def test_what_is_written_is_read_back_bit_for_bit(
     changes: dict[str, Any], shard_nbytes: int, tmp_path: Path, tiny: SimpleNamespace
@@ -60,7 +69,9 @@ def test_what_is_written_is_read_back_bit_for_bit(
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
 def test_every_layout_reads_its_own_boxes(tp: int, tmp_path: Path, tiny: SimpleNamespace) -> None:
-    config = tiny.config(qkv_bias=True, output_bias=True, mlp_bias=True, num_kv_heads=2 if tp != 3 else 3)
+    config = tiny.config(
+        qkv_bias=True, output_bias=True, mlp_bias=True, num_kv_heads=2 if tp != 3 else 3
+    )
     expected = tiny.tensors(tiny.folder(tmp_path / "x", config, shard_nbytes=3000))
     folder = HuggingFaceFolder(tmp_path / "x")
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
@@ -69,7 +80,9 @@ def test_every_layout_reads_its_own_boxes(tp: int, tmp_path: Path, tiny: SimpleN
         folder.fill(tiny.entries(part))
         for entry in tiny.entries(part):
             box = tuple(slice(a, b) for a, b in entry.shard.box)
-            assert torch.equal(entry.tensor.view(entry.shard.box_shape), expected[entry.shard.name][box])
+            assert torch.equal(
+                entry.tensor.view(entry.shard.box_shape), expected[entry.shard.name][box]
+            )
 
 
 def test_flat_ranges_are_filled_too(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -97,7 +110,9 @@ def test_rows_that_only_pad_the_vocabulary_are_zero_in_and_dropped_out(
     assert load_file(tmp_path / "y" / "model.safetensors")["lm_head.weight"].shape == (37, 12)
 
 
-def test_no_more_than_the_boxes_is_read(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_the_boxes_is_read(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
     folder, read = HuggingFaceFolder(tmp_path / "x"), []
 
@@ -133,7 +148,9 @@ def test_large_tensors_are_read_a_piece_at_a_time(
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_are_cast_to_what_is_wanted(stored: torch.dtype, tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_weights_are_cast_to_what_is_wanted(
+    stored: torch.dtype, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config(), dtype=stored)
     folder = HuggingFaceFolder(tmp_path / "x")
     assert folder.dtype("embed.weight") == folder.tensor_dtype("model.norm.weight") == stored
@@ -147,12 +164,24 @@ def test_weights_are_cast_to_what_is_wanted(stored: torch.dtype, tmp_path: Path,
     ("change", "message"),
     [
         ({"lm_head__weight": None}, r"lm_head.weight is missing \(set tie_word_embeddings to true"),
-        ({"model__norm__weight": None, "lm_head__weight": None}, "missing: lm_head.weight, model.norm.weight"),
+        (
+            {"model__norm__weight": None, "lm_head__weight": None},
+            "missing: lm_head.weight, model.norm.weight",
+        ),
         ({"model__extra": torch.ones(2)}, "not of a LlamaForCausalLM: model.extra"),
-        ({"model__layers__0__mlp__up_proj__bias": torch.ones(10)}, "not of a LlamaForCausalLM: model.layers.0.mlp.up_"),
+        (
+            {"model__layers__0__mlp__up_proj__bias": torch.ones(10)},
+            "not of a LlamaForCausalLM: model.layers.0.mlp.up_",
+        ),
         ({"model__norm__weight": torch.ones(11)}, r"model.norm.weight is \[11\], expected \[12\]"),
-        ({"model__norm__weight": torch.ones(12, dtype=torch.int8)}, "norm.weight is stored as I8, expected one of F64"),
-        ({"model__norm__weight": torch.ones(12).to(torch.float8_e4m3fn)}, "stored as F8_E4M3, expected one of"),
+        (
+            {"model__norm__weight": torch.ones(12, dtype=torch.int8)},
+            "norm.weight is stored as I8, expected one of F64",
+        ),
+        (
+            {"model__norm__weight": torch.ones(12).to(torch.float8_e4m3fn)},
+            "stored as F8_E4M3, expected one of",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
@@ -170,30 +199,45 @@ def test_buffers_of_old_conversions_are_ignored(tmp_path: Path, tiny: SimpleName
     HuggingFaceFolder(tmp_path / "x")
 
 
-def test_a_tied_model_may_store_its_head_only_if_it_is_the_embedding(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_tied_model_may_store_its_head_only_if_it_is_the_embedding(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config(tied_embeddings=True))
     table = tiny.tensors(model)["embed.weight"][:37].clone()
     edit_tensors(tmp_path / "x", lm_head__weight=table)
     HuggingFaceFolder(tmp_path / "x")
     table[36, 11] += 1e-7
     edit_tensors(tmp_path / "x", lm_head__weight=table)
-    with pytest.raises(CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight. Set tie_word_"):
+    with pytest.raises(
+        CheckpointError,
+        match="lm_head.weight differs from model.embed_tokens.weight. Set tie_word_",
+    ):
         HuggingFaceFolder(tmp_path / "x")
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["XLNetLMHeadModel"]}, "architecture XLNetLMHeadModel is not supported. Use one of Llama"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
+        (
+            {"architectures": ["XLNetLMHeadModel"]},
+            "architecture XLNetLMHeadModel is not supported. Use one of Llama",
+        ),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification is not supported",
+        ),
         (
             {"architectures": None, "model_type": "bert"},
             "model_type bert is not supported. Use one of LlamaForCausalLM",
         ),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}, "rope_parameters": None}, "config.json: .*longrope"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}, "rope_parameters": None},
+            "config.json: .*longrope",
+        ),
         (
             {"auto_map": {"AutoModelForCausalLM": "modeling_x.OtherForCausalLM"}},
-            "config.json: auto_map=.*OtherForCausalLM'}: the model is computed by code of its own.* Use a folder that",
+            "config.json: auto_map=.*OtherForCausalLM'}: the model is computed by code of its "
+            "own.* Use a folder that",
         ),
         ({"hidden_act": "mish"}, "config.json: hidden_act='mish' is not supported"),
     ],
@@ -213,28 +257,41 @@ def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path: Path) -> N
     assert all(family.architecture in str(refused.value) for family in hf.FAMILIES)
 
 
-def test_code_beside_a_model_of_transformers_is_taken_for_a_copy_of_its(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_code_beside_a_model_of_transformers_is_taken_for_a_copy_of_its(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
-    edit(tmp_path / "x", auto_map={"AutoModelForCausalLM": "someone/x--modeling_x.LlamaForCausalLM"})
+    edit(
+        tmp_path / "x", auto_map={"AutoModelForCausalLM": "someone/x--modeling_x.LlamaForCausalLM"}
+    )
     assert HuggingFaceFolder(tmp_path / "x").family.architecture == "LlamaForCausalLM"
 
 
-def test_the_family_that_lacks_the_fewest_settings_says_what_it_lacks(tiny: SimpleNamespace) -> None:
+def test_the_family_that_lacks_the_fewest_settings_says_what_it_lacks(
+    tiny: SimpleNamespace,
+) -> None:
     with pytest.raises(Unsaid) as refused:
         hf.family_for(tiny.config(up_offset=0.5, norm_eps=0.1))
     assert refused.value.settings == ("up_offset",)
 
 
-def test_a_model_that_cannot_be_is_refused_though_its_tensors_fit(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_model_that_cannot_be_is_refused_though_its_tensors_fit(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config(moe=MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)))
     HuggingFaceFolder(tmp_path / "x")
     edit(tmp_path / "x", num_experts_per_tok=4)
-    told = r"config.json describes a model that cannot be: num_experts_per_tok=4 is more than num_local_experts=3. Set"
+    told = (
+        r"config.json describes a model that cannot be: num_experts_per_tok=4 is more than "
+        r"num_local_experts=3. Set"
+    )
     with pytest.raises(CheckpointError, match=told):
         HuggingFaceFolder(tmp_path / "x")
 
 
-def test_a_config_without_architectures_goes_by_its_model_type(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_config_without_architectures_goes_by_its_model_type(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
     edit(tmp_path / "x", architectures=None)
     assert HuggingFaceFolder(tmp_path / "x").family.architecture == "LlamaForCausalLM"
@@ -248,12 +305,17 @@ def test_damaged_folders_say_what_is_missing(tmp_path: Path, tiny: SimpleNamespa
     with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight cut off"):
         HuggingFaceFolder(tmp_path / "x")
     first.unlink()
-    with pytest.raises(CheckpointError, match="index.json names model-00001-of-.*which the folder lacks"):
+    with pytest.raises(
+        CheckpointError, match="index.json names model-00001-of-.*which the folder lacks"
+    ):
         HuggingFaceFolder(tmp_path / "x")
     for file in (tmp_path / "x").glob("model*"):
         file.unlink()
     (tmp_path / "x" / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor .*pytorch_model.bin\). Use safetensors"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"neither model.safetensors nor .*pytorch_model.bin\). Use safetensors",
+    ):
         HuggingFaceFolder(tmp_path / "x")
 
 
@@ -262,11 +324,15 @@ def test_an_index_cannot_lead_outside_its_folder(tmp_path: Path, tiny: SimpleNam
     os.rename(tmp_path / "x" / "model.safetensors", tmp_path / "model.safetensors")
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (tmp_path / "x" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"names ../model.safetensors, not files of this folder"):
+    with pytest.raises(
+        CheckpointError, match=r"names ../model.safetensors, not files of this folder"
+    ):
         HuggingFaceFolder(tmp_path / "x")
 
 
-def test_index_with_very_long_file_name_is_rejected_with_short_message(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_index_with_very_long_file_name_is_rejected_with_short_message(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
     (tmp_path / "x" / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "a" * 5000}}
@@ -275,7 +341,9 @@ def test_index_with_very_long_file_name_is_rejected_with_short_message(tmp_path:
         HuggingFaceFolder(tmp_path / "x")
 
 
-def test_an_index_that_promises_more_than_the_files_hold_is_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_an_index_that_promises_more_than_the_files_hold_is_refused(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config(), shard_nbytes=1500)
     file = tmp_path / "x" / "model.safetensors.index.json"
     index = json.loads(file.read_text())
@@ -292,17 +360,23 @@ def test_a_config_that_is_no_object_is_refused(text: str, tmp_path: Path) -> Non
         HuggingFaceFolder(tmp_path)
 
 
-def test_a_model_of_another_shape_is_refused_before_anything_is_read(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_model_of_another_shape_is_refused_before_anything_is_read(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
     other = tiny.blank(tiny.config(ffn_hidden_size=11, qkv_bias=True))
     with pytest.raises(CheckpointError, match="another model") as refused:
         HuggingFaceFolder(tmp_path / "x").fill(tiny.entries(other))
-    assert "layers.0.mlp.gate_up is [2, 11, 12] in this run and [2, 10, 12] in the folder" in str(refused.value)
+    assert "layers.0.mlp.gate_up is [2, 11, 12] in this run and [2, 10, 12] in the folder" in str(
+        refused.value
+    )
     assert "layers.0.attention.q_bias is in this run and not in the folder" in str(refused.value)
     assert all((parameter == -7).all() for parameter in other.parameters())
 
 
-def test_files_stay_below_their_limit_and_keep_the_order_of_the_forward_pass(tiny: SimpleNamespace) -> None:
+def test_files_stay_below_their_limit_and_keep_the_order_of_the_forward_pass(
+    tiny: SimpleNamespace,
+) -> None:
     found = rules(tiny.config())
     files = plan_files(found, lambda rule: torch.float32, 1800)
     assert [rule for file in files for parts, _ in file for rule in parts] == found
@@ -311,14 +385,22 @@ def test_files_stay_below_their_limit_and_keep_the_order_of_the_forward_pass(tin
     assert len(plan_files(found, lambda rule: torch.float32, 1)) == len(found)
 
 
-def test_the_index_names_every_tensor_and_the_sum_of_their_bytes(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_the_index_names_every_tensor_and_the_sum_of_their_bytes(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config(), shard_nbytes=1800)
     index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"]) == [rule.name for rule in rules(tiny.config())]
-    held = {name: file.name for file in (tmp_path / "x").glob("*.safetensors") for name in load_file(file)}
+    held = {
+        name: file.name
+        for file in (tmp_path / "x").glob("*.safetensors")
+        for name in load_file(file)
+    }
     assert held == index["weight_map"]
     nbytes = sum(
-        tensor.nbytes for file in (tmp_path / "x").glob("*.safetensors") for tensor in load_file(file).values()
+        tensor.nbytes
+        for file in (tmp_path / "x").glob("*.safetensors")
+        for tensor in load_file(file).values()
     )
     assert index["metadata"]["total_size"] == nbytes
 
@@ -334,9 +416,14 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, tiny: SimpleNamespace
             return values
 
     write_folder(
-        tmp_path / "x", config, Watched(tiny.tensors(tiny.model(config))), wrote=lambda nbytes: told.append("written")
+        tmp_path / "x",
+        config,
+        Watched(tiny.tensors(tiny.model(config))),
+        wrote=lambda nbytes: told.append("written"),
     )
-    assert told[1::2] == ["written"] * len(rules(config)), "the next tensor is read when the last one is in the file"
+    assert told[1::2] == ["written"] * len(rules(config)), (
+        "the next tensor is read when the last one is in the file"
+    )
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -347,12 +434,16 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNamesp
             values: Tensor = super().read(parameter, *rest)
             return values
 
-    with pytest.raises(CheckpointError, match="x: not written .*No space left on device.*Free some space"):
+    with pytest.raises(
+        CheckpointError, match="x: not written .*No space left on device.*Free some space"
+    ):
         write_folder(tmp_path / "x", tiny.config(), Broken(tiny.tensors(tiny.model(tiny.config()))))
     assert os.listdir(tmp_path) == []
 
 
-def test_fewer_values_than_were_planned_leave_no_hole(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_fewer_values_than_were_planned_leave_no_hole(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     class Short(tiny.InMemory):  # type: ignore[misc, name-defined]  # a fixture's class
         def read(self, parameter: str, *rest: Any) -> Tensor:
             values: Tensor = super().read(parameter, *rest)
@@ -378,7 +469,9 @@ def test_the_name_is_on_the_disk_at_the_end(
 
 def test_an_existing_target_is_left_as_it_is(tmp_path: Path, tiny: SimpleNamespace) -> None:
     (tmp_path / "x").mkdir()
-    with pytest.raises(CheckpointError, match="x exists already and is left as it is. Choose another target"):
+    with pytest.raises(
+        CheckpointError, match="x exists already and is left as it is. Choose another target"
+    ):
         tiny.folder(tmp_path / "x", tiny.config())
     assert os.listdir(tmp_path / "x") == []
 
@@ -391,12 +484,21 @@ def test_a_model_without_a_form_there_is_refused_before_anything_is_written(
     assert os.listdir(tmp_path) == []
 
 
-def test_companions_and_token_ids_go_with_the_weights(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_companions_and_token_ids_go_with_the_weights(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "secret.txt").write_text("no")
     files = {name: file.read_bytes() for name, file in companion_files(tmp_path).items()}
-    tiny.folder(tmp_path / "x", tiny.config(), companions=files, extra={"eos_token_id": [3, 4], "bos_token_id": 1})
-    assert (tmp_path / "x" / "tokenizer.json").read_text() == "{}" and not (tmp_path / "x" / "secret.txt").exists()
+    tiny.folder(
+        tmp_path / "x",
+        tiny.config(),
+        companions=files,
+        extra={"eos_token_id": [3, 4], "bos_token_id": 1},
+    )
+    assert (tmp_path / "x" / "tokenizer.json").read_text() == "{}" and not (
+        tmp_path / "x" / "secret.txt"
+    ).exists()
     raw = json.loads((tmp_path / "x" / "config.json").read_text())
     assert (raw["eos_token_id"], raw["bos_token_id"], raw["pad_token_id"]) == ([3, 4], 1, None)
     generation = json.loads((tmp_path / "x" / "generation_config.json").read_text())
@@ -409,13 +511,17 @@ def test_what_a_run_from_scratch_is_advised_keeps_no_model_of_others_from_being_
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config(moe=MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)))
     edit(tmp_path / "x", num_experts_per_tok=1)
-    assert network_problems(HuggingFaceFolder(tmp_path / "x").model_config), "nobody should begin with such a router"
+    assert network_problems(HuggingFaceFolder(tmp_path / "x").model_config), (
+        "nobody should begin with such a router"
+    )
 
 
 def test_a_tensor_that_repeats_another_is_of_weights(tmp_path: Path, tiny: SimpleNamespace) -> None:
     tiny.folder(tmp_path / "x", tiny.config(tied_embeddings=True))
     edit_tensors(tmp_path / "x", lm_head__weight=torch.zeros(37, 12, dtype=torch.int64))
-    with pytest.raises(CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight"):
+    with pytest.raises(
+        CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight"
+    ):
         HuggingFaceFolder(tmp_path / "x")
 
 
@@ -423,8 +529,12 @@ def test_a_tensor_that_repeats_another_is_of_weights(tmp_path: Path, tiny: Simpl
 
 
 def write_hub_cache(cache: Path, tiny: SimpleNamespace) -> Path:
-    """Write a model as the cache of the Hugging Face hub has it; returns the snapshot, which consists of links."""
-    snapshot, blobs = cache / "models--org--name" / "snapshots" / "0123", cache / "models--org--name" / "blobs"
+    """Write a model as the cache of the Hugging Face hub has it; returns the snapshot, which
+    consists of links."""
+    snapshot, blobs = (
+        cache / "models--org--name" / "snapshots" / "0123",
+        cache / "models--org--name" / "blobs",
+    )
     tiny.folder(snapshot, tiny.config())
     (snapshot / "LICENSE").write_text("terms")
     blobs.mkdir()
@@ -458,14 +568,19 @@ def test_links_that_lead_out_of_the_folder_are_rejected(
         target = path / "../../blobs/hash9"
         target.symlink_to(secret)
     (path / name).symlink_to(target)
-    with pytest.raises(CheckpointError, match=rf"{name} is a link to .*secret, outside of its folder.* copy of the f"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} is a link to .*secret, outside of its folder.* copy of the f",
+    ):
         HuggingFaceFolder(path)
     if name == "LICENSE":
         with pytest.raises(CheckpointError, match="LICENSE is a link to"):
             companion_files(path)
 
 
-def test_a_blobs_folder_that_is_a_link_does_not_allow_other_files(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_blobs_folder_that_is_a_link_does_not_allow_other_files(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     snapshot = write_hub_cache(tmp_path, tiny)
     (snapshot / "../../blobs").rename(tmp_path / "elsewhere")
     (tmp_path / "models--org--name" / "blobs").symlink_to(tmp_path / "elsewhere")

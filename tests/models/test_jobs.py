@@ -1,4 +1,5 @@
-"""Pieces of a conversion: the same results in order from any number of threads, and errors that come through."""
+"""Pieces of a conversion: the same results in order from any number of threads, and errors that
+come through."""
 
 from functools import partial
 from threading import Event
@@ -36,12 +37,19 @@ def test_several_workers_work_at_the_same_time() -> None:
         mine.set()
         return other.wait(timeout=60)
 
-    assert list(done_in_order([partial(meet, first, second), partial(meet, second, first)], 2)) == [True, True]
+    assert list(done_in_order([partial(meet, first, second), partial(meet, second, first)], 2)) == [
+        True,
+        True,
+    ]
 
 
 def test_an_error_comes_through_and_what_has_not_begun_never_does() -> None:
     begun: list[int] = []
-    jobs = [partial(squared, 0), partial(refused, 1), *[partial(noted, begun, n) for n in range(1000)]]
+    jobs = [
+        partial(squared, 0),
+        partial(refused, 1),
+        *[partial(noted, begun, n) for n in range(1000)],
+    ]
     with pytest.raises(CheckpointError, match=r"file 1: no space left\. Free some space"):
         list(done_in_order(jobs, 2))
     assert len(begun) < 1000
@@ -53,5 +61,7 @@ def test_every_item_is_in_one_batch() -> None:
     sizes = [3, 1, 4, 1, 5, 9, 2, 6]
     for least in (1, 5, 100):
         found = batches(sizes, int, least)
-        assert [size for batch in found for size in batch] == sizes and all(sum(batch) >= least for batch in found[:-1])
+        assert [size for batch in found for size in batch] == sizes and all(
+            sum(batch) >= least for batch in found[:-1]
+        )
     assert batches([], int, 3) == []

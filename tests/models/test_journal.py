@@ -1,4 +1,5 @@
-"""A conversion that is killed anywhere goes on to the same bytes, and never on with what is of another."""
+"""A conversion that is killed anywhere goes on to the same bytes, and never on with what is of
+another."""
 
 import errno
 import hashlib
@@ -76,7 +77,8 @@ def words_of(to: str, source: Path, target: Path) -> list[str]:
 
 
 def left_by(path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], pieces: int) -> Path:
-    """What a conversion leaves that dies when so many pieces are whole: by a process that is gone."""
+    """What a conversion leaves that dies when so many pieces are whole: by a process that is
+    gone."""
     with monkeypatch.context() as patch:
         plain, left = storage.append_line, iter(range(pieces + 1))
 
@@ -103,24 +105,34 @@ def test_killed_again_and_again_it_ends_with_the_bytes_of_one_that_never_was(
     assert main(["convert", *words_of(to, theirs, tmp_path / "x")]) == 0
     words = words_of(to, theirs, tmp_path / "again")
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(every), *words], capture_output=True, text=True, timeout=100, check=True,
+        [sys.executable, "-c", KILLED, str(every), *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert int(done.stdout.split()[-1]) >= 8, done.stderr
     assert "going on where a conversion was ended" in done.stderr
     before, after = contents(tmp_path / "x"), contents(tmp_path / "again")
     named = {"config.yaml", "manifest.json"}  # with the name of the folder
     assert before.keys() == after.keys()
-    assert {name for name in before if before[name] != after[name]} <= (named if to == "megalith" else set())
+    assert {name for name in before if before[name] != after[name]} <= (
+        named if to == "megalith" else set()
+    )
     assert sorted(os.listdir(tmp_path)) == ["again", "theirs", "x"]
 
 
 @pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 @pytest.mark.parametrize("to", ["megalith", "huggingface"])
 def test_what_is_whole_is_kept_and_what_is_damaged_is_written_again(
-    to: str, workers: str, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    to: str,
+    workers: str,
+    theirs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     words = [*words_of(to, theirs, tmp_path / "x")[:-1], workers]
     assert main(["convert", *words]) == 0
     before = contents(tmp_path / "x")
@@ -128,7 +140,9 @@ def test_what_is_whole_is_kept_and_what_is_damaged_is_written_again(
     left = left_by(tmp_path / "x", monkeypatch, words, 4)
     read = read_journal(left)
     assert read is not None and len(read[1]) == 4
-    piece = json.loads((left / NAME).read_bytes().split(b"\n")[2])[0]  # with two workers it may be of any file
+    piece = json.loads((left / NAME).read_bytes().split(b"\n")[2])[
+        0
+    ]  # with two workers it may be of any file
     name, _, start = piece.partition("@")
     (file,) = left.rglob(name)
     data = bytearray(file.read_bytes())
@@ -158,11 +172,18 @@ def pieces_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return {json.loads(line)[0] for line in found if line.startswith(b"[")}
 
 
-@pytest.mark.parametrize("change", ["dtype", "source", pytest.param("shards", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "change", ["dtype", "source", pytest.param("shards", marks=pytest.mark.slow)]
+)
 def test_another_source_or_other_settings_are_refused_in_words(
-    change: str, theirs: Path, tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    change: str,
+    theirs: Path,
+    tmp_path: Path,
+    tiny: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     words = words_of("huggingface", theirs, tmp_path / "x")
     left = left_by(tmp_path / "x", monkeypatch, words, 3)
     told = {
@@ -183,12 +204,17 @@ def test_another_source_or_other_settings_are_refused_in_words(
     capsys.readouterr()
     assert main(["convert", *other]) == 2
     said = capsys.readouterr().err
-    assert f"{left}: a conversion to {tmp_path / 'x'} was ended when 3 pieces were whole, of another source or" in said
+    assert (
+        f"{left}: a conversion to {tmp_path / 'x'} was ended when 3 pieces were whole, of another "
+        "source or" in said
+    )
     assert told[change] in said and "or pass --restart to begin anew." in said and left.exists()
     assert main(["convert", *other, "--restart"]) == 0
     assert f"{left}: removed, left by a conversion that was killed" in caplog.text
     (tmp_path / "x").rename(tmp_path / "first")
-    assert main(["convert", *other]) == 0 and contents(tmp_path / "first") == contents(tmp_path / "x")
+    assert main(["convert", *other]) == 0 and contents(tmp_path / "first") == contents(
+        tmp_path / "x"
+    )
 
 
 def test_what_may_be_anothers_work_is_gone_on_with_only_when_told_so(
@@ -198,7 +224,10 @@ def test_what_may_be_anothers_work_is_gone_on_with_only_when_told_so(
     left = left_by(tmp_path / "x", monkeypatch, words, 3)
     left = left.rename(left.with_name(f".x.tmp-node_8-{GONE}-0123abcd"))
     assert main(["convert", *words]) == 0
-    assert "works there, or was killed. Remove it if none does, or pass --take-over to go on with it" in caplog.text
+    assert (
+        "works there, or was killed. Remove it if none does, or pass --take-over to go on with it"
+        in caplog.text
+    )
     (tmp_path / "x").rename(tmp_path / "first")
     assert main(["convert", *words, "--take-over"]) == 0
     assert "going on where a conversion was ended: 3 pieces are there" in caplog.text
@@ -212,14 +241,20 @@ def test_what_a_process_of_this_machine_works_on_is_never_gone_on_with(
     left = left_by(tmp_path / "x", monkeypatch, words, 3)
     left = left.rename(left.with_name(left.name.replace(f"-{GONE}-", f"-{os.getppid()}-")))
     assert main(["convert", *words, "--take-over"]) == 0
-    assert f"{left}: another conversion to {tmp_path / 'x'} works there, or a process with its number" in caplog.text
+    assert (
+        f"{left}: another conversion to {tmp_path / 'x'} works there, or a process with its number"
+        in caplog.text
+    )
     assert "going on" not in caplog.text and left.exists() and (tmp_path / "x").exists()
 
 
 def test_a_full_disk_leaves_what_is_whole_when_asked_to(
-    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    theirs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     words = words_of("megalith", theirs, tmp_path / "x")
     with monkeypatch.context() as patch:
         count = iter(range(3))
@@ -250,7 +285,10 @@ def test_what_a_killed_one_left_stays_when_the_next_has_no_room_or_cannot_read(
     def damaged(*given: object) -> None:
         raise CheckpointError(f"{theirs}: cannot be read. Copy it again.")
 
-    faults: list[tuple[Any, str, Any]] = [(storage, "free_nbytes", lambda folder: 12), (release, "BoxFile", damaged)]
+    faults: list[tuple[Any, str, Any]] = [
+        (storage, "free_nbytes", lambda folder: 12),
+        (release, "BoxFile", damaged),
+    ]
     for module, name, worse in faults:
         with monkeypatch.context() as patch:
             patch.setattr(module, name, worse)
@@ -264,7 +302,10 @@ def test_what_a_killed_one_left_stays_when_the_next_has_no_room_or_cannot_read(
 
 
 def test_new_rows_of_an_upcycled_model_are_told_apart(
-    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    theirs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     experts = tmp_path / "moe.yaml"
     experts.write_text("experts: 4\ntop_k: 2\nffn_hidden_size: 10\n")
@@ -275,7 +316,10 @@ def test_new_rows_of_an_upcycled_model_are_told_apart(
 
 
 def test_who_comes_second_is_told_that_another_was_there_first(
-    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    theirs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words, plain = words_of("megalith", theirs, tmp_path / "x"), storage.sync_folder
 
@@ -288,12 +332,17 @@ def test_who_comes_second_is_told_that_another_was_there_first(
     monkeypatch.setattr(storage, "sync_folder", another)
     assert main(["convert", *words, "--keep"]) == 2
     assert "x exists already and is left as it is. Choose another target" in capsys.readouterr().err
-    assert (tmp_path / "x" / "note").read_text() == "theirs" and sorted(os.listdir(tmp_path)) == ["theirs", "x"]
+    assert (tmp_path / "x" / "note").read_text() == "theirs" and sorted(os.listdir(tmp_path)) == [
+        "theirs",
+        "x",
+    ]
 
 
 def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Path) -> None:
     journal = begin_journal(tmp_path, {"source": "a", "dtype": "b"})
-    threads = [threading.Thread(target=journal.add, args=(f"piece {n}", {"n": n})) for n in range(20)]
+    threads = [
+        threading.Thread(target=journal.add, args=(f"piece {n}", {"n": n})) for n in range(20)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

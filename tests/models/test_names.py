@@ -22,17 +22,32 @@ SECOND = rule("v", "kv", (3, 2, 4), shape=(6, 4), part=1)
 VECTOR = rule("b", "kv_bias", (3, 2), shape=(6,), part=1)
 ONES = rule("x", "x", (1, 1, 1), shape=(1, 1))
 ROWS_OF_THREE = piece(
-    "qkv", "kv", ((0, 1), (0, 3), (0, 2), (0, 4)), shape=(15 * 2, 4), view=(15, 2, 4), at=((9, 12), (0, 2), (0, 4)),
+    "qkv",
+    "kv",
+    ((0, 1), (0, 3), (0, 2), (0, 4)),
+    shape=(15 * 2, 4),
+    view=(15, 2, 4),
+    at=((9, 12), (0, 2), (0, 4)),
     dims=(None, 0, 1, 2),
-)  # fmt: skip
+)
 PER_HEAD = piece(
-    "query_key_value", "q", ((0, 3), (0, 2), (0, 4)), shape=(3 * 3 * 2, 4), view=(3, 3, 2, 4),
-    at=((0, 3), (1, 2), (0, 2), (0, 4)), dims=(0, 2, 3),
-)  # fmt: skip
+    "query_key_value",
+    "q",
+    ((0, 3), (0, 2), (0, 4)),
+    shape=(3 * 3 * 2, 4),
+    view=(3, 3, 2, 4),
+    at=((0, 3), (1, 2), (0, 2), (0, 4)),
+    dims=(0, 2, 3),
+)
 TRANSPOSED = piece(
-    "c_attn", "kv", ((1, 2), (0, 3), (0, 2), (0, 4)), shape=(4, 18), view=(4, 3, 3, 2),
-    at=((0, 4), (2, 3), (0, 3), (0, 2)), dims=(1, 2, 3, 0),
-)  # fmt: skip
+    "c_attn",
+    "kv",
+    ((1, 2), (0, 3), (0, 2), (0, 4)),
+    shape=(4, 18),
+    view=(4, 3, 3, 2),
+    at=((0, 4), (2, 3), (0, 3), (0, 2)),
+    dims=(1, 2, 3, 0),
+)
 RULES = [HEADS, COLUMNS, SECOND, VECTOR, ONES, ROWS_OF_THREE, PER_HEAD, TRANSPOSED]
 
 
@@ -62,8 +77,14 @@ def test_known_places() -> None:
 
 def test_no_more_is_read_than_one_run_of_each_of_their_dims() -> None:
     assert region_of(HEADS, ((1, 2), (0, 2), (1, 3))).slices == (slice(2, 4), slice(1, 3))
-    assert region_of(ROWS_OF_THREE, ((0, 1), (1, 2), (0, 2), (0, 4))).slices == (slice(20, 22), slice(0, 4))
-    assert region_of(TRANSPOSED, ((1, 2), (0, 1), (0, 2), (0, 4))).slices == (slice(0, 4), slice(12, 14))
+    assert region_of(ROWS_OF_THREE, ((0, 1), (1, 2), (0, 2), (0, 4))).slices == (
+        slice(20, 22),
+        slice(0, 4),
+    )
+    assert region_of(TRANSPOSED, ((1, 2), (0, 1), (0, 2), (0, 4))).slices == (
+        slice(0, 4),
+        slice(12, 14),
+    )
     assert region_of(PER_HEAD, ((1, 3), (0, 2), (0, 4))).slices == (slice(6, 18), slice(0, 4))
 
 
@@ -73,7 +94,10 @@ def test_a_part_that_cannot_be_of_the_box_is_a_bug() -> None:
 
 
 def test_rules_of_one_tensor_are_found_together() -> None:
-    assert by_tensor([HEADS, ROWS_OF_THREE, ROWS_OF_THREE]) == {"q": [HEADS], "qkv": [ROWS_OF_THREE, ROWS_OF_THREE]}
+    assert by_tensor([HEADS, ROWS_OF_THREE, ROWS_OF_THREE]) == {
+        "q": [HEADS],
+        "qkv": [ROWS_OF_THREE, ROWS_OF_THREE],
+    }
     assert HEADS.whole and SECOND.whole and not PER_HEAD.whole
 
 
@@ -85,6 +109,9 @@ def test_the_extent_is_what_their_tensors_fill() -> None:
 def test_only_what_small_steps_move_is_not_narrowed() -> None:
     narrow, wide, bias = torch.bfloat16, torch.float32, "layers.3.moe.balancing_bias"
     assert dtype_to_write("layers.3.moe.router", wide, narrow) == narrow
-    assert dtype_to_write(bias, wide, narrow) == wide and dtype_to_write(bias, wide, torch.float64) == torch.float64
+    assert (
+        dtype_to_write(bias, wide, narrow) == wide
+        and dtype_to_write(bias, wide, torch.float64) == torch.float64
+    )
     assert dtype_to_write(bias, narrow, None) == narrow == dtype_to_write(bias, narrow, narrow)
     assert dtype_to_write("layers.3.moe.balancing_offset", wide, narrow) == wide

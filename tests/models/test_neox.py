@@ -10,12 +10,27 @@ from megalith.models.neox import NEOX, read_config, write_config
 from tests.models.published import check_published, check_rules
 
 RAW: dict[str, Any] = {
-    "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
-    "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 12, "num_hidden_layers": 12,
-    "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False, "torch_dtype": "float16",
-    "transformers_version": "4.24.0", "use_cache": True, "use_parallel_residual": True, "vocab_size": 50304,
-}  # fmt: skip
+    "architectures": ["GPTNeoXForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "gelu",
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.24.0",
+    "use_cache": True,
+    "use_parallel_residual": True,
+    "vocab_size": 50304,
+}
 
 
 def test_the_published_model_is_read_and_has_as_many_parameters_as_stated() -> None:
@@ -37,7 +52,9 @@ def test_its_own_words_for_rotary_positions_are_understood() -> None:
 
 
 def test_a_model_that_is_no_neox_is_not_written_as_one(tiny: SimpleNamespace) -> None:
-    with pytest.raises(ConfigError, match=r"model.gated=True: GPTNeoXForCausalLM has no word for it"):
+    with pytest.raises(
+        ConfigError, match=r"model.gated=True: GPTNeoXForCausalLM has no word for it"
+    ):
         write_config(tiny.config())
 
 

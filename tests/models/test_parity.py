@@ -1,4 +1,5 @@
-"""Ours against transformers on random small weights: scores, loss, gradients, text, and the way there and back.
+"""Ours against transformers on random small weights: scores, loss, gradients, text, and the way
+there and back.
 
 `pytest -s tests/models/test_parity.py` prints the figures of every family.
 """
@@ -27,18 +28,30 @@ from megalith.models.pretrained import open_pretrained
 from megalith.plan.costs import num_parameters
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
 from megalith.verify.ranks import Difference, choose_micro_batch_size, layout_case, prove_layout
-from tests.models.families import CASES, FIRST, LONGROPE, Case, batch, our_gradients, our_model, saved
+from tests.models.families import (
+    CASES,
+    FIRST,
+    LONGROPE,
+    Case,
+    batch,
+    our_gradients,
+    our_model,
+    saved,
+)
 
 transformers = pytest.importorskip("transformers")
 
 SCORES, LOSS, GRADIENTS = 2e-5, 1e-6, 1e-4
-"""Largest relative errors in fp32: sums in another order, once, averaged over many tokens, and back through layers."""
+"""Largest relative errors in fp32: sums in another order, once, averaged over many tokens, and back
+through layers."""
 
 TIE = 1e-4
 """Where the two best scores are closer, either may be chosen."""
 
 BOTH_WAYS = [
-    pytest.param(case, dtype, marks=[] if case in FIRST and dtype == torch.bfloat16 else pytest.mark.slow)
+    pytest.param(
+        case, dtype, marks=[] if case in FIRST and dtype == torch.bfloat16 else pytest.mark.slow
+    )
     for case in CASES
     for dtype in (torch.float32, torch.bfloat16)
 ]
@@ -79,9 +92,14 @@ FAULTS: list[tuple[str, str, dict[str, Any]]] = [
 
 TEXTS = [
     *(pytest.param(case, 16, id=f"{case}-16") for case in FIRST),
-    *(pytest.param(case, 64, id=f"{case}-64", marks=pytest.mark.slow) for case in CASES if case != "llama, dynamic"),
+    *(
+        pytest.param(case, 64, id=f"{case}-64", marks=pytest.mark.slow)
+        for case in CASES
+        if case != "llama, dynamic"
+    ),
 ]
-"""A short text of every family, and long ones of all cases in `make test-all`; but for a model made for 8 tokens."""
+"""A short text of every family, and long ones of all cases in `make test-all`; but for a model made
+for 8 tokens."""
 
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),
@@ -104,8 +122,9 @@ UNDER_LAYOUTS = [
         for number, case in enumerate(name for name in CASES if name not in (*FIRST, MIXED))
     ),
 ]
-"""In the default run one layout per family, in turn; that of four processes only with all others. The further cases
-differ from these in heads and features, not in how layers follow: each has a layout that divides the former."""
+"""In the default run one layout per family, in turn; that of four processes only with all
+others. The further cases differ from these in heads and features, not in how layers follow: each
+has a layout that divides the former."""
 
 
 def some(*names: str) -> list[Any]:
@@ -114,7 +133,9 @@ def some(*names: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_scores_loss_and_every_gradient_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_scores_loss_and_every_gradient_equal_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
     theirs, folder = saved(CASES[name], tmp_path)
     ours = our_model(folder)
     ids, labels = batch(theirs.config.vocab_size)
@@ -128,10 +149,19 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(name: str, t
     our_loss.backward()
 
     head = folder.family.tied  # which some families call otherwise in their files
-    expected = {name.replace("lm_head.weight", head): part.grad for name, part in theirs.named_parameters()}
+    expected = {
+        name.replace("lm_head.weight", head): part.grad for name, part in theirs.named_parameters()
+    }
     gradients = compare(our_gradients(ours, folder), expected)
-    errors = relative_error(our_scores, scores.flatten(0, 1)), relative_error(our_loss, loss), gradients.error
-    print(f"{name}: scores {errors[0]:.1e}, loss {errors[1]:.1e}, gradients {errors[2]:.1e} ({gradients.worst})")
+    errors = (
+        relative_error(our_scores, scores.flatten(0, 1)),
+        relative_error(our_loss, loss),
+        gradients.error,
+    )
+    print(
+        f"{name}: scores {errors[0]:.1e}, loss {errors[1]:.1e}, gradients {errors[2]:.1e} "
+        f"({gradients.worst})"
+    )
     assert errors[0] <= SCORES and errors[1] <= LOSS and errors[2] <= GRADIENTS, errors
     assert gradients.unpaired == ()
     counted = num_parameters(replace(folder.model_config, vocab_multiple=1))
@@ -158,9 +188,13 @@ def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
     theirs, _ = saved(CASES[name], tmp_path / "fp32")
     theirs.to(dtype).save_pretrained(tmp_path / "theirs")
     folder = HuggingFaceFolder(tmp_path / "theirs")
-    write_folder(tmp_path / "ours", folder.model_config, folder, shard_nbytes=6000, family=folder.family)
+    write_folder(
+        tmp_path / "ours", folder.model_config, folder, shard_nbytes=6000, family=folder.family
+    )
     theirs, read = (  # theirs once more, since converting it has also rounded its frequencies
-        transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto", attn_implementation="eager")
+        transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", attn_implementation="eager"
+        )
         for path in (tmp_path / "theirs", tmp_path / "ours")
     )
     assert type(read) is type(theirs) and len(list((tmp_path / "ours").glob("*.safetensors"))) >= 3
@@ -169,19 +203,31 @@ def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
     assert_equals("scores", read(ids).logits, theirs(ids).logits, EXACT)
     read.save_pretrained(tmp_path / "again")
     again = HuggingFaceFolder(tmp_path / "again")
-    assert again.model_config == folder.model_config == HuggingFaceFolder(tmp_path / "ours").model_config
-    assert_close(dict(our_model(again).named_parameters()), dict(our_model(folder).named_parameters()), EXACT)
+    assert (
+        again.model_config
+        == folder.model_config
+        == HuggingFaceFolder(tmp_path / "ours").model_config
+    )
+    assert_close(
+        dict(our_model(again).named_parameters()), dict(our_model(folder).named_parameters()), EXACT
+    )
 
 
 @pytest.mark.parametrize(
-    "name", [*some("qwen2", "qwen3", "phi3", "gpt2", "deepseek_v3"), pytest.param(MIXED, marks=pytest.mark.slow)]
+    "name",
+    [
+        *some("qwen2", "qwen3", "phi3", "gpt2", "deepseek_v3"),
+        pytest.param(MIXED, marks=pytest.mark.slow),
+    ],
 )
 def test_no_bit_changes_on_the_way_through_a_checkpoint_of_ours(name: str, tmp_path: Path) -> None:
     saved(CASES[name], tmp_path / "theirs")
     convert(open_pretrained(tmp_path / "theirs"), tmp_path / "ours", "megalith")
     convert(open_pretrained(tmp_path / "ours"), tmp_path / "back", "huggingface")
     first, last = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / path, attn_implementation="eager")
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / path, attn_implementation="eager"
+        )
         for path in ("theirs", "back")
     )
     ids, _ = batch(first.config.vocab_size)
@@ -190,15 +236,29 @@ def test_no_bit_changes_on_the_way_through_a_checkpoint_of_ours(name: str, tmp_p
     assert_equals("scores", last(ids).logits, first(ids).logits, EXACT)
 
 
-def check_greedy_text(theirs: Any, prompt: list[int], text: list[int], *, use_cache: bool = True) -> None:
-    """Assert that transformers continues a prompt with `text`, up to a token whose logit is tied with the best."""
-    settings = {"max_new_tokens": len(text), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = theirs.generate(torch.tensor([prompt]), **settings, use_cache=use_cache)[0, len(prompt) :].tolist()
+def check_greedy_text(
+    theirs: Any, prompt: list[int], text: list[int], *, use_cache: bool = True
+) -> None:
+    """Assert that transformers continues a prompt with `text`, up to a token whose logit is tied
+    with the best."""
+    settings = {
+        "max_new_tokens": len(text),
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    wanted = theirs.generate(torch.tensor([prompt]), **settings, use_cache=use_cache)[
+        0, len(prompt) :
+    ].tolist()
     assert len(wanted) == len(text)
     same = next((i for i, (a, b) in enumerate(zip(text, wanted, strict=True)) if a != b), len(text))
     if same < len(text):
         best = theirs(torch.tensor([prompt + wanted[:same]])).logits[0, -1].topk(2)
-        assert float(best.values[0] - best.values[1]) < TIE and text[same] in best.indices, (same, text, wanted)
+        assert float(best.values[0] - best.values[1]) < TIE and text[same] in best.indices, (
+            same,
+            text,
+            wanted,
+        )
 
 
 @pytest.mark.parametrize(("name", "length"), TEXTS)
@@ -212,10 +272,14 @@ def test_greedy_text_is_that_of_transformers(name: str, length: int, tmp_path: P
     for text, prompt in zip(found, prompts, strict=True):
         assert len(text) == length
         check_greedy_text(theirs, prompt, text)
-    assert len({token for text in found for token in text}) > 3, "a text that only repeats itself shows little"
+    assert len({token for text in found for token in text}) > 3, (
+        "a text that only repeats itself shows little"
+    )
 
 
-def test_longrope_text_beyond_the_original_length_is_that_of_transformers_without_a_cache(tmp_path: Path) -> None:
+def test_longrope_text_beyond_the_original_length_is_that_of_transformers_without_a_cache(
+    tmp_path: Path,
+) -> None:
     longrope = {**LONGROPE, "original_max_position_embeddings": 12}
     theirs, folder = saved(Case("LlamaConfig", {"rope_parameters": longrope}), tmp_path, std=0.5)
     prompt = [5, 17, 3, 44, 1, 2, 3, 4]
@@ -224,7 +288,9 @@ def test_longrope_text_beyond_the_original_length_is_that_of_transformers_withou
     check_greedy_text(theirs, prompt, ours, use_cache=False)
 
 
-def failed_checks(model: ModelConfig, parallel: ParallelConfig, *, documents: bool = False) -> list[Difference]:
+def failed_checks(
+    model: ModelConfig, parallel: ParallelConfig, *, documents: bool = False
+) -> list[Difference]:
     """Return what differs between the layout and one process."""
     world, rows = parallel.tp * parallel.pp * parallel.cp, choose_micro_batch_size(parallel)
     case = layout_case(model, parallel, world, micro_batch_size=rows, documents=documents)
@@ -232,11 +298,15 @@ def failed_checks(model: ModelConfig, parallel: ParallelConfig, *, documents: bo
 
 
 @pytest.mark.parametrize(("name", "layout"), UNDER_LAYOUTS)
-def test_every_layout_computes_what_one_process_computes(name: str, layout: str, tmp_path: Path) -> None:
+def test_every_layout_computes_what_one_process_computes(
+    name: str, layout: str, tmp_path: Path
+) -> None:
     _, folder = saved(CASES[name], tmp_path)
     model = replace(folder.model_config, vocab_multiple=4)
     parallel = LAYOUTS[layout]
-    if model.moe is not None:  # whose tokens must be divided over tp; and experts with biases are whole on a rank
+    if (
+        model.moe is not None
+    ):  # whose tokens must be divided over tp; and experts with biases are whole on a rank
         parallel = replace(parallel, sp=parallel.tp > 1, etp=1 if model.moe.biases else None)
     assert model.hidden_size <= 64 and (parallel.pp == 1 or model.num_layers == 2)
     assert failed_checks(model, parallel) == []
@@ -247,8 +317,9 @@ def test_every_layout_computes_what_one_process_computes(name: str, layout: str,
 def test_a_release_with_further_predictions_computes_in_every_layout_what_one_process_computes(
     layout: str, tmp_path: Path
 ) -> None:
-    """Of which transformers has no class: the config is theirs, with the release's word for one prediction more, and
-    its weights come back from a folder bit for bit (tests/models/test_deepseek.py)."""
+    """Of which transformers has no class: the config is theirs, with the release's word for one
+    prediction more, and its weights come back from a folder bit for bit
+    (tests/models/test_deepseek.py)."""
     _, folder = saved(CASES[MIXED], tmp_path)
     raw = folder.family.write_config(folder.model_config) | {"num_nextn_predict_layers": 1}
     model = replace(folder.family.read_config(raw), vocab_multiple=4)
@@ -259,20 +330,28 @@ def test_a_release_with_further_predictions_computes_in_every_layout_what_one_pr
 
 def test_every_family_stands_in_the_table() -> None:
     kinds = {getattr(transformers, case.kind).model_type for case in CASES.values()}
-    theirs = {family.model_type for family in FAMILIES} - {"nemotron-nas"}  # transformers has no class for it
+    theirs = {family.model_type for family in FAMILIES} - {
+        "nemotron-nas"
+    }  # transformers has no class for it
     assert kinds == theirs and "nemotron-nas" not in transformers.CONFIG_MAPPING
 
 
 @pytest.mark.parametrize("name", some("qwen2", "gemma3", "phi3"))
-def test_a_model_is_written_as_a_family_that_has_words_for_all_of_it(name: str, tmp_path: Path) -> None:
+def test_a_model_is_written_as_a_family_that_has_words_for_all_of_it(
+    name: str, tmp_path: Path
+) -> None:
     theirs, folder = saved(CASES[name], tmp_path / "theirs")
     write_folder(tmp_path / "ours", folder.model_config, folder)
     ids, _ = batch(theirs.config.vocab_size)
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    )
     assert relative_error(read(ids).logits, theirs(ids).logits) <= SCORES
     odd = replace(folder.model_config, up_offset=0.5)
     there = folder.model_config.up_offset
-    with pytest.raises(ConfigError, match=rf"model.up_offset=0.5: \w+ has no word for it; it would be {there}"):
+    with pytest.raises(
+        ConfigError, match=rf"model.up_offset=0.5: \w+ has no word for it; it would be {there}"
+    ):
         write_folder(tmp_path / "x", odd, folder, family=folder.family)
 
 
@@ -281,10 +360,29 @@ def test_no_value_of_any_field_ends_in_a_traceback(name: str, tmp_path: Path) ->
     _, folder = saved(CASES[name], tmp_path)
     written = folder.family.write_config(folder.model_config)
     odd: tuple[Any, ...] = (
-        None, True, 0, -1, 1, 0.5, 3, "x", "", [], [[1]], [None] * 4, {}, {"a": 1}, {"rope_type": []},
-        {"full_attention": 3}, {"rope_type": "yarn", "factor": 2}, {"rope_theta": [1]},
-    )  # fmt: skip
-    texts = [refusal(folder.family, written | {field: value}) for field, value in itertools.product(written, odd)]
+        None,
+        True,
+        0,
+        -1,
+        1,
+        0.5,
+        3,
+        "x",
+        "",
+        [],
+        [[1]],
+        [None] * 4,
+        {},
+        {"a": 1},
+        {"rope_type": []},
+        {"full_attention": 3},
+        {"rope_type": "yarn", "factor": 2},
+        {"rope_theta": [1]},
+    )
+    texts = [
+        refusal(folder.family, written | {field: value})
+        for field, value in itertools.product(written, odd)
+    ]
     assert all(re.search(r"must|expected|Remove|Use|Set", text) for text in texts if text)
     assert len(set(texts)) > 20
 
@@ -298,7 +396,9 @@ def refusal(family: Family, raw: dict[str, Any]) -> str:
     return ""
 
 
-def test_a_model_of_ours_with_biases_that_llama_lacks_computes_the_same_there(tmp_path: Path) -> None:
+def test_a_model_of_ours_with_biases_that_llama_lacks_computes_the_same_there(
+    tmp_path: Path,
+) -> None:
     theirs, _ = saved(CASES["llama, biases"], tmp_path / "random")
     with torch.no_grad():
         for layer in theirs.model.layers:
@@ -307,5 +407,7 @@ def test_a_model_of_ours_with_biases_that_llama_lacks_computes_the_same_there(tm
     ids, _ = batch(97)
     folder = HuggingFaceFolder(tmp_path / "theirs")
     write_folder(tmp_path / "ours", replace(folder.model_config, output_bias=False), folder)
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    )
     assert_equals("scores", read(ids).logits, theirs(ids).logits, EXACT)

@@ -7,9 +7,20 @@ from typing import Any
 import pytest
 
 from megalith.errors import CheckpointError
-from megalith.models.peft_config import PLAIN, UNDERSTOOD, WITHOUT_EFFECT, PeftConfig, read_peft_config
+from megalith.models.peft_config import (
+    PLAIN,
+    UNDERSTOOD,
+    WITHOUT_EFFECT,
+    PeftConfig,
+    read_peft_config,
+)
 
-RAW: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "mlp.up_proj"]}
+RAW: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 3,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "mlp.up_proj"],
+}
 
 
 def read(folder: Path, **changes: Any) -> PeftConfig:
@@ -19,7 +30,12 @@ def read(folder: Path, **changes: Any) -> PeftConfig:
 
 def test_rank_scale_targets_layers_and_base_are_read(tmp_path: Path) -> None:
     found = read(tmp_path, use_rslora=True, layers_to_transform=2, base_model_name_or_path="base")
-    assert (found.lora.rank, found.lora.alpha, found.lora.rslora, found.base) == (3, 6.0, True, "base")
+    assert (found.lora.rank, found.lora.alpha, found.lora.rslora, found.base) == (
+        3,
+        6.0,
+        True,
+        "base",
+    )
     assert found.layers == frozenset({2}) and read(tmp_path).layers is None
 
 
@@ -28,12 +44,16 @@ def test_everything_that_the_library_writes_for_plain_lora_is_known(tmp_path: Pa
     peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"]).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "adapter_config.json").read_text())
     assert read_peft_config(tmp_path / "adapter_config.json").lora.rank == 3
-    assert raw.keys() <= UNDERSTOOD | PLAIN.keys() | WITHOUT_EFFECT, "and by name, whatever it holds"
+    assert raw.keys() <= UNDERSTOOD | PLAIN.keys() | WITHOUT_EFFECT, (
+        "and by name, whatever it holds"
+    )
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_whatever_is_no_plain_lora_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"{name}='else': these adapters compute something else.* Use LoRA"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name}='else': these adapters compute something else.* Use LoRA"
+    ):
         read(tmp_path, **{name: "else"})
     for value in PLAIN[name]:
         read(tmp_path, **{name: value})
@@ -47,10 +67,15 @@ def test_whatever_is_no_plain_lora_is_refused_by_name(name: str, tmp_path: Path)
         ({"target_modules": "(q"}, r"target_modules='\(q'"),
         ({"target_modules": [3]}, r"target_modules=\[3\]"),
         ({"layers_to_transform": []}, r"layers_to_transform=\[\]"),
-        ({"use_new": False}, "use_new=False: not known, so it may change what the adapters compute. Remove it if"),
+        (
+            {"use_new": False},
+            "use_new=False: not known, so it may change what the adapters compute. Remove it if",
+        ),
     ],
 )
-def test_what_makes_no_sense_or_is_not_known_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_makes_no_sense_or_is_not_known_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, **changes)
 
@@ -72,7 +97,9 @@ def test_a_null_of_a_field_that_nobody_knows_says_nothing(tmp_path: Path) -> Non
         (None, "model.layers.1.self_attn.q_proj", True),
     ],
 )
-def test_targets_are_found_as_the_library_finds_them(modules: Any, module: str, adapted: bool, tmp_path: Path) -> None:
+def test_targets_are_found_as_the_library_finds_them(
+    modules: Any, module: str, adapted: bool, tmp_path: Path
+) -> None:
     assert read(tmp_path, target_modules=modules).adapts(module, 1) == adapted
     assert not read(tmp_path, target_modules=modules, layers_to_transform=[0, 2]).adapts(module, 1)
 
@@ -81,5 +108,7 @@ def test_a_link_that_leads_out_of_the_folder_is_rejected(tmp_path: Path) -> None
     (tmp_path / "adapters").mkdir()
     (tmp_path / "weights").write_bytes(b"")
     (tmp_path / "adapters" / "adapter_model.safetensors").symlink_to(tmp_path / "weights")
-    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is a link to .*weights, outside of its"):
+    with pytest.raises(
+        CheckpointError, match=r"adapter_model.safetensors is a link to .*weights, outside of its"
+    ):
         read(tmp_path / "adapters")

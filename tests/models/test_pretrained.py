@@ -49,11 +49,17 @@ TOLD = f"chance chose its experts while it was trained ({HOW}): use it to measur
 
 
 def save(
-    folder: Path, step: int, entries: list[Entry], config: ModelConfig, tokenizer: TokenizerConfig = BYTES
+    folder: Path,
+    step: int,
+    entries: list[Entry],
+    config: ModelConfig,
+    tokenizer: TokenizerConfig = BYTES,
 ) -> Path:
     """A checkpoint of a run."""
     text = dump_yaml(release_run("tiny", config, tokenizer, folder))
-    return save_checkpoint(folder, step, entries, {"step": step}, alone("world"), config_text=text, keep=None).path
+    return save_checkpoint(
+        folder, step, entries, {"step": step}, alone("world"), config_text=text, keep=None
+    ).path
 
 
 def test_a_run_a_checkpoint_and_a_model_folder_are_found(
@@ -70,21 +76,29 @@ def test_a_run_a_checkpoint_and_a_model_folder_are_found(
     assert locate("first") == Path("runs/first/checkpoints/step_0000010")
 
 
-def test_a_source_without_a_model_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_without_a_model_says_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="quikstart: no such folder.* Did you mean quickstart?"):
+    with pytest.raises(
+        CheckpointError, match="quikstart: no such folder.* Did you mean quickstart?"
+    ):
         locate("quikstart")
     (tmp_path / "model.safetensors").write_text("")
     with pytest.raises(
-        CheckpointError, match=r"model\.safetensors is a file\. Pass the folder of .*, such as \. if it"
+        CheckpointError,
+        match=r"model\.safetensors is a file\. Pass the folder of .*, such as \. if it",
     ):
         locate("model.safetensors")
-    with pytest.raises(CheckpointError, match="zzz: no such folder.*Pass the folder of a run, checkpoint or model"):
+    with pytest.raises(
+        CheckpointError, match="zzz: no such folder.*Pass the folder of a run, checkpoint or model"
+    ):
         locate("zzz")
     (tmp_path / "runs" / "quickstart" / "config.yaml").write_text("")
     with pytest.raises(
-        CheckpointError, match=r"has no checkpoint \(found: config.yaml\). Use the folder of a run that"
+        CheckpointError,
+        match=r"has no checkpoint \(found: config.yaml\). Use the folder of a run that",
     ):
         locate("quickstart")
 
@@ -93,7 +107,11 @@ def test_everything_about_a_checkpoint_is_known(tmp_path: Path, tiny: SimpleName
     path = save(tmp_path, 3, tiny.entries(tiny.model(tiny.config())), tiny.config())
     opened = open_pretrained(path)
     assert (opened.model, opened.tokenizer, opened.token_ids) == (tiny.config(), BYTES, {})
-    assert opened.checkpoint is not None and opened.stop_ids() == frozenset() and opened.companions() == {}
+    assert (
+        opened.checkpoint is not None
+        and opened.stop_ids() == frozenset()
+        and opened.companions() == {}
+    )
 
 
 def test_everything_about_a_folder_is_known(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -111,7 +129,9 @@ def test_everything_about_a_folder_is_known(tmp_path: Path, tiny: SimpleNamespac
 def test_the_files_of_a_runs_tokenizer_go_with_it(tmp_path: Path, tiny: SimpleNamespace) -> None:
     train_bpe(["some text, some more"] * 3, vocab_size=258, path=str(tmp_path / "words"))
     tokenizer = TokenizerConfig(kind="huggingface", path=str(tmp_path / "words"))
-    path = save(tmp_path / "a", 1, tiny.entries(tiny.model(tiny.config())), tiny.config(), tokenizer)
+    path = save(
+        tmp_path / "a", 1, tiny.entries(tiny.model(tiny.config())), tiny.config(), tokenizer
+    )
     assert open_pretrained(path).companions().keys() == {"tokenizer.json", "tokenizer_config.json"}
     (path / "tokenizer.json").write_text("{}")
     opened = open_pretrained(path)
@@ -127,8 +147,13 @@ def test_the_files_of_a_runs_tokenizer_go_with_it(tmp_path: Path, tiny: SimpleNa
 def test_settings_of_no_model_are_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
     entries = tiny.entries(tiny.model(tiny.config()))
     for step, text in enumerate(["name: x\n", "- 1\n", "model: {hidden: 3}\n", "a: [\n"], 1):
-        path = save_checkpoint(tmp_path, step, entries, {}, alone("world"), config_text=text, keep=None).path
-        with pytest.raises(CheckpointError, match=r"(?s)config.yaml does not describe a model.*Use a checkpoint that"):
+        path = save_checkpoint(
+            tmp_path, step, entries, {}, alone("world"), config_text=text, keep=None
+        ).path
+        with pytest.raises(
+            CheckpointError,
+            match=r"(?s)config.yaml does not describe a model.*Use a checkpoint that",
+        ):
             open_pretrained(path)
 
 
@@ -143,17 +168,24 @@ def test_every_layout_takes_its_weights_from_either_kind(
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
     for rank in range(tp):
         part = tiny.blank(config, mesh_on_paper(grid, rank=rank))
-        assert load_pretrained(tiny.entries(part), str(tmp_path / kind), alone("world"), model=config) == []
+        assert (
+            load_pretrained(tiny.entries(part), str(tmp_path / kind), alone("world"), model=config)
+            == []
+        )
         for entry in tiny.entries(part):
             box = tuple(slice(a, b) for a, b in entry.shard.box)
-            assert torch.equal(entry.tensor.view(entry.shard.box_shape), tiny.tensors(model)[entry.shard.name][box])
+            assert torch.equal(
+                entry.tensor.view(entry.shard.box_shape), tiny.tensors(model)[entry.shard.name][box]
+            )
 
 
 def with_masters(tiny: SimpleNamespace, model: Any, scale: float = 1.0) -> list[Entry]:
     """bf16 weights and fp32 masters of a model."""
     weights = tiny.entries(model)
     low = [replace(entry, tensor=(scale * entry.tensor.detach()).bfloat16()) for entry in weights]
-    return low + [replace(entry, role="master", tensor=scale * entry.tensor.detach()) for entry in weights]
+    return low + [
+        replace(entry, role="master", tensor=scale * entry.tensor.detach()) for entry in weights
+    ]
 
 
 def test_masters_get_every_digit_that_the_source_has(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -167,7 +199,10 @@ def test_masters_get_every_digit_that_the_source_has(tmp_path: Path, tiny: Simpl
         for entry in wanted:
             full = tiny.tensors(model)[entry.shard.name].flatten()
             expected = full if entry.role == "master" and exact else full.bfloat16()
-            assert torch.equal(entry.tensor.flatten(), expected.to(entry.tensor.dtype)), (source, entry.key)
+            assert torch.equal(entry.tensor.flatten(), expected.to(entry.tensor.dtype)), (
+                source,
+                entry.key,
+            )
 
 
 def test_weights_wanted_in_fp32_come_from_the_master(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -179,19 +214,26 @@ def test_weights_wanted_in_fp32_come_from_the_master(tmp_path: Path, tiny: Simpl
     box = whole("x", tuple(down.shape)).box
     assert opened.weights.dtype("layers.0.mlp.down") == torch.bfloat16
     assert torch.equal(opened.weights.read("layers.0.mlp.down", box, torch.float32), down)
-    assert torch.equal(opened.weights.read("layers.0.mlp.down", box, torch.bfloat16), down.bfloat16())
+    assert torch.equal(
+        opened.weights.read("layers.0.mlp.down", box, torch.bfloat16), down.bfloat16()
+    )
 
 
 def test_only_weights_are_taken_over(tmp_path: Path, tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
-    moments = [replace(entry, role="exp_avg", tensor=entry.tensor.detach()) for entry in tiny.entries(model)]
+    moments = [
+        replace(entry, role="exp_avg", tensor=entry.tensor.detach())
+        for entry in tiny.entries(model)
+    ]
     save(tmp_path, 1, [*tiny.entries(model), *moments], tiny.config())
     back = tiny.blank(tiny.config())
     load_pretrained(tiny.entries(back), str(tmp_path), alone("world"), model=tiny.config())
     assert torch.equal(tiny.tensors(back)["norm.weight"], tiny.tensors(model)["norm.weight"])
 
 
-def test_what_only_training_knows_may_change_and_the_context_may_grow(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_what_only_training_knows_may_change_and_the_context_may_grow(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config())
     dropout = DropoutConfig(residual=0.1)
     changed = tiny.config(
@@ -203,9 +245,13 @@ def test_what_only_training_knows_may_change_and_the_context_may_grow(tmp_path: 
         vocab_multiple=16,
         dropout=dropout,
     )
-    notes = load_pretrained(tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), alone("world"), model=changed)
+    notes = load_pretrained(
+        tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), alone("world"), model=changed
+    )
     assert notes == ["model.max_seq_len: 32 there, 64 here"]
-    save(tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2, rope=RopeConfig(factor=3.0)))
+    save(
+        tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2, rope=RopeConfig(factor=3.0))
+    )
     entries = tiny.entries(tiny.blank(tiny.config()))
     assert load_pretrained(entries, str(tmp_path / "y"), alone("world"), model=tiny.config()) == []
 
@@ -217,17 +263,27 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
     before, after = (tiny.config(vocab_multiple=multiple) for multiple in (there, here))
     model, back = tiny.model(before), tiny.blank(after)
     save(tmp_path, 1, tiny.entries(model), before)
-    assert take_weights(tiny.entries(back), str(tmp_path), alone("world"), model=after) == ([], (), None)
+    assert take_weights(tiny.entries(back), str(tmp_path), alone("world"), model=after) == (
+        [],
+        (),
+        None,
+    )
     theirs, ours = tiny.tensors(model), tiny.tensors(back)
     for name in ours:
         known = 37 if name in ("embed.weight", "head.weight") else len(ours[name])
-        assert torch.equal(ours[name][:known], theirs[name][:known]) and not ours[name][known:].any(), name
+        assert (
+            torch.equal(ours[name][:known], theirs[name][:known]) and not ours[name][known:].any()
+        ), name
     with pytest.raises(CheckpointError, match=rf"model.vocab_multiple +{there} +{here}\n"):
         load_pretrained(tiny.entries(back), str(tmp_path), alone("world"), model=after)
     other = replace(after, vocab_size=100)
     rules = CheckpointConfig(allow_model_changes=("model.vocab_size", "model.vocab_multiple"))
-    with pytest.raises(CheckpointError, match=r"embed.weight is \[1\d\d, 12\] in this run and \[\d\d, 12\] in the"):
-        take_weights(tiny.entries(tiny.blank(other)), str(tmp_path), alone("world"), model=other, rules=rules)
+    with pytest.raises(
+        CheckpointError, match=r"embed.weight is \[1\d\d, 12\] in this run and \[\d\d, 12\] in the"
+    ):
+        take_weights(
+            tiny.entries(tiny.blank(other)), str(tmp_path), alone("world"), model=other, rules=rules
+        )
 
 
 def test_masters_of_a_padded_vocabulary_agree_with_its_weights(
@@ -238,9 +294,15 @@ def test_masters_of_a_padded_vocabulary_agree_with_its_weights(
     narrow = [replace(entry, tensor=entry.tensor.detach().bfloat16()) for entry in entries]
     save(tmp_path, 1, [*narrow, *(replace(entry, role="master") for entry in entries)], before)
     low = tiny.entries(tiny.blank(after, dtype=torch.bfloat16))
-    wide = [replace(entry, role="master", tensor=torch.full(entry.tensor.shape, 9.0)) for entry in low]
+    wide = [
+        replace(entry, role="master", tensor=torch.full(entry.tensor.shape, 9.0)) for entry in low
+    ]
     take_weights([*low, *wide], str(tmp_path), alone("world"), model=after)
-    tables = [entry.tensor.detach().view(-1, 12) for entry in (*low, *wide) if entry.shard.name == "embed.weight"]
+    tables = [
+        entry.tensor.detach().view(-1, 12)
+        for entry in (*low, *wide)
+        if entry.shard.name == "embed.weight"
+    ]
     for table in tables:
         exact = tiny.tensors(tiny.model(before))["embed.weight"].to(table.dtype)
         assert torch.equal(table[:37], exact) and not table[37:].any()
@@ -251,13 +313,22 @@ def test_masters_of_a_padded_vocabulary_agree_with_its_weights(
 def test_what_changes_the_mathematics_is_refused_with_a_table_unless_it_is_named(
     kind: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    save(tmp_path / "checkpoint", 1, tiny.entries(tiny.folder(tmp_path / "folder", tiny.config())), tiny.config())
-    changed = tiny.config(rope=RopeConfig(theta=5e5), norm_eps=1e-6, logit_scale=2.0, max_seq_len=16)
+    save(
+        tmp_path / "checkpoint",
+        1,
+        tiny.entries(tiny.folder(tmp_path / "folder", tiny.config())),
+        tiny.config(),
+    )
+    changed = tiny.config(
+        rope=RopeConfig(theta=5e5), norm_eps=1e-6, logit_scale=2.0, max_seq_len=16
+    )
     target = tiny.entries(tiny.blank(changed))
 
     def load(*allow: str) -> list[str]:
         rules = CheckpointConfig(allow_model_changes=allow)
-        return load_pretrained(target, str(tmp_path / kind), alone("world"), model=changed, rules=rules)
+        return load_pretrained(
+            target, str(tmp_path / kind), alone("world"), model=changed, rules=rules
+        )
 
     with pytest.raises(CheckpointError) as refused:
         load("model.norm")
@@ -269,20 +340,28 @@ def test_what_changes_the_mathematics_is_refused_with_a_table_unless_it_is_named
         "  model.rope.theta   10000.0     500000.0\n"
         "  model.logit_scale  1.0         2.0\n"
         "To load it, set model.* to what is there. To change what these weights compute, set "
-        "checkpoint.allow_model_changes to model.max_seq_len model.norm_eps model.rope.theta model.logit_scale."
+        "checkpoint.allow_model_changes to model.max_seq_len model.norm_eps model.rope.theta "
+        "model.logit_scale."
     ) in str(refused.value)
     assert all((entry.tensor == -7).all() for entry in target), "nothing was loaded"
     notes = load("model.rope", "model.norm_eps", "model.logit_scale", "model.max_seq_len")
     assert [note.partition(":")[0] for note in notes] == [
-        "model.max_seq_len", "model.norm_eps", "model.rope.theta", "model.logit_scale",
-    ]  # fmt: skip
+        "model.max_seq_len",
+        "model.norm_eps",
+        "model.rope.theta",
+        "model.logit_scale",
+    ]
     assert not any((entry.tensor == -7).all() for entry in target)
 
 
-def test_what_follows_from_another_setting_has_no_line_of_its_own(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_what_follows_from_another_setting_has_no_line_of_its_own(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     save(tmp_path, 1, tiny.entries(tiny.model(tiny.config())), tiny.config())
     wider = tiny.config(hidden_size=24)
-    with pytest.raises(CheckpointError, match="set checkpoint.allow_model_changes to model.hidden_size[.]"):
+    with pytest.raises(
+        CheckpointError, match="set checkpoint.allow_model_changes to model.hidden_size[.]"
+    ):
         load_pretrained(tiny.entries(tiny.blank(wider)), str(tmp_path), alone("world"), model=wider)
 
 
@@ -291,51 +370,80 @@ def test_learnt_positions_do_not_grow_by_themselves(tmp_path: Path, tiny: Simple
     save(tmp_path, 1, tiny.entries(tiny.model(config)), config)
     longer = replace(config, max_seq_len=64)
     with pytest.raises(CheckpointError, match=r"model.max_seq_len  32          64"):
-        load_pretrained(tiny.entries(tiny.blank(longer)), str(tmp_path), alone("world"), model=longer)
+        load_pretrained(
+            tiny.entries(tiny.blank(longer)), str(tmp_path), alone("world"), model=longer
+        )
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
 def test_a_model_with_more_biases_begins_with_the_weights_of_one_without(
     kind: str, tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(tmp_path / "checkpoint", 1, tiny.entries(tiny.folder(tmp_path / "folder", tiny.config())), tiny.config())
+    save(
+        tmp_path / "checkpoint",
+        1,
+        tiny.entries(tiny.folder(tmp_path / "folder", tiny.config())),
+        tiny.config(),
+    )
     biased = tiny.config(mlp_bias=True)
     target = tiny.blank(biased)
 
     def load(**rules: Any) -> None:
         settings = CheckpointConfig(allow_model_changes=("model.mlp_bias",), **rules)
-        load_pretrained(tiny.entries(target), str(tmp_path / kind), alone("world"), model=biased, rules=settings)
+        load_pretrained(
+            tiny.entries(target), str(tmp_path / kind), alone("world"), model=biased, rules=settings
+        )
 
-    with pytest.raises(CheckpointError, match=r"only in this run: model.layers.\*.mlp.gate_up_bias \(\* = 0, 1\)"):
+    with pytest.raises(
+        CheckpointError, match=r"only in this run: model.layers.\*.mlp.gate_up_bias \(\* = 0, 1\)"
+    ):
         load()
     load(missing="warn", skip=("norm.weight",))
     kept = {name for name, tensor in tiny.tensors(target).items() if (tensor == -7).all()}
-    names = {f"layers.{layer}.mlp.{bias}" for layer in (0, 1) for bias in ("gate_up_bias", "down_bias")}
+    names = {
+        f"layers.{layer}.mlp.{bias}" for layer in (0, 1) for bias in ("gate_up_bias", "down_bias")
+    }
     assert kept == names | {"norm.weight"}
-    assert "lacks model.layers.*.mlp.down_bias (* = 0, 1); model.layers.*.mlp.gate_up_bias" in caplog.text
-    assert "5 tensors (76 parameters) kept their initial values: " in caplog.text  # 2 (2 * 10 + 12) + 12
+    assert (
+        "lacks model.layers.*.mlp.down_bias (* = 0, 1); model.layers.*.mlp.gate_up_bias"
+        in caplog.text
+    )
+    assert (
+        "5 tensors (76 parameters) kept their initial values: " in caplog.text
+    )  # 2 (2 * 10 + 12) + 12
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
 def test_a_new_vocabulary_begins_with_the_layers_of_an_old_one(
     kind: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    save(tmp_path / "checkpoint", 1, tiny.entries(tiny.folder(tmp_path / "folder", tiny.config())), tiny.config())
+    save(
+        tmp_path / "checkpoint",
+        1,
+        tiny.entries(tiny.folder(tmp_path / "folder", tiny.config())),
+        tiny.config(),
+    )
     other = tiny.config(vocab_size=61)
     target = tiny.blank(other)
     rules = CheckpointConfig(skip=("head.*", "embed.*"), allow_model_changes=("model.vocab_size",))
-    load_pretrained(tiny.entries(target), str(tmp_path / kind), alone("world"), model=other, rules=rules)
+    load_pretrained(
+        tiny.entries(target), str(tmp_path / kind), alone("world"), model=other, rules=rules
+    )
     kept = {name for name, tensor in tiny.tensors(target).items() if (tensor == -7).all()}
     assert kept == {"embed.weight", "head.weight"}
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
-def test_another_model_is_refused_with_all_that_differs(kind: str, tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_another_model_is_refused_with_all_that_differs(
+    kind: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     model = tiny.folder(tmp_path / "folder", tiny.config())
     save(tmp_path / "checkpoint", 1, tiny.entries(model), tiny.config())
     other = tiny.config(tied_embeddings=True, num_layers=3, vocab_size=38)
     with pytest.raises(CheckpointError, match="is another model") as refused:
-        load_pretrained(tiny.entries(tiny.blank(other)), str(tmp_path / kind), alone("world"), model=other)
+        load_pretrained(
+            tiny.entries(tiny.blank(other)), str(tmp_path / kind), alone("world"), model=other
+        )
     for line in (
         "model.tied_embeddings  False       True",
         "model.num_layers       2           3",
@@ -345,7 +453,9 @@ def test_another_model_is_refused_with_all_that_differs(kind: str, tmp_path: Pat
         assert line in str(refused.value)
 
 
-def test_a_run_is_found_by_rank_0_alone(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_found_by_rank_0_alone(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config())
     asked: list[str] = []
 
@@ -386,34 +496,51 @@ def test_invalid_generation_settings_are_rejected(
     opened = open_pretrained(tmp_path / "x")
     for use in (opened.stop_ids, opened.companions):
         with pytest.raises(
-            CheckpointError, match=rf"generation_config.json: {message}.*Correct the file, or remove it"
+            CheckpointError,
+            match=rf"generation_config.json: {message}.*Correct the file, or remove it",
         ):
             use()
     file.write_text(
-        json.dumps({"eos_token_id": [3, 36], "temperature": 0.6, "top_p": None, "do_sample": False, "x": 1})
+        json.dumps(
+            {"eos_token_id": [3, 36], "temperature": 0.6, "top_p": None, "do_sample": False, "x": 1}
+        )
     )
     assert opened.stop_ids() == {3, 36}
     file.write_text("[]")
-    with pytest.raises(CheckpointError, match=r"generation_config.json holds list; expected an object"):
+    with pytest.raises(
+        CheckpointError, match=r"generation_config.json holds list; expected an object"
+    ):
         opened.companions()
 
 
 # --- the family
 
 
-def test_a_run_keeps_the_family_of_the_weights_it_started_from(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_run_keeps_the_family_of_the_weights_it_started_from(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     config = replace(tiny_run().model, qkv_bias=True, vocab_multiple=1)
     tiny.folder(tmp_path / "base", config, family=QWEN2)
-    load = {"train.steps": "1", "train.eval_steps": "0", "train.eval_every": "none", "model.qkv_bias": "true"}
+    load = {
+        "train.steps": "1",
+        "train.eval_steps": "0",
+        "train.eval_every": "none",
+        "model.qkv_bias": "true",
+    }
     for folder, settings in {
         "run": {"checkpoint.load": str(tmp_path / "base")},
-        "later": {"checkpoint.load": str(tmp_path / "run"), "checkpoint.take": "progress", "train.steps": "2"},
+        "later": {
+            "checkpoint.load": str(tmp_path / "run"),
+            "checkpoint.take": "progress",
+            "train.steps": "2",
+        },
         "adapters": {"checkpoint.load": str(tmp_path / "run"), "lora.rank": "2"},
     }.items():
         opened = open_pretrained(locate(str(trained(tiny_run(load | settings), tmp_path / folder))))
         assert find_family_of(opened) is QWEN2, folder
     resumed = trained(
-        tiny_run(load | {"checkpoint.load": str(tmp_path / "base"), "train.steps": "2"}), tmp_path / "run"
+        tiny_run(load | {"checkpoint.load": str(tmp_path / "base"), "train.steps": "2"}),
+        tmp_path / "run",
     )
     assert find_family_of(open_pretrained(locate(str(resumed)))) is QWEN2
     assert open_checkpoint(locate(str(resumed))).step == 2
@@ -425,8 +552,12 @@ def test_a_run_keeps_the_family_of_the_weights_it_started_from(tmp_path: Path, t
 def mixture_run(router: RouterConfig, steps: int, **settings: str) -> TrainRun:
     """The tiny run with experts."""
     given = {name.replace("__", "."): value for name, value in settings.items()}
-    run = tiny_run({"train.steps": str(steps), "train.eval_steps": "1", "observe.plots": "false"} | given)
-    return replace(run, model=replace(run.model, moe=MoEConfig(experts=4, ffn_hidden_size=6, router=router)))
+    run = tiny_run(
+        {"train.steps": str(steps), "train.eval_steps": "1", "observe.plots": "false"} | given
+    )
+    return replace(
+        run, model=replace(run.model, moe=MoEConfig(experts=4, ffn_hidden_size=6, router=router))
+    )
 
 
 def trained(run: TrainRun, path: Path) -> Path:
@@ -443,10 +574,20 @@ def test_a_checkpoint_whose_experts_chance_chose_says_so_to_whoever_uses_it(
     assert open_checkpoint(step).state["forced_choices"] == [HOW]
     capsys.readouterr()
     for words in (
-        ["evaluate", str(run), "--samples", "2"], ["generate", str(run), "a", "--max-new-tokens", "1"],
+        ["evaluate", str(run), "--samples", "2"],
+        ["generate", str(run), "a", "--max-new-tokens", "1"],
         ["convert", str(run), str(tmp_path / "theirs"), "--dry-run", "--to", "megalith"],
-        ["chat", str(run), "--template", "identity", "--max-new-tokens", "1", "--input", str(tmp_path / "none.txt")],
-    ):  # fmt: skip
+        [
+            "chat",
+            str(run),
+            "--template",
+            "identity",
+            "--max-new-tokens",
+            "1",
+            "--input",
+            str(tmp_path / "none.txt"),
+        ],
+    ):
         (tmp_path / "none.txt").write_text("")
         assert main(words) == 0, words
         told = [line for line in capsys.readouterr().err.splitlines() if TOLD in line]
@@ -470,6 +611,8 @@ def test_adapters_that_go_on_from_others_say_what_those_would(tmp_path: Path) ->
     base = trained(mixture_run(RouterConfig(), 1), tmp_path / "base")
     beside = {"checkpoint__load": str(base), "lora__rank": "2"}
     first = trained(mixture_run(BY_CHANCE, 1, **beside), tmp_path / "first")
-    later = trained(mixture_run(RouterConfig(), 1, lora__load=str(first), **beside), tmp_path / "later")
+    later = trained(
+        mixture_run(RouterConfig(), 1, lora__load=str(first), **beside), tmp_path / "later"
+    )
     assert open_checkpoint(locate(str(later))).state["forced_choices"] == [HOW]
     assert open_pretrained(locate(str(later))).warnings() == [TOLD]

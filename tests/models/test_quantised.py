@@ -1,4 +1,5 @@
-"""Weights in few bits are what their authors and transformers make of them, whole and box by box."""
+"""Weights in few bits are what their authors and transformers make of them, whole and box by
+box."""
 
 import itertools
 import json
@@ -21,7 +22,12 @@ from megalith.models.pretrained import open_pretrained
 from megalith.models.quantised import E2M1, dequantised
 from tests.models.families import CASES, Case, batch, our_model, saved
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [4, 3]}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [4, 3],
+}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
@@ -35,7 +41,9 @@ def by_formula(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor
     """Element by element."""
     found = torch.empty(values.shape)
     for row, column in itertools.product(*map(range, values.shape)):
-        found[row, column] = values[row, column].float() * scales[row // block[0], column // block[1]].float()
+        found[row, column] = (
+            values[row, column].float() * scales[row // block[0], column // block[1]].float()
+        )
     return found
 
 
@@ -45,7 +53,9 @@ def mxfp4(experts: int, rows: int, runs: int) -> tuple[Tensor, Tensor]:
     return blocks, torch.randint(90, 160, (experts, rows, runs), dtype=torch.uint8)
 
 
-def opened(path: Path, config: dict[str, Any], **tensors: Tensor) -> Any:  # the one that is dequantised
+def opened(
+    path: Path, config: dict[str, Any], **tensors: Tensor
+) -> Any:  # the one that is dequantised
     path.mkdir()
     save_file(tensors, path / "x.safetensors")
     found = dequantised({"quantization_config": config}, read_header(path / "x.safetensors"), path)
@@ -55,12 +65,17 @@ def opened(path: Path, config: dict[str, Any], **tensors: Tensor) -> Any:  # the
 
 def check_boxes(read: Callable[[tuple[slice, ...]], Tensor], whole: Tensor) -> None:
     """Every kind of box is that part of the whole."""
-    cuts = [(slice(0, size), slice(1, size), slice(0, size // 2), slice(size // 3, size - 1)) for size in whole.shape]
+    cuts = [
+        (slice(0, size), slice(1, size), slice(0, size // 2), slice(size // 3, size - 1))
+        for size in whole.shape
+    ]
     for part in itertools.product(*cuts):
         assert torch.equal(read(part), whole[part]), part
 
 
-@pytest.mark.parametrize(("shape", "block"), [((7, 5), (4, 3)), ((12, 6), (4, 3)), ((3, 130), (128, 128))])
+@pytest.mark.parametrize(
+    ("shape", "block"), [((7, 5), (4, 3)), ((12, 6), (4, 3)), ((3, 130), (128, 128))]
+)
 def test_fp8_numbers_are_multiplied_by_the_scale_of_their_block(
     shape: tuple[int, int], block: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -107,10 +122,14 @@ def theirs(tmp_path: Path, tiny: SimpleNamespace) -> Path:
     file = tmp_path / "theirs" / "model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if "proj" in name]:
-        tensors[name], tensors[f"{name}_scale_inv"] = fp8((len(tensors[name]), tensors[name].shape[1]), (4, 3))
+        tensors[name], tensors[f"{name}_scale_inv"] = fp8(
+            (len(tensors[name]), tensors[name].shape[1]), (4, 3)
+        )
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    (tmp_path / "theirs" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": FP8})
+    )
     return tmp_path / "theirs"
 
 
@@ -124,7 +143,20 @@ def test_a_folder_in_fp8_becomes_a_checkpoint_and_a_plain_folder(
     assert said.count("fp8 dequantised") == 14 and "scale_inv" not in said
     assert main(["convert", str(theirs), str(tmp_path / "ours")]) == 0
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
-    assert main(["convert", str(theirs), str(tmp_path / "wide"), "--to", "huggingface", "--dtype", "fp32"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(theirs),
+                str(tmp_path / "wide"),
+                "--to",
+                "huggingface",
+                "--dtype",
+                "fp32",
+            ]
+        )
+        == 0
+    )
     stored = load_file(theirs / "model.safetensors")
     back, wide = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "wide"))
     assert back.keys() == wide.keys() == {name for name in stored if "scale_inv" not in name}
@@ -144,15 +176,27 @@ def test_a_folder_in_fp8_becomes_a_checkpoint_and_a_plain_folder(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantization_config.quant_method='gptq': weights stored so are not"),
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "quantization_config.quant_method='gptq': weights stored so are not",
+        ),
         (
             {"quant_method": "bitsandbytes"},
             "weights stored so are not read, only 'fp8' and 'mxfp4' are",
         ),
-        ({"weight_block_size": None}, r"weight_block_size=None, expected two whole numbers, as \[128, 128\]"),
+        (
+            {"weight_block_size": None},
+            r"weight_block_size=None, expected two whole numbers, as \[128, 128\]",
+        ),
         ({"fmt": "e5m2"}, "quantization_config.fmt='e5m2', which is not read: it must be 'e4m3'"),
-        ({"rotation": 3}, "quantization_config has rotation, which nobody here knows, expected none"),
-        ({"weight_block_size": [8, 3]}, r"_proj.weight_scale_inv is \[3, 4\] F32, expected \[2, 4\] F32 or BF16"),
+        (
+            {"rotation": 3},
+            "quantization_config has rotation, which nobody here knows, expected none",
+        ),
+        (
+            {"weight_block_size": [8, 3]},
+            r"_proj.weight_scale_inv is \[3, 4\] F32, expected \[2, 4\] F32 or BF16",
+        ),
     ],
 )
 def test_other_kinds_are_refused_by_name(
@@ -170,8 +214,13 @@ def test_other_kinds_are_refused_by_name(
 def test_numbers_without_scales_and_scales_without_words_are_refused(theirs: Path) -> None:
     tensors = load_file(theirs / "model.safetensors")
     key = "model.layers.0.self_attn.q_proj.weight_scale_inv"
-    save_file({name: tensor for name, tensor in tensors.items() if name != key}, theirs / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"{key} is missing: nobody knows how large .* expected \[3, 4\]"):
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != key},
+        theirs / "model.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"{key} is missing: nobody knows how large .* expected \[3, 4\]"
+    ):
         HuggingFaceFolder(theirs)
     config = json.loads((theirs / "config.json").read_text())
     (theirs / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
@@ -182,7 +231,11 @@ def test_numbers_without_scales_and_scales_without_words_are_refused(theirs: Pat
 @pytest.mark.parametrize(
     ("blocks", "scales", "text"),
     [
-        ((2, 5, 3, 8), (2, 5, 3), r"x_blocks is \[2, 5, 3, 8\], expected \[experts, rows, runs, 16\]"),
+        (
+            (2, 5, 3, 8),
+            (2, 5, 3),
+            r"x_blocks is \[2, 5, 3, 8\], expected \[experts, rows, runs, 16\]",
+        ),
         ((2, 5, 3, 16), (2, 5, 4), r"x_scales is \[2, 5, 4\] U8, expected \[2, 5, 3\] U8"),
     ],
 )
@@ -191,9 +244,11 @@ def test_experts_of_other_shapes_are_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=text):
         opened(
-            tmp_path / "x", MXFP4, x_blocks=torch.zeros(blocks, dtype=torch.uint8),
+            tmp_path / "x",
+            MXFP4,
+            x_blocks=torch.zeros(blocks, dtype=torch.uint8),
             x_scales=torch.zeros(scales, dtype=torch.uint8),
-        )  # fmt: skip
+        )
 
 
 def test_a_gpt_oss_with_experts_in_mxfp4_computes_what_transformers_does(tmp_path: Path) -> None:
@@ -204,15 +259,23 @@ def test_a_gpt_oss_with_experts_in_mxfp4_computes_what_transformers_does(tmp_pat
     tensors, e = load_file(tmp_path / "x" / "model.safetensors"), plain.config.num_local_experts
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         _, inputs, outputs = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (e, outputs, inputs // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(121, 126, (e, outputs, inputs // 32), dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = torch.randint(
+            0, 256, (e, outputs, inputs // 32, 16), dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            121, 126, (e, outputs, inputs // 32), dtype=torch.uint8
+        )
     save_file(tensors, tmp_path / "x" / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "x" / "config.json").read_text()) | {"quantization_config": MXFP4}
+    config = json.loads((tmp_path / "x" / "config.json").read_text()) | {
+        "quantization_config": MXFP4
+    }
     (tmp_path / "x" / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "x", quantization_config=transformers.Mxfp4Config(dequantize=True), dtype=torch.float32,
+        tmp_path / "x",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        dtype=torch.float32,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     ids, _ = batch(plain.config.vocab_size)
     folder = HuggingFaceFolder(tmp_path / "x")
     assert folder.stored_as("model.layers.1.mlp.experts.down_proj") == "mxfp4 dequantised"
@@ -236,9 +299,16 @@ def test_a_deepseek_v3_with_experts_in_fp8_is_the_model_of_their_values(tmp_path
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
     save_file(tensors, tmp_path / "few" / "model.safetensors", metadata={"format": "pt"})
-    wide = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")} | exact
+    wide = {
+        name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")
+    } | exact
     save_file(wide, tmp_path / "x" / "model.safetensors", metadata={"format": "pt"})
     few = HuggingFaceFolder(tmp_path / "few")
     assert few.stored_as("model.layers.1.mlp.experts.3.up_proj.weight") == "fp8 dequantised"
-    found, expected = our_model(few).state_dict(), our_model(HuggingFaceFolder(tmp_path / "x")).state_dict()
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    found, expected = (
+        our_model(few).state_dict(),
+        our_model(HuggingFaceFolder(tmp_path / "x")).state_dict(),
+    )
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in found
+    )

@@ -10,31 +10,60 @@ from megalith.models.qwen2 import QWEN2, read_config, write_config
 from tests.models.published import check_published, check_rules
 
 SMALL: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
-    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
-    "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
-    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
-    "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 LARGE = SMALL | {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
-    "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152064, "max_window_layers": 28,
-}  # fmt: skip
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+    "max_window_layers": 28,
+}
 
 
 @pytest.mark.parametrize(("raw", "count"), [(SMALL, 494_032_768), (LARGE, 7_615_616_512)])
-def test_published_models_are_read_and_have_as_many_parameters_as_stated(raw: dict[str, Any], count: int) -> None:
+def test_published_models_are_read_and_have_as_many_parameters_as_stated(
+    raw: dict[str, Any], count: int
+) -> None:
     check_published(QWEN2, raw, count, reworded=("sliding_window",))
 
 
 def test_queries_keys_and_values_have_biases_and_the_output_has_none() -> None:
     config = read_config(SMALL | {"num_hidden_layers": 1})
     check_rules(QWEN2, config)
-    biases = [rule.name.split(".")[-2] for rule in QWEN2.rules(config) if rule.name.endswith("bias")]
+    biases = [
+        rule.name.split(".")[-2] for rule in QWEN2.rules(config) if rule.name.endswith("bias")
+    ]
     assert biases == ["q_proj", "k_proj", "v_proj"]
     with pytest.raises(
-        ConfigError, match="model.qkv_bias=False: Qwen2ForCausalLM has no word for it; it would be True"
+        ConfigError,
+        match="model.qkv_bias=False: Qwen2ForCausalLM has no word for it; it would be True",
     ):
         write_config(replace(config, qkv_bias=False))
 
@@ -45,10 +74,16 @@ def test_queries_keys_and_values_have_biases_and_the_output_has_none() -> None:
         ({}, ()),
         ({"use_sliding_window": True, "max_window_layers": 22}, (22, 23)),
         ({"use_sliding_window": True, "max_window_layers": 0}, tuple(range(24))),
-        ({"use_sliding_window": True, "layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, (23,)),
+        (
+            {
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"] * 23 + ["sliding_attention"],
+            },
+            (23,),
+        ),
         ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, ()),
     ],
-)  # fmt: skip
+)
 def test_a_switch_the_window_and_the_layers_say_together_who_has_it(
     fields: dict[str, Any], windows: tuple[int, ...]
 ) -> None:
@@ -59,6 +94,7 @@ def test_a_switch_the_window_and_the_layers_say_together_who_has_it(
 
 def test_layers_of_an_unknown_kind_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"layer_types=\['chunked'\]: expected 'sliding_attention' or 'full_attention'"
+        ConfigError,
+        match=r"layer_types=\['chunked'\]: expected 'sliding_attention' or 'full_attention'",
     ):
         read_config(SMALL | {"layer_types": ["chunked"]})

@@ -18,20 +18,30 @@ from megalith.models.release import parameters, release_run, write_release
 from megalith.train.rules import run_problems
 
 
-def test_every_weight_is_in_the_release(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_weight_is_in_the_release(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(release, "BATCH_NBYTES", 1000)
     tensors = tiny.tensors(tiny.model(tiny.config()))
     told: list[int] = []
     nbytes = write_release(
-        tmp_path / "x", tiny.config(), tiny.InMemory(tensors), config_text="a: 1\n", state={"token_ids": {}},
+        tmp_path / "x",
+        tiny.config(),
+        tiny.InMemory(tensors),
+        config_text="a: 1\n",
+        state={"token_ids": {}},
         wrote=told.append,
-    )  # fmt: skip
+    )
     checkpoint = open_checkpoint(tmp_path / "x")
     assert verify_checkpoint(tmp_path / "x") == []
     assert checkpoint.keys() == sorted(f"model.{name}" for name in tensors)
     for name, tensor in tensors.items():
         assert torch.equal(checkpoint.read(f"model.{name}"), tensor)
-    assert (checkpoint.config_text, checkpoint.state, checkpoint.step) == ("a: 1\n", {"token_ids": {}}, 0)
+    assert (checkpoint.config_text, checkpoint.state, checkpoint.step) == (
+        "a: 1\n",
+        {"token_ids": {}},
+        0,
+    )
     assert nbytes == sum(told) == sum(tensor.nbytes for tensor in tensors.values())
     assert checkpoint.manifest.world_size == 1 and len(list((tmp_path / "x").glob("*.distcp"))) > 3
     assert os.listdir(tmp_path) == ["x"]
@@ -39,7 +49,9 @@ def test_every_weight_is_in_the_release(tmp_path: Path, tiny: SimpleNamespace, m
 
 def test_weights_are_stored_as_asked(tmp_path: Path, tiny: SimpleNamespace) -> None:
     tensors = tiny.tensors(tiny.model(tiny.config()))
-    write_release(tmp_path / "x", tiny.config(), tiny.InMemory(tensors), config_text="", dtype=torch.bfloat16)
+    write_release(
+        tmp_path / "x", tiny.config(), tiny.InMemory(tensors), config_text="", dtype=torch.bfloat16
+    )
     checkpoint = open_checkpoint(tmp_path / "x")
     assert torch.equal(checkpoint.read("model.embed.weight"), tensors["embed.weight"].bfloat16())
 
@@ -50,7 +62,12 @@ def test_a_release_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNames
             raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointError, match="x: not written .*No space left.*Free some space"):
-        write_release(tmp_path / "x", tiny.config(), Broken(tiny.tensors(tiny.model(tiny.config()))), config_text="")
+        write_release(
+            tmp_path / "x",
+            tiny.config(),
+            Broken(tiny.tensors(tiny.model(tiny.config()))),
+            config_text="",
+        )
     (tmp_path / "y").write_text("mine")
     with pytest.raises(CheckpointError, match="y exists already"):
         write_release(tmp_path / "y", tiny.config(), Broken({}), config_text="")
@@ -66,12 +83,21 @@ def test_the_name_is_on_the_disk_at_the_end(
         names.append(os.listdir(folder) if folder == tmp_path else [])
 
     monkeypatch.setattr(storage, "sync_folder", seen)
-    write_release(tmp_path / "x", tiny.config(), tiny.InMemory(tiny.tensors(tiny.model(tiny.config()))), config_text="")
+    write_release(
+        tmp_path / "x",
+        tiny.config(),
+        tiny.InMemory(tiny.tensors(tiny.model(tiny.config()))),
+        config_text="",
+    )
     assert "x" in names[-1]
 
 
-def test_parameters_are_those_of_the_paper_in_the_order_of_the_forward_pass(tiny: SimpleNamespace) -> None:
-    found = [(shard.name, shard.shape) for shard in parameters(tiny.config(num_layers=1, mlp_bias=True))]
+def test_parameters_are_those_of_the_paper_in_the_order_of_the_forward_pass(
+    tiny: SimpleNamespace,
+) -> None:
+    found = [
+        (shard.name, shard.shape) for shard in parameters(tiny.config(num_layers=1, mlp_bias=True))
+    ]
     assert found == [
         ("embed.weight", (40, 12)),
         ("layers.0.attention_norm.weight", (12,)),

@@ -26,19 +26,38 @@ ROPES = [
     RopeConfig(theta=123.0),
     RopeConfig(scaling="linear", factor=2.0),
     RopeConfig(scaling="dynamic", factor=2.0, original_max_position=4096),
-    RopeConfig(scaling="llama3", factor=4.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position=99),
-    RopeConfig(scaling="yarn", factor=4.0, beta_fast=30.0, beta_slow=2.0, whole_pairs=False, attention_factor=1.5),
+    RopeConfig(
+        scaling="llama3",
+        factor=4.0,
+        low_freq_factor=1.5,
+        high_freq_factor=5.0,
+        original_max_position=99,
+    ),
+    RopeConfig(
+        scaling="yarn",
+        factor=4.0,
+        beta_fast=30.0,
+        beta_slow=2.0,
+        whole_pairs=False,
+        attention_factor=1.5,
+    ),
     RopeConfig(scaling="yarn", factor=40.0, original_max_position=4096),
     RopeConfig(scaling="longrope", factor=4.0, short_factors=(1.0, 1.5), long_factors=(2.0, 8.0)),
     RopeConfig(
-        scaling="longrope", short_factors=(1.0,), long_factors=(2.0,), original_max_position=32, attention_factor=1.5
+        scaling="longrope",
+        short_factors=(1.0,),
+        long_factors=(2.0,),
+        original_max_position=32,
+        attention_factor=1.5,
     ),
 ]
 
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("spelling", [("rope_theta", "rope_scaling"), ("rope_parameters",), None])
-def test_what_is_written_is_read_back_from_either_spelling(rope: RopeConfig, spelling: tuple[str, ...] | None) -> None:
+def test_what_is_written_is_read_back_from_either_spelling(
+    rope: RopeConfig, spelling: tuple[str, ...] | None
+) -> None:
     raw = write_rope(rope)
     assert read({name: raw[name] for name in spelling or raw}) == rope
 
@@ -79,7 +98,10 @@ def test_the_older_spelling_stretches_only_layers_that_it_is_meant_for() -> None
     [
         ({}, 0.1 * math.log(4) + 1),
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-        ({"mscale": 0.7, "mscale_all_dim": 0.4}, (0.07 * math.log(4) + 1) / (0.04 * math.log(4) + 1)),
+        (
+            {"mscale": 0.7, "mscale_all_dim": 0.4},
+            (0.07 * math.log(4) + 1) / (0.04 * math.log(4) + 1),
+        ),
         ({"mscale": 0.7}, 0.1 * math.log(4) + 1),
         ({"mscale": 0.7, "mscale_all_dim": 0}, 0.1 * math.log(4) + 1),
         ({"attention_factor": 1.2, "mscale": 0.7, "mscale_all_dim": 0.4}, 1.2),
@@ -96,17 +118,26 @@ def test_yarn_without_the_length_of_its_first_rows_takes_the_longest() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "'longrope' with {'short_factor': [1.0]"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' with {'rope_theta': 10000.0} are not supported"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "'longrope' with {'short_factor': [1.0]",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_type='linear' with {'rope_theta': 10000.0} are not supported",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor': 0"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "'beta_fast': 3"),
         ({"rope_scaling": YARN | {"truncate": 1}}, "'truncate': 1"),
         ({"rope_scaling": YARN | {"mscale": "1"}}, "'mscale': '1'"),
         ({"rope_theta": -5.0}, "'rope_theta': -5.0"),
-        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "disagree. Remove those that are wrong"),
+        (
+            {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
+            "disagree. Remove those that are wrong",
+        ),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 5.0}}, "disagree"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_kept_is_refused_by_name(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(raw)
@@ -116,5 +147,7 @@ def test_what_cannot_be_kept_is_refused_by_name(raw: dict[str, Any], message: st
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("value", [0, False, "", []])
 def test_an_empty_value_that_is_no_mapping_is_rejected(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={re.escape(repr(value))}: expected a mapping, or null"):
+    with pytest.raises(
+        ConfigError, match=f"{name}={re.escape(repr(value))}: expected a mapping, or null"
+    ):
         read({name: value})

@@ -1,4 +1,5 @@
-"""Where weights are written: never over or inside of others, and what a killed conversion left is not left for ever."""
+"""Where weights are written: never over or inside of others, and what a killed conversion left is
+not left for ever."""
 
 import logging
 import os
@@ -51,7 +52,10 @@ def test_what_was_left_by_a_process_that_is_gone_is_removed_and_told(
     with caplog.at_level(logging.WARNING):
         staging_of(tmp_path / "x")
     assert not old.exists() and other.exists()
-    assert f"{old}: removed, left by a conversion that was killed" in caplog.text and "xy" not in caplog.text
+    assert (
+        f"{old}: removed, left by a conversion that was killed" in caplog.text
+        and "xy" not in caplog.text
+    )
 
 
 @pytest.mark.parametrize(("machine", "process"), [("node_8", GONE), ("", os.getppid())])
@@ -62,7 +66,11 @@ def test_what_somebody_may_be_at_work_in_is_told_and_stays(
     with caplog.at_level(logging.WARNING):
         staging_of(tmp_path / "x")
     assert (folder / "model.safetensors").read_bytes() == b"half"
-    known = ", or was killed. Remove it" if process == GONE else ", or a process with its number. Remove it"
+    known = (
+        ", or was killed. Remove it"
+        if process == GONE
+        else ", or a process with its number. Remove it"
+    )
     assert f"{folder}: another conversion to {tmp_path / 'x'} works there{known}" in caplog.text
 
 
@@ -84,14 +92,19 @@ def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
     monkeypatch.setattr("os.readlink", (lambda path: "pid:[1]") if linux else gone)
     one = staging._machine()
     left(tmp_path / "x", one, GONE)
-    assert leftovers(tmp_path / "x")[0][1] == "gone" and staging._machine() == one and len(one) == 33
+    assert (
+        leftovers(tmp_path / "x")[0][1] == "gone" and staging._machine() == one and len(one) == 33
+    )
     monkeypatch.setattr("os.readlink", (lambda path: "pid:[2]") if linux else gone)
     monkeypatch.setattr("uuid.getnode", lambda: 7)
     assert staging._machine() != one and leftovers(tmp_path / "x")[0][1] == "elsewhere"
 
 
 def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="exists already and is left as it is. Choose another target, or remove"):
+    with pytest.raises(
+        CheckpointError,
+        match="exists already and is left as it is. Choose another target, or remove",
+    ):
         check_target(tmp_path)
     (tmp_path / "link").symlink_to("nothing")
     with pytest.raises(CheckpointError, match="link exists already and is left as it is"):
@@ -103,7 +116,10 @@ def test_nothing_is_written_inside_of_other_weights(name: str, tmp_path: Path) -
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / name).write_bytes(dump_manifest(Manifest(1, 2, {}, {}), {}))
     for inside in ("x", "deep/er/x"):
-        with pytest.raises(CheckpointError, match="would lie inside .*model, which is a checkpoint or a model itself"):
+        with pytest.raises(
+            CheckpointError,
+            match="would lie inside .*model, which is a checkpoint or a model itself",
+        ):
             check_target(tmp_path / "model" / inside)
     check_target(tmp_path / "x")
 
@@ -111,21 +127,31 @@ def test_nothing_is_written_inside_of_other_weights(name: str, tmp_path: Path) -
 def test_nothing_is_written_among_the_checkpoints_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").touch()
-    with pytest.raises(CheckpointError, match="among the checkpoints of the run .*run, which takes them for its own"):
+    with pytest.raises(
+        CheckpointError,
+        match="among the checkpoints of the run .*run, which takes them for its own",
+    ):
         check_target(tmp_path / "run" / "checkpoints" / "step_0000100")
     check_target(tmp_path / "run" / "as_hf")  # a folder of the user's, beside them
 
 
-def test_both_kinds_of_folder_are_begun_so(tmp_path: Path, tiny: SimpleNamespace, here: str) -> None:
+def test_both_kinds_of_folder_are_begun_so(
+    tmp_path: Path, tiny: SimpleNamespace, here: str
+) -> None:
     model = tiny.folder(tmp_path / "model", tiny.config())
     weights = tiny.InMemory(tiny.tensors(model))
-    begun: dict[str, Callable[..., int]] = {"a": write_folder, "b": partial(write_release, config_text="")}
+    begun: dict[str, Callable[..., int]] = {
+        "a": write_folder,
+        "b": partial(write_release, config_text=""),
+    }
     for name, write in begun.items():
         with pytest.raises(CheckpointError, match="would lie inside"):
             write(tmp_path / "model" / "x", tiny.config(), weights)
         folder = left(tmp_path / name, here, GONE)
         write(tmp_path / name, tiny.config(), weights)
-        assert not folder.exists() and (tmp_path / name).is_dir() and leftovers(tmp_path / name) == []
+        assert (
+            not folder.exists() and (tmp_path / name).is_dir() and leftovers(tmp_path / name) == []
+        )
 
 
 def test_a_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
@@ -149,7 +175,10 @@ def test_a_strangers_manifest_that_may_not_be_read_refuses_nothing(
 def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for inside in ("x", "deep/er/x"):
-        with pytest.raises(CheckpointError, match=r"would lie inside .*file, which is a file. Choose another target"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"would lie inside .*file, which is a file. Choose another target",
+        ):
             staging_of(tmp_path / "file" / inside)
 
 
@@ -162,11 +191,16 @@ def test_what_a_disk_refuses_before_anything_is_written_is_told_in_words(
 
     left(tmp_path / "x", here, GONE)
     monkeypatch.setattr(storage, call, refused)
-    with pytest.raises(CheckpointError, match=r"x: not written \(.*Permission denied.*Choose another target, or set"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"x: not written \(.*Permission denied.*Choose another target, or set",
+    ):
         staging_of(tmp_path / "x")
 
 
-def test_a_place_that_may_not_be_looked_at_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_may_not_be_looked_at_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 

@@ -24,7 +24,17 @@ from megalith.models.qwen2 import QWEN2
 from megalith.models.qwen2_moe import QWEN2_MOE
 from megalith.models.qwen3 import QWEN3
 from megalith.models.smollm3 import SMOLLM3
-from megalith.models.usual import FULL, SLIDING, Unsaid, canonical, read_usual, said, shortest, usual_rules, windowed
+from megalith.models.usual import (
+    FULL,
+    SLIDING,
+    Unsaid,
+    canonical,
+    read_usual,
+    said,
+    shortest,
+    usual_rules,
+    windowed,
+)
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head size": ({"head_dim": 2}, {"head_dim": None}),
@@ -40,10 +50,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a theta of no layer": ({"rope": RopeConfig(local_theta=9.0)}, {}),
     "a window of no layer": ({"attention": AttentionConfig(window=3, window_layers=(False,))}, {}),
     "windows everywhere": (
-        {"attention": AttentionConfig(window=3)}, {"attention": AttentionConfig(window=3, window_layers=(True, True))},
+        {"attention": AttentionConfig(window=3)},
+        {"attention": AttentionConfig(window=3, window_layers=(True, True))},
     ),
     "the usual scale": ({"attention": AttentionConfig(scale=2**-0.5)}, {}),
-}  # fmt: skip
+}
 OTHER: dict[str, dict[str, Any]] = {
     "scale": {"attention": AttentionConfig(scale=0.5)},
     "window": {"attention": AttentionConfig(window=3)},
@@ -65,10 +76,15 @@ def test_two_ways_to_say_one_model_are_the_same(case: str, tiny: SimpleNamespace
 
 
 @pytest.mark.parametrize("case", OTHER)
-def test_what_changes_the_mathematics_stays_different_and_is_not_written(case: str, tiny: SimpleNamespace) -> None:
+def test_what_changes_the_mathematics_stays_different_and_is_not_written(
+    case: str, tiny: SimpleNamespace
+) -> None:
     assert canonical(tiny.config(**OTHER[case])) != canonical(tiny.config())
     if case != "theta":
-        with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no word for it; it would be .* there. Use a Mega"):
+        with pytest.raises(
+            ConfigError,
+            match=r"LlamaForCausalLM has no word for it; it would be .* there. Use a Mega",
+        ):
             write_config(tiny.config(**OTHER[case]))
 
 
@@ -78,7 +94,11 @@ def test_all_that_a_family_has_no_word_for_is_said_at_once(tiny: SimpleNamespace
         write_config(config)
     for text in ("model.gated=False", "model.logit_softcap=3.0", "model.positions='none'"):
         assert text in str(refused.value)
-    assert isinstance(refused.value, Unsaid) and {*refused.value.settings} == {"gated", "logit_softcap", "positions"}
+    assert isinstance(refused.value, Unsaid) and {*refused.value.settings} == {
+        "gated",
+        "logit_softcap",
+        "positions",
+    }
 
 
 def test_biases_of_one_switch_may_be_zeros_there(tiny: SimpleNamespace) -> None:
@@ -96,7 +116,9 @@ def test_biases_of_one_switch_may_be_zeros_there(tiny: SimpleNamespace) -> None:
         ((True,), (True,)),
     ],
 )
-def test_patterns_are_as_short_as_they_can_be(flags: tuple[bool, ...], pattern: tuple[bool, ...]) -> None:
+def test_patterns_are_as_short_as_they_can_be(
+    flags: tuple[bool, ...], pattern: tuple[bool, ...]
+) -> None:
     assert shortest(flags) == pattern
 
 
@@ -105,7 +127,9 @@ def test_a_window_that_no_layer_has_is_none() -> None:
     assert windowed(3, (True, True)) == {"window": 3, "window_layers": ()}
 
 
-def test_a_null_of_key_value_heads_means_as_many_as_heads_and_nothing_what_the_family_says() -> None:
+def test_a_null_of_key_value_heads_means_as_many_as_heads_and_nothing_what_the_family_says() -> (
+    None
+):
     sizes = {
         "vocab_size": 9,
         "hidden_size": 8,
@@ -114,52 +138,104 @@ def test_a_null_of_key_value_heads_means_as_many_as_heads_and_nothing_what_the_f
         "num_attention_heads": 4,
     }
     assert read_usual(Fields(sizes), kv_heads=2)["num_kv_heads"] == 2
-    assert read_usual(Fields(sizes | {"num_key_value_heads": None}), kv_heads=2)["num_kv_heads"] == 4
+    assert (
+        read_usual(Fields(sizes | {"num_key_value_heads": None}), kv_heads=2)["num_kv_heads"] == 4
+    )
     assert read_usual(Fields(sizes))["num_kv_heads"] == 4
 
 
 def test_norms_stand_around_what_they_norm() -> None:
     config = ModelConfig(
-        vocab_size=9, hidden_size=8, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=5,
+        vocab_size=9,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=5,
         norm_placement="around",
-    )  # fmt: skip
-    words = {"attention_norm": "a", "attention_post_norm": "b", "mlp_norm": "c", "mlp_post_norm": "d"}
+    )
+    words = {
+        "attention_norm": "a",
+        "attention_post_norm": "b",
+        "mlp_norm": "c",
+        "mlp_post_norm": "d",
+    }
     names = [rule.name.removeprefix("model.layers.0.") for rule in usual_rules(config, norms=words)]
-    assert [name for name in names if name[1:] == ".weight"] == ["a.weight", "b.weight", "c.weight", "d.weight"]
-    assert names.index("self_attn.o_proj.weight") < names.index("b.weight") < names.index("c.weight")
+    assert [name for name in names if name[1:] == ".weight"] == [
+        "a.weight",
+        "b.weight",
+        "c.weight",
+        "d.weight",
+    ]
+    assert (
+        names.index("self_attn.o_proj.weight") < names.index("b.weight") < names.index("c.weight")
+    )
     assert names[-1] == "lm_head.weight"
     assert usual_rules(replace(config, tied_embeddings=True))[-1].name == "model.norm.weight"
 
 
 def test_how_a_model_started_and_in_what_digits_it_trained_is_no_part_of_what_it_computes() -> None:
-    plain = ModelConfig(vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+    plain = ModelConfig(
+        vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
+    )
     changed = replace(
-        plain, init="xavier_uniform", embedding_init_std=0.5, init_overrides=(("*.o", 0.1),), fp32_residual=True,
-    )  # fmt: skip
+        plain,
+        init="xavier_uniform",
+        embedding_init_std=0.5,
+        init_overrides=(("*.o", 0.1),),
+        fp32_residual=True,
+    )
     assert canonical(changed) == canonical(plain)
-    same, other = (replace(plain, attention=AttentionConfig(qk_norm="head", qk_norm_eps=eps)) for eps in (1e-5, 1e-6))
-    assert canonical(same) == canonical(replace(plain, attention=AttentionConfig(qk_norm="head"))) != canonical(other)
+    same, other = (
+        replace(plain, attention=AttentionConfig(qk_norm="head", qk_norm_eps=eps))
+        for eps in (1e-5, 1e-6)
+    )
+    assert (
+        canonical(same)
+        == canonical(replace(plain, attention=AttentionConfig(qk_norm="head")))
+        != canonical(other)
+    )
 
 
 WINDOWS: dict[str, Any] = {
-    "vocab_size": 32, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+    "vocab_size": 32,
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("family", [QWEN2, QWEN3, QWEN2_MOE, SMOLLM3], ids=lambda family: family.model_type)
+@pytest.mark.parametrize(
+    "family", [QWEN2, QWEN3, QWEN2_MOE, SMOLLM3], ids=lambda family: family.model_type
+)
 @pytest.mark.parametrize("size", [128, None])
-def test_layer_types_that_contradict_the_sliding_window_are_rejected(family: Family, size: int | None) -> None:
-    raw = WINDOWS | {"use_sliding_window": size is None and family is not QWEN2_MOE, "sliding_window": size}
-    with pytest.raises(ConfigError, match="layer_types has 'sliding_attention' for 1 of 2 layers, and use_sliding_win"):
+def test_layer_types_that_contradict_the_sliding_window_are_rejected(
+    family: Family, size: int | None
+) -> None:
+    raw = WINDOWS | {
+        "use_sliding_window": size is None and family is not QWEN2_MOE,
+        "sliding_window": size,
+    }
+    with pytest.raises(
+        ConfigError,
+        match="layer_types has 'sliding_attention' for 1 of 2 layers, and use_sliding_win",
+    ):
         family.read_config(raw | {"layer_types": [SLIDING, FULL]})
     assert family.read_config(raw | {"layer_types": [FULL, FULL]}).attention.window is None
 
 
 @pytest.mark.parametrize("family", [GEMMA2, GEMMA3, GPT_OSS], ids=lambda family: family.model_type)
-@pytest.mark.parametrize("fields", [{}, {"layer_types": [SLIDING, FULL]}], ids=["default", "layer_types"])
-def test_sliding_layers_without_a_window_are_rejected(family: Family, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"layer_types": [SLIDING, FULL]}], ids=["default", "layer_types"]
+)
+def test_sliding_layers_without_a_window_are_rejected(
+    family: Family, fields: dict[str, Any]
+) -> None:
     raw = WINDOWS | {"sliding_window": None} | fields
-    with pytest.raises(ConfigError, match=r"sliding_window=None: these .*or sliding_window to a number of tokens"):
+    with pytest.raises(
+        ConfigError, match=r"sliding_window=None: these .*or sliding_window to a number of tokens"
+    ):
         family.read_config(raw)
     assert family.read_config(raw | {"layer_types": [FULL, FULL]}).attention.window is None

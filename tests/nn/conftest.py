@@ -17,9 +17,18 @@ from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper,
 from megalith.parallel.tensor import Init, WholeTokens
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 37, "hidden_size": 18, "num_layers": 1, "num_heads": 6, "num_kv_heads": 3, "ffn_hidden_size": 11,
-    "max_seq_len": 32, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "head_dim": 4,
-}  # fmt: skip
+    "vocab_size": 37,
+    "hidden_size": 18,
+    "num_layers": 1,
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "ffn_hidden_size": 11,
+    "max_seq_len": 32,
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+    "head_dim": 4,
+}
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -54,13 +63,17 @@ def tokens(model: ModelConfig, lengths: list[int]) -> Tokens:
 
 def inputs(count: int, features: int = 18) -> Tensor:
     """x [count, features] in float64."""
-    return torch.randn(count, features, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.randn(
+        count, features, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 def weights(layer: nn.Module) -> dict[str, Tensor]:
     """Weights by the last part of their names, in the shapes of their boxes."""
     return {
-        declared.shard.name.rpartition(".x.")[2]: getattr(module, name).detach().view(declared.shard.box_shape)
+        declared.shard.name.rpartition(".x.")[2]: getattr(module, name)
+        .detach()
+        .view(declared.shard.box_shape)
         for declared, module, name in declared_parameters(layer)
     }
 
@@ -69,5 +82,11 @@ def weights(layer: nn.Module) -> dict[str, Tensor]:
 def layers() -> SimpleNamespace:
     """Functions that make layers and what they read."""
     return SimpleNamespace(
-        config=config, build=build, paper=paper, real=real, tokens=tokens, inputs=inputs, weights=weights
+        config=config,
+        build=build,
+        paper=paper,
+        real=real,
+        tokens=tokens,
+        inputs=inputs,
+        weights=weights,
     )

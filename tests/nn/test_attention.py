@@ -18,7 +18,10 @@ def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig
     """The paper's attention, one document and one head after the other."""
     n, g, d = config.num_heads, config.num_kv_heads, config.head_size()
     q = torch.einsum("th,ndh->tnd", x, w["q"]) + w.get("q_bias", 0.0)
-    k, v = (torch.einsum("th,gdh->tgd", x, w["kv"][i]) + (w["kv_bias"][i] if "kv_bias" in w else 0.0) for i in range(2))
+    k, v = (
+        torch.einsum("th,gdh->tgd", x, w["kv"][i]) + (w["kv_bias"][i] if "kv_bias" in w else 0.0)
+        for i in range(2)
+    )
     q, k = reference_rope(q, *tokens.rotary), reference_rope(k, *tokens.rotary)
     heads = torch.zeros(len(x), n, d, dtype=x.dtype)
     for head in range(n):
@@ -28,7 +31,9 @@ def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig
             scores = torch.stack([q[t, head] @ k[s, shared] / d**0.5 for s in seen]).softmax(0)
             heads[t, head] = scores @ v[seen, shared]
     if "gate" in w:
-        heads = heads / (1 + (-torch.einsum("th,ndh->tnd", x, w["gate"]) - w.get("gate_bias", 0.0)).exp())
+        heads = heads / (
+            1 + (-torch.einsum("th,ndh->tnd", x, w["gate"]) - w.get("gate_bias", 0.0)).exp()
+        )
     return torch.einsum("tnd,hnd->th", heads, w["o"]) + w.get("o_bias", 0.0)
 
 
@@ -38,11 +43,15 @@ def test_it_is_the_formula_of_the_paper(kv_heads: int, bias: bool, layers: Simpl
     config = layers.config(num_kv_heads=kv_heads, qkv_bias=bias, output_bias=bias)
     layer = layers.build(Attention, config)
     x, tokens = layers.inputs(9), layers.tokens(config, [5, 1, 3])
-    assert_equals("attention", layer(x, tokens), formula(layers.weights(layer), x, tokens, config), FP64)
+    assert_equals(
+        "attention", layer(x, tokens), formula(layers.weights(layer), x, tokens, config), FP64
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_gate_is_a_sigmoid_for_every_feature_of_every_head(bias: bool, layers: SimpleNamespace) -> None:
+def test_a_gate_is_a_sigmoid_for_every_feature_of_every_head(
+    bias: bool, layers: SimpleNamespace
+) -> None:
     config = layers.config(attention=AttentionConfig(gated=True), qkv_bias=bias)
     layer = layers.build(Attention, config)
     x, tokens, found = layers.inputs(9), layers.tokens(config, [5, 1, 3]), layers.weights(layer)
@@ -50,7 +59,9 @@ def test_a_gate_is_a_sigmoid_for_every_feature_of_every_head(bias: bool, layers:
     assert_equals("attention", layer(x, tokens), formula(found, x, tokens, config), FP64)
 
 
-@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 3), (3, 3), (2, 1), (4, 2), (6, 2), (6, 3), (5, 6)])
+@pytest.mark.parametrize(
+    ("tp", "kv_heads"), [(2, 3), (3, 3), (2, 1), (4, 2), (6, 2), (6, 3), (5, 6)]
+)
 def test_a_rank_holds_whole_heads_and_the_keys_that_they_look_at(
     tp: int, kv_heads: int, layers: SimpleNamespace
 ) -> None:
@@ -67,14 +78,23 @@ def test_a_rank_holds_whole_heads_and_the_keys_that_they_look_at(
         assert torch.equal(part["o"], whole["o"][:, taken : taken + count])
         first = taken // (6 // kv_heads)
         last = (taken + count - 1) // (6 // kv_heads)
-        assert torch.equal(part["kv"], whole["kv"][:, first : last + 1]) and part["kv"].shape[1] == layer.num_kv_heads
+        assert (
+            torch.equal(part["kv"], whole["kv"][:, first : last + 1])
+            and part["kv"].shape[1] == layer.num_kv_heads
+        )
         assert torch.equal(part["kv_bias"], whole["kv_bias"][:, first : last + 1])
         taken += count
     assert taken == 6
 
 
 def shared_heads(
-    rank: int, world: int, config: ModelConfig, x: Tensor, tokens: Tokens, build: object, real: object
+    rank: int,
+    world: int,
+    config: ModelConfig,
+    x: Tensor,
+    tokens: Tokens,
+    build: object,
+    real: object,
 ) -> Tensor:
     layer = build(Attention, config, real(config, world, rank))  # type: ignore[operator]  # functions of the conftest
     y: Tensor = layer(x, tokens)
@@ -82,7 +102,9 @@ def shared_heads(
 
 
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 3), (3, 1), (4, 2)])
-def test_ranks_together_give_what_one_gives(tp: int, kv_heads: int, layers: SimpleNamespace) -> None:
+def test_ranks_together_give_what_one_gives(
+    tp: int, kv_heads: int, layers: SimpleNamespace
+) -> None:
     config = layers.config(num_kv_heads=kv_heads)
     x, tokens = layers.inputs(9), layers.tokens(config, [5, 4])
     expected = layers.build(Attention, config)(x, tokens)
@@ -103,7 +125,9 @@ class Remember:
 
 
 @pytest.mark.parametrize("steps", [[9], [1] * 9, [4, 1, 3, 1]])
-def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(steps: list[int], layers: SimpleNamespace) -> None:
+def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(
+    steps: list[int], layers: SimpleNamespace
+) -> None:
     config = layers.config()
     layer = layers.build(Attention, config)
     x, tokens, cache, read = layers.inputs(9), layers.tokens(config, [9]), Remember(), 0

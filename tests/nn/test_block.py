@@ -22,12 +22,16 @@ from megalith.parallel.tensor import Init, WholeTokens
 from megalith.testing.tolerance import FP64, assert_equals
 
 
-def test_a_layer_adds_attention_and_then_the_mlp_each_to_its_own_normalised_input(layers: SimpleNamespace) -> None:
+def test_a_layer_adds_attention_and_then_the_mlp_each_to_its_own_normalised_input(
+    layers: SimpleNamespace,
+) -> None:
     config = layers.config()
     block = layers.build(Block, config)
     x, tokens = layers.inputs(9), layers.tokens(config, [5, 4])
     w = layers.weights(block)
-    middle = x + block.attention(rms_norm(x, (18,), w["attention_norm.weight"], config.norm_eps), tokens)
+    middle = x + block.attention(
+        rms_norm(x, (18,), w["attention_norm.weight"], config.norm_eps), tokens
+    )
     expected = middle + block.mlp(rms_norm(middle, (18,), w["mlp_norm.weight"], config.norm_eps))
     assert_equals("block", block(x, tokens), expected, FP64)
 
@@ -35,9 +39,14 @@ def test_a_layer_adds_attention_and_then_the_mlp_each_to_its_own_normalised_inpu
 def test_its_parameters_are_named_after_their_place(layers: SimpleNamespace) -> None:
     block = layers.build(Block, layers.config(qkv_bias=False, output_bias=False, mlp_bias=False))
     assert list(layers.weights(block)) == [
-        "attention_norm.weight", "attention.q", "attention.kv", "attention.o",
-        "mlp_norm.weight", "mlp.gate_up", "mlp.down",
-    ]  # fmt: skip
+        "attention_norm.weight",
+        "attention.q",
+        "attention.kv",
+        "attention.o",
+        "mlp_norm.weight",
+        "mlp.gate_up",
+        "mlp.down",
+    ]
     assert isinstance(block.attention, Attention) and isinstance(block.mlp, GatedMLP)
 
 
@@ -46,13 +55,20 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
 
     def built(*modules: RecomputedModule) -> Block:
         recompute = RecomputeConfig(granularity="selective", modules=modules)
-        return Block("layers.0", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, recompute=recompute)
+        return Block(
+            "layers.0", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, recompute=recompute
+        )
 
     plain, all_of_it = built(), built("core_attention", "norm", "mlp", "mlp_act")
     assert not isinstance(plain.mlp, Recomputed) and plain.attention_norm.again is None
-    assert isinstance(all_of_it.mlp, Recomputed) and isinstance(all_of_it.attention.core, RecomputedCore)
+    assert isinstance(all_of_it.mlp, Recomputed) and isinstance(
+        all_of_it.attention.core, RecomputedCore
+    )
     assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is Rebuilt
-    names = [[declared.shard.name for declared, _, _ in declared_parameters(block)] for block in (plain, all_of_it)]
+    names = [
+        [declared.shard.name for declared, _, _ in declared_parameters(block)]
+        for block in (plain, all_of_it)
+    ]
     assert names[0] == names[1]
 
 
@@ -63,7 +79,9 @@ def test_what_runs_again_in_latent_attention_has_no_region_within(layers: Simple
     config, mesh = layers.config(num_heads=4, num_kv_heads=4, mla=SHORT), mesh_of_one()
     for modules in (("core_attention",), ("core_attention", "mla_up_proj")):
         again = RecomputeConfig(granularity="selective", modules=modules)
-        layer = Block("layers.0", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, recompute=again).attention
+        layer = Block(
+            "layers.0", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, recompute=again
+        ).attention
         assert isinstance(layer, LatentAttention)
         assert isinstance(layer.core, RecomputedCore) == ("mla_up_proj" not in modules)
         assert (layer.around is kept) == ("mla_up_proj" not in modules)
@@ -71,10 +89,18 @@ def test_what_runs_again_in_latent_attention_has_no_region_within(layers: Simple
 
 def test_a_layer_may_have_a_matrix_in_place_of_a_part_or_nothing(layers: SimpleNamespace) -> None:
     x = layers.inputs(9)
-    kinds: list[tuple[Part, Part]] = [("full", "none"), ("none", "full"), ("linear", "full"), ("full", "linear")]
+    kinds: list[tuple[Part, Part]] = [
+        ("full", "none"),
+        ("none", "full"),
+        ("linear", "full"),
+        ("full", "linear"),
+    ]
     for attention, mlp in kinds:
         config = layers.config(layers=LayersConfig(attention=(attention,), mlp=(mlp,)))
-        tokens, block = layers.tokens(config, [5, 4]), layers.build(block_of_layer(config, 0), config)
+        tokens, block = (
+            layers.tokens(config, [5, 4]),
+            layers.build(block_of_layer(config, 0), config),
+        )
         w, expected = layers.weights(block), x
         for word, part in (("attention", attention), ("mlp", mlp)):
             assert any(name.startswith(word) for name in w) == (part != "none")
@@ -84,37 +110,59 @@ def test_a_layer_may_have_a_matrix_in_place_of_a_part_or_nothing(layers: SimpleN
             if part == "linear":
                 expected = expected + normed @ w[f"{word}.linear"].T + w[f"{word}.linear_bias"]
             else:
-                expected = expected + (block.attention(normed, tokens) if word == "attention" else block.mlp(normed))
+                expected = expected + (
+                    block.attention(normed, tokens) if word == "attention" else block.mlp(normed)
+                )
         assert_equals("block", block(x, tokens), expected, FP64)
 
 
 def test_a_layer_of_its_own_sizes_has_them(layers: SimpleNamespace) -> None:
-    config = layers.config(num_layers=2, layers=LayersConfig(num_kv_heads=(3, 1), ffn_hidden_size=(11, 5)))
+    config = layers.config(
+        num_layers=2, layers=LayersConfig(num_kv_heads=(3, 1), ffn_hidden_size=(11, 5))
+    )
     mesh = mesh_of_one()
     second = Block("layers.1", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, index=1)
-    shapes = {declared.shard.name: declared.shard.shape for declared, _, _ in declared_parameters(second)}
-    assert shapes["layers.1.attention.kv"] == (2, 1, 4, 18) and shapes["layers.1.mlp.gate_up"] == (2, 5, 18)
+    shapes = {
+        declared.shard.name: declared.shard.shape for declared, _, _ in declared_parameters(second)
+    }
+    assert shapes["layers.1.attention.kv"] == (2, 1, 4, 18) and shapes["layers.1.mlp.gate_up"] == (
+        2,
+        5,
+        18,
+    )
 
 
 def test_a_wide_stream_keeps_what_a_narrow_one_would_swallow(layers: SimpleNamespace) -> None:
     mesh = mesh_of_one()
     kinds: list[dict[str, Any]] = [
-        {}, {"norm": "layer", "norm_placement": "around"}, {"norm_placement": "after"}, {"block": "parallel"},
-        {"block": "parallel_one_norm"}, {"norm_zero_centred": True, "layers": LayersConfig(mlp=("linear",))},
-    ]  # fmt: skip
+        {},
+        {"norm": "layer", "norm_placement": "around"},
+        {"norm_placement": "after"},
+        {"block": "parallel"},
+        {"block": "parallel_one_norm"},
+        {"norm_zero_centred": True, "layers": LayersConfig(mlp=("linear",))},
+    ]
     for kind in kinds:
         config = layers.config(fp32_residual=True, **kind)
         found = {}
         for dtype in (torch.bfloat16, torch.float64):
-            block = block_of_layer(config, 0)("layers.0", config, mesh, WholeTokens(mesh.tp), dtype=dtype)
+            block = block_of_layer(config, 0)(
+                "layers.0", config, mesh, WholeTokens(mesh.tp), dtype=dtype
+            )
             block.to_empty(device="cpu")
             for declared, module, name in declared_parameters(block):
                 fill(getattr(module, name), declared.shard, Init(0.1, offset=0.1), seed=2)
             tokens = Rotations(config, dtype).given_to(tokens_of_lengths([9]))
-            x = (100 * layers.inputs(9)).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+            x = (
+                (100 * layers.inputs(9))
+                .to(torch.promote_types(dtype, torch.float32))
+                .requires_grad_()
+            )
             y = block(x, tokens)
             (y - x.detach()).square().sum().backward()
-            assert y.dtype == x.dtype and {parameter.dtype for parameter in block.parameters()} == {dtype}
+            assert y.dtype == x.dtype and {parameter.dtype for parameter in block.parameters()} == {
+                dtype
+            }
             assert all(parameter.grad is not None for parameter in block.parameters())
             assert x.grad is not None
             found[dtype] = (y - x).detach().double(), x.grad.double()

@@ -1,4 +1,5 @@
-"""Cross attention is that of T5, BART and Whisper, and ranks that share its heads and tokens give what one gives."""
+"""Cross attention is that of T5, BART and Whisper, and ranks that share its heads and tokens give
+what one gives."""
 
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +21,13 @@ from megalith.config.parallel import ParallelConfig
 from megalith.errors import DataError
 from megalith.kernels.attention import attention
 from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_slices
+from megalith.kernels.tokens import (
+    DropoutKey,
+    Tokens,
+    tokens_of_lengths,
+    tokens_of_queries,
+    tokens_of_slices,
+)
 from megalith.models.decoder import allocate, declared_parameters
 from megalith.nn.cross_attention import CrossAttention, LookingBack, across
 from megalith.nn.dropout import with_dropped_weights
@@ -39,12 +46,22 @@ TEXTS, MEMORIES = tokens_of_lengths([5, 1, 6]), tokens_of_lengths([3, 7, 2])
 MEMORY_SIZE = 10
 
 
-def build(config: ModelConfig, mesh: Mesh, *, sp: bool = False, dropout: float = 0.0) -> CrossAttention:
+def build(
+    config: ModelConfig, mesh: Mesh, *, sp: bool = False, dropout: float = 0.0
+) -> CrossAttention:
     """In float64 with random weights and biases, the same under every layout."""
     region = SplitTokens(mesh.tp) if sp else WholeTokens(mesh.tp)
-    core = with_dropped_weights(attention, replace(config, dropout=DropoutConfig(attention=dropout)), 0, mesh)
+    core = with_dropped_weights(
+        attention, replace(config, dropout=DropoutConfig(attention=dropout)), 0, mesh
+    )
     layer = CrossAttention(
-        "layers.0.cross", config, mesh, region, dtype=torch.float64, memory_size=MEMORY_SIZE, core=core
+        "layers.0.cross",
+        config,
+        mesh,
+        region,
+        dtype=torch.float64,
+        memory_size=MEMORY_SIZE,
+        core=core,
     )
     allocate(layer, torch.device("cpu"))
     for declared, module, name in declared_parameters(layer):
@@ -54,8 +71,10 @@ def build(config: ModelConfig, mesh: Mesh, *, sp: bool = False, dropout: float =
 
 def inputs() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    return (torch.randn(12, 18, generator=draw, dtype=torch.float64),
-            torch.randn(12, MEMORY_SIZE, generator=draw, dtype=torch.float64))  # fmt: skip
+    return (
+        torch.randn(12, 18, generator=draw, dtype=torch.float64),
+        torch.randn(12, MEMORY_SIZE, generator=draw, dtype=torch.float64),
+    )
 
 
 def trained(tokens: Tokens, first: int) -> Tokens:
@@ -65,7 +84,10 @@ def trained(tokens: Tokens, first: int) -> Tokens:
 def test_it_is_the_formula_of_the_paper(layers: SimpleNamespace) -> None:
     config = layers.config(head_dim=4, attention=AttentionConfig(scale=0.7, softcap=2.0))
     layer = build(config, mesh_of_one())
-    w = {d.shard.name[15:]: getattr(m, a).detach().view(d.shard.shape) for d, m, a in declared_parameters(layer)}
+    w = {
+        d.shard.name[15:]: getattr(m, a).detach().view(d.shard.shape)
+        for d, m, a in declared_parameters(layer)
+    }
     x, memory = inputs()
     q = torch.einsum("th,ndh->tnd", x, w["q"]) + w["q_bias"]
     k, v = torch.einsum("tm,cgdm->ctgd", memory, w["kv"]) + w["kv_bias"][:, None]
@@ -73,15 +95,23 @@ def test_it_is_the_formula_of_the_paper(layers: SimpleNamespace) -> None:
     for t in range(12):
         seen = [s for s in range(12) if MEMORIES.document[s] == TEXTS.document[t]]
         for n in range(6):
-            scores = torch.stack([2.0 * torch.tanh(0.7 * (q[t, n] @ k[s, n // 2]) / 2.0) for s in seen])
+            scores = torch.stack(
+                [2.0 * torch.tanh(0.7 * (q[t, n] @ k[s, n // 2]) / 2.0) for s in seen]
+            )
             heads[t, n] = scores.softmax(0) @ v[seen, n // 2]
     expected = torch.einsum("tnd,hnd->th", heads, w["o"]) + w["o_bias"]
     assert_equals("cross attention", layer(x, TEXTS, memory, MEMORIES), expected, FP64)
 
 
-def _on_ranks(rank: int, world: int, config: ModelConfig, sp: bool, dropout: float) -> dict[str, Tensor]:
+def _on_ranks(
+    rank: int, world: int, config: ModelConfig, sp: bool, dropout: float
+) -> dict[str, Tensor]:
     """Output, gradients of x and of the memory, and my boxes of the weights' among zeros."""
-    mesh = build_mesh(model_grid(ParallelConfig(tp=world), config, world), rank=rank) if world > 1 else mesh_of_one()
+    mesh = (
+        build_mesh(model_grid(ParallelConfig(tp=world), config, world), rank=rank)
+        if world > 1
+        else mesh_of_one()
+    )
     layer = build(config, mesh, sp=sp, dropout=dropout)
     x, memory = (tensor.requires_grad_() for tensor in inputs())
     mine, mine_of_memory = (layer.queries.region.mine(tensor) for tensor in (x, memory))
@@ -90,7 +120,11 @@ def _on_ranks(rank: int, world: int, config: ModelConfig, sp: bool, dropout: flo
     weights = torch.linspace(-1, 2, 12 * 18, dtype=torch.float64).view(12, 18)
     (y * layer.queries.region.mine(weights)).sum().backward()
     assert x.grad is not None and memory.grad is not None
-    found = {"y": gather(y.detach(), mesh.tp) if sp else y.detach(), "x": x.grad, "memory": memory.grad}
+    found = {
+        "y": gather(y.detach(), mesh.tp) if sp else y.detach(),
+        "x": x.grad,
+        "memory": memory.grad,
+    }
     for declared, module, name in declared_parameters(layer):
         box = tuple(slice(start, stop) for start, stop in declared.shard.box)
         found[declared.shard.name] = torch.zeros(declared.shard.shape, dtype=torch.float64)
@@ -99,7 +133,9 @@ def _on_ranks(rank: int, world: int, config: ModelConfig, sp: bool, dropout: flo
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(("tp", "kv_heads", "sp"), [(2, 3, False), (2, 3, True), (3, 6, True), (4, 2, False)])
+@pytest.mark.parametrize(
+    ("tp", "kv_heads", "sp"), [(2, 3, False), (2, 3, True), (3, 6, True), (4, 2, False)]
+)
 def test_ranks_together_give_what_one_gives(
     tp: int, kv_heads: int, sp: bool, dropout: float, layers: SimpleNamespace
 ) -> None:
@@ -115,15 +151,24 @@ def test_ranks_together_give_what_one_gives(
 
 def test_dropped_pairs_are_those_of_both_texts(layers: SimpleNamespace) -> None:
     layer, (x, memory) = build(layers.config(), mesh_of_one(), dropout=0.4), inputs()
-    outs = [layer(x, trained(TEXTS, 100), memory, trained(MEMORIES, first)) for first in (7000, 7000, 8000)]
+    outs = [
+        layer(x, trained(TEXTS, 100), memory, trained(MEMORIES, first))
+        for first in (7000, 7000, 8000)
+    ]
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
     assert not torch.equal(outs[0], layer(x, TEXTS, memory, MEMORIES))
 
 
-def test_packed_texts_look_at_their_own_memory_and_one_without_any_finds_nothing(layers: SimpleNamespace) -> None:
+def test_packed_texts_look_at_their_own_memory_and_one_without_any_finds_nothing(
+    layers: SimpleNamespace,
+) -> None:
     layer, (x, memory) = build(layers.config(output_bias=False), mesh_of_one()), inputs()
     packed = layer(x, TEXTS, memory, MEMORIES)
-    for text, own in ((slice(0, 5), slice(0, 3)), (slice(5, 6), slice(3, 10)), (slice(6, 12), slice(10, 12))):
+    for text, own in (
+        (slice(0, 5), slice(0, 3)),
+        (slice(5, 6), slice(3, 10)),
+        (slice(6, 12), slice(10, 12)),
+    ):
         count, keys = text.stop - text.start, own.stop - own.start
         alone = layer(x[text], tokens_of_lengths([count]), memory[own], tokens_of_lengths([keys]))
         assert_equals("alone", packed[text], alone, FP64)
@@ -132,14 +177,20 @@ def test_packed_texts_look_at_their_own_memory_and_one_without_any_finds_nothing
 
 def test_padding_of_the_memory_and_masks_of_pairs_hide_it(layers: SimpleNamespace) -> None:
     layer, (x, memory) = build(layers.config(output_bias=False), mesh_of_one()), inputs()
-    text = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0]).bool()  # nothing of the third document is left
-    for_itself = with_masks(TEXTS, [torch.eye(n).bool() for n in (5, 1, 6)])  # which says nothing of a memory
+    text = torch.tensor(
+        [1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0]
+    ).bool()  # nothing of the third document is left
+    for_itself = with_masks(
+        TEXTS, [torch.eye(n).bool() for n in (5, 1, 6)]
+    )  # which says nothing of a memory
     hidden = with_masks(with_padding(MEMORIES, text), [torch.eye(n).bool() for n in (3, 7, 2)])
     found = layer(x, for_itself, memory, hidden)
     left = tokens_of_lengths([2, 5, 0])
     assert_equals("padding", found, layer(x, TEXTS, memory[text], left), FP64)
     assert not found[6:].any(), "what sees nothing finds 0"
-    assert torch.equal(found, layer(x, TEXTS, torch.where(text[:, None], memory, memory + 1), hidden))
+    assert torch.equal(
+        found, layer(x, TEXTS, torch.where(text[:, None], memory, memory + 1), hidden)
+    )
     masks = [torch.zeros(5, 3).bool(), None, torch.tensor([[True, False]] * 6)]
     masks[0][:, 2] = True
     alone = layer(x, TEXTS, memory, with_padding(MEMORIES, torch.arange(12) != 4), masks)
@@ -162,7 +213,9 @@ def test_what_looks_back_sees_what_masks_let_it(layers: SimpleNamespace) -> None
     assert torch.equal(unlike, mask.tril()[:, 3]) and unlike.any()
 
 
-def test_under_mup_scores_are_scaled_as_in_the_models_other_attention(layers: SimpleNamespace) -> None:
+def test_under_mup_scores_are_scaled_as_in_the_models_other_attention(
+    layers: SimpleNamespace,
+) -> None:
     config = layers.config(head_dim=4, mup=MuPConfig(base_hidden_size=6, base_head_dim=3))
     assert build(config, mesh_of_one()).scores.scale == config.score_scale() == 3**0.5 / 4
 
@@ -173,24 +226,41 @@ def test_a_memory_is_read_once_however_many_tokens_look_at_it(layers: SimpleName
     read = [0, 0, 0]
     whole, starts = layer(x, TEXTS, memory, MEMORIES), [0, 5, 6]
     for step in ([2, 1, 3], [3, 0, 1], [0, 0, 2]):
-        rows = [start + before + n for start, before, count in zip(starts, read, step) for n in range(count)]
+        rows = [
+            start + before + n
+            for start, before, count in zip(starts, read, step)
+            for n in range(count)
+        ]
         read = [before + count for before, count in zip(read, step)]
-        found = layer.look(x[rows], tokens_of_queries(list(zip(step, read))), kept)  # as read on with a cache
+        found = layer.look(
+            x[rows], tokens_of_queries(list(zip(step, read))), kept
+        )  # as read on with a cache
         assert_equals("look", found, whole[rows], FP64)
 
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_it_type_checks(sp: bool, layers: SimpleNamespace) -> None:
-    """Without sp x and the memory are I, with sp V; what comes out is the same, and the gradient reaches both."""
+    """Without sp x and the memory are I, with sp V; what comes out is the same, and the gradient
+    reaches both."""
     config = layers.config(num_kv_heads=2)
     grid = model_grid(ParallelConfig(tp=4, dp=2), config, 8)
     mesh = mesh_on_paper(grid, rank=1)
     region = SplitTokens(mesh.tp) if sp else WholeTokens(mesh.tp)
     layer = CrossAttention("layers.0.cross", config, mesh, region, dtype=torch.float32)
     wanted: dict[str, Any] = {axis: V if axis.startswith("dp") or sp else I for axis in DENSE_AXES}
-    axes, texts, memories = mesh_axes(grid), *(tokens_of_lengths(list(n), device="meta") for n in ((5, 7), (6, 6)))
-    tensors = [torch.empty(12 // (4 if sp else 1), 18, device="meta", requires_grad=True) for _ in range(2)]
-    with installed_rules(Counter()), checker.traceback_filtering("off"), typecheck(), checker.set_current_mesh(axes):
+    axes, texts, memories = (
+        mesh_axes(grid),
+        *(tokens_of_lengths(list(n), device="meta") for n in ((5, 7), (6, 6))),
+    )
+    tensors = [
+        torch.empty(12 // (4 if sp else 1), 18, device="meta", requires_grad=True) for _ in range(2)
+    ]
+    with (
+        installed_rules(Counter()),
+        checker.traceback_filtering("off"),
+        typecheck(),
+        checker.set_current_mesh(axes),
+    ):
         declare(layer, grid)
         for x in tensors:
             checker.assert_type(x, {place: wanted[axis] for axis, place in axes.items()})
@@ -201,11 +271,14 @@ def test_it_type_checks(sp: bool, layers: SimpleNamespace) -> None:
 
 
 def _given(layer: CrossAttention, values: dict[str, Tensor]) -> CrossAttention:
-    """The layer with weights from elsewhere, by the last parts of their names; what is not named is zero."""
+    """The layer with weights from elsewhere, by the last parts of their names; what is not named is
+    zero."""
     with torch.no_grad():
         for declared, module, name in declared_parameters(layer):
             parameter = getattr(module, name)
-            value = values.get(declared.shard.name.removeprefix("cross."), torch.zeros_like(parameter))
+            value = values.get(
+                declared.shard.name.removeprefix("cross."), torch.zeros_like(parameter)
+            )
             parameter.copy_(value.reshape(parameter.shape))
     return layer
 
@@ -223,49 +296,72 @@ def _rows(b: int, s: int, seed: int) -> Tensor:
 
 def test_it_is_the_cross_attention_of_t5(layers: SimpleNamespace) -> None:
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
-    theirs = t5.T5Attention(t5.T5Config(d_model=18, d_kv=4, num_heads=6, is_decoder=True, dropout_rate=0.0)).eval()
+    theirs = t5.T5Attention(
+        t5.T5Config(d_model=18, d_kv=4, num_heads=6, is_decoder=True, dropout_rate=0.0)
+    ).eval()
     w = {name: getattr(theirs, name).weight.detach() for name in "qkvo"}
-    config = layers.config(num_kv_heads=6, attention=AttentionConfig(scale=1.0), qkv_bias=False, output_bias=False)
+    config = layers.config(
+        num_kv_heads=6, attention=AttentionConfig(scale=1.0), qkv_bias=False, output_bias=False
+    )
     layer = _given(_plain(config), {"q": w["q"], "kv": torch.stack([w["k"], w["v"]]), "o": w["o"]})
     x, memory = _rows(2, 5, 0), _rows(2, 7, 1)
     expected = theirs(x, key_value_states=memory, mask=torch.zeros(2, 1, 5, 7))[0]
-    found = layer(x.flatten(0, 1), tokens_of_lengths([5, 5]), memory.flatten(0, 1), tokens_of_lengths([7, 7]))
+    found = layer(
+        x.flatten(0, 1), tokens_of_lengths([5, 5]), memory.flatten(0, 1), tokens_of_lengths([7, 7])
+    )
     assert (found.view(expected.shape) - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("family", ["bart", "whisper"])
-def test_it_is_the_cross_attention_of_bart_and_whisper(family: str, layers: SimpleNamespace) -> None:
+def test_it_is_the_cross_attention_of_bart_and_whisper(
+    family: str, layers: SimpleNamespace
+) -> None:
     """Whisper's keys have no bias."""
     transformers = pytest.importorskip("transformers")
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
-    kind, settings = {"bart": ("Bart", transformers.BartConfig), "whisper": ("Whisper", transformers.WhisperConfig)}[
-        family
-    ]
+    kind, settings = {
+        "bart": ("Bart", transformers.BartConfig),
+        "whisper": ("Whisper", transformers.WhisperConfig),
+    }[family]
     config = settings(d_model=18, decoder_attention_heads=6, attn_implementation="eager")
-    theirs = getattr(module, f"{kind}Attention")(18, 6, is_decoder=True, config=config, layer_idx=0).eval()
+    theirs = getattr(module, f"{kind}Attention")(
+        18, 6, is_decoder=True, config=config, layer_idx=0
+    ).eval()
     generator = torch.Generator().manual_seed(5)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.4, generator=generator)
     q, k, v, o = (getattr(theirs, f"{name}_proj") for name in ("q", "k", "v", "out"))
     zero = torch.zeros(18)
     values = {
-        "q": q.weight, "kv": torch.stack([k.weight, v.weight]), "o": o.weight, "q_bias": q.bias, "o_bias": o.bias,
+        "q": q.weight,
+        "kv": torch.stack([k.weight, v.weight]),
+        "o": o.weight,
+        "q_bias": q.bias,
+        "o_bias": o.bias,
         "kv_bias": torch.stack([zero if k.bias is None else k.bias, v.bias]),
-    }  # fmt: skip
+    }
     layer = _given(_plain(layers.config(num_kv_heads=6, head_dim=3)), values)
     x, memory = _rows(2, 5, 0), _rows(2, 7, 1)
     expected = theirs(x, key_value_states=memory)[0]
-    found = layer(x.flatten(0, 1), tokens_of_lengths([5, 5]), memory.flatten(0, 1), tokens_of_lengths([7, 7]))
+    found = layer(
+        x.flatten(0, 1), tokens_of_lengths([5, 5]), memory.flatten(0, 1), tokens_of_lengths([7, 7])
+    )
     assert (found.view(expected.shape) - expected).abs().max() < 1e-5
 
 
-def test_what_looks_back_sees_the_memory_of_earlier_tokens_of_its_document_alone(layers: SimpleNamespace) -> None:
+def test_what_looks_back_sees_the_memory_of_earlier_tokens_of_its_document_alone(
+    layers: SimpleNamespace,
+) -> None:
     config = layers.config(attention=AttentionConfig(softcap=2.0))
     layer = layers.build(LookingBack, config)
     layer.scores = replace(layer.scores, causal=True)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
     plain = layer(x, replace(TEXTS, memory=memory))
-    for changed, same in ((5, 5), (6, 6), (11, 11)):  # the second document, and the first and last token of the third
+    for changed, same in (
+        (5, 5),
+        (6, 6),
+        (11, 11),
+    ):  # the second document, and the first and last token of the third
         other = memory.clone()
         other[changed:] += 1.0
         found = layer(x, replace(TEXTS, memory=other))
@@ -275,11 +371,15 @@ def test_what_looks_back_sees_the_memory_of_earlier_tokens_of_its_document_alone
     assert_equals("after the first document", first[5:], plain[5:], FP64)
 
 
-def test_what_looks_back_is_cross_attention_to_the_same_tokens_where_nothing_is_hidden(layers: SimpleNamespace) -> None:
+def test_what_looks_back_is_cross_attention_to_the_same_tokens_where_nothing_is_hidden(
+    layers: SimpleNamespace,
+) -> None:
     config = layers.config(attention=AttentionConfig(causal=False))
     both = layers.build(LookingBack, config), layers.build(CrossAttention, config)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
-    assert_equals("look", both[0](x, replace(TEXTS, memory=memory)), both[1](x, TEXTS, memory, TEXTS), FP64)
+    assert_equals(
+        "look", both[0](x, replace(TEXTS, memory=memory)), both[1](x, TEXTS, memory, TEXTS), FP64
+    )
 
 
 def test_a_memory_of_other_tokens_is_not_shared_over_cp(layers: SimpleNamespace) -> None:

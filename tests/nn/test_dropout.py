@@ -26,7 +26,9 @@ def tokens(*, seed: int | None = 5) -> Tokens:
     return found if seed is None else replace(found, dropout=DropoutKey(seed, NUMBERS))
 
 
-def made(p: float = 0.5, *, place: str = "attention", layer: int = 2, region: Region | None = None) -> Dropout:
+def made(
+    p: float = 0.5, *, place: str = "attention", layer: int = 2, region: Region | None = None
+) -> Dropout:
     return Dropout(place, layer, p, region or WholeTokens(alone("tp")))
 
 
@@ -79,7 +81,9 @@ TRAINED = replace(DOCUMENTS, dropout=DropoutKey(5, torch.arange(300, 309)))
 
 
 def queries(heads: int, *, seed: int) -> Tensor:
-    return torch.randn(9, heads, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        9, heads, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 Q, K, V = queries(6, seed=0), queries(3, seed=1), queries(3, seed=2)
@@ -90,7 +94,9 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
     for token in range(9):  # values that show what weight each query gives to this token
         v = torch.zeros_like(V)
         v[token] = 1.0
-        dropped = DroppingAttention(attention, 2, 0.4, 0)(Q, K, v, TRAINED, scores=scores, sinks=sinks)
+        dropped = DroppingAttention(attention, 2, 0.4, 0)(
+            Q, K, v, TRAINED, scores=scores, sinks=sinks
+        )
         weights = attention(Q, K, v, DOCUMENTS, scores=scores, sinks=sinks)
         found |= set((dropped / weights)[weights != 0].mul(1e6).round().int().tolist())
     assert found == {0, round(1e6 / 0.6)}
@@ -105,7 +111,9 @@ def test_ranks_drop_the_weights_of_their_own_heads() -> None:
 
 
 def test_where_nothing_is_trained_the_fast_attention_runs() -> None:
-    assert torch.equal(DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS), attention(Q, K, V, DOCUMENTS))
+    assert torch.equal(
+        DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS), attention(Q, K, V, DOCUMENTS)
+    )
 
 
 @pytest.mark.parametrize("latent", [False, True])

@@ -1,4 +1,5 @@
-"""Frozen weights want no gradient, backward ends above them, and results are those of a model that is trained whole."""
+"""Frozen weights want no gradient, backward ends above them, and results are those of a model that
+is trained whole."""
 
 from collections.abc import Sequence
 
@@ -15,9 +16,16 @@ from megalith.nn.frozen import BelowTrained, Start, freeze
 from megalith.parallel.mesh import mesh_of_one
 
 MODEL = ModelConfig(
-    vocab_size=61, hidden_size=12, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6, ffn_hidden_size=7,
-    max_seq_len=16, mtp=MTPConfig(depths=1),
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=12,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_hidden_size=7,
+    max_seq_len=16,
+    mtp=MTPConfig(depths=1),
+)
 
 
 def built(optim: OptimConfig) -> Decoder:
@@ -40,12 +48,17 @@ def gradients(optim: OptimConfig) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "optim",
     [
-        OptimConfig(frozen=("embed.weight", "layers.[01].*")), OptimConfig(trained=("head.weight",)),
-        OptimConfig(trained=("mtp.*",)), OptimConfig(frozen=("*.attention.q",)), OptimConfig(frozen=("embed.weight",)),
+        OptimConfig(frozen=("embed.weight", "layers.[01].*")),
+        OptimConfig(trained=("head.weight",)),
+        OptimConfig(trained=("mtp.*",)),
+        OptimConfig(frozen=("*.attention.q",)),
+        OptimConfig(frozen=("embed.weight",)),
         OptimConfig(trained=("embed.weight",)),
     ],
-)  # fmt: skip
-def test_gradients_are_those_of_a_model_trained_whole_and_of_nothing_else(optim: OptimConfig) -> None:
+)
+def test_gradients_are_those_of_a_model_trained_whole_and_of_nothing_else(
+    optim: OptimConfig,
+) -> None:
     whole, some = gradients(TRAIN_ALL), gradients(optim)
     assert some.keys() == {name for name in whole if optim.trains(name)}
     for name, gradient in some.items():

@@ -19,7 +19,9 @@ SHAPES = {
 }
 
 
-def filled(shard: Shard, start: Init, *, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
+def filled(
+    shard: Shard, start: Init, *, seed: int = 3, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """First values of a shard, in the shape of its box."""
     parameter = torch.full(shard.matrix_shape if shard.shape else (), float("nan"), dtype=dtype)
     fill(parameter, shard, start, seed=seed)
@@ -33,14 +35,20 @@ def test_any_cut_gives_the_bits_of_the_whole(shape: tuple[int, ...], parts: int)
     expected = filled(full, Init(0.5))
     for dim in range(len(shape)):
         sizes = split_evenly(shape[dim], parts)
-        pieces = [filled(cut_dim(full, dim, sizes, rank, ("tp",)), Init(0.5)) for rank in range(parts) if sizes[rank]]
+        pieces = [
+            filled(cut_dim(full, dim, sizes, rank, ("tp",)), Init(0.5))
+            for rank in range(parts)
+            if sizes[rank]
+        ]
         assert torch.equal(torch.cat(pieces, dim), expected)
 
 
 def test_a_box_cut_along_every_dim_gives_the_bits_of_the_whole() -> None:
     full = whole("a.b", (7, 260, 1030))
     expected = filled(full, Init(1.0))
-    for box in itertools.product([(0, 3), (3, 7)], [(0, 100), (100, 257), (257, 260)], [(1, 2), (511, 1030)]):
+    for box in itertools.product(
+        [(0, 3), (3, 7)], [(0, 100), (100, 257), (257, 260)], [(1, 2), (511, 1030)]
+    ):
         part = filled(replace(full, box=box), Init(1.0))
         assert torch.equal(part, expected[tuple(slice(a, b) for a, b in box)])
 
@@ -51,7 +59,9 @@ def test_flat_ranges_of_a_box_give_the_bits_of_the_whole(cuts: tuple[int, ...]) 
     for shape in ((100, 620), (2, 50, 620)):
         shard = replace(whole("a.b", shape), box=(*((1, n) for n in shape[:-1]), (3, 600)))
         expected = filled(shard, full).flatten()
-        for start, stop in itertools.pairwise((*(cut for cut in cuts if cut < shard.numel), shard.numel)):
+        for start, stop in itertools.pairwise(
+            (*(cut for cut in cuts if cut < shard.numel), shard.numel)
+        ):
             part = torch.full((stop - start,), float("nan"))
             fill(part, replace(shard, flat=(start, stop)), full, seed=3)
             assert torch.equal(part, expected[start:stop])
@@ -98,7 +108,9 @@ def test_rows_that_only_pad_are_zero_in_every_part(rows: int) -> None:
         assert values[:real].all() and not values[real:].any()
 
 
-def test_only_tiles_that_the_box_meets_are_drawn_and_none_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tiles_that_the_box_meets_are_drawn_and_none_is_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drawn: list[int] = []
     original = torch.randn
 
@@ -114,7 +126,8 @@ def test_only_tiles_that_the_box_meets_are_drawn_and_none_is_large(monkeypatch: 
 
 
 def test_the_numbers_of_a_release_never_change() -> None:
-    """First weights are keyed by names and tiles, so a rename would change them. Drawn on 2026-11-21 (torch 2.13.0)."""
+    """First weights are keyed by names and tiles, so a rename would change them. Drawn on
+    2026-11-21 (torch 2.13.0)."""
     found = filled(whole("embed.weight", (4, 3)), Init(1.0), seed=1234).flatten().tolist()
     assert [round(value, 4) for value in found[:4]] == [-0.6128, -0.0955, 1.9148, 0.3456]
 

@@ -1,4 +1,5 @@
-"""The switch for kernels: no fast form is left where plain ones are asked for, and training comes out the same."""
+"""The switch for kernels: no fast form is left where plain ones are asked for, and training comes
+out the same."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +44,14 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
 from megalith.train.step import train_step
-from megalith.verify.ranks import LayoutCase, compare_results, join_ranks, layout_case, prove_layout, run_case
+from megalith.verify.ranks import (
+    LayoutCase,
+    compare_results,
+    join_ranks,
+    layout_case,
+    prove_layout,
+    run_case,
+)
 from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.variants import PLAIN, VARIANTS
 
@@ -51,16 +59,28 @@ EXPERTS = MoEConfig(experts=5, top_k=2, ffn_hidden_size=7)
 KINDS: dict[str, ModelConfig] = {"plain": PLAIN, "experts": replace(PLAIN, moe=EXPERTS), **VARIANTS}
 
 FAST = [
-    norm.RMSNormFunction, norm.AddRMSNormFunction, norm.LayerNormFunction, norm.AddLayerNormFunction,
-    rope.RopeFunction, swiglu.SwigluFunction, activation.GatedFunction, activation.ActivationFunction,
-    weighted.WeightedGatedFunction, weighted.WeightedActivationFunction, dropout.DropoutFunction,
-    cross_entropy.LossSumFunction, cross_entropy.TokenLossesFunction, span_attention.SpanAttention,
+    norm.RMSNormFunction,
+    norm.AddRMSNormFunction,
+    norm.LayerNormFunction,
+    norm.AddLayerNormFunction,
+    rope.RopeFunction,
+    swiglu.SwigluFunction,
+    activation.GatedFunction,
+    activation.ActivationFunction,
+    weighted.WeightedGatedFunction,
+    weighted.WeightedActivationFunction,
+    dropout.DropoutFunction,
+    cross_entropy.LossSumFunction,
+    cross_entropy.TokenLossesFunction,
+    span_attention.SpanAttention,
     grouped_linear.GroupedLinearFunction,
-]  # fmt: skip
+]
 """What each operation computes with where it may choose."""
 
 
-def losses_of(kernel: Kernel, **changes: Any) -> tuple[list[float], list[Tensor]]:  # fields of the tiny run
+def losses_of(
+    kernel: Kernel, **changes: Any
+) -> tuple[list[float], list[Tensor]]:  # fields of the tiny run
     """Losses of three steps of the tiny run, and the weights after them."""
     run = replace(tiny_run({"data.documents": "true"}), kernels=kernel, **changes)
     trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
@@ -74,7 +94,9 @@ def forbid(*arguments: object) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reference_leaves_no_fast_form_in_any_kind_of_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_leaves_no_fast_form_in_any_kind_of_layer(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for function in FAST:
         monkeypatch.setattr(function, "apply", forbid)
     for name in ("tiled_attention", "sdpa_attention", "span_attention"):
@@ -91,18 +113,23 @@ def one_step(run: Any) -> float:  # a TrainRun
     return train_step(trainer, batches, lr=1e-2, weight_decay=0.1).loss
 
 
-@pytest.mark.parametrize(("dtype", "tolerance", "drift"), [("fp32", 2e-6, 1e-5), ("bf16", 2e-2, 2e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "drift"), [("fp32", 2e-6, 1e-5), ("bf16", 2e-2, 2e-3)]
+)
 def test_training_by_any_kernel_comes_out_the_same(
     dtype: Literal["fp32", "bf16"], tolerance: float, drift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalith.kernels.cpu.WORTH_A_LOOP", 1)  # so that loops take part in so small a model
+    monkeypatch.setattr(
+        "megalith.kernels.cpu.WORTH_A_LOOP", 1
+    )  # so that loops take part in so small a model
     changes = {"precision": replace(tiny_run().precision, params=dtype)}
     losses, weights = losses_of("auto", **changes)
     for kernel in ("torch", "reference"):
         others, other_weights = losses_of(kernel, **changes)
         assert others == pytest.approx(losses, rel=tolerance)
         for mine, theirs in zip(weights, other_weights, strict=True):
-            # On average: Adam's first steps are as long as the rate, 1e-2, even where a gradient is all rounding.
+            # On average: Adam's first steps are as long as the rate, 1e-2, even where a gradient is
+            # all rounding.
             assert (mine - theirs).abs().mean() <= drift
 
 
@@ -116,7 +143,9 @@ def test_ranks_that_share_vocabulary_and_tokens_compute_by_definitions_what_one_
     result = join_ranks(run_ranks(run_case, 4, plain, str(tmp_path / "ranks"), timeout=120.0))
     one = replace(case.run, parallel=ParallelConfig(bucket_numel=2000))
     reference = run_case(0, 1, LayoutCase(one, 1), str(tmp_path / "alone"))
-    assert [difference for difference in compare_results(result, reference) if not difference.holds] == []
+    assert [
+        difference for difference in compare_results(result, reference) if not difference.holds
+    ] == []
 
 
 def test_divided_weights_are_gathered_again_for_a_backward_that_reads_them() -> None:
@@ -144,16 +173,27 @@ def test_operations_are_found_however_deep_they_are_held() -> None:
         return other
 
     layer = Layer(
-        norm=partial(rms_norm, eps=1e-5), nested=partial(wrap, swiglu_function, other="x"),
-        turn=Turned(0, True), core=RecomputedCore(attention, False), several=(swiglu_function, 3),
-        number=5, words=("a", "b"), group=alone("tp"),
-    )  # fmt: skip
+        norm=partial(rms_norm, eps=1e-5),
+        nested=partial(wrap, swiglu_function, other="x"),
+        turn=Turned(0, True),
+        core=RecomputedCore(attention, False),
+        several=(swiglu_function, 3),
+        number=5,
+        words=("a", "b"),
+        group=alone("tp"),
+    )
     before = dict(vars(layer))
     use_kernels([layer], "torch", mesh_of_one())
     held: dict[str, Any] = vars(layer)
-    assert held["norm"].keywords == {"eps": 1e-5, "kernel": "torch"} and held["norm"].func is rms_norm
+    assert (
+        held["norm"].keywords == {"eps": 1e-5, "kernel": "torch"} and held["norm"].func is rms_norm
+    )
     assert held["nested"].func is wrap and held["nested"].args[0].keywords == {"kernel": "torch"}
-    assert isinstance(held["turn"], Turned) and isinstance(held["turn"].rotate, partial) and held["turn"].interleaved
+    assert (
+        isinstance(held["turn"], Turned)
+        and isinstance(held["turn"].rotate, partial)
+        and held["turn"].interleaved
+    )
     assert isinstance(held["core"], RecomputedCore) and isinstance(held["core"].core, partial)
     assert isinstance(held["several"][0], partial) and held["several"][1] == 3
     assert all(held[name] is before[name] for name in ("number", "words", "group"))
@@ -179,7 +219,9 @@ def test_attention_across_ranks_becomes_the_definition_over_all_keys() -> None:
 
 def test_each_operation_can_be_told_by_itself() -> None:
     layer = Layer(norm=rms_norm, gate=swiglu_function, core=attention)
-    use_kernels([layer], KernelsConfig(all="torch", norm="reference", attention="spans"), mesh_of_one())
+    use_kernels(
+        [layer], KernelsConfig(all="torch", norm="reference", attention="spans"), mesh_of_one()
+    )
     held: dict[str, Any] = vars(layer)
     forms = {name: held[name].keywords["kernel"] for name in ("norm", "gate", "core")}
     assert forms == {"norm": "reference", "gate": "torch", "core": "spans"}
@@ -189,10 +231,12 @@ def test_each_operation_can_be_told_by_itself() -> None:
 
 
 def test_every_operation_with_forms_has_a_setting() -> None:
-    """A function of kernels/ with a keyword `kernel` is in a file that the table of operations knows; matmuls of bf16
-    are selected for the process."""
+    """A function of kernels/ with a keyword `kernel` is in a file that the table of operations
+    knows; matmuls of bf16 are selected for the process."""
     folder = Path(cross_entropy.__file__).parent
-    files = {file.stem for file in folder.glob("*.py") if 'kernel: Form = "auto"' in file.read_text()}
+    files = {
+        file.stem for file in folder.glob("*.py") if 'kernel: Form = "auto"' in file.read_text()
+    }
     assert files == set(OPERATIONS) and set(OPERATIONS.values()) | {"matmul"} == set(OPS)
 
 
@@ -200,20 +244,41 @@ def test_every_operation_with_forms_has_a_setting() -> None:
 def test_training_by_a_way_of_one_operation_comes_out_the_same(form: Any) -> None:
     op = "attention" if form in ("tiles", "sdpa", "spans") else "experts"
     model = replace(PLAIN, moe=replace(EXPERTS, ffn_hidden_size=8)) if op == "experts" else PLAIN
-    run = replace(layout_case(model, ParallelConfig(), 1).run, precision=replace(tiny_run().precision, params="fp32"))
+    run = replace(
+        layout_case(model, ParallelConfig(), 1).run,
+        precision=replace(tiny_run().precision, params="fp32"),
+    )
     plain, told = one_step(run), one_step(replace(run, kernels=KernelsConfig(**{op: form})))
     assert told == pytest.approx(plain, rel=1e-5)
 
 
-def test_a_way_that_a_model_or_a_machine_lacks_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_a_model_or_a_machine_lacks_is_refused_when_it_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = layout_case(PLAIN, ParallelConfig(), 1).run
-    with pytest.raises(ConfigError, match="kernels.norm=loops: it takes fp32, bf16, and precision.params=fp64. Set"):
+    with pytest.raises(
+        ConfigError, match="kernels.norm=loops: it takes fp32, bf16, and precision.params=fp64. Set"
+    ):
         one_step(replace(run, kernels=KernelsConfig(norm="loops")))
-    with pytest.raises(ConfigError, match="kernels.attention=flex: it works on GPUs, and this run is on cpu. Set"):
-        one_step(replace(run, precision=replace(run.precision, params="fp32"), kernels=KernelsConfig(attention="flex")))
+    with pytest.raises(
+        ConfigError, match="kernels.attention=flex: it works on GPUs, and this run is on cpu. Set"
+    ):
+        one_step(
+            replace(
+                run,
+                precision=replace(run.precision, params="fp32"),
+                kernels=KernelsConfig(attention="flex"),
+            )
+        )
     monkeypatch.setattr("megalith.kernels.cpu.openmp", lambda: None)
     with pytest.raises(ConfigError, match="kernels.rope=loops: torch has no OpenMP library here"):
-        one_step(replace(run, precision=replace(run.precision, params="fp32"), kernels=KernelsConfig(rope="loops")))
+        one_step(
+            replace(
+                run,
+                precision=replace(run.precision, params="fp32"),
+                kernels=KernelsConfig(rope="loops"),
+            )
+        )
 
 
 def test_auto_changes_nothing() -> None:

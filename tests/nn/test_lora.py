@@ -1,4 +1,5 @@
-"""Adapters compute what the paper says, leave everything else alone, and a missing sum of theirs is refused."""
+"""Adapters compute what the paper says, leave everything else alone, and a missing sum of theirs is
+refused."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -25,9 +26,16 @@ from megalith.testing.tolerance import FP64, assert_equals
 from megalith.verify.types import type_check
 
 MODEL = ModelConfig(
-    vocab_size=61, hidden_size=12, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, ffn_hidden_size=7,
-    max_seq_len=16, qkv_bias=True,
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_hidden_size=7,
+    max_seq_len=16,
+    qkv_bias=True,
+)
 
 
 LATENT = MLAConfig(kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4)
@@ -43,12 +51,17 @@ def built(adapters: LoraConfig | None, config: ModelConfig = MODEL) -> Decoder:
     initialise(model, seed=1)
     for declared, module, name in declared_parameters(model):
         if declared.shard.name.endswith("lora_b"):
-            getattr(module, name).data.normal_(generator=torch.Generator().manual_seed(len(declared.shard.name)))
+            getattr(module, name).data.normal_(
+                generator=torch.Generator().manual_seed(len(declared.shard.name))
+            )
     return model
 
 
 def weights(model: Decoder) -> dict[str, Tensor]:
-    return {d.shard.name: getattr(m, name).data.view(d.shard.shape) for d, m, name in declared_parameters(model)}
+    return {
+        d.shard.name: getattr(m, name).data.view(d.shard.shape)
+        for d, m, name in declared_parameters(model)
+    }
 
 
 def hidden(model: Decoder) -> Tensor:
@@ -67,7 +80,9 @@ def hidden(model: Decoder) -> Tensor:
         LoraConfig(rank=2, layers=(1,), dropout=0.5),
     ],
 )
-def test_a_matrix_acts_as_the_sum_of_itself_and_the_scaled_product(adapters: LoraConfig, model: ModelConfig) -> None:
+def test_a_matrix_acts_as_the_sum_of_itself_and_the_scaled_product(
+    adapters: LoraConfig, model: ModelConfig
+) -> None:
     adapted, plain = built(adapters, model), built(None, model)
     found = weights(adapted)
     for name, value in weights(plain).items():
@@ -81,25 +96,38 @@ def test_a_matrix_acts_as_the_sum_of_itself_and_the_scaled_product(adapters: Lor
 
 
 def test_names_and_shapes_are_a_file_format() -> None:
-    shapes = {name: tuple(value.shape) for name, value in weights(built(LoraConfig(rank=3))).items() if "lora" in name}
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in weights(built(LoraConfig(rank=3))).items()
+        if "lora" in name
+    }
     assert {name: shape for name, shape in shapes.items() if "layers.1" in name} == {
-        "layers.1.attention.q.lora_a": (3, 12), "layers.1.attention.q.lora_b": (4, 6, 3),
-        "layers.1.attention.kv.lora_a": (2, 3, 12), "layers.1.attention.kv.lora_b": (2, 2, 6, 3),
-        "layers.1.attention.o.lora_a": (3, 4, 6), "layers.1.attention.o.lora_b": (12, 3),
-        "layers.1.mlp.gate_up.lora_a": (2, 3, 12), "layers.1.mlp.gate_up.lora_b": (2, 7, 3),
-        "layers.1.mlp.down.lora_a": (3, 7), "layers.1.mlp.down.lora_b": (12, 3),
-    }  # fmt: skip
+        "layers.1.attention.q.lora_a": (3, 12),
+        "layers.1.attention.q.lora_b": (4, 6, 3),
+        "layers.1.attention.kv.lora_a": (2, 3, 12),
+        "layers.1.attention.kv.lora_b": (2, 2, 6, 3),
+        "layers.1.attention.o.lora_a": (3, 4, 6),
+        "layers.1.attention.o.lora_b": (12, 3),
+        "layers.1.mlp.gate_up.lora_a": (2, 3, 12),
+        "layers.1.mlp.gate_up.lora_b": (2, 7, 3),
+        "layers.1.mlp.down.lora_a": (3, 7),
+        "layers.1.mlp.down.lora_b": (12, 3),
+    }
 
 
 def test_only_adapters_are_trained_and_they_begin_as_nothing() -> None:
     model = Decoder(MODEL, mesh_of_one())
     attach_adapters([model], MODEL, LoraConfig())
     for declared, module, name in declared_parameters(model):
-        assert getattr(module, name).requires_grad == ("lora" in declared.shard.name), declared.shard.name
+        assert getattr(module, name).requires_grad == ("lora" in declared.shard.name), (
+            declared.shard.name
+        )
         if declared.shard.name.endswith("lora_b"):
             assert (declared.init.std, declared.init.offset) == (0.0, 0.0)
         if declared.shard.name.endswith("down.lora_a"):
-            assert declared.init.std == (3 * 7) ** -0.5  # the variance of a uniform distribution in +-1 / sqrt(7)
+            assert (
+                declared.init.std == (3 * 7) ** -0.5
+            )  # the variance of a uniform distribution in +-1 / sqrt(7)
 
 
 def test_matrices_that_are_no_targets_stay_what_they_were() -> None:
@@ -111,13 +139,16 @@ def test_matrices_that_are_no_targets_stay_what_they_were() -> None:
 
 
 class Made(TorchDispatchMode):
-    """Counts the results of operations that are as wide as a given number of columns, unless they are written over."""
+    """Counts the results of operations that are as wide as a given number of columns, unless they
+    are written over."""
 
     def __init__(self, columns: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.columns, self.count = columns, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = function(*args, **(kwargs or {}))
         new = isinstance(found, Tensor) and function.name() != "aten::add_.Tensor"
         self.count += int(new and found.ndim == 2 and found.shape[1] == self.columns)
@@ -126,7 +157,8 @@ class Made(TorchDispatchMode):
 
 @pytest.mark.parametrize("targets", [("q",), ("kv",), ("q", "kv")])
 def test_columns_without_adapters_cost_nothing(targets: tuple[str, ...]) -> None:
-    """Nothing as wide as all columns is made beside what the frozen layer makes, in forward or in backward."""
+    """Nothing as wide as all columns is made beside what the frozen layer makes, in forward or in
+    backward."""
     layer = built(LoraConfig(rank=3, targets=targets)).get_submodule("layers.0.attention.qkv")
     counts = []
     for module in (layer, layer.get_submodule("base")):
@@ -140,14 +172,20 @@ def test_columns_without_adapters_cost_nothing(targets: tuple[str, ...]) -> None
 
 def test_added_columns_are_what_plain_operations_give() -> None:
     draw = torch.Generator().manual_seed(2)
-    y, one, two = (torch.randn(3, n, dtype=torch.float64, generator=draw, requires_grad=True) for n in (9, 2, 3))
+    y, one, two = (
+        torch.randn(3, n, dtype=torch.float64, generator=draw, requires_grad=True)
+        for n in (9, 2, 3)
+    )
     weights = torch.randn(3, 9, dtype=torch.float64, generator=draw)
     found, expected = (
-        function(y * 1, (1, 5), one, two) for function in (lora.AddColumns.apply, lora.AddColumns.reference)
+        function(y * 1, (1, 5), one, two)
+        for function in (lora.AddColumns.apply, lora.AddColumns.reference)
     )
     assert torch.equal(found, expected)
     theirs = torch.autograd.grad((expected * weights).sum(), (y, one, two))
-    assert all(map(torch.equal, torch.autograd.grad((found * weights).sum(), (y, one, two)), theirs))
+    assert all(
+        map(torch.equal, torch.autograd.grad((found * weights).sum(), (y, one, two)), theirs)
+    )
 
 
 def test_dropout_is_of_what_adapters_see_alone_and_of_training() -> None:
@@ -157,7 +195,9 @@ def test_dropout_is_of_what_adapters_see_alone_and_of_training() -> None:
     with torch.no_grad():
         assert torch.equal(model(ids, tokens), plain(ids, tokens))
         dropped = model(ids, training)
-        assert torch.equal(dropped, model(ids, training)) and not torch.equal(dropped, plain(ids, tokens))
+        assert torch.equal(dropped, model(ids, training)) and not torch.equal(
+            dropped, plain(ids, tokens)
+        )
         for declared, module, name in declared_parameters(model):
             if declared.shard.name.endswith("lora_b"):
                 getattr(module, name).zero_()
@@ -179,21 +219,30 @@ def test_the_cache_of_short_vectors_sees_adapters() -> None:
 
 def test_experts_have_none_and_what_lies_beside_them_has() -> None:
     mixed = replace(MODEL, moe=MoEConfig(experts=4, ffn_hidden_size=6, layers=(False, True)))
-    names = {name for name in weights(built(LoraConfig(rank=3, dropout=0.1), mixed)) if name.endswith("lora_a")}
+    names = {
+        name
+        for name in weights(built(LoraConfig(rank=3, dropout=0.1), mixed))
+        if name.endswith("lora_a")
+    }
     assert {name for name in names if ".mlp." in name or ".moe." in name} == {
-        "layers.0.mlp.gate_up.lora_a", "layers.0.mlp.down.lora_a",
-    }  # fmt: skip
+        "layers.0.mlp.gate_up.lora_a",
+        "layers.0.mlp.down.lora_a",
+    }
     assert "layers.1.attention.o.lora_a" in names
 
 
 def test_layers_below_every_adapter_have_no_backward() -> None:
-    """Neither in one process nor on a stage that has nothing else; a stage above has one as ever."""
+    """Neither in one process nor on a stage that has nothing else; a stage above has one as
+    ever."""
     adapters, tokens = LoraConfig(rank=3, layers=(1,)), tokens_of_lengths([3], device="cpu")
     ids = torch.arange(3)
     model = built(adapters)
     entered = model.entrance(model.embed(ids), tokens)
     turned = model.rotations.given_to(tokens)
-    assert not entered.requires_grad and not model.run_layers(list(model.layers)[:1], entered, turned)[0].requires_grad
+    assert (
+        not entered.requires_grad
+        and not model.run_layers(list(model.layers)[:1], entered, turned)[0].requires_grad
+    )
     seen: list[Tensor] = []
     model.layers[1].register_forward_pre_hook(lambda layer, arguments: seen.append(arguments[0]))
     assert model(ids, tokens).requires_grad and seen[0].is_leaf and seen[0].requires_grad
@@ -207,14 +256,17 @@ def test_backward_has_somewhere_to_end_below_frozen_layers() -> None:
     x = model.entrance(model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu"))
     assert x.requires_grad and x.grad_fn is None
     with torch.no_grad():
-        assert not model.entrance(model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu")).requires_grad
+        assert not model.entrance(
+            model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu")
+        ).requires_grad
 
 
 # --- planted faults
 
 
 def _invariant(which: str, number: int) -> AbstractContextManager[None]:
-    """The whole half of an adapter, declared as if every rank had its whole gradient, or none had."""
+    """The whole half of an adapter, declared as if every rank had its whole gradient, or none
+    had."""
     right = getattr(lora, which)
 
     def wrong(weight: Shard, adapters: LoraConfig, region: Any) -> tuple[Shard, Shard]:
@@ -228,7 +280,9 @@ def _invariant(which: str, number: int) -> AbstractContextManager[None]:
 
 @pytest.mark.parametrize("sp", [True, False])
 def test_the_type_check_passes_adapters_as_they_are(sp: bool) -> None:
-    report = type_check(MODEL, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), lora=LoraConfig(rank=3))
+    report = type_check(
+        MODEL, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), lora=LoraConfig(rank=3)
+    )
     assert report.problems == ()
     assert report.parameters == len(weights(built(LoraConfig())))
 
@@ -236,12 +290,16 @@ def test_the_type_check_passes_adapters_as_they_are(sp: bool) -> None:
 @pytest.mark.parametrize(("which", "number"), [("column_adapter", 0), ("row_adapter", 1)])
 def test_a_gradient_that_is_not_summed_over_tp_is_refused(which: str, number: int) -> None:
     with _invariant(which, number):
-        found = type_check(MODEL, ParallelConfig(tp=2, sp=True), world=2, ranks=(1,), lora=LoraConfig(rank=3)).problems
+        found = type_check(
+            MODEL, ParallelConfig(tp=2, sp=True), world=2, ranks=(1,), lora=LoraConfig(rank=3)
+        ).problems
     assert found and "layers.0" in found[0].where, found
 
 
 @pytest.mark.parametrize(("which", "number"), [("column_adapter", 0), ("row_adapter", 1)])
 def test_one_that_is_summed_twice_is_refused(which: str, number: int) -> None:
     with _invariant(which, number):
-        found = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(1,), lora=LoraConfig(rank=3)).problems
+        found = type_check(
+            MODEL, ParallelConfig(tp=2), world=2, ranks=(1,), lora=LoraConfig(rank=3)
+        ).problems
     assert found, which

@@ -20,7 +20,9 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, PARITY, assert_close, assert_equals
 
 SIZES: dict[str, Any] = {"kv_rank": 7, "nope_dim": 5, "rope_dim": 4, "value_dim": 3}
-YARN = RopeConfig(scaling="yarn", factor=40.0, original_max_position=16, attention_factor=1.2, interleaved=True)
+YARN = RopeConfig(
+    scaling="yarn", factor=40.0, original_max_position=16, attention_factor=1.2, interleaved=True
+)
 KINDS: dict[str, dict[str, Any]] = {
     "queries from x": {"mla": MLAConfig(**SIZES)},
     "queries from a short vector": {"mla": MLAConfig(**SIZES, q_rank=8)},
@@ -36,7 +38,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def config_of(kind: str, layers: SimpleNamespace, **changes: Any) -> ModelConfig:
     """Five heads, which no number of ranks divides."""
     interleaved = {"rope": RopeConfig(interleaved=True)}
-    config: ModelConfig = layers.config(**interleaved | KINDS[kind] | {"num_heads": 5, "num_kv_heads": 5} | changes)
+    config: ModelConfig = layers.config(
+        **interleaved | KINDS[kind] | {"num_heads": 5, "num_kv_heads": 5} | changes
+    )
     return config
 
 
@@ -88,7 +92,9 @@ def test_it_is_the_formula_of_the_paper(kind: str, layers: SimpleNamespace) -> N
     config = config_of(kind, layers)
     layer = layers.build(LatentAttention, config)
     x, tokens = layers.inputs(9), layers.tokens(config, [5, 1, 3])
-    assert_equals("attention", layer(x, tokens), formula(layers.weights(layer), x, tokens, config), FP64)
+    assert_equals(
+        "attention", layer(x, tokens), formula(layers.weights(layer), x, tokens, config), FP64
+    )
 
 
 @pytest.mark.parametrize("q_rank", [None, 8])
@@ -102,23 +108,43 @@ def test_it_is_the_attention_of_transformers(
         rope |= {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 16}
         rope |= {"mscale": mscale[0], "mscale_all_dim": mscale[1], "beta_fast": 32, "beta_slow": 1}
     theirs_config = deepseek.DeepseekV3Config(
-        hidden_size=18, num_attention_heads=5, num_key_value_heads=5, q_lora_rank=q_rank, kv_lora_rank=7,
-        qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3, rope_parameters=rope, max_position_embeddings=64,
+        hidden_size=18,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        q_lora_rank=q_rank,
+        kv_lora_rank=7,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=4,
+        v_head_dim=3,
+        rope_parameters=rope,
+        max_position_embeddings=64,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     theirs = deepseek.DeepseekV3Attention(theirs_config, 0).double()
     config = config_of(
-        "queries from x", layers, output_bias=False, mla=MLAConfig(**SIZES, q_rank=q_rank),
+        "queries from x",
+        layers,
+        output_bias=False,
+        mla=MLAConfig(**SIZES, q_rank=q_rank),
         rope=RopeConfig(theta=100.0, interleaved=True),
-    )  # fmt: skip
+    )
     if mscale is not None:
         factor = _g(mscale[0]) / _g(mscale[1]) if all(mscale) else _g(1.0)
         yarn = replace(YARN, theta=100.0, attention_factor=factor)
         sizes = MLAConfig(**SIZES, q_rank=q_rank, yarn_mscale=mscale[1] or None)
         config = replace(config, rope=yarn, mla=sizes)
     layer = layers.build(LatentAttention, config)
-    names = {"q": "q_proj", "q_down": "q_a_proj", "q_down_norm.weight": "q_a_layernorm", "q_up": "q_b_proj"}
-    names |= {"kv_down": "kv_a_proj_with_mqa", "kv_down_norm.weight": "kv_a_layernorm", "kv_up": "kv_b_proj"}
+    names = {
+        "q": "q_proj",
+        "q_down": "q_a_proj",
+        "q_down_norm.weight": "q_a_layernorm",
+        "q_up": "q_b_proj",
+    }
+    names |= {
+        "kv_down": "kv_a_proj_with_mqa",
+        "kv_down_norm.weight": "kv_a_layernorm",
+        "kv_up": "kv_b_proj",
+    }
     names |= {"o": "o_proj"}
     ours = layers.weights(layer)
     with torch.no_grad():
@@ -130,7 +156,9 @@ def test_it_is_the_attention_of_transformers(
     mask = torch.full((1, 1, 9, 9), -math.inf, dtype=torch.float64).triu(1)
     positions = rotary(x, torch.arange(9)[None])
     assert_close(
-        dict(zip(("cos", "sin"), tokens.rotary)), dict(zip(("cos", "sin"), [p[0, :, :2] for p in positions])), FP64
+        dict(zip(("cos", "sin"), tokens.rotary)),
+        dict(zip(("cos", "sin"), [p[0, :, :2] for p in positions])),
+        FP64,
     )
     expected, _ = theirs(x[None], positions, mask)
     assert_equals("attention", layer(x, tokens), expected[0], PARITY)  # their norms are fp32
@@ -155,7 +183,13 @@ def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(
 ) -> None:
     config = config_of(kind, layers)
     layer = layers.build(LatentAttention, config)
-    x, tokens, cache, read, found = layers.inputs(9), layers.tokens(config, [9]), KeyValueCache(1), 0, []
+    x, tokens, cache, read, found = (
+        layers.inputs(9),
+        layers.tokens(config, [9]),
+        KeyValueCache(1),
+        0,
+        [],
+    )
     with torch.no_grad():
         for count in steps:
             now = slice(read, read + count)
@@ -176,12 +210,16 @@ def test_both_forms_find_the_same(kind: str, steps: list[int], layers: SimpleNam
         layer.reading = lambda sizes, lengths, form=form: form
         for count in steps:
             part = tokens_of_queries([(count, read + count)])
-            part = replace(part, rotary=tuple(table[read : read + count] for table in tokens.rotary))
+            part = replace(
+                part, rotary=tuple(table[read : read + count] for table in tokens.rotary)
+            )
             with torch.no_grad():
                 found.append(layer(x[read : read + count], part, cache.layers([0])[0]))
             read += count
     half = len(steps)
-    torch.testing.assert_close(torch.cat(found[:half]), torch.cat(found[half:]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        torch.cat(found[:half]), torch.cat(found[half:]), rtol=1e-9, atol=1e-9
+    )
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(found[:half]), layer(x, tokens), rtol=1e-9, atol=1e-9)
 
@@ -191,14 +229,16 @@ def test_prompts_are_expanded_and_single_tokens_absorbed() -> None:
     assert cheaper_form(large, [(4096, 4096)]) is expanded
     assert cheaper_form(large, [(1, 2)]) is absorbed
     assert cheaper_form(large, [(1, 900), (1, 30)]) is absorbed
-    # Products of 4096 tokens read after 4096: n · r · (d_nope + d_v) per key, or more for each pair.
+    # Products of 4096 tokens read after 4096: n · r · (d_nope + d_v) per key, or more for each
+    # pair.
     assert cheaper_form(large, [(4096, 8192)]) is expanded
     assert cheaper_form(large, [(64, 8192)]) is absorbed
     for queries, keys in ((16, 64), (300, 5000), (2, 3)):
         pairs = sum(keys - ago for ago in range(queries))
         costs = {
-            expanded: keys * 512 * 256 + pairs * (128 + 64 + 128), absorbed: queries * 512 * 256 + pairs * (576 + 512),
-        }  # fmt: skip
+            expanded: keys * 512 * 256 + pairs * (128 + 64 + 128),
+            absorbed: queries * 512 * 256 + pairs * (576 + 512),
+        }
         assert cheaper_form(large, [(queries, keys)]) is min(costs, key=costs.__getitem__)
 
 
@@ -228,7 +268,9 @@ def test_the_cache_keeps_the_short_vector_and_the_shared_key_only(layers: Simple
 
 
 @pytest.mark.parametrize("tp", [2, 3, 5])
-def test_a_rank_holds_whole_heads_and_the_short_projections_whole(tp: int, layers: SimpleNamespace) -> None:
+def test_a_rank_holds_whole_heads_and_the_short_projections_whole(
+    tp: int, layers: SimpleNamespace
+) -> None:
     config = config_of("queries from a short vector", layers)
     whole, taken = layers.weights(layers.build(LatentAttention, config)), 0
     for rank in range(tp):
@@ -244,7 +286,14 @@ def test_a_rank_holds_whole_heads_and_the_short_projections_whole(tp: int, layer
 
 
 def shared_heads(
-    rank: int, world: int, config: ModelConfig, x: Tensor, tokens: Tokens, build: Any, real: Any, sp: bool
+    rank: int,
+    world: int,
+    config: ModelConfig,
+    x: Tensor,
+    tokens: Tokens,
+    build: Any,
+    real: Any,
+    sp: bool,
 ) -> tuple[Tensor, Tensor]:
     """What a rank gives, and the gradient of x, both of all tokens."""
     mesh = real(config, world, rank)
@@ -264,7 +313,9 @@ def shared_heads(
 
 @pytest.mark.parametrize(("tp", "sp"), [(2, False), (3, False), (2, True), (3, True)])
 @pytest.mark.parametrize("kind", ["queries from x", "yarn"])
-def test_ranks_together_give_what_one_gives(kind: str, tp: int, sp: bool, layers: SimpleNamespace) -> None:
+def test_ranks_together_give_what_one_gives(
+    kind: str, tp: int, sp: bool, layers: SimpleNamespace
+) -> None:
     config = config_of(kind, layers)
     x, tokens = layers.inputs(12).requires_grad_(), layers.tokens(config, [7, 5])
     expected = layers.build(LatentAttention, config)(x, tokens)

@@ -38,13 +38,19 @@ def test_the_gated_one_is_the_formula_of_the_paper(bias: bool, layers: SimpleNam
     layer = layers.build(build_mlp, layers.config(mlp_bias=bias))
     assert isinstance(layer, GatedMLP)
     w, x = layers.weights(layer), layers.inputs(5)
-    biases = (w["gate_up_bias"], w["down_bias"]) if bias else (torch.zeros(2, 1).double(), torch.zeros(1).double())
+    biases = (
+        (w["gate_up_bias"], w["down_bias"])
+        if bias
+        else (torch.zeros(2, 1).double(), torch.zeros(1).double())
+    )
     gate, up = (x @ w["gate_up"][i].T + biases[0][i] for i in range(2))
     assert_equals("mlp", layer(x), (silu(gate) * up) @ w["down"].T + biases[1], FP64)
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
-def test_the_other_one_has_its_activation_between_two_matmuls(activation: Activation, layers: SimpleNamespace) -> None:
+def test_the_other_one_has_its_activation_between_two_matmuls(
+    activation: Activation, layers: SimpleNamespace
+) -> None:
     layer = layers.build(build_mlp, layers.config(gated=False, activation=activation))
     assert isinstance(layer, MLP)
     w, x = layers.weights(layer), layers.inputs(5)
@@ -57,7 +63,9 @@ def test_a_gate_may_have_limits_and_up_an_offset(layers: SimpleNamespace) -> Non
     w, x = layers.weights(layer), layers.inputs(5)
     gate_up = torch.cat([x @ w["gate_up"][i].T + w["gate_up_bias"][i] for i in range(2)], -1)
     inner = reference_gated(gate_up, Gate("quick_gelu", 0.9, 1.0))
-    assert not torch.equal(inner, reference_gated(gate_up, Gate("quick_gelu", None, 1.0))), "limits are reached"
+    assert not torch.equal(inner, reference_gated(gate_up, Gate("quick_gelu", None, 1.0))), (
+        "limits are reached"
+    )
     assert_equals("mlp", layer(x), inner @ w["down"].T + w["down_bias"], FP64)
 
 
@@ -73,7 +81,9 @@ def test_a_prompt_in_chunks_gives_what_it_gives_whole(layers: SimpleNamespace) -
     assert widest == [3, 2, 2, 7]
     divided(x[:2], tokens_of_queries([(2, 2)]))
     divided(x[:3], tokens_of_queries([(1, 4), (1, 8), (1, 2)]))
-    assert widest[4:] == [1, 1, 3], "no chunk is empty, and texts that grow by a token are read at once"
+    assert widest[4:] == [1, 1, 3], (
+        "no chunk is empty, and texts that grow by a token are read at once"
+    )
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
@@ -83,7 +93,10 @@ def test_ranks_hold_uneven_slices_that_make_the_whole(
 ) -> None:
     config = layers.config(mlp_bias=True, num_kv_heads=6, **changes)
     whole = layers.weights(layers.build(build_mlp, config))
-    parts = [layers.weights(layers.build(build_mlp, config, layers.paper(config, tp, rank))) for rank in range(tp)]
+    parts = [
+        layers.weights(layers.build(build_mlp, config, layers.paper(config, tp, rank)))
+        for rank in range(tp)
+    ]
     cut = {"gate_up": 1, "gate_up_bias": 1, "up": 0, "up_bias": 0, "down": 1}
     for name, tensor in whole.items():
         if name == "down_bias":
@@ -106,7 +119,10 @@ def _results(layer: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, d
     y = layer(x)
     y.backward(dy)
     assert x.grad is not None
-    gradients = {declared.shard.name: getattr(m, name).grad for declared, m, name in declared_parameters(layer)}
+    gradients = {
+        declared.shard.name: getattr(m, name).grad
+        for declared, m, name in declared_parameters(layer)
+    }
     return y.detach(), x.grad, gradients
 
 
@@ -125,7 +141,12 @@ def _equals_one_rank(rank: int, world: int, config: ModelConfig, x: Tensor, sp: 
         if sp and not shard.cut:  # ranks have seen other tokens
             gradient = gather(gradient.unsqueeze(0), mesh.tp).sum(0)
         box = tuple(slice(start, stop) for start, stop in shard.box)
-        assert_equals(shard.name, gradient.view(shard.box_shape), expected[shard.name].view(shard.shape)[box], FP64)
+        assert_equals(
+            shard.name,
+            gradient.view(shard.box_shape),
+            expected[shard.name].view(shard.shape)[box],
+            FP64,
+        )
 
 
 @pytest.mark.parametrize(("tp", "sp"), [(2, False), (3, False), (2, True), (3, True)])
@@ -137,7 +158,10 @@ def test_under_tensor_parallelism_results_and_gradients_are_those_of_one_rank(
 
 
 def test_without_biases_there_are_none(layers: SimpleNamespace) -> None:
-    assert layers.weights(layers.build(build_mlp, layers.config(mlp_bias=False))).keys() == {"gate_up", "down"}
+    assert layers.weights(layers.build(build_mlp, layers.config(mlp_bias=False))).keys() == {
+        "gate_up",
+        "down",
+    }
     plain = layers.config(mlp_bias=False, gated=False)
     assert layers.weights(layers.build(build_mlp, plain)).keys() == {"up", "down"}
 
@@ -155,5 +179,7 @@ def test_inner_features_are_rebuilt_from_what_the_first_matmul_gave(
 ) -> None:
     x, activation = layers.inputs(5), choose_activation(layers.config(**changes))
     found = computed_again(Rebuilt, activation, x)
-    assert torch.equal(found.value, activation(x)) and torch.equal(found.again(*found.inputs), found.value)
+    assert torch.equal(found.value, activation(x)) and torch.equal(
+        found.again(*found.inputs), found.value
+    )
     assert found.inputs[0] is x

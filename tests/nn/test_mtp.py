@@ -20,9 +20,16 @@ from megalith.plan.packing import tokens_further_on
 from megalith.testing.tolerance import EXACT, FP64, PARITY, assert_close, assert_equals
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 37, "vocab_multiple": 4, "hidden_size": 12, "num_layers": 2, "num_heads": 3, "num_kv_heads": 3,
-    "ffn_hidden_size": 10, "max_seq_len": 32, "init_std": 0.3,
-}  # fmt: skip
+    "vocab_size": 37,
+    "vocab_multiple": 4,
+    "hidden_size": 12,
+    "num_layers": 2,
+    "num_heads": 3,
+    "num_kv_heads": 3,
+    "ffn_hidden_size": 10,
+    "max_seq_len": 32,
+    "init_std": 0.3,
+}
 LENGTHS = [5, 1, 3]
 
 
@@ -39,7 +46,9 @@ def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: An
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim == 1:
-                parameter.add_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(dtype))
+                parameter.add_(
+                    torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+                )
     return made
 
 
@@ -56,7 +65,9 @@ def further(ids: Tensor, labels: Tensor, depths: int) -> tuple[tuple[Tensor, Ten
     pairs = []
     for depth in range(1, depths + 1):
         source = torch.from_numpy(tokens_further_on(LENGTHS, depth))
-        pairs.append((torch.where(source >= 0, ids[source], 0), torch.where(source >= 0, labels[source], -1)))
+        pairs.append(
+            (torch.where(source >= 0, ids[source], 0), torch.where(source >= 0, labels[source], -1))
+        )
     return tuple(pairs)
 
 
@@ -71,7 +82,9 @@ def test_a_depth_is_the_formula_of_the_paper_with_the_embedding_first() -> None:
     losses = made.losses(ids, labels, tokens, further=further(ids, labels, 2))
     turned = made.rotations.given_to(tokens)
     x = hidden
-    for depth, ((their_ids, their_labels), found) in enumerate(zip(further(ids, labels, 2), losses[1:], strict=True)):
+    for depth, ((their_ids, their_labels), found) in enumerate(
+        zip(further(ids, labels, 2), losses[1:], strict=True)
+    ):
         layer = made.further.depths[depth]
         assert isinstance(layer, FurtherPrediction)
         w = {d.shard.name: getattr(module, name) for d, module, name in declared_parameters(layer)}
@@ -97,7 +110,9 @@ def test_embeddings_of_later_tokens_have_their_own_places(positions: Any) -> Non
         expected = made.embed.weight[their_ids]
         if positions == "learned":
             assert layer.entrance.places() is made.entrance.places()
-            table = torch.cat([made.entrance.positions.weight, torch.zeros(2, 12, dtype=torch.float64)])
+            table = torch.cat(
+                [made.entrance.positions.weight, torch.zeros(2, 12, dtype=torch.float64)]
+            )
             expected = expected + table[tokens.positions + depth + 1]
         assert_equals("embeddings", layer.entrance(layer.embed(their_ids), tokens), expected, EXACT)
 
@@ -107,14 +122,18 @@ def test_the_loss_of_the_next_token_is_that_of_a_model_without_depths() -> None:
     plain = model(config(depths=0)).loss(ids, labels, tokens)
     deep = model(config())
     with torch.no_grad():  # their random norms are drawn one after the other
-        for mine, theirs in zip(deep.parameters(), model(config(depths=0)).parameters(), strict=False):
+        for mine, theirs in zip(
+            deep.parameters(), model(config(depths=0)).parameters(), strict=False
+        ):
             mine.copy_(theirs)
     losses = deep.losses(ids, labels, tokens, further=further(ids, labels, 2))
     assert len(losses) == 3 and len(deep.losses(ids, labels, tokens)) == 1
     assert_equals("loss", losses[0], plain, EXACT)
 
 
-def test_all_depths_turn_by_what_was_looked_up_for_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_depths_turn_by_what_was_looked_up_for_the_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, (ids, labels, tokens), found, look_up = model(config()), text(), [], Rotations._pair
 
     def noted(self: Rotations, *these: Any) -> tuple[Tensor, Tensor]:
@@ -143,13 +162,19 @@ def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> T
     """The loss of one token at one depth."""
     pairs = list(further(ids, ids.roll(-1), 2))
     pairs[depth] = (pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1))
-    return made.losses(ids, ids.roll(-1), tokens_of_lengths(LENGTHS), further=tuple(pairs))[1 + depth]
+    return made.losses(ids, ids.roll(-1), tokens_of_lengths(LENGTHS), further=tuple(pairs))[
+        1 + depth
+    ]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_no_depth_sees_what_it_predicts_or_another_document(depth: int) -> None:
     made, (ids, labels, _) = model(config()), text()
-    places = [place for place, label in enumerate(further(ids, labels, 2)[depth][1].tolist()) if label >= 0]
+    places = [
+        place
+        for place, label in enumerate(further(ids, labels, 2)[depth][1].tolist())
+        if label >= 0
+    ]
     assert places == ([0, 1, 2, 6] if depth == 0 else [0, 1])
     for place in places:
         predicted, first = place + depth + 2, 6 if place >= 6 else 0
@@ -157,7 +182,9 @@ def test_no_depth_sees_what_it_predicts_or_another_document(depth: int) -> None:
         changed = torch.where((unseen >= predicted) | (unseen < first), (ids + 1) % 37, ids)
         found = loss_at(made, changed, depth, place, int(ids[predicted]))
         assert torch.equal(found, loss_at(made, ids, depth, place, int(ids[predicted])))
-        changed = torch.where(unseen == predicted - 1, (ids + 1) % 37, ids)  # the last that it reads
+        changed = torch.where(
+            unseen == predicted - 1, (ids + 1) % 37, ids
+        )  # the last that it reads
         assert not torch.equal(found, loss_at(made, changed, depth, place, int(ids[predicted])))
 
 
@@ -165,25 +192,41 @@ def test_no_depth_sees_what_it_predicts_or_another_document(depth: int) -> None:
 def test_depths_are_computed_again_as_layers_are(granularity: Any) -> None:
     ids, labels, tokens = text()
     found = []
-    for options in ({}, {"recompute": RecomputeConfig(granularity=granularity), "offload": OffloadConfig(layers=1)}):
+    for options in (
+        {},
+        {"recompute": RecomputeConfig(granularity=granularity), "offload": OffloadConfig(layers=1)},
+    ):
         made = model(config(), **options)
-        torch.stack(made.losses(ids, labels, tokens, further=further(ids, labels, 2))).sum().backward()
-        found.append({name: part.grad for name, part in made.named_parameters() if part.grad is not None})
+        torch.stack(
+            made.losses(ids, labels, tokens, further=further(ids, labels, 2))
+        ).sum().backward()
+        found.append(
+            {name: part.grad for name, part in made.named_parameters() if part.grad is not None}
+        )
     assert_close(found[0], found[1], FP64)
     assert any(name.startswith("further.depths.1.layer") for name in found[0])
 
 
 @pytest.mark.parametrize("pipeline", [PipelineConfig(), PipelineConfig(schedule="zb-v", vpp=2)])
 def test_the_stage_with_the_loss_has_a_copy_of_learnt_positions(pipeline: PipelineConfig) -> None:
-    parallel, sizes = ParallelConfig(pp=2, pipeline=pipeline), replace(config(positions="learned"), num_layers=4)
-    chunks = torch.nn.ModuleList(build_chunks(sizes, mesh_on_paper(model_grid(parallel, sizes, 2), rank=0), parallel))
-    (shard,) = [d.shard for d, _, _ in declared_parameters(chunks) if d.shard.name == "positions.weight"]
+    parallel, sizes = (
+        ParallelConfig(pp=2, pipeline=pipeline),
+        replace(config(positions="learned"), num_layers=4),
+    )
+    chunks = torch.nn.ModuleList(
+        build_chunks(sizes, mesh_on_paper(model_grid(parallel, sizes, 2), rank=0), parallel)
+    )
+    (shard,) = [
+        d.shard for d, _, _ in declared_parameters(chunks) if d.shard.name == "positions.weight"
+    ]
     assert shard.stages == ((0,) if pipeline.vpp == 2 else (0, 1))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("pipeline", [PipelineConfig(), PipelineConfig(schedule="zb-v", vpp=2)])
-def test_the_stage_with_the_loss_has_the_depths_and_a_copy_of_the_table(tied: bool, pipeline: PipelineConfig) -> None:
+def test_the_stage_with_the_loss_has_the_depths_and_a_copy_of_the_table(
+    tied: bool, pipeline: PipelineConfig
+) -> None:
     parallel = ParallelConfig(pp=2, pipeline=pipeline)
     sizes = replace(config(), tied_embeddings=tied, num_layers=4)
     grid = model_grid(parallel, sizes, 2)
@@ -203,12 +246,20 @@ def test_the_stage_with_the_loss_has_the_depths_and_a_copy_of_the_table(tied: bo
 def test_depths_are_those_of_transformers() -> None:
     layers = pytest.importorskip("transformers.modeling_layers")
     from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+    from transformers.models.llama.modeling_llama import (
+        LlamaDecoderLayer,
+        LlamaRMSNorm,
+        LlamaRotaryEmbedding,
+    )
 
     theirs_config = LlamaConfig(
-        hidden_size=12, intermediate_size=10, num_attention_heads=3, num_key_value_heads=3, rms_norm_eps=1e-5,
+        hidden_size=12,
+        intermediate_size=10,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        rms_norm_eps=1e-5,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     theirs = layers.MtpLayer(theirs_config, LlamaDecoderLayer, LlamaRMSNorm, 0)
     made = model(config(depths=1), dtype=torch.float32)
     ours = made.further.depths[0]
@@ -216,12 +267,16 @@ def test_depths_are_those_of_transformers() -> None:
     w = {d.shard.name[6:]: getattr(module, name) for d, module, name in declared_parameters(ours)}
     block = theirs.mtp_block
     pairs = {
-        "embed_norm.weight": theirs.enorm.weight, "hidden_norm.weight": theirs.hnorm.weight,
-        "project": theirs.eh_proj.weight, "norm.weight": theirs.post_norm.weight,
-        "layer.attention_norm.weight": block.input_layernorm.weight, "layer.attention.q": block.self_attn.q_proj.weight,
-        "layer.attention.o": block.self_attn.o_proj.weight, "layer.mlp.down": block.mlp.down_proj.weight,
+        "embed_norm.weight": theirs.enorm.weight,
+        "hidden_norm.weight": theirs.hnorm.weight,
+        "project": theirs.eh_proj.weight,
+        "norm.weight": theirs.post_norm.weight,
+        "layer.attention_norm.weight": block.input_layernorm.weight,
+        "layer.attention.q": block.self_attn.q_proj.weight,
+        "layer.attention.o": block.self_attn.o_proj.weight,
+        "layer.mlp.down": block.mlp.down_proj.weight,
         "layer.mlp_norm.weight": block.post_attention_layernorm.weight,
-    }  # fmt: skip
+    }
     with torch.no_grad():
         for name, parameter in pairs.items():
             parameter.copy_(w[name])
@@ -234,4 +289,6 @@ def test_depths_are_those_of_transformers() -> None:
     rotary = LlamaRotaryEmbedding(theirs_config)(hidden[None], positions)
     mask = torch.full((1, 1, 7, 7), -math.inf).triu(1)
     expected = theirs(made.embed.weight[ids][None], hidden[None], rotary, mask, positions, None)
-    assert_equals("hidden states", ours(hidden, ids, made.rotations.given_to(tokens)), expected[0], PARITY)
+    assert_equals(
+        "hidden states", ours(hidden, ids, made.rotations.given_to(tokens)), expected[0], PARITY
+    )

@@ -21,10 +21,16 @@ def config(kind: Kind, zero_centred: bool) -> ModelConfig:
     )
 
 
-def norm(dtype: torch.dtype = torch.float32, kind: Kind = "rms", zero_centred: bool = False) -> Norm:
+def norm(
+    dtype: torch.dtype = torch.float32, kind: Kind = "rms", zero_centred: bool = False
+) -> Norm:
     made = build_norm(
-        "layers.3.mlp_norm", 7, config(kind, zero_centred), invariant=frozenset({"tp_kv"}), dtype=dtype
-    )  # fmt: skip
+        "layers.3.mlp_norm",
+        7,
+        config(kind, zero_centred),
+        invariant=frozenset({"tp_kv"}),
+        dtype=dtype,
+    )
     made.to_empty(device="cpu")
     for declared, module, name in declared_parameters(made):
         fill(module.get_parameter(name), declared.shard, declared.init, seed=0)
@@ -39,7 +45,11 @@ def test_the_config_says_which_norm_it_is() -> None:
 def test_at_the_start_a_norm_only_norms(kind: Kind, zero_centred: bool) -> None:
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = value_of(norm(torch.float64, kind, zero_centred)(x))
-    expected = torch.layer_norm(x, (7,), eps=1e-5) if kind == "layer" else torch.rms_norm(x, (7,), eps=1e-5)
+    expected = (
+        torch.layer_norm(x, (7,), eps=1e-5)
+        if kind == "layer"
+        else torch.rms_norm(x, (7,), eps=1e-5)
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -52,13 +62,19 @@ def test_features_are_scaled_and_shifted(kind: Kind, zero_centred: bool) -> None
         if isinstance(made, LayerNorm):
             made.bias.fill_(3.0)
     shift = 3.0 if kind == "layer" else 0.0
-    torch.testing.assert_close(value_of(made(x)).detach(), plain * (torch.arange(7.0) + zero_centred) + shift)
+    torch.testing.assert_close(
+        value_of(made(x)).detach(), plain * (torch.arange(7.0) + zero_centred) + shift
+    )
 
 
 @pytest.mark.parametrize(("kind", "zero_centred"), EVERY)
-def test_after_adding_gives_the_sum_and_its_norm_and_all_gradients(kind: Kind, zero_centred: bool) -> None:
+def test_after_adding_gives_the_sum_and_its_norm_and_all_gradients(
+    kind: Kind, zero_centred: bool
+) -> None:
     made, draw = norm(torch.float64, kind, zero_centred), torch.Generator().manual_seed(0)
-    x, residual, dsum, dy = (torch.randn(5, 7, generator=draw, dtype=torch.float64) for _ in range(4))
+    x, residual, dsum, dy = (
+        torch.randn(5, 7, generator=draw, dtype=torch.float64) for _ in range(4)
+    )
     inputs = [x.requires_grad_(), residual.requires_grad_(), *made.parameters()]
     total, normed = made.after_adding(x, residual)
     got, plain = (total, value_of(normed)), (x + residual, value_of(made(x + residual)))
@@ -70,7 +86,9 @@ def test_after_adding_gives_the_sum_and_its_norm_and_all_gradients(kind: Kind, z
 
 @pytest.mark.parametrize(("kind", "zero_centred"), EVERY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_it_answers_in_the_dtype_it_was_asked_in(dtype: torch.dtype, kind: Kind, zero_centred: bool) -> None:
+def test_it_answers_in_the_dtype_it_was_asked_in(
+    dtype: torch.dtype, kind: Kind, zero_centred: bool
+) -> None:
     assert value_of(norm(dtype, kind, zero_centred)(torch.ones(2, 7, dtype=dtype))).dtype == dtype
 
 
@@ -94,6 +112,11 @@ def test_a_result_that_its_reader_rebuilds_has_the_same_bits_alone_and_after_add
     x, residual = (torch.randn(5, 7, generator=draw) for _ in range(2))
     plain, (total, after) = made(x), made.after_adding(x, residual)
     made.again = Rebuilt
-    for found, value, source in ((made(x), plain, x), (made.after_adding(x, residual)[1], value_of(after), total)):
+    for found, value, source in (
+        (made(x), plain, x),
+        (made.after_adding(x, residual)[1], value_of(after), total),
+    ):
         assert isinstance(found, Rebuilt) and torch.equal(found.value, value)
-        assert torch.equal(found.inputs[0], source) and torch.equal(found.again(*found.inputs), value)
+        assert torch.equal(found.inputs[0], source) and torch.equal(
+            found.again(*found.inputs), value
+        )

@@ -37,10 +37,14 @@ def test_an_epsilon_of_their_own_is_that_of_these_norms_alone(
 
 
 def test_layers_that_are_left_out_have_neither_norm_nor_weight(layers: SimpleNamespace) -> None:
-    some = layers.config(num_layers=2, attention=AttentionConfig(qk_norm="head", qk_norm_layers=(True, False)))
+    some = layers.config(
+        num_layers=2, attention=AttentionConfig(qk_norm="head", qk_norm_layers=(True, False))
+    )
     normed, plain = (layers.weights(layers.build(Attention, some.at(layer))) for layer in range(2))
     assert normed.keys() - plain.keys() == {"q_norm.weight", "k_norm.weight"}
-    counts = [{one.name.split(".", 2)[2] for one in layer_parameters(some, layer)} for layer in range(2)]
+    counts = [
+        {one.name.split(".", 2)[2] for one in layer_parameters(some, layer)} for layer in range(2)
+    ]
     assert counts[0] - counts[1] == {"attention.q_norm.weight", "attention.k_norm.weight"}
 
 
@@ -54,8 +58,12 @@ def test_per_head_all_heads_share_a_weight(layers: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("zero_centred", [False, True])
-def test_over_all_heads_every_feature_has_its_own_weight(zero_centred: bool, layers: SimpleNamespace) -> None:
-    config = layers.config(attention=AttentionConfig(qk_norm="whole"), norm_zero_centred=zero_centred)
+def test_over_all_heads_every_feature_has_its_own_weight(
+    zero_centred: bool, layers: SimpleNamespace
+) -> None:
+    config = layers.config(
+        attention=AttentionConfig(qk_norm="whole"), norm_zero_centred=zero_centred
+    )
     layer = layers.build(Attention, config)
     w, q, k = layers.weights(layer), seeded(5, 6, 4), seeded(5, 3, 4, seed=1)
     normed_q, normed_k = layer.norms(q, k)
@@ -72,7 +80,9 @@ def test_l2_norms_have_no_weight_and_pass_through_rotations() -> None:
     assert_equals("k", normed_k, rms(k, (2,)), FP64)
 
 
-def normed_by_ranks(rank: int, world: int, config: ModelConfig, q: Tensor, build: object, real: object) -> Tensor:
+def normed_by_ranks(
+    rank: int, world: int, config: ModelConfig, q: Tensor, build: object, real: object
+) -> Tensor:
     layer = build(Attention, config, real(config, world, rank))  # type: ignore[operator]  # functions of the conftest
     assert isinstance(layer.norms, WholeNorms)
     first = 6 * rank // world
@@ -82,7 +92,10 @@ def normed_by_ranks(rank: int, world: int, config: ModelConfig, q: Tensor, build
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_over_all_heads_means_over_those_of_other_ranks(tp: int, layers: SimpleNamespace) -> None:
-    config, q = layers.config(attention=AttentionConfig(qk_norm="whole"), num_kv_heads=6), seeded(5, 6, 4)
+    config, q = (
+        layers.config(attention=AttentionConfig(qk_norm="whole"), num_kv_heads=6),
+        seeded(5, 6, 4),
+    )
     whole, _ = layers.build(Attention, config).norms(q, q)
     found = run_ranks(normed_by_ranks, tp, config, q, layers.build, layers.real)
     assert_equals("q", torch.cat(found, dim=1), whole, FP64)

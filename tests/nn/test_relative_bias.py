@@ -1,4 +1,5 @@
-"""One table of biases by distance for all layers, cut by heads; with it our layers are the encoder of T5."""
+"""One table of biases by distance for all layers, cut by heads; with it our layers are the encoder
+of T5."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,8 +23,11 @@ from megalith.verify.variants import RELATIVE
 def of_t5(name: str, parameters: dict[str, Tensor], config: ModelConfig) -> Tensor:
     """The value of a parameter of ours, in the encoder of transformers."""
     n, d, h = config.num_heads, config.head_size(), config.hidden_size
-    ends = {"embed.weight": "shared", "norm.weight": "encoder.final_layer_norm",
-            "relative.weight": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"}  # fmt: skip
+    ends = {
+        "embed.weight": "shared",
+        "norm.weight": "encoder.final_layer_norm",
+        "relative.weight": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+    }
     if name in ends:
         return parameters[f"{ends[name]}.weight"]
     _, number, part = name.split(".", 2)
@@ -37,27 +41,53 @@ def of_t5(name: str, parameters: dict[str, Tensor], config: ModelConfig) -> Tens
             return torch.stack([attention(word).view(n, d, h) for word in "kv"])
         case "attention.q" | "attention.o":
             return attention(part[-1])
-    words = {"attention_norm.weight": "0.layer_norm", "mlp_norm.weight": "1.layer_norm",
-             "mlp.up": "1.DenseReluDense.wi", "mlp.down": "1.DenseReluDense.wo"}  # fmt: skip
+    words = {
+        "attention_norm.weight": "0.layer_norm",
+        "mlp_norm.weight": "1.layer_norm",
+        "mlp.up": "1.DenseReluDense.wi",
+        "mlp.down": "1.DenseReluDense.wo",
+    }
     return parameters[f"{theirs}.{words[part]}.weight"]
 
 
 def test_with_it_layers_that_look_both_ways_are_the_encoder_of_t5() -> None:
     transformers = pytest.importorskip("transformers")
-    settings = {"vocab_size": 61, "d_model": 24, "d_kv": 5, "num_heads": 3, "d_ff": 17, "num_layers": 3,
-                "relative_attention_num_buckets": 8, "relative_attention_max_distance": 11}  # fmt: skip
+    settings = {
+        "vocab_size": 61,
+        "d_model": 24,
+        "d_kv": 5,
+        "num_heads": 3,
+        "d_ff": 17,
+        "num_layers": 3,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 11,
+    }
     theirs = transformers.T5EncoderModel(transformers.T5Config(**settings)).eval().double()
     config = ModelConfig(
-        vocab_size=61, vocab_multiple=1, hidden_size=24, num_layers=3, num_heads=3, num_kv_heads=3, head_dim=5,
-        ffn_hidden_size=17, gated=False, activation="relu", norm_eps=1e-6, positions="relative", tied_embeddings=True,
-        relative=RelativeConfig(buckets=8, max_distance=11), attention=AttentionConfig(causal=False, scale=1.0),
-    )  # fmt: skip
+        vocab_size=61,
+        vocab_multiple=1,
+        hidden_size=24,
+        num_layers=3,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=5,
+        ffn_hidden_size=17,
+        gated=False,
+        activation="relu",
+        norm_eps=1e-6,
+        positions="relative",
+        tied_embeddings=True,
+        relative=RelativeConfig(buckets=8, max_distance=11),
+        attention=AttentionConfig(causal=False, scale=1.0),
+    )
     model = Decoder(config, mesh_of_one(), dtype=torch.float64)
     allocate(model, torch.device("cpu"))
     with torch.no_grad():
         for declared, module, name in declared_parameters(model):
             parameter = getattr(module, name)
-            parameter.copy_(of_t5(declared.shard.name, theirs.state_dict(), config).reshape(parameter.shape))
+            parameter.copy_(
+                of_t5(declared.shard.name, theirs.state_dict(), config).reshape(parameter.shape)
+            )
     ids = torch.randint(61, (2, 15), generator=torch.Generator().manual_seed(0))
     expected = theirs(input_ids=ids).last_hidden_state
     found = model(ids.flatten(), tokens_of_lengths([15, 15])).view(expected.shape)
@@ -73,7 +103,11 @@ def test_a_rank_has_the_columns_of_its_heads() -> None:
         mesh = mesh_on_paper(model_grid(ParallelConfig(tp=4), RELATIVE, 4), rank=rank)
         shard = RelativeBias(RELATIVE, mesh, dtype=torch.float32).declared["weight"].shard  # type: ignore[union-attr]
         parts.append(shard.box)
-        assert shard.name == "relative.weight" and shard.shape == (8, 6) and shard.matrix_shape == shard.box_shape
+        assert (
+            shard.name == "relative.weight"
+            and shard.shape == (8, 6)
+            and shard.matrix_shape == shard.box_shape
+        )
     assert parts == [((0, 8), (0, 2)), ((0, 8), (2, 4)), ((0, 8), (4, 5)), ((0, 8), (5, 6))]
 
 

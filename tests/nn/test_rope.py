@@ -19,7 +19,13 @@ from megalith.nn.rope import Rotations, Turned, sharpening_of_layer, turn_of_lay
 
 def config(**changes: Any) -> ModelConfig:
     return ModelConfig(
-        vocab_size=8, hidden_size=24, num_layers=4, num_heads=3, num_kv_heads=3, ffn_hidden_size=8, **changes
+        vocab_size=8,
+        hidden_size=24,
+        num_layers=4,
+        num_heads=3,
+        num_kv_heads=3,
+        ffn_hidden_size=8,
+        **changes,
     )
 
 
@@ -28,17 +34,26 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_layers_turn_by_their_own_pair_of_tables() -> None:
-    local = RopeConfig(local_theta=50.0, scaling="linear", factor=4.0, skip=(False, False, False, True))
+    local = RopeConfig(
+        local_theta=50.0, scaling="linear", factor=4.0, skip=(False, False, False, True)
+    )
     model = config(rope=local, attention=AttentionConfig(window=3, window_layers=(True, False)))
     assert [turn_of_layer(model, layer) for layer in range(4)] == [
-        Turned(2, False), Turned(0, False), Turned(2, False), unturned,
-    ]  # fmt: skip
+        Turned(2, False),
+        Turned(0, False),
+        Turned(2, False),
+        unturned,
+    ]
     tokens = Rotations(model, torch.float64).given_to(tokens_of_lengths([5, 2]))
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1])
     assert len(tokens.rotary) == 4
-    everywhere = rope_tables(positions, rope_frequencies(RopeConfig(scaling="linear", factor=4.0), 8), torch.float64)
+    everywhere = rope_tables(
+        positions, rope_frequencies(RopeConfig(scaling="linear", factor=4.0), 8), torch.float64
+    )
     windowed = rope_tables(positions, rope_frequencies(RopeConfig(theta=50.0), 8), torch.float64)
-    assert all(torch.equal(a, b) for a, b in zip(tokens.rotary, (*everywhere, *windowed), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tokens.rotary, (*everywhere, *windowed), strict=True)
+    )
 
 
 def test_a_model_without_rotary_positions_has_no_tables() -> None:
@@ -47,7 +62,9 @@ def test_a_model_without_rotary_positions_has_no_tables() -> None:
     assert turn_of_layer(model, 0) is unturned
 
 
-@pytest.mark.parametrize("rope", [RopeConfig(), RopeConfig(interleaved=True), RopeConfig(fraction=0.5)])
+@pytest.mark.parametrize(
+    "rope", [RopeConfig(), RopeConfig(interleaved=True), RopeConfig(fraction=0.5)]
+)
 def test_scores_depend_on_distances_alone(rope: RopeConfig) -> None:
     model = config(rope=rope)
     q, k, turn = seeded(6, 3, 8), seeded(6, 3, 8, seed=1), turn_of_layer(model, 0)
@@ -65,17 +82,35 @@ def test_dynamic_scaling_begins_behind_the_first_training() -> None:
     model = config(rope=RopeConfig(scaling="dynamic", factor=2.0, original_max_position=8))
     plain = config(rope=RopeConfig())
     for length, same in ((8, True), (9, False)):
-        ours, theirs = (Rotations(m, torch.float64).given_to(tokens_of_lengths([length])) for m in (model, plain))
+        ours, theirs = (
+            Rotations(m, torch.float64).given_to(tokens_of_lengths([length]))
+            for m in (model, plain)
+        )
         assert torch.equal(ours.rotary[0], theirs.rotary[0]) == same
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
-def test_a_scaling_that_asks_for_the_length_looks_at_each_document_and_not_at_its_neighbours(scaling: Any) -> None:
-    factors: dict[str, Any] = {"short_factors": (1.0, 1.5, 2.0, 3.0), "long_factors": (1.0, 2.0, 4.0, 8.0)}
-    rope = RopeConfig(scaling=scaling, factor=2.0, original_max_position=8, **factors if scaling == "longrope" else {})
+def test_a_scaling_that_asks_for_the_length_looks_at_each_document_and_not_at_its_neighbours(
+    scaling: Any,
+) -> None:
+    factors: dict[str, Any] = {
+        "short_factors": (1.0, 1.5, 2.0, 3.0),
+        "long_factors": (1.0, 2.0, 4.0, 8.0),
+    }
+    rope = RopeConfig(
+        scaling=scaling,
+        factor=2.0,
+        original_max_position=8,
+        **factors if scaling == "longrope" else {},
+    )
     together = Rotations(config(rope=rope), torch.float64).given_to(tokens_of_lengths([11, 5]))
-    apart = [Rotations(config(rope=rope), torch.float64).given_to(tokens_of_lengths([length])) for length in (11, 5)]
-    for table, first, second in zip(together.rotary, *(tokens.rotary for tokens in apart), strict=True):
+    apart = [
+        Rotations(config(rope=rope), torch.float64).given_to(tokens_of_lengths([length]))
+        for length in (11, 5)
+    ]
+    for table, first, second in zip(
+        together.rotary, *(tokens.rotary for tokens in apart), strict=True
+    ):
         assert torch.equal(table, torch.cat([first, second]))
         assert not torch.equal(first[:5], second)  # turns by other angles
 
@@ -103,13 +138,19 @@ def test_tables_are_made_once_and_looked_up_after_that(monkeypatch: pytest.Monke
     assert model.given_to(model.given_to(tokens)).rotary[0] is not None and lengths == [7]
     for length in range(8, 40):  # as when it writes on, token by token
         tokens = model.given_to(tokens_of_queries([(1, length)]))
-        assert torch.equal(tokens.rotary[0], rope_tables(torch.tensor([length - 1]), frequencies, torch.float64)[0])
+        assert torch.equal(
+            tokens.rotary[0], rope_tables(torch.tensor([length - 1]), frequencies, torch.float64)[0]
+        )
     assert lengths == [7, 14, 28, 56]
 
 
-def test_lengths_that_turn_by_angles_of_their_own_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_that_turn_by_angles_of_their_own_do_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lengths = made(monkeypatch)
-    model = Rotations(config(rope=RopeConfig(scaling="dynamic", original_max_position=4)), torch.float64)
+    model = Rotations(
+        config(rope=RopeConfig(scaling="dynamic", original_max_position=4)), torch.float64
+    )
     for length in (3, 9, 10, 3, 11, 4, 11):
         model.given_to(tokens_of_lengths([length]))
     assert lengths == [3, 9, 10, 11, 6]  # the last is of documents of 4, twice as far as those of 3
@@ -124,7 +165,9 @@ def test_equal_places_in_time_height_and_width_are_plain_positions() -> None:
     plain = Rotations(config(), torch.float64).given_to(text).rotary
     for tokens in (text, three):
         found = Rotations(config(rope=rope), torch.float64).given_to(tokens)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found.rotary, plain, strict=True))
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(found.rotary, plain, strict=True)
+        )
 
 
 def test_each_section_turns_by_its_own_place() -> None:
@@ -135,28 +178,40 @@ def test_each_section_turns_by_its_own_place() -> None:
     frequencies = rope_frequencies(RopeConfig(), 8)
     for pair, axis in enumerate([0, 1, 1, 2]):
         angles = places[axis] * frequencies[pair]
-        assert torch.equal(cos[:, pair], angles.cos().double()) and torch.equal(sin[:, pair], angles.sin().double())
+        assert torch.equal(cos[:, pair], angles.cos().double()) and torch.equal(
+            sin[:, pair], angles.sin().double()
+        )
 
 
 @pytest.mark.parametrize("changes", [{}, {"positions": "learned"}])
 def test_places_in_a_picture_are_refused_by_a_model_of_text(changes: dict[str, Any]) -> None:
     tokens = with_places(tokens_of_lengths([4]), np.zeros((3, 4), dtype=np.int64))
     with pytest.raises(
-        DataError, match=r"3 positions each for model.rope.sections=\[\]: set model.rope.sections to one"
+        DataError,
+        match=r"3 positions each for model.rope.sections=\[\]: set model.rope.sections to one",
     ):
         Rotations(config(**changes), torch.float64).given_to(tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_queries_of_layers_without_positions_grow_by_steps_within_each_document(dtype: torch.dtype) -> None:
+def test_queries_of_layers_without_positions_grow_by_steps_within_each_document(
+    dtype: torch.dtype,
+) -> None:
     model = config(rope=RopeConfig(skip=(False, True), skip_growth=0.5, skip_step=3))
-    assert [sharpening_of_layer(model, layer) is unturned for layer in range(4)] == [True, False, True, False]
+    assert [sharpening_of_layer(model, layer) is unturned for layer in range(4)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     q = seeded(9, 3, 8).to(dtype)
     expected = [1 + 0.5 * np.log(1 + (place + 1) // 3) for place in (0, 1, 2, 3, 4, 5, 6, 0, 1)]
     found = sharpening_of_layer(model, 1)(q, tokens_of_lengths([7, 2]))
     wide = (q.double() * torch.tensor(expected).view(-1, 1, 1)).to(dtype)
     torch.testing.assert_close(found, wide)
     from_a_cache = sharpening_of_layer(model, 1)(q[:2], tokens_of_queries([(2, 7)]))
-    torch.testing.assert_close(from_a_cache, (q[:2].double() * torch.tensor(expected[5:7]).view(-1, 1, 1)).to(dtype))
+    torch.testing.assert_close(
+        from_a_cache, (q[:2].double() * torch.tensor(expected[5:7]).view(-1, 1, 1)).to(dtype)
+    )
     places = with_places(tokens_of_lengths([2]), np.array([[5, 6], [0, 0], [0, 1]]))
     torch.testing.assert_close(sharpening_of_layer(model, 1)(q[:2], places), from_a_cache)

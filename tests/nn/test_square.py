@@ -14,7 +14,9 @@ from megalith.testing.tolerance import FP64, assert_equals
 
 
 def built(layers: SimpleNamespace, *, bias: bool) -> nn.Module:
-    def kind(name: str, config: object, mesh: Mesh, region: Region, *, dtype: torch.dtype) -> nn.Module:
+    def kind(
+        name: str, config: object, mesh: Mesh, region: Region, *, dtype: torch.dtype
+    ) -> nn.Module:
         return Square(name, layers.config(), region, bias=bias, dtype=dtype)
 
     layer: nn.Module = layers.build(kind, layers.config())
@@ -29,7 +31,9 @@ def test_it_is_a_product_and_a_bias_where_there_is_one(layers: SimpleNamespace) 
         assert_equals("y", layer(x), x @ w["linear"].T + (w["linear_bias"] if bias else 0), FP64)
 
 
-def test_where_ranks_have_tokens_of_their_own_its_gradients_are_summed_over_them(layers: SimpleNamespace) -> None:
+def test_where_ranks_have_tokens_of_their_own_its_gradients_are_summed_over_them(
+    layers: SimpleNamespace,
+) -> None:
     mesh = layers.paper(layers.config(), 2, 1)
     for region, summed in ((SplitTokens(mesh.tp), True), (WholeTokens(mesh.tp), False)):
         square = Square("layers.0.mlp", layers.config(), region, bias=True, dtype=torch.float32)

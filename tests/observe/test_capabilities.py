@@ -28,7 +28,9 @@ def test_presence_follows_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiler_is_one_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes.shutil, "which", lambda name: "/opt/clang++" if name == "clang++" else None)
+    monkeypatch.setattr(
+        probes.shutil, "which", lambda name: "/opt/clang++" if name == "clang++" else None
+    )
     assert cpp_compiler() == "/opt/clang++"
     monkeypatch.setattr(probes.shutil, "which", lambda name: None)
     assert cpp_compiler() is None
@@ -37,7 +39,11 @@ def test_a_compiler_is_one_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bf16_instructions_are_read_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for features, present in (({"avx512_bf16": True}, True), ({"amx_bf16": False, "avx2": True}, False), ({}, False)):
+    for features, present in (
+        ({"avx512_bf16": True}, True),
+        ({"amx_bf16": False, "avx2": True}, False),
+        ({}, False),
+    ):
         monkeypatch.setattr(probes, "cpu_features", lambda features=features: features)
         assert capabilities()["bf16 instructions"].present is present
 
@@ -51,9 +57,15 @@ def test_bf16_kernels_of_the_cpu_are_reported_with_what_replaces_them(
     assert capability.present is present and "kernels.matmul=upcast" in capability.purpose
 
 
-def test_symmetric_memory_needs_a_gpu_the_operators_and_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_needs_a_gpu_the_operators_and_a_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     memory = importlib.import_module("torch.distributed._symmetric_memory")
-    for gpu, backend, present in ((True, "CUDA", True), (False, "CUDA", False), (True, None, False)):
+    for gpu, backend, present in (
+        (True, "CUDA", True),
+        (False, "CUDA", False),
+        (True, None, False),
+    ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         monkeypatch.setattr(memory, "get_backend", lambda device, backend=backend: backend)
         assert has_symmetric_memory() is present

@@ -19,11 +19,23 @@ RATES = Rates(
 
 
 def machine(**changes: object) -> Machine:
-    return replace(read_machine(), cores=4, memory_gib=16.0, disk_free_gib=100.0, open_files=4096, gpus=(), **changes)  # type: ignore[arg-type]  # the test names fields
+    return replace(
+        read_machine(),
+        cores=4,
+        memory_gib=16.0,
+        disk_free_gib=100.0,
+        open_files=4096,
+        gpus=(),
+        **changes,
+    )  # type: ignore[arg-type]  # the test names fields
 
 
-def advice(found: dict[str, Capability] | None = None, rates: Rates = RATES, **changes: object) -> str:
-    present = {name: replace(capability, present=True) for name, capability in capabilities().items()}
+def advice(
+    found: dict[str, Capability] | None = None, rates: Rates = RATES, **changes: object
+) -> str:
+    present = {
+        name: replace(capability, present=True) for name, capability in capabilities().items()
+    }
     return "\n".join(advise(replace(machine(), **changes), present | (found or {}), [rates]))  # type: ignore[arg-type]  # same
 
 
@@ -39,7 +51,10 @@ def test_measuring_gives_rates_above_zero(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_machine_with_everything_only_hears_what_fits() -> None:
     gpu = Gpu(name="NVIDIA H200", memory_gib=139.0, peers=(1,))
     text = advice(gpus=(gpu, gpu))
-    assert text == "A model of up to about 6.5B parameters can be trained in fp32 in the memory of one GPU."
+    assert (
+        text
+        == "A model of up to about 6.5B parameters can be trained in fp32 in the memory of one GPU."
+    )
 
 
 def test_what_is_missing_is_told_with_its_purpose_and_fix() -> None:

@@ -1,4 +1,5 @@
-"""The flight recorder counts alike on every rank, and its report names the ranks that are missing."""
+"""The flight recorder counts alike on every rank, and its report names the ranks that are
+missing."""
 
 import json
 import time
@@ -22,12 +23,23 @@ from megalith.observe.flight import (
 from megalith.parallel.turns import Turns
 
 
-def enter(flight: Flight, op: str = "all_reduce", lane: str = "1", ranks: tuple[int, ...] = (0, 1)) -> None:
+def enter(
+    flight: Flight, op: str = "all_reduce", lane: str = "1", ranks: tuple[int, ...] = (0, 1)
+) -> None:
     """One operation that is over at once."""
-    flight.enter(op, ("dp_replica", "dp_shard"), ranks, lane, shape=(3, 4), dtype="torch.float32").done = True
+    flight.enter(
+        op, ("dp_replica", "dp_shard"), ranks, lane, shape=(3, 4), dtype="torch.float32"
+    ).done = True
 
 
-def event(lane: str, number: int, *, ranks: tuple[int, ...] = (), age: float = 1.0, peer: int | None = None) -> Event:
+def event(
+    lane: str,
+    number: int,
+    *,
+    ranks: tuple[int, ...] = (),
+    age: float = 1.0,
+    peer: int | None = None,
+) -> Event:
     """An operation as another rank tells it; `ranks`: those of its group, if it is not over."""
     name = f"all_reduce {number} over {lane}"
     return Event(name, f"{name}, at here.py:1", lane, number, peer, ranks, age, not ranks)
@@ -37,18 +49,33 @@ def test_every_group_is_counted_by_itself() -> None:
     flight = Flight()
     for lane in ("1", "2", "1", "1"):
         enter(flight, lane=lane)
-    assert [(entry.lane, entry.number) for entry in flight.entries] == [("1", 0), ("2", 0), ("1", 1), ("1", 2)]
+    assert [(entry.lane, entry.number) for entry in flight.entries] == [
+        ("1", 0),
+        ("2", 0),
+        ("1", 1),
+        ("1", 2),
+    ]
     assert flight.counts == {"1": 3, "2": 1}
 
 
 def test_an_entry_says_what_it_moves_and_who_asked_for_it() -> None:
     flight = Flight()
     enter(flight)
-    rows = flight.enter("all_to_all", ("cp_ring", "cp_a2a"), (0, 1), "2", shape=(8,), dtype="torch.bfloat16",
-                        rows=([1, 2], [3, 4]))  # fmt: skip
+    rows = flight.enter(
+        "all_to_all",
+        ("cp_ring", "cp_a2a"),
+        (0, 1),
+        "2",
+        shape=(8,),
+        dtype="torch.bfloat16",
+        rows=([1, 2], [3, 4]),
+    )
     assert flight.entries[0].describe().startswith("all_reduce 0 over dp of float32 [3, 4], at ")
     assert "test_flight.py:" in flight.entries[0].describe()
-    assert "all_to_all 0 over cp of bfloat16 [8], sending [1, 2] and receiving [3, 4] rows, at" in rows.describe()
+    assert (
+        "all_to_all 0 over cp of bfloat16 [8], sending [1, 2] and receiving [3, 4] rows, at"
+        in rows.describe()
+    )
 
 
 def test_only_the_last_are_remembered_but_all_are_counted() -> None:
@@ -64,7 +91,9 @@ def test_recording_costs_microseconds() -> None:
     began = time.thread_time()
     for _ in range(1000):
         enter(flight)
-    assert (time.thread_time() - began) / 1000 < 50e-6  # 2 us on an idle core; a gloo sum of 4 bytes takes 100 us
+    assert (
+        time.thread_time() - began
+    ) / 1000 < 50e-6  # 2 us on an idle core; a gloo sum of 4 bytes takes 100 us
 
 
 class Handle:
@@ -121,22 +150,33 @@ def test_the_rank_that_never_came_is_named_even_if_others_wait_for_those_who_wai
         0: Place(0, {"dp": 4, "tp": 2}, [event("tp", 1, ranks=(0, 1), age=9.0)], []),
         1: Place(1, {"dp": 4, "tp": 1}, [event("dp", 3, ranks=(1, 3), age=11.0)], []),
         2: Place(2, {"dp": 4, "tp": 1}, [event("tp", 0)], ["loader.py:9 in next"]),
-        3: Place(3, {"dp": 3, "tp": 1}, [event("tp", 0)], ["loader.py:7 in read", "loop.py:1 in run"]),
+        3: Place(
+            3, {"dp": 3, "tp": 1}, [event("tp", 0)], ["loader.py:7 in read", "loop.py:1 in run"]
+        ),
     }
-    told = describe_hang(places, 4, timeout_seconds=8, where=lambda rank: f"{rank} (dp={rank // 2})").splitlines()
+    told = describe_hang(
+        places, 4, timeout_seconds=8, where=lambda rank: f"{rank} (dp={rank // 2})"
+    ).splitlines()
     assert told[0] == "rank 3 (dp=1) did not arrive at all_reduce 3 over dp, at here.py:1"
-    assert told[1] == "Rank 1 (dp=0) has waited there for 11 s, which is longer than parallel.timeout_seconds=8."
+    assert (
+        told[1] == "Rank 1 (dp=0) has waited there for 11 s, which is longer than "
+        "parallel.timeout_seconds=8."
+    )
     assert told[3:] == [
         "  rank 1 (dp=0): in all_reduce 3 over dp, at here.py:1, for 11 s",
-        "  rank 3 (dp=1): in no collective, the last was all_reduce 0 over tp; now at loader.py:7 in read < loop.py:1 "
+        "  rank 3 (dp=1): in no collective, the last was all_reduce 0 over tp; now at loader.py:7 "
+        "in read < loop.py:1 "
         "in run",
         "  rank 0 (dp=0): in all_reduce 1 over tp, at here.py:1, for 9 s",
-        "  rank 2 (dp=1): in no collective, the last was all_reduce 0 over tp; now at loader.py:9 in next",
+        "  rank 2 (dp=1): in no collective, the last was all_reduce 0 over tp; now at loader.py:9 "
+        "in next",
     ]
 
 
 def test_a_rank_that_does_not_answer_is_missing() -> None:
-    told = describe_hang({0: Place(0, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], [])}, 2, timeout_seconds=0.5)
+    told = describe_hang(
+        {0: Place(0, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], [])}, 2, timeout_seconds=0.5
+    )
     assert told.startswith("rank 1 did not arrive at all_reduce 0 over dp")
     assert "  rank 1: does not answer: dead, stopped, or holding Python's lock" in told
 
@@ -146,7 +186,9 @@ def test_ranks_that_wait_for_each_other_are_called_that() -> None:
         0: Place(0, {"tp": 1}, [event("tp", 0, ranks=(0, 1))], []),
         1: Place(1, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], []),
     }
-    assert describe_hang(places, 2, timeout_seconds=1).startswith("ranks wait for each other: none of them can reach ")
+    assert describe_hang(places, 2, timeout_seconds=1).startswith(
+        "ranks wait for each other: none of them can reach "
+    )
 
 
 def test_ranks_in_different_operations_of_the_same_number_are_named() -> None:
@@ -156,25 +198,32 @@ def test_ranks_in_different_operations_of_the_same_number_are_named() -> None:
         1: Place(1, {"tp": 1}, [other], []),
     }
     assert describe_hang(places, 2, timeout_seconds=1).startswith(
-        "rank 0 is in all_reduce 0 over tp, at here.py:1, but rank 1 entered barrier 0 over tp, at there.py:2 instead\n"
+        "rank 0 is in all_reduce 0 over tp, at here.py:1, but rank 1 entered barrier 0 over tp, at "
+        "there.py:2 instead\n"
     )
     places[1] = replace(places[1], events=[event("tp", 0, ranks=(0, 1))])
-    assert "all ranks entered all_reduce 0 over tp, at here.py:1, but it does not end" in describe_hang(
-        places, 2, timeout_seconds=1
+    assert (
+        "all ranks entered all_reduce 0 over tp, at here.py:1, but it does not end"
+        in describe_hang(places, 2, timeout_seconds=1)
     )
 
 
 def test_a_message_is_missed_at_its_other_end() -> None:
     waits = event(message_lane("5", 3, sends=False), 1, ranks=(1, 3), peer=3)
     for sent, missing in ((1, [3]), (2, [])):
-        places = {1: Place(1, {}, [waits], []), 3: Place(3, {message_lane("5", 1, sends=True): sent}, [], [])}
+        places = {
+            1: Place(1, {}, [waits], []),
+            3: Place(3, {message_lane("5", 1, sends=True): sent}, [], []),
+        }
         assert missing_from(waits, 1, places) == missing
 
 
 def test_a_thousand_ranks_fit_on_a_screen() -> None:
     waits = event("dp", 5, ranks=tuple(range(1000)))
     places = {rank: Place(rank, {"dp": 6}, [waits], []) for rank in range(1000)}
-    places |= {rank: Place(rank, {"dp": 5}, [], [f"x.py:{rank} in f"]) for rank in range(0, 1000, 30)}
+    places |= {
+        rank: Place(rank, {"dp": 5}, [], [f"x.py:{rank} in f"]) for rank in range(0, 1000, 30)
+    }
     lines = describe_hang(places, 1000, timeout_seconds=1).splitlines()
     assert lines[0].count("rank ") == RANKS_SHOWN
     assert " and 18 more did not arrive" in lines[0]
@@ -183,11 +232,22 @@ def test_a_thousand_ranks_fit_on_a_screen() -> None:
 
 
 def test_where_nobody_has_waited_for_that_long_there_is_nothing_to_report() -> None:
-    gone_on = {0: Place(0, {"dp": 1}, [event("dp", 0)], []), 1: Place(1, {"dp": 1}, [event("dp", 0)], [])}
-    assert describe_hang(gone_on, 2, timeout_seconds=1) == describe_hang({}, 2, timeout_seconds=1) == ""
+    gone_on = {
+        0: Place(0, {"dp": 1}, [event("dp", 0)], []),
+        1: Place(1, {"dp": 1}, [event("dp", 0)], []),
+    }
+    assert (
+        describe_hang(gone_on, 2, timeout_seconds=1)
+        == describe_hang({}, 2, timeout_seconds=1)
+        == ""
+    )
     gone_on[1] = Place(1, {"dp": 2}, [event("dp", 1, ranks=(0, 1), age=0.2)], [])
-    assert describe_hang(gone_on, 2, timeout_seconds=1) == "", "as everyone waits for a moment, all the time"
-    assert describe_hang(gone_on, 2, timeout_seconds=0.22).startswith("rank 0 did not arrive"), "ages are rounded"
+    assert describe_hang(gone_on, 2, timeout_seconds=1) == "", (
+        "as everyone waits for a moment, all the time"
+    )
+    assert describe_hang(gone_on, 2, timeout_seconds=0.22).startswith("rank 0 did not arrive"), (
+        "ages are rounded"
+    )
 
 
 def test_a_note_of_torchs_own_collective_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

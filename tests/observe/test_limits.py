@@ -6,8 +6,12 @@ from megalith.observe import limits as subject
 from megalith.observe.limits import available_cores, available_memory
 
 
-@pytest.mark.parametrize("quota, cores", [("150000 100000", 2), ("10000 100000", 1), ("max 100000", 6), ("", 6)])
-def test_cores_respect_the_limit_of_the_container(quota: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "quota, cores", [("150000 100000", 2), ("10000 100000", 1), ("max 100000", 6), ("", 6)]
+)
+def test_cores_respect_the_limit_of_the_container(
+    quota: str, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
     monkeypatch.setattr(subject, "_control_group", lambda name: quota)
     assert available_cores() == cores

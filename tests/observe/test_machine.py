@@ -25,9 +25,13 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     assert all(link.name != "lo" for link in machine.links)
 
 
-def test_measured_rates_are_those_of_the_operations_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_rates_are_those_of_the_operations_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(subject, "_seconds", lambda work, device: [2.0, 1.0, 4.0])
-    assert measured_peak_flops(torch.float32) == 2 * 256**3, "the fastest, and the next size is not tried"
+    assert measured_peak_flops(torch.float32) == 2 * 256**3, (
+        "the fastest, and the next size is not tried"
+    )
     monkeypatch.setattr(subject, "available_memory", lambda: 2**30)
     assert measured_bandwidth() == 2 * 4 * 2**23 / 2, "the median, read and written"
 

@@ -20,7 +20,9 @@ def test_rows_come_back_with_a_time(tmp_path: Path) -> None:
 
 def test_resuming_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "lo')
+    path.write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "lo'
+    )
     file = MetricsFile(path, resume_at=2)
     file.write({"step": 3, "loss": 1.0})
     file.close()
@@ -45,9 +47,13 @@ def test_a_line_that_is_no_row_is_named_and_nothing_is_cut(line: str, tmp_path: 
     assert path.read_text() == text
 
 
-def test_counts_are_a_list_in_the_file_and_a_histogram_with_a_bar_for_each_in_tensorboard(tmp_path: Path) -> None:
+def test_counts_are_a_list_in_the_file_and_a_histogram_with_a_bar_for_each_in_tensorboard(
+    tmp_path: Path,
+) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    file = MetricsFile(tmp_path / "metrics.jsonl", resume_at=0, tensorboard=tmp_path / "tensorboard")
+    file = MetricsFile(
+        tmp_path / "metrics.jsonl", resume_at=0, tensorboard=tmp_path / "tensorboard"
+    )
     file.write({"step": 3, "loss": 2.5, "moe_layers_0_tokens": [6, 0, 2]})
     file.close()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -56,7 +62,14 @@ def test_counts_are_a_list_in_the_file_and_a_histogram_with_a_bar_for_each_in_te
     events.Reload()
     (event,) = events.Histograms("moe_layers_0_tokens")
     told = event.histogram_value
-    assert (event.step, told.num, told.sum, told.sum_squares, told.min, told.max) == (3, 8, 4, 8, -0.5, 2.5)
+    assert (event.step, told.num, told.sum, told.sum_squares, told.min, told.max) == (
+        3,
+        8,
+        4,
+        8,
+        -0.5,
+        2.5,
+    )
     assert (told.bucket_limit, told.bucket) == ([0.5, 1.5, 2.5], [6, 0, 2])
     assert [event.value for event in events.Scalars("loss")] == [2.5]
 
@@ -66,7 +79,9 @@ def test_no_file_is_nothing_to_cut(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_loss_that_is_not_finite_is_null_so_that_every_reader_of_json_can_go_on(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_null_so_that_every_reader_of_json_can_go_on(
+    tmp_path: Path,
+) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", resume_at=0)
     file.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
     file.close()

@@ -14,7 +14,11 @@ def test_plain_lines_first_and_last(capsys: pytest.CaptureFixture[str]) -> None:
         for step in (1, 2, 3):
             progress.step(step, {"loss": "1.0"})
         progress.say("saved")
-    assert capsys.readouterr().out.splitlines() == ["step 1/3 · loss 1.0", "step 3/3 · loss 1.0", "saved"]
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/3 · loss 1.0",
+        "step 3/3 · loss 1.0",
+        "saved",
+    ]
 
 
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,16 +17,36 @@ DRAW = np.random.default_rng(7)
 
 
 def write(
-    folder: Path, layers: dict[str, Experts], *, steps: int = 1, rank: int = 0, split: int = 1, **place: int
+    folder: Path,
+    layers: dict[str, Experts],
+    *,
+    steps: int = 1,
+    rank: int = 0,
+    split: int = 1,
+    **place: int,
 ) -> None:
-    """A rank's trace of some layers; every step has the next part of the tokens, in `split` microbatches."""
+    """A rank's trace of some layers; every step has the next part of the tokens, in `split`
+    microbatches."""
     folder.mkdir(exist_ok=True)
     with (folder / f"rank_{rank:05d}.jsonl").open("a") as file:
         for step in range(steps):
             for layer, experts in layers.items():
-                for microbatch, part in enumerate(np.array_split(np.array_split(experts, steps)[step], split)):
-                    row: dict[str, Any] = {"step": step + 1, "layer": layer, "dp": 0, "cp": 0, "tp": 0, **place}
-                    row |= {"microbatch": microbatch, "num_tokens": len(part), "top_k": part.shape[1]}
+                for microbatch, part in enumerate(
+                    np.array_split(np.array_split(experts, steps)[step], split)
+                ):
+                    row: dict[str, Any] = {
+                        "step": step + 1,
+                        "layer": layer,
+                        "dp": 0,
+                        "cp": 0,
+                        "tp": 0,
+                        **place,
+                    }
+                    row |= {
+                        "microbatch": microbatch,
+                        "num_tokens": len(part),
+                        "top_k": part.shape[1],
+                    }
                     file.write(json.dumps(row | {"experts": part.tolist()}) + "\n")
 
 
@@ -49,19 +69,27 @@ def test_a_permutation_tells_everything(tmp_path: Path, top_k: int) -> None:
     found = pair(tmp_path, here, np.array([3, 5, 0, 4, 1, 2])[here], 6, steps=2, split=3)
     assert found.information == pytest.approx(1.0, abs=1e-3)
     assert found.first == found.all == 1.0
-    assert found.first_blind == pytest.approx(1 / 6, abs=0.03) and found.all_blind == pytest.approx(top_k / 6, abs=0.03)
+    assert found.first_blind == pytest.approx(1 / 6, abs=0.03) and found.all_blind == pytest.approx(
+        top_k / 6, abs=0.03
+    )
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(4000, 4), (300, 40)])
-def test_independent_choices_tell_nothing_even_if_tokens_are_few(tmp_path: Path, tokens: int, experts: int) -> None:
+def test_independent_choices_tell_nothing_even_if_tokens_are_few(
+    tmp_path: Path, tokens: int, experts: int
+) -> None:
     here, there = distinct(tokens, 2, experts), distinct(tokens, 2, experts)
     found = pair(tmp_path, here, there, experts)
     assert found.information < 0.005
-    assert found.all == pytest.approx(2 / experts, abs=0.03) and found.first == pytest.approx(1 / experts, abs=0.04)
+    assert found.all == pytest.approx(2 / experts, abs=0.03) and found.first == pytest.approx(
+        1 / experts, abs=0.04
+    )
     both = np.zeros((experts, experts))
     np.add.at(both, (here[:, 0], there[:, 0]), 1 / tokens)
     apart = np.outer(both.sum(1), both.sum(0))
-    of_itself = (both[both > 0] * np.log(both[both > 0] / apart[both > 0])).sum() / math.log(experts)
+    of_itself = (both[both > 0] * np.log(both[both > 0] / apart[both > 0])).sum() / math.log(
+        experts
+    )
     assert (of_itself > 0.3) == (tokens == 300), "by its own counts it would tell a lot"
 
 
@@ -72,7 +100,9 @@ def test_a_noisy_choice_tells_what_shannon_says(tmp_path: Path) -> None:
     found = pair(tmp_path, here, there, 2, split=4)
     expected = 1 + 0.1 * math.log2(0.1) + 0.9 * math.log2(0.9)
     assert found.information == pytest.approx(expected, abs=0.02)
-    assert found.first == pytest.approx(0.9, abs=0.01) and found.first_blind == pytest.approx(0.5, abs=0.01)
+    assert found.first == pytest.approx(0.9, abs=0.01) and found.first_blind == pytest.approx(
+        0.5, abs=0.01
+    )
 
 
 def test_guesses_are_of_the_other_half(tmp_path: Path) -> None:
@@ -84,10 +114,20 @@ def test_guesses_are_of_the_other_half(tmp_path: Path) -> None:
 
 
 def test_how_choices_concentrate(tmp_path: Path) -> None:
-    write(tmp_path, {"layers.2": np.array([[0, 1], [0, 1], [0, 2], [0, 3]]), "layers.10": np.array([[0, 1], [2, 3]])})
+    write(
+        tmp_path,
+        {
+            "layers.2": np.array([[0, 1], [0, 1], [0, 2], [0, 3]]),
+            "layers.10": np.array([[0, 1], [2, 3]]),
+        },
+    )
     few, even = study_trace(tmp_path, experts=4)[0]
     assert (few.layer, even.layer) == ("layers.2", "layers.10")
-    assert few.shares == (0.5, 0.25, 0.125, 0.125) and (few.tokens, few.load, few.half) == (4, 2.0, 1)
+    assert few.shares == (0.5, 0.25, 0.125, 0.125) and (few.tokens, few.load, few.half) == (
+        4,
+        2.0,
+        1,
+    )
     assert few.entropy == pytest.approx(1.75 / 2)
     assert (even.load, even.half) == (1.0, 2) and even.entropy == pytest.approx(1.0)
 
@@ -101,44 +141,61 @@ def test_ranks_of_two_stages_and_of_two_places_are_joined_by_their_tokens(tmp_pa
     uses, pairs = study_trace(tmp_path, experts=3)
     assert [use.tokens for use in uses] == [400, 400, 400]
     assert [(one.layer, one.following, one.tokens, one.all) for one in pairs] == [
-        ("layers.0", "layers.1", 400, 1.0), ("layers.1", "mtp.0.layer", 400, 1.0)
-    ]  # fmt: skip
+        ("layers.0", "layers.1", 400, 1.0),
+        ("layers.1", "mtp.0.layer", 400, 1.0),
+    ]
 
 
 def test_layers_without_a_next_one_tell_nothing(tmp_path: Path) -> None:
     write(tmp_path, {"layers.4": distinct(5, 1, 3)})
     assert study_trace(tmp_path, experts=3)[1] == []
-    assert in_order(["mtp.0.layer", "layers.10", "layers.9"]) == ["layers.9", "layers.10", "mtp.0.layer"]
+    assert in_order(["mtp.0.layer", "layers.10", "layers.9"]) == [
+        "layers.9",
+        "layers.10",
+        "mtp.0.layer",
+    ]
     assert likeliest(np.eye(3), np.zeros((0, 1), dtype=np.int16), 2).shape == (0, 2)
 
 
 def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no routing trace there .* Run with observe.routing_trace=1"):
+    with pytest.raises(
+        DataError, match=r"no routing trace there .* Run with observe.routing_trace=1"
+    ):
         study_trace(tmp_path, experts=3)
     write(tmp_path, {"layers.0": np.array([[5]])})
-    with pytest.raises(DataError, match=r"step 1, layers.0: expert 5 of 3. Use the trace .* model.moe.experts=3"):
+    with pytest.raises(
+        DataError, match=r"step 1, layers.0: expert 5 of 3. Use the trace .* model.moe.experts=3"
+    ):
         study_trace(tmp_path, experts=3)
     file = tmp_path / "rank_00000.jsonl"
     file.write_text(file.read_text() + '{"step": 2, "lay')
     assert [step for step, _ in steps_of_trace(tmp_path)] == [1], "a crash cut the last line short"
     file.write_text(file.read_text() + "\n")
-    with pytest.raises(DataError, match="line 2 is no row of a trace .JSONDecodeError: .* Remove the line, or run"):
+    with pytest.raises(
+        DataError, match="line 2 is no row of a trace .JSONDecodeError: .* Remove the line, or run"
+    ):
         list(steps_of_trace(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"experts": [[70000]]}, "OverflowError"), ({"layer": 3}, "layer '3', expected layers.0"),
-        ({"layer": "laye"}, "layer 'laye', expected layers.0"), ({"num_tokens": 7}, "ValueError"),
+        ({"experts": [[70000]]}, "OverflowError"),
+        ({"layer": 3}, "layer '3', expected layers.0"),
+        ({"layer": "laye"}, "layer 'laye', expected layers.0"),
+        ({"num_tokens": 7}, "ValueError"),
     ],
-)  # fmt: skip
-def test_a_damaged_row_is_told_by_its_line(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+)
+def test_a_damaged_row_is_told_by_its_line(
+    tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
     write(tmp_path, {"layers.0": np.array([[1]]), "mtp.0.layer": np.array([[2]])})
     file = tmp_path / "rank_00000.jsonl"
     first, second = file.read_text().splitlines()
     file.write_text(f"{first}\n{json.dumps(json.loads(second) | changed)}\n")
-    with pytest.raises(DataError, match=rf"line 2 is no row of a trace .*{told}.* Remove the line, or run"):
+    with pytest.raises(
+        DataError, match=rf"line 2 is no row of a trace .*{told}.* Remove the line, or run"
+    ):
         study_trace(tmp_path, experts=3)
 
 
@@ -147,5 +204,7 @@ def test_a_number_below_zero_is_named_and_a_trace_without_rows_is_told(tmp_path:
     with pytest.raises(DataError, match="step 1, layers.0: expert -3 of 3"):
         study_trace(tmp_path, experts=3)
     (tmp_path / "rank_00000.jsonl").write_text("")
-    with pytest.raises(DataError, match=r"no step is in this routing trace.* Run with observe.routing_trace=1"):
+    with pytest.raises(
+        DataError, match=r"no step is in this routing trace.* Run with observe.routing_trace=1"
+    ):
         study_trace(tmp_path, experts=3)

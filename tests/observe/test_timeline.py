@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from megalith.errors import ConfigError
-from megalith.observe.timeline import ascii_timeline, boxes, chrome_trace, draw_timeline, html_timeline
+from megalith.observe.timeline import (
+    ascii_timeline,
+    boxes,
+    chrome_trace,
+    draw_timeline,
+    html_timeline,
+)
 from megalith.plan.schedule import build_schedule
 from megalith.plan.simulate import Costs, Simulation, even_costs, simulate
 from megalith.plan.transfers import with_transfers
@@ -29,7 +35,8 @@ def chunked() -> Simulation:
 
 def test_text_shows_every_action_at_its_time(one_f_one_b: Simulation) -> None:
     assert ascii_timeline(one_f_one_b).splitlines() == [
-        "1f1b, 2 ranks, 3 microbatches: bubble 25.0% of the step, at most 2 microbatches alive on a rank",
+        "1f1b, 2 ranks, 3 microbatches: bubble 25.0% of the step, at most 2 microbatches alive on "
+        "a rank",
         "rank 0  F0 F1 ······B0=== F2 B1=== ···B2===",
         "rank 1  ···F0 B0=== F1 B1=== F2 B2=== ······",
     ]
@@ -92,26 +99,38 @@ def test_page_shows_every_action_and_loads_nothing(chunked: Simulation) -> None:
 
 
 @pytest.mark.parametrize("ending", [".txt", ".html", ".json", ".png"])
-def test_the_ending_of_the_name_chooses_the_picture(chunked: Simulation, tmp_path: Path, ending: str) -> None:
+def test_the_ending_of_the_name_chooses_the_picture(
+    chunked: Simulation, tmp_path: Path, ending: str
+) -> None:
     target = tmp_path / f"timeline{ending}"
     draw_timeline(chunked, target)
-    start = {".txt": b"interleaved, ", ".html": b"<!doctype html>", ".json": b"{", ".png": b"\x89PNG"}[ending]
+    start = {
+        ".txt": b"interleaved, ",
+        ".html": b"<!doctype html>",
+        ".json": b"{",
+        ".png": b"\x89PNG",
+    }[ending]
     assert target.read_bytes().startswith(start)
 
 
 def test_other_endings_and_missing_folders_are_refused(chunked: Simulation, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="timeline .*pdf: unknown kind of picture. Use a name that ends in one of .txt"
+        ConfigError,
+        match="timeline .*pdf: unknown kind of picture. Use a name that ends in one of .txt",
     ):
         draw_timeline(chunked, tmp_path / "timeline.pdf")
-    with pytest.raises(ConfigError, match="the folder .*nowhere does not exist. Use one that does."):
+    with pytest.raises(
+        ConfigError, match="the folder .*nowhere does not exist. Use one that does."
+    ):
         draw_timeline(chunked, tmp_path / "nowhere" / "timeline.png")
 
 
 def test_the_pictures_and_the_code_of_the_page_are_true(capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     for name in ("1f1b", "zb-h1"):
-        assert ascii_timeline(simulate(build_schedule(name, num_ranks=4, num_microbatches=8))) in text
+        assert (
+            ascii_timeline(simulate(build_schedule(name, num_ranks=4, num_microbatches=8))) in text
+        )
     [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, str(PAGE), "exec"), {})  # lint: allow eval-exec: our own page
     assert "interleaved, 4 ranks × 2 chunks" in capsys.readouterr().out

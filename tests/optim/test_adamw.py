@@ -1,4 +1,5 @@
-"""AdamW: the fused kernel, the plain formulas and torch's own optimizer agree; vectors are not decayed."""
+"""AdamW: the fused kernel, the plain formulas and torch's own optimizer agree; vectors are not
+decayed."""
 
 import copy
 
@@ -17,12 +18,17 @@ SHARDS = [whole("w", (7, 5)), whole("b", (5,), inputs=0)]
 def weights(dtype: torch.dtype) -> list[tuple[Shard, torch.Tensor]]:
     """A matrix and a vector."""
     generator = torch.Generator().manual_seed(3)
-    return [(s, torch.randn(s.box_shape, generator=generator, dtype=torch.float64).to(dtype)) for s in SHARDS]
+    return [
+        (s, torch.randn(s.box_shape, generator=generator, dtype=torch.float64).to(dtype))
+        for s in SHARDS
+    ]
 
 
 def gradients(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(s.box_shape, generator=generator, dtype=torch.float64).to(dtype) for s in SHARDS]
+    return [
+        torch.randn(s.box_shape, generator=generator, dtype=torch.float64).to(dtype) for s in SHARDS
+    ]
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -34,7 +40,10 @@ def test_fused_and_plain_updates_agree_with_torch(
     fused, plain = AdamW(weights(dtype), config), AdamW(weights(dtype), config)
     theirs = [torch.nn.Parameter(w.clone()) for _, w in weights(dtype)]
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    groups = [{"params": theirs[:1], "weight_decay": 0.1}, {"params": theirs[1:], "weight_decay": 0.0}]
+    groups = [
+        {"params": theirs[:1], "weight_decay": 0.1},
+        {"params": theirs[1:], "weight_decay": 0.0},
+    ]
     oracle = kind(groups, lr=1e-2, betas=(config.beta1, config.beta2), eps=config.eps)
     half = torch.tensor(0.5, dtype=torch.float64)
     for step in range(4):
@@ -81,4 +90,6 @@ def test_moments_and_the_count_continue_a_run() -> None:
     second.set_updates(3)
     for optimizer in (first, second):
         optimizer.step(gradients(9, torch.float32), lr=1e-2, weight_decay=0.1)
-    assert all(torch.equal(a.weight, b.weight) for a, b in zip(first.slots, second.slots, strict=True))
+    assert all(
+        torch.equal(a.weight, b.weight) for a, b in zip(first.slots, second.slots, strict=True)
+    )

@@ -52,7 +52,9 @@ def test_the_sum_of_slices_is_the_sum_of_the_whole_to_the_last_bits() -> None:
     whole_sum = sum_of_squares([gradient], CPU)
     for cuts in ([64], [640, 6400], [64 * 999]):
         parts = torch.tensor_split(gradient, cuts)
-        assert float(sum(sum_of_squares([part], CPU) for part in parts)) == pytest.approx(float(whole_sum), rel=1e-14)
+        assert float(sum(sum_of_squares([part], CPU) for part in parts)) == pytest.approx(
+            float(whole_sum), rel=1e-14
+        )
 
 
 def test_a_slice_that_cuts_a_row_changes_only_rounding_in_fp32() -> None:
@@ -60,7 +62,9 @@ def test_a_slice_that_cuts_a_row_changes_only_rounding_in_fp32() -> None:
     gradient = torch.randn(5000, generator=torch.Generator().manual_seed(1))
     whole_sum = float(sum_of_squares([gradient], CPU))
     for cut in (5, 33, 1666, 2501):
-        found = sum(float(sum_of_squares([part], CPU)) for part in torch.tensor_split(gradient, [cut]))
+        found = sum(
+            float(sum_of_squares([part], CPU)) for part in torch.tensor_split(gradient, [cut])
+        )
         assert 1e-12 < abs(found / whole_sum - 1) < 1e-8
 
 
@@ -69,19 +73,31 @@ def test_zeros_are_counted_once_each() -> None:
     assert int(num_zeros([], CPU)) == 0
 
 
-MODEL = ModelConfig(vocab_size=32, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=8)
+MODEL = ModelConfig(
+    vocab_size=32, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=8
+)
 LAYOUTS = [
-    ParallelConfig(dp=2), ParallelConfig(tp=4, dp=2, zero=1), ParallelConfig(dp=6, zero=1, replicas=3),
-    ParallelConfig(tp=2, cp=2, dp=2, zero=1), ParallelConfig(pp=2, dp=2, zero=2), ParallelConfig(pp=2, tp=2),
-]  # fmt: skip
+    ParallelConfig(dp=2),
+    ParallelConfig(tp=4, dp=2, zero=1),
+    ParallelConfig(dp=6, zero=1, replicas=3),
+    ParallelConfig(tp=2, cp=2, dp=2, zero=1),
+    ParallelConfig(pp=2, dp=2, zero=2),
+    ParallelConfig(pp=2, tp=2),
+]
 
 
 def held(parallel: ParallelConfig, coordinates: dict[str, int]) -> list[Shard]:
-    """A matrix cut over tp_kv, a vector that all have, and a table that the first and last stage share; 60 elements."""
+    """A matrix cut over tp_kv, a vector that all have, and a table that the first and last stage
+    share; 60 elements."""
     row = coordinates["tp_kv"]
     parts = {1: [(0, 10)], 2: [(0, 5), (5, 10)]}[2 if parallel.tp > 1 else 1]
-    shards = [Shard("w", (10, 2), box=(parts[row], (0, 2)), cut=("tp_kv",)), whole("n", (16,), inputs=0)]
-    shards = [replace(shard, stages=(coordinates["pp"],)) for shard in shards if coordinates["pp"] == 0]
+    shards = [
+        Shard("w", (10, 2), box=(parts[row], (0, 2)), cut=("tp_kv",)),
+        whole("n", (16,), inputs=0),
+    ]
+    shards = [
+        replace(shard, stages=(coordinates["pp"],)) for shard in shards if coordinates["pp"] == 0
+    ]
     shards.append(replace(whole("t", (6, 4)), stages=tuple(range(parallel.pp))))
     if parallel.zero == 0:
         return shards
@@ -100,6 +116,9 @@ def test_all_ranks_together_count_every_element_once(parallel: ParallelConfig) -
     for rank in range(world):
         mesh = mesh_on_paper(grid, rank=rank)
         shards = held(parallel, mesh.coordinates)
-        pairs = [(shard, torch.ones(shard.flat[1] - shard.flat[0] if shard.flat else shard.numel)) for shard in shards]
+        pairs = [
+            (shard, torch.ones(shard.flat[1] - shard.flat[0] if shard.flat else shard.numel))
+            for shard in shards
+        ]
         total += sum(gradient.numel() for gradient in counted(pairs, mesh))
     assert total == 20 + 16 + 24

@@ -53,7 +53,10 @@ def test_a_constant_scale_stays() -> None:
 
 
 def test_other_formats_have_none() -> None:
-    assert all(build_loss_scale(PrecisionConfig(params=params)) is None for params in ("fp32", "bf16", "fp64"))
+    assert all(
+        build_loss_scale(PrecisionConfig(params=params)) is None
+        for params in ("fp32", "bf16", "fp64")
+    )
 
 
 def test_it_gives_up_after_so_many_overflows_in_a_row_at_its_minimum() -> None:
@@ -84,10 +87,12 @@ def test_loading_into_a_constant_scale_warns_and_keeps_it(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         scale.load(build().as_json())
     assert scale.scale == 128.0
-    assert "loss scale 4.29497e+09 is not taken over: precision.loss_scale.constant=128" in caplog.text
+    assert (
+        "loss scale 4.29497e+09 is not taken over: precision.loss_scale.constant=128" in caplog.text
+    )
 
 
-def test_overflows_at_the_minimum_are_counted_on_after_a_restart_and_from_zero_in_old_checkpoints() -> None:
+def test_overflows_at_minimum_scale_are_counted_across_a_restart() -> None:
     first = build(initial=1, min=1, hysteresis=1, max_overflows=3)
     trace(first, "11")
     second, old = (build(initial=1, min=1, hysteresis=1, max_overflows=3) for _ in range(2))

@@ -61,7 +61,9 @@ def test_the_warm_up_is_a_straight_line(style: str) -> None:
         (LONG, "inverse_square_root", 111, 0.1),
     ],
 )
-def test_learning_rates_equal_megatrons(lengths: ScheduleLengths, style: str, samples: int, expected: float) -> None:
+def test_learning_rates_equal_megatrons(
+    lengths: ScheduleLengths, style: str, samples: int, expected: float
+) -> None:
     assert rate(style, samples, lengths) == pytest.approx(expected, abs=1e-6)
 
 
@@ -77,8 +79,12 @@ def test_learning_rates_equal_megatrons(lengths: ScheduleLengths, style: str, sa
         (LONG, 100, [0.55, 0.55, 0.472792, 0.363604]),
     ],
 )
-def test_warm_up_stable_decay_equals_megatrons(lengths: ScheduleLengths, samples: int, expected: list[float]) -> None:
-    assert [rate("wsd", samples, lengths, fall) for fall in FALLS] == pytest.approx(expected, abs=1e-6)
+def test_warm_up_stable_decay_equals_megatrons(
+    lengths: ScheduleLengths, samples: int, expected: list[float]
+) -> None:
+    assert [rate("wsd", samples, lengths, fall) for fall in FALLS] == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("fall", FALLS)
@@ -87,7 +93,8 @@ def test_the_rate_never_jumps_and_stays_between_its_bounds(style: str, fall: str
     lengths = ScheduleLengths(warmup=1000, decay=10_000, wsd_decay=2000, total=12_000)
     rates = [rate(style, n, lengths, fall) for n in range(10_001)]
     assert all(0.1 <= value <= 1.0 for value in rates[1000:])
-    # 1 - sqrt falls by sqrt(1 / 2000) = 2.2 % in its first sample, more than any other shape; a jump would be 10 %.
+    # 1 - sqrt falls by sqrt(1 / 2000) = 2.2 % in its first sample, more than any other shape; a
+    # jump would be 10 %.
     assert max(abs(a - b) for a, b in pairwise(rates)) < 0.025
     tail = {rate(style, n, lengths, fall) for n in (10_001, 11_000)}
     assert tail == ({1.0} if style == "constant" else {0.1})
@@ -109,13 +116,21 @@ def test_lengths_are_steps_times_the_global_batch() -> None:
     schedule = ScheduleConfig(lr=1.0, style="wsd", warmup_steps=3, wsd_decay_steps=4)
     lengths = schedule_lengths(schedule, global_batch_size=8, total_steps=50)
     assert lengths == ScheduleLengths(warmup=24, decay=400, wsd_decay=32, total=400)
-    shorter = schedule_lengths(replace(schedule, decay_steps=20), global_batch_size=8, total_steps=50)
+    shorter = schedule_lengths(
+        replace(schedule, decay_steps=20), global_batch_size=8, total_steps=50
+    )
     assert (shorter.decay, shorter.total) == (160, 400)
 
 
 @pytest.mark.parametrize(
     ("share", "total", "decay", "expected"),
-    [(0.125, 40, None, 5), (0.125, 3, None, 0), (0.1, 40, 20, 2), (0.99, 1, None, 0), (0.9, 3, None, 2)],
+    [
+        (0.125, 40, None, 5),
+        (0.125, 3, None, 0),
+        (0.1, 40, 20, 2),
+        (0.99, 1, None, 0),
+        (0.9, 3, None, 2),
+    ],
 )
 def test_warmup_share_is_rounded_and_leaves_a_step_after_the_warmup(
     share: float, total: int, decay: int | None, expected: int
@@ -139,11 +154,17 @@ def test_a_run_cut_into_other_batches_reads_the_same_rates(style: str) -> None:
 def test_weight_decay_moves_from_its_start_to_its_end() -> None:
     constant = ScheduleConfig(lr=1.0, weight_decay=0.1)
     assert [weight_decay(constant, n, SHORT) for n in (0, 50, 200)] == [0.1, 0.1, 0.1]
-    linear = ScheduleConfig(lr=1.0, weight_decay=0.1, end_weight_decay=0.5, weight_decay_style="linear")
-    assert [weight_decay(linear, n, SHORT) for n in (0, 25, 50, 100, 101)] == pytest.approx([0.1, 0.2, 0.3, 0.5, 0.5])
+    linear = ScheduleConfig(
+        lr=1.0, weight_decay=0.1, end_weight_decay=0.5, weight_decay_style="linear"
+    )
+    assert [weight_decay(linear, n, SHORT) for n in (0, 25, 50, 100, 101)] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.5, 0.5]
+    )
     cosine = replace(linear, weight_decay_style="cosine")
     expected = [0.1, 0.1 + 0.4 * 0.146447, 0.3, 0.5, 0.5]
-    assert [weight_decay(cosine, n, SHORT) for n in (0, 25, 50, 100, 101)] == pytest.approx(expected, abs=1e-6)
+    assert [weight_decay(cosine, n, SHORT) for n in (0, 25, 50, 100, 101)] == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,34 +189,60 @@ def test_a_schedule_that_works_has_no_problems(schedule: ScheduleConfig) -> None
         ({"lr": float("nan")}, "schedule.lr=nan must be a number"),
         ({"lr": float("inf")}, "schedule.lr=inf must be a number"),
         ({"min_lr": 0.1}, "schedule.min_lr=0.1 must be between 0 and schedule.lr=0.001"),
-        ({"warmup_init": 0.1, "warmup_steps": 1}, "schedule.warmup_init=0.1 must be between 0 and schedule.lr=0.001"),
+        (
+            {"warmup_init": 0.1, "warmup_steps": 1},
+            "schedule.warmup_init=0.1 must be between 0 and schedule.lr=0.001",
+        ),
         ({"warmup_init": 1e-4}, "schedule.warmup_init=0.0001 has no effect without a warmup"),
-        ({"style": "cubic"}, "schedule.style=cubic must be one of constant, linear, cosine, inverse_square_root, wsd"),
+        (
+            {"style": "cubic"},
+            "schedule.style=cubic must be one of constant, linear, cosine, "
+            "inverse_square_root, wsd",
+        ),
         (
             {"weight_decay_style": "wsd", "end_weight_decay": 0.5},
             "schedule.weight_decay_style=wsd must be one of constant, linear, cosine",
         ),
-        ({"warmup_steps": -1}, "schedule.warmup_steps=-1 must be a whole number of steps, or a share from 0"),
-        ({"warmup_steps": 1.5}, "schedule.warmup_steps=1.5 must be a whole number of steps, or a share from 0"),
+        (
+            {"warmup_steps": -1},
+            "schedule.warmup_steps=-1 must be a whole number of steps, or a share from 0",
+        ),
+        (
+            {"warmup_steps": 1.5},
+            "schedule.warmup_steps=1.5 must be a whole number of steps, or a share from 0",
+        ),
         ({"warmup_steps": math.nan}, "Use 0 for no warmup, or 0.05 for a twentieth of the run."),
         (
             {"warmup_steps": 100},
-            "schedule.warmup_steps=100 leaves no step after the warmup: it must be less than train.steps=100. "
+            "schedule.warmup_steps=100 leaves no step after the warmup: it must be less than "
+            "train.steps=100. "
             "Set schedule.warmup_steps to 10, or to 0.1 for a tenth of any run.",
         ),
         ({"warmup_steps": 50, "decay_steps": 50}, "it must be less than schedule.decay_steps=50"),
         ({"decay_steps": 0}, "schedule.decay_steps=0 must be at least 1"),
-        ({"style": "constant", "decay_steps": 9}, "schedule.decay_steps=9 has no effect with schedule.style=constant"),
-        ({"style": "constant", "min_lr": 1e-4}, "schedule.min_lr=0.0001 is never reached with schedule.style=constant"),
+        (
+            {"style": "constant", "decay_steps": 9},
+            "schedule.decay_steps=9 has no effect with schedule.style=constant",
+        ),
+        (
+            {"style": "constant", "min_lr": 1e-4},
+            "schedule.min_lr=0.0001 is never reached with schedule.style=constant",
+        ),
         ({"style": "wsd", "warmup_steps": 10}, "Set schedule.wsd_decay_steps, e.g. to 18 (a fifth"),
-        ({"wsd_decay_steps": 9}, "schedule.wsd_decay_steps=9 has no effect with schedule.style=cosine"),
+        (
+            {"wsd_decay_steps": 9},
+            "schedule.wsd_decay_steps=9 has no effect with schedule.style=cosine",
+        ),
         (
             {"style": "wsd", "warmup_steps": 10, "wsd_decay_steps": 91},
             "schedule.wsd_decay_steps=91 must be from 0 to 90",
         ),
         ({"weight_decay": -0.1}, "schedule.weight_decay=-0.1 must be a number of at least 0"),
         ({"end_weight_decay": 0.5}, "schedule.end_weight_decay=0.5 has no effect with"),
-        ({"weight_decay_style": "linear"}, "schedule.weight_decay_style=linear needs schedule.end_weight_decay"),
+        (
+            {"weight_decay_style": "linear"},
+            "schedule.weight_decay_style=linear needs schedule.end_weight_decay",
+        ),
         (
             {"weight_decay_style": "linear", "end_weight_decay": 0.01},
             "schedule.end_weight_decay=0.01 must be a number of at least schedule.weight_decay=0.1",
@@ -209,27 +256,42 @@ def test_a_broken_rule_is_told_with_what_would_work(changes: dict[str, Any], tex
 
 
 def test_all_broken_rules_are_told_together() -> None:
-    broken = ScheduleConfig(lr=1e-3, min_lr=1.0, warmup_steps=200, wsd_decay_steps=1, weight_decay=-1.0)
+    broken = ScheduleConfig(
+        lr=1e-3, min_lr=1.0, warmup_steps=200, wsd_decay_steps=1, weight_decay=-1.0
+    )
     assert len(schedule_problems(broken, 100)) == 4
 
 
 def test_groups_follow_the_shape_of_the_schedule_from_and_to_their_own_rates() -> None:
     schedule = ScheduleConfig(
-        lr=1.0, min_lr=0.2, style="linear", warmup_steps=4, weight_decay=0.1, end_weight_decay=0.5,
+        lr=1.0,
+        min_lr=0.2,
+        style="linear",
+        warmup_steps=4,
+        weight_decay=0.1,
+        end_weight_decay=0.5,
         weight_decay_style="linear",
-    )  # fmt: skip
+    )
     lengths = schedule_lengths(schedule, global_batch_size=2, total_steps=20)
     groups = (
         GroupConfig(name="own", match=("*",), lr=3.0, min_lr=1.0, weight_decay=0.7),
-        GroupConfig(name="low", match=("*",), lr=3.0), GroupConfig(name="scaled", match=("*",), lr_scale=0.5),
+        GroupConfig(name="low", match=("*",), lr=3.0),
+        GroupConfig(name="scaled", match=("*",), lr_scale=0.5),
         GroupConfig(name="decayed", match=("*",), weight_decay=0.2, end_weight_decay=0.4),
         GroupConfig(name="less", match=("*",), weight_decay_scale=0.5),
-    )  # fmt: skip
+    )
     for samples in (0, 4, 8, 24, 40, 60):
         found = group_rates(groups, schedule, samples, lengths)
-        lr, decay = learning_rate(schedule, samples, lengths), weight_decay(schedule, samples, lengths)
-        assert found["own"].lr == pytest.approx(min(1.0, samples / 8) * 3 if samples <= 8 else 1 + (lr - 0.2) * 2.5)
-        assert found["low"].lr == pytest.approx(samples / 8 * 3 if samples <= 8 else 0.2 + (lr - 0.2) * 3.5)
+        lr, decay = (
+            learning_rate(schedule, samples, lengths),
+            weight_decay(schedule, samples, lengths),
+        )
+        assert found["own"].lr == pytest.approx(
+            min(1.0, samples / 8) * 3 if samples <= 8 else 1 + (lr - 0.2) * 2.5
+        )
+        assert found["low"].lr == pytest.approx(
+            samples / 8 * 3 if samples <= 8 else 0.2 + (lr - 0.2) * 3.5
+        )
         assert found["scaled"] == (lr * 0.5, decay) and found["less"] == (lr, decay * 0.5)
         assert found["own"].weight_decay == 0.7
         assert found["decayed"].weight_decay == pytest.approx(0.2 + 0.2 * min(1.0, samples / 40))

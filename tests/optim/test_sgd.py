@@ -24,10 +24,15 @@ def gradients(step: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_ten_steps_have_the_bits_of_torchs_sgd(momentum: float, nesterov: bool, clipped: bool) -> None:
+def test_ten_steps_have_the_bits_of_torchs_sgd(
+    momentum: float, nesterov: bool, clipped: bool
+) -> None:
     ours = build_optimizer(weights(), OptimConfig(kind="sgd", momentum=momentum, nesterov=nesterov))
     theirs = [torch.nn.Parameter(w.clone()) for _, w in weights()]
-    groups = [{"params": theirs[:1], "weight_decay": 0.1}, {"params": theirs[1:], "weight_decay": 0.0}]
+    groups = [
+        {"params": theirs[:1], "weight_decay": 0.1},
+        {"params": theirs[1:], "weight_decay": 0.0},
+    ]
     oracle = torch.optim.SGD(groups, lr=1e-2, momentum=momentum, nesterov=nesterov)
     for step in range(10):
         scale = torch.tensor(0.3, dtype=torch.float64) if clipped else None
@@ -41,8 +46,12 @@ def test_ten_steps_have_the_bits_of_torchs_sgd(momentum: float, nesterov: bool, 
 
 
 def test_without_momentum_nothing_is_kept() -> None:
-    assert [dict(slot.state) for slot in SGD(weights(), OptimConfig(kind="sgd", momentum=0.0)).slots] == [{}, {}]
-    assert [list(slot.state) for slot in SGD(weights(), OptimConfig(kind="sgd")).slots] == [["momentum"]] * 2
+    assert [
+        dict(slot.state) for slot in SGD(weights(), OptimConfig(kind="sgd", momentum=0.0)).slots
+    ] == [{}, {}]
+    assert [list(slot.state) for slot in SGD(weights(), OptimConfig(kind="sgd")).slots] == [
+        ["momentum"]
+    ] * 2
 
 
 def test_bf16_weights_follow_fp32_masters() -> None:

@@ -18,7 +18,9 @@ from megalith.plan.shards import whole
         (torch.float16, torch.float32),
     ],
 )
-def test_masters_are_apart_only_where_weights_are_narrow(dtype: torch.dtype, wide: torch.dtype) -> None:
+def test_masters_are_apart_only_where_weights_are_narrow(
+    dtype: torch.dtype, wide: torch.dtype
+) -> None:
     weight = torch.ones(3, 2, dtype=dtype)
     slot = build_slot(whole("w", (3, 2)), weight, ("momentum",))
     assert slot.master.dtype == slot.state["momentum"].dtype == wide
@@ -27,7 +29,10 @@ def test_masters_are_apart_only_where_weights_are_narrow(dtype: torch.dtype, wid
 
 
 def test_weights_are_the_rounding_of_their_masters() -> None:
-    narrow, wide = (build_slot(whole("w", (2,)), torch.ones(2, dtype=d), ()) for d in (torch.bfloat16, torch.float32))
+    narrow, wide = (
+        build_slot(whole("w", (2,)), torch.ones(2, dtype=d), ())
+        for d in (torch.bfloat16, torch.float32)
+    )
     for slot in (narrow, wide):
         slot.master.fill_(1.0 + 2**-8 + 2**-12)
     round_masters([narrow, wide])
@@ -40,9 +45,18 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     shards = [whole("b", (3,), inputs=0), whole("w", (3, 2)), whole("n", (2,), inputs=0)]
     slots = [build_slot(shard, torch.ones(shard.matrix_shape), ()) for shard in shards]
     gradients = [torch.full_like(slot.weight, 5.0) for slot in slots]
-    (matrices, its, lr, decay), (vectors, theirs, _, none) = by_rates(slots, gradients, lr=1e-3, weight_decay=0.1)
-    assert (matrices, vectors) == ([slots[1]], [slots[0], slots[2]]) and (lr, decay, none) == (1e-3, 0.1, 0.0)
-    assert its[0] is gradients[1] and [id(x) for x in theirs] == [id(gradients[0]), id(gradients[2])]
+    (matrices, its, lr, decay), (vectors, theirs, _, none) = by_rates(
+        slots, gradients, lr=1e-3, weight_decay=0.1
+    )
+    assert (matrices, vectors) == ([slots[1]], [slots[0], slots[2]]) and (lr, decay, none) == (
+        1e-3,
+        0.1,
+        0.0,
+    )
+    assert its[0] is gradients[1] and [id(x) for x in theirs] == [
+        id(gradients[0]),
+        id(gradients[2]),
+    ]
     left = by_rates(vectors, theirs, lr=1e-3, weight_decay=0.1)
     assert [part.slots for part in left] == [vectors], "what is empty is left out"
 
@@ -50,27 +64,51 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 def test_parts_have_the_same_rates() -> None:
     slow = Rates(lr=0.5)
     shards = [whole("a", (3, 2)), whole("b", (3, 2)), whole("c", (3, 2))]
-    slots = [build_slot(shard, torch.ones(3, 2), (), slow if shard.name == "b" else PLAIN) for shard in shards]
+    slots = [
+        build_slot(shard, torch.ones(3, 2), (), slow if shard.name == "b" else PLAIN)
+        for shard in shards
+    ]
     parts = by_rates(slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1)
-    assert [(part.slots, part.lr) for part in parts] == [([slots[0], slots[2]], 1.0), ([slots[1]], 0.5)]
+    assert [(part.slots, part.lr) for part in parts] == [
+        ([slots[0], slots[2]], 1.0),
+        ([slots[1]], 0.5),
+    ]
 
 
 def test_what_keeps_its_spread_does_not_decay() -> None:
     shards = [whole("a", (3, 2)), whole("b", (3, 2))]
     rates = [PLAIN, Rates(decay=0.0)]
-    slots = [build_slot(shard, torch.ones(3, 2), (), each) for shard, each in zip(shards, rates, strict=True)]
+    slots = [
+        build_slot(shard, torch.ones(3, 2), (), each)
+        for shard, each in zip(shards, rates, strict=True)
+    ]
     parts = by_rates(slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1)
-    assert [(part.slots, part.weight_decay) for part in parts] == [([slots[0]], 0.1), ([slots[1]], 0.0)]
+    assert [(part.slots, part.weight_decay) for part in parts] == [
+        ([slots[0]], 0.1),
+        ([slots[1]], 0.0),
+    ]
 
 
 def test_groups_decide_in_place_of_the_schedule_and_factors_multiply_what_they_decide() -> None:
-    shards = [whole("a", (3, 2)), whole("b", (3, 2)), whole("c", (2,), inputs=0), whole("d", (2,), inputs=0)]
+    shards = [
+        whole("a", (3, 2)),
+        whole("b", (3, 2)),
+        whole("c", (2,), inputs=0),
+        whole("d", (2,), inputs=0),
+    ]
     rates = [
-        Rates(lr=0.5, lr_of="slow"), Rates(decay=0.5, decay_of="slow"), Rates(decay_of="slow"),
+        Rates(lr=0.5, lr_of="slow"),
+        Rates(decay=0.5, decay_of="slow"),
+        Rates(decay_of="slow"),
         Rates(vector_decays=True),
-    ]  # fmt: skip
-    slots = [build_slot(s, torch.ones(s.matrix_shape), (), each) for s, each in zip(shards, rates, strict=True)]
+    ]
+    slots = [
+        build_slot(s, torch.ones(s.matrix_shape), (), each)
+        for s, each in zip(shards, rates, strict=True)
+    ]
     groups = {"slow": GroupRates(lr=0.2, weight_decay=0.4)}
-    parts = by_rates(slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1, groups=groups)
+    parts = by_rates(
+        slots, [slot.weight for slot in slots], lr=1.0, weight_decay=0.1, groups=groups
+    )
     found = {part.slots[0].shard.name: (part.lr, part.weight_decay) for part in parts}
     assert found == {"a": (0.1, 0.1), "b": (1.0, 0.2), "c": (1.0, 0.0), "d": (1.0, 0.1)}

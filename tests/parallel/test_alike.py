@@ -27,13 +27,17 @@ def test_the_text_names_ranks_and_the_first_parameter_that_differs(shared: bool)
     with pytest.raises(RankError) as caught:
         run_ranks(_compare, 3, {"norm.weight": "at elements 64 to 66"}, shared)
     assert (
-        "parameters lie differently on ranks 0 and 1, which add them up: first norm.weight at elements 8 to 10 on rank "
-        "0 and norm.weight at elements 64 to 66 on rank 1. Run the same version with the same settings on all."
+        "parameters lie differently on ranks 0 and 1, which add them up: first norm.weight at "
+        "elements 8 to 10 on rank "
+        "0 and norm.weight at elements 64 to 66 on rank 1. Run the same version with the same "
+        "settings on all."
     ) in str(caught.value)
 
 
 def test_a_parameter_that_one_rank_lacks_differs_unless_only_shared_ones_count() -> None:
-    with pytest.raises(RankError, match="nothing at all on rank 0 and extra at element 10 on rank 1"):
+    with pytest.raises(
+        RankError, match="nothing at all on rank 0 and extra at element 10 on rank 1"
+    ):
         run_ranks(_compare, 2, {"extra": "at element 10"}, False)
     assert run_ranks(_compare, 2, {"extra": "at element 10"}, True) == [True, True]
 

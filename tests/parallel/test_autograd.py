@@ -1,4 +1,5 @@
-"""Every differentiable collective equals dense algebra on one process, forward and backward, for any sizes and dims."""
+"""Every differentiable collective equals dense algebra on one process, forward and backward, for
+any sizes and dims."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,30 +89,50 @@ def _total(xs: Sequence[Tensor]) -> Tensor:
 CASES = {
     "enter": Case("I", "R", lambda x, g, d, s: enter(x, g), lambda xs, r, d, s: xs[0]),
     "leave": Case("P", "I", lambda x, g, d, s: leave(x, g), lambda xs, r, d, s: _total(xs)),
-    "all_reduce": Case("P", "R", lambda x, g, d, s: all_reduce(x, g), lambda xs, r, d, s: _total(xs)),
+    "all_reduce": Case(
+        "P", "R", lambda x, g, d, s: all_reduce(x, g), lambda xs, r, d, s: _total(xs)
+    ),
     "gather": Case(
-        "V", "R", lambda x, g, d, s: gather(x, g, dim=d, sizes=s), lambda xs, r, d, s: torch.cat(list(xs), d)
+        "V",
+        "R",
+        lambda x, g, d, s: gather(x, g, dim=d, sizes=s),
+        lambda xs, r, d, s: torch.cat(list(xs), d),
     ),
     "gather_same": Case(
-        "V", "I", lambda x, g, d, s: gather_same(x, g, dim=d, sizes=s), lambda xs, r, d, s: torch.cat(list(xs), d)
+        "V",
+        "I",
+        lambda x, g, d, s: gather_same(x, g, dim=d, sizes=s),
+        lambda xs, r, d, s: torch.cat(list(xs), d),
     ),
     "reduce_scatter": Case(
-        "P", "V", lambda x, g, d, s: reduce_scatter(x, g, dim=d, sizes=s), lambda xs, r, d, s: _total(xs).split(s, d)[r]
+        "P",
+        "V",
+        lambda x, g, d, s: reduce_scatter(x, g, dim=d, sizes=s),
+        lambda xs, r, d, s: _total(xs).split(s, d)[r],
     ),
-    "split": Case("I", "V", lambda x, g, d, s: split(x, g, dim=d, sizes=s), lambda xs, r, d, s: xs[0].split(s, d)[r]),
+    "split": Case(
+        "I",
+        "V",
+        lambda x, g, d, s: split(x, g, dim=d, sizes=s),
+        lambda xs, r, d, s: xs[0].split(s, d)[r],
+    ),
 }
 
 
 def _inputs(case: Case, variant: Variant, world: int) -> list[Tensor]:
-    """Every rank's input: one and the same for I, each its own for V and P; whole along dim unless it is V."""
+    """Every rank's input: one and the same for I, each its own for V and P; whole along dim unless
+    it is V."""
     sizes = variant.sizes(world)
     if case.before == "I":
         return [variant.part(sum(sizes), seed=0)] * world
-    return [variant.part(sizes[r] if case.before == "V" else sum(sizes), seed=r) for r in range(world)]
+    return [
+        variant.part(sizes[r] if case.before == "V" else sum(sizes), seed=r) for r in range(world)
+    ]
 
 
 def _cotangent(case: Case, y: Tensor, rank: int) -> Tensor:
-    """dL/dy on one rank: of its own for V and R, which ranks use differently; the same everywhere for I."""
+    """dL/dy on one rank: of its own for V and R, which ranks use differently; the same everywhere
+    for I."""
     seed = 100 if case.after == "I" else 100 + rank
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -161,14 +182,23 @@ def test_it_equals_dense_algebra_forward_and_backward(name: str, world: int) -> 
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("all_reduce", "leave"), ("leave", "all_reduce"), ("gather", "gather_same"), ("gather_same", "gather")],
+    [
+        ("all_reduce", "leave"),
+        ("leave", "all_reduce"),
+        ("gather", "gather_same"),
+        ("gather_same", "gather"),
+    ],
 )
 def test_the_comparison_sees_a_wrong_backward(name: str, other: str) -> None:
     with pytest.raises(RankError, match=rf"AssertionError: gradient of {name} Variant"):
         run_ranks(_equals_dense_algebra, 2, name, other)
 
 
-TRAFFIC = ([[1, 2, 0, 3], [0, 0, 1, 1], [0, 4, 2, 0], [1, 1, 1, 0]], [[0, 0, 0, 0]] * 4, [[2, 2, 2, 2]] * 4)
+TRAFFIC = (
+    [[1, 2, 0, 3], [0, 0, 1, 1], [0, 4, 2, 0], [1, 1, 1, 0]],
+    [[0, 0, 0, 0]] * 4,
+    [[2, 2, 2, 2]] * 4,
+)
 """Rows that each rank (outer) sends to each rank (inner)."""
 
 
@@ -190,7 +220,10 @@ def _exchanges(rank: int, world: int, in_two: bool) -> None:
         y = _exchange(xs[rank], group, rows[rank], receive, in_two)
         expected = torch.cat([xs[r].split(rows[r])[rank] for r in range(world)]).detach()
         assert torch.equal(y, expected)
-        dys = [Variant().part(sum(rows[r][s] for r in range(world)), seed=50 + s).detach() for s in range(world)]
+        dys = [
+            Variant().part(sum(rows[r][s] for r in range(world)), seed=50 + s).detach()
+            for s in range(world)
+        ]
         y.backward(dys[rank])
         back = [dys[s].split([rows[r][s] for r in range(world)])[rank] for s in range(world)]
         assert_equals("the gradient sent back", gradient_of(xs[rank]), torch.cat(back), EXACT)
@@ -204,7 +237,11 @@ def test_an_exchange_of_any_rows_goes_back_the_same_way(world: int, in_two: bool
 
 def _works_between(rank: int, world: int) -> list[tuple[str, bool]]:
     """What happened while a message was on its way, in order: (what, whether one was)."""
-    group, log, w = everyone(rank, world, "ep"), list[tuple[str, bool]](), torch.ones(3, 3, requires_grad=True)
+    group, log, w = (
+        everyone(rank, world, "ep"),
+        list[tuple[str, bool]](),
+        torch.ones(3, 3, requires_grad=True),
+    )
     x = torch.ones(2 * world, 3, requires_grad=True)
 
     class Work(torch.autograd.Function):
@@ -219,7 +256,9 @@ def _works_between(rank: int, world: int) -> list[tuple[str, bool]]:
             return dy * 2
 
     with slow_link(latency_seconds=0.2, poison=True) as link:
-        crossing = Crossing(group, [2] * world, [2] * world, lambda: log.append(("meanwhile", True)))
+        crossing = Crossing(
+            group, [2] * world, [2] * world, lambda: log.append(("meanwhile", True))
+        )
         departed = depart(x, crossing)
         beside: Tensor = Work.apply(x)
         rows = arrive(departed, crossing) @ w
@@ -229,9 +268,14 @@ def _works_between(rank: int, world: int) -> list[tuple[str, bool]]:
     return log
 
 
-def test_what_lies_between_the_ends_of_a_message_is_done_while_it_travels_forward_and_backward() -> None:
+def test_work_between_start_and_wait_overlaps_with_the_all_to_all_in_both_directions() -> None:
     for log in run_ranks(_works_between, 2):
-        assert log == [("forward", True), ("meanwhile", True), ("backward", True), ("meanwhile", True)]
+        assert log == [
+            ("forward", True),
+            ("meanwhile", True),
+            ("backward", True),
+            ("meanwhile", True),
+        ]
 
 
 def _defaults_without_sizes(rank: int, world: int) -> None:
@@ -250,7 +294,9 @@ def test_without_sizes_parts_are_as_even_as_can_be_and_integers_travel_too() -> 
 def _bfloat16(rank: int, world: int) -> None:
     group = everyone(rank, world, "tp")
     x = torch.full((4, 3), 1.0 + rank, dtype=torch.bfloat16).requires_grad_()
-    y = gather(leave(x, group) + reduce_scatter(all_reduce(enter(x, group), group), group).sum(), group)
+    y = gather(
+        leave(x, group) + reduce_scatter(all_reduce(enter(x, group), group), group).sum(), group
+    )
     y.sum().backward()
     assert y.dtype == x.dtype == torch.bfloat16
     assert gradient_of(x).dtype == torch.bfloat16
@@ -262,8 +308,18 @@ def test_bfloat16_stays_bfloat16() -> None:
 
 def test_a_group_of_one_returns_its_input_itself() -> None:
     x, group = torch.randn(3, 2), alone("tp")
-    results = [enter(x, group), leave(x, group), all_reduce(x, group), gather(x, group), gather_same(x, group, dim=1)]
-    results += [reduce_scatter(x, group), split(x, group, dim=1), all_to_all(x, group, send=[3], receive=[3])]
+    results = [
+        enter(x, group),
+        leave(x, group),
+        all_reduce(x, group),
+        gather(x, group),
+        gather_same(x, group, dim=1),
+    ]
+    results += [
+        reduce_scatter(x, group),
+        split(x, group, dim=1),
+        all_to_all(x, group, send=[3], receive=[3]),
+    ]
     assert all(result is x for result in [*results, partial(x, group)])
 
 
@@ -308,7 +364,8 @@ def test_every_function_states_the_types_it_moves_between() -> None:
         if isinstance(value, type) and issubclass(value, torch.autograd.Function)
     }
     table = {
-        "".join(word.title() for word in name.split("_")): (case.before, case.after) for name, case in CASES.items()
+        "".join(word.title() for word in name.split("_")): (case.before, case.after)
+        for name, case in CASES.items()
     }
     assert stated == {
         **table,
@@ -332,7 +389,9 @@ def _step(x: Tensor, w: Tensor, group: Group, rows: list[list[int]]) -> Tensor:
 def _compiles(rank: int, world: int, rows: list[list[int]]) -> None:
     group, found = everyone(rank, world, "tp"), []
     for function in (_step, torch.compile(_step, fullgraph=True, backend="aot_eager")):
-        x = torch.randn(sum(rows[rank]), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        x = torch.randn(
+            sum(rows[rank]), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+        )
         w = torch.eye(5, dtype=torch.float64).requires_grad_()
         y = function(x.requires_grad_(), w, group, rows)
         y.square().sum().backward()

@@ -1,4 +1,5 @@
-"""Each way to share tokens gives what one rank gives, output and gradients, for windows, documents and few heads."""
+"""Each way to share tokens gives what one rank gives, output and gradients, for windows, documents
+and few heads."""
 
 import time
 import weakref
@@ -51,12 +52,21 @@ class Case:
     def model(self) -> ModelConfig:
         """Only its heads matter."""
         n, g = self.heads
-        return ModelConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=n, num_kv_heads=g, ffn_hidden_size=8)
+        return ModelConfig(
+            vocab_size=8,
+            hidden_size=8,
+            num_layers=1,
+            num_heads=n,
+            num_kv_heads=g,
+            ffn_hidden_size=8,
+        )
 
     def parallel(self, world: int) -> ParallelConfig:
         """All ranks share tokens."""
         slicing: Literal["row", "document"] = "document" if self.document else "row"
-        return ParallelConfig(cp=world, context=ContextConfig(kind=self.kind, a2a=self.a2a, slicing=slicing))
+        return ParallelConfig(
+            cp=world, context=ContextConfig(kind=self.kind, a2a=self.a2a, slicing=slicing)
+        )
 
     def whole(self, dtype: torch.dtype) -> list[Tensor]:
         """q, k, v and the gradient of the output, of all tokens."""
@@ -64,25 +74,33 @@ class Case:
         draw = torch.Generator().manual_seed(3)
         shapes = [(n, 6), (g, 6), (g, 5), (n, 5)]
         total = sum(self.lengths)
-        return [torch.randn(total, *shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+        return [
+            torch.randn(total, *shape, generator=draw, dtype=torch.float64).to(dtype)
+            for shape in shapes
+        ]
 
     def learnt(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The sinks of all heads, and the table of biases by distance, if there are any."""
         n = self.heads[0]
         found = {"sinks": torch.linspace(-1, 2, n, dtype=dtype)} if self.sinks else {}
         if self.scores.relative is not None:
-            table = torch.randn(8, n, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+            table = torch.randn(
+                8, n, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+            )
             found["biases"] = table.to(dtype)
         return {name: weight.requires_grad_() for name, weight in found.items()}
 
 
 def with_case_masks(case: Case, tokens: Tokens) -> Tokens:
-    """Some pairs are hidden, and some queries see nothing; beside masks, one document has none, and some keys are
-    padding."""
+    """Some pairs are hidden, and some queries see nothing; beside masks, one document has none,
+    and some keys are padding."""
     if case.masks is None:
         return tokens
     draw = torch.Generator().manual_seed(6)
-    masks = [(torch.rand(n, n, generator=draw) < 0.6) & (torch.rand(n, 1, generator=draw) < 0.9) for n in case.lengths]
+    masks = [
+        (torch.rand(n, n, generator=draw) < 0.6) & (torch.rand(n, 1, generator=draw) < 0.9)
+        for n in case.lengths
+    ]
     if case.masks == "alone":
         return with_masks(tokens, masks, alone=True)
     text = torch.rand(sum(case.lengths), generator=draw) < 0.8
@@ -100,7 +118,8 @@ def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
 
 
 def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """My output and gradients, each in its place among zeros for all other tokens; my part of those that are learnt."""
+    """My output and gradients, each in its place among zeros for all other tokens; my part of those
+    that are learnt."""
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
     read = torch.from_numpy(slices.as_read(rank))
@@ -126,7 +145,9 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     learnt = case.learnt(dtype)
     inputs = [x.requires_grad_() for x in (q, k, v)] + list(learnt.values())
     tokens = with_case_masks(case, tokens_of_lengths(list(case.lengths)))
-    numbers = torch.tensor([row * case.row + place for row in (5, 9) for place in range(case.row)])[: len(q)]
+    numbers = torch.tensor([row * case.row + place for row in (5, 9) for place in range(case.row)])[
+        : len(q)
+    ]
     tokens = replace(tokens, dropout=DropoutKey(1, numbers), biases=learnt.get("biases"))
     out = reference_attention(q, k, v, tokens, case.scores, learnt.get("sinks"))
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
@@ -136,22 +157,30 @@ def errors(world: int, case: Case) -> dict[str, float]:
     parts = run_ranks(_attend, world, case)
     joined = [torch.stack(list(same)).sum(0) for same in zip(*parts)]
     names = ("out", "dq", "dk", "dv", *(f"d{name}" for name in case.learnt(torch.float64)))
-    return {name: relative_error(a, b) for name, a, b in zip(names, joined, reference(case), strict=True)}
+    return {
+        name: relative_error(a, b)
+        for name, a, b in zip(names, joined, reference(case), strict=True)
+    }
 
 
 RAGGED = (5, 1, 18, 20, 4)
 WINDOW = Scores(window=7)
 VARIANTS = {
-    "scale": (Scores(scale=0.3), False), "softcap": (Scores(softcap=1.5), False), "sinks": (PLAIN, True),
+    "scale": (Scores(scale=0.3), False),
+    "softcap": (Scores(softcap=1.5), False),
+    "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.3, window=6, softcap=1.5), True),
     "both ways": (Scores(causal=False, dropout=WeightDropout(0.3, 77, 3)), False),
     "both ways, everything": (
-        Scores(scale=0.3, window=6, softcap=1.5, causal=False, dropout=WeightDropout(0.3, 77, 0)), True,
+        Scores(scale=0.3, window=6, softcap=1.5, causal=False, dropout=WeightDropout(0.3, 77, 0)),
+        True,
     ),
-}  # fmt: skip
+}
 LEFT = Scores(causal=False, window=9, right=2)
 BOTH_WAYS, BIASED = Scores(causal=False), Scores(relative=11)
-BIASED_ALL = Scores(scale=0.3, window=6, softcap=1.5, relative=11, dropout=WeightDropout(0.3, 77, 0))
+BIASED_ALL = Scores(
+    scale=0.3, window=6, softcap=1.5, relative=11, dropout=WeightDropout(0.3, 77, 0)
+)
 ALL = Scores(scale=0.3, window=6, softcap=1.5)
 CASES = {
     "ring": (2, Case()),
@@ -167,26 +196,54 @@ CASES = {
     "a2a, key heads that do not divide": (3, Case("a2a", heads=(6, 2))),
     "a2a+ring, one key head": (4, Case("a2a+ring", heads=(4, 1), a2a=2)),
     "ring, each document sliced": (2, Case(lengths=RAGGED, document=True)),
-    "gather, each document sliced": (3, Case("gather", lengths=RAGGED, document=True, scores=Scores(window=6))),
+    "gather, each document sliced": (
+        3,
+        Case("gather", lengths=RAGGED, document=True, scores=Scores(window=6)),
+    ),
     "a2a, each document sliced": (2, Case("a2a", lengths=RAGGED, document=True)),
     "a2a+ring, each document sliced": (4, Case("a2a+ring", lengths=RAGGED, document=True, a2a=2)),
     **{
         f"{kind}, {name}": (
             4 if kind == "a2a+ring" else 2,
-            Case(kind, lengths=RAGGED, scores=scores, sinks=sinks, a2a=2 if kind == "a2a+ring" else None),
+            Case(
+                kind,
+                lengths=RAGGED,
+                scores=scores,
+                sinks=sinks,
+                a2a=2 if kind == "a2a+ring" else None,
+            ),
         )
         for kind in KINDS
         for name, (scores, sinks) in VARIANTS.items()
     },
-    "ring, everything, each document sliced": (3, Case(lengths=RAGGED, document=True, scores=ALL, sinks=True)),
-    "a2a, everything, key heads that do not divide": (3, Case("a2a", heads=(6, 2), scores=ALL, sinks=True)),
-    "a2a+ring, everything, one key head": (4, Case("a2a+ring", heads=(4, 1), scores=ALL, sinks=True, a2a=2)),
+    "ring, everything, each document sliced": (
+        3,
+        Case(lengths=RAGGED, document=True, scores=ALL, sinks=True),
+    ),
+    "a2a, everything, key heads that do not divide": (
+        3,
+        Case("a2a", heads=(6, 2), scores=ALL, sinks=True),
+    ),
+    "a2a+ring, everything, one key head": (
+        4,
+        Case("a2a+ring", heads=(4, 1), scores=ALL, sinks=True, a2a=2),
+    ),
     "ring, dropped weights, each document sliced": (
         3,
-        Case(lengths=RAGGED, document=True, scores=Scores(off_by_one=True, dropout=WeightDropout(0.3, 77, 0))),
+        Case(
+            lengths=RAGGED,
+            document=True,
+            scores=Scores(off_by_one=True, dropout=WeightDropout(0.3, 77, 0)),
+        ),
     ),
-    "a2a, dropped weights, rows": (2, Case("a2a", scores=Scores(dropout=WeightDropout(0.3, 77, 0)))),
-    "a2a+ring, dropped weights, rows": (4, Case("a2a+ring", scores=Scores(dropout=WeightDropout(0.3, 77, 0)), a2a=2)),
+    "a2a, dropped weights, rows": (
+        2,
+        Case("a2a", scores=Scores(dropout=WeightDropout(0.3, 77, 0))),
+    ),
+    "a2a+ring, dropped weights, rows": (
+        4,
+        Case("a2a+ring", scores=Scores(dropout=WeightDropout(0.3, 77, 0)), a2a=2),
+    ),
     **{
         f"{kind}, both ways, each document sliced": (
             2,
@@ -206,14 +263,26 @@ CASES = {
         2,
         Case("gather", lengths=RAGGED, document=True, scores=LEFT),
     ),
-    "a2a, further to the left, each document sliced": (2, Case("a2a", lengths=RAGGED, document=True, scores=LEFT)),
+    "a2a, further to the left, each document sliced": (
+        2,
+        Case("a2a", lengths=RAGGED, document=True, scores=LEFT),
+    ),
     "a2a+ring, further to the left": (4, Case("a2a+ring", a2a=2, scores=LEFT)),
     "ring, biases": (2, Case(scores=BIASED)),
     "gather, biases": (2, Case("gather", scores=BIASED)),
     "a2a, biases": (2, Case("a2a", scores=BIASED)),
-    "a2a+ring, biases both ways": (4, Case("a2a+ring", a2a=2, scores=replace(BIASED, causal=False))),
-    "ring of three, biases, documents": (3, Case(lengths=RAGGED, scores=BIASED_ALL, heads=(6, 2), sinks=True)),
-    "a2a+ring, biases, everything": (4, Case("a2a+ring", a2a=2, lengths=RAGGED, scores=BIASED_ALL, sinks=True)),
+    "a2a+ring, biases both ways": (
+        4,
+        Case("a2a+ring", a2a=2, scores=replace(BIASED, causal=False)),
+    ),
+    "ring of three, biases, documents": (
+        3,
+        Case(lengths=RAGGED, scores=BIASED_ALL, heads=(6, 2), sinks=True),
+    ),
+    "a2a+ring, biases, everything": (
+        4,
+        Case("a2a+ring", a2a=2, lengths=RAGGED, scores=BIASED_ALL, sinks=True),
+    ),
     **{
         f"{kind}, biases both ways, each document sliced": (
             2,
@@ -246,8 +315,14 @@ CASES = {
         )
     },
     "gather of three, masks alone, one key head": (3, Case("gather", heads=(3, 1), masks="alone")),
-    "ring, masks in tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1), masks="alone")),
-    "ring, biases in tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1), scores=BIASED)),
+    "ring, masks in tiles of whole chunks": (
+        2,
+        Case(lengths=(288,), row=288, heads=(2, 1), masks="alone"),
+    ),
+    "ring, biases in tiles of whole chunks": (
+        2,
+        Case(lengths=(288,), row=288, heads=(2, 1), scores=BIASED),
+    ),
     "ring, tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1))),
 }
 
@@ -260,7 +335,8 @@ def test_shared_tokens_attend_like_one_ranks(name: str) -> None:
 
 
 def _changed(rank: int, world: int, case: Case) -> list[bool]:
-    """For each document: whether any rank's part of it came out other when only the second document was changed."""
+    """For each document: whether any rank's part of it came out other when only the second document
+    was changed."""
     outs = []
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
@@ -277,8 +353,8 @@ def _changed(rank: int, world: int, case: Case) -> list[bool]:
 
 
 def _hidden_keys(rank: int, world: int, case: Case) -> tuple[bool, bool, bool]:
-    """Whether other keys where padding is change a bit; whether gradients of those are zero; whether the first queries,
-    which see nothing, find 0."""
+    """Whether other keys where padding is change a bit; whether gradients of those are zero;
+    whether the first queries, which see nothing, find 0."""
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
     read = torch.from_numpy(slices.as_read(rank))
@@ -292,7 +368,11 @@ def _hidden_keys(rank: int, world: int, case: Case) -> tuple[bool, bool, bool]:
     other = attend(q, *(torch.where(hidden[:, None, None], x + 1, x) for x in (k, v)), tokens)
     dk, dv = torch.autograd.grad(out, (k, v), dout)
     first = (read >= 0) & (read < 2)
-    return torch.equal(out, other), not dk[hidden].any() and not dv[hidden].any(), not out[first].any()
+    return (
+        torch.equal(out, other),
+        not dk[hidden].any() and not dv[hidden].any(),
+        not out[first].any(),
+    )
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
@@ -323,7 +403,9 @@ def context_numbers(case: Case, world: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["ring", "gather"])
 def test_a_rank_that_takes_the_rows_of_another_is_seen(kind: ContextKind) -> None:
     case = Case(kind, masks="alone")
-    joined = [torch.stack(list(same)).sum(0) for same in zip(*run_ranks(_without_my_own_rows, 2, case))]
+    joined = [
+        torch.stack(list(same)).sum(0) for same in zip(*run_ranks(_without_my_own_rows, 2, case))
+    ]
     assert all(relative_error(a, b) > 0.01 for a, b in zip(joined, reference(case), strict=True))
 
 
@@ -340,7 +422,8 @@ def test_more_groups_of_neighbours_than_two() -> None:
 
 
 def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
-    """Bytes kept for backward, and the most chunks of others' keys and values that were alive in a step."""
+    """Bytes kept for backward, and the most chunks of others' keys and values that were alive in a
+    step."""
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
     read = torch.from_numpy(slices.as_read(rank))
@@ -361,18 +444,28 @@ def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
         alive.append(min(counts))
         ATTEND(*arguments)
 
-    with metered() as meter, replaced(context, "start_passing", pass_on), replaced(context, "attend", attend):
+    with (
+        metered() as meter,
+        replaced(context, "start_passing", pass_on),
+        replaced(context, "attend", attend),
+    ):
         out = Ring(mesh.cp)(q, k, v, tokens)
         kept = meter.live
     del out
     return kept, max(alive)
 
 
-PASS_ON, ATTEND, ATTEND_BACKWARD = context.start_passing, span_attention.attend, span_attention.attend_backward
+PASS_ON, ATTEND, ATTEND_BACKWARD = (
+    context.start_passing,
+    span_attention.attend,
+    span_attention.attend_backward,
+)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_ring_keeps_its_own_share_and_two_chunks_of_keys_and_values_pass_through(world: int) -> None:
+def test_a_ring_keeps_its_own_share_and_two_chunks_of_keys_and_values_pass_through(
+    world: int,
+) -> None:
     case = Case(lengths=(48, 48), row=48)
     (n, g), tokens = case.heads, sum(case.lengths) // world
     share = tokens * (n * 6 + g * (6 + 5) + n * 5 + n) * 4  # q, k and v, the output, lse
@@ -380,7 +473,8 @@ def test_a_ring_keeps_its_own_share_and_two_chunks_of_keys_and_values_pass_throu
 
 
 def _hidden_share(rank: int, world: int, case: Case) -> float:
-    """How much of what a slow link adds to forward and backward is hidden when a step takes five times as long."""
+    """How much of what a slow link adds to forward and backward is hidden when a step takes five
+    times as long."""
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
     read = torch.from_numpy(slices.as_read(rank))
@@ -398,9 +492,13 @@ def _hidden_share(rank: int, world: int, case: Case) -> float:
         out = Ring(mesh.cp)(q, k, v, tokens)
         out.sum().backward()
     found = [out, *(x.grad for x in (q, k, v) if x.grad is not None)]
-    assert len(found) == 4 and all(bool(torch.isfinite(x).all()) for x in found)  # nothing was read before it arrived
+    assert len(found) == 4 and all(
+        bool(torch.isfinite(x).all()) for x in found
+    )  # nothing was read before it arrived
     assert all(transfer.waits == 1 for transfer in link.transfers)
-    assert len(link.of("all_to_all")) == 3 * (world - 1)  # keys and values twice round, their gradients once
+    assert len(link.of("all_to_all")) == 3 * (
+        world - 1
+    )  # keys and values twice round, their gradients once
     return 1 - link.exposed_seconds() / link.added_seconds()
 
 
@@ -410,7 +508,8 @@ def test_a_ring_hides_a_slow_link_behind_its_steps(world: int) -> None:
 
 
 def _both_ways(rank: int, world: int, kind: ContextKind) -> list[list[Tensor]]:
-    """Output and gradients with and without overlap; and what is under way whenever something is computed."""
+    """Output and gradients with and without overlap; and what is under way whenever something is
+    computed."""
     case = Case(kind, a2a=2 if kind == "a2a+ring" else None)
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
@@ -425,7 +524,9 @@ def _both_ways(rank: int, world: int, kind: ContextKind) -> list[list[Tensor]]:
             ATTEND(*args)
 
         with slow_link() as link, replaced(context, "attend", note):
-            out = build_attend(case.parallel(world).context, 0, mesh, overlap=overlap)(q, k, v, tokens)
+            out = build_attend(case.parallel(world).context, 0, mesh, overlap=overlap)(
+                q, k, v, tokens
+            )
             out.backward(dout.detach())
         assert any(late) == overlap
         found.append([out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)])
@@ -433,7 +534,9 @@ def _both_ways(rank: int, world: int, kind: ContextKind) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(("world", "kind"), [(2, "ring"), (3, "ring"), (4, "a2a+ring")])
-def test_without_overlap_a_ring_waits_before_it_computes_and_changes_no_bit(world: int, kind: ContextKind) -> None:
+def test_without_overlap_a_ring_waits_before_it_computes_and_changes_no_bit(
+    world: int, kind: ContextKind
+) -> None:
     for overlapped, plain in run_ranks(_both_ways, world, kind):
         assert len(plain) == 4
         assert all(torch.equal(a, b) for a, b in zip(overlapped, plain, strict=True))
@@ -455,5 +558,7 @@ def test_each_layer_attends_in_its_own_way() -> None:
 
 
 def test_tokens_that_were_not_sliced_are_our_own_fault() -> None:
-    with pytest.raises(AssertionError, match="tokens were not sliced over cp: the loader does that"):
+    with pytest.raises(
+        AssertionError, match="tokens were not sliced over cp: the loader does that"
+    ):
         context._context(tokens_of_lengths([4]))

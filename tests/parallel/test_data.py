@@ -1,4 +1,5 @@
-"""The data-parallel engine: flat storage, sinks, buckets that start when they are full, and its oracle, torch's DDP."""
+"""The data-parallel engine: flat storage, sinks, buckets that start when they are full, and its
+oracle, torch's DDP."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,9 +24,15 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 
 CONFIG = ModelConfig(
-    vocab_size=30, vocab_multiple=4, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=10,
+    vocab_size=30,
+    vocab_multiple=4,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_hidden_size=10,
     qkv_bias=True,
-)  # fmt: skip
+)
 
 
 def build(
@@ -33,11 +40,20 @@ def build(
 ) -> tuple[Decoder, DataParallel]:
     """A small float64 model on the engine."""
     model = Decoder(CONFIG, mesh, dtype=torch.float64)
-    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    parameters = [
+        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+    ]
     data = DataParallel(
-        model, parameters, mesh, device=torch.device("cpu"), gradient_dtype=torch.float64, bucket_numel=bucket_numel,
-        overlap=overlap, sinks=sinks, zero=zero,
-    )  # fmt: skip
+        model,
+        parameters,
+        mesh,
+        device=torch.device("cpu"),
+        gradient_dtype=torch.float64,
+        bucket_numel=bucket_numel,
+        overlap=overlap,
+        sinks=sinks,
+        zero=zero,
+    )
     initialise(model, seed=5)
     return model, data
 
@@ -72,13 +88,22 @@ def test_weights_of_one_matmul_lie_together() -> None:
 
 
 def test_a_tied_head_stays_tied() -> None:
-    tied = ModelConfig(**{**{f: getattr(CONFIG, f) for f in CONFIG.__slots__}, "tied_embeddings": True})
+    tied = ModelConfig(
+        **{**{f: getattr(CONFIG, f) for f in CONFIG.__slots__}, "tied_embeddings": True}
+    )
     model = Decoder(tied, mesh_of_one())
-    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    parameters = [
+        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+    ]
     DataParallel(
-        model, parameters, mesh_of_one(), device=torch.device("cpu"), gradient_dtype=torch.float32, bucket_numel=100,
+        model,
+        parameters,
+        mesh_of_one(),
+        device=torch.device("cpu"),
+        gradient_dtype=torch.float32,
+        bucket_numel=100,
         overlap=True,
-    )  # fmt: skip
+    )
     assert model.head.weight is model.embed.weight
     assert not any(parameter.is_meta for parameter in model.parameters())
 
@@ -97,7 +122,9 @@ def test_an_unused_parameter_gets_zeros_and_is_named_once(caplog: pytest.LogCapt
     assert not found["layers.0.mlp.down"].any()
     assert found["embed.weight"].any()
     (record,) = caplog.records
-    names = record.getMessage().partition(" had no part in the loss of this step: their gradients are zero")[0]
+    names = record.getMessage().partition(
+        " had no part in the loss of this step: their gradients are zero"
+    )[0]
     expected = [shard.name for shard in data.shards if shard.name != "embed.weight"]
     assert names == f"{', '.join(expected[:10])} and {len(expected) - 10} more"
 
@@ -143,8 +170,12 @@ def _equals_ddp(rank: int, world: int) -> bool:
     initialise(plain, seed=5)
     wrapped = nn.parallel.DistributedDataParallel(_Loss(plain))
     wrapped(rank).backward()
-    names = {id(getattr(module, name)): d.shard.name for d, module, name in declared_parameters(plain)}
-    theirs = {names[id(p)]: p.grad * world for p in plain.parameters() if p.grad is not None}  # DDP takes the mean
+    names = {
+        id(getattr(module, name)): d.shard.name for d, module, name in declared_parameters(plain)
+    }
+    theirs = {
+        names[id(p)]: p.grad * world for p in plain.parameters() if p.grad is not None
+    }  # DDP takes the mean
     assert_close(mine, theirs, FP64)
     return True
 
@@ -185,15 +216,25 @@ def test_removing_the_first_overwrite_would_be_seen(monkeypatch: pytest.MonkeyPa
 # --- divided over ranks
 
 
-def _odd_step(rank: int, world: int, zero: int, overlap: bool, replicas: int) -> list[tuple[str, Any, list[float]]]:
-    """What a rank owns after two steps of three microbatches, and the weights that every rank computes with then."""
+def _odd_step(
+    rank: int, world: int, zero: int, overlap: bool, replicas: int
+) -> list[tuple[str, Any, list[float]]]:
+    """What a rank owns after two steps of three microbatches, and the weights that every rank
+    computes with then."""
     parallel = ParallelConfig(zero=zero, replicas=replicas)
     mesh = build_mesh(model_grid(parallel, CONFIG, world), rank=rank)
     model = Odd()
     data = DataParallel(
-        model, [(shard, model, shard.name) for shard in model.SHARDS], mesh, device=torch.device("cpu"),
-        gradient_dtype=torch.float64, bucket_numel=100, overlap=overlap, zero=zero, chunks=[model],
-    )  # fmt: skip
+        model,
+        [(shard, model, shard.name) for shard in model.SHARDS],
+        mesh,
+        device=torch.device("cpu"),
+        gradient_dtype=torch.float64,
+        bucket_numel=100,
+        overlap=overlap,
+        zero=zero,
+        chunks=[model],
+    )
     for _ in range(2):
         data.begin_step(3)
         for microbatch in range(3):
@@ -204,10 +245,15 @@ def _odd_step(rank: int, world: int, zero: int, overlap: bool, replicas: int) ->
         data.publish()
     found = [(o.shard.name, o.shard.flat, o.gradient.tolist()) for o in owned]
     data.settle()
-    return [*found, ("weights", None, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())]
+    return [
+        *found,
+        ("weights", None, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()),
+    ]
 
 
-@pytest.mark.parametrize(("zero", "overlap", "replicas"), [(1, True, 1), (2, True, 1), (2, False, 1), (1, True, 2)])
+@pytest.mark.parametrize(
+    ("zero", "overlap", "replicas"), [(1, True, 1), (2, True, 1), (2, False, 1), (1, True, 2)]
+)
 def test_ranks_own_every_element_once_even_when_there_are_fewer_elements_than_ranks(
     zero: int, overlap: bool, replicas: int
 ) -> None:
@@ -232,14 +278,22 @@ def test_ranks_own_every_element_once_even_when_there_are_fewer_elements_than_ra
 
 
 def _two_chunks_of_one_table(rank: int, world: int, zero: int, surplus: bool) -> list[float]:
-    """The summed gradient of a table that two chunks of a rank use: all microbatches of the last go back first."""
+    """The summed gradient of a table that two chunks of a rank use: all microbatches of the last go
+    back first."""
     mesh = build_mesh(model_grid(ParallelConfig(zero=zero), CONFIG, world), rank=rank)
     chunks = nn.ModuleList([nn.Module(), nn.Module()])
     chunks[0].table = chunks[1].table = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
     data = DataParallel(
-        chunks, [(whole("table", (3, 4)), chunks[0], "table")], mesh, device=torch.device("cpu"),
-        gradient_dtype=torch.float64, bucket_numel=100, overlap=True, sinks=False, zero=zero,
-    )  # fmt: skip
+        chunks,
+        [(whole("table", (3, 4)), chunks[0], "table")],
+        mesh,
+        device=torch.device("cpu"),
+        gradient_dtype=torch.float64,
+        bucket_numel=100,
+        overlap=True,
+        sinks=False,
+        zero=zero,
+    )
     data.begin_step(2)
     for chunk, factor in [(1, 1), (1, 10), (0, 100), (0, 1000), *[(0, 1)] * surplus]:
         (factor * (rank + 1) * chunks[chunk].get_parameter("table").sum()).backward()
@@ -259,14 +313,17 @@ def test_a_gradient_that_nobody_waits_for_is_refused_with_its_name(zero: int) ->
 
 
 def _on_their_way(rank: int, world: int) -> list[tuple[int, int, int]]:
-    """Before finish and inside: how many sums of buckets have started, and the most at once on their way; how many."""
+    """Before finish and inside: how many sums of buckets have started, and the most at once on
+    their way; how many."""
     found = []
     for overlap in (False, True):
         mesh = build_mesh(model_grid(ParallelConfig(zero=1), CONFIG, world), rank=rank)
         model, data = build(mesh, overlap=overlap, zero=1)
         most: list[int] = []
 
-        def counted(*given: Any, data: DataParallel = data, most: list[int] = most, **options: Any) -> Any:
+        def counted(
+            *given: Any, data: DataParallel = data, most: list[int] = most, **options: Any
+        ) -> Any:
             most.append(len(data._sums) + 1)
             return start_sum(*given, **options)
 
@@ -283,40 +340,69 @@ def test_without_overlap_sums_start_in_finish_and_few_are_on_their_way_at_once()
     for (apart, most_apart, count), (started, most, _) in run_ranks(_on_their_way, 2):
         assert count > 4
         assert (apart, started) == (0, count)
-        assert most_apart == most == flat.IN_FLIGHT + 1  # the oldest is waited for once the next has started
+        assert (
+            most_apart == most == flat.IN_FLIGHT + 1
+        )  # the oldest is waited for once the next has started
 
 
 def test_one_rank_alone_divides_nothing() -> None:
     for zero in (1, 2):
         model = Odd()
         data = DataParallel(
-            model, [(shard, model, shard.name) for shard in model.SHARDS], mesh_of_one(), device=torch.device("cpu"),
-            gradient_dtype=torch.float64, bucket_numel=100, overlap=True, zero=zero, chunks=[model],
-        )  # fmt: skip
+            model,
+            [(shard, model, shard.name) for shard in model.SHARDS],
+            mesh_of_one(),
+            device=torch.device("cpu"),
+            gradient_dtype=torch.float64,
+            bucket_numel=100,
+            overlap=True,
+            zero=zero,
+            chunks=[model],
+        )
         data.begin_step(1)
         model(2.0).backward()
-        assert {o.shard.name: o.shard.flat for o in data.finish()} == {shard.name: None for shard in model.SHARDS}
+        assert {o.shard.name: o.shard.flat for o in data.finish()} == {
+            shard.name: None for shard in model.SHARDS
+        }
 
 
 def _reads(rank: int, world: int) -> list[bool]:
-    """Whether weights are those that were published: read by forward, by forward of a part, and after `settle`."""
+    """Whether weights are those that were published: read by forward, by forward of a part, and
+    after `settle`."""
     run_config = ParallelConfig(zero=1)
     mesh = build_mesh(model_grid(run_config, CONFIG, world), rank=rank)
     model = Decoder(CONFIG, mesh, dtype=torch.float64)
-    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    parameters = [
+        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+    ]
     data = DataParallel(
-        model, parameters, mesh, device=torch.device("cpu"), gradient_dtype=torch.float64, bucket_numel=200,
-        overlap=True, zero=1, chunks=[model],
-    )  # fmt: skip
+        model,
+        parameters,
+        mesh,
+        device=torch.device("cpu"),
+        gradient_dtype=torch.float64,
+        bucket_numel=200,
+        overlap=True,
+        zero=1,
+        chunks=[model],
+    )
     initialise(model, seed=5)
     results = []
     with slow_link(latency_seconds=0.01, poison=True) as link, torch.no_grad():
         data.publish()
-        results.append(bool(loss_of(model, 0).isfinite()))  # through embedding, layers, norm and head
+        results.append(
+            bool(loss_of(model, 0).isfinite())
+        )  # through embedding, layers, norm and head
         results.append(not data.publication.arriving)
         data.publish()
         results.append(not bool(data.weights.isfinite().all()))  # the link holds them back
-        results.append(bool(model.layers[0](torch.ones(14, 12, dtype=torch.float64), rotary(model)).isfinite().all()))
+        results.append(
+            bool(
+                model.layers[0](torch.ones(14, 12, dtype=torch.float64), rotary(model))
+                .isfinite()
+                .all()
+            )
+        )
         results.append(bool(data.publication.arriving))  # of other layers
         data.settle()
         results.append(bool(data.weights.isfinite().all()))
@@ -339,13 +425,22 @@ def _other_sizes(rank: int, world: int) -> None:
     shard = whole("w", (3 + rank,), inputs=0)
     module.register_parameter("w", nn.Parameter(torch.zeros(shard.matrix_shape)))
     DataParallel(
-        module, [(shard, module, "w")], mesh, device=torch.device("cpu"), gradient_dtype=torch.float32,
-        bucket_numel=100, overlap=True, zero=1,
-    )  # fmt: skip
+        module,
+        [(shard, module, "w")],
+        mesh,
+        device=torch.device("cpu"),
+        gradient_dtype=torch.float32,
+        bucket_numel=100,
+        overlap=True,
+        zero=1,
+    )
 
 
 def test_ranks_with_other_parameters_are_refused_before_the_first_step() -> None:
-    told = "first w at elements 0 to 3 of bucket 0 on rank 0 and w at elements 0 to 4 of bucket 0 on rank 1"
+    told = (
+        "first w at elements 0 to 3 of bucket 0 on rank 0 and w at elements 0 to 4 of bucket 0 "
+        "on rank 1"
+    )
     with pytest.raises(RankError, match=told):
         run_ranks(_other_sizes, 2)
 
@@ -360,13 +455,24 @@ def _tied_over_stages(rank: int, world: int, zero: int) -> list[float]:
     shards += [] if stage == 1 else [replace(whole("table", (130,), inputs=0), stages=(0, 2))]
     shards += [replace(whole(f"after.{stage}", (10 + 30 * stage,), inputs=0), stages=(stage,))]
     for shard in shards:
-        module.register_parameter(shard.name.replace(".", "_"), nn.Parameter(torch.zeros(shard.matrix_shape)))
+        module.register_parameter(
+            shard.name.replace(".", "_"), nn.Parameter(torch.zeros(shard.matrix_shape))
+        )
     data = DataParallel(
-        module, [(shard, module, shard.name.replace(".", "_")) for shard in shards], mesh, device=torch.device("cpu"),
-        gradient_dtype=torch.float32, bucket_numel=90, overlap=True, zero=zero,
-    )  # fmt: skip
+        module,
+        [(shard, module, shard.name.replace(".", "_")) for shard in shards],
+        mesh,
+        device=torch.device("cpu"),
+        gradient_dtype=torch.float32,
+        bucket_numel=90,
+        overlap=True,
+        zero=zero,
+    )
     data.begin_step(1)
-    sum((parameter * torch.arange(parameter.numel()) * 10**stage).sum() for parameter in module.parameters()).backward()
+    sum(
+        (parameter * torch.arange(parameter.numel()) * 10**stage).sum()
+        for parameter in module.parameters()
+    ).backward()
     return [x for o in data.finish() if o.shard.name == "table" for x in o.gradient.tolist()]
 
 

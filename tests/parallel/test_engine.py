@@ -1,4 +1,5 @@
-"""What both engines do: slices that tensor-parallel ranks or stages share are summed, and compared beforehand."""
+"""What both engines do: slices that tensor-parallel ranks or stages share are summed, and compared
+beforehand."""
 
 from dataclasses import replace
 
@@ -8,7 +9,13 @@ import torch
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
-from megalith.parallel.engine import Owned, divides, require_alike_slices, sum_shared_slices, warn_of_zeros
+from megalith.parallel.engine import (
+    Owned,
+    divides,
+    require_alike_slices,
+    sum_shared_slices,
+    warn_of_zeros,
+)
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_on_paper, model_grid
 from megalith.plan.shards import PARTS, Shard, whole
 from megalith.testing.ranks import run_ranks
@@ -24,7 +31,9 @@ SHARDS = (
 
 
 def mesh_of(parallel: ParallelConfig, rank: int, world: int) -> Mesh:
-    config = ModelConfig(vocab_size=30, hidden_size=12, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=10)
+    config = ModelConfig(
+        vocab_size=30, hidden_size=12, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=10
+    )
     return build_mesh(model_grid(parallel, config, world), rank=rank)
 
 
@@ -40,7 +49,7 @@ def _summed(rank: int, world: int, parallel: ParallelConfig, names: tuple[str, .
     return [each.gradient.flatten()[0].item() for each in mine]
 
 
-def test_gradients_are_summed_over_the_tensor_parallel_ranks_with_the_same_slice_unless_they_are_whole() -> None:
+def test_gradients_of_replicated_slices_are_summed_over_tensor_parallel_ranks() -> None:
     names = ("invariant", "norm", "shared_head", "own_head")
     found = run_ranks(_summed, 4, ParallelConfig(tp=4), names)
     pairs = [11.0, 11.0, 1100.0, 1100.0]  # ranks 0 and 1 share a key/value head, 2 and 3 the other
@@ -62,11 +71,21 @@ def _compared(rank: int, world: int, parallel: ParallelConfig, name: str) -> Non
 @pytest.mark.parametrize(
     ("parallel", "name", "told"),
     [
-        (ParallelConfig(tp=2), "norm", r"elements \(0, 2\) on rank 0 and norm elements \(1, 3\) on rank 1"),
-        (ParallelConfig(pp=2), "table", r"elements \(0, 2\), held by stages \(0, 1\) on rank 0 and table"),
+        (
+            ParallelConfig(tp=2),
+            "norm",
+            r"elements \(0, 2\) on rank 0 and norm elements \(1, 3\) on rank 1",
+        ),
+        (
+            ParallelConfig(pp=2),
+            "table",
+            r"elements \(0, 2\), held by stages \(0, 1\) on rank 0 and table",
+        ),
     ],
 )
-def test_slices_that_are_added_up_must_be_the_same(parallel: ParallelConfig, name: str, told: str) -> None:
+def test_slices_that_are_added_up_must_be_the_same(
+    parallel: ParallelConfig, name: str, told: str
+) -> None:
     with pytest.raises(RankError, match=f"parameters lie differently .* first {name} {told}"):
         run_ranks(_compared, 2, parallel, name)
 
@@ -77,9 +96,13 @@ def test_slices_that_are_not_added_up_may_differ() -> None:
 
 def test_what_had_no_gradient_is_named_up_to_ten(caplog: pytest.LogCaptureFixture) -> None:
     assert not warn_of_zeros([])
-    assert warn_of_zeros([f"w{i}" for i in range(10)]) and warn_of_zeros([f"w{i}" for i in range(12)])
+    assert warn_of_zeros([f"w{i}" for i in range(10)]) and warn_of_zeros(
+        [f"w{i}" for i in range(12)]
+    )
     ten, twelve = (record.getMessage() for record in caplog.records)
-    assert ten.startswith("w0, w1, w2, w3, w4, w5, w6, w7, w8, w9 had no part in the loss of this step")
+    assert ten.startswith(
+        "w0, w1, w2, w3, w4, w5, w6, w7, w8, w9 had no part in the loss of this step"
+    )
     assert "w8, w9 and 2 more had no part in the loss" in twelve
 
 
@@ -89,5 +112,7 @@ def test_weights_are_divided_where_several_ranks_hold_the_same() -> None:
         return mesh_on_paper(model_grid(parallel, BIASED_CHOICE if experts else PLAIN, 2), rank=0)
 
     assert divides(mesh(1, 1, experts=False)) and not divides(mesh(2, 1, experts=False))
-    assert divides(mesh(2, 1, experts=True)), "experts lie whole on both of the ranks that divide everything else"
+    assert divides(mesh(2, 1, experts=True)), (
+        "experts lie whole on both of the ranks that divide everything else"
+    )
     assert not divides(mesh(2, 2, experts=True))

@@ -20,14 +20,20 @@ from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 
 MODEL = ModelConfig(
-    vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=2, ffn_hidden_size=8,
+    vocab_size=8,
+    hidden_size=6,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    ffn_hidden_size=8,
     moe=MoEConfig(experts=4, ffn_hidden_size=4),
-)  # fmt: skip
+)
 T, K, H = 5, 2, 3
 
 
 def made(rank: int, kind: str) -> tuple[Tensor, Choice]:
-    """A rank's tokens and what they choose: at random, all one expert, or nothing at all on the first rank."""
+    """A rank's tokens and what they choose: at random, all one expert, or nothing at all on the
+    first rank."""
     draw = torch.Generator().manual_seed(rank)
     x = torch.randn(T, H, dtype=torch.float64, generator=draw)
     experts = torch.stack([torch.randperm(4, generator=draw)[:K] for _ in range(T)])
@@ -40,12 +46,19 @@ def made(rank: int, kind: str) -> tuple[Tensor, Choice]:
 
 
 def answer(rows: Tensor, weights: Tensor, expert: Tensor, part: float) -> Tensor:
-    """What expert number e makes of a row: (e + 1) times it, weighted; here, one rank's part of that."""
+    """What expert number e makes of a row: (e + 1) times it, weighted; here, one rank's part of
+    that."""
     return rows * ((expert + 1) * weights * part).unsqueeze(1)
 
 
 def there_and_back(
-    rank: int, world: int, ep: int, etp: int, name: DispatcherName, kind: str, room: Room | None = None
+    rank: int,
+    world: int,
+    ep: int,
+    etp: int,
+    name: DispatcherName,
+    kind: str,
+    room: Room | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     parallel = ParallelConfig(dp=world, ep=ep, etp=etp)
     mesh = build_mesh(model_grid(parallel, MODEL, world), rank=rank)
@@ -64,10 +77,19 @@ def there_and_back(
 @pytest.mark.parametrize("kind", ["anything", "one expert", "nothing from the first"])
 @pytest.mark.parametrize(
     ("ep", "etp", "name"),
-    [(2, 1, "exchange"), (1, 2, "exchange"), (2, 1, "gather"), (1, 2, "gather"), (2, 2, "exchange"), (2, 2, "gather"),
-     (4, 1, "exchange")],
-)  # fmt: skip
-def test_every_token_gets_the_answers_of_its_experts(ep: int, etp: int, name: DispatcherName, kind: str) -> None:
+    [
+        (2, 1, "exchange"),
+        (1, 2, "exchange"),
+        (2, 1, "gather"),
+        (1, 2, "gather"),
+        (2, 2, "exchange"),
+        (2, 2, "gather"),
+        (4, 1, "exchange"),
+    ],
+)
+def test_every_token_gets_the_answers_of_its_experts(
+    ep: int, etp: int, name: DispatcherName, kind: str
+) -> None:
     world = ep * etp
     results = run_ranks(there_and_back, world, ep, etp, name, kind)
     for rank, (y, dx, dw, _) in enumerate(results):
@@ -78,13 +100,20 @@ def test_every_token_gets_the_answers_of_its_experts(ep: int, etp: int, name: Di
         expected = (choice.experts + 1) * x.sum(1, keepdim=True)
         assert torch.allclose(dw, expected * (choice.experts >= 0), rtol=1e-13)
     chosen = sum(int((made(rank, kind)[1].experts >= 0).sum()) for rank in range(world))
-    assert sum(rows for *_, rows in results) == chosen * etp, "every rank along etp has every row of its experts"
+    assert sum(rows for *_, rows in results) == chosen * etp, (
+        "every rank along etp has every row of its experts"
+    )
 
 
-def with_few_tokens(rank: int, world: int, ep: int, etp: int, counts: list[int]) -> tuple[Tensor, Tensor]:
+def with_few_tokens(
+    rank: int, world: int, ep: int, etp: int, counts: list[int]
+) -> tuple[Tensor, Tensor]:
     """As where text is written: each rank has tokens of its own, some of them none."""
     mesh = build_mesh(model_grid(ParallelConfig(dp=world, ep=ep, etp=etp), MODEL, world), rank=rank)
-    x, choice = (part[: counts[rank]] for part in (made(rank, "anything")[0], made(rank, "anything")[1].experts))
+    x, choice = (
+        part[: counts[rank]]
+        for part in (made(rank, "anything")[0], made(rank, "anything")[1].experts)
+    )
     weights = made(rank, "anything")[1].weights[: counts[rank]].requires_grad_()
     sent, way = build_dispatcher("exchange", mesh, 4)(x, Choice(choice, weights)).arrive()
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
@@ -96,8 +125,12 @@ def with_few_tokens(rank: int, world: int, ep: int, etp: int, counts: list[int])
     return y.detach(), x * factors.sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize(("ep", "etp", "counts"), [(2, 1, [0, 3]), (2, 1, [0, 0]), (2, 2, [2, 0, 5, 0])])
-def test_ranks_with_fewer_tokens_or_none_at_all_enter_every_exchange(ep: int, etp: int, counts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("ep", "etp", "counts"), [(2, 1, [0, 3]), (2, 1, [0, 0]), (2, 2, [2, 0, 5, 0])]
+)
+def test_ranks_with_fewer_tokens_or_none_at_all_enter_every_exchange(
+    ep: int, etp: int, counts: list[int]
+) -> None:
     for rank, (y, expected) in enumerate(run_ranks(with_few_tokens, ep * etp, ep, etp, counts)):
         assert y.shape == (counts[rank], H) and torch.allclose(y, expected, rtol=1e-14)
 
@@ -122,7 +155,8 @@ def test_one_rank_sends_nothing() -> None:
     x, choice = made(0, "anything")
     sent, way = build_dispatcher("exchange", mesh_of_one(), 4)(x, choice).arrive()
     assert torch.allclose(
-        way.back(value_of(sent.rows) * sent.weights.unsqueeze(1)), x * choice.weights.sum(1, keepdim=True)
+        way.back(value_of(sent.rows) * sent.weights.unsqueeze(1)),
+        x * choice.weights.sum(1, keepdim=True),
     )
 
 
@@ -131,12 +165,16 @@ def test_counts_are_told_apart_by_both_axes_whichever_is_inner() -> None:
         return replace(alone(name), ranks=ranks)
 
     meta = torch.empty(4, dtype=torch.int64, device="meta")
-    table = counts_of_all(meta, 10, group("ep", (0, 2)), group("etp", (0, 1)), group("ep", (0, 1, 2, 3)))
+    table = counts_of_all(
+        meta, 10, group("ep", (0, 2)), group("etp", (0, 1)), group("ep", (0, 1, 2, 3))
+    )
     assert table == [[[3, 3, 2, 2]] * 2] * 2
 
 
 def told(rank: int, world: int, order: str) -> object:
-    mesh = build_mesh(model_grid(ParallelConfig(dp=4, ep=2, etp=2, order=order), MODEL, world), rank=rank)
+    mesh = build_mesh(
+        model_grid(ParallelConfig(dp=4, ep=2, etp=2, order=order), MODEL, world), rank=rank
+    )
     counts = torch.full((4,), rank)
     table = counts_of_all(counts, 0, mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp"))
     return mesh.over("etp").rank, mesh.over("ep").rank, [[row[0] for row in rows] for rows in table]
@@ -170,6 +208,8 @@ def noted(name: str, method: Callable[..., object], asked: list[str]) -> Callabl
 
 
 @pytest.mark.parametrize("refusing", [False, True])
-def test_a_host_waits_once_for_how_many_rows_go_where_whether_any_are_refused_or_not(refusing: bool) -> None:
+def test_a_host_waits_once_for_how_many_rows_go_where_whether_any_are_refused_or_not(
+    refusing: bool,
+) -> None:
     for asked, rows in run_ranks(waits, 2, refusing):
         assert asked == ["tolist"] and (rows in (0, 2 * T) if refusing else rows > 0)

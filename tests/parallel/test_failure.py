@@ -36,7 +36,10 @@ def caught(rank: int) -> Failure:
 
 
 def lost_peer(rank: int, when_ns: int) -> Failure:
-    said = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. GLHF"
+    said = (
+        "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+        "[127.0.0.1]:1. GLHF"
+    )
     return Failure(rank, said, f"Traceback\n{said}", when_ns)
 
 
@@ -75,7 +78,11 @@ def test_an_exit_is_put_in_words(code: int, words: str) -> None:
 
 def test_the_reason_comes_before_its_consequences_even_if_these_were_noticed_earlier() -> None:
     dead = Failure(1, "was killed by signal 9 (SIGKILL)", "was killed by signal 9 (SIGKILL)", 50)
-    assert [failure.rank for failure in in_order([lost_peer(0, 10), lost_peer(2, 5), dead])] == [1, 2, 0]
+    assert [failure.rank for failure in in_order([lost_peer(0, 10), lost_peer(2, 5), dead])] == [
+        1,
+        2,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +90,8 @@ def test_the_reason_comes_before_its_consequences_even_if_these_were_noticed_ear
     [
         "RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
-        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a "
+        "network error",
         "RuntimeError: Timed out waiting 30000ms for recv operation to complete",
         "RuntimeError: Broken pipe",
     ],
@@ -98,17 +106,30 @@ def test_an_exception_of_ones_own_is_no_consequence() -> None:
 
 
 def test_the_first_failure_is_shown_whole_and_the_others_in_one_line() -> None:
-    first, later = caught(1), Failure(2, "ValueError: " + "x" * 999, "Traceback\nValueError", time.monotonic_ns())
+    first, later = (
+        caught(1),
+        Failure(2, "ValueError: " + "x" * 999, "Traceback\nValueError", time.monotonic_ns()),
+    )
     head, tail = describe([lost_peer(0, 1), later, first]).split("\nthen:\n")
     assert head == f"rank 1 failed first:\n{first.text}"
-    assert [line[:23] for line in tail.splitlines()] == ["  rank 2: ValueError: x", "  rank 0: RuntimeError:"]
+    assert [line[:23] for line in tail.splitlines()] == [
+        "  rank 2: ValueError: x",
+        "  rank 0: RuntimeError:",
+    ]
     assert max(map(len, tail.splitlines())) == len("  rank 2: ") + MAX_SUMMARY
 
 
 def test_ranks_that_did_not_fail_themselves_come_last() -> None:
     text = describe([lost_peer(0, 1), failure_of_exit(4, 3)], {1: "was ended"})
-    assert [line[:9] for line in text.splitlines()] == ["rank 4 en", "then:", "  rank 0:", "  rank 1:"]
-    assert describe([failure_of_exit(4, 3)], {1: "was ended"}).endswith("\nthen:\n  rank 1: was ended")
+    assert [line[:9] for line in text.splitlines()] == [
+        "rank 4 en",
+        "then:",
+        "  rank 0:",
+        "  rank 1:",
+    ]
+    assert describe([failure_of_exit(4, 3)], {1: "was ended"}).endswith(
+        "\nthen:\n  rank 1: was ended"
+    )
 
 
 def test_a_death_without_words_is_one_line() -> None:
@@ -131,17 +152,24 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), sys.argv[
 
 @pytest.mark.parametrize("platform", [sys.platform, "without prctl"])
 def test_a_child_ends_with_a_parent_that_was_killed(platform: str) -> None:
-    command, environment = [sys.executable, "-c", PARENT, CHILD, platform], os.environ | {"PYTHONPATH": str(ROOT)}
+    command, environment = (
+        [sys.executable, "-c", PARENT, CHILD, platform],
+        os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         os.kill(child, 0)
         parent.send_signal(signal.SIGKILL)
-        assert parent.stdout.read() == ""  # ends when the child, who holds the other end of the pipe, does
+        assert (
+            parent.stdout.read() == ""
+        )  # ends when the child, who holds the other end of the pipe, does
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, "1", sys.platform], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=30
+        [sys.executable, "-c", CHILD, "1", sys.platform],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=30,
     )
     assert done.returncode == 1

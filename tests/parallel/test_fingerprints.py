@@ -1,4 +1,5 @@
-"""With fingerprints a mismatch between ranks is an error on all of them within seconds, and never a hang."""
+"""With fingerprints a mismatch between ranks is an error on all of them within seconds, and never a
+hang."""
 
 import re
 import threading
@@ -20,7 +21,14 @@ from megalith.observe.flight import Entry, Flight, message_lane
 from megalith.parallel import fingerprints
 from megalith.parallel.autograd import all_to_all, enter, gather, leave, reduce_scatter
 from megalith.parallel.fingerprints import Fingerprints
-from megalith.parallel.group import Group, all_reduce_, all_reduce_max_, barrier, gather_objects, note_message
+from megalith.parallel.group import (
+    Group,
+    all_reduce_,
+    all_reduce_max_,
+    barrier,
+    gather_objects,
+    note_message,
+)
 from megalith.parallel.watch import name_rank
 from megalith.plan.grid import dense_grid
 from megalith.testing.ranks import everyone, run_ranks
@@ -43,7 +51,9 @@ def _legal(rank: int, world: int, folder: Path) -> list[float]:
     barrier(group)
     assert x.grad is not None
     assert group.flight is not None
-    assert group.flight.counts[group.name] == 10  # four forward, four backward, the objects and the barrier
+    assert (
+        group.flight.counts[group.name] == 10
+    )  # four forward, four backward, the objects and the barrier
     return [all_reduce_max_(torch.tensor([float(rank)]), group).item(), x.grad.sum().item()]
 
 
@@ -78,10 +88,16 @@ def _rows_that_do_not_fit(group: Group, rank: int) -> None:
 
 MISMATCHES: dict[Callable[[Group, int], None], tuple[str, str]] = {
     _other_op: ("all_reduce 1 over dp of float32 [3]", "all_reduce_max 1 over dp of float32 [3]"),
-    _other_shape: ("all_reduce 1 over dp of float32 [3, 2]", "all_reduce 1 over dp of float32 [4, 2]"),
+    _other_shape: (
+        "all_reduce 1 over dp of float32 [3, 2]",
+        "all_reduce 1 over dp of float32 [4, 2]",
+    ),
     _other_dtype: ("all_reduce 1 over dp of float32 [3]", "all_reduce 1 over dp of float64 [3]"),
     _other_place: ("all_reduce 1 over dp of float32 [3]", "all_reduce 1 over dp of float32 [3]"),
-    _rows_that_do_not_fit: ("sending [2, 2] and receiving [2, 2] rows", "sending [2, 2] and receiving [2, 3] rows"),
+    _rows_that_do_not_fit: (
+        "sending [2, 2] and receiving [2, 2] rows",
+        "sending [2, 2] and receiving [2, 3] rows",
+    ),
 }
 
 
@@ -100,10 +116,14 @@ def _mismatch(rank: int, world: int, folder: Path) -> list[tuple[float, str]]:
 
 def test_a_mismatch_is_an_error_that_names_both_sides_in_under_ten_seconds(tmp_path: Path) -> None:
     first, second = run_ranks(_mismatch, 2, tmp_path)
-    for (seconds, text), (_, same), (mine, theirs) in zip(first, second, MISMATCHES.values(), strict=True):
+    for (seconds, text), (_, same), (mine, theirs) in zip(
+        first, second, MISMATCHES.values(), strict=True
+    ):
         assert text == same
         assert seconds < 10
-        assert text.startswith("ranks [0, 1] are about to do different things as number 1 over dp:\n")
+        assert text.startswith(
+            "ranks [0, 1] are about to do different things as number 1 over dp:\n"
+        )
         lines = text.splitlines()
         assert lines[1].startswith("  rank 0 (dp=0): ")
         assert mine in lines[1]
@@ -187,7 +207,8 @@ def test_a_wait_that_has_ended_is_no_part_of_a_circle(monkeypatch: pytest.Monkey
 
 
 class Together:
-    """A store on which both ends of a message have written before either looks, and one of them looks more slowly."""
+    """A store on which both ends of a message have written before either looks, and one of them
+    looks more slowly."""
 
     def __init__(self, store: Store, both: threading.Barrier, pause: float) -> None:
         self.store, self.both, self.pause = store, both, pause

@@ -1,4 +1,5 @@
-"""Fully sharded weights: the same sums as one process, only one layer gathered at a time, my rows and nothing else."""
+"""Fully sharded weights: the same sums as one process, only one layer gathered at a time, my rows
+and nothing else."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,13 @@ from megalith.nn.init import fill
 from megalith.observe.flight import Flight
 from megalith.parallel import engine as engines
 from megalith.parallel.expert import Sent
-from megalith.parallel.fsdp import FullySharded, Gathered, Unit, _refuse_shared_chunks, _show_what_is_rebuilt
+from megalith.parallel.fsdp import (
+    FullySharded,
+    Gathered,
+    Unit,
+    _refuse_shared_chunks,
+    _show_what_is_rebuilt,
+)
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
 from megalith.testing.inject import replaced
@@ -40,24 +47,44 @@ from megalith.verify import ranks as proof
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
-    vocab_size=30, vocab_multiple=4, hidden_size=12, num_layers=4, num_heads=2, num_kv_heads=1, ffn_hidden_size=10,
+    vocab_size=30,
+    vocab_multiple=4,
+    hidden_size=12,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_hidden_size=10,
     qkv_bias=True,
-)  # fmt: skip
+)
 MICROBATCHES = 2
 
 
 def build(
-    mesh: Mesh, *, dtype: torch.dtype = torch.float64, watch: bool = False, keep_gathered: bool = False,
-    recompute: RecomputeConfig | None = None, config: ModelConfig = CONFIG, overlap: bool = True,
-) -> tuple[Decoder, FullySharded]:  # fmt: skip
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype = torch.float64,
+    watch: bool = False,
+    keep_gathered: bool = False,
+    recompute: RecomputeConfig | None = None,
+    config: ModelConfig = CONFIG,
+    overlap: bool = True,
+) -> tuple[Decoder, FullySharded]:
     """A small model, its weights cut into rows."""
     model = Decoder(config, mesh, dtype=dtype, recompute=recompute or RecomputeConfig())
-    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    parameters = [
+        (declared.shard, module, name) for declared, module, name in declared_parameters(model)
+    ]
     wide = torch.promote_types(dtype, torch.float32)
     data = FullySharded(
-        [model], parameters, mesh, device=CPU, gradient_dtype=wide, watch=watch, keep_gathered=keep_gathered,
+        [model],
+        parameters,
+        mesh,
+        device=CPU,
+        gradient_dtype=wide,
+        watch=watch,
+        keep_gathered=keep_gathered,
         overlap=overlap,
-    )  # fmt: skip
+    )
     init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
     for owned in data.owned:
         fill(owned.weight, owned.shard, init_of[owned.shard.name], seed=5)
@@ -100,11 +127,15 @@ def rows(data: FullySharded, whole_tensors: dict[str, Tensor]) -> dict[str, Tens
     for owned in data.owned:
         assert owned.shard.flat is not None
         start, stop = owned.shard.flat
-        found[owned.shard.name] = whole_tensors[owned.shard.name].flatten()[start:stop].view_as(owned.gradient)
+        found[owned.shard.name] = (
+            whole_tensors[owned.shard.name].flatten()[start:stop].view_as(owned.gradient)
+        )
     return found
 
 
-def sums_alone(world: int, *, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -> dict[str, Tensor]:
+def sums_alone(
+    world: int, *, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG
+) -> dict[str, Tensor]:
     """Every microbatch's gradient, as its dtype has it, added up in fp32 or float64."""
     model = alone(dtype=dtype, config=config)
     total: dict[str, Tensor] = {}
@@ -131,7 +162,9 @@ def _sums(rank: int, world: int) -> None:
             assert_close(found, rows(data, sums_alone(world, config=config)), FP64)
 
 
-def test_gradients_of_all_microbatches_and_ranks_are_summed_tied_or_not_kept_gathered_or_not() -> None:
+def test_gradients_of_all_microbatches_and_ranks_are_summed_tied_or_not_kept_gathered_or_not() -> (
+    None
+):
     run_ranks(_sums, 2)
 
 
@@ -139,12 +172,16 @@ def _without_the_last_layer(rank: int, world: int) -> list[str]:
     model, data = build(dp_mesh(rank, world))
     last = model.layers[-1]
     said: list[str] = []
-    with replaced(engines, "_log", SimpleNamespace(warning=lambda text, *parts: said.append(text % parts))):
+    with replaced(
+        engines, "_log", SimpleNamespace(warning=lambda text, *parts: said.append(text % parts))
+    ):
         step(*build(dp_mesh(rank, world)), [0])
         assert not said
         del model.layers[-1]
         found = [step(model, data, [0]) for _ in range(2)][-1]
-    assert not any(found[name].any() for name in found if name.startswith(f"layers.{len(model.layers)}."))
+    assert not any(
+        found[name].any() for name in found if name.startswith(f"layers.{len(model.layers)}.")
+    )
     assert len(list(last.parameters())) < 10
     return said
 
@@ -178,7 +215,10 @@ def _first_replica_leaves_layers_out(rank: int, world: int, overlap: bool) -> No
 
 
 def names(model: Decoder) -> dict[str, torch.nn.Parameter]:
-    return {declared.shard.name: getattr(module, name) for declared, module, name in declared_parameters(model)}
+    return {
+        declared.shard.name: getattr(module, name)
+        for declared, module, name in declared_parameters(model)
+    }
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -229,11 +269,16 @@ def test_recomputing_layers_whose_weights_were_freed_changes_no_bit() -> None:
 
 def _bf16(rank: int, world: int) -> None:
     model, data = build(dp_mesh(rank, world), dtype=torch.bfloat16)
-    found, exact = step(model, data, mine(rank)), rows(data, sums_alone(world, dtype=torch.bfloat16))
+    found, exact = (
+        step(model, data, mine(rank)),
+        rows(data, sums_alone(world, dtype=torch.bfloat16)),
+    )
     for name, gradient in found.items():
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient, exact[name], rtol=1e-6, atol=1e-7)
-    assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in found.values())
+    assert any(
+        not torch.equal(gradient, gradient.bfloat16().float()) for gradient in found.values()
+    )
 
 
 def test_gradients_of_bf16_weights_are_added_in_fp32() -> None:
@@ -255,8 +300,12 @@ def _compiled(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow  # the compiler takes half a minute
-@pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="needs a C++ compiler: torch.compile")
-@pytest.mark.skipif(" " in torch.__file__, reason="torch.compile does not quote its own folder for the linker")
+@pytest.mark.skipif(
+    which("g++") is None and which("clang++") is None, reason="needs a C++ compiler: torch.compile"
+)
+@pytest.mark.skipif(
+    " " in torch.__file__, reason="torch.compile does not quote its own folder for the linker"
+)
 def test_compiled_layers_read_the_weights_that_are_gathered_for_them() -> None:
     run_ranks(_compiled, 2, timeout=300)
 
@@ -273,7 +322,9 @@ def _odd_steps(rank: int, world: int) -> list[tuple[str, Any, list[float], list[
         for owned in data.finish():
             owned.weight.sub_(owned.gradient)
         data.publish()
-    return [(o.shard.name, o.shard.flat, o.gradient.tolist(), o.weight.tolist()) for o in data.owned]
+    return [
+        (o.shard.name, o.shard.flat, o.gradient.tolist(), o.weight.tolist()) for o in data.owned
+    ]
 
 
 def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
@@ -282,9 +333,16 @@ def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
     expected = Odd.gradients(factor)
     seen = {shard.name: [0] * shard.numel for shard in Odd.SHARDS}
     found = run_ranks(_odd_steps, world)
-    assert [len(owned) for owned in found] == [4, 3, 2]  # the last rank has none of `one` and `matrix`
+    assert [len(owned) for owned in found] == [
+        4,
+        3,
+        2,
+    ]  # the last rank has none of `one` and `matrix`
     for name, (start, stop), gradient, weight in (each for owned in found for each in owned):
-        assert torch.tensor(gradient).eq(expected[name]).all() and torch.tensor(weight).eq(-2 * expected[name]).all()
+        assert (
+            torch.tensor(gradient).eq(expected[name]).all()
+            and torch.tensor(weight).eq(-2 * expected[name]).all()
+        )
         for place in range(start, stop):
             seen[name][place] += 1
     assert all(count == 1 for counts in seen.values() for count in counts)
@@ -297,12 +355,15 @@ def gathered_bytes(unit: Unit) -> int:
     """Memory of a unit's whole weights."""
     assert isinstance(unit, Gathered)
     groups = unit.fsdp._get_fsdp_state()._fsdp_param_groups
-    outputs = [whole for group in groups for one in group.fsdp_params for whole in one.all_gather_outputs]
+    outputs = [
+        whole for group in groups for one in group.fsdp_params for whole in one.all_gather_outputs
+    ]
     return sum(whole.untyped_storage().nbytes() for whole in outputs)
 
 
 def _residency(rank: int, world: int) -> tuple[list[int], list[int], list[int]]:
-    """Of a step of one microbatch: layers gathered within each forward, within each backward, and at the end."""
+    """Of a step of one microbatch: layers gathered within each forward, within each backward, and
+    at the end."""
     model, data = build(dp_mesh(rank, world))
     units = [unit for unit in data.units if unit.module in set(model.layers)]
     forward: list[int] = []
@@ -321,7 +382,9 @@ def _residency(rank: int, world: int) -> tuple[list[int], list[int], list[int]]:
     step(model, data, [rank])
     tables = [unit for unit in data.units if unit.module in (model.embed, model.head)]
     assert len(tables) == 2 and not any(gathered_bytes(unit) for unit in data.units)
-    assert sum(owned.weight.numel() for owned in data.owned) * world == sum(p.numel() for p in alone().parameters())
+    assert sum(owned.weight.numel() for owned in data.owned) * world == sum(
+        p.numel() for p in alone().parameters()
+    )
     return forward, backward, [count()]
 
 
@@ -339,7 +402,9 @@ class _Looked(torch.nn.Module):
         return sent
 
 
-def test_who_looks_at_the_inputs_of_experts_sees_rows_that_are_rebuilt_and_may_replace_them() -> None:
+def test_who_looks_at_the_inputs_of_experts_sees_rows_that_are_rebuilt_and_may_replace_them() -> (
+    None
+):
     experts, seen = _Looked(), list[Tensor]()
 
     def look(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -384,9 +449,13 @@ def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
     model, data = build(mesh, watch=True)
     flight.entries.clear()
     data.begin_step(1)
-    if rank == 1:  # one gradient is not a number; in forward the weight is the whole one, which has a gradient
+    if (
+        rank == 1
+    ):  # one gradient is not a number; in forward the weight is the whole one, which has a gradient
         norm = cast(Block, model.layers[1]).attention_norm
-        norm.register_forward_pre_hook(lambda *_: norm.weight.register_hook(lambda dy: dy * float("nan")) and None)
+        norm.register_forward_pre_hook(
+            lambda *_: norm.weight.register_hook(lambda dy: dy * float("nan")) and None
+        )
     loss_of(model, rank).backward()
     data.finish()
     assert all(entry.axes == mesh.shard.axes and entry.done for entry in flight.entries)
@@ -396,8 +465,12 @@ def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
 def test_collectives_are_noted_and_a_gradient_that_is_not_finite_is_blamed_on_its_rank() -> None:
     (names, ops, checksum), (others, other_ops, other_checksum) = run_ranks(_noted, 2)
     assert names == [] and others == ["layers.1.attention_norm.weight"]
-    assert ops == other_ops and ops.count("reduce_scatter") == 7  # four layers, two tables, and the last norm
-    assert ops.count("all_gather") == 7 + 4  # layers twice; tables are not read in backward, the norm is still there
+    assert (
+        ops == other_ops and ops.count("reduce_scatter") == 7
+    )  # four layers, two tables, and the last norm
+    assert (
+        ops.count("all_gather") == 7 + 4
+    )  # layers twice; tables are not read in backward, the norm is still there
     assert checksum != other_checksum
 
 
@@ -405,10 +478,17 @@ def test_collectives_are_noted_and_a_gradient_that_is_not_finite_is_blamed_on_it
 
 
 def _trainer(
-    parallel: ParallelConfig, rank: int, world: int, *, fill: bool = True, config: ModelConfig = CONFIG
+    parallel: ParallelConfig,
+    rank: int,
+    world: int,
+    *,
+    fill: bool = True,
+    config: ModelConfig = CONFIG,
 ) -> Trainer:
     run = proof.layout_case(config, parallel, world).run
-    return build_trainer(run, build_mesh(model_grid(parallel, config, world), rank=rank), CPU, fill=fill)
+    return build_trainer(
+        run, build_mesh(model_grid(parallel, config, world), rank=rank), CPU, fill=fill
+    )
 
 
 def _train(trainer: Trainer, *, first: int, steps: int) -> dict[str, Tensor]:
@@ -416,7 +496,10 @@ def _train(trainer: Trainer, *, first: int, steps: int) -> dict[str, Tensor]:
     loader = proof._loader(trainer.run, trainer.mesh, consumed=first * rows, steps=steps)
     for _ in range(steps):
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
-    return {f"{entry.key} {entry.shard.flat}": entry.tensor.clone() for entry in checkpoint_entries(trainer)}
+    return {
+        f"{entry.key} {entry.shard.flat}": entry.tensor.clone()
+        for entry in checkpoint_entries(trainer)
+    }
 
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -428,7 +511,15 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
     sharded = ParallelConfig(zero=3)
     trainer = _trainer(sharded, rank, world)
     _train(trainer, first=0, steps=1)
-    save_checkpoint(Path(folder), 1, checkpoint_entries(trainer), {}, trainer.mesh.world, config_text="", keep=None)
+    save_checkpoint(
+        Path(folder),
+        1,
+        checkpoint_entries(trainer),
+        {},
+        trainer.mesh.world,
+        config_text="",
+        keep=None,
+    )
     expected = _train(trainer, first=1, steps=2)
     saved = open_checkpoint(Path(folder) / "step_0000001")
     for parallel in (sharded, ParallelConfig(zero=1), ParallelConfig(tp=2)):
@@ -437,10 +528,14 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
         again.optimizer.set_updates(1)
         publish_loaded(again)
         other = Path(folder) / f"{parallel.zero}{parallel.tp}"
-        save_checkpoint(other, 1, checkpoint_entries(again), {}, again.mesh.world, config_text="", keep=None)
+        save_checkpoint(
+            other, 1, checkpoint_entries(again), {}, again.mesh.world, config_text="", keep=None
+        )
         copy = open_checkpoint(other / "step_0000001")
         names = list(saved.keys())
-        assert all(torch.equal(copy.read(name), saved.read(name)) for name in names) and names == list(copy.keys())
+        assert all(
+            torch.equal(copy.read(name), saved.read(name)) for name in names
+        ) and names == list(copy.keys())
         found = _train(again, first=1, steps=2)
         if parallel == sharded:
             assert expected.keys() == found.keys()
@@ -448,7 +543,9 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
         assert compare(_weights(again), _weights(trainer)).error < 1e-12
 
 
-def test_a_run_goes_on_to_the_bit_and_other_layouts_take_its_checkpoint_and_give_it_back(tmp_path: Path) -> None:
+def test_a_run_goes_on_to_the_bit_and_other_layouts_take_its_checkpoint_and_give_it_back(
+    tmp_path: Path,
+) -> None:
     run_ranks(_goes_on, 2, str(tmp_path))
 
 
@@ -459,7 +556,8 @@ def test_chunks_that_share_a_table_are_refused_with_ways_out() -> None:
         _refuse_shared_chunks([model.embed, model.head])
     text = str(caught.value)
     assert text.startswith(
-        "parallel.zero=3 with 2 chunks on one rank that share the table of the vocabulary: each chunk "
+        "parallel.zero=3 with 2 chunks on one rank that share the table of the vocabulary: each "
+        "chunk "
     )
     assert "Set model.tied_embeddings=false" in text
     assert text.endswith(", parallel.pipeline.vpp=1, or parallel.zero=2.")
@@ -469,19 +567,27 @@ def test_chunks_that_share_a_table_are_refused_with_ways_out() -> None:
 
 
 MIXTURE = replace(
-    CONFIG, num_layers=2, moe=MoEConfig(
-        experts=4, ffn_hidden_size=6, shared_ffn_hidden_size=5,
+    CONFIG,
+    num_layers=2,
+    moe=MoEConfig(
+        experts=4,
+        ffn_hidden_size=6,
+        shared_ffn_hidden_size=5,
         router=RouterConfig(score="sigmoid", balancing_bias=True, balancing_rate=0.01),
     ),
-)  # fmt: skip
+)
 
 
 def _recomputed_experts(rank: int, world: int, ep: int) -> None:
     mesh = build_mesh(model_grid(ParallelConfig(zero=3, ep=ep), MIXTURE, world), rank=rank)
     model, data = build(mesh, config=MIXTURE)
     plain = step(model, data, mine(rank))
-    names = {name.rsplit(".", 1)[1]: gradient for name, gradient in plain.items() if ".experts." in name}
-    assert {"gate_up", "down"} == {*names} and all(bool(gradient.any()) for gradient in names.values())
+    names = {
+        name.rsplit(".", 1)[1]: gradient for name, gradient in plain.items() if ".experts." in name
+    }
+    assert {"gate_up", "down"} == {*names} and all(
+        bool(gradient.any()) for gradient in names.values()
+    )
     for modules in ((), ("mlp",), ("norm", "mlp_act")):
         kind = RecomputeConfig(granularity="selective", modules=modules) if modules else None
         for keep in (False, True):
@@ -490,7 +596,9 @@ def _recomputed_experts(rank: int, world: int, ep: int) -> None:
             found = step(model, data, mine(rank))
             assert all(torch.equal(found[name], plain[name]) for name in plain), (recompute, keep)
     count = sum(owned.shard.numel for owned in data.owned if owned.shard.grid == "expert")
-    assert count == sum(owned.weight.numel() for owned in data.owned if owned.shard.grid == "expert") * (world // ep)
+    assert count == sum(
+        owned.weight.numel() for owned in data.owned if owned.shard.grid == "expert"
+    ) * (world // ep)
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -502,10 +610,14 @@ def _moving_biases(rank: int, world: int) -> list[list[float]]:
     """In bf16, beside biases in fp32, which no rank divides."""
     case = proof.layout_case(MIXTURE, ParallelConfig(zero=3), world)
     run = replace(case.run, precision=PrecisionConfig(params="bf16"))
-    trainer = build_trainer(run, build_mesh(model_grid(run.parallel, MIXTURE, world), rank=rank), CPU)
+    trainer = build_trainer(
+        run, build_mesh(model_grid(run.parallel, MIXTURE, world), rank=rank), CPU
+    )
     loader = proof._loader(run, trainer.mesh, consumed=0, steps=1)
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
-    biases = [tensor for shard, tensor in trainer.data.frozen if shard.name.endswith("balancing_bias")]
+    biases = [
+        tensor for shard, tensor in trainer.data.frozen if shard.name.endswith("balancing_bias")
+    ]
     assert [bias.dtype for bias in biases] == [torch.float32] * 2, biases
     assert all(bool(bias.any()) for bias in biases), biases
     sums = [number for number, _ in trainer.data.checksums()]
@@ -523,9 +635,22 @@ def _experts_go_on(rank: int, world: int, folder: str) -> None:
     sharded = ParallelConfig(zero=3)
     trainer = _trainer(sharded, rank, world, config=MIXTURE)
     _train(trainer, first=0, steps=1)
-    save_checkpoint(Path(folder), 1, checkpoint_entries(trainer), {}, trainer.mesh.world, config_text="", keep=None)
+    save_checkpoint(
+        Path(folder),
+        1,
+        checkpoint_entries(trainer),
+        {},
+        trainer.mesh.world,
+        config_text="",
+        keep=None,
+    )
     expected = _train(trainer, first=1, steps=2)
-    for parallel in (sharded, ParallelConfig(zero=3, ep=2), ParallelConfig(zero=1), ParallelConfig(tp=2, sp=True)):
+    for parallel in (
+        sharded,
+        ParallelConfig(zero=3, ep=2),
+        ParallelConfig(zero=1),
+        ParallelConfig(tp=2, sp=True),
+    ):
         again = _trainer(parallel, rank, world, fill=False, config=MIXTURE)
         saved = open_checkpoint(Path(folder) / "step_0000001")
         saved.load_into(checkpoint_entries(again), again.mesh.world)

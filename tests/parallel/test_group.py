@@ -1,4 +1,5 @@
-"""In-place collectives give every rank of a group the same answer, and cost nothing for a group of one."""
+"""In-place collectives give every rank of a group the same answer, and cost nothing for a group of
+one."""
 
 from dataclasses import replace
 from typing import Any
@@ -70,7 +71,10 @@ def _notes(rank: int, world: int) -> list[str]:
     all_reduce_(torch.ones(2), group)
     got = torch.zeros(3)
     for tag in (7, 8):
-        works = start_send(torch.ones(3), group, 1 - rank, tag=tag), start_receive(got, group, 1 - rank, tag=tag)
+        works = (
+            start_send(torch.ones(3), group, 1 - rank, tag=tag),
+            start_receive(got, group, 1 - rank, tag=tag),
+        )
         for work in works:
             work.wait()
         del work, works
@@ -85,7 +89,12 @@ def _notes(rank: int, world: int) -> list[str]:
 def test_everything_that_is_entered_is_noted_with_the_other_end_of_a_message() -> None:
     for rank, noted in enumerate(run_ranks(_notes, 2)):
         messages = [f"send 0 over dp {1 - rank}", f"receive 0 over dp {1 - rank}"]
-        assert noted == ["all_reduce 0 over dp None", *messages, *messages, "barrier 1 over dp None"]
+        assert noted == [
+            "all_reduce 0 over dp None",
+            *messages,
+            *messages,
+            "barrier 1 over dp None",
+        ]
 
 
 def test_a_group_of_one_does_nothing_and_needs_no_processes() -> None:
@@ -114,7 +123,9 @@ def gathered_by(rank: int, world: int) -> list[str]:
     group, seen = everyone(rank, world, "tp"), []
 
     class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(str(func))
             return func(*args, **kwargs or {})
 
@@ -126,5 +137,6 @@ def gathered_by(rank: int, world: int) -> list[str]:
 
 
 def test_gloo_gathers_into_a_tensor_that_python_made() -> None:
-    """The operator that makes it by itself breaks the heap in torch 2.13, once in about 20,000 gathers."""
+    """The operator that makes it by itself breaks the heap in torch 2.13, once in about 20,000
+    gathers."""
     assert run_ranks(gathered_by, 2)[0] == ["_c10d_functional.all_gather_into_tensor_out.default"]

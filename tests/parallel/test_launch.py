@@ -150,7 +150,9 @@ def launch(script: Path, how: str, here: Path, nproc: int = 3, **environment: st
     """`run_workers` with that program."""
     told = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     told |= {"PYTHONPATH": str(ROOT), **environment}
-    return run_workers([how, str(here)], nproc, command=[sys.executable, str(script)], environment=told)
+    return run_workers(
+        [how, str(here)], nproc, command=[sys.executable, str(script)], environment=told
+    )
 
 
 def until(condition: Iterator[bool]) -> None:
@@ -184,7 +186,9 @@ def test_every_rank_is_told_its_place_and_its_part_of_the_cores(
     monkeypatch.setattr("megalith.parallel.launch.available_cores", lambda: 7)
     assert launch(script, "told", tmp_path) == 0
     told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in range(3)]
-    assert [line[:6] for line in told] == [[str(rank), "3", str(rank), "3", "127.0.0.1", "2"] for rank in range(3)]
+    assert [line[:6] for line in told] == [
+        [str(rank), "3", str(rank), "3", "127.0.0.1", "2"] for rank in range(3)
+    ]
     assert len({line[6] for line in told}) == 1
 
 
@@ -193,12 +197,18 @@ def test_a_number_of_threads_that_the_user_chose_is_kept(script: Path, tmp_path:
     assert json.loads((tmp_path / "told0.json").read_text())[5] == "5"
 
 
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (1, 1, 1)])
-def test_cores_are_shared_out_evenly_and_nobody_gets_none(cores: int, ranks: int, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (1, 1, 1)]
+)
+def test_cores_are_shared_out_evenly_and_nobody_gets_none(
+    cores: int, ranks: int, threads: int
+) -> None:
     assert threads_per_rank(cores, ranks) == threads
 
 
-def test_only_rank_zero_speaks(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_zero_speaks(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     launch(script, "told", tmp_path)
     assert capfd.readouterr() == ("out 0\n", "err 0\n")
 
@@ -219,7 +229,9 @@ def test_the_first_traceback_comes_first_and_the_others_in_a_line_each(
     head, tail = text.split("\nthen:\n")
     assert "worker_main" not in head
     assert head.endswith("ValueError: the real reason")
-    later = "  rank 2: KeyError: 'later'\n  rank 0: RuntimeError: [gloo] Connection closed by peer\n"
+    later = (
+        "  rank 2: KeyError: 'later'\n  rank 0: RuntimeError: [gloo] Connection closed by peer\n"
+    )
     assert tail == f"{later}output of rank 1:\na word from rank 1"
     assert "Traceback" not in capfd.readouterr().err
 
@@ -241,14 +253,17 @@ def test_a_rank_that_ignores_the_polite_end_is_killed_after_the_grace(
 ) -> None:
     monkeypatch.setattr("megalith.parallel.launch.NOTICE_SECONDS", 0.1)
     monkeypatch.setattr("megalith.parallel.launch.GRACE_SECONDS", 0.5)
-    with pytest.raises(RankError, match=r"ValueError: first\nthen:\n  rank 0: was ended because of it"):
+    with pytest.raises(
+        RankError, match=r"ValueError: first\nthen:\n  rank 0: was ended because of it"
+    ):
         launch(script, "stubborn", tmp_path, 2)
     assert all(gone(int(file.read_text())) for file in tmp_path.glob("pid*"))
 
 
 def test_a_crash_outside_python_shows_where_it_was(script: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        RankError, match=r"^rank 1 was killed by signal 11 \(SIGSEGV\)[\s\S]*File .*worker.py.* in crash"
+        RankError,
+        match=r"^rank 1 was killed by signal 11 \(SIGSEGV\)[\s\S]*File .*worker.py.* in crash",
     ):
         launch(script, "crash", tmp_path, 2)
 
@@ -265,17 +280,29 @@ def test_what_the_user_can_fix_on_one_machine_names_the_rank(script: Path, tmp_p
     assert str(caught.value) == "rank 1: data.path=x: no such file here. Use another."
 
 
-def test_ranks_of_which_some_stopped_after_a_save_have_stopped(script: Path, tmp_path: Path) -> None:
+def test_ranks_of_which_some_stopped_after_a_save_have_stopped(
+    script: Path, tmp_path: Path
+) -> None:
     assert launch(script, "mixed", tmp_path, 2) == 75
 
 
-def parent(script: Path, how: str, here: Path, *more: str, **environment: str) -> "subprocess.Popen[str]":
+def parent(
+    script: Path, how: str, here: Path, *more: str, **environment: str
+) -> "subprocess.Popen[str]":
     """Another process that runs two ranks, for us to send signals to."""
-    told = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here), **environment}  # a killed launcher leaves its folder
+    told = {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(here),
+        **environment,
+    }  # a killed launcher leaves its folder
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
-        env=os.environ | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        env=os.environ | told,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -325,7 +352,9 @@ def test_a_signal_before_there_is_anything_to_save_is_an_interruption(
 
 
 @pytest.mark.parametrize("how", ["start_slowly", "translate", "lose_peer"])
-def test_interrupt_while_ranks_start_ends_with_130_and_one_line(script: Path, tmp_path: Path, how: str) -> None:
+def test_interrupt_while_ranks_start_ends_with_130_and_one_line(
+    script: Path, tmp_path: Path, how: str
+) -> None:
     with parent(script, how, tmp_path) as process:
         pids = started(tmp_path, 2)
         process.send_signal(signal.SIGINT)
@@ -394,14 +423,18 @@ def test_launch_keeps_links_files_and_folders_of_other_users(
     (tmp_path / "megalith-launch-link").symlink_to(tmp_path / "target")
     (tmp_path / "megalith-launch-file").touch()
     assert launch(script, "mixed", tmp_path, 1) == 0
-    assert (tmp_path / "megalith-launch-link" / "..").exists() and (tmp_path / "megalith-launch-file").exists()
+    assert (tmp_path / "megalith-launch-link" / "..").exists() and (
+        tmp_path / "megalith-launch-file"
+    ).exists()
     (tmp_path / "megalith-launch-theirs").mkdir()
     monkeypatch.setattr("os.getuid", lambda: os.stat(tmp_path).st_uid + 1)
     assert launch(script, "mixed", tmp_path, 1) == 0
     assert (tmp_path / "megalith-launch-theirs").exists()
 
 
-def test_concurrent_launches_never_remove_a_folder_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_launches_never_remove_a_folder_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def use_folders(thread: int) -> None:
@@ -446,7 +479,11 @@ def as_torchrun_starts_it(script: Path, how: str, here: Path, rank: int) -> "sub
     """One rank, with the error file of torchrun's layout: a folder per rank in one per start."""
     file = here / "attempt_0" / str(rank) / "error.json"
     file.parent.mkdir(parents=True)
-    told = os.environ | {"PYTHONPATH": str(ROOT), "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(file)}
+    told = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "RANK": str(rank),
+        "TORCHELASTIC_ERROR_FILE": str(file),
+    }
     command = [sys.executable, str(script), how, str(here)]
     return subprocess.Popen(command, env=told, stderr=subprocess.PIPE, text=True)
 
@@ -456,10 +493,15 @@ def test_under_torchrun_what_all_ranks_refuse_is_said_by_one(script: Path, tmp_p
     said = [process.communicate(timeout=60)[1] for process in ranks]
     assert sum("parallel.tp=3 is odd. Set it to 2." in text for text in said) == 1
     assert sorted(len(text) > 0 for text in said) == [False, False, True]
-    assert {process.returncode for process in ranks} <= {1, 2}  # 1: this script shows the error as Python does
+    assert {process.returncode for process in ranks} <= {
+        1,
+        2,
+    }  # 1: this script shows the error as Python does
 
 
-def test_under_torchrun_a_rank_that_lost_another_says_so_in_a_line(script: Path, tmp_path: Path) -> None:
+def test_under_torchrun_a_rank_that_lost_another_says_so_in_a_line(
+    script: Path, tmp_path: Path
+) -> None:
     ranks = [as_torchrun_starts_it(script, "fail", tmp_path, rank) for rank in range(2)]
     lost, first = (process.communicate(timeout=60)[1] for process in ranks)
     assert "ValueError: the real reason" in first
@@ -467,23 +509,37 @@ def test_under_torchrun_a_rank_that_lost_another_says_so_in_a_line(script: Path,
         lost.rstrip()
         .splitlines()[-1]
         .endswith(
-            "RankError: rank 0 lost another rank, which failed first: RuntimeError: [gloo] Connection closed by peer"
+            "RankError: rank 0 lost another rank, which failed first: RuntimeError: [gloo] "
+            "Connection closed by peer"
         )
     )
     assert "in fail" not in lost, "its own traceback would only hide the other's"
     record = json.loads((tmp_path / "attempt_0" / "0" / "error.json").read_text())["message"]
-    assert record["message"] == "RuntimeError: [gloo] Connection closed by peer", "for torchrun's own summary"
+    assert record["message"] == "RuntimeError: [gloo] Connection closed by peer", (
+        "for torchrun's own summary"
+    )
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "--no-python",
+    "--",
+]
 
 
 @pytest.mark.slow  # torchrun imports torch
 def test_torchrun_tells_a_users_mistake_once(script: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, *TORCHRUN, sys.executable, str(script), "refuse", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     before, _, summary = done.stderr.partition("=====")
     assert before.count("ConfigError: parallel.tp=3 is odd. Set it to 2.") == 1
     assert "parallel.tp=3 is odd. Set it to 2." in summary, "torchrun's own account names it, too"
@@ -492,7 +548,9 @@ def test_torchrun_tells_a_users_mistake_once(script: Path, tmp_path: Path) -> No
 @pytest.mark.slow  # torchrun imports torch
 def test_ranks_do_not_outlive_a_torchrun_that_is_killed(script: Path, tmp_path: Path) -> None:
     command = [sys.executable, *TORCHRUN, sys.executable, str(script), "wait", str(tmp_path)]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL
+    )
     try:
         pids = started(tmp_path, 2)
     finally:
@@ -501,7 +559,9 @@ def test_ranks_do_not_outlive_a_torchrun_that_is_killed(script: Path, tmp_path: 
     until(all(gone(pid) for pid in pids) for _ in iter(int, 1))
 
 
-def test_a_rank_may_be_ended_from_any_thread_and_its_report_speaks_for_all(script: Path, tmp_path: Path) -> None:
+def test_a_rank_may_be_ended_from_any_thread_and_its_report_speaks_for_all(
+    script: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RankError) as caught:
         launch(script, "hang", tmp_path, 2)
     assert str(caught.value) == "rank 1 did not arrive\nlook there"

@@ -1,4 +1,5 @@
-"""Messages: every one has its own number, keeps its shape, and may be taken in any order on gloo."""
+"""Messages: every one has its own number, keeps its shape, and may be taken in any order on
+gloo."""
 
 import itertools
 from collections import Counter
@@ -35,7 +36,9 @@ CPU = torch.device("cpu")
 def test_every_message_of_a_step_has_its_own_tag() -> None:
     messages = [
         Message(direction, stage, microbatch)
-        for direction, stage, microbatch in itertools.product(("forward", "backward"), range(6), range(7))
+        for direction, stage, microbatch in itertools.product(
+            ("forward", "backward"), range(6), range(7)
+        )
     ]
     tags = [message.tag(7) for message in messages]
     assert len(set(tags)) == len(tags) and min(tags) >= 0
@@ -43,7 +46,11 @@ def test_every_message_of_a_step_has_its_own_tag() -> None:
 
 @pytest.mark.parametrize(
     "tensors",
-    [(), (torch.zeros(3, 4),), (torch.zeros((), dtype=torch.bfloat16), torch.zeros(2, 0, 5, dtype=torch.bool))],
+    [
+        (),
+        (torch.zeros(3, 4),),
+        (torch.zeros((), dtype=torch.bfloat16), torch.zeros(2, 0, 5, dtype=torch.bool)),
+    ],
     ids=lambda tensors: f"{len(tensors)} tensors",
 )
 def test_an_announcement_says_what_the_tensors_look_like(tensors: tuple[Tensor, ...]) -> None:
@@ -84,7 +91,10 @@ def _both_at_once(rank: int, world: int) -> bool:
     with Link(handles, num_microbatches=1, announce=False, device=CPU) as link:
         for way in ways:
             link.send(Message(way, other, 0), (data,), other)
-        found = [link.post(Message(way, rank, 0), specs_of([data]), other).wait() for way in reversed(ways)]
+        found = [
+            link.post(Message(way, rank, 0), specs_of([data]), other).wait()
+            for way in reversed(ways)
+        ]
     return all(bool((x == other).all()) for (x,) in found)
 
 
@@ -139,9 +149,12 @@ def test_a_send_whose_target_died_is_no_silent_success() -> None:
 
 
 def _posted(*expected: Spec) -> Posted:
-    """A receive of the forward message of microbatch 4 to stage 2, from pipeline rank 1; nothing travels."""
+    """A receive of the forward message of microbatch 4 to stage 2, from pipeline rank 1; nothing
+    travels."""
     nobody: Any = None
-    return Posted(Message("forward", 2, 4), 1, alone("pp"), nobody, tag=0, specs=expected, device=CPU)
+    return Posted(
+        Message("forward", 2, 4), 1, alone("pp"), nobody, tag=0, specs=expected, device=CPU
+    )
 
 
 def test_an_announcement_of_other_tensors_is_refused_with_both() -> None:
@@ -150,8 +163,11 @@ def test_an_announcement_of_other_tensors_is_refused_with_both() -> None:
     with pytest.raises(DataError) as caught:
         _posted(mine)._compare((Spec((4, 5), torch.bfloat16), Spec((), torch.int64)))
     assert str(caught.value) == (
-        "pipeline rank 1 sends bfloat16 [4, 5], int64 [] forward to stage 2 for microbatch 4, but bfloat16 [3, 5] was "
+        "pipeline rank 1 sends bfloat16 [4, 5], int64 [] forward to stage 2 for microbatch 4, but "
+        "bfloat16 [3, 5] was "
         "expected: the stages read other rows. Use the same data and settings on every rank."
     )
-    with pytest.raises(DataError, match=r"sends nothing forward to stage 2 .* but bfloat16 \[3, 5\] was expected"):
+    with pytest.raises(
+        DataError, match=r"sends nothing forward to stage 2 .* but bfloat16 \[3, 5\] was expected"
+    ):
         _posted(mine)._compare(())

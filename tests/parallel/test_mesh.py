@@ -1,4 +1,5 @@
-"""A mesh hands out exactly the groups of its grid, real or on paper, at any offset and as often as wanted."""
+"""A mesh hands out exactly the groups of its grid, real or on paper, at any offset and as often as
+wanted."""
 
 from dataclasses import replace
 
@@ -11,12 +12,26 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
 from megalith.parallel.group import Group, all_reduce_, gather_objects
-from megalith.parallel.mesh import SPANS, Mesh, build_mesh, destroy_mesh, mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.mesh import (
+    SPANS,
+    Mesh,
+    build_mesh,
+    destroy_mesh,
+    mesh_of_one,
+    mesh_on_paper,
+    model_grid,
+)
 from megalith.plan.grid import Grid
 from megalith.testing.ranks import run_ranks
 
 MODEL = ModelConfig(
-    vocab_size=11, hidden_size=24, num_layers=1, num_heads=12, num_kv_heads=2, ffn_hidden_size=8, max_seq_len=8
+    vocab_size=11,
+    hidden_size=24,
+    num_layers=1,
+    num_heads=12,
+    num_kv_heads=2,
+    ffn_hidden_size=8,
+    max_seq_len=8,
 )
 
 
@@ -63,7 +78,10 @@ def test_each_group_sums_over_the_grids_ranks(grid: Grid) -> None:
 
 def _side_by_side(rank: int, world: int) -> list[tuple[int, ...] | None]:
     """Two grids in one world, each built by all ranks."""
-    meshes = [build_mesh(grid_of(2, tp=2, offset=offset), rank=rank, timeout_seconds=30) for offset in (0, 2)]
+    meshes = [
+        build_mesh(grid_of(2, tp=2, offset=offset), rank=rank, timeout_seconds=30)
+        for offset in (0, 2)
+    ]
     inside = meshes[rank // 2]
     assert not meshes[1 - rank // 2].groups
     assert all_reduce_(torch.tensor([rank]), inside.tp).item() == sum(inside.tp.ranks)
@@ -94,10 +112,14 @@ def test_a_grid_may_be_built_again_and_released_without_harm_to_the_rest() -> No
 
 
 def _names(rank: int, world: int) -> dict[str, str]:
-    grid = model_grid(ParallelConfig(ep=2), replace(MODEL, moe=MoEConfig(experts=2, ffn_hidden_size=4)), world)
+    grid = model_grid(
+        ParallelConfig(ep=2), replace(MODEL, moe=MoEConfig(experts=2, ffn_hidden_size=4)), world
+    )
     mesh = build_mesh(grid, rank=rank, timeout_seconds=30)
     assert all_reduce_(torch.tensor([1.0]), mesh.over("ep")).item() == 2.0
-    return {axis: mesh.over(axis).name for axis in ("dp", "ep")} | {"both": mesh.over("ep", "etp").name}
+    return {axis: mesh.over(axis).name for axis in ("dp", "ep")} | {
+        "both": mesh.over("ep", "etp").name
+    }
 
 
 def test_tokens_on_their_way_to_experts_wait_for_no_gradients_of_the_same_ranks() -> None:
@@ -130,9 +152,12 @@ def test_axes_may_be_named_in_any_order_and_tp_stands_for_its_two_parts() -> Non
 
 
 @pytest.mark.parametrize(
-    ("tp", "heads", "holders", "copies"), [(1, 2, 1, 1), (2, 2, 2, 1), (4, 2, 2, 2), (4, 1, 1, 4), (2, 4, 2, 1)]
+    ("tp", "heads", "holders", "copies"),
+    [(1, 2, 1, 1), (2, 2, 2, 1), (4, 2, 2, 2), (4, 1, 1, 4), (2, 4, 2, 1)],
 )
-def test_tp_is_cut_in_two_where_ranks_share_a_key_value_head(tp: int, heads: int, holders: int, copies: int) -> None:
+def test_tp_is_cut_in_two_where_ranks_share_a_key_value_head(
+    tp: int, heads: int, holders: int, copies: int
+) -> None:
     model = replace(MODEL, num_kv_heads=heads)
     grid = model_grid(ParallelConfig(tp=tp), model, tp)
     assert (grid.size("tp_kv"), grid.size("tp_copy"), grid.size("tp")) == (holders, copies, tp)

@@ -1,4 +1,5 @@
-"""Activations in host memory: what goes, when it comes back, that buffers are used again, and that no bit changes."""
+"""Activations in host memory: what goes, when it comes back, that buffers are used again, and that
+no bit changes."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,11 +26,18 @@ from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
 
 RUN = tiny_run({"model.num_layers": "4"})
-KEEP, SELECTIVE = RecomputeConfig(), RecomputeConfig(granularity="selective", modules=("core_attention", "norm"))
+KEEP, SELECTIVE = (
+    RecomputeConfig(),
+    RecomputeConfig(granularity="selective", modules=("core_attention", "norm")),
+)
 
 
-def trainer(offload: OffloadConfig, recompute: RecomputeConfig = KEEP, device: str = "cpu") -> Trainer:
-    return build_trainer(replace(RUN, offload=offload, recompute=recompute), mesh_of_one(), torch.device(device))
+def trainer(
+    offload: OffloadConfig, recompute: RecomputeConfig = KEEP, device: str = "cpu"
+) -> Trainer:
+    return build_trainer(
+        replace(RUN, offload=offload, recompute=recompute), mesh_of_one(), torch.device(device)
+    )
 
 
 def step(one: Trainer) -> tuple[Tensor, Tensor]:
@@ -39,7 +47,9 @@ def step(one: Trainer) -> tuple[Tensor, Tensor]:
     one.data.begin_step(1)
     loss = one.model.loss(ids, ids.flip(0), tokens_of_rows(2, 12, device=device))
     loss.backward()
-    return loss.detach().clone(), torch.cat([owned.gradient.flatten() for owned in one.data.finish()])
+    return loss.detach().clone(), torch.cat(
+        [owned.gradient.flatten() for owned in one.data.finish()]
+    )
 
 
 @pytest.fixture
@@ -55,23 +65,33 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[OffloadedPass]:
     return begun
 
 
-@pytest.mark.parametrize("recompute", [KEEP, SELECTIVE, RecomputeConfig(granularity="full", num_layers=2)], ids=str)
+@pytest.mark.parametrize(
+    "recompute", [KEEP, SELECTIVE, RecomputeConfig(granularity="full", num_layers=2)], ids=str
+)
 @pytest.mark.parametrize("min_numel", [1, 300])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_loss_and_gradients_have_the_same_bits(recompute: RecomputeConfig, layers: int, min_numel: int) -> None:
+def test_loss_and_gradients_have_the_same_bits(
+    recompute: RecomputeConfig, layers: int, min_numel: int
+) -> None:
     loss, gradients = step(trainer(OffloadConfig()))
-    away_loss, away_gradients = step(trainer(OffloadConfig(layers=layers, min_numel=min_numel), recompute))
+    away_loss, away_gradients = step(
+        trainer(OffloadConfig(layers=layers, min_numel=min_numel), recompute)
+    )
     assert torch.equal(away_loss, loss) and torch.equal(away_gradients, gradients)
 
 
-@pytest.mark.parametrize("recompute", [KEEP, SELECTIVE, RecomputeConfig(granularity="full", num_layers=2)], ids=str)
+@pytest.mark.parametrize(
+    "recompute", [KEEP, SELECTIVE, RecomputeConfig(granularity="full", num_layers=2)], ids=str
+)
 @pytest.mark.parametrize("min_numel", [1, 300])
 def test_what_is_sent_is_what_the_ledger_says(
     passes: list[OffloadedPass], recompute: RecomputeConfig, min_numel: int
 ) -> None:
     offload = OffloadConfig(layers=2, min_numel=min_numel)
     step(trainer(offload, recompute))
-    setting = Setting(model=RUN.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload)
+    setting = Setting(
+        model=RUN.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
+    )
     ledger = stage_kept(setting, num_layers=4)
     expected = [sorted((row.numel, row.nbytes) for row in rows) for rows in ledger.host if rows]
     assert [sorted(sent) for _, sent in sorted(passes[0].sent.items())] == expected
@@ -83,7 +103,9 @@ def test_the_last_layer_stays_whatever_is_asked(passes: list[OffloadedPass]) -> 
     assert sorted(passes[0].sent) == [0, 1, 2]
 
 
-def test_each_layer_comes_back_while_the_one_after_it_is_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_comes_back_while_the_one_after_it_is_in_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events: list[str] = []
     fetch, start = OffloadedPass.fetch, Away.start_back
 
@@ -105,14 +127,28 @@ def test_each_layer_comes_back_while_the_one_after_it_is_in_backward(monkeypatch
     assert events[-1] == "copy" and events.count("copy") == 3 * (events.index("fetch 1") - 1)
 
 
-def _reloads(rank: int, world: int, settings: dict[str, str]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(pass through a chunk, layer) in the order in which copies start back in a step; and as backward goes."""
-    run = tiny_run({"model.num_layers": "8", "train.micro_batch_size": "3", "offload.min_numel": "1"} | settings)
-    trainer = build_trainer(run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), torch.device("cpu"))
+def _reloads(
+    rank: int, world: int, settings: dict[str, str]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(pass through a chunk, layer) in the order in which copies start back in a step; and as
+    backward goes."""
+    run = tiny_run(
+        {"model.num_layers": "8", "train.micro_batch_size": "3", "offload.min_numel": "1"}
+        | settings
+    )
+    trainer = build_trainer(
+        run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), torch.device("cpu")
+    )
     loader = Loader(
-        RaggedRows(12, run.model.vocab_size, 24, masked=(0, 1)), Masks(), trainer.mesh.dp, global_batch_size=12,
-        micro_batch_size=3, consumed=0, steps=1, device=torch.device("cpu"),
-    )  # fmt: skip
+        RaggedRows(12, run.model.vocab_size, 24, masked=(0, 1)),
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=3,
+        consumed=0,
+        steps=1,
+        device=torch.device("cpu"),
+    )
     begun, back = list[OffloadedPass](), list[tuple[int, int]]()
     start = Away.start_back
 
@@ -137,7 +173,9 @@ def _reloads(rank: int, world: int, settings: dict[str, str]) -> tuple[list[tupl
     passes = [forwards.index((op.chunk, op.microbatch)) for op in actions if op.kind in ("B", "I")]
     assert len(begun) == len(forwards)
     layers = range(run.offload.layers)
-    return list(dict.fromkeys(back)), [(number, layer) for number in passes for layer in reversed(layers)]
+    return list(dict.fromkeys(back)), [
+        (number, layer) for number in passes for layer in reversed(layers)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +208,11 @@ def test_one_piece_of_memory_is_sent_once_and_tensors_share_it_when_they_are_bac
     x = torch.randn(4, 6)
     run = OffloadedPass(memory, min_numel=1, stays=[weight])
     with run.span(0):
-        y = (x[:, :3] * weight[:3]).sum() + (x[:, 3:] * weight[3:]).sum() + (x.T[2] * weight[0]).sum()
+        y = (
+            (x[:, :3] * weight[:3]).sum()
+            + (x[:, 3:] * weight[3:]).sum()
+            + (x.T[2] * weight[0]).sum()
+        )
     assert run.sent == {0: [(12, 96)]} and memory.taken == 1
     expected = x.sum(0)
     expected[0] += x[:, 2].sum()
@@ -180,7 +222,8 @@ def test_one_piece_of_memory_is_sent_once_and_tensors_share_it_when_they_are_bac
 
 
 def written_between(away: OffloadedPass | None, *, first: bool) -> Tensor:
-    """The gradient of a weight whose factors are two halves of a buffer, the second written after the first is saved.
+    """The gradient of a weight whose factors are two halves of a buffer, the second written after
+    the first is saved.
 
     `first`: both count.
     """
@@ -204,7 +247,10 @@ def test_what_is_written_after_a_part_was_sent_is_sent_again() -> None:
 def test_what_was_written_to_after_it_was_saved_is_refused_as_without_offloading() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         written_between(None, first=True)
-    refused = r"of torch.float32 \[4\] .* modified by an inplace operation .* is at version 2, expected 1. Use an op"
+    refused = (
+        r"of torch.float32 \[4\] .* modified by an inplace operation .* is at version 2, "
+        r"expected 1. Use an op"
+    )
     with pytest.raises(RuntimeError, match=refused):
         written_between(OffloadedPass(HostMemory(), min_numel=1), first=True)
 
@@ -248,20 +294,28 @@ def test_memory_that_is_let_go_and_given_out_again_is_another_piece() -> None:
 def test_a_wrong_copy_is_seen_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: copies come back before they are complete."""
     _, right = step(trainer(OffloadConfig()))
-    monkeypatch.setattr(Away, "start_back", lambda self: setattr(self, "back", torch.zeros_like(self.host)))
+    monkeypatch.setattr(
+        Away, "start_back", lambda self: setattr(self, "back", torch.zeros_like(self.host))
+    )
     _, wrong = step(trainer(OffloadConfig(layers=2, min_numel=1)))
     assert not torch.equal(right, wrong)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, whose copies run on a stream of their own")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU, whose copies run on a stream of their own"
+)
 def test_on_a_gpu_no_bit_changes_and_the_memory_is_less() -> None:
     loss, gradients = step(trainer(OffloadConfig(), device="cuda"))
     one = trainer(OffloadConfig(layers=3, min_numel=1), device="cuda")
     for _ in range(3):
         away_loss, away_gradients = step(one)
         assert torch.equal(away_loss, loss) and torch.equal(away_gradients, gradients)
-    assert all(buffer.is_pinned() for free in one.model.run_layers.memory.buffers.values() for buffer in free)
+    assert all(
+        buffer.is_pinned()
+        for free in one.model.run_layers.memory.buffers.values()
+        for buffer in free
+    )
 
 
 class Gathered(torch.nn.Module):

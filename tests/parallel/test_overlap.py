@@ -1,4 +1,5 @@
-"""Communication behind matmuls: the same bits as one after the other; rings the same but for the order of sums."""
+"""Communication behind matmuls: the same bits as one after the other; rings the same but for the
+order of sums."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +14,15 @@ from megalith.models.decoder import allocate
 from megalith.parallel.group import Group
 from megalith.parallel.rings import MESSAGES
 from megalith.parallel.symm_mem import FUSED
-from megalith.parallel.tensor import ColumnLinear, Declared, Init, Region, RowLinear, SplitTokens, WholeTokens
+from megalith.parallel.tensor import (
+    ColumnLinear,
+    Declared,
+    Init,
+    Region,
+    RowLinear,
+    SplitTokens,
+    WholeTokens,
+)
 from megalith.plan.shards import cut_dim, split_evenly, whole
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
@@ -24,7 +33,9 @@ TOKENS, INPUTS, OUTPUTS = 12, 6, 10
 
 
 def seeded(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 class Notes:
@@ -45,7 +56,9 @@ class Notes:
         raise AssertionError("a linear layer hands over products")
 
 
-def build(kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtype) -> ColumnLinear | RowLinear:
+def build(
+    kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtype
+) -> ColumnLinear | RowLinear:
     shard = whole("x.w", (OUTPUTS, INPUTS))
     dim = 0 if kind is ColumnLinear else 1
     sizes = split_evenly(shard.shape[dim], group.size)
@@ -62,7 +75,9 @@ def build(kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtyp
     return layer
 
 
-def run(kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtype, sink: bool) -> Sequence[Tensor]:
+def run(
+    kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtype, sink: bool
+) -> Sequence[Tensor]:
     """Output, dx and dw of one layer."""
     layer = build(kind, region, group, dtype)
     notes = Notes([])
@@ -70,7 +85,9 @@ def run(kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtype,
     sp, column = isinstance(region, SplitTokens), kind is ColumnLinear
     tokens = TOKENS // group.size if sp and column else TOKENS
     inputs = INPUTS if column else split_evenly(INPUTS, group.size)[group.rank]
-    x = seeded(tokens, inputs, seed=2 + (group.rank if sp or not column else 0), dtype=dtype).requires_grad_()
+    x = seeded(
+        tokens, inputs, seed=2 + (group.rank if sp or not column else 0), dtype=dtype
+    ).requires_grad_()
     y = layer(x)
     (y * seeded(*y.shape, seed=7, dtype=dtype)).sum().backward()
     weight = getattr(layer, "w")  # noqa: B009
@@ -87,11 +104,15 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> None:
             for split in (False, True):
                 region = SplitTokens if split else WholeTokens
                 plain = run(kind, region(group, overlap=False), group, dtype, sink)
-                for mine, reference in zip(run(kind, region(group), group, dtype, sink), plain, strict=True):
+                for mine, reference in zip(
+                    run(kind, region(group), group, dtype, sink), plain, strict=True
+                ):
                     assert torch.equal(mine, reference), (kind, region, sink)
             for products in (MESSAGES, FUSED) if dtype == torch.float64 else ():
                 with fused_on_cpus():
-                    ring = run(kind, SplitTokens(group, rings=True, products=products), group, dtype, sink)
+                    ring = run(
+                        kind, SplitTokens(group, rings=True, products=products), group, dtype, sink
+                    )
                 for mine, reference in zip(ring, plain, strict=True):
                     assert_equals(f"{kind} in a ring", mine, reference, FP64)
 
@@ -104,9 +125,13 @@ def test_overlap_changes_no_bit_and_rings_only_the_order_of_sums(dtype: torch.dt
 def order(rank: int, world: int, sp: bool) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
     events: list[str] = []
-    layer = build(ColumnLinear, SplitTokens(group) if sp else WholeTokens(group), group, torch.float32)
+    layer = build(
+        ColumnLinear, SplitTokens(group) if sp else WholeTokens(group), group, torch.float32
+    )
     layer.sink = Notes(events)
-    x = seeded(TOKENS // world if sp else TOKENS, INPUTS, seed=2, dtype=torch.float32).requires_grad_()
+    x = seeded(
+        TOKENS // world if sp else TOKENS, INPUTS, seed=2, dtype=torch.float32
+    ).requires_grad_()
     y = layer(x)
     with slow_link(latency_seconds=0.02, poison=True) as link:
         y.sum().backward()
@@ -123,11 +148,16 @@ def test_each_message_is_waited_for_once_and_read_only_then(sp: bool) -> None:
 
 
 def hidden(rank: int, world: int, sp: bool) -> float:
-    """How long a backward stands still for a link, of what the link takes; the weights' product is a long sleep."""
+    """How long a backward stands still for a link, of what the link takes; the weights' product is
+    a long sleep."""
     group = everyone(rank, world, "tp_kv", "tp_copy")
-    layer = build(ColumnLinear, SplitTokens(group) if sp else WholeTokens(group), group, torch.float32)
+    layer = build(
+        ColumnLinear, SplitTokens(group) if sp else WholeTokens(group), group, torch.float32
+    )
     layer.sink = Sleeper()
-    x = seeded(TOKENS // world if sp else TOKENS, INPUTS, seed=2, dtype=torch.float32).requires_grad_()
+    x = seeded(
+        TOKENS // world if sp else TOKENS, INPUTS, seed=2, dtype=torch.float32
+    ).requires_grad_()
     y = layer(x)
     with slow_link(latency_seconds=0.05) as link:
         y.sum().backward()

@@ -1,4 +1,5 @@
-"""The executor: under every schedule, the same losses and gradients as one process, bit for bit per microbatch."""
+"""The executor: under every schedule, the same losses and gradients as one process, bit for bit per
+microbatch."""
 
 import time
 from dataclasses import dataclass
@@ -50,12 +51,15 @@ class Adding:
 
 
 class Layer:
-    """One stage: x [t, 5], a float that every stage passes on, and integers that it counts up -> the same."""
+    """One stage: x [t, 5], a float that every stage passes on, and integers that it counts up ->
+    the same."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.stage, self.last = stage, stage == stages - 1
         draw = torch.Generator().manual_seed(stage)
-        self.weight = torch.randn(WIDTH, WIDTH, generator=draw, dtype=torch.float64).requires_grad_()
+        self.weight = torch.randn(
+            WIDTH, WIDTH, generator=draw, dtype=torch.float64
+        ).requires_grad_()
         self.gradient = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
         self.added: list[int] = []
         self.sink: Sink | None = Adding(self.gradient, self.added)
@@ -63,7 +67,11 @@ class Layer:
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
         if self.stage == 0:
-            x, gain, count = rows_of(microbatch), torch.ones((), dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+            x, gain, count = (
+                rows_of(microbatch),
+                torch.ones((), dtype=torch.float64),
+                torch.zeros(2, dtype=torch.int64),
+            )
         else:
             x, gain, count = received
         y = torch.tanh(linear(x, [self.weight], sink=self.sink)) * gain
@@ -112,24 +120,40 @@ class Case:
 def schedule_of(case: Case, world: int) -> Schedule:
     return with_transfers(
         build_schedule(
-            case.name, num_ranks=world, num_chunks=case.chunks, num_microbatches=case.microbatches, group=case.group,
+            case.name,
+            num_ranks=world,
+            num_chunks=case.chunks,
+            num_microbatches=case.microbatches,
+            group=case.group,
             forward_only=case.forward_only,
-        ), overlap=case.overlap,
-    )  # fmt: skip
+        ),
+        overlap=case.overlap,
+    )
 
 
-def run_case(rank: int, world: int, case: Case) -> tuple[dict[int, float], dict[int, Tensor], dict[int, list[int]]]:
+def run_case(
+    rank: int, world: int, case: Case
+) -> tuple[dict[int, float], dict[int, Tensor], dict[int, list[int]]]:
     schedule = schedule_of(case, world)
-    layers = [Layer(schedule.stage_of(rank, chunk), schedule.num_stages) for chunk in range(case.chunks)]
+    layers = [
+        Layer(schedule.stage_of(rank, chunk), schedule.num_stages) for chunk in range(case.chunks)
+    ]
     pipeline = Pipeline(
-        rank, handles_of(everyone(rank, world, "pp"), tags=not case.separate), CPU,
-        boundary=boundary if case.known else None, announce=case.announce,
+        rank,
+        handles_of(everyone(rank, world, "pp"), tags=not case.separate),
+        CPU,
+        boundary=boundary if case.known else None,
+        announce=case.announce,
         weights=[Postponed([layer]) for layer in layers],
-    )  # fmt: skip
+    )
     with torch.set_grad_enabled(not case.forward_only):
         pipeline.run(schedule, layers)
     losses = {microbatch: loss for layer in layers for microbatch, loss in layer.losses.items()}
-    return losses, {layer.stage: layer.gradient for layer in layers}, {layer.stage: layer.added for layer in layers}
+    return (
+        losses,
+        {layer.stage: layer.gradient for layer in layers},
+        {layer.stage: layer.added for layer in layers},
+    )
 
 
 def check(case: Case, world: int) -> None:
@@ -155,22 +179,33 @@ def test_a_schedule_gives_what_one_process_gives(name: str, world: int) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
 @pytest.mark.parametrize(
     "changes",
-    [{"announce": True}, {"known": False}, {"forward_only": True}, {"overlap": False}, {"separate": True}],
+    [
+        {"announce": True},
+        {"known": False},
+        {"forward_only": True},
+        {"overlap": False},
+        {"separate": True},
+    ],
     ids=str,
 )
 def test_a_schedule_gives_the_same_in_every_mode(name: str, changes: dict[str, bool]) -> None:
     check(Case(*KNOWN[name], **changes), 2)
 
 
-def _over_a_poisoned_link(rank: int, world: int, case: Case) -> tuple[dict[int, float], dict[int, Tensor], int]:
-    """The same over a link whose buffers hold garbage until they are waited for; and the most waits of a message."""
+def _over_a_poisoned_link(
+    rank: int, world: int, case: Case
+) -> tuple[dict[int, float], dict[int, Tensor], int]:
+    """The same over a link whose buffers hold garbage until they are waited for; and the most waits
+    of a message."""
     with slow_link(latency_seconds=0.002, poison=True) as link:
         losses, gradients, _ = run_case(rank, world, case)
     return losses, gradients, max(transfer.waits for transfer in link.of("isend", "irecv"))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
-def test_nothing_is_read_before_it_has_arrived_and_every_message_is_waited_for_once(name: str) -> None:
+def test_nothing_is_read_before_it_has_arrived_and_every_message_is_waited_for_once(
+    name: str,
+) -> None:
     case = Case(*KNOWN[name])
     losses, gradients = one_process(2 * case.chunks, case.microbatches)
     results = run_ranks(_over_a_poisoned_link, 2, case)
@@ -191,7 +226,9 @@ def _wrong_rows(rank: int, world: int) -> None:
     """Rank 1 expects other rows than rank 0 sends."""
     case = Case("1f1b", 1, 2, None, announce=True)
     schedule = schedule_of(case, world)
-    pipeline = Pipeline(rank, handles_of(everyone(rank, world, "pp"), tags=True), CPU, announce=True)
+    pipeline = Pipeline(
+        rank, handles_of(everyone(rank, world, "pp"), tags=True), CPU, announce=True
+    )
     specs: Boundary = boundary if rank == 0 else (lambda stage, m: boundary(stage, m + 1))
     pipeline.run(schedule, [Layer(rank, world)], specs)
 
@@ -200,7 +237,10 @@ def test_other_shapes_than_expected_are_refused_by_name() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_wrong_rows, 2)
     text = str(caught.value)
-    assert "pipeline rank 0 sends float64 [2, 5], float64 [], int64 [2] forward to stage 1 for microbatch 0" in text
+    assert (
+        "pipeline rank 0 sends float64 [2, 5], float64 [], int64 [2] forward to stage 1 for "
+        "microbatch 0" in text
+    )
     assert "but float64 [3, 5], float64 [], int64 [2] was expected" in text
     assert "Use the same data and settings on every rank." in text
 
@@ -220,20 +260,26 @@ class Wide:
 
 
 def _freed(rank: int, world: int) -> list[bool]:
-    """On rank 0, in the middle of the step: whether the outputs that were sent have lost their memory."""
+    """On rank 0, in the middle of the step: whether the outputs that were sent have lost their
+    memory."""
     schedule = with_transfers(build_schedule("gpipe", num_ranks=2, num_microbatches=2))
     stage = Wide(rank)
     pipeline = Pipeline(
-        rank, handles_of(everyone(rank, world, "pp"), tags=True), CPU,
+        rank,
+        handles_of(everyone(rank, world, "pp"), tags=True),
+        CPU,
         boundary=lambda *_: (Spec((1000,), torch.float32),),
-    )  # fmt: skip
+    )
     found: list[bool] = []
     backward = torch.autograd.backward
 
     def look(*given: Any) -> None:
         if rank == 0 and not found:
             deadline = time.monotonic() + 10
-            while not all(reference.expired() for reference in stage.outputs) and time.monotonic() < deadline:
+            while (
+                not all(reference.expired() for reference in stage.outputs)
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
             found.extend(reference.expired() for reference in stage.outputs)
         backward(*given)

@@ -1,4 +1,5 @@
-"""Weight gradients that wait: nothing is added before its W, and then the same in the same order."""
+"""Weight gradients that wait: nothing is added before its W, and then the same in the same
+order."""
 
 from dataclasses import dataclass, field
 

@@ -12,7 +12,8 @@ NUMELS = (3, 70, 5, 1)
 
 
 class Chunk(nn.Module):
-    """Layers in a list, one beside it, and a weight that no layer has; forward reads them in this order."""
+    """Layers in a list, one beside it, and a weight that no layer has; forward reads them in this
+    order."""
 
     def __init__(self, weights: Tensor, plan: BucketPlan) -> None:
         super().__init__()
@@ -46,7 +47,12 @@ def _published(rank: int, world: int) -> list[object]:
     weights = torch.zeros(plan.numel)
     for bucket in plan.buckets:  # every rank updates its own slices
         weights[bucket.start : bucket.stop].view(world, -1)[rank] = rank + 1
-    expected = [i + 1.0 for b in plan.buckets for i in range(world) for _ in range((b.stop - b.start) // world)]
+    expected = [
+        i + 1.0
+        for b in plan.buckets
+        for i in range(world)
+        for _ in range((b.stop - b.start) // world)
+    ]
     chunk = Chunk(weights, plan)
     publication = Publication(weights, plan, [group] * len(plan.buckets))
     publication.wait_in(chunk, chunk.weights)

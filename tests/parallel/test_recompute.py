@@ -1,4 +1,5 @@
-"""Recomputation changes what is kept and when it is computed, and not one bit of a loss or a gradient."""
+"""Recomputation changes what is kept and when it is computed, and not one bit of a loss or a
+gradient."""
 
 from dataclasses import replace
 from functools import cache
@@ -50,7 +51,11 @@ CHUNKS = RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=3
 
 
 def name(one: RecomputeConfig) -> str:
-    return "+".join(one.modules) if one.granularity == "selective" else f"{one.method} {one.num_layers}"
+    return (
+        "+".join(one.modules)
+        if one.granularity == "selective"
+        else f"{one.method} {one.num_layers}"
+    )
 
 
 def step(trainer: Trainer, *, backward: bool = True) -> list[Tensor]:
@@ -77,7 +82,9 @@ def reference(dtype: str) -> tuple[Tensor, ...]:
 
 
 def same(mine: list[Tensor], theirs: tuple[Tensor, ...]) -> bool:
-    return len(mine) == len(theirs) and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    return len(mine) == len(theirs) and all(
+        torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("one", UNIFORM + BLOCK + SELECTIVE, ids=name)
@@ -92,22 +99,29 @@ def test_bf16_has_the_same_bits_with_whole_layers_and_with_every_part() -> None:
 
 
 def step_of_packed_rows(model: ModelConfig, one: RecomputeConfig) -> list[Tensor]:
-    """Loss and every gradient of a step in fp32 over rows of short documents, with places and dropout where asked."""
+    """Loss and every gradient of a step in fp32 over rows of short documents, with places and
+    dropout where asked."""
     run = layout_case(model, ParallelConfig(), 1, micro_batch_size=4, documents=True).run
     trainer = built(one, run=run)
-    told = train_step(trainer, _loader(run, trainer.mesh, consumed=0, steps=1).next(), lr=0.0, weight_decay=0.0)
+    told = train_step(
+        trainer, _loader(run, trainer.mesh, consumed=0, steps=1).next(), lr=0.0, weight_decay=0.0
+    )
     return [torch.tensor(told.loss), *(owned.gradient.clone() for owned in trainer.data.owned)]
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[] if kind in ("heterogeneous", "gated", "normed after") else [pytest.mark.slow])
+        pytest.param(
+            kind,
+            marks=[] if kind in ("heterogeneous", "gated", "normed after") else [pytest.mark.slow],
+        )
         for kind in VARIANTS
     ],
 )
 def test_every_kind_of_layer_has_the_same_bits_when_it_runs_again(kind: str) -> None:
-    """Other sizes and parts left out, gates, L2 norms, layers without positions and with three, norms after."""
+    """Other sizes and parts left out, gates, L2 norms, layers without positions and with three,
+    norms after."""
     kept = step_of_packed_rows(VARIANTS[kind], KEEP)
     assert all(bool(tensor.any()) for tensor in kept)
     for one in (UNIFORM[0], UNIFORM[1], BLOCK[0], SELECTIVE[-1], SELECTIVE[0]):
@@ -115,7 +129,9 @@ def test_every_kind_of_layer_has_the_same_bits_when_it_runs_again(kind: str) -> 
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], SELECTIVE[-1]], ids=name)
-def test_gradients_of_layers_appear_although_nothing_before_them_wants_one(one: RecomputeConfig) -> None:
+def test_gradients_of_layers_appear_although_nothing_before_them_wants_one(
+    one: RecomputeConfig,
+) -> None:
     def frozen(one: RecomputeConfig) -> list[Tensor]:
         trainer = built(one)
         for declared, module, attribute in declared_parameters(trainer.model):
@@ -129,7 +145,9 @@ def test_gradients_of_layers_appear_although_nothing_before_them_wants_one(one: 
 
 
 @pytest.mark.parametrize("one", [KEEP, UNIFORM[0], UNIFORM[2], SELECTIVE[-1]], ids=name)
-def test_every_sink_is_given_each_product_once(one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sink_is_given_each_product_once(
+    one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[data.FlatSink] = []
     product = data.FlatSink.product
 
@@ -143,7 +161,9 @@ def test_every_sink_is_given_each_product_once(one: RecomputeConfig, monkeypatch
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], SELECTIVE[-1]], ids=name)
-def test_evaluation_keeps_and_recomputes_nothing(one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_keeps_and_recomputes_nothing(
+    one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: Any, **others: Any) -> None:
         raise AssertionError("nothing is kept without gradients")
 
@@ -156,17 +176,34 @@ def test_evaluation_keeps_and_recomputes_nothing(one: RecomputeConfig, monkeypat
 
 UP = RecomputeConfig(granularity="selective", modules=("mla_up_proj",))
 LATENT = replace(
-    RUN, model=replace(RUN.model, num_layers=2, num_kv_heads=4, head_dim=None, mla=MLAConfig(
-        kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3,
-    )),
-)  # fmt: skip
+    RUN,
+    model=replace(
+        RUN.model,
+        num_layers=2,
+        num_kv_heads=4,
+        head_dim=None,
+        mla=MLAConfig(
+            kv_rank=7,
+            q_rank=9,
+            nope_dim=5,
+            rope_dim=4,
+            value_dim=3,
+        ),
+    ),
+)
 DROPPED = replace(LATENT, model=replace(LATENT.model, dropout=DropoutConfig(attention=0.2)))
-ADAPTED = replace(LATENT, lora=LoraConfig(rank=3, targets=("q_up", "kv_up", "kv_down", "o"), dropout=0.3))
-FROM_X = replace(LATENT, model=replace(LATENT.model, mla=MLAConfig(kv_rank=7, nope_dim=5, rope_dim=4, value_dim=5)))
+ADAPTED = replace(
+    LATENT, lora=LoraConfig(rank=3, targets=("q_up", "kv_up", "kv_down", "o"), dropout=0.3)
+)
+FROM_X = replace(
+    LATENT,
+    model=replace(LATENT.model, mla=MLAConfig(kv_rank=7, nope_dim=5, rope_dim=4, value_dim=5)),
+)
 
 
 def interleaved_step(trainer: Trainer) -> list[Tensor]:
-    """Losses and gradients of two microbatches with dropout, of which both run forward before one runs backward."""
+    """Losses and gradients of two microbatches with dropout, of which both run forward before one
+    runs backward."""
     draw = torch.Generator().manual_seed(3)
     for declared, module, attribute in declared_parameters(trainer.model):
         if declared.shard.name.endswith("lora_b"):
@@ -176,15 +213,23 @@ def interleaved_step(trainer: Trainer) -> list[Tensor]:
     losses = []
     for shift in (3, 5):
         ids = torch.arange(72) * shift % 257
-        tokens = replace(tokens_of_lengths([40, 32]), dropout=DropoutKey(7, torch.arange(72) + 100 * shift))
+        tokens = replace(
+            tokens_of_lengths([40, 32]), dropout=DropoutKey(7, torch.arange(72) + 100 * shift)
+        )
         losses.append(trainer.model.loss(ids, ids.flip(0), tokens))
     for loss in losses:
         loss.backward()
-    return [loss.detach() for loss in losses] + [owned.gradient.clone() for owned in trainer.data.finish()]
+    return [loss.detach() for loss in losses] + [
+        owned.gradient.clone() for owned in trainer.data.finish()
+    ]
 
 
-@pytest.mark.parametrize("run", [LATENT, DROPPED, ADAPTED, FROM_X], ids=["plain", "dropped", "adapted", "from x"])
-def test_latent_attention_has_the_same_bits_when_it_runs_again_from_its_short_vectors(run: TrainRun) -> None:
+@pytest.mark.parametrize(
+    "run", [LATENT, DROPPED, ADAPTED, FROM_X], ids=["plain", "dropped", "adapted", "from x"]
+)
+def test_latent_attention_has_the_same_bits_when_it_runs_again_from_its_short_vectors(
+    run: TrainRun,
+) -> None:
     theirs = interleaved_step(built(KEEP, run=run))
     assert all(bool(tensor.any()) for tensor in theirs)
     for one in (UP, replace(UP, modules=("norm", "core_attention", "mla_up_proj"), check=True)):
@@ -192,7 +237,9 @@ def test_latent_attention_has_the_same_bits_when_it_runs_again_from_its_short_ve
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_sinks_of_latent_attention_are_given_each_product_once(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_of_latent_attention_are_given_each_product_once(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[data.FlatSink] = []
     product = data.FlatSink.product
 
@@ -211,7 +258,9 @@ def test_sinks_of_latent_attention_are_given_each_product_once(dtype: str, monke
 def test_compiled_layers_are_recomputed_with_the_same_bits(one: RecomputeConfig) -> None:
     def compiled(one: RecomputeConfig) -> list[Tensor]:
         trainer = build_trainer(
-            apply_overrides(replace(RUN, recompute=one), {"train.compile": "true"}), mesh_of_one(), torch.device("cpu")
+            apply_overrides(replace(RUN, recompute=one), {"train.compile": "true"}),
+            mesh_of_one(),
+            torch.device("cpu"),
         )
         for layer in trainer.model.layers:
             layer.compile(backend="aot_eager")  # no C++ compiler needed
@@ -247,10 +296,14 @@ def test_a_region_whose_input_is_rebuilt_keeps_what_that_is_rebuilt_from() -> No
         return source * 2
 
     with metered() as meter:
-        y = Recomputed(lambda doubled: doubled.exp().sin())(Rebuilt(double(middle), double, (middle,)))
+        y = Recomputed(lambda doubled: doubled.exp().sin())(
+            Rebuilt(double(middle), double, (middle,))
+        )
     assert meter.live == 5 * 4 * 4
     (found,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(found, torch.autograd.grad((x * 2).exp().sin().sum(), x)[0]) and len(again) == 2
+    assert (
+        torch.equal(found, torch.autograd.grad((x * 2).exp().sin().sum(), x)[0]) and len(again) == 2
+    )
 
 
 def test_slices_of_a_saved_input_join_to_it() -> None:
@@ -265,7 +318,9 @@ def joined(rank: int, world: int) -> None:
     assert parts.inputs[0].shape == (8,) and torch.equal(parts.again(*parts.inputs), x)
 
 
-@pytest.mark.parametrize(("sp", "rings"), [(False, False), (True, False), (True, True)], ids=["tp2", "sp", "rings"])
+@pytest.mark.parametrize(
+    ("sp", "rings"), [(False, False), (True, False), (True, True)], ids=["tp2", "sp", "rings"]
+)
 def test_tensor_parallel_ranks_recompute_the_same_bits(sp: bool, rings: bool) -> None:
     run_ranks(on_two_ranks, 2, sp, rings)
 
@@ -276,7 +331,9 @@ def on_two_ranks(rank: int, world: int, sp: bool, rings: bool) -> None:
     sharding = replace(UNIFORM[1], shard_inputs=True)
     away = OffloadConfig(layers=2, min_numel=1)
     settings = [(KEEP, OffloadConfig()), (KEEP, away)]
-    settings += [(one, OffloadConfig()) for one in [*UNIFORM, BLOCK[0], *SELECTIVE[:4], SELECTIVE[-1]]]
+    settings += [
+        (one, OffloadConfig()) for one in [*UNIFORM, BLOCK[0], *SELECTIVE[:4], SELECTIVE[-1]]
+    ]
     settings += [(UNIFORM[1], away)] if sp else [(sharding, OffloadConfig()), (sharding, away)]
     found = [
         step(build_trainer(replace(run, recompute=one, offload=offload), mesh, torch.device("cpu")))
@@ -287,7 +344,9 @@ def on_two_ranks(rank: int, world: int, sp: bool, rings: bool) -> None:
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], BLOCK[0], SELECTIVE[-1]], ids=name)
-def test_checking_changes_nothing_where_the_second_pass_is_like_the_first(one: RecomputeConfig) -> None:
+def test_checking_changes_nothing_where_the_second_pass_is_like_the_first(
+    one: RecomputeConfig,
+) -> None:
     assert same(step(built(replace(one, check=True))), reference("fp32"))
 
 
@@ -302,7 +361,9 @@ def test_checking_refuses_a_second_pass_that_gives_other_numbers(
     for kernel in (norm, swiglu):
         for engine, function in kernel.FORWARD.items():
             monkeypatch.setitem(kernel.FORWARD, engine, slightly_off(function))
-    monkeypatch.setattr(tiled_attention, "_probabilities", slightly_off(tiled_attention._probabilities))
+    monkeypatch.setattr(
+        tiled_attention, "_probabilities", slightly_off(tiled_attention._probabilities)
+    )
     with pytest.raises(RuntimeError, match="did not give the same bits a second time"):
         loss.backward()
 
@@ -312,7 +373,9 @@ def slightly_off(function: Any) -> Any:
 
     def changed(*arguments: Any) -> Any:
         result = function(*arguments)
-        out = result[1] if isinstance(result, tuple) and len(result) > 2 else result  # of a norm: sum, result, scale
+        out = (
+            result[1] if isinstance(result, tuple) and len(result) > 2 else result
+        )  # of a norm: sum, result, scale
         (out[0] if isinstance(out, tuple) else out).view(-1)[0] += 1e-6
         return result
 
@@ -322,7 +385,9 @@ def slightly_off(function: Any) -> Any:
 # --- planted faults
 
 
-def test_a_norm_rebuilt_from_the_wrong_input_is_seen_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_rebuilt_from_the_wrong_input_is_seen_in_the_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     right = Rebuilt.__init__
 
     def wrong(self: Rebuilt, value: Tensor, again: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -352,14 +417,18 @@ def test_of_an_mlp_in_chunks_the_inner_features_of_one_exist_at_a_time() -> None
         trainer, ids = built(replace(CHUNKS, mlp_chunks=chunks), run=run), torch.arange(72)
         with profile(profile_memory=True) as profiler:
             trainer.model.loss(ids, ids, tokens_of_lengths([72])).backward()
-        changes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        changes = [
+            e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"
+        ]
         peaks.append(max(accumulate(changes)))
     features = 72 * 1024 * 4  # bytes of one inner tensor [t, f] of all tokens
     assert peaks[0] > 3 * features and peaks[1] < peaks[0] - features, peaks
     assert peaks[2] < peaks[1] - features and peaks[3] < peaks[2] - features / 2, peaks
 
 
-def test_each_chunk_of_a_microbatch_gives_each_sink_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_chunk_of_a_microbatch_gives_each_sink_one_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[tuple[int, int]] = []
     product = data.FlatSink.product
 
@@ -387,15 +456,21 @@ def test_a_sink_that_is_given_products_twice_is_refused(monkeypatch: pytest.Monk
     def twice(ctx: Any, dy: Tensor) -> Any:
         result = backward(ctx, dy)
         if ctx.sink is not None:
-            ctx.sink.product(*(saved for saved in ctx.saved_tensors if saved.shape[0] == dy.shape[0]), dy)
+            ctx.sink.product(
+                *(saved for saved in ctx.saved_tensors if saved.shape[0] == dy.shape[0]), dy
+            )
         return result
 
     monkeypatch.setattr(LinearFunction, "backward", staticmethod(twice))
-    with pytest.raises(AssertionError, match=r"more gradients than backward passes: .*attention\.q"):
+    with pytest.raises(
+        AssertionError, match=r"more gradients than backward passes: .*attention\.q"
+    ):
         step(built(KEEP))
 
 
-def test_a_region_that_saves_other_tensors_the_second_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_that_saves_other_tensors_the_second_time_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[int] = []
     forward = norm.RMSNormFunction.forward
 

@@ -1,4 +1,5 @@
-"""Products around a ring are those of gathered tokens, and of sums that are scattered; and they hide a slow link."""
+"""Products around a ring are those of gathered tokens, and of sums that are scattered; and they
+hide a slow link."""
 
 import time
 from functools import partial
@@ -34,7 +35,10 @@ def group_of(rank: int, world: int) -> Group:
 
 def products(rank: int, world: int) -> None:
     group = group_of(rank, world)
-    x, weights = seeded(TOKENS, INPUTS, seed=0), [seeded(OUTPUTS, INPUTS, seed=1 + r) for r in range(world)]
+    x, weights = (
+        seeded(TOKENS, INPUTS, seed=0),
+        [seeded(OUTPUTS, INPUTS, seed=1 + r) for r in range(world)],
+    )
     whole, y = gather_product(x.chunk(world)[rank], weights[rank], group, forward)
     assert torch.equal(whole, x)
     assert_equals("gathered", y, x @ weights[rank].T, FP64)
@@ -49,7 +53,10 @@ def started(rank: int, world: int) -> None:
     parts = [seeded(world * 2, 3, seed=r) for r in range(world)]
     total = torch.stack(parts).sum(0)
     with slow_link(latency_seconds=0.01, poison=True):
-        on_their_way = [start(parts[rank], group) for start in (start_sum, start_gather, start_scatter, start_passing)]
+        on_their_way = [
+            start(parts[rank], group)
+            for start in (start_sum, start_gather, start_scatter, start_passing)
+        ]
         assert all(each.x.isnan().all() for each in on_their_way)
         whole, gathered, scattered, passed = (each.wait() for each in on_their_way)
     assert_equals("sum", whole, total, FP64)
@@ -71,12 +78,15 @@ def slow_product(x: Tensor, w: Tensor, *, seconds: float) -> Tensor:
 
 
 def hidden(rank: int, world: int) -> tuple[float, float]:
-    """What a link that needs half the time of a product adds, and for how much of it a rank stands still."""
+    """What a link that needs half the time of a product adds, and for how much of it a rank stands
+    still."""
     group = group_of(rank, world)
     product = partial(slow_product, seconds=0.04)
     with slow_link(latency_seconds=0.02) as link:
         gather_product(seeded(4, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product)
-        product_scatter(seeded(4 * world, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product)
+        product_scatter(
+            seeded(4 * world, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product
+        )
         return link.added_seconds(), link.exposed_seconds()
 
 

@@ -18,10 +18,14 @@ N = 5
 
 def bucket_of(rank: int, world: int, dtype: torch.dtype) -> torch.Tensor:
     """What one rank has before the sum: numbers whose sum depends on its order."""
-    return torch.randn(world * N, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        world * N, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
+    ).to(dtype)
 
 
-def _slice_of_sum(rank: int, world: int, dtype: torch.dtype, wire: torch.dtype | None) -> torch.Tensor:
+def _slice_of_sum(
+    rank: int, world: int, dtype: torch.dtype, wire: torch.dtype | None
+) -> torch.Tensor:
     group = everyone(rank, world, "dp_shard")
     return start_sum(bucket_of(rank, world, dtype), group, tag=3, dtype=wire).wait().clone()
 
@@ -39,9 +43,9 @@ def test_what_travels_in_bf16_is_added_in_fp32() -> None:
     world = 3
     found = torch.cat(run_ranks(_slice_of_sum, world, torch.float32, torch.bfloat16))
     exact, rounded = (
-        torch.stack([bucket_of(rank, world, torch.float32).to(wire).float() for rank in range(world)]).view(
-            world, world, N
-        )
+        torch.stack(
+            [bucket_of(rank, world, torch.float32).to(wire).float() for rank in range(world)]
+        ).view(world, world, N)
         for wire in (torch.float32, torch.bfloat16)
     )
     for owner in range(world):  # a rank's own part of its slice does not travel
@@ -68,7 +72,9 @@ def test_every_rank_gets_every_slice(world: int) -> None:
 def _many_at_once(rank: int, world: int) -> list[float]:
     group = everyone(rank, world, "dp_shard")
     started = [start_sum(torch.full((world,), float(k)), group, tag=k) for k in range(6)]
-    gathers = [start_gather(torch.full((world,), 10.0 * rank + k), group, tag=100 + k) for k in range(3)]
+    gathers = [
+        start_gather(torch.full((world,), 10.0 * rank + k), group, tag=100 + k) for k in range(3)
+    ]
     for works in gathers:
         works.wait()
     return [float(each.wait()) for each in reversed(started)]
@@ -91,7 +97,9 @@ def test_members_add_in_one_order_so_that_all_have_the_same_bits(members: tuple[
     for member in members[1:]:
         expected = expected + bucket_of(member, world, torch.float32)
     for rank in range(world):
-        assert torch.equal(found[rank], expected if rank in members else bucket_of(rank, world, torch.float32))
+        assert torch.equal(
+            found[rank], expected if rank in members else bucket_of(rank, world, torch.float32)
+        )
 
 
 def test_a_single_member_sends_nothing_whoever_it_is() -> None:
@@ -118,7 +126,8 @@ def _order_of_messages(rank: int, world: int) -> list[tuple[str, int]]:
 
 
 def test_of_two_members_one_sends_while_the_other_receives() -> None:
-    """NCCL takes the messages of a pair one after the other: two that both received first would wait for ever."""
+    """NCCL takes the messages of a pair one after the other: two that both received first would
+    wait for ever."""
     assert run_ranks(_order_of_messages, 3) == [
         [("to", 1), ("from", 1), ("to", 2), ("from", 2)],
         [("from", 0), ("to", 0), ("to", 2), ("from", 2)],

@@ -1,4 +1,5 @@
-"""Fused products are those of rings and of plain work; they are chosen by all ranks of a group alike, or refused."""
+"""Fused products are those of rings and of plain work; they are chosen by all ranks of a group
+alike, or refused."""
 
 import os
 from dataclasses import replace
@@ -37,19 +38,35 @@ def seeded(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def compare_with_plain_work(group: Group, device: torch.device, dtype: torch.dtype, tolerance: Tolerance) -> None:
-    """Both products of both matmuls, of parts of other matrices too, against sums on one rank in float64."""
+def compare_with_plain_work(
+    group: Group, device: torch.device, dtype: torch.dtype, tolerance: Tolerance
+) -> None:
+    """Both products of both matmuls, of parts of other matrices too, against sums on one rank in
+    float64."""
     for matmul, inputs in ((forward, INPUTS), (input_grad, OUTPUTS)):
-        x = seeded(TOKENS, 2 * inputs, seed=0).to(dtype)[:, :inputs]  # strides as in a part of a wider matrix
+        x = seeded(TOKENS, 2 * inputs, seed=0).to(dtype)[
+            :, :inputs
+        ]  # strides as in a part of a wider matrix
         weights = [seeded(OUTPUTS, INPUTS, seed=1 + r).to(dtype) for r in range(group.size)]
         mine = weights[group.rank].to(device)
-        whole, y = fused_gather_product(x.chunk(group.size)[group.rank].to(device), mine, group, matmul)
+        whole, y = fused_gather_product(
+            x.chunk(group.size)[group.rank].to(device), mine, group, matmul
+        )
         assert torch.equal(whole.cpu(), x)
-        assert_equals("gathered", y.cpu().double(), matmul(x.double(), weights[group.rank].double()), tolerance)
+        assert_equals(
+            "gathered",
+            y.cpu().double(),
+            matmul(x.double(), weights[group.rank].double()),
+            tolerance,
+        )
         xs = [seeded(TOKENS, inputs, seed=9 + r).to(dtype) for r in range(group.size)]
         summed = fused_product_scatter(xs[group.rank].to(device), mine, group, matmul)
-        total = torch.stack([matmul(x.double(), w.double()) for x, w in zip(xs, weights, strict=True)]).sum(0)
-        assert_equals("scattered", summed.cpu().double(), total.chunk(group.size)[group.rank], tolerance)
+        total = torch.stack(
+            [matmul(x.double(), w.double()) for x, w in zip(xs, weights, strict=True)]
+        ).sum(0)
+        assert_equals(
+            "scattered", summed.cpu().double(), total.chunk(group.size)[group.rank], tolerance
+        )
         assert whole.dtype == y.dtype == summed.dtype == dtype
 
 
@@ -57,12 +74,21 @@ def on_cpus(rank: int, world: int) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
     with fused_on_cpus():
         compare_with_plain_work(group, CPU, torch.float64, FP64)
-        x, w, dy = seeded(4, INPUTS, seed=rank), seeded(OUTPUTS, INPUTS, seed=rank), seeded(TOKENS, OUTPUTS, seed=rank)
+        x, w, dy = (
+            seeded(4, INPUTS, seed=rank),
+            seeded(OUTPUTS, INPUTS, seed=rank),
+            seeded(TOKENS, OUTPUTS, seed=rank),
+        )
         for mine, ring in zip(
-            fused_gather_product(x, w, group, forward), gather_product(x, w, group, forward), strict=True
+            fused_gather_product(x, w, group, forward),
+            gather_product(x, w, group, forward),
+            strict=True,
         ):
             assert_equals("as a ring gathers", mine, ring, FP64)
-        mine, ring = (scatter(dy, w, group, input_grad) for scatter in (fused_product_scatter, product_scatter))
+        mine, ring = (
+            scatter(dy, w, group, input_grad)
+            for scatter in (fused_product_scatter, product_scatter)
+        )
         assert_equals("as a ring scatters", mine, ring, FP64)
 
 
@@ -105,7 +131,9 @@ def test_both_are_noted_for_the_report_of_a_hang() -> None:
 
 def test_no_other_function_is_taken_for_a_matmul() -> None:
     with pytest.raises(AssertionError, match="is no plain matmul"):
-        fused_gather_product(seeded(4, 2, seed=0), seeded(3, 2, seed=1), alone("tp"), lambda x, w: x @ w.t())
+        fused_gather_product(
+            seeded(4, 2, seed=0), seeded(3, 2, seed=1), alone("tp"), lambda x, w: x @ w.t()
+        )
 
 
 # --- whether they can serve
@@ -119,8 +147,14 @@ def place(rank: int, **others: object) -> Place:
 
 FAULTS: dict[str, tuple[dict[str, object], str]] = {
     "cpu": ({"device": "cpu"}, "rank 2 computes on cpu, and fused products need NVIDIA GPUs"),
-    "torch": ({"has_operators": False}, f"the torch {torch.__version__} of rank 2 has no symmetric memory for GPUs"),
-    "host": ({"host": "b"}, "rank 0 is on a and rank 2 on b, and a GPU reads the memory of its own machine only"),
+    "torch": (
+        {"has_operators": False},
+        f"the torch {torch.__version__} of rank 2 has no symmetric memory for GPUs",
+    ),
+    "host": (
+        {"host": "b"},
+        "rank 0 is on a and rank 2 on b, and a GPU reads the memory of its own machine only",
+    ),
     "gpu": ({"gpu": 1, "reads": (0, 2, 3)}, "ranks 1 and 2 both compute on GPU 1"),
     "reads": ({"reads": (0, 1)}, "GPU 2 of a cannot read the memory of GPU 3"),
 }
@@ -149,7 +183,9 @@ def choices(rank: int, world: int, disagree: bool) -> tuple[str, str]:
     group = everyone(rank, world, "tp_kv", "tp_copy")
     with pytest.MonkeyPatch.context() as patch:
         reads = () if disagree and rank == world - 1 else tuple(range(world))
-        patch.setattr(symm_mem, "my_place", lambda rank, device: Place(rank, "cuda", "a", rank, reads))
+        patch.setattr(
+            symm_mem, "my_place", lambda rank, device: Place(rank, "cuda", "a", rank, reads)
+        )
         chosen = choose_products("auto", group, torch.device("cuda"))
         assert choose_products("messages", group, torch.device("cuda")) is MESSAGES
         try:
@@ -163,7 +199,8 @@ def choices(rank: int, world: int, disagree: bool) -> tuple[str, str]:
 def test_ranks_choose_alike_even_if_only_one_cannot() -> None:
     assert run_ranks(choices, 3, False) == [("fused", "")] * 3
     text = (
-        "parallel.ring_products=fused cannot serve the ranks [0, 1, 2]: GPU 2 of a cannot read the memory of GPU 0. "
+        "parallel.ring_products=fused cannot serve the ranks [0, 1, 2]: GPU 2 of a cannot read the "
+        "memory of GPU 0. "
         "Set parallel.ring_products to auto or messages."
     )
     assert run_ranks(choices, 3, True) == [("messages", text)] * 3
@@ -179,13 +216,17 @@ def on_a_cpu(rank: int, world: int) -> str:
 
 def test_on_cpus_auto_means_messages_and_fused_is_refused() -> None:
     (text,) = set(run_ranks(on_a_cpu, 2))
-    assert text.startswith("parallel.ring_products=fused cannot serve the ranks [0, 1]: rank 0 computes on cpu")
+    assert text.startswith(
+        "parallel.ring_products=fused cannot serve the ranks [0, 1]: rank 0 computes on cpu"
+    )
     assert choose_products("fused", alone("tp"), CPU) is MESSAGES, "one rank has no ring"
 
 
 def test_a_gpu_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: (mine, other) == (1, 2))
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda mine, other: (mine, other) == (1, 2)
+    )
     found = my_place(5, torch.device("cuda:1"))
     assert (found.rank, found.device, found.gpu, found.reads) == (5, "cuda", 1, (2,))
     assert found.host and found.has_operators == has_symmetric_memory()
@@ -196,7 +237,9 @@ def test_a_torch_that_wants_to_be_told_of_groups_is_told(monkeypatch: pytest.Mon
     module = import_module("torch.distributed._symmetric_memory")
     group = replace(alone("tp"), name="seven")
     symm_mem._introduce(group)
-    assert not module.is_symm_mem_enabled_for_group("seven"), "the one installed finds out by itself"
+    assert not module.is_symm_mem_enabled_for_group("seven"), (
+        "the one installed finds out by itself"
+    )
     monkeypatch.setattr(module, "enable_symm_mem_for_group", told.append)
     symm_mem._introduce(group)
     assert told == ["seven"]

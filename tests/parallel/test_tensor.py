@@ -1,4 +1,5 @@
-"""Every layer that tensor parallelism cuts computes what it does whole: outputs, gradients of inputs and weights."""
+"""Every layer that tensor parallelism cuts computes what it does whole: outputs, gradients of
+inputs and weights."""
 
 from functools import partial
 from itertools import product
@@ -84,7 +85,10 @@ def column(rank: int, world: int, sp: bool) -> None:
     group = group_of(rank, world)
     values = {"a": seeded(OUTPUTS, INPUTS, seed=1), "b": seeded(4, INPUTS, seed=2)}
     values |= {"a_bias": seeded(OUTPUTS, seed=3), "b_bias": seeded(4, seed=4)}
-    shards = {name: cut(whole(f"x.{name}", tuple(v.shape), inputs=v.dim() - 1), 0, group) for name, v in values.items()}
+    shards = {
+        name: cut(whole(f"x.{name}", tuple(v.shape), inputs=v.dim() - 1), 0, group)
+        for name, v in values.items()
+    }
     weights = [Declared(shards[name], START) for name in ("a", "b")]
     biases = [Declared(shards[name], ZEROS) for name in ("a_bias", "b_bias")]
     layer = ColumnLinear(weights, biases, region_of(group, sp), dtype=torch.float64)
@@ -126,7 +130,9 @@ def row(rank: int, world: int, sp: bool) -> None:
     same("dx", mine.grad, part(dense["x"].grad, 1, group))
     same("dw", layer.w.grad, part(dense["w"].grad, 1, group))
     summed = layer.w_bias.grad.clone()
-    same("db", all_reduce_(summed, group) if sp else summed, dense["w_bias"].grad)  # the rule that its shard states
+    same(
+        "db", all_reduce_(summed, group) if sp else summed, dense["w_bias"].grad
+    )  # the rule that its shard states
 
 
 def embedding(rank: int, world: int, sp: bool) -> None:
@@ -135,7 +141,9 @@ def embedding(rank: int, world: int, sp: bool) -> None:
     table, ids = seeded(VOCAB, INPUTS, seed=1), torch.arange(TOKENS) * 5 % VOCAB
     ids[3] = ids[0]  # a row that is used twice
     layer = VocabEmbedding(
-        Declared(cut(whole("e.weight", (VOCAB, INPUTS)), 0, group), START), region_of(group, sp), dtype=torch.float64
+        Declared(cut(whole("e.weight", (VOCAB, INPUTS)), 0, group), START),
+        region_of(group, sp),
+        dtype=torch.float64,
     )
     filled(layer, {"weight": table})
     wanted = seeded(TOKENS, INPUTS, seed=6)
@@ -149,27 +157,44 @@ def embedding(rank: int, world: int, sp: bool) -> None:
 
 
 def head(rank: int, world: int, sp: bool) -> None:
-    """Losses over a vocabulary that is cut along its rows, some labels masked; padded rows are never chosen."""
+    """Losses over a vocabulary that is cut along its rows, some labels masked; padded rows are
+    never chosen."""
     group = group_of(rank, world)
     known = VOCAB - 2
     table, x = seeded(VOCAB, INPUTS, seed=1), seeded(TOKENS, INPUTS, seed=2)
     labels = torch.arange(TOKENS) * 4 % known
     labels[[0, 7]] = -1
     shard = cut(whole("h.weight", (VOCAB, INPUTS)), 0, group)
-    for each, readout in product((False, True), (Readout(), Readout(0.6), Readout(1.4, softcap=1.5))):
+    for each, readout in product(
+        (False, True), (Readout(), Readout(0.6), Readout(1.4, softcap=1.5))
+    ):
         spread = 0.0 if each else readout.scale / 8
         layer = VocabHead(
-            Declared(shard, START), region_of(group, sp), vocab_size=known, tied=None, dtype=torch.float64,
+            Declared(shard, START),
+            region_of(group, sp),
+            vocab_size=known,
+            tied=None,
+            dtype=torch.float64,
             readout=readout,
-        )  # fmt: skip
-        choose_losses([layer], partial(partial, linear_cross_entropy, smoothing=spread * (known - 1) / known))
+        )
+        choose_losses(
+            [layer], partial(partial, linear_cross_entropy, smoothing=spread * (known - 1) / known)
+        )
         filled(layer, {"weight": table})
-        mine, dense_x, dense = local_input(x, group, sp), x.clone().requires_grad_(), table.clone().requires_grad_()
+        mine, dense_x, dense = (
+            local_input(x, group, sp),
+            x.clone().requires_grad_(),
+            table.clone().requires_grad_(),
+        )
         logits = dense_x @ dense[:known].T * readout.scale
         if readout.softcap is not None:
             logits = readout.softcap * torch.tanh(logits / readout.softcap)
         reference = functional.cross_entropy(
-            logits, labels, ignore_index=-1, reduction="none" if each else "sum", label_smoothing=spread
+            logits,
+            labels,
+            ignore_index=-1,
+            reduction="none" if each else "sum",
+            label_smoothing=spread,
         )
         found = layer.token_losses(mine, labels) if each else layer.loss(mine, labels)
         same("loss", found, reference)
@@ -200,7 +225,9 @@ def regions(rank: int, world: int, sp: bool) -> None:
 
 @pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
 @pytest.mark.parametrize("tp", [1, 2, 3])
-@pytest.mark.parametrize("layer", [column, row, embedding, head, regions], ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize(
+    "layer", [column, row, embedding, head, regions], ids=lambda layer: layer.__name__
+)
 def test_a_layer_over_any_ranks_is_the_whole_layer(layer: object, tp: int, sp: bool) -> None:
     assert callable(layer)
     run_ranks(layer, tp, sp)
@@ -211,7 +238,11 @@ def test_a_tied_head_has_the_embeddings_parameter_and_declares_none() -> None:
     shard = whole("embed.weight", (VOCAB, INPUTS))
     embed = VocabEmbedding(Declared(shard, START), WholeTokens(group), dtype=torch.float32)
     tied = VocabHead(
-        Declared(shard, START), WholeTokens(group), vocab_size=VOCAB, tied=embed.weight, dtype=torch.float32
+        Declared(shard, START),
+        WholeTokens(group),
+        vocab_size=VOCAB,
+        tied=embed.weight,
+        dtype=torch.float32,
     )
     assert tied.weight is embed.weight
     assert "declared" not in tied.__dict__ and list(embed.__dict__["declared"]) == ["weight"]

@@ -37,14 +37,23 @@ def there_and_back(
 ) -> tuple[Tensor, ...]:
     if folder is not None:
         sys.path.insert(0, folder)
-    mesh = build_mesh(model_grid(ParallelConfig(dp=world, ep=ep, etp=etp, order=order), MODEL, world), rank=rank)
+    mesh = build_mesh(
+        model_grid(ParallelConfig(dp=world, ep=ep, etp=etp, order=order), MODEL, world), rank=rank
+    )
     x, choice = made(rank, kind)
     choice = Choice(choice.experts, choice.weights.requires_grad_())
     x.requires_grad_()
     sent, way = build_transport(name, mesh, 4, refusing=True)(x, choice).arrive()
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
-    y = way.back(answer(value_of(sent.rows), sent.weights, expert, (mesh.over("etp").rank + 1) / (etp * (etp + 1) / 2)))
+    y = way.back(
+        answer(
+            value_of(sent.rows),
+            sent.weights,
+            expert,
+            (mesh.over("etp").rank + 1) / (etp * (etp + 1) / 2),
+        )
+    )
     y.square().sum().backward()
     assert x.grad is not None and choice.weights.grad is not None
     if folder is not None:
@@ -60,7 +69,9 @@ def there_and_back(
 @pytest.mark.parametrize(
     ("ep", "etp", "order"), [(2, 1, ""), (1, 2, ""), (2, 2, ""), (2, 2, "ep before tp"), (4, 1, "")]
 )
-def test_the_plain_transport_gives_what_an_exchange_and_a_gather_give(ep: int, etp: int, order: str, kind: str) -> None:
+def test_the_plain_transport_gives_what_an_exchange_and_a_gather_give(
+    ep: int, etp: int, order: str, kind: str
+) -> None:
     order = "ep-tp-cp-dp-pp" if order else ParallelConfig().order
     found = {
         name: run_ranks(there_and_back, ep * etp, ep, etp, name, kind, order, None)
@@ -88,9 +99,14 @@ def test_a_transport_that_a_package_brings_is_built_and_used(package: Path) -> N
 
 
 def test_code_that_does_not_load_is_named(package: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no_such_wires:build does not load \(ModuleNotFoundError: No module named"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no_such_wires:build does not load \(ModuleNotFoundError: No module named",
+    ):
         load_transport("broken")
-    with pytest.raises(ConfigError, match="parallel.dispatcher=slow: no installed package brings it. Use one of"):
+    with pytest.raises(
+        ConfigError, match="parallel.dispatcher=slow: no installed package brings it. Use one of"
+    ):
         load_transport("slow")
 
 

@@ -36,7 +36,9 @@ def saying(log: list[str], turns: Turns, name: str, times: int) -> Callable[[], 
         (2, 0, "f0 f1"),
     ],
 )
-def test_lanes_hand_over_in_a_fixed_order_and_for_good_when_they_end(forward: int, backward: int, order: str) -> None:
+def test_lanes_hand_over_in_a_fixed_order_and_for_good_when_they_end(
+    forward: int, backward: int, order: str
+) -> None:
     turns, log = Turns(), list[str]()
     for _ in range(3):  # the thread of the backward lane is kept
         log.clear()
@@ -72,7 +74,9 @@ def failing_at_once() -> None:
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("where", ["at once", "later", "at the end"])
-def test_an_error_in_a_lane_ends_both_and_is_raised_with_its_own_traceback(which: str, where: str) -> None:
+def test_an_error_in_a_lane_ends_both_and_is_raised_with_its_own_traceback(
+    which: str, where: str
+) -> None:
     turns, log = Turns(), list[str]()
 
     def failing() -> None:
@@ -130,20 +134,25 @@ def two_layers(turns: Turns, log: list[str], x: Tensor, name: str) -> Tensor:
     return y
 
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, which runs on streams")
+NEEDS_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU, which runs on streams"
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_forward_of_one_graph_and_backward_of_another_take_turns(device: str) -> None:
     turns, log = Turns(), list[str]()
-    first, second = (torch.full((2,), value, device=device, requires_grad=True) for value in (0.5, 0.7))
+    first, second = (
+        torch.full((2,), value, device=device, requires_grad=True) for value in (0.5, 0.7)
+    )
     y = two_layers(turns, log, first, "first")
     log.clear()
     found = list[Tensor]()
     with torch.no_grad():
         kept = torch.ones_like(y)
     turns.both(
-        lambda: found.append(two_layers(turns, log, second, "second")), lambda: torch.autograd.backward([y], [kept])
+        lambda: found.append(two_layers(turns, log, second, "second")),
+        lambda: torch.autograd.backward([y], [kept]),
     )
     assert log == ["second forward", "first backward", "second forward", "first backward"]
     for x in (first, second):
@@ -151,7 +160,9 @@ def test_forward_of_one_graph_and_backward_of_another_take_turns(device: str) ->
         ((expected * 3).sin() * 3).sum().backward()
         if x is second:
             found[0].sum().backward()
-        assert x.grad is not None and expected.grad is not None and torch.equal(x.grad, expected.grad)
+        assert (
+            x.grad is not None and expected.grad is not None and torch.equal(x.grad, expected.grad)
+        )
 
 
 def test_an_error_in_backward_of_a_lane_surfaces() -> None:
@@ -176,5 +187,7 @@ def test_the_thread_of_backward_ends_with_its_turns() -> None:
 
 def test_lanes_compute_with_as_many_threads_as_the_caller() -> None:
     turns, found = Turns(), list[int]()
-    turns.both(lambda: found.append(torch.get_num_threads()), lambda: found.append(torch.get_num_threads()))
+    turns.both(
+        lambda: found.append(torch.get_num_threads()), lambda: found.append(torch.get_num_threads())
+    )
     assert found[0] == found[1]

@@ -1,4 +1,5 @@
-"""A collective that nobody finishes is reported with the ranks that are missing; one that is only slow is not."""
+"""A collective that nobody finishes is reported with the ranks that are missing; one that is only
+slow is not."""
 
 import json
 import threading
@@ -29,7 +30,9 @@ from megalith.testing.ranks import everyone, run_ranks
 TIMEOUT = 0.5
 
 
-def make(rank: int, world: int, folder: Path) -> tuple[Group, Watch, threading.Event, list[Failure]]:
+def make(
+    rank: int, world: int, folder: Path
+) -> tuple[Group, Watch, threading.Event, list[Failure]]:
     """A group that is watched, and what its watch would end the process with."""
     flight, ended, failures = Flight(), threading.Event(), list[Failure]()
 
@@ -38,7 +41,16 @@ def make(rank: int, world: int, folder: Path) -> tuple[Group, Watch, threading.E
         ended.set()
 
     store = PrefixStore("watch", FileStore(str(folder / "store"), world))
-    watch = Watch(flight, store, rank, world, TIMEOUT, end, partial(name_rank, dense_grid(world=world)), folder)
+    watch = Watch(
+        flight,
+        store,
+        rank,
+        world,
+        TIMEOUT,
+        end,
+        partial(name_rank, dense_grid(world=world)),
+        folder,
+    )
     return replace(everyone(rank, world, "dp"), flight=flight), watch, ended, failures
 
 
@@ -51,7 +63,9 @@ def _hangs(rank: int, world: int, folder: Path, how: str) -> tuple[float, Failur
             crossing = Crossing(group, [1] * 3, [1] * 3)
             started = crossing.start(x, back=False)
         if rank == 1:
-            assert ended.wait(60), "the watch of a rank outside any collective hears of the alarm, too"
+            assert ended.wait(60), (
+                "the watch of a rank outside any collective hears of the alarm, too"
+            )
         if how == "exchange":
             crossing.wait(started)
         if how == "handle":
@@ -75,7 +89,9 @@ def check_report(tmp_path: Path, how: str, *, number: int = 1) -> None:
     if not report.is_report:  # rank 2 was first to raise the alarm
         report = run_report(tmp_path)
     assert TIMEOUT < first < 60
-    assert report.text.startswith(f"rank 1 (dp=1) did not arrive at all_reduce {number} over dp of float32 [3], at ")
+    assert report.text.startswith(
+        f"rank 1 (dp=1) did not arrive at all_reduce {number} over dp of float32 [3], at "
+    )
     assert "test_watch.py:" in report.text
     assert "_hangs\n" in report.text or "in _hangs" in report.text
     assert f"parallel.timeout_seconds={TIMEOUT:g}" in report.text
@@ -106,14 +122,22 @@ def test_a_differentiable_collective_is_noticed(tmp_path: Path) -> None:
     check_report(tmp_path, "functional")
 
 
-def test_a_rank_that_hangs_while_its_exchange_travels_is_not_taken_for_one_that_waits(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_while_its_exchange_travels_is_not_taken_for_one_that_waits(
+    tmp_path: Path,
+) -> None:
     check_report(tmp_path, "exchange", number=2)
 
 
-def test_a_collective_that_torch_starts_by_itself_is_noticed_where_everyone_stands(tmp_path: Path) -> None:
+def test_a_collective_that_torch_starts_by_itself_is_noticed_where_everyone_stands(
+    tmp_path: Path,
+) -> None:
     reports = [failure for _, failure in run_ranks(_hangs, 3, tmp_path, "torch's own")]
-    report = next((failure for failure in reports if failure.is_report), None) or run_report(tmp_path)
-    assert report.text.startswith("rank 1 (dp=1) did not arrive at torch's own collective 0 over all, at ")
+    report = next((failure for failure in reports if failure.is_report), None) or run_report(
+        tmp_path
+    )
+    assert report.text.startswith(
+        "rank 1 (dp=1) did not arrive at torch's own collective 0 over all, at "
+    )
     assert "test_watch.py:" in report.text.splitlines()[0]
 
 
@@ -171,8 +195,12 @@ class StoppedStore(FileStore):
         return b"0"
 
 
-@pytest.mark.parametrize(("kind", "why"), [(GoneStore, "Broken pipe"), (StoppedStore, "no answer within")])
-def test_without_the_store_a_rank_still_says_what_it_waits_in(tmp_path: Path, kind: type[FileStore], why: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"), [(GoneStore, "Broken pipe"), (StoppedStore, "no answer within")]
+)
+def test_without_the_store_a_rank_still_says_what_it_waits_in(
+    tmp_path: Path, kind: type[FileStore], why: str
+) -> None:
     flight, failures, ended = Flight(), list[Failure](), threading.Event()
 
     def end(failure: Failure, after_seconds: float) -> None:
@@ -199,8 +227,11 @@ def _watch_alone(
     return Watch(flight, store, 0, world, 0.1, end, folder=folder), ended, failures
 
 
-def test_without_the_store_a_rank_inside_torch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FSDP2's own collectives: nothing is unfinished in the list, and the rank is late all the same."""
+def test_without_the_store_a_rank_inside_torch_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FSDP2's own collectives: nothing is unfinished in the list, and the rank is late all the
+    same."""
     flight = Flight()
     flight.enter("all_reduce", ("dp",), (0, 1), "1").done = True
     for module in (flight_module, watch_module):
@@ -237,8 +268,10 @@ def test_an_operation_that_ends_while_the_ranks_are_asked_clears_the_alarm(
     with watching(watch):
         assert not ended.wait(0.5)
         assert watch.alarms == 1
-        assert "0 was in an operation for longer than parallel.timeout_seconds=0.1, and has gone on: the ranks are " \
-            "slow, but nothing hangs" in (tmp_path / "log.txt").read_text()  # fmt: skip
+        assert (
+            "0 was in an operation for longer than parallel.timeout_seconds=0.1, and has gone on: "
+            "the ranks are slow, but nothing hangs" in (tmp_path / "log.txt").read_text()
+        )
         flight.enter("barrier", ("dp",), (0,), "2")
         assert ended.wait(10), "the next alarm is as good as the first"
     assert "barrier 0 over dp" in failures[0].text
@@ -278,7 +311,9 @@ class BrokenStore(HashStore):
         raise ValueError("what is this")
 
 
-def test_no_exception_ends_a_watch_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_exception_ends_a_watch_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flight = Flight()
     watch, ended, failures = _watch_alone(tmp_path, BrokenStore(), flight)
     with watching(watch):
@@ -289,8 +324,13 @@ def test_no_exception_ends_a_watch_silently(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
         flight.enter("barrier", ("pp",), (0, 1), "1")
         assert ended.wait(10)
-    assert "barrier 0 over pp" in failures[0].text and "asking them failed (what is this)" in failures[0].text
-    assert (tmp_path / "log.txt").read_text().count("the watch of rank 0 failed: ValueError: what is this") == 1
+    assert (
+        "barrier 0 over pp" in failures[0].text
+        and "asking them failed (what is this)" in failures[0].text
+    )
+    assert (tmp_path / "log.txt").read_text().count(
+        "the watch of rank 0 failed: ValueError: what is this"
+    ) == 1
 
 
 def test_on_a_device_a_rank_is_late_when_it_still_works_long_after_its_newest_collective(
@@ -315,7 +355,9 @@ def test_on_a_device_a_rank_waits_in_its_newest_collective_even_if_nobody_holds_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flight = Flight()
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(query=lambda: False))
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device: SimpleNamespace(query=lambda: False)
+    )
     watch = Watch(flight, HashStore(), 0, 2, 0.05, lambda *_: None, device=torch.device("cuda", 0))
     flight.enter("all_reduce", ("dp",), (0, 1), "1").work = ref(set())
     time.sleep(0.1)
@@ -326,7 +368,15 @@ def test_on_a_device_a_rank_waits_in_its_newest_collective_even_if_nobody_holds_
 def test_a_disk_that_is_full_keeps_no_rank_from_ending(tmp_path: Path) -> None:
     ended: list[Failure] = []
     (tmp_path / "file").write_text("")
-    watch = Watch(Flight(), HashStore(), 1, 2, 0.1, lambda failure, _: ended.append(failure), folder=tmp_path / "file")
+    watch = Watch(
+        Flight(),
+        HashStore(),
+        1,
+        2,
+        0.1,
+        lambda failure, _: ended.append(failure),
+        folder=tmp_path / "file",
+    )
     watch._finish("rank 0 did not arrive", 1)
     assert ended[0].is_report
 
@@ -353,5 +403,8 @@ def test_backends_are_more_patient_than_the_watch() -> None:
 
 def test_ranks_are_told_where_they_stand_among_experts() -> None:
     grid = expert_grid(world=8, ep=2, etp=2, pp=2)
-    assert name_rank(replace(dense_grid(world=8, tp=2, pp=2), experts=grid), 5) == "5 (tp=1 dp=0 pp=1 etp=1 ep=0)"
+    assert (
+        name_rank(replace(dense_grid(world=8, tp=2, pp=2), experts=grid), 5)
+        == "5 (tp=1 dp=0 pp=1 etp=1 ep=0)"
+    )
     assert name_rank(dense_grid(world=8, tp=2, pp=2), 5) == "5 (tp=1 dp=0 pp=1)"

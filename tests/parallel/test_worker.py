@@ -1,4 +1,5 @@
-"""A rank knows its place from the environment, joins the others, and refuses those that were started differently."""
+"""A rank knows its place from the environment, joins the others, and refuses those that were
+started differently."""
 
 import logging
 import os
@@ -12,14 +13,26 @@ import torch.distributed as dist
 from megalith.errors import ConfigError, RankError
 from megalith.parallel.group import all_reduce_, alone, gather_objects
 from megalith.parallel.launch import LISTENER
-from megalith.parallel.worker import Worker, agree, connect, disconnect, machine_problem, meet, set_threads
+from megalith.parallel.worker import (
+    Worker,
+    agree,
+    connect,
+    disconnect,
+    machine_problem,
+    meet,
+    set_threads,
+)
 from megalith.plan.grid import dense_grid
 from megalith.testing.ranks import everyone, run_ranks
 
 PLACE = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-}  # fmt: skip
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,20 +57,30 @@ def test_a_launcher_tells_the_place() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"RANK": None, "MASTER_PORT": None}, r"WORLD_SIZE=8, .* is set .* but not RANK, MASTER_PORT\. Use torchrun"),
+        (
+            {"RANK": None, "MASTER_PORT": None},
+            r"WORLD_SIZE=8, .* is set .* but not RANK, MASTER_PORT\. Use torchrun",
+        ),
         ({"RANK": "8"}, r"RANK=8 and WORLD_SIZE=8 .*RANK must be one of 0 to WORLD_SIZE - 1"),
         ({"RANK": "-1"}, r"RANK=-1 and"),
-        ({"LOCAL_WORLD_SIZE": "many"}, r"LOCAL_RANK=1 and LOCAL_WORLD_SIZE=many .*use torchrun or --nproc"),
+        (
+            {"LOCAL_WORLD_SIZE": "many"},
+            r"LOCAL_RANK=1 and LOCAL_WORLD_SIZE=many .*use torchrun or --nproc",
+        ),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(change: Mapping[str, str | None], message: str) -> None:
+def test_an_environment_that_makes_no_sense_is_refused(
+    change: Mapping[str, str | None], message: str
+) -> None:
     told = {name: value for name, value in (PLACE | dict(change)).items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         Worker.from_environment(told)
 
 
 def test_one_variable_alone_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"^MASTER_ADDR=here is set .*not RANK, WORLD_SIZE, .*unset them all"):
+    with pytest.raises(
+        ConfigError, match=r"^MASTER_ADDR=here is set .*not RANK, WORLD_SIZE, .*unset them all"
+    ):
         Worker.from_environment({"MASTER_ADDR": "here"})
 
 
@@ -66,7 +89,9 @@ def test_on_a_machine_with_gpus_each_rank_has_its_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     worker = Worker.from_environment(PLACE)
     assert (str(worker.device), worker.backend) == ("cuda:1", "cpu:gloo,cuda:nccl")
-    with pytest.raises(ConfigError, match=r"LOCAL_RANK=2, but this machine has 2 GPUs. Use --nproc 2 or fewer"):
+    with pytest.raises(
+        ConfigError, match=r"LOCAL_RANK=2, but this machine has 2 GPUs. Use --nproc 2 or fewer"
+    ):
         Worker.from_environment(PLACE | {"LOCAL_RANK": "2"})
 
 
@@ -80,7 +105,9 @@ def test_on_a_machine_with_gpus_each_rank_has_its_own(monkeypatch: pytest.Monkey
         ({"TORCHELASTIC_RUN_ID": "x"}, 2),
     ],
 )
-def test_the_users_number_of_threads_counts_but_not_torchruns(told: dict[str, str], threads: int | None) -> None:
+def test_the_users_number_of_threads_counts_but_not_torchruns(
+    told: dict[str, str], threads: int | None
+) -> None:
     assert Worker.from_environment(PLACE | told).threads == threads
 
 
@@ -109,12 +136,16 @@ def test_the_setting_decides_then_the_launcher_then_torch() -> None:
 
 
 def _connects(rank: int, world: int) -> tuple[bool, float, tuple[int, ...], bool]:
-    server = socket.create_server(("127.0.0.1", 0)) if rank == 0 else None  # stays open: nobody else can have the port
+    server = (
+        socket.create_server(("127.0.0.1", 0)) if rank == 0 else None
+    )  # stays open: nobody else can have the port
     port = everyone_hears(None if server is None else server.getsockname()[1], rank, world)
     places = (rank, world, rank, world, "127.0.0.1", port)
     told = {name: str(value) for name, value in zip(PLACE, places, strict=True)}
     os.environ.update(told)
-    worker = Worker.from_environment(told if server is None else told | {LISTENER: str(server.detach())})
+    worker = Worker.from_environment(
+        told if server is None else told | {LISTENER: str(server.detach())}
+    )
     group = connect(worker, timeout_seconds=30)
     total = all_reduce_(torch.tensor([rank + 1.0]), group).item()
     joined = dist.is_initialized()
@@ -123,7 +154,8 @@ def _connects(rank: int, world: int) -> tuple[bool, float, tuple[int, ...], bool
 
 
 def everyone_hears(value: object, rank: int, world: int) -> object:
-    """Rank 0's value, on every rank; then the process group that run_ranks made is gone, and all know it."""
+    """Rank 0's value, on every rank; then the process group that run_ranks made is gone, and all
+    know it."""
     values = gather_objects(value, everyone(rank, world, "world"))
     dist.barrier()  # a rank that leaves while another still talks would take it down
     dist.destroy_process_group()
@@ -138,7 +170,9 @@ def _comes_alone(rank: int, world: int) -> str:
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     places = (0, 3, 0, 3, "127.0.0.1", port)
-    told = {name: str(value) for name, value in zip(PLACE, places, strict=True)} | {LISTENER: str(server.detach())}
+    told = {name: str(value) for name, value in zip(PLACE, places, strict=True)} | {
+        LISTENER: str(server.detach())
+    }
     with pytest.raises(RankError) as caught:
         meet(Worker.from_environment(told), timeout_seconds=0.3)
     return str(caught.value)
@@ -146,7 +180,8 @@ def _comes_alone(rank: int, world: int) -> str:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     assert run_ranks(_comes_alone, 1) == [
-        "ranks [1, 2] of 3 did not join within parallel.timeout_seconds=0.3. Look at what they printed, and run as "
+        "ranks [1, 2] of 3 did not join within parallel.timeout_seconds=0.3. Look at what they "
+        "printed, and run as "
         "many as the launcher was told."
     ]
 
@@ -175,7 +210,9 @@ def test_tensor_parallelism_over_several_machines_is_warned_about(
     assert (problem is None) == (fits is None)
     if fits is not None:
         assert problem is not None
-        assert problem.startswith(f"parallel.tp={tp} reaches over machines of {local_world} ranks each: ")
+        assert problem.startswith(
+            f"parallel.tp={tp} reaches over machines of {local_world} ranks each: "
+        )
         assert fits in problem
 
 
@@ -191,7 +228,9 @@ def test_equal_settings_pass() -> None:
 def test_different_settings_are_listed_with_the_ranks_that_have_them() -> None:
     same = {"train.steps": 10, "optim.lr": 0.1, "data.path": ["x"]}
     with pytest.raises(RankError) as caught:
-        run_ranks(_agrees, 3, [same, {**same, "optim.lr": 0.2}, {"train.steps": 10, "optim.lr": 0.1}])
+        run_ranks(
+            _agrees, 3, [same, {**same, "optim.lr": 0.2}, {"train.steps": 10, "optim.lr": 0.1}]
+        )
     assert (
         "ConfigError: ranks were started with different settings:\n"
         '  data.path: ["x"] on ranks 0, 1; not set on rank 2\n'
@@ -202,5 +241,7 @@ def test_different_settings_are_listed_with_the_ranks_that_have_them() -> None:
 
 def test_a_long_list_of_differences_is_cut() -> None:
     left, right = ({f"f{number:02}": rank for number in range(13)} for rank in range(2))
-    with pytest.raises(RankError, match=r"f09: 0 on rank 0; 1 on rank 1\n  and 3 more\nOn every rank"):
+    with pytest.raises(
+        RankError, match=r"f09: 0 on rank 0; 1 on rank 1\n  and 3 more\nOn every rank"
+    ):
         run_ranks(_agrees, 2, [left, right])

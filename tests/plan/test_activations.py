@@ -48,9 +48,16 @@ from megalith.train.build import DTYPES, build_trainer
 from megalith.verify.variants import LOOKING_BACK, VARIANTS
 
 MODEL = ModelConfig(
-    vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6,
-    ffn_hidden_size=20, max_seq_len=1024,
-)  # fmt: skip
+    vocab_size=61,
+    vocab_multiple=4,
+    hidden_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_hidden_size=20,
+    max_seq_len=1024,
+)
 MODULES: tuple[RecomputedModule, ...] = ("core_attention", "norm", "mlp", "mlp_act")
 SELECTIVE = [
     RecomputeConfig(granularity="selective", modules=chosen)
@@ -59,37 +66,63 @@ SELECTIVE = [
 ]
 SELECTIVE += [RecomputeConfig(granularity="selective", modules=("norm", "mlp"), mlp_chunks=5)]
 FULL = [RecomputeConfig(granularity="full", num_layers=count) for count in (1, 2, 3, 9)]
-BLOCK = [RecomputeConfig(granularity="full", method="block", num_layers=count) for count in (1, 2, 4)]
+BLOCK = [
+    RecomputeConfig(granularity="full", method="block", num_layers=count) for count in (1, 2, 4)
+]
 SHARED = RecomputeConfig(granularity="selective", modules=("shared_experts",))
 UP = RecomputeConfig(granularity="selective", modules=("mla_up_proj",))
 UP_AND_NORMS = replace(UP, modules=("norm", "core_attention", "mla_up_proj"))
 CHEAP = RecomputeConfig(granularity="selective", modules=("norm", "mlp_act"))
 DOCUMENTS = {
-    "rows": (12, 12), "tiled rows": (70, 70), "packed": (33, 20, 17), "short, packed": (5, 3, 2), "one": (130,),
+    "rows": (12, 12),
+    "tiled rows": (70, 70),
+    "packed": (33, 20, 17),
+    "short, packed": (5, 3, 2),
+    "one": (130,),
     "too long to keep probabilities": (520,),
-}  # fmt: skip
+}
 
 
 def measure(setting: Setting, rank: int = 0, world: int = 1) -> tuple[int, Counter[str]]:
     """Bytes kept after one forward pass, and by region; all of it must go with backward."""
-    context = ContextConfig(kind=setting.context, a2a=setting.a2a if setting.context == "a2a+ring" else None)
+    context = ContextConfig(
+        kind=setting.context, a2a=setting.a2a if setting.context == "a2a+ring" else None
+    )
     part = setting.experts or ExpertPart(etp=setting.tp)
     parallel = ParallelConfig(
-        tp=setting.tp, sp=setting.sp, cp=setting.cp, context=context, ep=part.ep, etp=part.etp,
+        tp=setting.tp,
+        sp=setting.sp,
+        cp=setting.cp,
+        context=context,
+        ep=part.ep,
+        etp=part.etp,
         dispatcher=setting.dispatcher,
-    )  # fmt: skip
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, setting.model, world), rank=rank)
+    )
+    mesh = (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(parallel, setting.model, world), rank=rank)
+    )
     model = Decoder(
-        setting.model, mesh, sp=setting.sp, dtype=DTYPES[setting.dtype], recompute=setting.recompute,
-        offload=setting.offload, context=context, dispatcher=setting.dispatcher,
-    )  # fmt: skip
+        setting.model,
+        mesh,
+        sp=setting.sp,
+        dtype=DTYPES[setting.dtype],
+        recompute=setting.recompute,
+        offload=setting.offload,
+        context=context,
+        dispatcher=setting.dispatcher,
+    )
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
     ids, tokens = torch.arange(sum(setting.lengths)) % 61, tokens_of_lengths(list(setting.lengths))
     if setting.cp > 1:
         slicing = my_slicing(parallel, mesh)
         slices = plan_slices(list(setting.lengths), row=setting.lengths[0], slicing=slicing)
-        ids, tokens = ids[torch.from_numpy(slices.as_read(slicing.rank))], tokens_of_slices(slices, slicing)
+        ids, tokens = (
+            ids[torch.from_numpy(slices.as_read(slicing.rank))],
+            tokens_of_slices(slices, slicing),
+        )
     if setting.model.dropout.drops():
         tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
     if setting.model.moe is not None:
@@ -97,7 +130,10 @@ def measure(setting: Setting, rank: int = 0, world: int = 1) -> tuple[int, Count
         if setting.model.moe.router.draws():
             tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
     with metered(model) as meter, equally_busy(part.ep > 1):
-        loss = sum(model.losses(ids, ids, tokens, further=((ids, ids),) * setting.model.mtp.depths), torch.zeros(()))
+        loss = sum(
+            model.losses(ids, ids, tokens, further=((ids, ids),) * setting.model.mtp.depths),
+            torch.zeros(()),
+        )
     live = meter.live
     loss.backward()
     del loss
@@ -151,7 +187,9 @@ def agrees(setting: Setting, rank: int = 0, world: int = 1) -> None:
         expected(setting),
     )
     if setting.model.moe is not None or setting.model.cross is not None:
-        return  # the meter also tells of scores that have gone by now; a memory's norm reads what another norm reads
+        # the meter also tells of scores that have gone by now; a memory's norm reads what another
+        # norm reads
+        return
     shared = sum(row.nbytes for row in ledger.ends if row.region == "shared")
     differ = {name: kept[name] - expected(setting)[name] for name in {*kept, *expected(setting)}}
     assert all(nbytes >= 0 for nbytes in differ.values()) and sum(differ.values()) == shared, differ
@@ -166,9 +204,17 @@ def agrees(setting: Setting, rank: int = 0, world: int = 1) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_a_layer_keeps_what_the_ledger_says(dtype: Literal["fp32", "bf16", "fp64"], lengths: tuple[int, ...]) -> None:
+def test_a_layer_keeps_what_the_ledger_says(
+    dtype: Literal["fp32", "bf16", "fp64"], lengths: tuple[int, ...]
+) -> None:
     agrees(Setting(model=MODEL, dtype=dtype, lengths=lengths))
-    agrees(Setting(model=replace(MODEL, num_kv_heads=4, qkv_bias=True, mlp_bias=True), dtype=dtype, lengths=lengths))
+    agrees(
+        Setting(
+            model=replace(MODEL, num_kv_heads=4, qkv_bias=True, mlp_bias=True),
+            dtype=dtype,
+            lengths=lengths,
+        )
+    )
 
 
 KINDS = {
@@ -185,24 +231,38 @@ KINDS = {
         MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=10, nope_dim=4, rope_dim=4, value_dim=8)
     ),
     "mla, no norms": replace(
-        MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8, norms=False)
+        MODEL,
+        num_kv_heads=4,
+        mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8, norms=False),
     ),
     "mla, LayerNorm": replace(
-        MODEL, num_kv_heads=4, norm="layer", mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8)
+        MODEL,
+        num_kv_heads=4,
+        norm="layer",
+        mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8),
     ),
     "mtp": replace(MODEL, mtp=MTPConfig(depths=2)),
     "mtp, learned positions": replace(MODEL, positions="learned", mtp=MTPConfig(depths=2)),
     "wide stream": replace(MODEL, fp32_residual=True, mtp=MTPConfig(depths=1)),
-    "wide stream, around": replace(MODEL, fp32_residual=True, norm="layer", norm_placement="around", block="parallel"),
+    "wide stream, around": replace(
+        MODEL, fp32_residual=True, norm="layer", norm_placement="around", block="parallel"
+    ),
     "both ways": replace(MODEL, attention=AttentionConfig(causal=False)),
     "dropped weights": replace(MODEL, dropout=DropoutConfig(attention=0.2)),
     "dropped residuals": replace(MODEL, dropout=DropoutConfig(residual=0.1)),
     "looking back, around, LayerNorm": replace(
-        LOOKING_BACK, norm="layer", norm_placement="around", dropout=DropoutConfig(residual=0.1, attention=0.2)
+        LOOKING_BACK,
+        norm="layer",
+        norm_placement="around",
+        dropout=DropoutConfig(residual=0.1, attention=0.2),
     ),
     "looking back, after": replace(MODEL, norm_placement="after", cross=CrossConfig(memory=0)),
     "looking back, wide stream": replace(
-        MODEL, fp32_residual=True, norm_placement="after", cross=CrossConfig(memory=1), num_kv_heads=4
+        MODEL,
+        fp32_residual=True,
+        norm_placement="after",
+        cross=CrossConfig(memory=1),
+        num_kv_heads=4,
     ),
     "every other layer turned": replace(MODEL, rope=RopeConfig(skip=(True, False), fraction=0.7)),
 }
@@ -211,7 +271,9 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", pytest.param("fp64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_layer_keeps_what_the_ledger_says(name: str, dtype: Literal["fp32", "bf16", "fp64"]) -> None:
+def test_every_kind_of_layer_keeps_what_the_ledger_says(
+    name: str, dtype: Literal["fp32", "bf16", "fp64"]
+) -> None:
     for lengths in ((12, 12), (70,), (33, 20, 17)):
         setting = Setting(model=replace(KINDS[name], max_seq_len=96), dtype=dtype, lengths=lengths)
         if way_of(setting, 0) != "plain" or dtype != "bf16":  # of which the ledger has an estimate
@@ -219,13 +281,18 @@ def test_every_kind_of_layer_keeps_what_the_ledger_says(name: str, dtype: Litera
 
 
 ESTIMATED: list[dict[str, Any]] = [  # Any: values of settings
-    {"num_kv_heads": 4, "mla": MLAConfig(kv_rank=10, q_rank=14, nope_dim=4, rope_dim=4, value_dim=6)},
+    {
+        "num_kv_heads": 4,
+        "mla": MLAConfig(kv_rank=10, q_rank=14, nope_dim=4, rope_dim=4, value_dim=6),
+    },
 ]
 
 
 @pytest.mark.parametrize("change", ESTIMATED, ids=["short documents of latent attention"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_is_an_estimate_is_near(change: dict[str, Any], dtype: Literal["fp32", "bf16"]) -> None:
+def test_what_is_an_estimate_is_near(
+    change: dict[str, Any], dtype: Literal["fp32", "bf16"]
+) -> None:
     setting = Setting(model=replace(MODEL, **change), dtype=dtype, lengths=(48, 48))
     assert way_of(setting, 0) == ("tiles" if dtype == "bf16" else "plain")
     ledger = stage_kept(setting, num_layers=3).nbytes
@@ -233,10 +300,14 @@ def test_what_is_an_estimate_is_near(change: dict[str, Any], dtype: Literal["fp3
 
 
 @pytest.mark.parametrize(
-    "recompute", [FULL[1], pytest.param(SELECTIVE[1], marks=pytest.mark.slow), SELECTIVE[-1]], ids=str
+    "recompute",
+    [FULL[1], pytest.param(SELECTIVE[1], marks=pytest.mark.slow), SELECTIVE[-1]],
+    ids=str,
 )
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_layer_recomputes_what_the_ledger_says(name: str, recompute: RecomputeConfig) -> None:
+def test_every_kind_of_layer_recomputes_what_the_ledger_says(
+    name: str, recompute: RecomputeConfig
+) -> None:
     agrees(Setting(model=KINDS[name], dtype="fp32", lengths=(12, 12), recompute=recompute))
 
 
@@ -254,18 +325,29 @@ ROUTERS = {
 }
 MIXTURES = {
     **{name: replace(MODEL, moe=replace(MOE, router=router)) for name, router in ROUTERS.items()},
-    "ungated, biases": replace(MODEL, gated=False, moe=replace(MOE, biases=True, layers=(False, True))),
+    "ungated, biases": replace(
+        MODEL, gated=False, moe=replace(MOE, biases=True, layers=(False, True))
+    ),
     "shared, latent": replace(
-        MODEL, moe=replace(MOE, latent_size=8, shared_ffn_hidden_size=6, shared_gate=True, router=ROUTERS["jitter"])
+        MODEL,
+        moe=replace(
+            MOE, latent_size=8, shared_ffn_hidden_size=6, shared_gate=True, router=ROUTERS["jitter"]
+        ),
     ),
     "shared": replace(MODEL, moe=replace(MOE, shared_ffn_hidden_size=6), mtp=MTPConfig(depths=1)),
-    "weighed input": replace(MODEL, moe=replace(MOE, top_k=1, weigh_input=True, router=ROUTERS["shares"])),
+    "weighed input": replace(
+        MODEL, moe=replace(MOE, top_k=1, weigh_input=True, router=ROUTERS["shares"])
+    ),
     **{
-        f"{name}, balanced": replace(MODEL, moe=replace(MOE, router=ROUTERS[name], balance=ALL_LOSSES))
+        f"{name}, balanced": replace(
+            MODEL, moe=replace(MOE, router=ROUTERS[name], balance=ALL_LOSSES)
+        )
         for name in ("softmax", "shares", "sigmoid", "roots", "as the model")
     },
     "moved logits": replace(MODEL, moe=replace(MOE, balance=BalanceConfig(quantile=True, z=0.1))),
-    "size of logits": replace(MODEL, moe=replace(MOE, router=ROUTERS["sigmoid"], balance=BalanceConfig(z=0.1))),
+    "size of logits": replace(
+        MODEL, moe=replace(MOE, router=ROUTERS["sigmoid"], balance=BalanceConfig(z=0.1))
+    ),
     "roomy": replace(MODEL, moe=replace(MOE, capacity=CapacityConfig(factor=4.0))),
     "padded": replace(MODEL, moe=replace(MOE, capacity=CapacityConfig(factor=1.3, pad=True))),
 }
@@ -273,12 +355,18 @@ MIXTURES = {
 
 @pytest.mark.parametrize(
     "recompute",
-    [RecomputeConfig(), CHEAP, *(pytest.param(r, marks=pytest.mark.slow) for r in (SELECTIVE[2], BLOCK[0], SHARED))],
+    [
+        RecomputeConfig(),
+        CHEAP,
+        *(pytest.param(r, marks=pytest.mark.slow) for r in (SELECTIVE[2], BLOCK[0], SHARED)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_keep_what_the_ledger_says(name: str, recompute: RecomputeConfig) -> None:
-    dtypes: tuple[Literal["fp32", "bf16", "fp64"], ...] = ("bf16", "fp64") if recompute != CHEAP else ("fp32",)
+    dtypes: tuple[Literal["fp32", "bf16", "fp64"], ...] = (
+        ("bf16", "fp64") if recompute != CHEAP else ("fp32",)
+    )
     for dtype in dtypes:
         agrees(Setting(model=MIXTURES[name], dtype=dtype, lengths=(12, 12), recompute=recompute))
 
@@ -295,14 +383,23 @@ OVER_RANKS: list[tuple[int, dict[str, Any]]] = [  # Any: fields of a setting
 
 
 @pytest.mark.parametrize(("world", "change"), OVER_RANKS, ids=str)
-def test_ranks_that_divide_experts_keep_what_the_ledger_says(world: int, change: dict[str, Any]) -> None:
+def test_ranks_that_divide_experts_keep_what_the_ledger_says(
+    world: int, change: dict[str, Any]
+) -> None:
     for name in ("softmax, balanced", "sigmoid, balanced", "shared, latent"):
         plain = Setting(model=MIXTURES[name], dtype="fp32", lengths=(12, 12))
         run_ranks(on_a_rank_with_experts, world, replace(plain, **change))
 
 
 def test_ranks_with_equally_many_rows_keep_what_the_ledger_says() -> None:
-    padded = Setting(model=MIXTURES["padded"], dtype="fp32", lengths=(12, 12), experts=ExpertPart(ep=2), tp=2, sp=True)
+    padded = Setting(
+        model=MIXTURES["padded"],
+        dtype="fp32",
+        lengths=(12, 12),
+        experts=ExpertPart(ep=2),
+        tp=2,
+        sp=True,
+    )
     run_ranks(on_a_rank_with_experts, 2, padded)
 
 
@@ -313,7 +410,8 @@ def on_a_rank_with_experts(rank: int, world: int, setting: Setting) -> None:
 
 
 def test_what_operations_keep_by_themselves_is_counted() -> None:
-    """Of which row is whose, one tensor is known to autograd; the others are as large as the ledger says."""
+    """Of which row is whose, one tensor is known to autograd; the others are as large as the ledger
+    says."""
     x, choice = torch.empty(12, 24), torch.arange(24).view(12, 2) % 4
     order = order_choices(choice, 4, num_rows=24)
     others = sum(part.nbytes for part in (order.tokens, order.rows, order.starts, order.counts))
@@ -321,12 +419,16 @@ def test_what_operations_keep_by_themselves_is_counted() -> None:
     assert ends is not None and len(permute(x, order)) == 24
     rows = layer_rows(Setting(model=MIXTURES["softmax"], dtype="fp32", lengths=(12,)), ())
     assert sum(row.nbytes for row in rows if untold(row)) == others + ends.nbytes
-    assert next(row.nbytes for row in rows if row.what == "choice of each row") == order.choices.nbytes
+    assert (
+        next(row.nbytes for row in rows if row.what == "choice of each row") == order.choices.nbytes
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recompute", FULL + BLOCK + SELECTIVE, ids=str)
-def test_recomputation_keeps_what_the_ledger_says(dtype: Literal["fp32", "bf16"], recompute: RecomputeConfig) -> None:
+def test_recomputation_keeps_what_the_ledger_says(
+    dtype: Literal["fp32", "bf16"], recompute: RecomputeConfig
+) -> None:
     for lengths in ((12, 12), (70,)):
         agrees(Setting(model=MODEL, dtype=dtype, lengths=lengths, recompute=recompute))
 
@@ -337,7 +439,11 @@ def test_a_memory_stays_where_layers_before_and_behind_it_send_theirs_away(
     recompute: RecomputeConfig, away: int
 ) -> None:
     offload = OffloadConfig(layers=away, min_numel=1)
-    agrees(Setting(model=LOOKING_BACK, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload))
+    agrees(
+        Setting(
+            model=LOOKING_BACK, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
+        )
+    )
 
 
 def on_a_rank(rank: int, world: int, setting: Setting) -> None:
@@ -363,22 +469,37 @@ def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> N
         pytest.param("a2a+ring", 4, 24, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_share_rows_keep_what_the_ledger_says(kind: ContextKind, cp: int, length: int) -> None:
+def test_ranks_that_share_rows_keep_what_the_ledger_says(
+    kind: ContextKind, cp: int, length: int
+) -> None:
     plain = Setting(model=MODEL, dtype="fp32", lengths=(length,) * 2, cp=cp, context=kind, a2a=2)
     for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[-1]):
         run_ranks(on_a_cp_rank, cp, replace(plain, recompute=recompute))
 
 
 @pytest.mark.parametrize("recompute", [UP, UP_AND_NORMS], ids=str)
-@pytest.mark.parametrize("name", ["latent", "mla, values as keys", "mla, no norms", "mla, LayerNorm"])
-def test_latent_attention_that_runs_again_keeps_its_short_vectors(name: str, recompute: RecomputeConfig) -> None:
-    setting = Setting(model=replace(KINDS[name], max_seq_len=96), dtype="bf16", lengths=(33, 20), recompute=recompute)
+@pytest.mark.parametrize(
+    "name", ["latent", "mla, values as keys", "mla, no norms", "mla, LayerNorm"]
+)
+def test_latent_attention_that_runs_again_keeps_its_short_vectors(
+    name: str, recompute: RecomputeConfig
+) -> None:
+    setting = Setting(
+        model=replace(KINDS[name], max_seq_len=96),
+        dtype="bf16",
+        lengths=(33, 20),
+        recompute=recompute,
+    )
     agrees(setting)
     agrees(replace(setting, dtype="fp32", lengths=(12, 12)))
-    assert total(layer_rows(setting, recompute.modules)) < total(layer_rows(setting, ("core_attention",)))
+    assert total(layer_rows(setting, recompute.modules)) < total(
+        layer_rows(setting, ("core_attention",))
+    )
 
 
-@pytest.mark.parametrize("sp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "sp"])
+@pytest.mark.parametrize(
+    "sp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "sp"]
+)
 def test_ranks_keep_their_shares_of_short_vectors(sp: bool) -> None:
     plain = Setting(model=KINDS["latent"], dtype="fp32", lengths=(12, 12), recompute=UP)
     run_ranks(on_a_rank, 2, replace(plain, tp=2, sp=sp))
@@ -387,22 +508,32 @@ def test_ranks_keep_their_shares_of_short_vectors(sp: bool) -> None:
 
 def test_layers_that_turn_by_two_tables_keep_both_where_they_run_again() -> None:
     windows = AttentionConfig(window=5, window_layers=(True, False))
-    model = replace(KINDS["mla, values as keys"], attention=windows, rope=RopeConfig(local_theta=100.0))
+    model = replace(
+        KINDS["mla, values as keys"], attention=windows, rope=RopeConfig(local_theta=100.0)
+    )
     for changed in (model, replace(model, attention=replace(windows, window_layers=(True,)))):
         agrees(Setting(model=changed, dtype="fp32", lengths=(12, 12), recompute=UP))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
-@pytest.mark.parametrize("name", ["sinks", "normed around", "mla, values as keys", "relative", "looking back"])
+@pytest.mark.parametrize(
+    "name", ["sinks", "normed around", "mla, values as keys", "relative", "looking back"]
+)
 def test_every_kind_of_layer_is_kept_in_shares(name: str, kind: ContextKind) -> None:
     for lengths in ((24, 24), (24,)):
-        run_ranks(on_a_cp_rank, 2, Setting(model=KINDS[name], dtype="fp32", lengths=lengths, cp=2, context=kind))
+        run_ranks(
+            on_a_cp_rank,
+            2,
+            Setting(model=KINDS[name], dtype="fp32", lengths=lengths, cp=2, context=kind),
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
-@pytest.mark.parametrize("name", ["learned positions", "parallel", "normed after", "latent", "gated", "looking back"])
+@pytest.mark.parametrize(
+    "name", ["learned positions", "parallel", "normed after", "latent", "gated", "looking back"]
+)
 def test_tensor_parallel_ranks_keep_every_kind_of_layer(name: str, sp: bool) -> None:
     run_ranks(on_a_rank, 2, Setting(model=KINDS[name], dtype="fp32", lengths=(12, 12), tp=2, sp=sp))
 
@@ -419,7 +550,9 @@ def on_a_cp_rank(rank: int, world: int, setting: Setting) -> None:
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("length", [64, 1024, 8192])
-def test_a_ring_keeps_its_share_of_the_tokens_and_at_most_two_chunks_of_keys_and_values(cp: int, length: int) -> None:
+def test_a_ring_keeps_its_share_of_the_tokens_and_at_most_two_chunks_of_keys_and_values(
+    cp: int, length: int
+) -> None:
     alone = Setting(model=MODEL, dtype="bf16", lengths=(length,))
     shared = replace(alone, cp=cp)
     chunk = 2 * MODEL.num_kv_heads * MODEL.head_size() * shared.tokens * 2
@@ -432,7 +565,9 @@ def test_sharded_inputs_of_recomputed_layers_are_a_tp_th_each_padded() -> None:
     setting = Setting(model=odd, dtype="fp32", lengths=(5, 4, 4), tp=2, recompute=recompute)
     assert 25 * 13 % 2 == 1
     run_ranks(on_a_rank, 2, setting)
-    whole = stage_kept(replace(setting, recompute=replace(recompute, shard_inputs=False)), num_layers=3)
+    whole = stage_kept(
+        replace(setting, recompute=replace(recompute, shard_inputs=False)), num_layers=3
+    )
     assert whole.nbytes - stage_kept(setting, num_layers=3).nbytes == 2 * (25 * 13 - 163) * 4
 
 
@@ -461,7 +596,10 @@ def test_stages_of_further_predictions_keep_what_the_ledger_says(layout: str, ki
         chunk = Decoder(model, mesh_of_one(), stage=stage, recompute=recompute)
         allocate(chunk, torch.device("cpu"))
         initialise(chunk, seed=1)
-        further, given = ((ids, ids),) * 2, chunk.received(tuple(x.detach().requires_grad_() for x in received))
+        further, given = (
+            ((ids, ids),) * 2,
+            chunk.received(tuple(x.detach().requires_grad_() for x in received)),
+        )
         with metered(chunk) as meter:
             found = (
                 chunk.losses(ids, ids, tokens, further=further, **given)
@@ -469,9 +607,13 @@ def test_stages_of_further_predictions_keep_what_the_ledger_says(layout: str, ki
                 else chunk(ids, tokens, further=further, **given)
             )
         kept = stage_kept(
-            replace(setting, first_layer=stage.layers.start), num_layers=len(stage.layers), embedding=stage.embedding,
-            loss=stage.loss, norm=stage.norm, further=stage.further,
-        )  # fmt: skip
+            replace(setting, first_layer=stage.layers.start),
+            num_layers=len(stage.layers),
+            embedding=stage.embedding,
+            loss=stage.loss,
+            norm=stage.norm,
+            further=stage.further,
+        )
         assert meter.live == kept.nbytes, stage
         received = found if isinstance(found, tuple) else (found,)
     assert len(received) == 3
@@ -483,12 +625,16 @@ def test_what_runs_again_appears_for_a_while() -> None:
     chunk = stage_kept(replace(setting, recompute=FULL[1]), num_layers=3)
     assert chunk.transient == 2 * layer - 24 * 24 * 4
     act = stage_kept(
-        replace(setting, recompute=RecomputeConfig(granularity="selective", modules=("mlp_act",))), num_layers=3
+        replace(setting, recompute=RecomputeConfig(granularity="selective", modules=("mlp_act",))),
+        num_layers=3,
     )
     assert act.transient == 24 * 20 * 4 and stage_kept(setting, num_layers=3).transient == 0
     for chunks, tokens in ((1, 24), (5, 5), (24, 1)):
         mlp = RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=chunks)
-        assert stage_kept(replace(setting, recompute=mlp), num_layers=3).transient == tokens * 3 * 20 * 4
+        assert (
+            stage_kept(replace(setting, recompute=mlp), num_layers=3).transient
+            == tokens * 3 * 20 * 4
+        )
 
 
 def test_the_kernels_constants_are_the_ledgers() -> None:
@@ -497,17 +643,27 @@ def test_the_kernels_constants_are_the_ledgers() -> None:
 
 
 def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:
-    """Of the paper's 5·n·s² bytes those of softmax's result, 2, up to the diagonal, in tiles; nothing else changes.
+    """Of the paper's 5·n·s² bytes those of softmax's result, 2, up to the diagonal, in tiles;
+    nothing else changes.
 
-    The layer has the paper's shape, n · d = h and f = 4 h, without its dropout, whose masks are 2 of the 34·s·h bytes
-    and 3 of the 5·n·s², and with a gate, 8·s·h more.
+    The layer has the paper's shape, n · d = h and f = 4 h, without its dropout, whose masks are 2
+    of the 34·s·h bytes and 3 of the 5·n·s², and with a gate, 8·s·h more.
     """
     wide = replace(MODEL, num_kv_heads=4, ffn_hidden_size=96)
-    assert wide.num_heads * wide.head_size() == wide.hidden_size and wide.ffn_hidden_size == 4 * wide.hidden_size
+    assert (
+        wide.num_heads * wide.head_size() == wide.hidden_size
+        and wide.ffn_hidden_size == 4 * wide.hidden_size
+    )
     paper = GptLayer(length=512, sequences=1, hidden_size=24, num_heads=4)
-    whole, left = gpt_layer_bytes(paper, again="nothing"), gpt_layer_bytes(paper, again="core_attention")
+    whole, left = (
+        gpt_layer_bytes(paper, again="nothing"),
+        gpt_layer_bytes(paper, again="core_attention"),
+    )
     setting, tiles = Setting(model=wide, dtype="bf16", lengths=(512,)), 8
-    ours, ours_left = total(layer_rows(setting, ())), total(layer_rows(setting, ("core_attention",)))
+    ours, ours_left = (
+        total(layer_rows(setting, ())),
+        total(layer_rows(setting, ("core_attention",))),
+    )
     assert ours - ours_left == (whole - left) * Fraction(2, 5) * Fraction(tiles + 1, 2 * tiles)
     scales = 2 * 512 * 4
     assert ours_left == left * Fraction(34 - 2 + 8, 34) + scales
@@ -515,7 +671,9 @@ def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:
 
 
 def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() -> None:
-    setting = Setting(model=MODEL, dtype="fp32", lengths=(12, 12), offload=OffloadConfig(layers=2, min_numel=100))
+    setting = Setting(
+        model=MODEL, dtype="fp32", lengths=(12, 12), offload=OffloadConfig(layers=2, min_numel=100)
+    )
     kept = stage_kept(setting, num_layers=3)
     assert [len(rows) > 0 for rows in kept.host] == [True, True, False]
     assert {row.what for row in kept.host[0]}.isdisjoint({"scale", "scale of mlp_norm", "log-sum"})
@@ -526,18 +684,28 @@ def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() ->
 def test_what_is_back_at_once_is_two_spans_less_those_that_are_done() -> None:
     assert most_back([]) == most_back([(5, 0)]) == most_back([(5, 0), (7, 0)]) == 0
     assert most_back([(9, 9), (10, 0)]) == 9
-    assert most_back([(9, 8), (9, 8), (9, 8), (10, 0)]) == 8, "the last but one is back before the last is done"
+    assert most_back([(9, 8), (9, 8), (9, 8), (10, 0)]) == 8, (
+        "the last but one is back before the last is done"
+    )
     assert most_back([(9, 9), (9, 9), (9, 9), (1, 0)]) == 17
-    assert most_back([(9, 8), *[(9, 0)] * 5]) == 0, "the first comes back when most of the others are gone"
+    assert most_back([(9, 8), *[(9, 0)] * 5]) == 0, (
+        "the first comes back when most of the others are gone"
+    )
 
 
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[0], FULL[1]], ids=str)
 @pytest.mark.parametrize(("num_layers", "away"), [(3, 2), (5, 4), (5, 1), (5, 2)])
-def test_backward_brings_back_what_the_ledger_says(recompute: RecomputeConfig, num_layers: int, away: int) -> None:
+def test_backward_brings_back_what_the_ledger_says(
+    recompute: RecomputeConfig, num_layers: int, away: int
+) -> None:
     """Live bytes: what autograd holds on the device, and the copies that are back there."""
     model, offload = replace(MODEL, num_layers=num_layers), OffloadConfig(layers=away, min_numel=1)
-    setting = Setting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload)
-    decoder = Decoder(model, mesh_of_one(), sp=False, dtype=torch.float32, recompute=recompute, offload=offload)
+    setting = Setting(
+        model=model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
+    )
+    decoder = Decoder(
+        model, mesh_of_one(), sp=False, dtype=torch.float32, recompute=recompute, offload=offload
+    )
     allocate(decoder, torch.device("cpu"))
     initialise(decoder, seed=1)
     ids, found, copies = torch.arange(24), [0], list[weakref.ref[Away]]()
@@ -546,7 +714,11 @@ def test_backward_brings_back_what_the_ledger_says(recompute: RecomputeConfig, n
     def noted(self: Away) -> None:
         copies.append(weakref.ref(self))
         begin(self)
-        back = {id(one): one.back.nbytes for ref in copies if (one := ref()) is not None and one.back is not None}
+        back = {
+            id(one): one.back.nbytes
+            for ref in copies
+            if (one := ref()) is not None and one.back is not None
+        }
         found.append(meter.live + sum(back.values()))
 
     with metered(decoder) as meter, pytest.MonkeyPatch.context() as patch:
@@ -554,7 +726,9 @@ def test_backward_brings_back_what_the_ledger_says(recompute: RecomputeConfig, n
         patch.setattr(Away, "start_back", noted)
         loss.backward()
     kept = stage_kept(setting, num_layers=num_layers)
-    gone = total([row for row in kept.ends if row.region in ("", "norm")])  # before the first layer's backward
+    gone = total(
+        [row for row in kept.ends if row.region in ("", "norm")]
+    )  # before the first layer's backward
     again = stage_kept(replace(setting, offload=OffloadConfig()), num_layers=num_layers).transient
     back = kept.transient - again
     if back:
@@ -570,11 +744,15 @@ def test_a_large_model_gets_two_layers_back_at_once() -> None:
 
 
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[0], SELECTIVE[-1]], ids=str)
-def test_weights_that_ranks_gather_for_a_while_are_neither_kept_nor_sent(recompute: RecomputeConfig) -> None:
+def test_weights_that_ranks_gather_for_a_while_are_neither_kept_nor_sent(
+    recompute: RecomputeConfig,
+) -> None:
     run_ranks(sharded_weights, 2, recompute, OffloadConfig(layers=2, min_numel=1))
 
 
-def sharded_weights(rank: int, world: int, recompute: RecomputeConfig, offload: OffloadConfig) -> None:
+def sharded_weights(
+    rank: int, world: int, recompute: RecomputeConfig, offload: OffloadConfig
+) -> None:
     run = tiny_run({"model.num_layers": "3", "parallel.dp": "2", "parallel.zero": "3"})
     run = replace(run, recompute=recompute, offload=offload)
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
@@ -583,7 +761,9 @@ def sharded_weights(rank: int, world: int, recompute: RecomputeConfig, offload: 
     ids = torch.arange(24)
     with metered(trainer.model) as meter:
         loss = trainer.model.loss(ids, ids, tokens_of_lengths([12, 12]))
-    setting = Setting(model=run.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload)
+    setting = Setting(
+        model=run.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
+    )
     ledger = stage_kept(setting, num_layers=3)
     assert meter.live == ledger.nbytes
     loss.backward()
@@ -594,23 +774,37 @@ def sharded_weights(rank: int, world: int, recompute: RecomputeConfig, offload: 
 PAGE = Path(__file__).parents[2] / "docs/concepts/recompute.md"
 LLAMA_8B = Setting(
     model=ModelConfig(
-        vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336,
+        vocab_size=128256,
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=14336,
         max_seq_len=8192,
     ),
-    dtype="bf16", lengths=(8192,), accelerator=True,
-)  # fmt: skip
+    dtype="bf16",
+    lengths=(8192,),
+    accelerator=True,
+)
 
 
 def test_the_page_says_what_the_ledger_says() -> None:
     text, plain = PAGE.read_text(), total(layer_rows(LLAMA_8B, ()))
     assert f"keeps {plain / 8192 / 1024:.1f} KiB" in text
     for module in MODULES:
-        one = replace(LLAMA_8B, recompute=RecomputeConfig(granularity="selective", modules=(module,)))
+        one = replace(
+            LLAMA_8B, recompute=RecomputeConfig(granularity="selective", modules=(module,))
+        )
         saving = savings(one, num_layers=1)[0]
-        assert f"| {saving.nbytes / 8192 / 1024:.1f} KiB | {100 * saving.extra:.1f} % |" in text.split(f"`{module}`")[1]
+        assert (
+            f"| {saving.nbytes / 8192 / 1024:.1f} KiB | {100 * saving.extra:.1f} % |"
+            in text.split(f"`{module}`")[1]
+        )
 
 
-def test_the_example_of_the_page_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_page_prints_what_the_page_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, said = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text(), re.DOTALL)[-2:]
     exec(compile(code, "recompute.md", "exec"), {})  # lint: allow eval-exec: our own page
     assert capsys.readouterr().out == said

@@ -1,4 +1,5 @@
-"""Adapters on paper are those that layers declare, on every tensor-parallel rank, and cost what is counted."""
+"""Adapters on paper are those that layers declare, on every tensor-parallel rank, and cost what is
+counted."""
 
 from dataclasses import replace
 
@@ -20,9 +21,16 @@ from megalith.plan.costs import head_flops, layer_flops, pairs_in_window, step_f
 from megalith.plan.parameters import held_parameters
 
 MODEL = ModelConfig(
-    vocab_size=61, hidden_size=12, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=6, ffn_hidden_size=11,
-    max_seq_len=16, qkv_bias=True,
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_hidden_size=11,
+    max_seq_len=16,
+    qkv_bias=True,
+)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -33,7 +41,9 @@ def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig)
         chunks = build_chunks(MODEL, mesh, ParallelConfig(tp=tp, sp=tp > 1))
         attach_adapters(chunks, MODEL, lora)
         shards = {one.shard.name: one.shard for one, module, name in declared_parameters(chunks[0])}
-        held = held_parameters(MODEL, tp=tp, tp_rank=rank, layers=range(2), embedding=True, loss=True)
+        held = held_parameters(
+            MODEL, tp=tp, tp_rank=rank, layers=range(2), embedding=True, loss=True
+        )
         found = {one.name: one for one in with_adapters(held, MODEL, lora)}
         assert found.keys() == shards.keys()
         for name, one in found.items():
@@ -41,7 +51,9 @@ def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig)
             assert one.frozen == ("lora" not in name)
             if "lora" in name and tp == 2:
                 assert one.cut == bool(shards[name].cut), name
-        assert [one.name for one in trained(list(found.values()))] == [name for name in found if "lora" in name]
+        assert [one.name for one in trained(list(found.values()))] == [
+            name for name in found if "lora" in name
+        ]
 
 
 def test_without_adapters_everything_is_trained() -> None:
@@ -50,13 +62,15 @@ def test_without_adapters_everything_is_trained() -> None:
 
 
 class Plain:
-    """The products of a model with adapters and nothing else, on meta tensors; frozen weights want no gradient."""
+    """The products of a model with adapters and nothing else, on meta tensors; frozen weights want
+    no gradient."""
 
     def __init__(self, model: ModelConfig, lora: LoraConfig) -> None:
         self.model, self.lora, self.layer = model, lora, 0
 
     def product(self, x: Tensor, word: str, width: int, *, stacked: int = 1) -> Tensor:
-        """x @ W.T, and where there is an adapter (x @ A.T) @ B.T beside it, once for each matrix that is stacked."""
+        """x @ W.T, and where there is an adapter (x @ A.T) @ B.T beside it, once for each matrix
+        that is stacked."""
         y = x @ torch.empty(width, x.shape[-1], device="meta").T
         if not has_adapters(f"layers.{self.layer}.any.{word}", self.lora, self.model):
             return y
@@ -83,7 +97,9 @@ class Plain:
         attended = x + self.product(heads, "o", h)
         read = attended if c.block == "sequential" else x
         if c.gated:
-            gate, up = self.product(read, "gate_up", 2 * c.ffn_hidden_size, stacked=2).chunk(2, dim=-1)
+            gate, up = self.product(read, "gate_up", 2 * c.ffn_hidden_size, stacked=2).chunk(
+                2, dim=-1
+            )
             return attended + self.product(gate * up, "down", h)
         return attended + self.product(self.product(read, "up", c.ffn_hidden_size), "down", h)
 
@@ -102,7 +118,9 @@ class Plain:
             q = self.product(self.product(x, "q_down", sizes.q_rank), "q_up", n * c.key_size())
         short = self.product(x, "kv_down", sizes.kv_rank + sizes.rope_dim)
         latent, turned = short.split([sizes.kv_rank, sizes.rope_dim], dim=-1)
-        kv = self.product(latent, "kv_up", n * (sizes.nope_dim + sizes.value_dim)).unflatten(-1, (n, -1))
+        kv = self.product(latent, "kv_up", n * (sizes.nope_dim + sizes.value_dim)).unflatten(
+            -1, (n, -1)
+        )
         k, v = kv.split([sizes.nope_dim, sizes.value_dim], dim=-1)
         k = torch.cat([k, turned.unsqueeze(1).expand(-1, n, -1)], dim=-1)
         return [y.transpose(0, 1) for y in (q.unflatten(-1, (n, -1)), k, v)]
@@ -113,14 +131,24 @@ KINDS = {
     "usual": DEEP,
     "gated": replace(DEEP, gated=False, attention=AttentionConfig(gated=True)),
     "parallel": replace(DEEP, block="parallel"),
-    "latent": replace(DEEP, num_kv_heads=8, mla=MLAConfig(kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3)),
-    "latent from x": replace(DEEP, num_kv_heads=8, mla=MLAConfig(kv_rank=7, nope_dim=5, rope_dim=4, value_dim=3)),
+    "latent": replace(
+        DEEP,
+        num_kv_heads=8,
+        mla=MLAConfig(kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3),
+    ),
+    "latent from x": replace(
+        DEEP, num_kv_heads=8, mla=MLAConfig(kv_rank=7, nope_dim=5, rope_dim=4, value_dim=3)
+    ),
 }
 ADAPTERS = [
-    LoraConfig(rank=3), LoraConfig(rank=3, layers=(2,)), LoraConfig(rank=3, targets=("o",)),
-    LoraConfig(rank=3, targets=("down",), layers=(1, 3)), LoraConfig(rank=2, targets=("gate_up", "up", "down")),
-    LoraConfig(rank=2, targets=("gate", "down")), LoraConfig(rank=2, targets=("q", "kv", "q_up", "kv_up", "down")),
-]  # fmt: skip
+    LoraConfig(rank=3),
+    LoraConfig(rank=3, layers=(2,)),
+    LoraConfig(rank=3, targets=("o",)),
+    LoraConfig(rank=3, targets=("down",), layers=(1, 3)),
+    LoraConfig(rank=2, targets=("gate_up", "up", "down")),
+    LoraConfig(rank=2, targets=("gate", "down")),
+    LoraConfig(rank=2, targets=("q", "kv", "q_up", "kv_up", "down")),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +158,8 @@ def test_operations_equal_those_counted_in_plain_products(kind: str, lora: LoraC
     with FlopCounterMode(display=False) as counter:
         Plain(model, lora).forward(length).sum().backward()
     pairs = model.num_heads * (model.key_size() + model.value_size()) * length**2
-    # The counter sees what the causal mask hides; of frozen layers below the first adapter, in forward alone.
+    # The counter sees what the causal mask hides; of frozen layers below the first adapter, in
+    # forward alone.
     first = 0 if lora.layers is None else min(lora.layers)
     reached = trained_step_flops(model, lora, tokens=length, squared_lengths=0, windowed=0)
     core = trained_step_flops(model, lora, tokens=length, squared_lengths=length**2) - reached
@@ -141,7 +170,9 @@ def test_operations_equal_those_counted_in_plain_products(kind: str, lora: LoraC
 def test_the_parts_of_a_step_make_up_the_whole_and_cost_less_than_training_everything() -> None:
     wide = replace(DEEP, hidden_size=96, ffn_hidden_size=200)
     for lora in ADAPTERS[:3]:
-        layers = sum(trained_layer_flops(wide, lora, n, tokens=20, squared_lengths=400) for n in range(4))
+        layers = sum(
+            trained_layer_flops(wide, lora, n, tokens=20, squared_lengths=400) for n in range(4)
+        )
         head = head_flops(wide, 20) * 2 // 3
         assert layers + head == trained_step_flops(wide, lora, tokens=20, squared_lengths=400)
         assert layers < sum(layer_flops(wide, n, tokens=20, squared_lengths=400) for n in range(4))
@@ -153,5 +184,7 @@ def test_a_window_counts_the_pairs_that_it_leaves_with_adapters_too() -> None:
     model = replace(DEEP, attention=AttentionConfig(window=4, window_layers=(True, False)))
     lengths = (3, 11, 6)
     seen = {"tokens": 20, "squared_lengths": sum(n**2 for n in lengths)}
-    exact = trained_step_flops(model, LoraConfig(rank=3), **seen, windowed=sum(pairs_in_window(n, 4) for n in lengths))
+    exact = trained_step_flops(
+        model, LoraConfig(rank=3), **seen, windowed=sum(pairs_in_window(n, 4) for n in lengths)
+    )
     assert exact != trained_step_flops(model, LoraConfig(rank=3), **seen)

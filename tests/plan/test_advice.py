@@ -35,7 +35,9 @@ def test_a_device_filled_to_the_brim_is_tight(gib: float, told: str) -> None:
 def test_the_nearest_fix_of_the_8b_model_is_to_divide_its_optimizer() -> None:
     fix = remedy(workload("llama3_8b", 16), H100, run_problems)
     assert fix is not None and fix.overrides == {"parallel.zero": "1"} and fix.verdict == "fits"
-    assert fix.nbytes + fix.saved == worst(memory_ledger(workload("llama3_8b", 16), H100)).memory.total
+    assert (
+        fix.nbytes + fix.saved == worst(memory_ledger(workload("llama3_8b", 16), H100)).memory.total
+    )
 
 
 def test_every_change_is_true_and_breaks_no_rule() -> None:
@@ -56,7 +58,8 @@ def test_experts_are_divided_further_where_it_helps() -> None:
     (change,) = (change for change in found if change.overrides == {"parallel.ep": "4"})
     assert change.saved > 10 * GIB and "sent to more ranks" in change.price
     assert not any(
-        "parallel.ep" in change.overrides for change in changes(workload("llama3_8b", 16), H100, run_problems)
+        "parallel.ep" in change.overrides
+        for change in changes(workload("llama3_8b", 16), H100, run_problems)
     )
 
 
@@ -68,15 +71,22 @@ def test_exchanges_between_nodes_and_parts_of_experts_are_told() -> None:
     assert hidden.endswith("where memory allows.")
     assert not any("parallel.ep" in text for text in notes(workload("mixtral_8x7b", 64), H100))
     parts = workload("mixtral_8x7b", 64, parallel__tp="2", parallel__sp="true", parallel__ep="4")
-    assert any("parallel.etp=2 sends every row" in text and "parallel.ep to 8" in text for text in notes(parts, H100))
+    assert any(
+        "parallel.etp=2 sends every row" in text and "parallel.ep to 8" in text
+        for text in notes(parts, H100)
+    )
 
 
 def test_pairs_of_one_microbatch_are_told_to_be_none() -> None:
     pairs = {"parallel__overlap_experts": "true", "train__micro_batch_size": "2"}
     few = workload("olmoe_7b", 8, train__global_batch_size="16", **pairs)
     (note,) = (text for text in notes(few, H100) if "overlap_experts" in text)
-    assert note.startswith("parallel.overlap_experts=true with 1 microbatch in a step: there is no other to compute")
-    assert note.endswith("Set train.global_batch_size to 32 or more, or train.micro_batch_size to 1.")
+    assert note.startswith(
+        "parallel.overlap_experts=true with 1 microbatch in a step: there is no other to compute"
+    )
+    assert note.endswith(
+        "Set train.global_batch_size to 32 or more, or train.micro_batch_size to 1."
+    )
     more = workload("olmoe_7b", 8, train__global_batch_size="32", **pairs)
     assert not any("overlap_experts" in text for text in notes(more, H100))
 
@@ -101,29 +111,44 @@ def test_a_change_that_breaks_a_rule_is_not_offered() -> None:
         return ["no"] if run.parallel.zero else []
 
     assert not any("parallel.zero" in change.overrides for change in changes(base, H100, no_zero))
-    assert tried(base, {"parallel.tp": "7"}, H100, lambda run, world: []) is None, "a plan that cannot be made"
+    assert tried(base, {"parallel.tp": "7"}, H100, lambda run, world: []) is None, (
+        "a plan that cannot be made"
+    )
     assert tried(base, {"parallel.qp": "7"}, H100, lambda run, world: []) is None
 
 
 def test_offloading_is_priced_by_the_link_to_the_host() -> None:
-    (away,) = [c for c in changes(workload("llama3_8b", 16), H100, run_problems) if "offload.layers" in c.overrides]
-    # 16 GiB at 55 GB/s each way; a third of 34 s of work for 64 microbatches.
-    assert away.price == "activations go to host memory and back: 0.32 s each way for 0.18 s of forward"
-    (unknown,) = [
-        c for c in changes(workload("llama3_8b", 16), replace(H100, tflops=None), run_problems)
+    (away,) = [
+        c
+        for c in changes(workload("llama3_8b", 16), H100, run_problems)
         if "offload.layers" in c.overrides
-    ]  # fmt: skip
+    ]
+    # 16 GiB at 55 GB/s each way; a third of 34 s of work for 64 microbatches.
+    assert (
+        away.price
+        == "activations go to host memory and back: 0.32 s each way for 0.18 s of forward"
+    )
+    (unknown,) = [
+        c
+        for c in changes(workload("llama3_8b", 16), replace(H100, tflops=None), run_problems)
+        if "offload.layers" in c.overrides
+    ]
     assert unknown.price == "activations go to host memory and back"
 
 
 def test_a_run_that_offloads_is_told_whether_it_pays() -> None:
     (slow,) = notes(workload("llama3_8b", 16, offload__layers="31"), H100)
     assert slow == (
-        "offload.layers=31: the way to host memory takes 0.32 s for each microbatch, forward only 0.18 s: the device "
-        "waits for the rest. Set offload.layers to 17 or less to hide all of it, or use recompute.granularity instead."
+        "offload.layers=31: the way to host memory takes 0.32 s for each microbatch, forward only "
+        "0.18 s: the device "
+        "waits for the rest. Set offload.layers to 17 or less to hide all of it, or use "
+        "recompute.granularity instead."
     )
     (free,) = notes(workload("llama3_8b", 16, offload__layers="17"), H100)
-    assert "takes 0.18 s for each microbatch, which hides behind 0.18 s of forward: it costs next to nothing." in free
+    assert (
+        "takes 0.18 s for each microbatch, which hides behind 0.18 s of forward: it costs next to "
+        "nothing." in free
+    )
     (never,) = notes(workload("llama3_8b", 16, offload__layers="17"), replace(H100, host_gbs=1.0))
     assert never.endswith("the device waits for the rest. Use recompute.granularity instead.")
     assert notes(workload("llama3_8b", 16, offload__layers="31"), replace(H100, tflops=None)) == []
@@ -148,22 +173,35 @@ def test_notes_name_what_does_nothing_and_what_is_slow() -> None:
 
 def test_figures_of_other_kernels_are_told() -> None:
     (note,) = notes(workload("llama3_70b", 32, kernels="reference"), H100)
-    assert note.startswith("kernels=reference: plain definitions keep") and "Use that to run as estimated" in note
+    assert (
+        note.startswith("kernels=reference: plain definitions keep")
+        and "Use that to run as estimated" in note
+    )
     assert notes(workload("llama3_70b", 32, kernels="torch"), H100) == []
 
 
 def test_padding_that_only_the_data_knows_is_told() -> None:
     shared = {"parallel__cp": "2", "parallel__context__slicing": "document"}
-    assert notes(workload("llama3_8b", 16, **shared), H100) == notes(workload("llama3_8b", 16), H100)
+    assert notes(workload("llama3_8b", 16, **shared), H100) == notes(
+        workload("llama3_8b", 16), H100
+    )
     told = notes(workload("llama3_8b", 16, data__documents="true", **shared), H100)
     (note,) = [one for one in told if "slicing=document" in one]
-    assert "pads each document to a multiple of 8 tokens; the figures here count a row as one document." in note
+    assert (
+        "pads each document to a multiple of 8 tokens; the figures here count a row as one "
+        "document." in note
+    )
     assert "adds up to 7 tokens" in note and "documents of 32 tokens about 11 % more" in note
     assert note.endswith("Set parallel.context.slicing=row where documents are short.")
 
 
 def test_packs_are_told_to_be_counted_full_of_the_longest_documents() -> None:
-    packed = workload("llama3_8b", 16, train__tokens_per_microbatch="8192", train__micro_batch_size="1")
+    packed = workload(
+        "llama3_8b", 16, train__tokens_per_microbatch="8192", train__micro_batch_size="1"
+    )
     (note,) = [one for one in notes(packed, H100) if "tokens_per_microbatch" in one]
-    assert "train.tokens_per_microbatch=8192: these figures are for documents that all have train.seq_len=" in note
+    assert (
+        "train.tokens_per_microbatch=8192: these figures are for documents that all have "
+        "train.seq_len=" in note
+    )
     assert note.endswith("Use a smaller train.seq_len to see a usual step.")

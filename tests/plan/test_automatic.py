@@ -23,12 +23,16 @@ def automatic(device: str, **more: str) -> TrainRun:
     """The 8B recipe, whose optimizer is divided."""
     settings = {"recompute.granularity": "auto", "recompute.device": device, "parallel.zero": "1"}
     return apply_overrides(
-        resolve("llama3_8b"), settings | {name.replace("__", "."): value for name, value in more.items()}
+        resolve("llama3_8b"),
+        settings | {name.replace("__", "."): value for name, value in more.items()},
     )
 
 
 def held(run: TrainRun, device: str) -> float:
-    return worst(memory_ledger(plan_workload(run, WORLD), accelerator_named(device))).memory.total / GIB
+    return (
+        worst(memory_ledger(plan_workload(run, WORLD), accelerator_named(device))).memory.total
+        / GIB
+    )
 
 
 def test_the_least_work_that_fits_is_chosen() -> None:
@@ -39,19 +43,31 @@ def test_the_least_work_that_fits_is_chosen() -> None:
         chosen, ways = chosen_recompute(run, WORLD), choices(run, WORLD)
         assert run_problems(chosen, WORLD) == [] and held(chosen, gib) <= 0.94 * float(gib)
         places.append(ways.index(chosen.recompute))
-        assert all(held(replace(run, recompute=way), gib) > 0.94 * float(gib) for way in ways[: places[-1]])
-    assert places == sorted(places) and places[0] == 0 and len(set(places)) >= 4, "less memory, more work"
+        assert all(
+            held(replace(run, recompute=way), gib) > 0.94 * float(gib) for way in ways[: places[-1]]
+        )
+    assert places == sorted(places) and places[0] == 0 and len(set(places)) >= 4, (
+        "less memory, more work"
+    )
 
 
 def test_choices_cost_more_and_more() -> None:
     ways = choices(automatic("h100"), WORLD)
     assert [(way.granularity, way.method, way.num_layers) for way in ways] == [
-        ("none", "uniform", 1), ("selective", "uniform", 1), ("selective", "uniform", 1), ("full", "block", 8),
-        ("full", "block", 16), ("selective", "uniform", 1), ("full", "block", 24), ("full", "uniform", 1),
-    ]  # fmt: skip
+        ("none", "uniform", 1),
+        ("selective", "uniform", 1),
+        ("selective", "uniform", 1),
+        ("full", "block", 8),
+        ("full", "block", 16),
+        ("selective", "uniform", 1),
+        ("full", "block", 24),
+        ("full", "uniform", 1),
+    ]
     assert [way.modules for way in ways if way.granularity == "selective"] == [
-        ("norm",), ("norm", "mlp_act"), ("norm", "mlp"),
-    ]  # fmt: skip
+        ("norm",),
+        ("norm", "mlp_act"),
+        ("norm", "mlp"),
+    ]
 
 
 def test_a_compiled_run_gets_whole_layers_only_and_a_check_is_kept() -> None:
@@ -65,18 +81,25 @@ def test_a_compiled_run_gets_whole_layers_only_and_a_check_is_kept() -> None:
 def test_a_device_filled_to_the_brim_is_better_than_none() -> None:
     least = held(replace(automatic("h100"), recompute=RecomputeConfig(granularity="full")), "h100")
     tight = f"{least * 1.02:.3f}"
-    assert chosen_recompute(automatic(tight), WORLD).recompute == RecomputeConfig(granularity="full")
+    assert chosen_recompute(automatic(tight), WORLD).recompute == RecomputeConfig(
+        granularity="full"
+    )
 
 
 def test_what_fits_in_no_way_is_refused_with_what_it_takes() -> None:
-    with pytest.raises(PlanError, match=r"recompute.granularity=auto: the worst rank holds \d+\.\d GiB at best, which "
-                       r"recompute.device=12 with 12.0 GiB has not. Use `megalith plan estimate`"):  # fmt: skip
+    with pytest.raises(
+        PlanError,
+        match=r"recompute.granularity=auto: the worst rank holds \d+\.\d GiB at best, which "
+        r"recompute.device=12 with 12.0 GiB has not. Use `megalith plan estimate`",
+    ):
         chosen_recompute(automatic("12"), WORLD)
 
 
 def test_other_runs_stay_as_they_are_and_auto_is_never_taken_for_nothing() -> None:
     run = resolve("llama3_8b")
     assert chosen_recompute(run, WORLD) is run
-    with pytest.raises(PlanError, match="recompute.granularity=auto has to be replaced by a choice"):
+    with pytest.raises(
+        PlanError, match="recompute.granularity=auto has to be replaced by a choice"
+    ):
         modules_again(automatic("h100").recompute)
     assert chosen_recompute(automatic("h200"), WORLD).recompute == RecomputeConfig()

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from megalith.errors import DataError, PlanError
-from megalith.plan.batches import batch_problems, cyclic_sample_ids, next_group, num_microbatches, sample_ids
+from megalith.plan.batches import (
+    batch_problems,
+    cyclic_sample_ids,
+    next_group,
+    num_microbatches,
+    sample_ids,
+)
 from tests.cases import loop_over
 
 
@@ -17,8 +23,11 @@ def torch_permutation(length: int, epoch: int) -> Sequence[int]:
     return list(torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).tolist())
 
 
-def megatron_sequential(*, total: int, consumed: int, mbs: int, dp: int, rank: int) -> list[list[int]]:
-    """Megatron's default sampler as its documentation tells it: fill a group sample by sample, hand out rank's part."""
+def megatron_sequential(
+    *, total: int, consumed: int, mbs: int, dp: int, rank: int
+) -> list[list[int]]:
+    """Megatron's default sampler as its documentation tells it: fill a group sample by sample, hand
+    out rank's part."""
     group, batches = [], []
     for sample in range(consumed, total):
         group.append(sample)
@@ -37,7 +46,9 @@ def test_sequential_order_is_megatrons(seed: int) -> None:
         ours: list[list[int]] = []
         for step in range(steps):
             consumed = start + step * size
-            ours += sample_ids(consumed=consumed, global_batch_size=size, micro_batch_size=mbs, dp=dp, dp_rank=rank)
+            ours += sample_ids(
+                consumed=consumed, global_batch_size=size, micro_batch_size=mbs, dp=dp, dp_rank=rank
+            )
         total = start + steps * size + rng.randint(0, mbs * dp - 1)
         assert ours == megatron_sequential(total=total, consumed=start, mbs=mbs, dp=dp, rank=rank)
 
@@ -52,7 +63,12 @@ def test_every_layout_reads_the_same_samples_in_a_step(size: int) -> None:
                 sample
                 for rank in range(dp)
                 for microbatch in sample_ids(
-                    consumed=7, global_batch_size=size, micro_batch_size=mbs, dp=dp, dp_rank=rank, total=7 + size
+                    consumed=7,
+                    global_batch_size=size,
+                    micro_batch_size=mbs,
+                    dp=dp,
+                    dp_rank=rank,
+                    total=7 + size,
                 )
                 for sample in microbatch
             ]
@@ -71,8 +87,10 @@ def test_microbatches_go_rank_after_rank() -> None:
         (
             (10, 4, 2),
             [
-                "train.global_batch_size=10 is not a multiple of train.micro_batch_size · dp = 4·2 = 8",
-                "Set train.global_batch_size to 8 or 16, or train.micro_batch_size to one of [1, 5]",
+                "train.global_batch_size=10 is not a multiple of train.micro_batch_size · dp = 4·2 "
+                "= 8",
+                "Set train.global_batch_size to 8 or 16, or train.micro_batch_size to one "
+                "of [1, 5]",
             ],
         ),
         ((3, 4, 2), ["Set train.global_batch_size to 8."]),
@@ -97,7 +115,10 @@ def test_the_suggested_sizes_work() -> None:
 
 
 def test_too_few_samples_left_for_a_step() -> None:
-    with pytest.raises(DataError, match="has 20 samples and 16 are consumed.*Use more data, or set train.steps lower"):
+    with pytest.raises(
+        DataError,
+        match="has 20 samples and 16 are consumed.*Use more data, or set train.steps lower",
+    ):
         sample_ids(consumed=16, global_batch_size=8, micro_batch_size=2, dp=2, dp_rank=0, total=20)
 
 
@@ -107,8 +128,15 @@ def test_a_rank_outside_dp_is_refused() -> None:
 
 
 def cyclic(consumed: int, rank: int, batches: int, **changes: Any) -> list[list[int]]:
-    arguments: dict[str, Any] = {"total": 22, "micro_batch_size": 2, "dp": 2, "permutation": torch_permutation}
-    return cyclic_sample_ids(consumed=consumed, dp_rank=rank, global_batch_size=4 * batches, **(arguments | changes))
+    arguments: dict[str, Any] = {
+        "total": 22,
+        "micro_batch_size": 2,
+        "dp": 2,
+        "permutation": torch_permutation,
+    }
+    return cyclic_sample_ids(
+        consumed=consumed, dp_rank=rank, global_batch_size=4 * batches, **(arguments | changes)
+    )
 
 
 def test_cyclic_sharded_order_is_megatrons() -> None:
@@ -128,19 +156,31 @@ def test_cyclic_unsharded_order_is_megatrons() -> None:
 def test_a_cyclic_run_that_resumes_reads_what_it_would_have_read(sharded: bool, rank: int) -> None:
     whole = cyclic(0, rank, 12, sharded=sharded)  # through three epochs
     for cut in range(1, 12):
-        assert cyclic(0, rank, cut, sharded=sharded) + cyclic(4 * cut, rank, 12 - cut, sharded=sharded) == whole
+        assert (
+            cyclic(0, rank, cut, sharded=sharded) + cyclic(4 * cut, rank, 12 - cut, sharded=sharded)
+            == whole
+        )
 
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_cyclic_epoch_reads_no_sample_twice(sharded: bool) -> None:
-    read = [sample for rank in range(2) for batch in cyclic(0, rank, 5, sharded=sharded) for sample in batch]
+    read = [
+        sample
+        for rank in range(2)
+        for batch in cyclic(0, rank, 5, sharded=sharded)
+        for sample in batch
+    ]
     assert len(set(read)) == len(read) == 20
 
 
 def test_a_cyclic_run_goes_on_at_the_next_group_when_the_layout_changes() -> None:
-    with pytest.raises(PlanError, match="consumed=6 is inside a group.*Use consumed=8, which skips 2 samples"):
+    with pytest.raises(
+        PlanError, match="consumed=6 is inside a group.*Use consumed=8, which skips 2 samples"
+    ):
         cyclic(6, 0, 1)
     assert next_group(consumed=6, total=22, micro_batch_size=2, dp=2) == 8
     assert next_group(consumed=8, total=22, micro_batch_size=2, dp=2) == 8
-    with pytest.raises(DataError, match="has 3 samples, fewer than train.micro_batch_size · dp = 2·2"):
+    with pytest.raises(
+        DataError, match="has 3 samples, fewer than train.micro_batch_size · dp = 2·2"
+    ):
         cyclic(0, 0, 1, total=3)

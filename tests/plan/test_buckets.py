@@ -10,11 +10,18 @@ import pytest
 
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
-from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets, slice_of, zero_notes, zero_problems
+from megalith.plan.buckets import (
+    BucketPlan,
+    owned_parts,
+    plan_buckets,
+    slice_of,
+    zero_notes,
+    zero_problems,
+)
 from tests.cases import loop_over
 
-# Registration order: emb, ln, w1, b1, w2. Offsets are those Megatron's distributed optimizer gives these sizes, so that
-# its shards can be read by position.
+# Registration order: emb, ln, w1, b1, w2. Offsets are those Megatron's distributed optimizer gives
+# these sizes, so that its shards can be read by position.
 SIZES = [800, 8, 512, 64, 500]
 
 
@@ -29,7 +36,12 @@ def bounds(plan: BucketPlan) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("bucket_numel", "dp", "offsets", "expected"),
     [
-        (None, 2, [(1152, 1952), (1088, 1096), (576, 1088), (512, 576), (0, 500)], [(0, 1152), (1152, 2048)]),
+        (
+            None,
+            2,
+            [(1152, 1952), (1088, 1096), (576, 1088), (512, 576), (0, 500)],
+            [(0, 1152), (1152, 2048)],
+        ),
         (
             600,
             2,
@@ -45,7 +57,10 @@ def bounds(plan: BucketPlan) -> list[tuple[int, int]]:
     ],
 )
 def test_offsets_equal_megatrons(
-    bucket_numel: int | None, dp: int, offsets: list[tuple[int, int]], expected: list[tuple[int, int]]
+    bucket_numel: int | None,
+    dp: int,
+    offsets: list[tuple[int, int]],
+    expected: list[tuple[int, int]],
 ) -> None:
     plan = plan_buckets(SIZES, bucket_numel=bucket_numel, end_align=lcm(dp, 128), alone=[0])
     assert spans(plan) == offsets
@@ -151,7 +166,9 @@ def test_buckets_touch_and_close_neither_early_nor_late(seed: int) -> None:
         if alone[place]:
             assert len(bucket.members) == 1
             continue
-        run_of_last = next((run for run in case.together if bucket.members[-1] in run), [bucket.members[-1]])
+        run_of_last = next(
+            (run for run in case.together if bucket.members[-1] in run), [bucket.members[-1]]
+        )
         before_last = [number for number in bucket.members if number not in run_of_last]
         full = case.bucket_numel or 10**12
         assert all(plan.slots[number].stop - bucket.start < full for number in before_last)
@@ -167,7 +184,10 @@ def test_buckets_touch_and_close_neither_early_nor_late(seed: int) -> None:
         ({"bucket_numel": 1, "alone": [5]}, r"no parameters \[5\]. Use numbers from 0 to 2"),
         ({"bucket_numel": 1, "together": [[1, 0]]}, "pass ascending runs"),
         ({"bucket_numel": 1, "together": [[0, 1], [1, 2]]}, "each parameter occurs once"),
-        ({"bucket_numel": 1, "together": [[0, 1]], "alone": [1]}, r"parameters \[1\] are to lie alone and together"),
+        (
+            {"bucket_numel": 1, "together": [[0, 1]], "alone": [1]},
+            r"parameters \[1\] are to lie alone and together",
+        ),
     ],
 )
 def test_contradictions_are_refused(arguments: dict[str, Any], text: str) -> None:
@@ -181,13 +201,18 @@ def test_negative_sizes_are_refused() -> None:
 
 
 def test_kinds_that_do_not_match_the_parameters_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"kinds=\['a'\]: 1 for 2 parameters. Pass one per parameter"):
+    with pytest.raises(
+        PlanError, match=r"kinds=\['a'\]: 1 for 2 parameters. Pass one per parameter"
+    ):
         plan_buckets([1, 2], bucket_numel=None, kinds=["a"])
-    with pytest.raises(PlanError, match=r"parameters \[0, 1\] are to lie together and are of several kinds"):
+    with pytest.raises(
+        PlanError, match=r"parameters \[0, 1\] are to lie together and are of several kinds"
+    ):
         plan_buckets([1, 2], bucket_numel=None, together=[[0, 1]], kinds=["a", "b"])
 
 
-# What each rank of dp 2 and 3 owns of emb, ln, w1, b1 and w2, as Megatron's distributed optimizer divides them.
+# What each rank of dp 2 and 3 owns of emb, ln, w1, b1 and w2, as Megatron's distributed optimizer
+# divides them.
 OWNED = {
     (None, 2): [
         {4: (0, 500), 3: (0, 64), 0: (0, 448)},
@@ -202,14 +227,16 @@ OWNED = {
         {4: (384, 500), 3: (0, 64), 2: (0, 192), 0: (384, 768)},
         {2: (192, 512), 0: (768, 800)},
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("bucket_numel", "dp"), OWNED)
 def test_ownership_equals_megatrons(bucket_numel: int | None, dp: int) -> None:
     plan = plan_buckets(SIZES, bucket_numel=bucket_numel, end_align=lcm(dp, 128), alone=[0])
     for rank, expected in enumerate(OWNED[bucket_numel, dp]):
-        assert {part.number: part.flat for part in owned_parts(plan, [(rank, dp)] * len(plan.buckets))} == expected
+        assert {
+            part.number: part.flat for part in owned_parts(plan, [(rank, dp)] * len(plan.buckets))
+        } == expected
 
 
 @loop_over("seed", range(200))
@@ -217,7 +244,11 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
     rng = random.Random(seed)
     case, ranks = random_case(rng), rng.choice([1, 2, 3, 5, 64])
     plan = plan_buckets(
-        case.sizes, bucket_numel=case.bucket_numel, end_align=64 * ranks, alone=case.alone, together=case.together
+        case.sizes,
+        bucket_numel=case.bucket_numel,
+        end_align=64 * ranks,
+        alone=case.alone,
+        together=case.together,
     )
     for bucket in plan.buckets:
         bounds_of_ranks = [slice_of(bucket, rank, ranks) for rank in range(ranks)]
@@ -227,7 +258,9 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
     pieces: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(case.sizes))}
     for rank in range(ranks):
         parts = owned_parts(plan, [(rank, ranks)] * len(plan.buckets))
-        assert [part.number for part in parts] == sorted({part.number for part in parts})  # one part of each at most
+        assert [part.number for part in parts] == sorted(
+            {part.number for part in parts}
+        )  # one part of each at most
         for part in parts:
             slot = plan.slots[part.number]
             first, last = slice_of(plan.buckets[part.bucket], rank, ranks)
@@ -236,7 +269,9 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
             pieces[part.number].append(part.flat)
     for number, size in enumerate(case.sizes):
         covered = sorted(pieces[number])
-        assert [start for start, _ in covered] == [0, *(stop for _, stop in covered)][: len(covered)]
+        assert [start for start, _ in covered] == [0, *(stop for _, stop in covered)][
+            : len(covered)
+        ]
         assert (covered[-1][1] if covered else 0) == size
 
 
@@ -247,7 +282,10 @@ def test_a_kind_is_laid_out_as_if_there_were_no_other(seed: int) -> None:
     count = rng.randint(1, 30)
     kinds = [rng.choice("abc") for _ in range(count)]
     mine = [rng.choice([1, 3, 64, 100, 1000]) for _ in range(count)]
-    theirs = [size if kind == "b" else rng.randint(1, 2000) for size, kind in zip(mine, kinds, strict=True)]
+    theirs = [
+        size if kind == "b" else rng.randint(1, 2000)
+        for size, kind in zip(mine, kinds, strict=True)
+    ]
     shared = [number for number in range(count) if kinds[number] == "b"]
     found = []
     for sizes in (mine, theirs):
@@ -255,12 +293,16 @@ def test_a_kind_is_laid_out_as_if_there_were_no_other(seed: int) -> None:
         for bucket in plan.buckets:
             assert len({kinds[number] for number in bucket.members}) == 1
         parts = [owned_parts(plan, [(rank, 4)] * len(plan.buckets)) for rank in range(4)]
-        found.append([[(part.number, part.flat) for part in own if part.number in shared] for own in parts])
+        found.append(
+            [[(part.number, part.flat) for part in own if part.number in shared] for own in parts]
+        )
     assert found[0] == found[1]
 
 
 def test_buckets_of_all_kinds_are_sent_in_the_order_in_which_backward_finishes_them() -> None:
-    plan = plan_buckets([8, 1, 8, 1, 8, 1], bucket_numel=8, align=1, kinds=["w", "n", "w", "n", "w", "n"])
+    plan = plan_buckets(
+        [8, 1, 8, 1, 8, 1], bucket_numel=8, align=1, kinds=["w", "n", "w", "n", "w", "n"]
+    )
     assert [bucket.members for bucket in plan.buckets] == [(4,), (2,), (5, 3, 1), (0,)]
 
 
@@ -274,23 +316,28 @@ def test_sound_divisions_break_no_rule() -> None:
     [
         (
             ParallelConfig(replicas=2),
-            "parallel.replicas=2 with parallel.zero=0, where every rank holds everything and nothing is divided. Set "
+            "parallel.replicas=2 with parallel.zero=0, where every rank holds everything and "
+            "nothing is divided. Set "
             "parallel.zero=1, or remove parallel.replicas.",
         ),
         (
             ParallelConfig(replicas=4, zero=1),
-            "parallel.replicas=4 does not divide dp=6: each replica is an equal number of ranks. Set parallel.replicas "
+            "parallel.replicas=4 does not divide dp=6: each replica is an equal number of ranks. "
+            "Set parallel.replicas "
             "to one of [1, 2, 3, 6].",
         ),
         (
             ParallelConfig(replicas=0, zero=2),
-            "parallel.replicas=0 does not divide dp=6: each replica is an equal number of ranks. Set parallel.replicas "
+            "parallel.replicas=0 does not divide dp=6: each replica is an equal number of ranks. "
+            "Set parallel.replicas "
             "to one of [1, 2, 3, 6].",
         ),
         (
             ParallelConfig(reduce_dtype="bf16"),
-            "parallel.reduce_dtype=bf16 with parallel.zero=0: what is received in bf16 is added in fp32 by the rank "
-            "that owns the slice, and without ZeRO nobody does. Set parallel.zero=1, or parallel.reduce_dtype=fp32.",
+            "parallel.reduce_dtype=bf16 with parallel.zero=0: what is received in bf16 is added in "
+            "fp32 by the rank "
+            "that owns the slice, and without ZeRO nobody does. Set parallel.zero=1, or "
+            "parallel.reduce_dtype=fp32.",
         ),
     ],
 )
@@ -298,17 +345,26 @@ def test_divisions_that_cannot_work_are_refused(parallel: ParallelConfig, text: 
     assert zero_problems(parallel, 6) == [text]
 
 
-@pytest.mark.parametrize(("cp", "replicas", "fix"), [(1, 1, "."), (1, 3, ", or parallel.replicas=1."), (2, 1, None)])
+@pytest.mark.parametrize(
+    ("cp", "replicas", "fix"), [(1, 1, "."), (1, 3, ", or parallel.replicas=1."), (2, 1, None)]
+)
 def test_bf16_where_nothing_is_sent_is_refused_and_zero_where_nothing_is_divided_told(
     cp: int, replicas: int, fix: str | None
 ) -> None:
     parallel = ParallelConfig(zero=1, cp=cp, replicas=replicas, reduce_dtype="bf16")
     place = f"with dp={replicas}, parallel.cp=1 and parallel.replicas={replicas}"
-    problem = f"parallel.reduce_dtype=bf16 {place}: one rank owns all of each gradient, so none travels in bf16. Set "
+    problem = (
+        f"parallel.reduce_dtype=bf16 {place}: one rank owns all of each gradient, so none "
+        "travels in bf16. Set "
+    )
     note = f"parallel.zero=1 divides nothing here: {place}, one rank owns everything"
-    assert zero_problems(parallel, replicas) == ([] if fix is None else [f"{problem}parallel.reduce_dtype=fp32{fix}"])
+    assert zero_problems(parallel, replicas) == (
+        [] if fix is None else [f"{problem}parallel.reduce_dtype=fp32{fix}"]
+    )
     assert zero_notes(parallel, replicas) == ([] if fix is None else [note])
-    assert zero_problems(replace(parallel, reduce_dtype="fp32"), replicas) == []  # the same run starts on a laptop
+    assert (
+        zero_problems(replace(parallel, reduce_dtype="fp32"), replicas) == []
+    )  # the same run starts on a laptop
 
 
 def test_a_run_with_nothing_to_divide_is_told_nothing_about_it() -> None:

@@ -1,4 +1,5 @@
-"""Slices of tokens: each token on exactly one rank, equal work, and what a query sees on any rank is one interval."""
+"""Slices of tokens: each token on exactly one rank, equal work, and what a query sees on any rank
+is one interval."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -25,7 +26,9 @@ from megalith.plan.context import (
 )
 from tests.cases import loop_over
 
-MODEL = ModelConfig(vocab_size=61, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=20)
+MODEL = ModelConfig(
+    vocab_size=61, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=20
+)
 RAGGED = {
     "rows": ([12, 12, 12], 12),
     "one row": ([24], 24),
@@ -53,36 +56,47 @@ def test_each_rank_has_an_early_and_a_late_chunk(ranks: int, chunks: list[tuple[
 def test_causal_work_is_the_same_on_every_rank(ranks: int) -> None:
     """In pairs of chunks: 2 · ranks + 1 for each rank, those on the diagonal counted whole."""
     chunk = 4
-    work = [int((numbers // chunk + 1)[::chunk].sum()) for numbers in zigzag(2 * ranks * chunk, ranks)]
+    work = [
+        int((numbers // chunk + 1)[::chunk].sum()) for numbers in zigzag(2 * ranks * chunk, ranks)
+    ]
     assert work == [2 * ranks + 1] * ranks
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("batch", RAGGED)
-def test_every_token_is_on_one_rank_and_undo_brings_it_back(batch: str, ranks: int, by: str) -> None:
+def test_every_token_is_on_one_rank_and_undo_brings_it_back(
+    batch: str, ranks: int, by: str
+) -> None:
     lengths, row = RAGGED[batch]
     slices = plan_slices(lengths, row=row, slicing=Slicing(ranks=ranks, by=by, multiple=3))  # type: ignore[arg-type]
     assert np.sort(slices.numbers.reshape(-1)).tolist() == list(range(slices.num_tokens))
     assert (np.diff(slices.numbers, axis=1) > 0).all()  # ascending on every rank
     values = np.random.default_rng(0).integers(0, 99, (sum(lengths), 2))
-    parts = [np.where(read[:, None] >= 0, values[read], -7) for read in map(slices.as_read, range(ranks))]
+    parts = [
+        np.where(read[:, None] >= 0, values[read], -7) for read in map(slices.as_read, range(ranks))
+    ]
     assert (undo(np.stack(parts), slices) == values).all()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_slicing_by_document_gives_each_rank_two_chunks_of_every_padded_document(ranks: int) -> None:
+def test_slicing_by_document_gives_each_rank_two_chunks_of_every_padded_document(
+    ranks: int,
+) -> None:
     slices = plan_slices([5, 3, 8, 1], row=17, slicing=Slicing(ranks=ranks, by="document"))
     assert all(length % (2 * ranks) == 0 for length in slices.lengths)
     for rank in range(ranks):
         held = np.bincount(slices.document()[slices.numbers[rank]])
-        assert (held * ranks == slices.lengths).all()  # prefix sums of a rank are those of all, divided
+        assert (
+            held * ranks == slices.lengths
+        ).all()  # prefix sums of a rank are those of all, divided
     sources = [slices.as_read(rank) for rank in range(ranks)]
     assert sorted(n for read in sources for n in read.tolist() if n >= 0) == list(range(17))
 
 
 def test_packed_documents_have_the_partition_of_the_formula() -> None:
-    """Padded lengths 8 and 16 at 2 ranks: chunks of 2 and 4 tokens, [r q, (r + 1) q) and [(3 - r) q, (4 - r) q)."""
+    """Padded lengths 8 and 16 at 2 ranks: chunks of 2 and 4 tokens, [r q, (r + 1) q) and [(3 - r)
+    q, (4 - r) q)."""
     slices = plan_slices([8, 16], row=24, slicing=Slicing(ranks=2, by="document"))
     assert slices.source is None
     assert slices.numbers.tolist() == [
@@ -99,17 +113,32 @@ def test_neighbours_together_have_the_slices_of_a_coarser_ring() -> None:
     assert slices.joined(6).tolist() == [list(range(48))]
 
 
-def visible_by_rule(slices: Slices, queries: list[int], keys: list[int], window: int | None) -> NDArray[np.bool_]:
+def visible_by_rule(
+    slices: Slices, queries: list[int], keys: list[int], window: int | None
+) -> NDArray[np.bool_]:
     """Which keys each query sees, pair by pair."""
     document = slices.document()
     return np.array(
-        [[document[i] == document[j] and j <= i and (window is None or i - j < window) for j in keys] for i in queries]
+        [
+            [
+                document[i] == document[j] and j <= i and (window is None or i - j < window)
+                for j in keys
+            ]
+            for i in queries
+        ]
     )
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize(
-    "lengths", [((5, 5), (1, 1), (70, 70)), ((4, 4), (4, 4)), ((2, 5), (1, 70), (0, 3)), ((1, 6), (1, 6)), ((0, 0),)]
+    "lengths",
+    [
+        ((5, 5), (1, 1), (70, 70)),
+        ((4, 4), (4, 4)),
+        ((2, 5), (1, 70), (0, 3)),
+        ((1, 6), (1, 6)),
+        ((0, 0),),
+    ],
 )
 def test_queries_of_documents_are_the_last_of_their_keys(
     lengths: tuple[tuple[int, int], ...], window: int | None
@@ -126,8 +155,12 @@ def test_queries_of_documents_are_the_last_of_their_keys(
     assert spans_of_lengths(lengths, window) is spans, "layers after the first plan nothing"
 
 
-@pytest.mark.parametrize(("window", "right"), [(None, None), (1, None), (3, None), (3, 0), (2, 4), (99, 1)])
-@pytest.mark.parametrize("lengths", [((5, 5), (1, 1), (70, 70)), ((4, 4), (4, 4)), ((2, 5), (1, 70)), ((1, 1),)])
+@pytest.mark.parametrize(
+    ("window", "right"), [(None, None), (1, None), (3, None), (3, 0), (2, 4), (99, 1)]
+)
+@pytest.mark.parametrize(
+    "lengths", [((5, 5), (1, 1), (70, 70)), ((4, 4), (4, 4)), ((2, 5), (1, 70)), ((1, 1),)]
+)
 def test_both_ways_a_query_sees_its_document_or_a_window_to_each_side(
     lengths: tuple[tuple[int, int], ...], window: int | None, right: int | None
 ) -> None:
@@ -136,7 +169,11 @@ def test_both_ways_a_query_sees_its_document_or_a_window_to_each_side(
     for queries, keys in lengths:
         for own in range(start + keys - queries, start + keys):
             near = range(start, start + keys)
-            seen = [j for j in near if window is None or after is None or own - window < j <= own + after]
+            seen = [
+                j
+                for j in near
+                if window is None or after is None or own - window < j <= own + after
+            ]
             every.append([seen[0], seen[-1] + 1])
         start += keys
     assert spans.visible.tolist() == every[: len(every) // spans.repeats]
@@ -156,9 +193,12 @@ def test_in_chunks_a_query_sees_its_own_run_wherever_ranks_have_it(
             visible = plan_spans(queries, keys, starts, **given).visible
             for i, (first, last) in zip(queries, visible, strict=True):
                 seen = [
-                    j for j in keys
-                    if document[i] == document[j] and runs[i] == runs[j] and (j <= i if causal else j < ends[j])
-                ]  # fmt: skip
+                    j
+                    for j in keys
+                    if document[i] == document[j]
+                    and runs[i] == runs[j]
+                    and (j <= i if causal else j < ends[j])
+                ]
                 assert seen == keys[first:last].tolist()
 
 
@@ -172,15 +212,21 @@ def test_queries_may_be_more_than_keys_where_all_see_all() -> None:
 def test_documents_read_on_from_a_cache_share_no_tile_that_is_mostly_hidden() -> None:
     lengths = tuple((1, 400 + 7 * n) for n in range(64))
     tiles = spans_of_lengths(lengths).tiles
-    assert sum((tile.stop - tile.start) * (tile.last - tile.first) for tile in tiles) < 5 * sum(k for _, k in lengths)
+    assert sum((tile.stop - tile.start) * (tile.last - tile.first) for tile in tiles) < 5 * sum(
+        k for _, k in lengths
+    )
     short = spans_of_lengths(((20, 20),) * 9 + ((3, 3),)).tiles
-    assert [tile.stop - tile.start for tile in short] == [64, 64, 55], "short documents still fill tiles"
+    assert [tile.stop - tile.start for tile in short] == [64, 64, 55], (
+        "short documents still fill tiles"
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("by", ["row", "document"])
 @pytest.mark.parametrize("batch", RAGGED)
-def test_intervals_and_tiles_say_what_every_query_sees(batch: str, by: str, window: int | None) -> None:
+def test_intervals_and_tiles_say_what_every_query_sees(
+    batch: str, by: str, window: int | None
+) -> None:
     lengths, row = RAGGED[batch]
     slices = plan_slices(lengths, row=row, slicing=Slicing(ranks=3, by=by))  # type: ignore[arg-type]
     for queries in slices.numbers:
@@ -188,19 +234,24 @@ def test_intervals_and_tiles_say_what_every_query_sees(batch: str, by: str, wind
             spans = plan_spans(queries, keys, slices.starts(), window=window)
             expected = visible_by_rule(slices, queries.tolist(), keys.tolist(), window)
             place = np.arange(len(keys))
-            assert ((place >= spans.visible[:, :1]) & (place < spans.visible[:, 1:]) == expected).all()
+            assert (
+                (place >= spans.visible[:, :1]) & (place < spans.visible[:, 1:]) == expected
+            ).all()
             found = np.zeros_like(expected)
             for tile in spans.tiles:
                 inside = np.arange(tile.last - tile.first)
                 seen = slice(tile.start, tile.stop), slice(tile.first, tile.last)
                 rows = tile.visible
-                found[seen] = True if rows is None else (inside >= rows[:, :1]) & (inside < rows[:, 1:])
+                found[seen] = (
+                    True if rows is None else (inside >= rows[:, :1]) & (inside < rows[:, 1:])
+                )
             assert (found == expected).all()
 
 
 @loop_over("seed", range(20))
 def test_random_documents_are_seen_whole_by_their_last_tokens(seed: int) -> None:
-    """Over all ranks together, each query finds exactly its document's earlier tokens and itself."""
+    """Over all ranks together, each query finds exactly its document's earlier tokens and
+    itself."""
     draw = np.random.default_rng(seed)
     ranks = int(draw.integers(1, 5))
     row = 2 * ranks * int(draw.integers(2, 12))
@@ -210,7 +261,9 @@ def test_random_documents_are_seen_whole_by_their_last_tokens(seed: int) -> None
     slices = plan_slices(lengths, row=row, slicing=Slicing(ranks=ranks, by=by))  # type: ignore[arg-type]
     starts = slices.starts()
     for queries in slices.numbers:
-        seen = sum(np.diff(plan_spans(queries, keys, starts).visible)[:, 0] for keys in slices.numbers)
+        seen = sum(
+            np.diff(plan_spans(queries, keys, starts).visible)[:, 0] for keys in slices.numbers
+        )
         assert (seen == queries - starts[queries] + 1).all()
 
 
@@ -227,12 +280,19 @@ def test_no_real_token_sees_padding() -> None:
 
 def test_equal_rows_are_planned_once_and_work_skips_what_causality_hides() -> None:
     slices = plan_slices([512] * 3, row=512, slicing=Slicing(ranks=2))
-    first, second = (plan_spans(slices.numbers[1], keys, slices.starts(), repeats=3) for keys in slices.numbers)
+    first, second = (
+        plan_spans(slices.numbers[1], keys, slices.starts(), repeats=3) for keys in slices.numbers
+    )
     assert slices.repeats == 3 and len(first.visible) == 256
-    # Chunks 1 and 2 see all of chunk 0 and nothing of chunk 3: half of the keys of rank 0, without any mask.
-    assert {(tile.first, tile.last, tile.visible is None) for tile in first.tiles} == {(0, 128, True)}
+    # Chunks 1 and 2 see all of chunk 0 and nothing of chunk 3: half of the keys of rank 0, without
+    # any mask.
+    assert {(tile.first, tile.last, tile.visible is None) for tile in first.tiles} == {
+        (0, 128, True)
+    }
     assert all(tile.stop - tile.start == TILE_ROWS for tile in first.tiles + second.tiles)
-    assert sum(tile.visible is not None for tile in second.tiles) == 4  # only the diagonal is masked
+    assert (
+        sum(tile.visible is not None for tile in second.tiles) == 4
+    )  # only the diagonal is masked
 
 
 def test_a_row_that_does_not_divide_is_refused_with_the_next_length() -> None:
@@ -243,15 +303,26 @@ def test_a_row_that_does_not_divide_is_refused_with_the_next_length() -> None:
 
 
 def problems(
-    seq_len: int = 24, model: ModelConfig = MODEL, tp: int = 1, sp: bool = False, cp: int = 4, **c: object
+    seq_len: int = 24,
+    model: ModelConfig = MODEL,
+    tp: int = 1,
+    sp: bool = False,
+    cp: int = 4,
+    **c: object,
 ) -> str:
     context = replace(ContextConfig(), **c)  # type: ignore[arg-type]
-    return "\n".join(context_problems(ParallelConfig(tp=tp, sp=sp, cp=cp, context=context), model, seq_len=seq_len))
+    return "\n".join(
+        context_problems(
+            ParallelConfig(tp=tp, sp=sp, cp=cp, context=context), model, seq_len=seq_len
+        )
+    )
 
 
 def test_layouts_that_work_have_no_problems() -> None:
     assert problems(cp=1, seq_len=7, kind="a2a") == ""
-    assert problems() == "" and problems(kind="a2a") == "" and problems(kind="a2a+ring", a2a=2) == ""
+    assert (
+        problems() == "" and problems(kind="a2a") == "" and problems(kind="a2a+ring", a2a=2) == ""
+    )
     assert problems(seq_len=30, slicing="document") == ""
     assert problems(layers=("ring", "a2a")) == ""
     assert problems(kind="a2a+ring", a2a=2, layers=("a2a+ring", "gather")) == ""
@@ -263,21 +334,32 @@ def test_each_broken_rule_names_the_field_and_a_value_that_works() -> None:
     assert "2 * parallel.cp * parallel.tp = 2 * 4 * 2 = 16" in problems(24, tp=2, sp=True)
     assert "Set train.seq_len to 32 or 16" in problems(24, tp=2, sp=True)
     assert problems(24, tp=2) == ""
-    assert "parallel.cp=3 with a2a: model.num_heads=4 over parallel.tp=1 are 4 heads on a rank" in problems(
-        cp=3, kind="a2a"
+    assert (
+        "parallel.cp=3 with a2a: model.num_heads=4 over parallel.tp=1 are 4 heads on a rank"
+        in problems(cp=3, kind="a2a")
     )
     assert "or model.num_heads to 6" in problems(cp=3, kind="a2a")
     assert "a2a+ring with parallel.context.a2a in [2]" in problems(tp=2, kind="a2a")
     assert "parallel.context.a2a=4: model.num_heads=4 over parallel.tp=2 are 2 heads" in problems(
         tp=2, kind="a2a+ring", a2a=4
     )
-    assert "parallel.context.a2a=3 does not divide parallel.cp=4" in problems(kind="a2a+ring", a2a=3)
+    assert "parallel.context.a2a=3 does not divide parallel.cp=4" in problems(
+        kind="a2a+ring", a2a=3
+    )
     assert "Set parallel.context.a2a to one of [2]." in problems(kind="a2a+ring")
-    assert "names 3 kinds for model.num_layers=2 layers. Use one for each" in problems(layers=("ring",) * 3)
-    assert "a2a+ring, but parallel.context.kind=ring makes no groups" in problems(layers=("ring", "a2a+ring"))
-    assert "parallel.context.a2a=2 is for parallel.context.kind=a2a+ring, which ring is not" in problems(a2a=2)
-    assert "parallel.context.layers[1]=rings is no way to exchange keys and values. Did you mean ring" in problems(
-        layers=("ring", "rings")
+    assert "names 3 kinds for model.num_layers=2 layers. Use one for each" in problems(
+        layers=("ring",) * 3
+    )
+    assert "a2a+ring, but parallel.context.kind=ring makes no groups" in problems(
+        layers=("ring", "a2a+ring")
+    )
+    assert (
+        "parallel.context.a2a=2 is for parallel.context.kind=a2a+ring, which ring is not"
+        in problems(a2a=2)
+    )
+    assert (
+        "parallel.context.layers[1]=rings is no way to exchange keys and values. Did you mean ring"
+        in problems(layers=("ring", "rings"))
     )
     assert len(problems(30, layers=("ring",) * 3).splitlines()) == 2
 

@@ -49,7 +49,12 @@ from megalith.verify.variants import MIXTURES
 from megalith.verify.variants import VARIANTS as KINDS
 
 LLAMA3_8B = ModelConfig(
-    vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336
+    vocab_size=128256,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_hidden_size=14336,
 )
 SMALL = ModelConfig(
     vocab_size=999,
@@ -82,24 +87,48 @@ def llama(h: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) 
 
 QWEN25_HALF_B = replace(llama(896, 24, 14, 2, 4864, 151936), tied_embeddings=True, qkv_bias=True)
 GPT = replace(
-    llama(12, 2, 4, 4, 48, 100), max_seq_len=4, positions="learned", norm="layer", gated=False, activation="gelu",
-    qkv_bias=True, output_bias=True, mlp_bias=True, vocab_multiple=1,
-)  # fmt: skip
+    llama(12, 2, 4, 4, 48, 100),
+    max_seq_len=4,
+    positions="learned",
+    norm="layer",
+    gated=False,
+    activation="gelu",
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    vocab_multiple=1,
+)
 GPT2 = replace(
-    GPT, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, ffn_hidden_size=3072, vocab_size=50257,
-    max_seq_len=1024, tied_embeddings=True,
-)  # fmt: skip
+    GPT,
+    hidden_size=768,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=12,
+    ffn_hidden_size=3072,
+    vocab_size=50257,
+    max_seq_len=1024,
+    tied_embeddings=True,
+)
 GPT3 = replace(
-    GPT2, hidden_size=12288, num_layers=96, num_heads=96, num_kv_heads=96, ffn_hidden_size=49152, vocab_size=51200,
+    GPT2,
+    hidden_size=12288,
+    num_layers=96,
+    num_heads=96,
+    num_kv_heads=96,
+    ffn_hidden_size=49152,
+    vocab_size=51200,
     max_seq_len=2048,
-)  # fmt: skip
+)
 QWEN3_06B = replace(
-    llama(1024, 28, 16, 8, 3072, 151936), head_dim=128, tied_embeddings=True, attention=AttentionConfig(qk_norm="head")
-)  # fmt: skip
+    llama(1024, 28, 16, 8, 3072, 151936),
+    head_dim=128,
+    tied_embeddings=True,
+    attention=AttentionConfig(qk_norm="head"),
+)
 DEEPSEEK = replace(
     llama(7168, 1, 128, 128, 18432, 129280),
     mla=MLAConfig(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, value_dim=128),
-)  # fmt: skip
+)
 """The attention of DeepSeek-V3, with its dense MLP."""
 
 
@@ -109,31 +138,53 @@ DEEPSEEK = replace(
         (LLAMA3_8B, 8_030_261_248),
         (llama(8192, 80, 64, 8, 28672, 128256), 70_553_706_496),  # Llama 3 70B
         (llama(4096, 32, 32, 32, 11008, 32000), 6_738_415_616),  # Llama 2 7B
-        (replace(llama(2048, 16, 32, 8, 8192, 128256), tied_embeddings=True), 1_235_814_400),  # Llama 3.2 1B
+        (
+            replace(llama(2048, 16, 32, 8, 8192, 128256), tied_embeddings=True),
+            1_235_814_400,
+        ),  # Llama 3.2 1B
         (QWEN25_HALF_B, 494_032_768),
         (GPT2, 124_439_808),
         (GPT, 6240),
         (QWEN3_06B, 596_049_920),
-        (replace(llama(2048, 18, 8, 1, 16384, 256000), head_dim=256, tied_embeddings=True), 2_506_172_416),  # Gemma 2B
-        (GPT3, 96 * (12 * 12288**2 + 13 * 12288) + (51200 + 2048 + 2) * 12288),  # Narayanan et al. 2021, eq. 2
+        (
+            replace(llama(2048, 18, 8, 1, 16384, 256000), head_dim=256, tied_embeddings=True),
+            2_506_172_416,
+        ),  # Gemma 2B
+        (
+            GPT3,
+            96 * (12 * 12288**2 + 13 * 12288) + (51200 + 2048 + 2) * 12288,
+        ),  # Narayanan et al. 2021, eq. 2
     ],
 )
-def test_published_models_have_their_published_number_of_parameters(config: ModelConfig, parameters: int) -> None:
+def test_published_models_have_their_published_number_of_parameters(
+    config: ModelConfig, parameters: int
+) -> None:
     assert num_parameters(config) == parameters
 
 
-MIXTRAL = replace(llama(4096, 32, 32, 8, 14336, 32000), moe=MoEConfig(experts=8, top_k=2, ffn_hidden_size=14336))
+MIXTRAL = replace(
+    llama(4096, 32, 32, 8, 14336, 32000), moe=MoEConfig(experts=8, top_k=2, ffn_hidden_size=14336)
+)
 QWEN3_30B = replace(
-    llama(2048, 48, 32, 4, 6144, 151936), head_dim=128, attention=AttentionConfig(qk_norm="head"),
+    llama(2048, 48, 32, 4, 6144, 151936),
+    head_dim=128,
+    attention=AttentionConfig(qk_norm="head"),
     moe=MoEConfig(experts=128, top_k=8, ffn_hidden_size=768),
-)  # fmt: skip
+)
 DEEPSEEK_V3 = replace(
-    DEEPSEEK, num_layers=61,
+    DEEPSEEK,
+    num_layers=61,
     moe=MoEConfig(
-        experts=256, top_k=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, layers=(False,) * 3 + (True,) * 58,
-        router=RouterConfig(score="sigmoid", groups=8, top_groups=4, balancing_bias=True, scale=2.5),
+        experts=256,
+        top_k=8,
+        ffn_hidden_size=2048,
+        shared_ffn_hidden_size=2048,
+        layers=(False,) * 3 + (True,) * 58,
+        router=RouterConfig(
+            score="sigmoid", groups=8, top_groups=4, balancing_bias=True, scale=2.5
+        ),
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -146,26 +197,41 @@ DEEPSEEK_V3 = replace(
     ],
     ids=["Mixtral 8x7B", "Qwen3 30B-A3B", "DeepSeek-V3", "GPT-2"],
 )
-def test_published_mixtures_have_their_published_numbers(config: ModelConfig, parameters: int, active: int) -> None:
+def test_published_mixtures_have_their_published_numbers(
+    config: ModelConfig, parameters: int, active: int
+) -> None:
     assert num_parameters(config) == parameters
     assert active_parameters(config) == active
     held = [one for layer in range(config.num_layers) for one in layer_parameters(config, layer)]
     biases = sum(one.numel for one in held if not one.counts)
-    assert biases == (14_848 if config is DEEPSEEK_V3 else 0), "which are saved, and are no parameters"
+    assert biases == (14_848 if config is DEEPSEEK_V3 else 0), (
+        "which are saved, and are no parameters"
+    )
 
 
 TINY_MIXTRAL = ModelConfig(
-    vocab_size=64, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48,
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_hidden_size=48,
     moe=MoEConfig(experts=4, ffn_hidden_size=48),
-)  # fmt: skip
+)
 TINY_QWEN3 = replace(
-    TINY_MIXTRAL, attention=AttentionConfig(qk_norm="head"), moe=MoEConfig(experts=4, ffn_hidden_size=16)
+    TINY_MIXTRAL,
+    attention=AttentionConfig(qk_norm="head"),
+    moe=MoEConfig(experts=4, ffn_hidden_size=16),
 )
 TINY_DEEPSEEK = replace(
-    TINY_MIXTRAL, num_layers=2, num_kv_heads=4, head_dim=None,
+    TINY_MIXTRAL,
+    num_layers=2,
+    num_kv_heads=4,
+    head_dim=None,
     mla=MLAConfig(kv_rank=16, q_rank=16, nope_dim=8, rope_dim=8, value_dim=8),
     moe=MoEConfig(experts=8, ffn_hidden_size=16, shared_ffn_hidden_size=16, layers=(False, True)),
-)  # fmt: skip
+)
 
 
 def test_tiny_mixtures_have_their_known_numbers() -> None:
@@ -180,51 +246,85 @@ def test_tiny_mixtures_have_their_known_numbers() -> None:
         (TINY_MIXTRAL, "MixtralConfig", {"num_local_experts": 4}),
         (TINY_QWEN3, "Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 16}),
         (
-            TINY_DEEPSEEK, "DeepseekV3Config",
+            TINY_DEEPSEEK,
+            "DeepseekV3Config",
             {
-                "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-                "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-                "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 8,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 16,
+                "first_k_dense_replace": 1,
+                "n_group": 1,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
             },
         ),
     ],
     ids=["Mixtral", "Qwen3", "DeepSeek-V3"],
-)  # fmt: skip
+)
 def test_tiny_mixtures_have_the_numbers_of_the_same_models_in_transformers(
     config: ModelConfig, kind: str, own: dict[str, int]
 ) -> None:
-    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="compares with transformers, which is not installed"
+    )
     sizes = {
-        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": config.num_layers, "num_attention_heads": 4,
-        "num_key_value_heads": config.num_kv_heads, "intermediate_size": 48,
-    }  # fmt: skip
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": 48,
+    }
     heads = {} if config.mla else {"head_dim": 8}
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes, **heads, **own))
+        model = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, kind)(**sizes, **heads, **own)
+        )
     assert num_parameters(config) == sum(one.numel() for one in model.parameters())
 
 
 def test_a_mixture_costs_what_a_token_meets() -> None:
-    """6·d·f·g·K, the router's 6·h·E, of the shared 6·h·f·g and 6·h of their gate, and 12·h·d of latents."""
+    """6·d·f·g·K, the router's 6·h·E, of the shared 6·h·f·g and 6·h of their gate, and 12·h·d of
+    latents."""
     moe = MoEConfig(
-        experts=8, top_k=3, ffn_hidden_size=21, shared_ffn_hidden_size=13, shared_gate=True, latent_size=19,
-    )  # fmt: skip
+        experts=8,
+        top_k=3,
+        ffn_hidden_size=21,
+        shared_ffn_hidden_size=13,
+        shared_gate=True,
+        latent_size=19,
+    )
     h, d = 96, 19
     for gated, g in ((True, 3), (False, 2)):
         config = replace(SMALL, gated=gated, moe=moe)
         per_token = 6 * d * 21 * g * 3 + 6 * h * 8 + 6 * h * 13 * g + 6 * h + 12 * h * d
         assert mlp_flops(config, 0, 10) == 10 * per_token
         dense = replace(SMALL, gated=gated)
-        more = step_flops(config, tokens=10, squared_lengths=100) - step_flops(dense, tokens=10, squared_lengths=100)
+        more = step_flops(config, tokens=10, squared_lengths=100) - step_flops(
+            dense, tokens=10, squared_lengths=100
+        )
         assert more == 3 * 10 * (per_token - 6 * h * 200 * g)
 
 
-def test_latent_attention_and_further_prediction_have_their_published_numbers_of_parameters() -> None:
+def test_latent_attention_and_further_prediction_have_their_published_numbers_of_parameters() -> (
+    None
+):
     held = layer_parameters(DEEPSEEK, 0)
     assert sum(one.numel for one in held if ".attention." in one.name) == 187_107_328
-    further, h = num_parameters(replace(DEEPSEEK, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK), 7168
+    further, h = (
+        num_parameters(replace(DEEPSEEK, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK),
+        7168,
+    )
     assert further == sum(one.numel for one in held) + 2 * h * h + 3 * h
-    assert num_parameters(replace(DEEPSEEK_V3, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK_V3) == 11_610_067_968
+    assert (
+        num_parameters(replace(DEEPSEEK_V3, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK_V3)
+        == 11_610_067_968
+    )
 
 
 def test_gpt3_with_a_vocabulary_that_divides_well_has_174_billion_parameters() -> None:
@@ -242,10 +342,16 @@ def test_gpt3_with_a_vocabulary_that_divides_well_has_174_billion_parameters() -
     ],
     ids=["alike", "no attention", "no mlp", "attention by a matrix", "mlp by a matrix"],
 )
-def test_layers_with_parts_left_out_or_replaced_have_their_known_numbers(own: LayersConfig, parameters: int) -> None:
+def test_layers_with_parts_left_out_or_replaced_have_their_known_numbers(
+    own: LayersConfig, parameters: int
+) -> None:
     model = replace(llama(4096, 2, 32, 8, 14336, 128256), layers=own)
     assert num_parameters(model) == parameters
-    gone = 6 * (1_486_901_248 - parameters - sum(4096 for part in (*own.attention, *own.mlp) if part == "none"))
+    gone = 6 * (
+        1_486_901_248
+        - parameters
+        - sum(4096 for part in (*own.attention, *own.mlp) if part == "none")
+    )
     scores = 3 * 64 * 32 * (128 + 128) if own.attention else 0
     plain = step_flops(replace(model, layers=LayersConfig()), tokens=1, squared_lengths=64)
     assert plain - step_flops(model, tokens=1, squared_lengths=64) == gone + scores
@@ -260,7 +366,9 @@ def built(config: ModelConfig, *, tp: int, rank: int = 0, sp: bool = False) -> D
 @pytest.mark.parametrize("config", [*VARIANTS, *KINDS.values()], ids=lambda config: config.norm)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_count_per_rank_is_that_of_the_largest_part_built(config: ModelConfig, tp: int) -> None:
-    counts = [sum(p.numel() for p in built(config, tp=tp, rank=rank).parameters()) for rank in range(tp)]
+    counts = [
+        sum(p.numel() for p in built(config, tp=tp, rank=rank).parameters()) for rank in range(tp)
+    ]
     assert num_parameters_per_rank(config, tp=tp) == max(counts)
     if tp == 1:
         assert num_parameters(config) == counts[0]
@@ -268,31 +376,46 @@ def test_the_count_per_rank_is_that_of_the_largest_part_built(config: ModelConfi
 
 def test_the_count_per_rank_with_parts_of_unequal_size() -> None:
     config = replace(SMALL, num_heads=8, num_kv_heads=4)
-    counts = [sum(p.numel() for p in built(config, tp=3, rank=rank).parameters()) for rank in range(3)]
+    counts = [
+        sum(p.numel() for p in built(config, tp=3, rank=rank).parameters()) for rank in range(3)
+    ]
     assert num_parameters_per_rank(config, tp=3) == max(counts) > min(counts)
 
 
 def test_llama3_8b_costs_its_known_operations() -> None:
     assert flops_per_token(LLAMA3_8B, 8192) == 51_470_401_536
     assert step_flops(LLAMA3_8B, tokens=8192, squared_lengths=8192**2) == 421_645_529_382_912
-    pairs = LLAMA3_8B.num_layers * attention_flops(LLAMA3_8B, 0, tokens=8192, squared_lengths=8192**2) // 8192
+    pairs = (
+        LLAMA3_8B.num_layers
+        * attention_flops(LLAMA3_8B, 0, tokens=8192, squared_lengths=8192**2)
+        // 8192
+    )
     assert (51_470_401_536 - pairs, pairs) == (45_027_950_592, 6_442_450_944)
 
 
 def test_layers_of_gpt_that_see_all_cost_what_the_classic_form_says() -> None:
-    """72·t·L·h²·(1 + s / 6h + v / 12hL), by Narayanan et al. 2021, arXiv:2104.04473, less what runs again."""
+    """72·t·L·h²·(1 + s / 6h + v / 12hL), by Narayanan et al. 2021, arXiv:2104.04473, less what runs
+    again."""
     layers, h, v, s, rows = 3, 16, 50, 24, 5
     config = replace(
-        GPT, hidden_size=h, num_layers=layers, ffn_hidden_size=4 * h, vocab_size=v,
+        GPT,
+        hidden_size=h,
+        num_layers=layers,
+        ffn_hidden_size=4 * h,
+        vocab_size=v,
         attention=AttentionConfig(causal=False),
-    )  # fmt: skip
-    classic = 72 * rows * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, 12 * h * layers))
+    )
+    classic = (
+        72 * rows * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, 12 * h * layers))
+    )
     assert step_flops(config, tokens=rows * s, squared_lengths=rows * s**2) == classic
 
 
 def test_the_parts_of_a_tiny_gpt_have_their_known_numbers_of_parameters() -> None:
     held = held_parameters(GPT, tp=1, tp_rank=0, layers=[0], embedding=True, loss=False)
-    assert sum(one.numel for one in held if one.name in ("embed.weight", "positions.weight")) == 1248
+    assert (
+        sum(one.numel for one in held if one.name in ("embed.weight", "positions.weight")) == 1248
+    )
     assert sum(one.numel for one in held if ".mlp." in one.name) == 1212
 
 
@@ -314,17 +437,19 @@ def test_a_window_costs_the_pairs_that_it_leaves() -> None:
         saved = step_flops(SMALL, tokens=length, squared_lengths=length**2) - step_flops(
             every, tokens=length, squared_lengths=length**2
         )
-        assert saved == 6 * SMALL.num_layers * 8 * 16 * (length**2 - pairs_in_window(length, window))
+        assert saved == 6 * SMALL.num_layers * 8 * 16 * (
+            length**2 - pairs_in_window(length, window)
+        )
 
 
 def test_a_window_that_reaches_further_to_one_side_costs_the_mean_of_both() -> None:
     for length, window, right in ((7, 3, 0), (7, 1, 2), (40, 30, 12), (9, 99, 2)):
-        seen = [
-            (min(place, window - 1), min(length - 1 - place, right)) for place in range(length)
-        ]  # fmt: skip
+        seen = [(min(place, window - 1), min(length - 1 - place, right)) for place in range(length)]
         pairs = sum(before + 1 + after for before, after in seen)
         kind = AttentionConfig(causal=False, window=window, window_right=right)
-        assert abs(pairs_seen(length, kind) - pairs) <= length, "length² counts a token's own pair half"
+        assert abs(pairs_seen(length, kind) - pairs) <= length, (
+            "length² counts a token's own pair half"
+        )
         even = replace(kind, window=right + 1, window_right=None)
         assert pairs_seen(length, even) == pairs_in_window(length, right + 1)
 
@@ -335,15 +460,20 @@ def test_chunks_cost_what_documents_of_their_length_do() -> None:
         squares = sum(part**2 for part in parts)
         assert pairs_in_window(length, size, chunked=True) == squares
         chunks = replace(SMALL, attention=AttentionConfig(window=size, chunked=True))
-        assert attention_flops(chunks, 0, tokens=length, squared_lengths=length**2) == attention_flops(
-            SMALL, 0, tokens=length, squared_lengths=squares
-        )
+        assert attention_flops(
+            chunks, 0, tokens=length, squared_lengths=length**2
+        ) == attention_flops(SMALL, 0, tokens=length, squared_lengths=squares)
 
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_looking_both_ways_costs_all_pairs(window: int | None) -> None:
-    causal, both = (replace(SMALL, attention=AttentionConfig(window=window, causal=one)) for one in (True, False))
-    costs = [attention_flops(model, 0, tokens=24, squared_lengths=24 * 12) for model in (causal, both)]
+    causal, both = (
+        replace(SMALL, attention=AttentionConfig(window=window, causal=one))
+        for one in (True, False)
+    )
+    costs = [
+        attention_flops(model, 0, tokens=24, squared_lengths=24 * 12) for model in (causal, both)
+    ]
     assert costs[1] == 2 * costs[0]
     pairs = sum(abs(i - j) < (window or 12) for i in range(12) for j in range(12)) * 2
     exact = 12 * pairs * SMALL.num_heads * SMALL.head_size()
@@ -353,23 +483,32 @@ def test_looking_both_ways_costs_all_pairs(window: int | None) -> None:
 def test_windowed_pairs_are_those_given_or_of_documents_that_are_equally_long() -> None:
     model = replace(SMALL, attention=AttentionConfig(window=4, window_layers=(True, False, False)))
     equal = step_flops(model, tokens=30, squared_lengths=3 * 10**2)
-    given = step_flops(model, tokens=30, squared_lengths=3 * 10**2, windowed=3 * pairs_in_window(10, 4))
+    given = step_flops(
+        model, tokens=30, squared_lengths=3 * 10**2, windowed=3 * pairs_in_window(10, 4)
+    )
     assert equal == given
-    assert given - step_flops(model, tokens=30, squared_lengths=300, windowed=0) == 6 * 8 * 16 * 3 * 68
+    assert (
+        given - step_flops(model, tokens=30, squared_lengths=300, windowed=0) == 6 * 8 * 16 * 3 * 68
+    )
     assert step_flops(model, tokens=0, squared_lengths=0) == 0
 
 
 def test_the_parts_make_up_the_whole() -> None:
     for kind in (SMALL, *KINDS.values()):
         model = replace(kind, mtp=MTPConfig())  # what is predicted further ahead comes on top
-        layers = sum(layer_flops(model, one, tokens=20, squared_lengths=400) for one in range(model.num_layers))
-        assert layers + head_flops(model, 20) == step_flops(model, tokens=20, squared_lengths=400)
-        assert mlp_flops(model, 0, 20) + attention_flops(model, 0, tokens=20, squared_lengths=400) < layer_flops(
-            model, 0, tokens=20, squared_lengths=400
+        layers = sum(
+            layer_flops(model, one, tokens=20, squared_lengths=400)
+            for one in range(model.num_layers)
         )
+        assert layers + head_flops(model, 20) == step_flops(model, tokens=20, squared_lengths=400)
+        assert mlp_flops(model, 0, 20) + attention_flops(
+            model, 0, tokens=20, squared_lengths=400
+        ) < layer_flops(model, 0, tokens=20, squared_lengths=400)
 
 
-MLA = replace(SMALL, num_kv_heads=8, mla=MLAConfig(kv_rank=10, q_rank=14, nope_dim=6, rope_dim=4, value_dim=5))
+MLA = replace(
+    SMALL, num_kv_heads=8, mla=MLAConfig(kv_rank=10, q_rank=14, nope_dim=6, rope_dim=4, value_dim=5)
+)
 
 
 def test_latent_attention_costs_its_projections_up_and_what_lies_between() -> None:
@@ -386,16 +525,25 @@ def test_latent_attention_costs_its_projections_up_and_what_lies_between() -> No
 
 BOTH_WAYS = replace(SMALL, attention=AttentionConfig(causal=False))
 LATENT_EXPERTS = replace(
-    SMALL, gated=False, activation="squared_relu",
+    SMALL,
+    gated=False,
+    activation="squared_relu",
     moe=MoEConfig(
-        experts=6, top_k=2, ffn_hidden_size=20, shared_ffn_hidden_size=13, latent_size=12,
+        experts=6,
+        top_k=2,
+        ffn_hidden_size=20,
+        shared_ffn_hidden_size=13,
+        latent_size=12,
         router=RouterConfig(score="sigmoid", balancing_bias=True, scale=2.5),
     ),
-)  # fmt: skip
+)
 """As Nemotron 3: experts without a gate on a few features, an MLP for all tokens on all."""
 
 SHARED_EXPERTS = replace(
-    SMALL, moe=MoEConfig(experts=6, top_k=3, ffn_hidden_size=20, shared_ffn_hidden_size=13, shared_gate=True)
+    SMALL,
+    moe=MoEConfig(
+        experts=6, top_k=3, ffn_hidden_size=20, shared_ffn_hidden_size=13, shared_gate=True
+    ),
 )
 MODELS = {
     "grouped queries": SMALL,
@@ -403,7 +551,9 @@ MODELS = {
     "latent attention, whole queries, two further": replace(
         MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), mtp=MTPConfig(depths=2)
     ),
-    "latent attention, shared experts, one further": replace(SHARED_EXPERTS, mla=MLA.mla, mtp=MTPConfig(depths=1)),
+    "latent attention, shared experts, one further": replace(
+        SHARED_EXPERTS, mla=MLA.mla, mtp=MTPConfig(depths=1)
+    ),
     "latent experts": LATENT_EXPERTS,
     "no gate, gated heads": replace(SMALL, gated=False, attention=AttentionConfig(gated=True)),
 }
@@ -437,12 +587,16 @@ class Counted(NamedTuple):
 
 
 def grouped_mm_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
-    """Rows by their experts' matrices, [r, i] by [e, i, o], or their sums of products, [o, r] by [r, i]."""
+    """Rows by their experts' matrices, [r, i] by [e, i, o], or their sums of products, [o, r] by
+    [r, i]."""
     return 2 * a[0] * a[1] * b[-1]
 
 
-def count_model(config: ModelConfig, *, products: bool = False, dtype: torch.dtype = torch.float64) -> Counted:
-    """What torch counts in the model of plain definitions; with `products` experts compute as in training."""
+def count_model(
+    config: ModelConfig, *, products: bool = False, dtype: torch.dtype = torch.float64
+) -> Counted:
+    """What torch counts in the model of plain definitions; with `products` experts compute as in
+    training."""
     model, mesh = Decoder(config, mesh_of_one(), dtype=dtype), mesh_of_one()
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
@@ -453,10 +607,14 @@ def count_model(config: ModelConfig, *, products: bool = False, dtype: torch.dty
             module.register_forward_pre_hook(lambda _, given: sent.append(given[0]))
             module.compute = experts if products else module.compute
     tokens = replace(tokens_of_lengths(list(DOCUMENTS)), balance=BalanceShare(0, 1, 1.0))
-    drawn = torch.randint(0, config.vocab_size, (2, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(2))
+    drawn = torch.randint(
+        0, config.vocab_size, (2, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(2)
+    )
     ids, labels = drawn.unbind()
     further = ((ids, labels),) * config.mtp.depths
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_mm_flops}) as counter:
+    with FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_mm_flops}
+    ) as counter:
         torch.stack(model.losses(ids, labels, tokens, further=further)).sum().backward()
     return Counted(
         counter.get_total_flops(),
@@ -467,10 +625,13 @@ def count_model(config: ModelConfig, *, products: bool = False, dtype: torch.dty
 
 
 def useful_and_hidden(config: ModelConfig) -> int:
-    """The closed form, what masks hide of the scores that the plain definition forms of every pair of a document, and
-    what the head's padding rows cost there."""
+    """The closed form, what masks hide of the scores that the plain definition forms of every
+    pair of a document, and what the head's padding rows cost there."""
     tokens, kind = sum(DOCUMENTS), config.attention
-    squares, windowed = sum(length**2 for length in DOCUMENTS), sum(pairs_seen(length, kind) for length in DOCUMENTS)
+    squares, windowed = (
+        sum(length**2 for length in DOCUMENTS),
+        sum(pairs_seen(length, kind) for length in DOCUMENTS),
+    )
     size = kind.window if kind.chunked and kind.window else max(DOCUMENTS)
     runs = [min(size, length - start) for length in DOCUMENTS for start in range(0, length, size)]
     hidden = 0
@@ -479,14 +640,25 @@ def useful_and_hidden(config: ModelConfig) -> int:
         if config.has_window(layer):
             formed, seen = 2 * sum(run**2 for run in runs), windowed
         seen = seen if kind.causal else 2 * seen
-        hidden += (formed - seen) * (config.attention_part(layer) == "full") + squares * config.looks(layer)
-    padding = (config.padded_vocab_size() - config.vocab_size) * config.hidden_size * (1 + config.mtp.depths)
+        hidden += (formed - seen) * (
+            config.attention_part(layer) == "full"
+        ) + squares * config.looks(layer)
+    padding = (
+        (config.padded_vocab_size() - config.vocab_size)
+        * config.hidden_size
+        * (1 + config.mtp.depths)
+    )
     useful = step_flops(config, tokens=tokens, squared_lengths=squares, windowed=windowed)
-    return useful + 3 * hidden * config.num_heads * (config.key_size() + config.value_size()) + 6 * tokens * padding
+    return (
+        useful
+        + 3 * hidden * config.num_heads * (config.key_size() + config.value_size())
+        + 6 * tokens * padding
+    )
 
 
 def surplus_rows(config: ModelConfig, rows: list[int]) -> int:
-    """What experts computed beyond top_k rows for each token, or less: only where they refuse tokens, or pad."""
+    """What experts computed beyond top_k rows for each token, or less: only where they refuse
+    tokens, or pad."""
     if config.moe is None:
         return 0
     matrices = (3 if config.gated else 2) * config.moe.ffn_hidden_size
@@ -496,8 +668,9 @@ def surplus_rows(config: ModelConfig, rows: list[int]) -> int:
 
 @pytest.mark.parametrize("config", ALL)
 def test_operations_are_those_that_torch_counts_in_the_model(config: ModelConfig) -> None:
-    """Exactly, and in mixtures of the chosen experts alone: beside the closed form there is what masks hide, half of
-    all pairs where they are causal, what padding of the vocabulary costs, and rows that experts refused or padded."""
+    """Exactly, and in mixtures of the chosen experts alone: beside the closed form there is what
+    masks hide, half of all pairs where they are causal, what padding of the vocabulary costs,
+    and rows that experts refused or padded."""
     counted = count_model(config)
     surplus = surplus_rows(config, counted.expert_rows)
     assert counted.flops == useful_and_hidden(config) + surplus
@@ -509,12 +682,16 @@ def test_operations_are_those_that_torch_counts_in_the_model(config: ModelConfig
 def test_where_all_see_all_nothing_is_left_to_name() -> None:
     exact = replace(BOTH_WAYS, vocab_multiple=1)
     squares = sum(length**2 for length in DOCUMENTS)
-    assert count_model(exact).flops == step_flops(exact, tokens=sum(DOCUMENTS), squared_lengths=squares)
+    assert count_model(exact).flops == step_flops(
+        exact, tokens=sum(DOCUMENTS), squared_lengths=squares
+    )
 
 
 @pytest.mark.parametrize("products", ["loop", "grouped", "batched"])
 @pytest.mark.parametrize("config", [SHARED_EXPERTS, LATENT_EXPERTS], ids=["shared", "latent"])
-def test_experts_cost_the_same_in_whichever_way_they_are_multiplied(config: ModelConfig, products: str) -> None:
+def test_experts_cost_the_same_in_whichever_way_they_are_multiplied(
+    config: ModelConfig, products: str
+) -> None:
     assert config.moe is not None
     capacity = CapacityConfig(factor=1.0, pad=True) if products == "batched" else CapacityConfig()
     config = replace(config, num_layers=1, moe=replace(config.moe, capacity=capacity))
@@ -534,7 +711,9 @@ def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
     assert loss_chunk(1024, ranks=1) == 2048
     assert loss_chunk(1024, ranks=3) == 6144, "each rank forms a third of these logits"
     assert loss_chunk(128_256, ranks=1) == 512, "large vocabularies still take 512 tokens"
-    head = Head.of(torch.empty(128_256, 2, device="meta"), alone("tp"), 0, 128_256, None, loops=False)
+    head = Head.of(
+        torch.empty(128_256, 2, device="meta"), alone("tp"), 0, 128_256, None, loops=False
+    )
     assert head.chunk == 512
 
 

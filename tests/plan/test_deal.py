@@ -1,4 +1,5 @@
-"""Tests of megalith/plan/deal.py: every document once, packs no fuller than they may be, ranks alike."""
+"""Tests of megalith/plan/deal.py: every document once, packs no fuller than they may be, ranks
+alike."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +31,9 @@ from megalith.plan.deal import (
 )
 from tests.cases import loop_over
 
-MODEL = ModelConfig(vocab_size=61, hidden_size=24, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=20)
+MODEL = ModelConfig(
+    vocab_size=61, hidden_size=24, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=20
+)
 PACKED = LoopConfig(steps=1, global_batch_size=12, seq_len=32, tokens_per_microbatch=64)
 
 
@@ -44,22 +47,30 @@ def costs_of(deal: Deal, budget: Budget, lengths: Sequence[int]) -> list[int]:
 
 
 @loop_over("seed", range(40))
-def test_every_document_has_one_place_and_all_ranks_have_work_that_differs_by_less_than_a_pack(seed: int) -> None:
+def test_every_document_has_one_place_and_all_ranks_have_work_that_differs_by_less_than_a_pack(
+    seed: int,
+) -> None:
     draw = np.random.default_rng(seed)
     dp, count, longest = (int(draw.integers(1, most)) for most in (6, 90, 70))
     longest += 1
     budget = Budget(
-        capacity=longest + int(draw.integers(0, 200)) + 8, longest=longest, multiple=int(draw.choice([1, 4])),
+        capacity=longest + int(draw.integers(0, 200)) + 8,
+        longest=longest,
+        multiple=int(draw.choice([1, 4])),
         cost=DocumentCost(int(draw.integers(0, 9)), int(draw.integers(0, 3))),
-    )  # fmt: skip
+    )
     lengths = lengths_of(seed, count, longest)
     deal = budget.deal(lengths, dp)
     assert sorted(number for pack in deal.packs for number in pack) == list(range(count))
-    assert all(sum(budget.padded(lengths[n]) for n in pack) <= budget.capacity for pack in deal.packs)
+    assert all(
+        sum(budget.padded(lengths[n]) for n in pack) <= budget.capacity for pack in deal.packs
+    )
     assert {len(deal.of(rank)) for rank in range(dp)} == {deal.num_microbatches}
     costs = costs_of(deal, budget, lengths)
     assert deal.costs == tuple(sum(costs[rank::dp]) for rank in range(dp))
-    within = max(max(costs[at : at + dp]) - min(costs[at : at + dp]) for at in range(0, len(costs), dp))
+    within = max(
+        max(costs[at : at + dp]) - min(costs[at : at + dp]) for at in range(0, len(costs), dp)
+    )
     assert max(deal.costs) - min(deal.costs) <= within <= max(costs, default=0)
     assert deal == budget.deal(lengths, dp) and deal.digest() == budget.deal(lengths, dp).digest()
 
@@ -88,11 +99,18 @@ def test_a_pipeline_has_as_many_packs_as_it_wants_and_evaluation_as_few_as_there
     budget = Budget(capacity=40, longest=40, pipeline=pipeline, pp=4)
     assert budget.deal([40] * 5, 1).num_microbatches == 8
     assert budget.deal([40] * 5, 1, forward_only=True).num_microbatches == 5
-    assert [microbatches_that_fit(pipeline, 2, least) for least in (0, 1, 3, 4, 5)] == [2, 2, 4, 4, 6]
+    assert [microbatches_that_fit(pipeline, 2, least) for least in (0, 1, 3, 4, 5)] == [
+        2,
+        2,
+        4,
+        4,
+        6,
+    ]
     assert microbatches_that_fit(PipelineConfig(vpp=2, group=5), 2, 6) == 7
     assert microbatches_that_fit(PipelineConfig(), 4, 3) == 3
     with pytest.raises(
-        PlanError, match="6 microbatches do not fit the pipeline. Use other settings: parallel.pipeline"
+        PlanError,
+        match="6 microbatches do not fit the pipeline. Use other settings: parallel.pipeline",
     ):
         microbatches_that_fit(PipelineConfig(vpp=2, group=2), 4, 6)
 
@@ -112,8 +130,13 @@ def test_costs_are_the_operations_of_a_step(window: int | None) -> None:
 
 
 def test_digests_of_other_deals_differ() -> None:
-    deals = [Deal(packs, 1, (0,)) for packs in (((0, 1), (2,)), ((0,), (1, 2)), ((0, 1, 2),), ((0, 1), (2,), ()))]
-    assert len({deal.digest() for deal in deals}) == 4 and all(0 <= deal.digest() < 1 << 24 for deal in deals)
+    deals = [
+        Deal(packs, 1, (0,))
+        for packs in (((0, 1), (2,)), ((0,), (1, 2)), ((0, 1, 2),), ((0, 1), (2,), ()))
+    ]
+    assert len({deal.digest() for deal in deals}) == 4 and all(
+        0 <= deal.digest() < 1 << 24 for deal in deals
+    )
 
 
 def test_filler_is_cut_so_that_it_costs_little() -> None:
@@ -125,14 +148,21 @@ def test_filler_is_cut_so_that_it_costs_little() -> None:
 @loop_over("seed", range(10))
 def test_rows_are_dealt_in_order_or_so_that_ranks_work_alike(seed: int) -> None:
     costs = lengths_of(seed, 24, 500)
-    assert deal_rows(costs, dp=2, rows=3, balanced=False) == [list(range(at, at + 3)) for at in range(0, 24, 3)]
+    assert deal_rows(costs, dp=2, rows=3, balanced=False) == [
+        list(range(at, at + 3)) for at in range(0, 24, 3)
+    ]
     dealt = deal_rows(costs, dp=2, rows=3, balanced=True)
-    assert sorted(row for rows in dealt for row in rows) == list(range(24)) and {len(rows) for rows in dealt} == {3}
+    assert sorted(row for rows in dealt for row in rows) == list(range(24)) and {
+        len(rows) for rows in dealt
+    } == {3}
     totals = [sum(costs[row] for rows in dealt[rank::2] for row in rows) for rank in range(2)]
     ordered = sorted(costs, reverse=True)
-    assert abs(totals[0] - totals[1]) <= max(a - b for a, b in zip(ordered[::2], ordered[1::2], strict=True))
+    assert abs(totals[0] - totals[1]) <= max(
+        a - b for a, b in zip(ordered[::2], ordered[1::2], strict=True)
+    )
     with pytest.raises(
-        PlanError, match="24 rows do not divide over dp=5 ranks and 1 to a microbatch. Use a multiple of 5"
+        PlanError,
+        match="24 rows do not divide over dp=5 ranks and 1 to a microbatch. Use a multiple of 5",
     ):
         deal_rows(costs, dp=5, rows=1, balanced=True)
 
@@ -153,32 +183,56 @@ SP, CP = ParallelConfig(tp=2, sp=True), ParallelConfig(cp=2)
 TEXT, TALKS = DataConfig(path=("a",)), DataConfig(sft=SFTConfig(path=("a",)))
 WRONG = {
     "train.micro_batch_size=2 with train.tokens_per_microbatch=64: a microbatch is one pack. Set": (
-        replace(PACKED, micro_batch_size=2), SP, TEXT,
+        replace(PACKED, micro_batch_size=2),
+        SP,
+        TEXT,
     ),
-    "train.tokens_per_microbatch=63 does not divide by parallel.tp=2 = 2, and ranks share a pack. Set "
-    "train.tokens_per_microbatch to 64": (replace(PACKED, tokens_per_microbatch=63), SP, TEXT),
-    "train.tokens_per_microbatch=33 does not divide by 2 = 2": (replace(PACKED, tokens_per_microbatch=33), CP, TEXT),
-    r"train.tokens_per_microbatch=14 \* parallel.cp=2 = 28 tokens hold no document of train.seq_len=32. Set "
+    "train.tokens_per_microbatch=63 does not divide by parallel.tp=2 = 2, and ranks share a pack. "
+    "Set train.tokens_per_microbatch to 64": (replace(PACKED, tokens_per_microbatch=63), SP, TEXT),
+    "train.tokens_per_microbatch=33 does not divide by 2 = 2": (
+        replace(PACKED, tokens_per_microbatch=33),
+        CP,
+        TEXT,
+    ),
+    r"train.tokens_per_microbatch=14 \* parallel.cp=2 = 28 tokens hold no document of "
+    r"train.seq_len=32. Set "
     "train.tokens_per_microbatch to 16 or more, or train.seq_len to 28 or less": (
-        replace(PACKED, tokens_per_microbatch=14), CP, TEXT,
+        replace(PACKED, tokens_per_microbatch=14),
+        CP,
+        TEXT,
     ),
     "data.documents=True: a sample is a whole document, shuffled in each epoch. Remove it": (
-        PACKED, SP, replace(TEXT, documents=True),
+        PACKED,
+        SP,
+        replace(TEXT, documents=True),
     ),
-    "data.sampler=cyclic: a sample is a whole document": (PACKED, SP, replace(TEXT, sampler="cyclic")),
+    "data.sampler=cyclic: a sample is a whole document": (
+        PACKED,
+        SP,
+        replace(TEXT, sampler="cyclic"),
+    ),
     "data.sft.packing=row: conversations are packed step by step. Remove": (
-        PACKED, SP, replace(TALKS, sft=replace(TALKS.sft, packing="row")),
+        PACKED,
+        SP,
+        replace(TALKS, sft=replace(TALKS.sft, packing="row")),
     ),
-    "train.balance_rows=true with train.tokens_per_microbatch=64, which deals packs alike anyway. Remove it": (
-        replace(PACKED, balance_rows=True), SP, TALKS,
+    "train.balance_rows=true with train.tokens_per_microbatch=64, which deals packs alike anyway. "
+    "Remove it": (
+        replace(PACKED, balance_rows=True),
+        SP,
+        TALKS,
     ),
     "train.balance_rows=true without data.sft: .* Set train.balance_rows=false": (
-        replace(PACKED, tokens_per_microbatch=None, balance_rows=True), SP, TEXT,
+        replace(PACKED, tokens_per_microbatch=None, balance_rows=True),
+        SP,
+        TEXT,
     ),
     "data.overlong=drop without train.tokens_per_microbatch: .* set train.tokens_per_microbatch": (
-        replace(PACKED, tokens_per_microbatch=None), SP, replace(TEXT, overlong="drop"),
+        replace(PACKED, tokens_per_microbatch=None),
+        SP,
+        replace(TEXT, overlong="drop"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("text", WRONG)
@@ -191,5 +245,9 @@ def test_settings_that_do_not_go_together_are_told(text: str) -> None:
 
 def test_settings_that_go_together_are_fine() -> None:
     for data in (TEXT, TALKS, replace(TEXT, overlong="truncate")):
-        assert all(not budget_problems(PACKED, parallel, data) for parallel in (SP, CP, ParallelConfig()))
-    assert not budget_problems(replace(PACKED, tokens_per_microbatch=None, balance_rows=True), SP, TALKS)
+        assert all(
+            not budget_problems(PACKED, parallel, data) for parallel in (SP, CP, ParallelConfig())
+        )
+    assert not budget_problems(
+        replace(PACKED, tokens_per_microbatch=None, balance_rows=True), SP, TALKS
+    )

@@ -10,8 +10,13 @@ from megalith.plan.exchange import plan_exchange
 @pytest.mark.parametrize(("etp", "ep", "each"), [(1, 1, 3), (1, 3, 2), (2, 2, 1), (3, 2, 4)])
 def test_what_is_sent_is_received_and_counted_once(etp: int, ep: int, each: int) -> None:
     draw = random.Random(f"{etp} {ep} {each}")
-    table = [[[draw.choice([0, 0, 1, 5]) for _ in range(ep * each)] for _ in range(ep)] for _ in range(etp)]
-    plans = {(a, b): plan_exchange(table, etp_rank=a, ep_rank=b) for a in range(etp) for b in range(ep)}
+    table = [
+        [[draw.choice([0, 0, 1, 5]) for _ in range(ep * each)] for _ in range(ep)]
+        for _ in range(etp)
+    ]
+    plans = {
+        (a, b): plan_exchange(table, etp_rank=a, ep_rank=b) for a in range(etp) for b in range(ep)
+    }
     for (a, b), plan in plans.items():
         assert plan.received == tuple(plans[a, source].sent[b] for source in range(ep))
         assert plan.gathered == tuple(sum(plans[other, b].received) for other in range(etp))

@@ -12,7 +12,9 @@ from megalith.plan.experts import balance_notes, expert_layout_problems, moe_pro
 from megalith.plan.network import network_problems
 
 GOOD = MoEConfig(experts=8, top_k=4, ffn_hidden_size=6, balance=BalanceConfig(batch=0.01))
-MODEL = ModelConfig(vocab_size=8, hidden_size=24, num_layers=4, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=24, num_layers=4, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
+)
 SIGMOID = RouterConfig(score="sigmoid")
 
 
@@ -32,35 +34,107 @@ def test_good_settings_break_no_rule() -> None:
     [
         ({"experts": 0}, "model.moe.experts=0 must be at least 1"),
         ({"top_k": 0}, "model.moe.top_k=0 must be at least 1"),
-        ({"top_k": 9}, "model.moe.top_k=9 is more than model.moe.experts=8. Set model.moe.top_k to 8 or less"),
-        ({"latent_size": 0}, "model.moe.latent_size=0 must be at least 1. Use 1 or more, or null for none"),
+        (
+            {"top_k": 9},
+            "model.moe.top_k=9 is more than model.moe.experts=8. Set model.moe.top_k to 8 or less",
+        ),
+        (
+            {"latent_size": 0},
+            "model.moe.latent_size=0 must be at least 1. Use 1 or more, or null for none",
+        ),
         ({"shared_ffn_hidden_size": -1}, "model.moe.shared_ffn_hidden_size=-1 must be at least 1"),
         ({"layers": (False,)}, "model.moe.layers=[False]: no layer has experts"),
         ({"top_k": 1}, "Set model.moe.router.renormalise=false"),
-        ({"top_k": 1, "balance": BalanceConfig(sinkhorn=True)}, "Set model.moe.router.renormalise=false"),
+        (
+            {"top_k": 1, "balance": BalanceConfig(sinkhorn=True)},
+            "Set model.moe.router.renormalise=false",
+        ),
         ({"weigh_input": True}, "model.moe.weigh_input=true with model.moe.top_k=4"),
-        ({"router": RouterConfig(balancing_bias=True)}, "Set model.moe.router.score to one of sigmoid, sqrt_softplus"),
-        ({"router": RouterConfig(groups=4)}, "model.moe.router.groups=4 with model.moe.router.top_groups=null"),
-        ({"router": RouterConfig(groups=3, top_groups=1)}, "Set model.moe.router.groups to one of [1, 2, 4, 8]"),
-        ({"router": RouterConfig(groups=4, top_groups=5)}, "model.moe.router.top_groups=5 is more than"),
-        ({"router": RouterConfig(groups=4, top_groups=1)}, "Set model.moe.router.top_groups to 2 or more"),
-        ({"router": RouterConfig(groups=4, top_groups=3)}, "Set model.moe.router.top_groups to one of [2, 4]"),
-        ({"router": RouterConfig(jitter=1.0)}, "model.moe.router.jitter=1.0 must be at least 0 and below 1"),
-        ({"router": RouterConfig(scale=float("nan"))}, "model.moe.router.scale=nan must be a finite number above 0"),
-        ({"balance": BalanceConfig(z=-1.0)}, "model.moe.balance.z=-1.0 must be a finite number of at least 0"),
-        ({"balance": BalanceConfig(sinkhorn=True, batch=0.1)}, "model.moe.balance.batch=0.1 with model.moe.balance."),
-        ({"balance": BalanceConfig(sinkhorn=True, quantile=True)}, "model.moe.balance.quantile=true with model.moe"),
-        ({"balance": BalanceConfig(quantile=True, sequence=0.1)}, "moe.balance.sequence=0.1 with model.moe.balance.q"),
-        ({"balance": BalanceConfig(quantile=True), "router": replace(SIGMOID, balancing_bias=True)}, "Remove it, or s"),
-        ({"balance": BalanceConfig(quantile=True), "capacity": CapacityConfig(factor=1.0)}, "balance.quantile=false"),
-        ({"balance": BalanceConfig(quantile=True), "top_k": 8}, "model.moe.top_k=8 of model.moe.experts=8"),
-        ({"balance": BalanceConfig(quantile=True, quantile_ema=1.0)}, "model.moe.balance.quantile_ema=1.0 must be at"),
-        ({"router": RouterConfig(forced_bias=-1.0)}, "model.moe.router.forced_bias=-1.0 must be a finite number of at"),
-        ({"router": RouterConfig(forced_bias=1.0, forced_balance=True)}, "Set model.moe.router.forced_bias=0"),
-        ({"capacity": CapacityConfig(factor=0.0)}, "model.moe.capacity.factor=0.0 must be a finite number above 0"),
-        ({"capacity": CapacityConfig(factor=1.0), "balance": BalanceConfig(sinkhorn=True)}, "moe.capacity.factor=1.0"),
+        (
+            {"router": RouterConfig(balancing_bias=True)},
+            "Set model.moe.router.score to one of sigmoid, sqrt_softplus",
+        ),
+        (
+            {"router": RouterConfig(groups=4)},
+            "model.moe.router.groups=4 with model.moe.router.top_groups=null",
+        ),
+        (
+            {"router": RouterConfig(groups=3, top_groups=1)},
+            "Set model.moe.router.groups to one of [1, 2, 4, 8]",
+        ),
+        (
+            {"router": RouterConfig(groups=4, top_groups=5)},
+            "model.moe.router.top_groups=5 is more than",
+        ),
+        (
+            {"router": RouterConfig(groups=4, top_groups=1)},
+            "Set model.moe.router.top_groups to 2 or more",
+        ),
+        (
+            {"router": RouterConfig(groups=4, top_groups=3)},
+            "Set model.moe.router.top_groups to one of [2, 4]",
+        ),
+        (
+            {"router": RouterConfig(jitter=1.0)},
+            "model.moe.router.jitter=1.0 must be at least 0 and below 1",
+        ),
+        (
+            {"router": RouterConfig(scale=float("nan"))},
+            "model.moe.router.scale=nan must be a finite number above 0",
+        ),
+        (
+            {"balance": BalanceConfig(z=-1.0)},
+            "model.moe.balance.z=-1.0 must be a finite number of at least 0",
+        ),
+        (
+            {"balance": BalanceConfig(sinkhorn=True, batch=0.1)},
+            "model.moe.balance.batch=0.1 with model.moe.balance.",
+        ),
+        (
+            {"balance": BalanceConfig(sinkhorn=True, quantile=True)},
+            "model.moe.balance.quantile=true with model.moe",
+        ),
+        (
+            {"balance": BalanceConfig(quantile=True, sequence=0.1)},
+            "moe.balance.sequence=0.1 with model.moe.balance.q",
+        ),
+        (
+            {
+                "balance": BalanceConfig(quantile=True),
+                "router": replace(SIGMOID, balancing_bias=True),
+            },
+            "Remove it, or s",
+        ),
+        (
+            {"balance": BalanceConfig(quantile=True), "capacity": CapacityConfig(factor=1.0)},
+            "balance.quantile=false",
+        ),
+        (
+            {"balance": BalanceConfig(quantile=True), "top_k": 8},
+            "model.moe.top_k=8 of model.moe.experts=8",
+        ),
+        (
+            {"balance": BalanceConfig(quantile=True, quantile_ema=1.0)},
+            "model.moe.balance.quantile_ema=1.0 must be at",
+        ),
+        (
+            {"router": RouterConfig(forced_bias=-1.0)},
+            "model.moe.router.forced_bias=-1.0 must be a finite number of at",
+        ),
+        (
+            {"router": RouterConfig(forced_bias=1.0, forced_balance=True)},
+            "Set model.moe.router.forced_bias=0",
+        ),
+        (
+            {"capacity": CapacityConfig(factor=0.0)},
+            "model.moe.capacity.factor=0.0 must be a finite number above 0",
+        ),
+        (
+            {"capacity": CapacityConfig(factor=1.0), "balance": BalanceConfig(sinkhorn=True)},
+            "moe.capacity.factor=1.0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
     (problem,) = problems(replace(GOOD, **changed))
     assert text in problem
@@ -69,13 +143,34 @@ def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"router": RouterConfig(balancing_rate=0.1)}, "model.moe.router.balancing_rate=0.1 with model.moe.router.bal"),
-        ({"balance": BalanceConfig(quantile_ema=0.1)}, "model.moe.balance.quantile_ema=0.1 with model.moe.balance.q"),
-        ({"balance": BalanceConfig(of_choices=True)}, "model.moe.balance.of_choices=true with model.moe.balance.ba"),
-        ({"router": RouterConfig(group_score="max")}, "model.moe.router.group_score=max with model.moe.router.groups"),
-        ({"capacity": CapacityConfig(drop="last")}, "model.moe.capacity.drop=last with model.moe.capacity.factor=null"),
-        ({"capacity": CapacityConfig(pad=True)}, "model.moe.capacity.pad=true with model.moe.capacity.factor=null"),
-        ({"shared_gate": True}, "model.moe.shared_gate=true with model.moe.shared_ffn_hidden_size=null"),
+        (
+            {"router": RouterConfig(balancing_rate=0.1)},
+            "model.moe.router.balancing_rate=0.1 with model.moe.router.bal",
+        ),
+        (
+            {"balance": BalanceConfig(quantile_ema=0.1)},
+            "model.moe.balance.quantile_ema=0.1 with model.moe.balance.q",
+        ),
+        (
+            {"balance": BalanceConfig(of_choices=True)},
+            "model.moe.balance.of_choices=true with model.moe.balance.ba",
+        ),
+        (
+            {"router": RouterConfig(group_score="max")},
+            "model.moe.router.group_score=max with model.moe.router.groups",
+        ),
+        (
+            {"capacity": CapacityConfig(drop="last")},
+            "model.moe.capacity.drop=last with model.moe.capacity.factor=null",
+        ),
+        (
+            {"capacity": CapacityConfig(pad=True)},
+            "model.moe.capacity.pad=true with model.moe.capacity.factor=null",
+        ),
+        (
+            {"shared_gate": True},
+            "model.moe.shared_gate=true with model.moe.shared_ffn_hidden_size=null",
+        ),
         ({"layers": (True,) * 5}, "model.moe.layers has 5 places for model.num_layers=4"),
     ],
 )
@@ -88,19 +183,39 @@ def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> N
     ("parallel", "world", "moe", "text"),
     [
         (ParallelConfig(ep=3), 6, GOOD, "parallel.ep=3 does not divide model.moe.experts=8"),
-        (ParallelConfig(ep=2), 2, None, "parallel.ep=2 with model.moe=null: there are no experts to divide"),
+        (
+            ParallelConfig(ep=2),
+            2,
+            None,
+            "parallel.ep=2 with model.moe=null: there are no experts to divide",
+        ),
         (ParallelConfig(ep=4), 2, GOOD, "set parallel.ep to one of [1, 2]"),
         (ParallelConfig(tp=2), 2, GOOD, "parallel.tp=2 with parallel.sp=false and model.moe"),
         (ParallelConfig(etp=8), 8, GOOD, "parallel.etp=8 is more than model.moe.ffn_hidden_size=6"),
-        (ParallelConfig(etp=2), 2, replace(GOOD, biases=True), "parallel.etp=2 with model.moe.biases=true"),
+        (
+            ParallelConfig(etp=2),
+            2,
+            replace(GOOD, biases=True),
+            "parallel.etp=2 with model.moe.biases=true",
+        ),
         (
             ParallelConfig(ep=2, dispatcher="gather"),
             2,
             replace(GOOD, capacity=CapacityConfig(factor=1.0, pad=True)),
             "parallel.dispatcher=gather with model.moe.capacity.pad=true",
         ),
-        (ParallelConfig(ep=2, dispatcher="gathr"), 2, GOOD, "parallel.dispatcher=gathr is no way for tokens to reach"),
-        (ParallelConfig(ep=2, zero=1, replicas=2), 6, GOOD, "parallel.replicas=2 does not divide the 3 ranks"),
+        (
+            ParallelConfig(ep=2, dispatcher="gathr"),
+            2,
+            GOOD,
+            "parallel.dispatcher=gathr is no way for tokens to reach",
+        ),
+        (
+            ParallelConfig(ep=2, zero=1, replicas=2),
+            6,
+            GOOD,
+            "parallel.replicas=2 does not divide the 3 ranks",
+        ),
         (ParallelConfig(tp=2, sp=True, pp=2, etp=1, order="pp-tp-cp-ep-dp"), 4, GOOD, None),
     ],
 )
@@ -118,15 +233,23 @@ def test_different_pipelines_of_the_two_grids_are_told() -> None:
 
 
 def test_reading_alone_needs_no_divided_tokens() -> None:
-    assert expert_layout_problems(replace(MODEL, moe=GOOD), ParallelConfig(tp=2), 2, trains=False) == []
+    assert (
+        expert_layout_problems(replace(MODEL, moe=GOOD), ParallelConfig(tp=2), 2, trains=False)
+        == []
+    )
 
 
 def test_a_run_says_when_nothing_balances_its_experts() -> None:
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, balance=BalanceConfig(z=0.1))))
     assert "model.moe.balance.batch=0.01" in note
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, top_k=1)))
-    assert "the weight of a single expert is always 1" in note and "gives routers no gradient: only balance" in note
-    (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_balance=True))))
+    assert (
+        "the weight of a single expert is always 1" in note
+        and "gives routers no gradient: only balance" in note
+    )
+    (note,) = balance_notes(
+        replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_balance=True)))
+    )
     assert "at random" in note
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_bias=2.0))))
     assert "forced_bias=2.0: experts are chosen at random" in note
@@ -153,13 +276,21 @@ def test_a_router_is_told_in_words() -> None:
     deepseek = RouterConfig(score="sigmoid", balancing_bias=True, groups=8, top_groups=4, scale=2.5)
     moe = replace(GOOD, router=deepseek, balance=BalanceConfig(sequence=1e-4, z=0.1))
     assert router_text(moe) == (
-        "sigmoid scores in fp32, of the best 4 of 8 groups, weights renormalised times 2.5; balanced by "
-        "balance.sequence=0.0001, router.balancing_bias; nobody is refused"
+        "sigmoid scores in fp32, of the best 4 of 8 groups, weights renormalised times 2.5; "
+        "balanced by balance.sequence=0.0001, router.balancing_bias; nobody is refused"
     )
     noisy = RouterConfig(jitter=0.01, forced_balance=True, renormalise=False, dtype="model")
-    moe = replace(GOOD, router=noisy, balance=BalanceConfig(), capacity=CapacityConfig(factor=1.25, drop="last"))
+    moe = replace(
+        GOOD,
+        router=noisy,
+        balance=BalanceConfig(),
+        capacity=CapacityConfig(factor=1.25, drop="last"),
+    )
     assert router_text(moe) == (
-        "softmax scores in the dtype of the model, weights as scored, jitter=0.01, at random (forced_balance); "
+        "softmax scores in the dtype of the model, weights as scored, jitter=0.01, at random "
+        "(forced_balance); "
         "balanced by nothing; each takes 1.25 times its even share and refuses the last"
     )
-    assert "balanced by balance.quantile;" in router_text(replace(GOOD, balance=BalanceConfig(quantile=True)))
+    assert "balanced by balance.quantile;" in router_text(
+        replace(GOOD, balance=BalanceConfig(quantile=True))
+    )

@@ -24,19 +24,28 @@ def big() -> Workload:
 def test_both_grids_multiply_to_the_world() -> None:
     layout = explain(big())
     assert [(row.axis, row.size, row.stride) for row in layout.dense] == [
-        ("tp", 8, 1), ("cp", 4, 8), ("dp", 32, 32), ("pp", 16, 1024),
-    ]  # fmt: skip
+        ("tp", 8, 1),
+        ("cp", 4, 8),
+        ("dp", 32, 32),
+        ("pp", 16, 1024),
+    ]
     assert [(row.axis, row.size, row.stride) for row in layout.expert] == [
-        ("etp", 8, 1), ("ep", 1, 8), ("edp", 128, 8), ("pp", 16, 1024),
-    ]  # fmt: skip
+        ("etp", 8, 1),
+        ("ep", 1, 8),
+        ("edp", 128, 8),
+        ("pp", 16, 1024),
+    ]
     assert layout.parameters == 405_853_388_800
 
 
 def test_experts_have_a_grid_of_their_own_over_the_same_ranks() -> None:
     layout = explain(plan_workload(resolve("deepseek_v3"), 2048))
     assert [(row.axis, row.size, row.stride) for row in layout.expert] == [
-        ("etp", 1, 1), ("ep", 64, 1), ("edp", 2, 64), ("pp", 16, 128),
-    ]  # fmt: skip
+        ("etp", 1, 1),
+        ("ep", 64, 1),
+        ("edp", 2, 64),
+        ("pp", 16, 128),
+    ]
     groups = {row.axes: row for row in layout.groups}
     assert groups["ep"].examples[0] == "0-63" and groups["edp"].examples[0] == "0, 64"
     assert "8 of 256 experts of 2048 features in 58 of 61 layers" in layout.kind
@@ -49,12 +58,23 @@ def test_experts_have_a_grid_of_their_own_over_the_same_ranks() -> None:
     run = resolve("deepseek_v3")
     gathers = replace(run, parallel=replace(run.parallel, dispatcher="gather"))
     other = explain(plan_workload(gathers, 2048)).experts
-    assert other is not None and (other.exchanged, other.gathered) == (0, 4096 * 63 * 7168 * 2) and e.gathered == 0
+    assert (
+        other is not None
+        and (other.exchanged, other.gathered) == (0, 4096 * 63 * 7168 * 2)
+        and e.gathered == 0
+    )
 
 
 def test_groups_that_experts_are_divided_over_are_told() -> None:
-    settings = {"model.moe.experts": "4", "model.moe.ffn_hidden_size": "8", "train.micro_batch_size": "1"}
-    run = tiny_run(settings | {"parallel.tp": "2", "parallel.sp": "true", "parallel.ep": "2", "parallel.pp": "2"})
+    settings = {
+        "model.moe.experts": "4",
+        "model.moe.ffn_hidden_size": "8",
+        "train.micro_batch_size": "1",
+    }
+    run = tiny_run(
+        settings
+        | {"parallel.tp": "2", "parallel.sp": "true", "parallel.ep": "2", "parallel.pp": "2"}
+    )
     rows = {row.axes: row.examples for row in group_rows(plan_workload(run, 8).grid)}
     assert rows["etp"] == ("0, 1", "2, 3", "4, 5", "6, 7")
     assert rows["ep"] == ("0, 2", "1, 3", "4, 6", "5, 7")
@@ -63,7 +83,12 @@ def test_groups_that_experts_are_divided_over_are_told() -> None:
 
 
 def test_groups_of_a_small_world_are_all_listed() -> None:
-    settings = {"parallel.tp": "2", "parallel.cp": "2", "parallel.pp": "2", "train.micro_batch_size": "1"}
+    settings = {
+        "parallel.tp": "2",
+        "parallel.cp": "2",
+        "parallel.pp": "2",
+        "train.micro_batch_size": "1",
+    }
     rows = {row.axes: row for row in group_rows(plan_workload(tiny_run(settings), 16).grid)}
     assert rows["tp"].examples[:2] == ("0, 1", "2, 3") and rows["tp"].count == 8
     assert rows["cp"].examples[:3] == ("0, 2", "1, 3", "4, 6")
@@ -74,7 +99,12 @@ def test_groups_of_a_small_world_are_all_listed() -> None:
 
 
 def test_groups_are_those_that_the_mesh_makes() -> None:
-    settings = {"parallel.tp": "4", "parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "1"}
+    settings = {
+        "parallel.tp": "4",
+        "parallel.zero": "1",
+        "parallel.replicas": "2",
+        "train.micro_batch_size": "1",
+    }
     workload = plan_workload(tiny_run(settings), 16)
     mesh = mesh_on_paper(workload.grid, rank=0)
     for row in group_rows(workload.grid):
@@ -92,15 +122,24 @@ def test_groups_of_a_large_world_are_told_by_the_first_two_and_the_last() -> Non
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"parallel.pp": "2"}, {"parallel.pipeline.vpp": "2", "parallel.pp": "2", "model.num_layers": "8"}]
+    "settings",
+    [
+        {},
+        {"parallel.pp": "2"},
+        {"parallel.pipeline.vpp": "2", "parallel.pp": "2", "model.num_layers": "8"},
+    ],
 )
 def test_stages_have_every_parameter_and_all_the_work(settings: dict[str, str]) -> None:
-    workload = plan_workload(tiny_run({"model.tied_embeddings": "false"} | settings), workload_world(settings))
+    workload = plan_workload(
+        tiny_run({"model.tied_embeddings": "false"} | settings), workload_world(settings)
+    )
     stages = explain(workload).stages
     assert sum(row.parameters for row in stages) == num_parameters(workload.run.model)
     assert sum(row.flops_share for row in stages) == pytest.approx(1)
     assert stages[0].embedding and stages[-1].loss
-    assert [(row.pp_rank, row.chunk) for row in stages] == [workload.schedule.place_of(n) for n in range(len(stages))]
+    assert [(row.pp_rank, row.chunk) for row in stages] == [
+        workload.schedule.place_of(n) for n in range(len(stages))
+    ]
 
 
 def workload_world(settings: dict[str, str]) -> int:
@@ -109,24 +148,44 @@ def workload_world(settings: dict[str, str]) -> int:
 
 def test_further_predictions_are_told_apart_from_the_loss() -> None:
     own = {"model.mtp.depths": "2", "parallel.pp": "4", "model.num_layers": "2"}
-    last = explain(plan_workload(tiny_run(own | {"parallel.pipeline.layout": "E|t|t|mmL"}), 4)).stages
-    apart = explain(plan_workload(tiny_run(own | {"parallel.pipeline.layout": "E|tt|mm|L"}), 4)).stages
-    assert [row.further for row in last] == [0, 0, 0, 2] and [row.further for row in apart] == [0, 0, 2, 0]
+    last = explain(
+        plan_workload(tiny_run(own | {"parallel.pipeline.layout": "E|t|t|mmL"}), 4)
+    ).stages
+    apart = explain(
+        plan_workload(tiny_run(own | {"parallel.pipeline.layout": "E|tt|mm|L"}), 4)
+    ).stages
+    assert [row.further for row in last] == [0, 0, 0, 2] and [row.further for row in apart] == [
+        0,
+        0,
+        2,
+        0,
+    ]
     assert sum(row.flops_share for row in apart) == pytest.approx(1)
     assert apart[2].flops_share + apart[3].flops_share == pytest.approx(last[3].flops_share)
-    assert apart[2].flops_share > apart[1].flops_share, "of two layers, without a further prediction's own products"
+    assert apart[2].flops_share > apart[1].flops_share, (
+        "of two layers, without a further prediction's own products"
+    )
 
 
 def test_the_405b_stages_are_the_published_ones() -> None:
     stages = explain(big()).stages
     assert [row.layers for row in stages[:2]] == ["0", "1-2"] and stages[-1].layers == "125"
-    assert len(stages) == 64 and {(row.pp_rank, row.chunk) for row in stages[:17]} >= {(0, 0), (15, 0), (0, 1)}
+    assert len(stages) == 64 and {(row.pp_rank, row.chunk) for row in stages[:17]} >= {
+        (0, 0),
+        (15, 0),
+        (0, 1),
+    }
 
 
 def test_uneven_parts_are_told_apart_and_even_ones_joined() -> None:
     (even,) = explain(big()).parts
     assert (even.tp_ranks, even.heads, even.kv_heads, even.vocab) == ("0-7", 16, 1, 128_256 // 8)
-    uneven = {"parallel.tp": "3", "model.num_heads": "8", "model.num_kv_heads": "4", "model.hidden_size": "48"}
+    uneven = {
+        "parallel.tp": "3",
+        "model.num_heads": "8",
+        "model.num_kv_heads": "4",
+        "model.hidden_size": "48",
+    }
     parts = explain(plan_workload(tiny_run(uneven), 3)).parts
     assert [part.heads for part in parts] == [4, 2, 2]
     shared = explain(plan_workload(tiny_run({"parallel.tp": "4"}), 4)).parts[0]
@@ -137,7 +196,9 @@ def test_the_rhythm_of_a_step() -> None:
     rhythm = explain(big()).rhythm
     assert rhythm.tokens_per_step == 16_777_216 and rhythm.microbatches == 64
     assert rhythm.tokens_per_microbatch == 2048
-    assert rhythm.bubble == pytest.approx(15 / (4 * 64)), "(p - 1)/(v m), arXiv:2104.04473, section 2.2"
+    assert rhythm.bubble == pytest.approx(15 / (4 * 64)), (
+        "(p - 1)/(v m), arXiv:2104.04473, section 2.2"
+    )
     assert rhythm.tokens_in_flight == (2 * 15 + 3 * 16 + 1) * 2048
 
 
@@ -145,20 +206,31 @@ def test_numbers_in_words() -> None:
     assert ranks_text([0, 1]) == "0, 1" and ranks_text([2, 3, 4]) == "2-4"
     assert ranks_text([0, 4, 8]) == "0, 4, 8" and ranks_text([0, 4, 8, 12, 16]) == "0, 4 ... 16"
     assert ranks_text([0, 1, 4, 5, 8, 9, 12, 13, 16]) == "0, 1, 4, 5 ... 16"
-    assert (layers_text(range(0)), layers_text(range(2, 3)), layers_text(range(2, 5))) == ("none", "2", "2-4")
+    assert (layers_text(range(0)), layers_text(range(2, 3)), layers_text(range(2, 5))) == (
+        "none",
+        "2",
+        "2-4",
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("normed around", "window of 5 tokens in 2 of 4 layers, queries and keys normed (head), scores capped"),
-        ("parallel", "parallel, LayerNorm before, 6 heads on 2 keys of 6 features, rope of 2 features, gelu"),
+        (
+            "normed around",
+            "window of 5 tokens in 2 of 4 layers, queries and keys normed (head), scores capped",
+        ),
+        (
+            "parallel",
+            "parallel, LayerNorm before, 6 heads on 2 keys of 6 features, rope of 2 features, gelu",
+        ),
         ("one norm", "parallel with one norm, LayerNorm before"),
         ("learned positions", "learned positions, gelu_tanh, dropout"),
         ("sinks", "window of 4 tokens in 2 of 4 layers, sinks, rope yarn, gated quick_gelu"),
         (
             "heterogeneous",
-            "attention replaced by one matrix in 1 of 4 layers, attention left out in 1 of 4 layers, "
+            "attention replaced by one matrix in 1 of 4 layers, attention left out in 1 of 4 "
+            "layers, "
             "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 keys, 9 to 22 features in the MLP",
         ),
         ("looking back", "gated silu, a look at what enters layer 1 in 2 of 4 layers"),
@@ -170,15 +242,24 @@ def test_a_model_is_told_by_what_its_layers_are_made_of(name: str, words: str) -
 
 
 def test_latent_attention_and_further_predictions_are_told() -> None:
-    model = replace(VARIANTS["sinks"], mla=MLAConfig(kv_rank=8, nope_dim=6, rope_dim=4), mtp=MTPConfig(depths=2))
+    model = replace(
+        VARIANTS["sinks"], mla=MLAConfig(kv_rank=8, nope_dim=6, rope_dim=4), mtp=MTPConfig(depths=2)
+    )
     text = kind_text(model)
     assert "6 latent heads of 6 + 4 features from 8" in text and "2 further predictions" in text
 
 
 def test_windowed_layers_have_less_of_the_work() -> None:
-    changes = {"model.attention.window": "4", "model.attention.window_layers": "[true, false]", "parallel.pp": "2"}
+    changes = {
+        "model.attention.window": "4",
+        "model.attention.window_layers": "[true, false]",
+        "parallel.pp": "2",
+    }
     first, last = explain(plan_workload(tiny_run(changes | {"model.num_layers": "2"}), 2)).stages
-    assert first.flops_share < last.flops_share and first.flops_share + last.flops_share == pytest.approx(1)
+    assert (
+        first.flops_share < last.flops_share
+        and first.flops_share + last.flops_share == pytest.approx(1)
+    )
 
 
 def test_what_is_trained_is_everything_or_the_adapters() -> None:
@@ -192,11 +273,16 @@ def test_what_is_trained_is_everything_or_the_adapters() -> None:
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_what_is_trained_beside_frozen_layers_does_not_depend_on_stages_that_share_a_table(tied: str) -> None:
+def test_what_is_trained_beside_frozen_layers_does_not_depend_on_stages_that_share_a_table(
+    tied: str,
+) -> None:
     chosen = {
-        "model.num_layers": "4", "model.mtp.depths": "1", "model.tied_embeddings": tied, "optim.frozen": "[layers.0.*]",
+        "model.num_layers": "4",
+        "model.mtp.depths": "1",
+        "model.tied_embeddings": tied,
+        "optim.frozen": "[layers.0.*]",
         "train.global_batch_size": "8",
-    }  # fmt: skip
+    }
     alone = explain(plan_workload(tiny_run(chosen), 1))
     assert alone.trained == alone.stages[0].trained < alone.parameters
     for layout in ("Ett|tt||mL", "E|t*4|m|L"):

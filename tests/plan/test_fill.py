@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from megalith.errors import PlanError
-from megalith.plan.fill import Filled, fill_apart, fill_best, fill_by_group, fill_first, fill_in_order
+from megalith.plan.fill import (
+    Filled,
+    fill_apart,
+    fill_best,
+    fill_by_group,
+    fill_first,
+    fill_in_order,
+)
 from tests.cases import loop_over
 
 
@@ -17,7 +24,11 @@ def test_every_document_lies_in_one_row_and_no_row_overflows(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 37) for _ in range(101)]
     groups = [number // 3 for number in range(101)]
-    for filled in (fill_in_order(lengths, 37), fill_best(lengths, 37), fill_by_group(lengths, groups, 37)):
+    for filled in (
+        fill_in_order(lengths, 37),
+        fill_best(lengths, 37),
+        fill_by_group(lengths, groups, 37),
+    ):
         assert sorted(filled.documents.tolist()) == list(range(101))
         assert max(sum(lengths[number] for number in row) for row in rows(filled)) <= 37
         assert all(row for row in rows(filled))
@@ -64,7 +75,9 @@ def test_first_fit_takes_the_first_row_with_room(seed: int) -> None:
             rows.append([number])
         else:
             row.append(number)
-    assert [filled.row(number).tolist() for number in range(filled.num_rows)] == [sorted(row) for row in rows]
+    assert [filled.row(number).tolist() for number in range(filled.num_rows)] == [
+        sorted(row) for row in rows
+    ]
 
 
 def test_documents_apart_have_a_row_each() -> None:

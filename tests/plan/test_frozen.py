@@ -1,4 +1,5 @@
-"""What is left of a step when parameters are frozen is what a plain model on meta tensors computes."""
+"""What is left of a step when parameters are frozen is what a plain model on meta tensors
+computes."""
 
 from dataclasses import replace
 
@@ -18,17 +19,29 @@ from megalith.plan.parameters import held_parameters
 from tests.cases import loop_over
 
 MODEL = ModelConfig(
-    vocab_size=61, hidden_size=12, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=6, ffn_hidden_size=11,
+    vocab_size=61,
+    hidden_size=12,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_hidden_size=11,
     max_seq_len=16,
-)  # fmt: skip
+)
 
 
 def test_what_lies_below_a_frozen_matrix_lies_by_itself() -> None:
     held = held_parameters(MODEL, tp=1, tp_rank=0, layers=range(3), embedding=True, loss=True)
     assert with_frozen(held, TRAIN_ALL) == held
-    found = {one.name: one for one in with_frozen(held, OptimConfig(frozen=("layers.1.attention.q", "embed.*")))}
+    found = {
+        one.name: one
+        for one in with_frozen(held, OptimConfig(frozen=("layers.1.attention.q", "embed.*")))
+    }
     assert found["layers.0.attention.kv"].stacked and not found["layers.1.attention.kv"].stacked
-    assert {name for name, one in found.items() if one.frozen} == {"layers.1.attention.q", "embed.weight"}
+    assert {name for name, one in found.items() if one.frozen} == {
+        "layers.1.attention.q",
+        "embed.weight",
+    }
     assert len(trained(list(found.values()))) == len(held) - 2
 
 
@@ -59,7 +72,8 @@ def test_a_memory_and_biases_by_distance_are_reached_through_layers() -> None:
 
 
 class Plain:
-    """The products of a model and nothing else, on meta tensors; what is trained wants a gradient."""
+    """The products of a model and nothing else, on meta tensors; what is trained wants a
+    gradient."""
 
     def __init__(self, model: ModelConfig, optim: OptimConfig) -> None:
         self.model, self.optim = model, optim
@@ -70,10 +84,14 @@ class Plain:
     def forward(self, length: int) -> Tensor:
         c = self.model
         table = self.weight("embed.weight", c.vocab_size, c.hidden_size)
-        x = torch.nn.functional.embedding(torch.empty(length, dtype=torch.int64, device="meta"), table)
+        x = torch.nn.functional.embedding(
+            torch.empty(length, dtype=torch.int64, device="meta"), table
+        )
         for layer in range(c.num_layers):
             x = self.layer(x, f"layers.{layer}")
-        head = table if c.tied_embeddings else self.weight("head.weight", c.vocab_size, c.hidden_size)
+        head = (
+            table if c.tied_embeddings else self.weight("head.weight", c.vocab_size, c.hidden_size)
+        )
         return (x * self.weight("norm.weight", c.hidden_size)) @ head.T
 
     def layer(self, x: Tensor, name: str) -> Tensor:
@@ -84,23 +102,37 @@ class Plain:
             y @ self.weight(f"{name}.attention.{word}", heads * d, c.hidden_size).T
             for word, heads in (("q", n), ("kv", 2 * g))
         )
-        k, v = (one.unflatten(-1, (g, d)).repeat_interleave(n // g, 1).transpose(0, 1) for one in kv.chunk(2, -1))
+        k, v = (
+            one.unflatten(-1, (g, d)).repeat_interleave(n // g, 1).transpose(0, 1)
+            for one in kv.chunk(2, -1)
+        )
         scores = q.unflatten(-1, (n, d)).transpose(0, 1) @ k.transpose(1, 2)
         found = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
         after = x + found @ self.weight(f"{name}.attention.o", c.hidden_size, n * d).T
         read = x if c.block == "parallel" else after
         z = read * self.weight(f"{name}.mlp_norm.weight", c.hidden_size)
-        gate, up = (z @ self.weight(f"{name}.mlp.gate_up", 2 * c.ffn_hidden_size, c.hidden_size).T).chunk(2, -1)
-        return after + (gate.sigmoid() * up) @ self.weight(f"{name}.mlp.down", c.hidden_size, c.ffn_hidden_size).T
+        gate, up = (
+            z @ self.weight(f"{name}.mlp.gate_up", 2 * c.ffn_hidden_size, c.hidden_size).T
+        ).chunk(2, -1)
+        return (
+            after
+            + (gate.sigmoid() * up)
+            @ self.weight(f"{name}.mlp.down", c.hidden_size, c.ffn_hidden_size).T
+        )
 
 
 CHOICES = [
-    TRAIN_ALL, OptimConfig(frozen=("embed.weight",)), OptimConfig(frozen=("embed.weight", "layers.[01].*")),
-    OptimConfig(trained=("head.weight",)), OptimConfig(trained=("layers.1.mlp.down", "norm.weight")),
-    OptimConfig(trained=("layers.1.attention.[qk]*",)), OptimConfig(trained=("layers.*.mlp_norm.weight",)),
+    TRAIN_ALL,
+    OptimConfig(frozen=("embed.weight",)),
+    OptimConfig(frozen=("embed.weight", "layers.[01].*")),
+    OptimConfig(trained=("head.weight",)),
+    OptimConfig(trained=("layers.1.mlp.down", "norm.weight")),
+    OptimConfig(trained=("layers.1.attention.[qk]*",)),
+    OptimConfig(trained=("layers.*.mlp_norm.weight",)),
     OptimConfig(trained=("layers.2.attention.o", "layers.1.mlp.gate_up"), frozen=("layers.2.*",)),
-    OptimConfig(trained=("embed.weight",)), OptimConfig(frozen=("*.mlp.*", "head.weight")),
-]  # fmt: skip
+    OptimConfig(trained=("embed.weight",)),
+    OptimConfig(frozen=("*.mlp.*", "head.weight")),
+]
 
 
 @pytest.mark.parametrize("block", ["sequential", "parallel"])
@@ -113,9 +145,17 @@ def test_operations_equal_those_counted_in_plain_products(number: int, block: st
             continue
         with FlopCounterMode(display=False) as counter:
             Plain(model, optim).forward(length).sum().backward()
-        reached = trained_step_flops(model, None, optim, tokens=length, squared_lengths=0, windowed=0)
-        core = trained_step_flops(model, None, optim, tokens=length, squared_lengths=length**2) - reached
-        assert counter.get_total_flops() == reached + 2 * core, (optim, tied)  # the counter sees what the mask hides
+        reached = trained_step_flops(
+            model, None, optim, tokens=length, squared_lengths=0, windowed=0
+        )
+        core = (
+            trained_step_flops(model, None, optim, tokens=length, squared_lengths=length**2)
+            - reached
+        )
+        assert counter.get_total_flops() == reached + 2 * core, (
+            optim,
+            tied,
+        )  # the counter sees what the mask hides
 
 
 def test_the_parts_of_a_step_make_up_the_whole() -> None:
@@ -130,6 +170,8 @@ def test_the_parts_of_a_step_make_up_the_whole() -> None:
 def test_predictions_further_ahead_cost_what_is_trained_of_them() -> None:
     model = replace(MODEL, mtp=MTPConfig(depths=2))
     seen = {"tokens": 24, "squared_lengths": 24**2}
-    assert trained_step_flops(model, None, OptimConfig(frozen=("norm.weight",)), **seen) == step_flops(model, **seen)
+    assert trained_step_flops(
+        model, None, OptimConfig(frozen=("norm.weight",)), **seen
+    ) == step_flops(model, **seen)
     frozen = trained_step_flops(model, None, OptimConfig(frozen=("mtp.1.project",)), **seen)
     assert step_flops(model, **seen) - frozen == 4 * 24 * model.hidden_size**2

@@ -45,11 +45,13 @@ def test_what_fully_sharded_weights_cannot_serve_is_refused_with_what_can() -> N
     zero = ParallelConfig(zero=3)
     assert fully_sharded_problems(replace(zero, pp=2, tp=2, sp=True, cp=2), OffloadConfig()) == []
     assert refused(replace(zero, reduce_dtype="bf16")) == (
-        "parallel.reduce_dtype=bf16 with parallel.zero=3, whose sums are torch's and would be added in bf16 too. Set "
+        "parallel.reduce_dtype=bf16 with parallel.zero=3, whose sums are torch's and would be "
+        "added in bf16 too. Set "
         "parallel.reduce_dtype=fp32, or parallel.zero=2."
     )
     assert refused(zero, offload=2) == (
-        "offload.layers=2 with parallel.zero=3: what a layer keeps for backward includes its gathered weights, which "
+        "offload.layers=2 with parallel.zero=3: what a layer keeps for backward includes its "
+        "gathered weights, which "
         "would wait in host memory too. Set offload.layers=0, or parallel.zero=2."
     )
 
@@ -59,7 +61,10 @@ def test_schedules_that_put_weight_gradients_aside_are_refused(schedule: Schedul
     parallel = ParallelConfig(zero=3, pp=2, pipeline=PipelineConfig(schedule=schedule))
     text = refused(parallel)
     assert text.startswith(f"parallel.pipeline.schedule={schedule} with parallel.zero=3: ")
-    assert "Set parallel.pipeline.schedule to one of 1f1b, interleaved, gpipe, or parallel.zero=2." in text
+    assert (
+        "Set parallel.pipeline.schedule to one of 1f1b, interleaved, gpipe, or parallel.zero=2."
+        in text
+    )
     assert fully_sharded_problems(replace(parallel, pp=1), OffloadConfig()) == []
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from megalith.errors import PlanError
-from megalith.plan.grid import Grid, dense_grid, dense_problems, divisors, expert_grid, stage_problems
+from megalith.plan.grid import (
+    Grid,
+    dense_grid,
+    dense_problems,
+    divisors,
+    expert_grid,
+    stage_problems,
+)
 from tests.cases import loop_over
 
 
@@ -50,33 +57,57 @@ def test_16_ranks_ep4_etp1_pp2() -> None:
 
 EXAMPLES = {
     "ranks of a tensor-parallel pair have different experts": (
-        8, {"tp": 2}, {"ep": 2},
+        8,
+        {"tp": 2},
+        {"ep": 2},
         {"ep": "01 23 45 67", "edp": "0246 1357", "tp": "01 23 45 67", "dp": "0246 1357"},
     ),
     "experts fold over tp, cp and dp": (
-        8, {"tp": 2, "cp": 2}, {"ep": 8}, {"cp": "02 13 46 57", "ep": "01234567", "edp": "0 1 2 3 4 5 6 7"},
+        8,
+        {"tp": 2, "cp": 2},
+        {"ep": 8},
+        {"cp": "02 13 46 57", "ep": "01234567", "edp": "0 1 2 3 4 5 6 7"},
     ),
     "experts are divided themselves, in two stages": (
-        8, {"tp": 2, "pp": 2}, {"etp": 2, "ep": 2},
+        8,
+        {"tp": 2, "pp": 2},
+        {"etp": 2, "ep": 2},
         {"ep": "02 13 46 57", "etp": "01 23 45 67", "etp ep": "0123 4567", "pp": "04 15 26 37"},
     ),
-    "each expert on two ranks of four": (4, {}, {"ep": 2}, {"ep": "01 23", "edp": "02 13", "dp": "0123"}),
-    "each expert on one rank of four": (4, {"tp": 2}, {"ep": 4}, {"ep": "0123", "edp": "0 1 2 3", "dp": "02 13"}),
-}  # fmt: skip
+    "each expert on two ranks of four": (
+        4,
+        {},
+        {"ep": 2},
+        {"ep": "01 23", "edp": "02 13", "dp": "0123"},
+    ),
+    "each expert on one rank of four": (
+        4,
+        {"tp": 2},
+        {"ep": 4},
+        {"ep": "0123", "edp": "0 1 2 3", "dp": "02 13"},
+    ),
+}
 
 
-@pytest.mark.parametrize(("world", "degrees", "expert_degrees", "expected"), EXAMPLES.values(), ids=EXAMPLES)
+@pytest.mark.parametrize(
+    ("world", "degrees", "expert_degrees", "expected"), EXAMPLES.values(), ids=EXAMPLES
+)
 def test_groups_of_experts_are_those_worked_out_by_hand(
     world: int, degrees: dict[str, Any], expert_degrees: dict[str, Any], expected: dict[str, str]
 ) -> None:
     """Of every axis, on whichever of the two grids has it; pipelines are those of both."""
     pp = degrees.get("pp", 1)
-    dense, experts = dense_grid(world=world, **degrees), expert_grid(world=world, pp=pp, **expert_degrees)
+    dense, experts = (
+        dense_grid(world=world, **degrees),
+        expert_grid(world=world, pp=pp, **expert_degrees),
+    )
     for axes, groups in expected.items():
         grids = [grid for grid in (dense, experts) if set(axes.split()) <= set(grid.axes)]
         assert grids
         for grid in grids:
-            assert " ".join("".join(map(str, group)) for group in grid.groups(axes.split())) == groups, axes
+            assert (
+                " ".join("".join(map(str, group)) for group in grid.groups(axes.split())) == groups
+            ), axes
     assert stage_problems(dense, experts) == []
 
 
@@ -109,7 +140,11 @@ def test_groups_partition_the_world_and_differ_only_along_their_axes(seed: int) 
         for group in rng.sample(groups, min(3, len(groups))):
             assert list(group) == sorted(group)
             places = [grid.coordinates(rank) for rank in group]
-            assert all(len({place[axis] for place in places}) == 1 for axis in grid.axes if axis not in axes)
+            assert all(
+                len({place[axis] for place in places}) == 1
+                for axis in grid.axes
+                if axis not in axes
+            )
             assert len({tuple(place[axis] for axis in axes) for place in places}) == len(group)
             assert grid.group_of(group[-1], axes) == group
 
@@ -119,13 +154,22 @@ def test_a_group_of_two_axes_is_the_union_of_the_groups_of_one(seed: int) -> Non
     grid = random_grid(random.Random(seed))
     for one, other in combinations(grid.axes, 2):
         for group in grid.groups([one, other])[:5]:
-            joined = {rank for member in grid.group_of(group[0], [one]) for rank in grid.group_of(member, [other])}
+            joined = {
+                rank
+                for member in grid.group_of(group[0], [one])
+                for rank in grid.group_of(member, [other])
+            }
             assert set(group) == joined
 
 
 def test_an_axis_is_its_size_and_stride() -> None:
     grid = dense_grid(world=48, tp=2, cp=3, pp=4, order="cp-dp-tp-pp")
-    assert [grid.strides(axis) for axis in ("cp", "dp", "tp", "pp")] == [(3, 1), (2, 3), (2, 6), (4, 12)]
+    assert [grid.strides(axis) for axis in ("cp", "dp", "tp", "pp")] == [
+        (3, 1),
+        (2, 3),
+        (2, 6),
+        (4, 12),
+    ]
     for axis in grid.axes:
         size, stride = grid.strides(axis)
         assert grid.group_of(0, [axis]) == tuple(range(0, size * stride, stride))
@@ -162,7 +206,16 @@ def test_a_part_of_a_factored_axis_can_be_factored_again() -> None:
     grid = grid.factor(axis="b", outer=("c", 2), inner=("d", 2))
     assert grid.axes[:3] == ("d", "c", "a")
     assert grid.strides("tp") == (8, 1) and grid.strides("b") == (4, 1)
-    assert grid.coordinates(7) == {"d": 1, "c": 1, "a": 1, "b": 3, "tp": 7, "dp": 0, "cp": 0, "pp": 0}
+    assert grid.coordinates(7) == {
+        "d": 1,
+        "c": 1,
+        "a": 1,
+        "b": 3,
+        "tp": 7,
+        "dp": 0,
+        "cp": 0,
+        "pp": 0,
+    }
     assert grid.rank_at({"tp": 6, "dp": 1}) == 14
 
 
@@ -170,13 +223,21 @@ def test_a_part_of_a_factored_axis_can_be_factored_again() -> None:
     ("arguments", "text"),
     [
         ({"axis": "sp"}, "axis='sp' cannot be factored. Choose one of"),
-        ({"outer": ("tp_kv", 3)}, r"tp=4 is not tp_kv · tp_copy = 3 · 2. Choose tp_kv from \[1, 2, 4\]"),
+        (
+            {"outer": ("tp_kv", 3)},
+            r"tp=4 is not tp_kv · tp_copy = 3 · 2. Choose tp_kv from \[1, 2, 4\]",
+        ),
         ({"outer": ("dp", 2)}, "choose two names other than"),
         ({"outer": ("tp_copy", 2)}, "choose two names other than"),
     ],
 )
 def test_factoring_that_cannot_be_is_refused(arguments: dict[str, Any], text: str) -> None:
-    wanted: dict[str, Any] = {"axis": "tp", "outer": ("tp_kv", 2), "inner": ("tp_copy", 2), **arguments}
+    wanted: dict[str, Any] = {
+        "axis": "tp",
+        "outer": ("tp_kv", 2),
+        "inner": ("tp_copy", 2),
+        **arguments,
+    }
     with pytest.raises(PlanError, match=text):
         dense_grid(world=8, tp=4).factor(**wanted)
 
@@ -187,29 +248,47 @@ def test_factoring_that_cannot_be_is_refused(arguments: dict[str, Any], text: st
         (
             {"world": 6, "tp": 4},
             [
-                "world_size=6 is not parallel.tp · parallel.cp · parallel.pp = 4·1·1 times an integer: "
-                "use 4 or 8 processes, or set parallel.tp to one of [1, 2, 3, 6]."
+                "world_size=6 is not parallel.tp · parallel.cp · parallel.pp = 4·1·1 times an "
+                "integer: use 4 or 8 processes, or set parallel.tp to one of [1, 2, 3, 6]."
             ],
         ),
         ({"world": 2, "tp": 4}, ["use 4 processes, or set parallel.tp to one of [1, 2]"]),
         (
             {"world": 12, "tp": 4, "pp": 2},
-            ["use 8 or 16 processes, or set parallel.tp to one of [1, 2, 3, 6], or set parallel.pp to one of [1, 3]"],
+            [
+                "use 8 or 16 processes, or set parallel.tp to one of [1, 2, 3, 6], or set "
+                "parallel.pp to one of [1, 3]"
+            ],
         ),
-        ({"world": 7, "tp": 2, "cp": 3, "pp": 5}, ["choose tp, cp, pp so that they multiply to a divisor of 7"]),
+        (
+            {"world": 7, "tp": 2, "cp": 3, "pp": 5},
+            ["choose tp, cp, pp so that they multiply to a divisor of 7"],
+        ),
         (
             {"world": 8, "tp": 2, "dp": 3},
-            ["tp · cp · pp · dp = 2·1·1·3 = 6 is not world_size=8", "Use 6 processes", "(then it is 4)"],
+            [
+                "tp · cp · pp · dp = 2·1·1·3 = 6 is not world_size=8",
+                "Use 6 processes",
+                "(then it is 4)",
+            ],
         ),
         ({"world": 4, "dp": 0}, ["parallel.dp=0 must be at least 1"]),
         ({"world": 0, "tp": 0, "cp": -1}, ["parallel.tp=0", "parallel.cp=-1", "world_size=0"]),
-        ({"world": 4, "tp": 2, "order": "tp-xp-dp-tp"}, ["unknown axis 'xp'", "tp occurs more than once"]),
+        (
+            {"world": 4, "tp": 2, "order": "tp-xp-dp-tp"},
+            ["unknown axis 'xp'", "tp occurs more than once"],
+        ),
         ({"world": 4, "order": "tp--dp"}, ["parallel.order='tp--dp': an axis name is empty"]),
-        ({"world": 4, "tp": 2, "order": ""}, ["an axis name is empty", "lacks tp, which has 2 ranks. Add tp to it."]),
+        (
+            {"world": 4, "tp": 2, "order": ""},
+            ["an axis name is empty", "lacks tp, which has 2 ranks. Add tp to it."],
+        ),
         ({"world": 8, "tp": 3, "order": "tp-cp"}, ["one of [1, 2, 4, 8]", "lacks dp"]),
     ],
 )
-def test_every_problem_of_a_dense_grid_is_told_at_once(arguments: dict[str, Any], texts: list[str]) -> None:
+def test_every_problem_of_a_dense_grid_is_told_at_once(
+    arguments: dict[str, Any], texts: list[str]
+) -> None:
     with pytest.raises(PlanError) as caught:
         dense_grid(**arguments)
     for text in texts:
@@ -228,7 +307,9 @@ def test_an_expert_grid_names_the_product_and_the_degrees_that_fit() -> None:
 
 def test_an_axis_of_size_one_may_be_left_out_of_the_order() -> None:
     assert dense_grid(world=4, tp=2, order="dp-tp").strides("tp") == (2, 2)
-    with pytest.raises(PlanError, match="parallel.order=dp-tp lacks pp, which has 2 ranks. Add pp to it."):
+    with pytest.raises(
+        PlanError, match="parallel.order=dp-tp lacks pp, which has 2 ranks. Add pp to it."
+    ):
         dense_grid(world=4, tp=2, pp=2, order="dp-tp")
 
 
@@ -238,17 +319,24 @@ def test_both_grids_must_form_the_same_pipelines() -> None:
     last = "tp-cp-ep-dp-pp"
     assert all(
         stage_problems(
-            dense_grid(world=24, tp=tp, cp=cp, pp=pp, order=last), expert_grid(world=24, ep=ep, pp=pp, order=last)
+            dense_grid(world=24, tp=tp, cp=cp, pp=pp, order=last),
+            expert_grid(world=24, ep=ep, pp=pp, order=last),
         )
         == []
         for tp, cp, pp, ep in [(2, 1, 2, 4), (1, 3, 2, 2), (3, 2, 4, 6), (1, 1, 1, 24)]
     )
     inner = "tp-cp-ep-pp-dp"
     problems = stage_problems(
-        dense_grid(world=16, tp=2, cp=2, pp=2, order=inner), expert_grid(world=16, ep=2, pp=2, order=inner)
+        dense_grid(world=16, tp=2, cp=2, pp=2, order=inner),
+        expert_grid(world=16, ep=2, pp=2, order=inner),
     )
-    assert "dense tp 2 (stride 1) · cp 2 (stride 2) · pp 2 (stride 4) · dp 2 (stride 8)" in problems[0]
-    assert "expert etp 1 (stride 1) · ep 2 (stride 1) · pp 2 (stride 2) · edp 4 (stride 4)" in problems[0]
+    assert (
+        "dense tp 2 (stride 1) · cp 2 (stride 2) · pp 2 (stride 4) · dp 2 (stride 8)" in problems[0]
+    )
+    assert (
+        "expert etp 1 (stride 1) · ep 2 (stride 1) · pp 2 (stride 2) · edp 4 (stride 4)"
+        in problems[0]
+    )
     assert "Put pp last in parallel.order" in problems[0]
 
 
@@ -290,12 +378,18 @@ def test_only_degrees_and_worlds_that_the_rest_of_a_run_accepts_are_recommended(
         return world // (degrees["tp"] * degrees["cp"] * degrees["pp"]) % 2 == 0
 
     (text,) = dense_problems(world=12, tp=5, fits=even_dp)
-    assert text.endswith("= 5·1·1 times an integer: use 10 or 20 processes, or set parallel.tp to one of [1, 2, 3, 6].")
+    assert text.endswith(
+        "= 5·1·1 times an integer: use 10 or 20 processes, or set parallel.tp to one of [1, 2, 3, "
+        "6]."
+    )
     (text,) = dense_problems(world=7, tp=2, fits=lambda degrees, world: world == 4)
-    assert text.endswith("use 4 processes, or choose tp, cp, pp so that they multiply to a divisor of 7.")
+    assert text.endswith(
+        "use 4 processes, or choose tp, cp, pp so that they multiply to a divisor of 7."
+    )
     (text,) = dense_problems(world=7, tp=2, fits=lambda degrees, world: degrees["tp"] == 7)
     assert text.endswith(
-        "times an integer: set parallel.tp to 7, or choose tp, cp, pp so that they multiply to a divisor of 7."
+        "times an integer: set parallel.tp to 7, or choose tp, cp, pp so that they multiply to a "
+        "divisor of 7."
     )
     (text,) = dense_problems(world=7, tp=2, fits=lambda degrees, world: False)
     assert "use 6 or 8 processes" in text, "something must be said"

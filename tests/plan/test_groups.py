@@ -1,4 +1,5 @@
-"""Patterns choose what is trained and at which rates, and a pattern without sense is refused by name."""
+"""Patterns choose what is trained and at which rates, and a pattern without sense is refused by
+name."""
 
 from dataclasses import replace
 
@@ -16,13 +17,21 @@ from megalith.testing.tiny import tiny_run
 from megalith.verify.variants import BIASED_CHOICE, FURTHER_EXPERTS
 
 MODEL = ModelConfig(
-    vocab_size=61, hidden_size=24, num_layers=12, num_heads=4, num_kv_heads=2, head_dim=6, ffn_hidden_size=20
+    vocab_size=61,
+    hidden_size=24,
+    num_layers=12,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_hidden_size=20,
 )
 TIED = replace(MODEL, tied_embeddings=True)
 FALLING = ScheduleConfig(lr=1e-2, min_lr=1e-3)
 
 
-def problems(optim: OptimConfig, model: ModelConfig = MODEL, schedule: ScheduleConfig = FALLING) -> list[str]:
+def problems(
+    optim: OptimConfig, model: ModelConfig = MODEL, schedule: ScheduleConfig = FALLING
+) -> list[str]:
     return pattern_problems(optim, schedule, model, None)
 
 
@@ -35,7 +44,8 @@ def of_group(**settings: object) -> list[str]:
 def test_defaults_train_everything_alike() -> None:
     assert problems(OptimConfig()) == []
     assert all(
-        rates_in(MODEL, OptimConfig(), one.name, int(one.matrix)) == PLAIN for one in named_parameters(MODEL, None)
+        rates_in(MODEL, OptimConfig(), one.name, int(one.matrix)) == PLAIN
+        for one in named_parameters(MODEL, None)
     )
 
 
@@ -45,7 +55,12 @@ def test_patterns_that_fit_are_no_problem() -> None:
         GroupConfig(name="slow", match=("layers.[0-3].*",), lr_scale=0.1),
         GroupConfig(name="firm", match=("*.attention.q",), weight_decay=0.5),
     )
-    assert problems(OptimConfig(frozen=("layers.1?.*",), groups=groups, decayed_vectors=("*norm.weight",))) == []
+    assert (
+        problems(
+            OptimConfig(frozen=("layers.1?.*",), groups=groups, decayed_vectors=("*norm.weight",))
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,14 +70,22 @@ def test_patterns_that_fit_are_no_problem() -> None:
         (OptimConfig(trained=("*.mlp.dwn",)), ("optim.trained=*.mlp.dwn", "*.mlp.down")),
         (OptimConfig(frozen=("*",)), ("optim.frozen=['*']", "nothing to train", "Remove")),
         (OptimConfig(trained=()), ("optim.trained=[]", "nothing to train")),
-        (OptimConfig(decayed_vectors=("*.q",)), ("optim.decayed_vectors=*.q", "no vector", "layers.0.attention_norm")),
         (
-            OptimConfig(frozen=("embed.*",), groups=(GroupConfig(name="a", match=("embed.weight",), lr=1e-3),)),
+            OptimConfig(decayed_vectors=("*.q",)),
+            ("optim.decayed_vectors=*.q", "no vector", "layers.0.attention_norm"),
+        ),
+        (
+            OptimConfig(
+                frozen=("embed.*",),
+                groups=(GroupConfig(name="a", match=("embed.weight",), lr=1e-3),),
+            ),
             ("optim.groups[a].match=['embed.weight']", "not trained"),
         ),
     ],
 )
-def test_patterns_that_fit_nothing_are_refused_with_near_names(optim: OptimConfig, parts: tuple[str, ...]) -> None:
+def test_patterns_that_fit_nothing_are_refused_with_near_names(
+    optim: OptimConfig, parts: tuple[str, ...]
+) -> None:
     (told,) = problems(optim)
     assert all(part in told for part in parts), told
 
@@ -80,18 +103,29 @@ def test_two_groups_that_disagree_are_both_named_with_the_parameter() -> None:
         GroupConfig(name="two", match=("layers.1.*",), lr=2e-3),
     )
     (told,) = problems(OptimConfig(groups=(one, other)))
-    assert "one (lr=0.001) and two (lr=0.002) disagree on the learning rate of layers.1.attention.q" in told
+    assert (
+        "one (lr=0.001) and two (lr=0.002) disagree on the learning rate of layers.1.attention.q"
+        in told
+    )
     assert problems(OptimConfig(groups=(one, replace(other, lr=1e-3)))) == []
     firm = replace(other, lr=None, weight_decay_scale=0.5)
     assert problems(OptimConfig(groups=(one, firm))) == []
-    (told,) = problems(OptimConfig(groups=(one, firm, replace(firm, name="three", weight_decay_scale=0.25))))
-    assert "two (weight_decay_scale=0.5) and three (weight_decay_scale=0.25) disagree on the weight decay" in told
+    (told,) = problems(
+        OptimConfig(groups=(one, firm, replace(firm, name="three", weight_decay_scale=0.25)))
+    )
+    assert (
+        "two (weight_decay_scale=0.5) and three (weight_decay_scale=0.25) disagree on the weight "
+        "decay" in told
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"lr": 1e-3, "lr_scale": 2.0}, "lr=0.001 and optim.groups[table].lr_scale=2.0 both decide"),
+        (
+            {"lr": 1e-3, "lr_scale": 2.0},
+            "lr=0.001 and optim.groups[table].lr_scale=2.0 both decide",
+        ),
         ({"min_lr": 1e-3}, "min_lr=0.001 is read beside optim.groups[table].lr only"),
         ({"lr": -1.0}, "lr=-1.0 must be a finite number"),
         ({"lr_scale": float("nan")}, "lr_scale=nan must be a finite number"),
@@ -99,32 +133,56 @@ def test_two_groups_that_disagree_are_both_named_with_the_parameter() -> None:
         ({}, "decides nothing. Set optim.groups[table].lr"),
         ({"match": (), "lr": 1e-2}, "match=[] fits no parameter"),
         ({"name": "My group", "lr": 1e-2}, "name='My group' must be small letters"),
-        ({"weight_decay": 0.1, "end_weight_decay": 0.2}, "has no effect with schedule.weight_decay_style=constant"),
-        ({"match": ("*norm.weight",), "weight_decay": 0.1}, "which do not decay. Set optim.decayed_vectors"),
+        (
+            {"weight_decay": 0.1, "end_weight_decay": 0.2},
+            "has no effect with schedule.weight_decay_style=constant",
+        ),
+        (
+            {"match": ("*norm.weight",), "weight_decay": 0.1},
+            "which do not decay. Set optim.decayed_vectors",
+        ),
     ],
 )
-def test_settings_of_a_group_that_make_no_sense_are_refused(settings: dict[str, object], part: str) -> None:
+def test_settings_of_a_group_that_make_no_sense_are_refused(
+    settings: dict[str, object], part: str
+) -> None:
     assert any(part in told for told in of_group(**settings)), of_group(**settings)
 
 
 def test_a_decay_of_tables_that_keep_their_spread_is_refused() -> None:
-    kept, table = replace(MODEL, embedding_init_std=1.0), GroupConfig(name="a", match=("embed.*",), weight_decay=0.5)
+    kept, table = (
+        replace(MODEL, embedding_init_std=1.0),
+        GroupConfig(name="a", match=("embed.*",), weight_decay=0.5),
+    )
     (told,) = problems(OptimConfig(groups=(table,)), kept)
-    assert "optim.groups[a] decides the weight decay of embed.weight" in told and "embedding_init_std=1.0" in told
-    assert problems(OptimConfig(groups=(replace(table, match=("embed.*", "head.weight")),)), kept) == []
+    assert (
+        "optim.groups[a] decides the weight decay of embed.weight" in told
+        and "embedding_init_std=1.0" in told
+    )
+    assert (
+        problems(OptimConfig(groups=(replace(table, match=("embed.*", "head.weight")),)), kept)
+        == []
+    )
     assert problems(OptimConfig(groups=(table,))) == []
 
 
 def test_rates_that_start_or_stay_above_a_group_are_refused() -> None:
     group = OptimConfig(groups=(GroupConfig(name="a", match=("embed.*",), lr=1e-3, min_lr=1e-4),))
     warm = ScheduleConfig(lr=1e-2, warmup_steps=3, warmup_init=5e-3)
-    assert any("below schedule.warmup_init=0.005" in told for told in problems(group, schedule=warm))
+    assert any(
+        "below schedule.warmup_init=0.005" in told for told in problems(group, schedule=warm)
+    )
     constant = ScheduleConfig(lr=1e-2, style="constant")
-    assert any("never reached with schedule.style=constant" in told for told in problems(group, schedule=constant))
+    assert any(
+        "never reached with schedule.style=constant" in told
+        for told in problems(group, schedule=constant)
+    )
 
 
 def test_group_names_are_their_own() -> None:
-    twice = tuple(GroupConfig(name="a", match=(name,), lr=1e-2) for name in ("embed.weight", "head.weight"))
+    twice = tuple(
+        GroupConfig(name="a", match=(name,), lr=1e-2) for name in ("embed.weight", "head.weight")
+    )
     assert any("two groups are called a" in told for told in problems(OptimConfig(groups=twice)))
 
 
@@ -138,15 +196,27 @@ def test_adapters_are_chosen_by_lora_and_may_have_rates() -> None:
 
 
 @pytest.mark.parametrize("model", [BIASED_CHOICE, FURTHER_EXPERTS])
-def test_a_loss_for_a_router_that_stays_is_refused_where_it_would_move_others(model: ModelConfig) -> None:
+def test_a_loss_for_a_router_that_stays_is_refused_where_it_would_move_others(
+    model: ModelConfig,
+) -> None:
     told = problems(OptimConfig(frozen=("*.moe.router",)), model)
-    assert len(told) == 3 and all("the router" in text and "model.moe.balance." in text for text in told)
-    behind = ("mtp.1.norm.weight", "mtp.1.layer.moe.experts.down") if model.mtp.depths else ("norm.weight",)
+    assert len(told) == 3 and all(
+        "the router" in text and "model.moe.balance." in text for text in told
+    )
+    behind = (
+        ("mtp.1.norm.weight", "mtp.1.layer.moe.experts.down")
+        if model.mtp.depths
+        else ("norm.weight",)
+    )
     assert problems(OptimConfig(trained=behind), model) == []
 
 
-@pytest.mark.parametrize("trained", ["norm.weight", "mtp.0.project", "mtp.0.layer.attention.q", "mtp.*"])
-def test_a_router_that_predicts_further_ahead_stays_only_where_nothing_before_it_is_trained(trained: str) -> None:
+@pytest.mark.parametrize(
+    "trained", ["norm.weight", "mtp.0.project", "mtp.0.layer.attention.q", "mtp.*"]
+)
+def test_a_router_that_predicts_further_ahead_stays_only_where_nothing_before_it_is_trained(
+    trained: str,
+) -> None:
     optim = OptimConfig(trained=(trained,), frozen=("mtp.0.layer.moe.router",))
     told = problems(optim, FURTHER_EXPERTS)
     assert len(told) == 3 and all("mtp.0.layer.moe.router is not trained" in text for text in told)
@@ -161,18 +231,31 @@ def test_rates_name_their_groups_and_keep_what_mup_makes() -> None:
         ),
         decayed_vectors=("norm.weight",),
     )
-    assert rates_in(wide, optim, "layers.0.mlp.down", 1) == Rates(lr=0.25, eps=0.25, lr_of="a", decay_of="b")
+    assert rates_in(wide, optim, "layers.0.mlp.down", 1) == Rates(
+        lr=0.25, eps=0.25, lr_of="a", decay_of="b"
+    )
     assert rates_in(wide, optim, "norm.weight", 0) == Rates(vector_decays=True)
     assert rates_in(wide, optim, "layers.0.mlp_norm.weight", 0) == PLAIN
 
 
 def test_the_map_tells_of_every_parameter_once() -> None:
-    run = tiny_run({"optim.frozen": "[embed.weight]", "optim.groups": "[{name: a, match: ['*.q'], lr_scale: 0.5}]"})
+    run = tiny_run(
+        {
+            "optim.frozen": "[embed.weight]",
+            "optim.groups": "[{name: a, match: ['*.q'], lr_scale: 0.5}]",
+        }
+    )
     rows = {str(row["name"]): row for row in parameter_rows(run)}
     assert list(rows) == [one.name for one in named_parameters(run.model, None)]
     assert rows["embed.weight"]["trained"] is False and "lr" not in rows["embed.weight"]
-    assert (rows["layers.0.attention.q"]["lr"], rows["layers.0.attention.q"]["weight_decay"]) == ("a", "schedule")
-    assert rows["norm.weight"]["weight_decay_factor"] == 0.0 and rows["layers.0.mlp.down"]["weight_decay_factor"] == 1.0
+    assert (rows["layers.0.attention.q"]["lr"], rows["layers.0.attention.q"]["weight_decay"]) == (
+        "a",
+        "schedule",
+    )
+    assert (
+        rows["norm.weight"]["weight_decay_factor"] == 0.0
+        and rows["layers.0.mlp.down"]["weight_decay_factor"] == 1.0
+    )
 
 
 def test_a_model_with_experts_has_no_name_for_what_moves_by_itself() -> None:

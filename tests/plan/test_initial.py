@@ -1,4 +1,5 @@
-"""First values by name, and muP: activations stay as large in wide models, and learn at the same rate."""
+"""First values by name, and muP: activations stay as large in wide models, and learn at the same
+rate."""
 
 import math
 from dataclasses import replace
@@ -17,38 +18,67 @@ from megalith.optim.build import build_optimizer
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.initial import PLAIN, Rates, Start, rates_of, start_of
 
-MODEL = ModelConfig(vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=96)
+MODEL = ModelConfig(
+    vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=96
+)
 MUP = replace(MODEL, mup=MuPConfig(base_hidden_size=16), embedding_init_std=0.5)
 WIDTHS = (64, 128, 256, 512)
 
 
 def starts(model: ModelConfig) -> dict[str, tuple[float, bool]]:
     found = declared_parameters(Decoder(model, mesh_of_one()))
-    return {declared.shard.name: (declared.init.std, declared.init.uniform) for declared, _, _ in found}
+    return {
+        declared.shard.name: (declared.init.std, declared.init.uniform) for declared, _, _ in found
+    }
 
 
 def test_by_default_matrices_start_alike_and_those_into_the_stream_narrower() -> None:
     found = starts(MODEL)
-    assert {std for name, (std, _) in found.items() if name.endswith((".o", ".down"))} == {0.02 / math.sqrt(4)}
+    assert {std for name, (std, _) in found.items() if name.endswith((".o", ".down"))} == {
+        0.02 / math.sqrt(4)
+    }
     of_24, _ = starts(replace(MODEL, num_layers=24))["layers.0.attention.o"]
     assert of_24 == pytest.approx(0.0028868, abs=5e-8)
-    assert found["embed.weight"] == found["head.weight"] == found["layers.1.attention.kv"] == (0.02, False)
+    assert (
+        found["embed.weight"]
+        == found["head.weight"]
+        == found["layers.1.attention.kv"]
+        == (0.02, False)
+    )
     assert found["norm.weight"] == (0.0, False)
 
 
 def test_tables_may_have_a_spread_of_their_own() -> None:
     found = starts(replace(MODEL, embedding_init_std=0.5, positions="learned"))
-    assert found["embed.weight"] == found["positions.weight"] == (0.5, False) and found["head.weight"] == (0.02, False)
+    assert found["embed.weight"] == found["positions.weight"] == (0.5, False) and found[
+        "head.weight"
+    ] == (0.02, False)
 
 
 def test_xavier_counts_the_inputs_and_outputs_of_one_matrix() -> None:
-    found = starts(replace(MODEL, init="xavier_uniform", layers=LayersConfig(mlp=("full", "linear"))))
-    expected = {"attention.q": 64 + 64, "attention.kv": 64 + 64, "mlp.gate_up": 64 + 96, "mlp.down": 96 + 64}
+    found = starts(
+        replace(MODEL, init="xavier_uniform", layers=LayersConfig(mlp=("full", "linear")))
+    )
+    expected = {
+        "attention.q": 64 + 64,
+        "attention.kv": 64 + 64,
+        "mlp.gate_up": 64 + 96,
+        "mlp.down": 96 + 64,
+    }
     assert {name: found[f"layers.0.{name}"] for name in expected} == {
         name: (math.sqrt(2 / fans), True) for name, fans in expected.items()
     }
-    assert found["layers.1.mlp.linear"] == (math.sqrt(2 / 128), True) and found["embed.weight"] == (0.02, False)
-    experts = start_of(replace(MODEL, init="xavier_uniform"), "layers.0.moe.experts.gate_up", (8, 2, 96, 64), 1, 0.02)
+    assert found["layers.1.mlp.linear"] == (math.sqrt(2 / 128), True) and found["embed.weight"] == (
+        0.02,
+        False,
+    )
+    experts = start_of(
+        replace(MODEL, init="xavier_uniform"),
+        "layers.0.moe.experts.gate_up",
+        (8, 2, 96, 64),
+        1,
+        0.02,
+    )
     assert experts == Start(math.sqrt(2 / 160), uniform=True)
 
 
@@ -56,24 +86,49 @@ def test_the_first_pattern_that_fits_a_name_decides_even_about_biases() -> None:
     given = (("layers.1.*.down", 0.3), ("*.down", 0.4), ("*_bias", 0.5))
     found = starts(replace(MODEL, init_overrides=given, mlp_bias=True))
     assert (found["layers.1.mlp.down"], found["layers.0.mlp.down"]) == ((0.3, False), (0.4, False))
-    assert found["layers.0.mlp.down_bias"] == (0.5, False) and found["layers.0.attention.o"] == (0.01, False)
+    assert found["layers.0.mlp.down_bias"] == (0.5, False) and found["layers.0.attention.o"] == (
+        0.01,
+        False,
+    )
 
 
 def test_under_mup_layers_start_narrower_and_both_ends_as_wide_as_at_the_base() -> None:
     found = starts(MUP)
-    assert found["layers.0.attention.q"] == (0.02 / 2, False) and found["layers.0.mlp.down"] == (0.02 / 2 / 2, False)
+    assert found["layers.0.attention.q"] == (0.02 / 2, False) and found["layers.0.mlp.down"] == (
+        0.02 / 2 / 2,
+        False,
+    )
     assert found["embed.weight"] == found["head.weight"] == (0.5, False)
-    assert starts(replace(MUP, mup=MuPConfig(base_hidden_size=64), embedding_init_std=None)) == starts(MODEL)
+    assert starts(
+        replace(MUP, mup=MuPConfig(base_hidden_size=64), embedding_init_std=None)
+    ) == starts(MODEL)
 
 
 def test_under_mup_adam_turns_matrices_slower_and_sgd_the_others_faster() -> None:
-    names = {"layers.0.mlp.down": 1, "layers.0.attention_norm.weight": 0, "embed.weight": 1, "head.weight": 1}
+    names = {
+        "layers.0.mlp.down": 1,
+        "layers.0.attention_norm.weight": 0,
+        "embed.weight": 1,
+        "head.weight": 1,
+    }
     slower, faster = Rates(lr=0.25, eps=0.25), Rates(lr=4.0)
     plain = replace(MUP, embedding_init_std=None)
-    assert [rates_of(plain, "adamw", *one) for one in names.items()] == [slower, PLAIN, PLAIN, PLAIN]
-    assert [rates_of(plain, "sgd", *one) for one in names.items()] == [PLAIN, faster, faster, faster]
+    assert [rates_of(plain, "adamw", *one) for one in names.items()] == [
+        slower,
+        PLAIN,
+        PLAIN,
+        PLAIN,
+    ]
+    assert [rates_of(plain, "sgd", *one) for one in names.items()] == [
+        PLAIN,
+        faster,
+        faster,
+        faster,
+    ]
     assert rates_of(MUP, "adamw", "layers.0.attention.q.lora_a", 1) == PLAIN
-    assert all(rates_of(MODEL, kind, *one) == PLAIN for kind in ("adamw", "sgd") for one in names.items())
+    assert all(
+        rates_of(MODEL, kind, *one) == PLAIN for kind in ("adamw", "sgd") for one in names.items()
+    )
 
 
 def test_scores_are_scaled_by_the_size_of_a_head_and_given_ones_stay() -> None:
@@ -92,14 +147,25 @@ def size_of(x: torch.Tensor) -> float:
 def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, float], float]:
     """Mean sizes of what each part gives, and the loss, after some steps on one batch."""
     config = ModelConfig(
-        vocab_size=64, hidden_size=width, num_layers=2, num_heads=width // 8, num_kv_heads=width // 8,
-        ffn_hidden_size=2 * width, init_std=0.1, mup=MuPConfig(base_hidden_size=32, base_head_dim=8) if mup else None,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=width,
+        num_layers=2,
+        num_heads=width // 8,
+        num_kv_heads=width // 8,
+        ffn_hidden_size=2 * width,
+        init_std=0.1,
+        mup=MuPConfig(base_hidden_size=32, base_head_dim=8) if mup else None,
+    )
     model = Decoder(config, mesh_of_one())
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
-    owned = [(declared.shard, getattr(module, name)) for declared, module, name in declared_parameters(model)]
-    optimizer = build_optimizer(owned, OptimConfig(), lambda shard: rates_of(config, "adamw", shard.name, shard.inputs))
+    owned = [
+        (declared.shard, getattr(module, name))
+        for declared, module, name in declared_parameters(model)
+    ]
+    optimizer = build_optimizer(
+        owned, OptimConfig(), lambda shard: rates_of(config, "adamw", shard.name, shard.inputs)
+    )
     ids = torch.randint(0, 64, (4 * 17,), generator=torch.Generator().manual_seed(3)).view(4, 17)
     inputs, labels, tokens = ids[:, :-1].flatten(), ids[:, 1:].flatten(), tokens_of_rows(4, 16)
     for _ in range(steps):
@@ -116,13 +182,17 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
         return sizes, model.loss(inputs, labels, tokens).item() / labels.numel()
 
 
-def test_under_mup_activations_after_three_steps_are_as_large_at_every_width_and_without_it_they_grow() -> None:
+def test_mup_keeps_activation_sizes_equal_over_widths() -> None:
     """The coordinate check of arXiv:2203.03466, appendix D.1."""
     narrowest, *wider = (trained(width, mup=True, steps=3, lr=0.02)[0] for width in WIDTHS)
     grown = [{name: found[name] / narrowest[name] for name in narrowest} for found in wider]
     assert all(0.5 < growth < 1.6 for parts in grown for growth in parts.values()), grown
-    plain, widest = (trained(width, mup=False, steps=3, lr=0.02)[0] for width in (WIDTHS[0], WIDTHS[-1]))
-    assert all(widest[name] > 2 * plain[name] for name in ("layers.0.attention", "layers.1.mlp", "scores")), widest
+    plain, widest = (
+        trained(width, mup=False, steps=3, lr=0.02)[0] for width in (WIDTHS[0], WIDTHS[-1])
+    )
+    assert all(
+        widest[name] > 2 * plain[name] for name in ("layers.0.attention", "layers.1.mlp", "scores")
+    ), widest
 
 
 def test_under_mup_a_wider_model_is_no_worse_at_the_same_rate() -> None:
@@ -134,9 +204,14 @@ def test_under_mup_a_wider_model_is_no_worse_at_the_same_rate() -> None:
 def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
     config = replace(MUP, vocab_size=8, num_layers=1)
     model = Decoder(config, mesh_of_one())
-    owned = [(declared.shard, torch.ones(declared.shard.matrix_shape)) for declared, _, _ in declared_parameters(model)]
+    owned = [
+        (declared.shard, torch.ones(declared.shard.matrix_shape))
+        for declared, _, _ in declared_parameters(model)
+    ]
     made = OptimConfig(kind=kind, momentum=0.0)  # type: ignore[arg-type]  # one of the two
-    optimizer = build_optimizer(owned, made, lambda shard: rates_of(config, kind, shard.name, shard.inputs))
+    optimizer = build_optimizer(
+        owned, made, lambda shard: rates_of(config, kind, shard.name, shard.inputs)
+    )
     optimizer.step([torch.ones_like(weight) for _, weight in owned], lr=0.01, weight_decay=0.0)
     for shard, weight in owned:
         step = 0.01 * rates_of(config, kind, shard.name, shard.inputs).lr
@@ -146,7 +221,10 @@ def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
 def test_tables_with_a_spread_of_their_own_do_not_decay() -> None:
     own = replace(MODEL, embedding_init_std=0.5)
     for model, kind, rate in ((own, "adamw", 1.0), (MUP, "adamw", 1.0), (MUP, "sgd", 4.0)):
-        assert [rates_of(model, kind, name, 1) for name in ("embed.weight", "positions.weight")] == [
-            Rates(lr=rate, decay=0.0)
-        ] * 2
-        assert all(rates_of(model, kind, name, 1).decay == 1.0 for name in ("head.weight", "layers.0.mlp.down"))
+        assert [
+            rates_of(model, kind, name, 1) for name in ("embed.weight", "positions.weight")
+        ] == [Rates(lr=rate, decay=0.0)] * 2
+        assert all(
+            rates_of(model, kind, name, 1).decay == 1.0
+            for name in ("head.weight", "layers.0.mlp.down")
+        )

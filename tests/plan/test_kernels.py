@@ -1,4 +1,5 @@
-"""Which way every operation takes: by what each declares, and refused with a reason and one that works."""
+"""Which way every operation takes: by what each declares, and refused with a reason and one that
+works."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,9 @@ from megalith.plan.kernels import (
 from megalith.testing.tiny import tiny_run
 
 
-def run_with(settings: dict[str, str] | None = None, **kernels: Any) -> TrainRun:  # ways by operation
+def run_with(
+    settings: dict[str, str] | None = None, **kernels: Any
+) -> TrainRun:  # ways by operation
     return replace(tiny_run(settings or {}), kernels=KernelsConfig(**kernels))
 
 
@@ -33,21 +36,68 @@ def test_the_table_says_what_kernels_do() -> None:
     for op, backends in BACKENDS.items():
         names = [backend.name for backend in backends]
         hint = KernelsConfig.__annotations__[op]
-        assert len(set(names)) == len(names) and all(f"{name}" in str(hint) or op != "dropout" for name in names)
+        assert len(set(names)) == len(names) and all(
+            f"{name}" in str(hint) or op != "dropout" for name in names
+        )
         assert names[-2:] == ["torch", "reference"]
 
 
 REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
-    ({"precision.params": "fp64"}, {"norm": "loops"}, None, "kernels.norm=loops: it takes fp32, bf16, and precision.p"),
-    ({"model.norm": "layer"}, {"norm": "loops"}, None, "kernels.norm=loops: model.norm=layer has no compiled loop."),
-    ({"model.activation": "gelu"}, {"activation": "loops"}, None, "model.activation=gelu with model.gated=true has no"),
-    ({}, {"norm": "triton"}, "cpu", "kernels.norm=triton: it works on GPUs, and this run is on cpu. Set kernels"),
-    ({}, {"rope": "loops"}, "cuda", "kernels.rope=loops: it works on CPUs, and this run is on cuda"),
-    ({"train.compile": "true"}, {"rope": "loops"}, None, "train.compile=true compiles layers from plain definitions"),
-    ({"parallel.cp": "2"}, {"attention": "tiles"}, None, "share tokens, and compute attention by intervals of keys. S"),
-    ({}, {"matmul": "upcast"}, None, "kernels.matmul=upcast: it takes bf16, and precision.params=fp32. Set kernels.m"),
-    ({}, {"experts": "loop"}, None, "kernels.experts=loop: model.moe=null: there are none. Set kernels.experts to"),
-]  # fmt: skip
+    (
+        {"precision.params": "fp64"},
+        {"norm": "loops"},
+        None,
+        "kernels.norm=loops: it takes fp32, bf16, and precision.p",
+    ),
+    (
+        {"model.norm": "layer"},
+        {"norm": "loops"},
+        None,
+        "kernels.norm=loops: model.norm=layer has no compiled loop.",
+    ),
+    (
+        {"model.activation": "gelu"},
+        {"activation": "loops"},
+        None,
+        "model.activation=gelu with model.gated=true has no",
+    ),
+    (
+        {},
+        {"norm": "triton"},
+        "cpu",
+        "kernels.norm=triton: it works on GPUs, and this run is on cpu. Set kernels",
+    ),
+    (
+        {},
+        {"rope": "loops"},
+        "cuda",
+        "kernels.rope=loops: it works on CPUs, and this run is on cuda",
+    ),
+    (
+        {"train.compile": "true"},
+        {"rope": "loops"},
+        None,
+        "train.compile=true compiles layers from plain definitions",
+    ),
+    (
+        {"parallel.cp": "2"},
+        {"attention": "tiles"},
+        None,
+        "share tokens, and compute attention by intervals of keys. S",
+    ),
+    (
+        {},
+        {"matmul": "upcast"},
+        None,
+        "kernels.matmul=upcast: it takes bf16, and precision.params=fp32. Set kernels.m",
+    ),
+    (
+        {},
+        {"experts": "loop"},
+        None,
+        "kernels.experts=loop: model.moe=null: there are none. Set kernels.experts to",
+    ),
+]
 
 
 @pytest.mark.parametrize(("settings", "kernels", "device", "text"), REFUSED)
@@ -67,9 +117,14 @@ def test_what_a_machine_lacks_is_the_reason_there() -> None:
 
 def test_scores_that_a_way_does_not_know_are_named() -> None:
     run = run_with(attention="tiles")
-    capped = replace(run, model=replace(run.model, attention=AttentionConfig(softcap=2.0, window=4)))
+    capped = replace(
+        run, model=replace(run.model, attention=AttentionConfig(softcap=2.0, window=4))
+    )
     (problem,) = forced_problems(capped)
-    assert "model.attention.softcap=2.0, model.attention.window=4: it knows plain scores only" in problem
+    assert (
+        "model.attention.softcap=2.0, model.attention.window=4: it knows plain scores only"
+        in problem
+    )
     assert forced_problems(replace(capped, kernels=KernelsConfig(attention="spans"))) == []
     (other,) = forced_problems(replace(capped, kernels=KernelsConfig(attention="varlen")))
     assert "model.attention.window" not in other
@@ -79,7 +134,10 @@ def test_a_way_that_knows_no_masks_is_refused_where_rows_end_with_padding_that_i
     run = run_with({"data.keep_partial_valid": "true"}, attention="tiles")
     both = replace(run, model=replace(run.model, attention=AttentionConfig(causal=False)))
     (problem,) = forced_problems(both)
-    assert "data.keep_partial_valid=true with model.attention.causal=false: the last row ends with padding" in problem
+    assert (
+        "data.keep_partial_valid=true with model.attention.causal=false: the last row ends with "
+        "padding" in problem
+    )
     assert problem.endswith("Set kernels.attention to torch, or to auto.")
     whole = replace(both, data=replace(both.data, keep_partial_valid=False))
     named = replace(both, kernels=KernelsConfig(attention="sdpa"))
@@ -92,7 +150,9 @@ def test_a_run_says_which_way_each_operation_takes_and_why_not_a_faster_one() ->
     assert told.startswith("kernels: auto: norm torch, rope loops, activation loops, attention ")
     assert reason == "kernels: norm fall back: loops: model.norm=layer has no compiled loop"
     lines = lines_of_kernels(run_with({"precision.params": "fp64"}), "cpu", {})
-    assert "rope torch" in lines[0] and lines[1].startswith("kernels: norm, rope, activation, cross_entropy fall back")
+    assert "rope torch" in lines[0] and lines[1].startswith(
+        "kernels: norm, rope, activation, cross_entropy fall back"
+    )
     assert lines_of_kernels(run_with(all="reference", norm="torch"), "cpu", {})[0].startswith(
         "kernels: reference: norm torch, rope reference"
     )
@@ -106,9 +166,12 @@ def test_a_bf16_run_on_a_cpu_reports_how_its_matmuls_are_computed() -> None:
     line, reason = lines_of_kernels(run, "cpu", {}, bf16_kernels=False)
     assert line.endswith(", matmul upcast")
     assert reason == (
-        "kernels: matmul fall back: torch has no bf16 kernels for this CPU, so bf16 matmuls are computed in fp32"
+        "kernels: matmul fall back: torch has no bf16 kernels for this CPU, so bf16 matmuls are "
+        "computed in fp32"
     )
-    (forced,) = lines_of_kernels(run_with({"precision.params": "bf16"}, matmul="torch"), "cpu", {}, bf16_kernels=False)
+    (forced,) = lines_of_kernels(
+        run_with({"precision.params": "bf16"}, matmul="torch"), "cpu", {}, bf16_kernels=False
+    )
     assert forced.endswith(", matmul torch")
     for other, device in ((run_with(), "cpu"), (run, "cuda")):
         assert "matmul" not in lines_of_kernels(other, device, {}, bf16_kernels=False)[0]
@@ -119,23 +182,42 @@ def test_a_bf16_run_on_a_cpu_reports_how_its_matmuls_are_computed() -> None:
     [
         ({"kernels.experts": "loop"}, "kernels.experts=loop: model.moe=null"),
         ({"kernels.dropout": "loops"}, "kernels.dropout=loops: model.dropout.residual=0.0"),
-        ({"kernels.rope": "loops", "model.positions": "none"}, "kernels.rope=loops: model.positions=none"),
+        (
+            {"kernels.rope": "loops", "model.positions": "none"},
+            "kernels.rope=loops: model.positions=none",
+        ),
     ],
 )
-def test_a_way_of_an_operation_that_a_run_lacks_is_refused(settings: dict[str, str], part: str) -> None:
+def test_a_way_of_an_operation_that_a_run_lacks_is_refused(
+    settings: dict[str, str], part: str
+) -> None:
     (told,) = forced_problems(tiny_run(settings))
     assert part in told and told.endswith(" to auto."), told
-    assert forced_problems(tiny_run({"kernels.dropout": "loops", "model.dropout.residual": "0.1"})) == []
+    assert (
+        forced_problems(tiny_run({"kernels.dropout": "loops", "model.dropout.residual": "0.1"}))
+        == []
+    )
 
 
 def test_only_operations_that_a_model_has_are_told_of() -> None:
-    assert used_ops(tiny_run().model) == ("norm", "rope", "activation", "attention", "cross_entropy")
+    assert used_ops(tiny_run().model) == (
+        "norm",
+        "rope",
+        "activation",
+        "attention",
+        "cross_entropy",
+    )
     assert "rope" not in used_ops(replace(tiny_run().model, positions="none"))
 
 
 def test_people_see_every_way_that_can_be_asked_for() -> None:
     rows = table_of_backends()
     assert ("rope", "loops", "fp32, bf16 on CPUs", "yes") in rows
-    assert ("attention", "flex", "fp32, bf16, fp16 on GPUs; heads of 16 features or more", "no promise") in rows
+    assert (
+        "attention",
+        "flex",
+        "fp32, bf16, fp16 on GPUs; heads of 16 features or more",
+        "no promise",
+    ) in rows
     assert setting_in_words("torch") == "torch"
     assert setting_in_words(KernelsConfig(all="torch", norm="loops")) == "torch, norm=loops"

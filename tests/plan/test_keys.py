@@ -1,4 +1,5 @@
-"""Draws are told apart by everything in their key, and alike on every machine and in every process."""
+"""Draws are told apart by everything in their key, and alike on every machine and in every
+process."""
 
 import subprocess
 import sys
@@ -29,7 +30,9 @@ def test_a_key_is_a_seed_that_torch_and_numpy_take() -> None:
     keys = [key(seed, "init", "layers.0.mlp.down", 3, 4) for seed in range(1000)]
     assert all(0 <= each < 2**63 for each in keys)
     for bit in range(63):
-        assert 400 < sum(each >> bit & 1 for each in keys) < 600, "every bit is one half of the time"
+        assert 400 < sum(each >> bit & 1 for each in keys) < 600, (
+            "every bit is one half of the time"
+        )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,9 @@ def test_keys_do_not_depend_on_pythons_own_hash_seed() -> None:
     code = "from megalith.plan.keys import key; print(key(3, 'init', 'norm.weight', 1))"
     command = [sys.executable, "-c", code]
     printed = {
-        subprocess.check_output(command, env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}, text=True)
+        subprocess.check_output(
+            command, env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}, text=True
+        )
         for seed in ("1", "2")
     }
     assert printed == {f"{key(3, 'init', 'norm.weight', 1)}\n"}

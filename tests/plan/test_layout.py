@@ -8,17 +8,29 @@ from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
 from megalith.plan.layout import fewest_ranks, model_grid
 
-MODEL = ModelConfig(vocab_size=99, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=2, ffn_hidden_size=64)
+MODEL = ModelConfig(
+    vocab_size=99, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=2, ffn_hidden_size=64
+)
 
 
 def test_the_axes_of_a_run_are_there_whole_and_in_parts() -> None:
-    parallel = ParallelConfig(tp=4, cp=6, context=ContextConfig(kind="a2a+ring", a2a=2), pp=2, replicas=3, zero=1)
+    parallel = ParallelConfig(
+        tp=4, cp=6, context=ContextConfig(kind="a2a+ring", a2a=2), pp=2, replicas=3, zero=1
+    )
     grid = model_grid(parallel, MODEL, 4 * 6 * 2 * 9)
     sizes = {axis: grid.size(axis) for axis in grid.names}
     assert sizes == {
-        "tp_copy": 2, "tp_kv": 2, "tp": 4, "cp_a2a": 2, "cp_ring": 3, "cp": 6,
-        "dp_shard": 3, "dp_replica": 3, "dp": 9, "pp": 2,
-    }  # fmt: skip
+        "tp_copy": 2,
+        "tp_kv": 2,
+        "tp": 4,
+        "cp_a2a": 2,
+        "cp_ring": 3,
+        "cp": 6,
+        "dp_shard": 3,
+        "dp_replica": 3,
+        "dp": 9,
+        "pp": 2,
+    }
 
 
 @pytest.mark.parametrize("kind, inner", [("ring", 1), ("gather", 1), ("a2a", 4)])

@@ -48,7 +48,12 @@ from megalith.train.build import DTYPES, build_trainer
 from megalith.train.step import train_step
 
 GIB = 2**30
-UNEVEN = {"model.num_heads": "8", "model.num_kv_heads": "4", "model.hidden_size": "48", "model.ffn_hidden_size": "41"}
+UNEVEN = {
+    "model.num_heads": "8",
+    "model.num_kv_heads": "4",
+    "model.hidden_size": "48",
+    "model.ffn_hidden_size": "41",
+}
 
 
 def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
@@ -60,10 +65,15 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
     attach_adapters(list(model), run.model, run.lora)
     freeze(list(model), run.model, run.optim)
     data = DataParallel(
-        model, [(one.shard, module, name) for one, module, name in declared_parameters(model)], mesh,
-        device=torch.device("meta"), gradient_dtype=torch.promote_types(dtype, torch.float32),
-        bucket_numel=run.parallel.bucket_numel, overlap=False, zero=run.parallel.zero,
-    )  # fmt: skip
+        model,
+        [(one.shard, module, name) for one, module, name in declared_parameters(model)],
+        mesh,
+        device=torch.device("meta"),
+        gradient_dtype=torch.promote_types(dtype, torch.float32),
+        bucket_numel=run.parallel.bucket_numel,
+        overlap=False,
+        zero=run.parallel.zero,
+    )
     slots = AdamW([(owned.shard, owned.weight) for owned in data.owned], run.optim).slots
     masters = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
     moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
@@ -72,13 +82,20 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
 
 
 EXPERTS = {
-    "model.moe.experts": "4", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "9",
+    "model.moe.experts": "4",
+    "model.moe.top_k": "2",
+    "model.moe.ffn_hidden_size": "9",
     "model.moe.router.score": "sigmoid",
-    "model.moe.router.balancing_bias": "true", "model.moe.shared_ffn_hidden_size": "7", "train.micro_batch_size": "1",
-}  # fmt: skip
+    "model.moe.router.balancing_bias": "true",
+    "model.moe.shared_ffn_hidden_size": "7",
+    "train.micro_batch_size": "1",
+}
 OWN = {
-    "parallel.pp": "3", "parallel.pipeline.layout": "Ettt|mm|L", "model.num_layers": "3", "model.mtp.depths": "2",
-}  # fmt: skip
+    "parallel.pp": "3",
+    "parallel.pipeline.layout": "Ettt|mm|L",
+    "model.num_layers": "3",
+    "model.mtp.depths": "2",
+}
 WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
 
 
@@ -94,15 +111,37 @@ WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
         (
             4,
             EXPERTS
-            | {"parallel.etp": "2", "parallel.cp": "2", "parallel.zero": "1", "model.moe.layers": "[false, true]"},
+            | {
+                "parallel.etp": "2",
+                "parallel.cp": "2",
+                "parallel.zero": "1",
+                "model.moe.layers": "[false, true]",
+            },
         ),
         (4, EXPERTS | {"parallel.ep": "2", "lora.rank": "2", "parallel.zero": "1"}),
         (1, {}),
         (2, {"precision.params": "bf16"}),
         (4, {"parallel.tp": "4", "parallel.sp": "true"}),
         (3, {"parallel.tp": "3"} | UNEVEN),
-        (6, {"parallel.tp": "3", "parallel.sp": "true", "parallel.zero": "1", "precision.params": "bf16"} | UNEVEN),
-        (4, {"parallel.tp": "2", "parallel.zero": "1", "model.attention.qk_norm": "head", "model.mtp.depths": "1"}),
+        (
+            6,
+            {
+                "parallel.tp": "3",
+                "parallel.sp": "true",
+                "parallel.zero": "1",
+                "precision.params": "bf16",
+            }
+            | UNEVEN,
+        ),
+        (
+            4,
+            {
+                "parallel.tp": "2",
+                "parallel.zero": "1",
+                "model.attention.qk_norm": "head",
+                "model.mtp.depths": "1",
+            },
+        ),
         (
             4,
             {
@@ -112,25 +151,100 @@ WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
                 "model.positions": "learned",
             },
         ),
-        (2, {"parallel.pp": "2", "model.mtp.depths": "2", "model.norm": "layer", "model.gated": "false"}),
+        (
+            2,
+            {
+                "parallel.pp": "2",
+                "model.mtp.depths": "2",
+                "model.norm": "layer",
+                "model.gated": "false",
+            },
+        ),
         (3, {"parallel.zero": "1", "train.micro_batch_size": "1"}),
         (4, {"parallel.zero": "2", "parallel.cp": "2", "precision.params": "bf16"}),
         (4, {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "1"}),
-        (4, {"parallel.zero": "1", "parallel.tp": "2", "parallel.sp": "true", "model.num_kv_heads": "1"}),
-        (8, {"parallel.zero": "1", "parallel.tp": "4", "parallel.sp": "true", "model.qkv_bias": "true"}),
+        (
+            4,
+            {
+                "parallel.zero": "1",
+                "parallel.tp": "2",
+                "parallel.sp": "true",
+                "model.num_kv_heads": "1",
+            },
+        ),
+        (
+            8,
+            {
+                "parallel.zero": "1",
+                "parallel.tp": "4",
+                "parallel.sp": "true",
+                "model.qkv_bias": "true",
+            },
+        ),
         (2, {"parallel.pp": "2", "precision.params": "fp64"}),
         (4, {"lora.rank": "3", "parallel.tp": "2", "parallel.sp": "true", "parallel.zero": "1"}),
-        (3, {"lora.rank": "2", "lora.targets": "[q, down]", "parallel.tp": "3", "precision.params": "bf16"} | UNEVEN),
-        (4, {"lora.rank": "5", "parallel.zero": "2", "parallel.pp": "2", "model.num_kv_heads": "1"}),
+        (
+            3,
+            {
+                "lora.rank": "2",
+                "lora.targets": "[q, down]",
+                "parallel.tp": "3",
+                "precision.params": "bf16",
+            }
+            | UNEVEN,
+        ),
+        (
+            4,
+            {"lora.rank": "5", "parallel.zero": "2", "parallel.pp": "2", "model.num_kv_heads": "1"},
+        ),
         (4, {"parallel.pp": "2", "model.tied_embeddings": "true", "parallel.zero": "1"}),
-        (4, {"optim.frozen": "['*.attention.q', '*.mlp.down']", "parallel.tp": "2", "parallel.zero": "1"}),
+        (
+            4,
+            {
+                "optim.frozen": "['*.attention.q', '*.mlp.down']",
+                "parallel.tp": "2",
+                "parallel.zero": "1",
+            },
+        ),
         (4, {"optim.trained": "['*.attention.kv']", "parallel.pp": "2", "parallel.zero": "2"}),
-        (4, EXPERTS | {"optim.frozen": "['*.experts.*', embed.weight]", "parallel.ep": "2", "parallel.zero": "1"}),
-        (4, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4", "parallel.tp": "2"}),
+        (
+            4,
+            EXPERTS
+            | {
+                "optim.frozen": "['*.experts.*', embed.weight]",
+                "parallel.ep": "2",
+                "parallel.zero": "1",
+            },
+        ),
+        (
+            4,
+            {
+                "parallel.pp": "2",
+                "parallel.pipeline.vpp": "2",
+                "model.num_layers": "4",
+                "parallel.tp": "2",
+            },
+        ),
         (2, {"parallel.pp": "2", "parallel.pipeline.layout": "Ettt|L", "model.num_layers": "3"}),
         (3, OWN),
-        (6, OWN | {"parallel.tp": "2", "model.tied_embeddings": "true", "parallel.pipeline.layout": "Ett|tmm|L"}),
-        (6, OWN | {"parallel.zero": "1", "model.positions": "learned", "parallel.pipeline.layout": "E|ttt|mmL"}),
+        (
+            6,
+            OWN
+            | {
+                "parallel.tp": "2",
+                "model.tied_embeddings": "true",
+                "parallel.pipeline.layout": "Ett|tmm|L",
+            },
+        ),
+        (
+            6,
+            OWN
+            | {
+                "parallel.zero": "1",
+                "model.positions": "learned",
+                "parallel.pipeline.layout": "E|ttt|mmL",
+            },
+        ),
     ],
 )
 def test_state_is_what_a_built_rank_holds(world: int, settings: dict[str, str]) -> None:
@@ -141,8 +255,12 @@ def test_state_is_what_a_built_rank_holds(world: int, settings: dict[str, str]) 
         mine = place["dp_shard"] * workload.run.parallel.cp + place["cp"]
         sharer = Sharer(mine if workload.shards == shard else 0)
         if workload.grid.experts is not None:
-            part = ExpertPart(workload.run.parallel.ep, workload.grid.experts.size("etp"), place["etp"])
-            sharer = Sharer(sharer.shard_rank, place["edp_shard"] if workload.run.parallel.zero else 0, part)
+            part = ExpertPart(
+                workload.run.parallel.ep, workload.grid.experts.size("etp"), place["etp"]
+            )
+            sharer = Sharer(
+                sharer.shard_rank, place["edp_shard"] if workload.run.parallel.zero else 0, part
+            )
         found = place_memory(workload, place["pp"], place["tp"], sharer=sharer)
         m = found.memory
         assert (m.weights, m.gradients, m.master, m.moments) == built_state(workload, rank), rank
@@ -157,7 +275,12 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
     moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
     destroy_mesh(mesh)
     still = sum(weight.nbytes for _, weight in trainer.data.frozen)
-    return sum(o.weight.nbytes for o in owned) + still, sum(o.gradient.nbytes for o in owned), masters, moments
+    return (
+        sum(o.weight.nbytes for o in owned) + still,
+        sum(o.gradient.nbytes for o in owned),
+        masters,
+        moments,
+    )
 
 
 @pytest.mark.slow  # the first use of FSDP2 loads torch's compiler
@@ -167,13 +290,28 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
         (3, {"train.micro_batch_size": "1", "precision.params": "bf16"}),
         (4, {"parallel.tp": "2", "parallel.sp": "true", "model.tied_embeddings": "true"}),
         (4, {"parallel.pp": "2", "parallel.cp": "2"}),
-        (2, {"model.mtp.depths": "1", "model.tied_embeddings": "false", "train.micro_batch_size": "1"}),
+        (
+            2,
+            {
+                "model.mtp.depths": "1",
+                "model.tied_embeddings": "false",
+                "train.micro_batch_size": "1",
+            },
+        ),
         (6, OWN | {"model.tied_embeddings": "true"}),
         (6, OWN | {"parallel.pipeline.layout": "Ett|tmm|L", "model.tied_embeddings": "false"}),
         (3, {"lora.rank": "2", "train.micro_batch_size": "1"}),
         (3, {"optim.frozen": "[embed.weight, 'layers.0.*']", "train.micro_batch_size": "1"}),
         (4, EXPERTS | {"parallel.ep": "2", "precision.params": "bf16"}),
-        (2, EXPERTS | {"parallel.ep": "2", "model.mtp.depths": "1", "model.moe.router.balancing_bias": "true"}),
+        (
+            2,
+            EXPERTS
+            | {
+                "parallel.ep": "2",
+                "model.mtp.depths": "1",
+                "model.moe.router.balancing_bias": "true",
+            },
+        ),
         (2, EXPERTS | {"parallel.tp": "2", "parallel.sp": "true", "parallel.etp": "1"}),
     ],
 )
@@ -193,13 +331,17 @@ def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[
 
 def test_pipelines_hold_all_weights_of_a_step_under_zero_3() -> None:
     sharded = {"parallel.zero": "3", "train.micro_batch_size": "1", "model.num_layers": "16"}
-    flat, staged = (plan_workload(tiny_run(sharded | more), 4) for more in ({}, {"parallel.pp": "2"}))
+    flat, staged = (
+        plan_workload(tiny_run(sharded | more), 4) for more in ({}, {"parallel.pp": "2"})
+    )
     layer = sum(one.numel for one in layer_parameters(flat.run.model, 0))
     units = gathered_units(staged, 0, staged.parameters(0, 0))
     assert [unit.root for unit in units] == [False] * 9, "a table and eight layers"
     assert sum(unit.numel for unit in units) == 320 * 24 + 8 * layer
     assert keeps_gathered(staged) and not keeps_gathered(flat)
-    assert [unit.name for unit in gathered_units(flat, 0, flat.parameters(0, 0)) if unit.root] == [""], "the last norm"
+    assert [unit.name for unit in gathered_units(flat, 0, flat.parameters(0, 0)) if unit.root] == [
+        ""
+    ], "the last norm"
 
 
 @pytest.mark.parametrize(
@@ -217,8 +359,11 @@ def test_pipelines_hold_all_weights_of_a_step_under_zero_3() -> None:
 def test_bytes_per_parameter_are_the_published_ones(
     settings: dict[str, str], states: int, per_parameter: float
 ) -> None:
-    """Rajbhandari et al. 2019, arXiv:1910.02054, figure 1: 2 + 2 + 12 with 16-bit gradients; ours are fp32."""
-    run = apply_overrides(resolve("llama3_8b"), {"parallel.tp": "1", "parallel.sp": "false"} | settings)
+    """Rajbhandari et al. 2019, arXiv:1910.02054, figure 1: 2 + 2 + 12 with 16-bit gradients; ours
+    are fp32."""
+    run = apply_overrides(
+        resolve("llama3_8b"), {"parallel.tp": "1", "parallel.sp": "false"} | settings
+    )
     workload = plan_workload(run, 64)
     state = place_memory(workload, 0, 0).memory.state
     assert state == pytest.approx(8_030_261_248 * per_parameter, rel=1e-4)
@@ -227,8 +372,13 @@ def test_bytes_per_parameter_are_the_published_ones(
 
 @pytest.mark.parametrize("zero, each", [("0", 18), ("1", 6 + 12 / 8), ("2", 2 + 16 / 8)])
 def test_experts_are_divided_over_the_ranks_that_hold_the_same_ones(zero: str, each: float) -> None:
-    """Spread over 64 ranks by ep 8, an expert's parameters have edp 8 ranks to divide what ZeRO does."""
-    moe = {"model.moe.experts": "64", "model.moe.ffn_hidden_size": "1024", "model.hidden_size": "1024"}
+    """Spread over 64 ranks by ep 8, an expert's parameters have edp 8 ranks to divide what ZeRO
+    does."""
+    moe = {
+        "model.moe.experts": "64",
+        "model.moe.ffn_hidden_size": "1024",
+        "model.hidden_size": "1024",
+    }
     run = tiny_run(moe | {"parallel.ep": "8", "parallel.zero": zero, "precision.params": "bf16"})
     run = apply_overrides(run, {"train.global_batch_size": "64", "train.micro_batch_size": "1"})
     workload = plan_workload(run, 64)
@@ -256,7 +406,9 @@ def test_experts_that_all_tokens_choose_take_more_and_only_where_they_are_divide
 def test_the_70b_model_on_8_ranks_and_the_405b_model_on_16384() -> None:
     (place,) = memory_ledger(plan_workload(resolve("llama3_70b"), 8))
     assert place.memory.state == pytest.approx(18 * 70_553_706_496 / 8, rel=2e-4)
-    ledger = memory_ledger(plan_workload(apply_overrides(resolve("llama3_405b"), {"parallel.cp": "4"}), 16_384))
+    ledger = memory_ledger(
+        plan_workload(apply_overrides(resolve("llama3_405b"), {"parallel.cp": "4"}), 16_384)
+    )
     assert len(ledger) == 16, "tensor-parallel ranks with equal parts are one sort"
     assert worst(ledger).pp_rank == 1, "most in flight of the stages that have all their layers"
     states = sum(place.memory.state for place in ledger)
@@ -264,7 +416,8 @@ def test_the_70b_model_on_8_ranks_and_the_405b_model_on_16384() -> None:
 
 
 def test_a_layer_of_the_70b_model_keeps_what_a_calculation_by_hand_gives() -> None:
-    """bf16, tp 8 with sp: per token and rank, 8 query heads and 1 key/value head of 128, 3584 of 28,672 features."""
+    """bf16, tp 8 with sp: per token and rank, 8 query heads and 1 key/value head of 128, 3584 of
+    28,672 features."""
     norms, inputs = 2 * (2 * 8192 + 4) / 8, 2 * 2 * 8192 / 8
     queries, keys, values, output, log_sums = 2 * 8 * 128, 2 * 128, 2 * 128, 2 * 8 * 128, 4 * 8
     attention, mlp = queries + keys + values + output + log_sums, 2 * 2 * 3584 + 2 * 3584
@@ -305,7 +458,14 @@ def test_the_numbers_of_the_documentation_are_true() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_activations_at_the_height_are_those_of_the_simulator(schedule: str) -> None:
     workload = plan_workload(
-        tiny_run({"parallel.pp": "2", "parallel.pipeline.schedule": schedule, "train.micro_batch_size": "1"}), 2
+        tiny_run(
+            {
+                "parallel.pp": "2",
+                "parallel.pipeline.schedule": schedule,
+                "train.micro_batch_size": "1",
+            }
+        ),
+        2,
     )
     kept = [chunk_kept(workload, stage, 0, accelerator=False) for stage in workload.stages]
     held = peak_held(
@@ -326,7 +486,9 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     length, rows = run.train.seq_len, run.train.micro_batch_size
     sample = Sample(ids=np.arange(length + 1) % run.model.vocab_size, num_valid=length + 1)
-    batch = build_batch([sample] * rows, Masks(), device=torch.device("cpu"), slicing=my_slicing(run.parallel, mesh))
+    batch = build_batch(
+        [sample] * rows, Masks(), device=torch.device("cpu"), slicing=my_slicing(run.parallel, mesh)
+    )
     many = run.train.global_batch_size // (rows * mesh.dp.size)
     with metered(*trainer.staged.chunks) as meter:
         train_step(trainer, StepBatches([batch] * many, many), lr=0.0, weight_decay=0.0)
@@ -340,29 +502,50 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
         (1, {}),
         (2, {"parallel.tp": "2", "parallel.sp": "true"}),
         (2, {"parallel.cp": "2"}),
-        (2, {"parallel.cp": "2", "parallel.context.slicing": "document", "train.seq_len": "9"}),  # of 12 with padding
+        (
+            2,
+            {"parallel.cp": "2", "parallel.context.slicing": "document", "train.seq_len": "9"},
+        ),  # of 12 with padding
         (2, {"parallel.pp": "2", "model.num_layers": "5", "parallel.pipeline.first_layers": "2"}),
         (2, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}),
-        (2, {"parallel.pp": "2", "parallel.pipeline.schedule": "gpipe", "recompute.granularity": "full"}),
+        (
+            2,
+            {
+                "parallel.pp": "2",
+                "parallel.pipeline.schedule": "gpipe",
+                "recompute.granularity": "full",
+            },
+        ),
     ],
 )
-def test_activations_at_the_height_are_what_a_meter_finds_on_real_ranks(world: int, settings: dict[str, str]) -> None:
+def test_activations_at_the_height_are_what_a_meter_finds_on_real_ranks(
+    world: int, settings: dict[str, str]
+) -> None:
     run = tiny_run({"train.global_batch_size": "24"} | settings)
     workload = plan_workload(run, world)
     for rank, found in enumerate(run_ranks(metered_peak, world, run)):
         place = workload.grid.coordinates(rank)
         memory = place_memory(workload, place["pp"], place["tp"]).memory
-        # The plan counts a rank's rotations of positions once for each chunk in flight, as the chunks keep them.
+        # The plan counts a rank's rotations of positions once for each chunk in flight, as the
+        # chunks keep them.
         assert memory.activations + memory.loss == found, rank
 
 
 @pytest.mark.parametrize("pp, vpp, factor", [(4, 2, 1.375), (8, 4, 1.21875), (8, 2, 1.4375)])
-def test_interleaving_keeps_its_known_factor_more_in_flight(pp: int, vpp: int, factor: float) -> None:
-    """1 + (p - 1)/(p v) times those of p microbatches. Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4."""
-    plain = {"parallel.pp": str(pp), "model.num_layers": str(pp * vpp), "train.micro_batch_size": "1"}
+def test_interleaving_keeps_its_known_factor_more_in_flight(
+    pp: int, vpp: int, factor: float
+) -> None:
+    """1 + (p - 1)/(p v) times those of p microbatches. Source: Korthikanti et al. 2022,
+    arXiv:2205.05198, sec. 4."""
+    plain = {
+        "parallel.pp": str(pp),
+        "model.num_layers": str(pp * vpp),
+        "train.micro_batch_size": "1",
+    }
     plain |= {"train.global_batch_size": "24"}
     one, more = (
-        place_memory(plan_workload(tiny_run(plain | {"parallel.pipeline.vpp": str(v)}), pp), 0, 0) for v in (1, vpp)
+        place_memory(plan_workload(tiny_run(plain | {"parallel.pipeline.vpp": str(v)}), pp), 0, 0)
+        for v in (1, vpp)
     )
     assert one.in_flight == pp
     assert more.in_flight / vpp == pp * factor
@@ -395,15 +578,21 @@ def test_what_is_computed_again_is_whole_for_a_while() -> None:
         )
     )
     assert plain.again == 0
-    # A layer keeps its input, which is there already, and the rest; two layers keep one input less between them.
+    # A layer keeps its input, which is there already, and the rest; two layers keep one input less
+    # between them.
     assert full.again > 0.8 * (plain.layers - full.layers) / 2
     assert pairs.again > 1.8 * full.again
 
 
 def test_what_works_in_turns_needs_its_room_at_the_same_time() -> None:
-    settings = EXPERTS | {"parallel.ep": "2", "train.global_batch_size": "16", "recompute.granularity": "full"}
+    settings = EXPERTS | {
+        "parallel.ep": "2",
+        "train.global_batch_size": "16",
+        "recompute.granularity": "full",
+    }
     plain, paired = (
-        plan_workload(tiny_run(settings | {"parallel.overlap_experts": value}), 2) for value in ("false", "true")
+        plan_workload(tiny_run(settings | {"parallel.overlap_experts": value}), 2)
+        for value in ("false", "true")
     )
     stage = paired.chunks(0)[0]
     again = chunk_kept(paired, stage, 0, accelerator=False).again
@@ -413,15 +602,26 @@ def test_what_works_in_turns_needs_its_room_at_the_same_time() -> None:
 
 
 def test_what_waits_in_host_memory_is_counted_there() -> None:
-    away = {"offload.layers": "2", "offload.min_numel": "1", "model.num_layers": "3", "train.micro_batch_size": "1"}
+    away = {
+        "offload.layers": "2",
+        "offload.min_numel": "1",
+        "model.num_layers": "3",
+        "train.micro_batch_size": "1",
+    }
     plain, offloaded = (
-        place_memory(plan_workload(tiny_run(settings | {"parallel.pp": "2", "model.num_layers": "6"}), 2), 0, 0)
+        place_memory(
+            plan_workload(tiny_run(settings | {"parallel.pp": "2", "model.num_layers": "6"}), 2),
+            0,
+            0,
+        )
         for settings in ({"train.micro_batch_size": "1"}, away)
     )
     assert plain.host == 0 and plain.in_flight == 2
     assert offloaded.host > 0
     assert plain.memory.activations - offloaded.memory.activations == offloaded.host
-    assert offloaded.host / plain.memory.activations == pytest.approx(2 / 3, rel=0.1), "two of three layers"
+    assert offloaded.host / plain.memory.activations == pytest.approx(2 / 3, rel=0.1), (
+        "two of three layers"
+    )
 
 
 def test_what_a_device_adds_is_apart_from_the_tensors() -> None:
@@ -446,7 +646,9 @@ def test_sums_on_their_way_are_counted_as_the_engine_counts_them() -> None:
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])
-def test_a_layer_that_gathers_keys_needs_room_for_them_whatever_the_others_do(kind: Literal["F", "B"]) -> None:
+def test_a_layer_that_gathers_keys_needs_room_for_them_whatever_the_others_do(
+    kind: Literal["F", "B"],
+) -> None:
     cut = {"parallel.cp": "2", "model.num_layers": "2"}
     settings = {
         "all": {"parallel.context.kind": "gather"},

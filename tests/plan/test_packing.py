@@ -54,7 +54,10 @@ def test_end_of_document_tokens_side_by_side_and_at_the_borders_of_rows() -> Non
 
 
 def test_without_end_of_document_tokens_rows_are_documents() -> None:
-    ours, rows = documents_from_eod(np.zeros((4, 7), dtype=np.int64), eod=1), documents_of_rows(4, 7)
+    ours, rows = (
+        documents_from_eod(np.zeros((4, 7), dtype=np.int64), eod=1),
+        documents_of_rows(4, 7),
+    )
     assert ours.uniform == rows.uniform == 7
     for name in ("cu", "positions", "document"):
         assert np.array_equal(getattr(ours, name), getattr(rows, name))
@@ -71,12 +74,21 @@ def test_documents_match_the_rule_token_by_token(seed: int) -> None:
     assert (layout.lengths > 0).all()
     assert layout.max_length == layout.lengths.max()
     assert (layout.uniform is not None) == (len(set(layout.lengths.tolist())) == 1)
-    assert [str(array.dtype) for array in (layout.cu, layout.positions, layout.document)] == ["int32", "int64", "int32"]
+    assert [str(array.dtype) for array in (layout.cu, layout.positions, layout.document)] == [
+        "int32",
+        "int64",
+        "int32",
+    ]
 
 
 def test_an_empty_batch_has_no_documents() -> None:
     layout = documents_of_rows(0, 5)
-    assert (layout.cu.tolist(), layout.max_length, layout.uniform, layout.num_documents) == ([0], 0, None, 0)
+    assert (layout.cu.tolist(), layout.max_length, layout.uniform, layout.num_documents) == (
+        [0],
+        0,
+        None,
+        0,
+    )
 
 
 def test_a_label_crosses_into_another_document_only_after_its_end() -> None:
@@ -112,7 +124,9 @@ def test_what_cannot_be_packed_is_refused() -> None:
         documents_from_eod(np.zeros(3, dtype=np.int64), eod=0)
     with pytest.raises(PlanError, match=r"ids has shape \[2, 0\]"):
         labels_inside_documents(np.zeros((2, 0), dtype=np.int64), eod=0)
-    with pytest.raises(PlanError, match="rows=1, length=0: rows must be at least 0 and length at least 1"):
+    with pytest.raises(
+        PlanError, match="rows=1, length=0: rows must be at least 0 and length at least 1"
+    ):
         documents_of_rows(1, 0)
 
 

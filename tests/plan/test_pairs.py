@@ -1,4 +1,5 @@
-"""Forwards and backwards in pairs: that they do not need each other, and that ranks never wait for each other."""
+"""Forwards and backwards in pairs: that they do not need each other, and that ranks never wait for
+each other."""
 
 import random
 from dataclasses import replace
@@ -19,9 +20,14 @@ from megalith.plan.transfers import with_transfers
 from megalith.testing.schedules import random_schedule
 
 MODEL = ModelConfig(
-    vocab_size=8, hidden_size=6, num_layers=4, num_heads=2, num_kv_heads=2, ffn_hidden_size=8,
+    vocab_size=8,
+    hidden_size=6,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=2,
+    ffn_hidden_size=8,
     moe=MoEConfig(experts=4, ffn_hidden_size=4),
-)  # fmt: skip
+)
 
 
 def texts(schedule: Schedule) -> list[str]:
@@ -36,7 +42,9 @@ def texts(schedule: Schedule) -> list[str]:
 
 
 def test_without_a_pipeline_each_backward_stands_beside_the_next_forward() -> None:
-    assert texts(in_pairs(build_schedule("1f1b", num_ranks=1, num_microbatches=4))) == ["F0 F1+B0 F2+B1 F3+B2 B3"]
+    assert texts(in_pairs(build_schedule("1f1b", num_ranks=1, num_microbatches=4))) == [
+        "F0 F1+B0 F2+B1 F3+B2 B3"
+    ]
     assert texts(in_pairs(build_schedule("1f1b", num_ranks=1, num_microbatches=1))) == ["F0 B0"]
 
 
@@ -63,7 +71,9 @@ def test_the_middle_of_dualpipe_is_pairs_of_both_chunks() -> None:
 
 
 def pairs_of(schedule: Schedule) -> int:
-    return sum(len(each) == 2 for rank in range(schedule.num_ranks) for each in together(schedule, rank))
+    return sum(
+        len(each) == 2 for rank in range(schedule.num_ranks) for each in together(schedule, rank)
+    )
 
 
 @pytest.mark.parametrize("name", PAIRED_SCHEDULES)
@@ -97,7 +107,8 @@ def test_a_forward_that_the_backward_beside_it_waits_for_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks", "held", "before"), [("1f1b", 1, 8, 4), ("interleaved", 2, 12, 11), ("dualpipe-v", 2, 9, 9)]
+    ("name", "chunks", "held", "before"),
+    [("1f1b", 1, 8, 4), ("interleaved", 2, 12, 11), ("dualpipe-v", 2, 9, 9)],
 )
 def test_pairs_cost_no_time_on_paper_and_the_memory_that_is_told(
     name: ScheduleName, chunks: int, held: int, before: int
@@ -105,29 +116,55 @@ def test_pairs_cost_no_time_on_paper_and_the_memory_that_is_told(
     schedule = build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=16)
     paired = in_pairs(schedule)
     assert (max(peak_held(schedule)), max(peak_held(paired))) == (before, held)
-    slower = Fraction(simulate(with_transfers(paired)).makespan) / Fraction(simulate(with_transfers(schedule)).makespan)
+    slower = Fraction(simulate(with_transfers(paired)).makespan) / Fraction(
+        simulate(with_transfers(schedule)).makespan
+    )
     assert slower <= (Fraction(103, 99) if name == "dualpipe-v" else 1)
 
 
 def test_a_schedule_without_pairs_is_taken_one_by_one() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=3)
     assert pairs_of(schedule) == 0
-    assert pairs_of(in_pairs(build_schedule("dualpipe-v", num_ranks=3, num_chunks=2, num_microbatches=1))) == 0
+    assert (
+        pairs_of(
+            in_pairs(build_schedule("dualpipe-v", num_ranks=3, num_chunks=2, num_microbatches=1))
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("parallel", "moe", "text"),
     [
-        (ParallelConfig(ep=2), False, "model.moe=null: there are no messages to experts. Set parallel.overlap_experts"),
-        (ParallelConfig(), True, "parallel.ep=1: no rank sends tokens to another one's experts. Set parallel.ep to a "
-         "divisor of model.moe.experts=4 above 1"),
-        (ParallelConfig(ep=2, dispatcher="gather"), True, "parallel.dispatcher=gather: only an exchange can be left"),
-        (ParallelConfig(ep=2, zero=3), True, "parallel.zero=3: weights are gathered for one pass through a layer"),
-        (ParallelConfig(ep=2, pp=2, pipeline=PipelineConfig(schedule="zb-h1")), True,
-         "parallel.pipeline.schedule=zb-h1: it does not run forwards and backwards by turns. Set "
-         "parallel.pipeline.schedule to one of 1f1b, interleaved, dualpipe-v."),
+        (
+            ParallelConfig(ep=2),
+            False,
+            "model.moe=null: there are no messages to experts. Set parallel.overlap_experts",
+        ),
+        (
+            ParallelConfig(),
+            True,
+            "parallel.ep=1: no rank sends tokens to another one's experts. Set parallel.ep to a "
+            "divisor of model.moe.experts=4 above 1",
+        ),
+        (
+            ParallelConfig(ep=2, dispatcher="gather"),
+            True,
+            "parallel.dispatcher=gather: only an exchange can be left",
+        ),
+        (
+            ParallelConfig(ep=2, zero=3),
+            True,
+            "parallel.zero=3: weights are gathered for one pass through a layer",
+        ),
+        (
+            ParallelConfig(ep=2, pp=2, pipeline=PipelineConfig(schedule="zb-h1")),
+            True,
+            "parallel.pipeline.schedule=zb-h1: it does not run forwards and backwards by turns. "
+            "Set parallel.pipeline.schedule to one of 1f1b, interleaved, dualpipe-v.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_pairs_need_is_told(parallel: ParallelConfig, moe: bool, text: str) -> None:
     model = MODEL if moe else replace(MODEL, moe=None)
     assert pairing_problems(model, parallel) == []
@@ -137,7 +174,13 @@ def test_what_pairs_need_is_told(parallel: ParallelConfig, moe: bool, text: str)
 
 def test_layouts_with_pairs_have_nothing_to_tell() -> None:
     exchange: DispatcherName = "exchange"
-    for pipeline in (PipelineConfig(), PipelineConfig(vpp=2), PipelineConfig(schedule="dualpipe-v", vpp=2)):
+    for pipeline in (
+        PipelineConfig(),
+        PipelineConfig(vpp=2),
+        PipelineConfig(schedule="dualpipe-v", vpp=2),
+    ):
         for pp in (1, 2):
-            parallel = ParallelConfig(ep=2, pp=pp, pipeline=pipeline, dispatcher=exchange, overlap_experts=True)
+            parallel = ParallelConfig(
+                ep=2, pp=pp, pipeline=pipeline, dispatcher=exchange, overlap_experts=True
+            )
             assert pairing_problems(MODEL, parallel) == []

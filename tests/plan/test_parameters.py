@@ -25,7 +25,13 @@ from megalith.testing.tiny import tiny_run
 from megalith.verify.variants import VARIANTS as KINDS
 
 SMALL = ModelConfig(
-    vocab_size=999, hidden_size=96, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16, ffn_hidden_size=201
+    vocab_size=999,
+    hidden_size=96,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_hidden_size=201,
 )
 VARIANTS = [
     SMALL,
@@ -33,15 +39,21 @@ VARIANTS = [
     replace(SMALL, qkv_bias=True, output_bias=True, mlp_bias=True),
     replace(SMALL, num_kv_heads=8, head_dim=None, vocab_multiple=1),
 ]
-MLA = replace(SMALL, num_kv_heads=8, mla=MLAConfig(kv_rank=10, q_rank=14, nope_dim=6, rope_dim=4, value_dim=5))
+MLA = replace(
+    SMALL, num_kv_heads=8, mla=MLAConfig(kv_rank=10, q_rank=14, nope_dim=6, rope_dim=4, value_dim=5)
+)
 LAYERNORM = replace(SMALL, norm="layer", norm_placement="around", qkv_bias=True)
 MORE = {
     "mla": MLA,
-    "mla, whole queries": replace(MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), tied_embeddings=True, output_bias=True),
+    "mla, whole queries": replace(
+        MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), tied_embeddings=True, output_bias=True
+    ),
     "mla, LayerNorm": replace(MLA, norm="layer"),
     "mtp": replace(MLA, mtp=MTPConfig(depths=2)),
     "mtp, tied": replace(SMALL, tied_embeddings=True, mtp=MTPConfig(depths=1), positions="learned"),
-    "gate with biases, norms of heads": replace(LAYERNORM, attention=AttentionConfig(gated=True, qk_norm="head")),
+    "gate with biases, norms of heads": replace(
+        LAYERNORM, attention=AttentionConfig(gated=True, qk_norm="head")
+    ),
 }
 """Kinds of layers beside those of the matrix."""
 
@@ -49,23 +61,35 @@ MORE = {
 MOE = MoEConfig(experts=8, top_k=3, ffn_hidden_size=21)
 MIXTURES = {
     "all layers": replace(SMALL, moe=MOE),
-    "ungated, every other layer": replace(SMALL, gated=False, moe=replace(MOE, layers=(False, True))),
+    "ungated, every other layer": replace(
+        SMALL, gated=False, moe=replace(MOE, layers=(False, True))
+    ),
     "everything": replace(
-        SMALL, mtp=MTPConfig(depths=1), mlp_bias=True,
+        SMALL,
+        mtp=MTPConfig(depths=1),
+        mlp_bias=True,
         moe=replace(
-            MOE, latent_size=19, shared_ffn_hidden_size=13, shared_gate=True,
+            MOE,
+            latent_size=19,
+            shared_ffn_hidden_size=13,
+            shared_gate=True,
             router=RouterConfig(score="sigmoid", bias=True, balancing_bias=True),
         ),
     ),
     "moved logits": replace(SMALL, moe=replace(MOE, balance=BalanceConfig(quantile=True))),
-    "DeepSeek": replace(MLA, moe=replace(MOE, layers=(False, True, True), shared_ffn_hidden_size=21)),
-}  # fmt: skip
+    "DeepSeek": replace(
+        MLA, moe=replace(MOE, layers=(False, True, True), shared_ffn_hidden_size=21)
+    ),
+}
 BIASES = replace(SMALL, moe=replace(MOE, biases=True))
 DIVIDED = [
-    (8, {"ep": 2}), (8, {"ep": 4, "etp": 1, "tp": 2, "sp": True}), (8, {"etp": 2, "tp": 4, "sp": True}),
-    (8, {"ep": 2, "etp": 2, "cp": 2}), (12, {"tp": 3, "sp": True, "etp": 2, "ep": 2}),
+    (8, {"ep": 2}),
+    (8, {"ep": 4, "etp": 1, "tp": 2, "sp": True}),
+    (8, {"etp": 2, "tp": 4, "sp": True}),
+    (8, {"ep": 2, "etp": 2, "cp": 2}),
+    (12, {"tp": 3, "sp": True, "etp": 2, "ep": 2}),
     (12, {"pp": 3, "ep": 2, "etp": 2}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("config", MIXTURES.values(), ids=MIXTURES)
@@ -82,7 +106,9 @@ def test_a_rank_holds_the_experts_that_the_model_declares(
 
 
 def test_experts_with_biases_are_divided_by_ep_alone() -> None:
-    holds_what_is_declared(plan_workload(replace(tiny_run({}), model=BIASES, parallel=ParallelConfig(ep=2)), 2))
+    holds_what_is_declared(
+        plan_workload(replace(tiny_run({}), model=BIASES, parallel=ParallelConfig(ep=2)), 2)
+    )
 
 
 def holds_what_is_declared(workload: Workload) -> None:
@@ -91,11 +117,19 @@ def holds_what_is_declared(workload: Workload) -> None:
     for rank in grid.ranks:
         mesh, place = mesh_on_paper(grid, rank=rank), grid.coordinates(rank)
         chunks = build_chunks(run.model, mesh, run.parallel, dtype=torch.float32)
-        built = [(one, getattr(module, name)) for chunk in chunks for one, module, name in declared_parameters(chunk)]
+        built = [
+            (one, getattr(module, name))
+            for chunk in chunks
+            for one, module, name in declared_parameters(chunk)
+        ]
         part = ExpertPart(run.parallel.ep, mesh.over("etp").size, place["etp"])
         held = workload.parameters(place["pp"], place["tp"], experts=part)
         assert [(one.name, one.rows, one.columns, one.grid, one.frozen) for one in held] == [
-            (*(one.shard.name, *one.shard.matrix_shape, 1)[:3], one.shard.grid, not weight.requires_grad)
+            (
+                *(one.shard.name, *one.shard.matrix_shape, 1)[:3],
+                one.shard.grid,
+                not weight.requires_grad,
+            )
             for one, weight in built
         ]
         largest = workload.parameters(place["pp"], place["tp"])
@@ -110,7 +144,9 @@ def test_balancing_biases_are_saved_and_no_parameters() -> None:
     assert num_parameters(model) == sum(one.numel for one in held) - 32
 
 
-@pytest.mark.parametrize("config", [*VARIANTS, *KINDS.values(), *MORE.values()], ids=lambda config: config.norm)
+@pytest.mark.parametrize(
+    "config", [*VARIANTS, *KINDS.values(), *MORE.values()], ids=lambda config: config.norm
+)
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, tp: int) -> None:
     if tp == 3:
@@ -119,10 +155,16 @@ def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, 
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
     for rank in range(tp):
         model = Decoder(config, mesh_on_paper(grid, rank=rank))
-        built = [(one.shard.name, one.shard.matrix_shape) for one, _, _ in declared_parameters(model)]
+        built = [
+            (one.shard.name, one.shard.matrix_shape) for one, _, _ in declared_parameters(model)
+        ]
         layers = range(config.num_layers)
-        held = held_parameters(config, tp=tp, tp_rank=rank, layers=layers, embedding=True, loss=True)
-        assert [(one.name, one.rows, one.columns) for one in held] == [(name, *shape, 1)[:3] for name, shape in built]
+        held = held_parameters(
+            config, tp=tp, tp_rank=rank, layers=layers, embedding=True, loss=True
+        )
+        assert [(one.name, one.rows, one.columns) for one in held] == [
+            (name, *shape, 1)[:3] for name, shape in built
+        ]
         stacks = {
             f"{name}.{part}".removesuffix(".weight")
             for name, layer in model.named_modules()
@@ -137,9 +179,13 @@ def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, 
 def test_gradients_are_summed_over_the_ranks_that_the_model_says(tp: int, sp: bool) -> None:
     for config in (*VARIANTS, *KINDS.values(), *MORE.values()):
         mesh = mesh_on_paper(model_grid(ParallelConfig(tp=tp, sp=sp), config, tp), rank=1)
-        held = held_parameters(config, tp=tp, tp_rank=1, layers=range(config.num_layers), embedding=True, loss=True)
+        held = held_parameters(
+            config, tp=tp, tp_rank=1, layers=range(config.num_layers), embedding=True, loss=True
+        )
         copies = tensor_part(config, tp=tp, rank=1).kv_copies
-        for one, (declared, _, _) in zip(held, declared_parameters(Decoder(config, mesh, sp=sp)), strict=True):
+        for one, (declared, _, _) in zip(
+            held, declared_parameters(Decoder(config, mesh, sp=sp)), strict=True
+        ):
             axes = [axis for axis in tensor_axes(declared.shard) if mesh.over(axis).size > 1]
             ranks = math.prod(mesh.over(axis).size for axis in axes)
             assert ranks == _summed_over(one, tp=tp, sp=sp, copies=copies), one
@@ -171,27 +217,47 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
         shared = {one.name for one in first} & {one.name for one in last}
         twice = ends | {"relative.weight": relative}
         assert shared == {name for name, is_shared in twice.items() if is_shared}
-        stage = Decoder(config, mesh_of_one(), stage=Stage(rest, loss=True, norm=True, further=config.mtp.depths))
-        assert [one.name for one in last] == [one.shard.name for one, _, _ in declared_parameters(stage)]
+        stage = Decoder(
+            config,
+            mesh_of_one(),
+            stage=Stage(rest, loss=True, norm=True, further=config.mtp.depths),
+        )
+        assert [one.name for one in last] == [
+            one.shard.name for one, _, _ in declared_parameters(stage)
+        ]
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned", "relative"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_stage_of_further_predictions_holds_tables_that_it_reads_and_no_head(positions: Any, tied: bool) -> None:
+def test_a_stage_of_further_predictions_holds_tables_that_it_reads_and_no_head(
+    positions: Any, tied: bool
+) -> None:
     config = replace(SMALL, positions=positions, tied_embeddings=tied, mtp=MTPConfig(depths=2))
     nothing = range(config.num_layers, config.num_layers)
     for stage in (
-        Stage(nothing, further=2), Stage(nothing, loss=True), Stage(nothing, norm=True, further=2),
+        Stage(nothing, further=2),
+        Stage(nothing, loss=True),
+        Stage(nothing, norm=True, further=2),
         Stage(nothing, loss=True, further=2),
-    ):  # fmt: skip
+    ):
         built = declared_parameters(Decoder(config, mesh_of_one(), stage=stage))
         held = held_parameters(
-            config, tp=1, tp_rank=0, layers=nothing, embedding=False, loss=stage.loss, norm=stage.norm,
+            config,
+            tp=1,
+            tp_rank=0,
+            layers=nothing,
+            embedding=False,
+            loss=stage.loss,
+            norm=stage.norm,
             further=stage.further,
-        )  # fmt: skip
-        assert {one.name: one.numel for one in held} == {d.shard.name: d.shard.numel for d, _, _ in built}
+        )
+        assert {one.name: one.numel for one in held} == {
+            d.shard.name: d.shard.numel for d, _, _ in built
+        }
         assert ("head.weight" in {one.name for one in held}) == (stage.loss and not tied)
-        assert ("embed.weight" in {one.name for one in held}) == (tied if stage.loss and not stage.further else True)
+        assert ("embed.weight" in {one.name for one in held}) == (
+            tied if stage.loss and not stage.further else True
+        )
 
 
 def test_ranks_that_share_heads_hold_the_same_ones() -> None:
@@ -199,6 +265,9 @@ def test_ranks_that_share_heads_hold_the_same_ones() -> None:
     assert [part.kv_heads for part in parts] == [1] * 4
     assert {part.kv_copies for part in parts} == {2}
     assert [part.ffn for part in parts] == [51, 50, 50, 50]
-    kv = next(one for one in held_parameters(SMALL, tp=4, tp_rank=0, layers=[0], embedding=False, loss=False)
-              if one.name.endswith("kv"))  # fmt: skip
+    kv = next(
+        one
+        for one in held_parameters(SMALL, tp=4, tp_rank=0, layers=[0], embedding=False, loss=False)
+        if one.name.endswith("kv")
+    )
     assert not kv.cut and kv.stacked

@@ -1,4 +1,5 @@
-"""Which layers run again and which wait in host memory; and every combination that is refused, with its text."""
+"""Which layers run again and which wait in host memory; and every combination that is refused, with
+its text."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,77 +34,167 @@ def test_uniform_chunks_cover_every_layer_once_and_the_last_may_be_shorter() -> 
     for num_layers in range(12):
         for size in (1, 2, 3, 5, 20):
             spans = layer_spans(full(size), HERE, num_layers)
-            assert [layer for span in spans for layer in range(span.start, span.stop)] == list(range(num_layers))
+            assert [layer for span in spans for layer in range(span.start, span.stop)] == list(
+                range(num_layers)
+            )
             assert all(span.recomputed and span.stop - span.start == size for span in spans[:-1])
     assert [span[:2] for span in layer_spans(full(9), HERE, 4)] == [(0, 4)]
 
 
 def test_block_recomputes_the_first_layers_one_by_one_and_at_most_all() -> None:
-    assert [span.recomputed for span in layer_spans(full(2, "block"), HERE, 4)] == [True, True, False, False]
-    assert [span.recomputed for span in layer_spans(full(9, "block"), HERE, 3)] == [True, True, True]
+    assert [span.recomputed for span in layer_spans(full(2, "block"), HERE, 4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [span.recomputed for span in layer_spans(full(9, "block"), HERE, 3)] == [
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(granularity="selective")])
-def test_without_full_recomputation_every_layer_keeps_for_itself(recompute: RecomputeConfig) -> None:
+def test_without_full_recomputation_every_layer_keeps_for_itself(
+    recompute: RecomputeConfig,
+) -> None:
     assert layer_spans(recompute, HERE, 2) == [Span(0, 1, False, False), Span(1, 2, False, False)]
 
 
 def test_the_last_layer_never_waits_in_host_memory_and_a_span_goes_there_whole() -> None:
     away = OffloadConfig(layers=9)
-    assert [span.offloaded for span in layer_spans(RecomputeConfig(), away, 4)] == [True, True, True, False]
-    assert [span.offloaded for span in layer_spans(full(2), OffloadConfig(layers=3), 6)] == [True, False, False]
+    assert [span.offloaded for span in layer_spans(RecomputeConfig(), away, 4)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert [span.offloaded for span in layer_spans(full(2), OffloadConfig(layers=3), 6)] == [
+        True,
+        False,
+        False,
+    ]
     assert [span.offloaded for span in layer_spans(RecomputeConfig(), away, 1)] == [False]
 
 
 def test_only_selective_recomputation_has_modules() -> None:
-    assert modules_again(RecomputeConfig(granularity="selective", modules=("norm", "mlp"))) == ("norm", "mlp")
+    assert modules_again(RecomputeConfig(granularity="selective", modules=("norm", "mlp"))) == (
+        "norm",
+        "mlp",
+    )
     assert modules_again(full(1)) == modules_again(RecomputeConfig()) == ()
 
 
 def problems(
-    recompute: RecomputeConfig, offload: OffloadConfig = HERE, *, tp: int = 1, sp: bool = False, compiled: bool = False
+    recompute: RecomputeConfig,
+    offload: OffloadConfig = HERE,
+    *,
+    tp: int = 1,
+    sp: bool = False,
+    compiled: bool = False,
 ) -> str:
-    return "\n".join(recompute_problems(recompute, offload, tp=tp, sp=sp, compiled=compiled, stage_layers=4))
+    return "\n".join(
+        recompute_problems(recompute, offload, tp=tp, sp=sp, compiled=compiled, stage_layers=4)
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (problems(full(0)), "recompute.num_layers=0 must be at least 1. Set recompute.num_layers to 1, or "
-         "recompute.granularity to none"),
-        (problems(RecomputeConfig(method="block")), "recompute.method=block and recompute.num_layers=1 count whole "
-         "layers, which recompute.granularity=none leaves alone. Set recompute.granularity to full"),
-        (problems(RecomputeConfig(granularity="selective", num_layers=2)), "recompute.num_layers=2 count whole layers, "
-         "which recompute.granularity=selective leaves alone"),
-        (problems(RecomputeConfig(granularity="selective", modules=())), "recompute.modules=[] names nothing to "
-         "compute again. Set recompute.modules to [core_attention], or recompute.granularity to none"),
-        (problems(RecomputeConfig(modules=("mlp",))), "recompute.modules=['mlp'] belongs to recompute.granularity="
-         "selective, but that is none. Set recompute.granularity to selective"),
-        (problems(RecomputeConfig(granularity="selective"), compiled=True), "recompute.granularity=selective with "
-         "train.compile=true"),
-        (problems(RecomputeConfig(check=True)), "recompute.check=true compares what is computed again, which is "
-         "nothing with recompute.granularity=none. Set recompute.granularity to full or selective"),
-        (problems(RecomputeConfig(shard_inputs=True), tp=2), "recompute.shard_inputs=true divides the inputs of "
-         "recomputed layers, but recompute.granularity=none. Set recompute.granularity to full"),
-        (problems(RecomputeConfig(granularity="full", shard_inputs=True)), "but parallel.tp=1. Set parallel.tp to 2"),
-        (problems(RecomputeConfig(granularity="full", shard_inputs=True), tp=2, sp=True), "recompute.shard_inputs=true "
-         "is redundant: with parallel.sp=true each of the parallel.tp=2 ranks keeps only its tokens already"),
-        (problems(RecomputeConfig(granularity="auto")), "recompute.granularity=auto chooses by a device's memory, but "
-         "recompute.device=None. Set recompute.device to one of a100, h100, h200, b200, or to the GiB of one device."),
-        (problems(RecomputeConfig(granularity="auto", device="h10")), "recompute.device=h10 is no device known here. "
-         "Did you mean h100? Set recompute.device to one of a100, "),
-        (problems(RecomputeConfig(granularity="full", device="h100")), "recompute.device=h100 is for "
-         "recompute.granularity=auto, but that is full. Set recompute.granularity to auto, or remove"),
-        (problems(RecomputeConfig(granularity="auto", device="80", modules=("mlp",))), "belongs to "
-         "recompute.granularity=selective, but that is auto"),
-        (problems(RecomputeConfig(), OffloadConfig(layers=4)), "offload.layers=4 must be at least 0 and less than the "
-         "4 layers of a stage, whose last one backward needs at once. Set offload.layers to 3 or less"),
-        (problems(RecomputeConfig(), OffloadConfig(layers=-1)), "offload.layers=-1 must be at least 0"),
-        (problems(RecomputeConfig(), OffloadConfig(layers=1), compiled=True), "offload.layers=1 with "
-         "train.compile=true"),
-        (problems(RecomputeConfig(), OffloadConfig(min_numel=0)), "offload.min_numel=0 must be at least 1"),
+        (
+            problems(full(0)),
+            "recompute.num_layers=0 must be at least 1. Set recompute.num_layers to 1, or "
+            "recompute.granularity to none",
+        ),
+        (
+            problems(RecomputeConfig(method="block")),
+            "recompute.method=block and recompute.num_layers=1 count whole "
+            "layers, which recompute.granularity=none leaves alone. Set recompute.granularity to "
+            "full",
+        ),
+        (
+            problems(RecomputeConfig(granularity="selective", num_layers=2)),
+            "recompute.num_layers=2 count whole layers, "
+            "which recompute.granularity=selective leaves alone",
+        ),
+        (
+            problems(RecomputeConfig(granularity="selective", modules=())),
+            "recompute.modules=[] names nothing to "
+            "compute again. Set recompute.modules to [core_attention], or recompute.granularity to "
+            "none",
+        ),
+        (
+            problems(RecomputeConfig(modules=("mlp",))),
+            "recompute.modules=['mlp'] belongs to recompute.granularity="
+            "selective, but that is none. Set recompute.granularity to selective",
+        ),
+        (
+            problems(RecomputeConfig(granularity="selective"), compiled=True),
+            "recompute.granularity=selective with train.compile=true",
+        ),
+        (
+            problems(RecomputeConfig(check=True)),
+            "recompute.check=true compares what is computed again, which is "
+            "nothing with recompute.granularity=none. Set recompute.granularity to full or "
+            "selective",
+        ),
+        (
+            problems(RecomputeConfig(shard_inputs=True), tp=2),
+            "recompute.shard_inputs=true divides the inputs of "
+            "recomputed layers, but recompute.granularity=none. Set recompute.granularity to full",
+        ),
+        (
+            problems(RecomputeConfig(granularity="full", shard_inputs=True)),
+            "but parallel.tp=1. Set parallel.tp to 2",
+        ),
+        (
+            problems(RecomputeConfig(granularity="full", shard_inputs=True), tp=2, sp=True),
+            "recompute.shard_inputs=true "
+            "is redundant: with parallel.sp=true each of the parallel.tp=2 ranks keeps only its "
+            "tokens already",
+        ),
+        (
+            problems(RecomputeConfig(granularity="auto")),
+            "recompute.granularity=auto chooses by a device's memory, but "
+            "recompute.device=None. Set recompute.device to one of a100, h100, h200, b200, or to "
+            "the GiB of one device.",
+        ),
+        (
+            problems(RecomputeConfig(granularity="auto", device="h10")),
+            "recompute.device=h10 is no device known here. "
+            "Did you mean h100? Set recompute.device to one of a100, ",
+        ),
+        (
+            problems(RecomputeConfig(granularity="full", device="h100")),
+            "recompute.device=h100 is for "
+            "recompute.granularity=auto, but that is full. Set recompute.granularity to auto, or "
+            "remove",
+        ),
+        (
+            problems(RecomputeConfig(granularity="auto", device="80", modules=("mlp",))),
+            "belongs to recompute.granularity=selective, but that is auto",
+        ),
+        (
+            problems(RecomputeConfig(), OffloadConfig(layers=4)),
+            "offload.layers=4 must be at least 0 and less than the "
+            "4 layers of a stage, whose last one backward needs at once. Set offload.layers to 3 "
+            "or less",
+        ),
+        (
+            problems(RecomputeConfig(), OffloadConfig(layers=-1)),
+            "offload.layers=-1 must be at least 0",
+        ),
+        (
+            problems(RecomputeConfig(), OffloadConfig(layers=1), compiled=True),
+            "offload.layers=1 with train.compile=true",
+        ),
+        (
+            problems(RecomputeConfig(), OffloadConfig(min_numel=0)),
+            "offload.min_numel=0 must be at least 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_with_its_value_and_a_way_out(text: str, expected: str) -> None:
     assert expected in text
 
@@ -113,27 +204,37 @@ def test_experts_for_all_tokens_run_again_where_there_are_some() -> None:
     model = tiny_run({}).model
     (text,) = shared_experts_problems(again, model)
     assert text == (
-        "recompute.modules=['shared_experts'] names shared_experts, of which the model has none. Remove "
-        "shared_experts, or set model.moe.shared_ffn_hidden_size."
+        "recompute.modules=['shared_experts'] names shared_experts, of which the model has none. "
+        "Remove shared_experts, or set model.moe.shared_ffn_hidden_size."
     )
-    assert shared_experts_problems(again, replace(model, moe=MoEConfig(experts=2, ffn_hidden_size=3))) == [text]
+    assert shared_experts_problems(
+        again, replace(model, moe=MoEConfig(experts=2, ffn_hidden_size=3))
+    ) == [text]
     some = MoEConfig(experts=2, ffn_hidden_size=3, shared_ffn_hidden_size=4)
     assert shared_experts_problems(again, replace(model, moe=some)) == []
     assert shared_experts_problems(RecomputeConfig(), model) == []
 
 
 def test_projections_from_short_vectors_run_again_where_there_are_some() -> None:
-    again, model = RecomputeConfig(granularity="selective", modules=("norm", "mla_up_proj")), tiny_run({}).model
+    again, model = (
+        RecomputeConfig(granularity="selective", modules=("norm", "mla_up_proj")),
+        tiny_run({}).model,
+    )
     assert up_projection_problems(again, model) == [
-        "recompute.modules=['norm', 'mla_up_proj'] names mla_up_proj, but model.mla=None: only latent attention "
+        "recompute.modules=['norm', 'mla_up_proj'] names mla_up_proj, but model.mla=None: only "
+        "latent attention "
         "projects up from short vectors. Replace mla_up_proj by core_attention, or set model.mla."
     ]
     assert up_projection_problems(again, replace(model, mla=MLAConfig(kv_rank=7))) == []
     assert up_projection_problems(RecomputeConfig(), model) == []
 
 
-def chunked(chunks: int = 3, offload: OffloadConfig = HERE, *, drop: bool = False, **changes: Any) -> list[str]:
-    one = replace(RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=chunks), **changes)
+def chunked(
+    chunks: int = 3, offload: OffloadConfig = HERE, *, drop: bool = False, **changes: Any
+) -> list[str]:
+    one = replace(
+        RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=chunks), **changes
+    )
     return mlp_chunks_problems(one, offload, MODEL, tokens=7, adapters_drop=drop)
 
 
@@ -141,15 +242,15 @@ def test_mlps_run_in_chunks_only_where_they_run_again_by_themselves() -> None:
     assert chunked() == chunked(7) == chunked(1, granularity="none", drop=True) == []
     refused = {
         "recompute.mlp_chunks=0 must be at least 1. Set recompute.mlp_chunks to 1": chunked(0),
-        "but recompute.granularity=full and recompute.modules=['mlp']. Set recompute.granularity to selective": chunked(
-            granularity="full"
-        ),
-        "recompute.modules=['norm']. Set recompute.granularity to selective and recompute.modules to [mlp]": chunked(
-            modules=("norm",)
-        ),
+        "but recompute.granularity=full and recompute.modules=['mlp']. Set recompute.granularity "
+        "to selective": chunked(granularity="full"),
+        "recompute.modules=['norm']. Set recompute.granularity to selective and recompute.modules "
+        "to [mlp]": chunked(modules=("norm",)),
         "recompute.mlp_chunks=8 is more than the 7 tokens": chunked(8),
         "Set recompute.mlp_chunks to 7 or less": chunked(8),
-        "recompute.mlp_chunks=3 with offload.layers=1: parts": chunked(offload=OffloadConfig(layers=1)),
+        "recompute.mlp_chunks=3 with offload.layers=1: parts": chunked(
+            offload=OffloadConfig(layers=1)
+        ),
         "recompute.mlp_chunks=3 with lora.dropout above 0": chunked(drop=True),
     }
     for text, (problem,) in refused.items():
@@ -157,7 +258,10 @@ def test_mlps_run_in_chunks_only_where_they_run_again_by_themselves() -> None:
     mixed = replace(MODEL, moe=MoEConfig(experts=4, top_k=2, ffn_hidden_size=8))
     one = RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=2)
     (text,) = mlp_chunks_problems(one, HERE, mixed, tokens=7, adapters_drop=False)
-    assert "no layer has an MLP that all tokens go through" in text and "Set recompute.mlp_chunks to 1." in text
+    assert (
+        "no layer has an MLP that all tokens go through" in text
+        and "Set recompute.mlp_chunks to 1." in text
+    )
     assert mlp_in_chunks(one, MODEL, 0) and not mlp_in_chunks(one, mixed, 0)
     assert not mlp_in_chunks(replace(one, modules=("norm",)), MODEL, 0)
 
@@ -173,10 +277,18 @@ def test_all_conflicts_come_together() -> None:
 
 @pytest.mark.parametrize(
     "recompute",
-    [RecomputeConfig(), RecomputeConfig(granularity="auto", device="80 GiB"),
-     full(1), full(99), full(99, "block"), RecomputeConfig(granularity="selective"),
-     RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp", "mlp_act"))],
-)  # fmt: skip
+    [
+        RecomputeConfig(),
+        RecomputeConfig(granularity="auto", device="80 GiB"),
+        full(1),
+        full(99),
+        full(99, "block"),
+        RecomputeConfig(granularity="selective"),
+        RecomputeConfig(
+            granularity="selective", modules=("core_attention", "norm", "mlp", "mlp_act")
+        ),
+    ],
+)
 def test_what_works_is_not_refused(recompute: RecomputeConfig) -> None:
     assert problems(recompute) == problems(recompute, OffloadConfig(layers=3), tp=2, sp=True) == ""
     assert problems(RecomputeConfig(granularity="full", shard_inputs=True), tp=2) == ""
@@ -184,7 +296,14 @@ def test_what_works_is_not_refused(recompute: RecomputeConfig) -> None:
 
 def test_a_count_beyond_the_layers_is_taken_as_all_of_them_with_a_word() -> None:
     (note,) = recompute_notes(full(9), stage_layers=4)
-    assert "recompute.num_layers=9 is more than the 4 layers of a stage: all of them are recomputed together" in note
+    assert (
+        "recompute.num_layers=9 is more than the 4 layers of a stage: all of them are recomputed "
+        "together" in note
+    )
     (note,) = recompute_notes(full(9, "block"), stage_layers=4)
     assert "all of them are recomputed, as with 4" in note
-    assert recompute_notes(full(4), stage_layers=4) == recompute_notes(RecomputeConfig(), stage_layers=1) == []
+    assert (
+        recompute_notes(full(4), stage_layers=4)
+        == recompute_notes(RecomputeConfig(), stage_layers=1)
+        == []
+    )

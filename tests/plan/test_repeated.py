@@ -1,4 +1,5 @@
-"""Tests of megalith/plan/repeated.py: the closed form against what torch counts in models that compute again."""
+"""Tests of megalith/plan/repeated.py: the closed form against what torch counts in models that
+compute again."""
 
 from dataclasses import replace
 
@@ -24,15 +25,28 @@ from megalith.recipes import resolve
 
 DOCUMENTS = (5, 11, 2)
 MODEL = ModelConfig(
-    vocab_size=48, vocab_multiple=1, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, ffn_hidden_size=40,
+    vocab_size=48,
+    vocab_multiple=1,
+    hidden_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=40,
     attention=AttentionConfig(causal=False),
-)  # fmt: skip
-"""All tokens of a document see one another, so that the plain definition forms no score that is hidden."""
+)
+"""All tokens of a document see one another, so that the plain definition forms no score that is
+hidden."""
 
-LATENT = replace(MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=12, q_rank=10, nope_dim=8, rope_dim=4, value_dim=6))
-MIXTURE = replace(MODEL, moe=MoEConfig(experts=4, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=20))
+LATENT = replace(
+    MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=12, q_rank=10, nope_dim=8, rope_dim=4, value_dim=6)
+)
+MIXTURE = replace(
+    MODEL, moe=MoEConfig(experts=4, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=20)
+)
 FURTHER = replace(MODEL, mtp=MTPConfig(depths=2))
-UNLIKE = replace(MODEL, layers=LayersConfig(attention=("full", "none", "linear"), mlp=("linear", "full", "full")))
+UNLIKE = replace(
+    MODEL, layers=LayersConfig(attention=("full", "none", "linear"), mlp=("linear", "full", "full"))
+)
 
 
 def chosen(*modules: RecomputedModule) -> RecomputeConfig:
@@ -40,20 +54,25 @@ def chosen(*modules: RecomputedModule) -> RecomputeConfig:
 
 
 def counted(model: ModelConfig, recompute: RecomputeConfig) -> int:
-    """Operations that torch counts in one forward and backward of the model of plain definitions."""
+    """Operations that torch counts in one forward and backward of the model of plain
+    definitions."""
     decoder = Decoder(model, mesh_of_one(), dtype=torch.float64, recompute=recompute)
     allocate(decoder, torch.device("cpu"))
     initialise(decoder, seed=1)
     use_kernels([decoder], "reference", mesh_of_one())
     tokens = tokens_of_lengths(list(DOCUMENTS))
-    ids = torch.randint(0, model.vocab_size, (tokens.num_tokens,), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(
+        0, model.vocab_size, (tokens.num_tokens,), generator=torch.Generator().manual_seed(2)
+    )
     with FlopCounterMode(display=False) as counter:
         losses = decoder.losses(ids, ids, tokens, further=((ids, ids),) * model.mtp.depths)
         torch.stack(losses).sum().backward()
     return int(counter.get_total_flops())
 
 
-def repeated(model: ModelConfig, recompute: RecomputeConfig, *, lora: LoraConfig | None = None) -> int:
+def repeated(
+    model: ModelConfig, recompute: RecomputeConfig, *, lora: LoraConfig | None = None
+) -> int:
     run = replace(resolve("tiny_cpu"), model=model, recompute=recompute, lora=lora)
     squares = sum(length**2 for length in DOCUMENTS)
     stages = (whole_model(model.num_layers),)
@@ -78,7 +97,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_runs_again_is_what_torch_counts_more(name: str) -> None:
-    """With `check`, which runs every region to its end; without it backward stops at what is saved last."""
+    """With `check`, which runs every region to its end; without it backward stops at what is saved
+    last."""
     model, recompute = CASES[name]
     more = counted(model, recompute) - counted(model, RecomputeConfig())
     assert more == repeated(model, recompute)
@@ -92,17 +112,24 @@ def test_nothing_is_done_twice_where_everything_is_kept() -> None:
 def test_layers_below_every_adapter_do_not_run_again() -> None:
     every, above = LoraConfig(), LoraConfig(layers=(2,))
     assert repeated(MODEL, FULL, lora=every) == 3 * repeated(MODEL, FULL, lora=above) > 0
-    assert repeated(MODEL, chosen("mlp"), lora=every) == 3 * repeated(MODEL, chosen("mlp"), lora=above)
+    assert repeated(MODEL, chosen("mlp"), lora=every) == 3 * repeated(
+        MODEL, chosen("mlp"), lora=above
+    )
 
 
 def test_layers_below_everything_that_is_trained_do_not_run_again() -> None:
     run = replace(resolve("tiny_cpu"), model=MODEL, recompute=FULL)
-    above = replace(run, optim=replace(run.optim, frozen=("embed.*", "layers.0.*", "layers.1.attention.*")))
+    above = replace(
+        run, optim=replace(run.optim, frozen=("embed.*", "layers.0.*", "layers.1.attention.*"))
+    )
     table = replace(run, optim=replace(run.optim, frozen=("layers.*",)))
     found = [
-        repeated_flops(one, (whole_model(3),), tokens=8, squared_lengths=64) for one in (run, above, table)
-    ]  # fmt: skip
-    assert found[0] * 2 == found[1] * 3 and found[2] == found[0], "the embedding is below all layers"
+        repeated_flops(one, (whole_model(3),), tokens=8, squared_lengths=64)
+        for one in (run, above, table)
+    ]
+    assert found[0] * 2 == found[1] * 3 and found[2] == found[0], (
+        "the embedding is below all layers"
+    )
 
 
 def test_each_stage_chooses_among_its_own_layers() -> None:

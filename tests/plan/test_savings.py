@@ -12,33 +12,61 @@ from megalith.plan.savings import run_lines, saving_lines, savings
 from megalith.testing.tiny import tiny_run
 
 MODEL = ModelConfig(
-    vocab_size=256, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=160, max_seq_len=1024
+    vocab_size=256,
+    hidden_size=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=160,
+    max_seq_len=1024,
 )
 PLAIN = Setting(model=MODEL, dtype="bf16", lengths=(256,) * 2)
 FULL = RecomputeConfig(granularity="full")
-PARTS = RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp", "mlp_act"))
+PARTS = RecomputeConfig(
+    granularity="selective", modules=("core_attention", "norm", "mlp", "mlp_act")
+)
 
 
 @pytest.mark.parametrize(
-    "recompute", [FULL, replace(FULL, method="block", num_layers=3), replace(FULL, num_layers=3), PARTS]
+    "recompute",
+    [FULL, replace(FULL, method="block", num_layers=3), replace(FULL, num_layers=3), PARTS],
 )
 def test_what_regions_save_adds_up_to_what_is_no_longer_kept(recompute: RecomputeConfig) -> None:
     setting = replace(PLAIN, recompute=recompute)
     saved = sum(saving.nbytes for saving in savings(setting, num_layers=4))
-    assert saved == stage_kept(PLAIN, num_layers=4).nbytes - stage_kept(setting, num_layers=4).nbytes > 0
+    assert (
+        saved
+        == stage_kept(PLAIN, num_layers=4).nbytes - stage_kept(setting, num_layers=4).nbytes
+        > 0
+    )
 
 
 def test_whole_layers_cost_one_forward_pass_of_them_and_parts_only_their_own() -> None:
-    full, half = (savings(replace(PLAIN, recompute=one), num_layers=4)[0].extra for one in (
-        FULL, replace(FULL, method="block", num_layers=2),
-    ))  # fmt: skip
-    assert half == full / 2 and 0.3 < full < 1 / 3  # the head's part of a step is not computed again
-    extra = {saving.region: saving.extra for saving in savings(replace(PLAIN, recompute=PARTS), num_layers=4)}
-    assert 0 < extra["core_attention"] < extra["mlp"] < full and extra["norm"] == extra["mlp_act"] == 0
+    full, half = (
+        savings(replace(PLAIN, recompute=one), num_layers=4)[0].extra
+        for one in (
+            FULL,
+            replace(FULL, method="block", num_layers=2),
+        )
+    )
+    assert (
+        half == full / 2 and 0.3 < full < 1 / 3
+    )  # the head's part of a step is not computed again
+    extra = {
+        saving.region: saving.extra
+        for saving in savings(replace(PLAIN, recompute=PARTS), num_layers=4)
+    }
+    assert (
+        0 < extra["core_attention"] < extra["mlp"] < full and extra["norm"] == extra["mlp_act"] == 0
+    )
 
 
 def test_projections_of_latent_attention_save_and_cost_more_than_what_lies_between_them() -> None:
-    model = replace(MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=24, q_rank=32, nope_dim=16, rope_dim=8, value_dim=16))
+    model = replace(
+        MODEL,
+        num_kv_heads=4,
+        mla=MLAConfig(kv_rank=24, q_rank=32, nope_dim=16, rope_dim=8, value_dim=16),
+    )
     found = {}
     for modules in (("core_attention",), ("mla_up_proj",), ("core_attention", "mla_up_proj")):
         again = RecomputeConfig(granularity="selective", modules=modules)
@@ -46,7 +74,13 @@ def test_projections_of_latent_attention_save_and_cost_more_than_what_lies_betwe
         every = savings(setting, num_layers=4)
         found[modules] = sum(one.nbytes for one in every), sum(one.extra for one in every)
         kept = stage_kept(setting, num_layers=4).nbytes
-        assert abs(stage_kept(replace(setting, recompute=RecomputeConfig()), num_layers=4).nbytes - kept) > 0
+        assert (
+            abs(
+                stage_kept(replace(setting, recompute=RecomputeConfig()), num_layers=4).nbytes
+                - kept
+            )
+            > 0
+        )
     core, up, both = found.values()
     assert both == up and up[0] > core[0] and up[1] > core[1] > 0
     assert "Remove it" not in "\n".join(saving_lines(setting, num_layers=4))
@@ -77,6 +111,10 @@ def test_attention_that_has_nothing_to_drop_is_told_with_its_bytes() -> None:
 def test_a_run_that_keeps_everything_is_told_nothing() -> None:
     assert run_lines(tiny_run(), 1, pp_rank=0, tp_rank=0, accelerator=False) == []
     told = run_lines(
-        tiny_run({"recompute.granularity": "full", "parallel.tp": "2"}), 2, pp_rank=0, tp_rank=1, accelerator=False
+        tiny_run({"recompute.granularity": "full", "parallel.tp": "2"}),
+        2,
+        pp_rank=0,
+        tp_rank=1,
+        accelerator=False,
     )
     assert told[0].startswith("2 of 2 layers: ") and len(told) == 2

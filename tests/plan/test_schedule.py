@@ -30,14 +30,21 @@ from megalith.testing.schedules import random_schedule
 from tests.cases import loop_over
 
 NAMES: list[tuple[ScheduleName, int]] = [
-    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2),
-]  # fmt: skip
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+    ("dualpipe-v", 2),
+]
 
 
 def texts(schedule: Schedule) -> list[str]:
     chunks = schedule.num_chunks > 1
     return [
-        " ".join(f"{a.kind}{a.microbatch}{'abc'[a.chunk] if chunks else ''}" for a in row) for row in schedule.ranks
+        " ".join(f"{a.kind}{a.microbatch}{'abc'[a.chunk] if chunks else ''}" for a in row)
+        for row in schedule.ranks
     ]
 
 
@@ -54,11 +61,15 @@ def test_1f1b_warms_up_one_forward_less_per_rank() -> None:
 
 
 def test_1f1b_takes_fewer_microbatches_than_ranks() -> None:
-    assert texts(build_schedule("1f1b", num_ranks=4, num_microbatches=2)) == ["F0 F1 B0 B1"] * 3 + ["F0 B0 F1 B1"]
+    assert texts(build_schedule("1f1b", num_ranks=4, num_microbatches=2)) == ["F0 F1 B0 B1"] * 3 + [
+        "F0 B0 F1 B1"
+    ]
 
 
 def test_gpipe_runs_all_forwards_first() -> None:
-    assert texts(build_schedule("gpipe", num_ranks=2, num_microbatches=3)) == ["F0 F1 F2 B0 B1 B2"] * 2
+    assert (
+        texts(build_schedule("gpipe", num_ranks=2, num_microbatches=3)) == ["F0 F1 F2 B0 B1 B2"] * 2
+    )
 
 
 def test_interleaved_order_of_two_chunks_in_groups_of_three() -> None:
@@ -68,7 +79,8 @@ def test_interleaved_order_of_two_chunks_in_groups_of_three() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "v", "m", "group", "warmups"), [(4, 2, 8, 4, [10, 8, 6, 4]), (2, 2, 4, 2, [4, 2]), (4, 2, 2, 2, [4, 4, 4, 2])]
+    ("p", "v", "m", "group", "warmups"),
+    [(4, 2, 8, 4, [10, 8, 6, 4]), (2, 2, 4, 2, [4, 2]), (4, 2, 2, 2, [4, 4, 4, 2])],
 )
 def test_interleaved_warmups(p: int, v: int, m: int, group: int, warmups: list[int]) -> None:
     sizes = {"num_ranks": p, "num_chunks": v, "num_microbatches": m, "group": group}
@@ -100,13 +112,19 @@ def test_a_v_comes_back_from_the_last_rank() -> None:
 
 
 @pytest.mark.parametrize(("name", "chunks"), NAMES)
-def test_evaluation_runs_every_forward_once_in_an_order_that_works(name: ScheduleName, chunks: int) -> None:
+def test_evaluation_runs_every_forward_once_in_an_order_that_works(
+    name: ScheduleName, chunks: int
+) -> None:
     for p, m in [(1, 1), (2, 1), (3, 5), (4, 9)]:
-        schedule = build_schedule(name, num_ranks=p, num_chunks=chunks, num_microbatches=m, forward_only=True)
+        schedule = build_schedule(
+            name, num_ranks=p, num_chunks=chunks, num_microbatches=m, forward_only=True
+        )
         assert {action.kind for row in schedule.ranks for action in row} == {"F"}
         result = simulate(schedule)
         assert result.busy == (m * chunks,) * p
-        if name == "zb-v":  # as fast as can be: every rank computes without a gap, except at the ends of the step
+        if (
+            name == "zb-v"
+        ):  # as fast as can be: every rank computes without a gap, except at the ends of the step
             assert result.makespan == 2 * (m - 1) + 2 * p
 
 
@@ -123,7 +141,10 @@ def test_weight_gradients_are_added_in_the_same_order_by_every_schedule() -> Non
 
 def test_lists_are_the_same_every_time() -> None:
     for name, chunks in NAMES:
-        one, other = (build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=8) for _ in range(2))
+        one, other = (
+            build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=8)
+            for _ in range(2)
+        )
         assert one == other
 
 
@@ -138,16 +159,28 @@ def test_every_schedule_of_random_size_is_complete_and_in_order(seed: int) -> No
 # The schedules of torch.distributed.pipelining, asked for their lists without building stages.
 
 
-def torch_ranks(p: int, order: Callable[[int], Any], place: Callable[[int], tuple[int, int]]) -> list[list[Action]]:
-    """Torch's lists in our words: its holes, reductions and pairs taken away, stages turned into chunks."""
+def torch_ranks(
+    p: int, order: Callable[[int], Any], place: Callable[[int], tuple[int, int]]
+) -> list[list[Action]]:
+    """Torch's lists in our words: its holes, reductions and pairs taken away, stages turned into
+    chunks."""
     rows = []
     for rank in range(p):
         flat: list[Any] = []
         for entry in order(rank):
             if entry is not None:
                 flat += entry.sub_actions or (entry,)
-        kinds = [(entry.computation_type.value, entry.stage_index, entry.microbatch_index) for entry in flat]
-        rows.append([Action(kind, place(stage)[1], m) for kind, stage, m in kinds if kind in ("F", "B", "I", "W")])
+        kinds = [
+            (entry.computation_type.value, entry.stage_index, entry.microbatch_index)
+            for entry in flat
+        ]
+        rows.append(
+            [
+                Action(kind, place(stage)[1], m)
+                for kind, stage, m in kinds
+                if kind in ("F", "B", "I", "W")
+            ]
+        )
     return rows
 
 
@@ -159,31 +192,50 @@ def torch_schedules() -> Any:
 def test_gpipe_and_1f1b_have_the_order_of_torch(p: int, m: int) -> None:
     schedules = torch_schedules()
     sizes = SimpleNamespace(_num_stages=p, _n_microbatches=m)
-    pairs: list[tuple[ScheduleName, Any]] = [("gpipe", schedules.ScheduleGPipe), ("1f1b", schedules.Schedule1F1B)]
+    pairs: list[tuple[ScheduleName, Any]] = [
+        ("gpipe", schedules.ScheduleGPipe),
+        ("1f1b", schedules.Schedule1F1B),
+    ]
     for name, theirs in pairs:
         rows = theirs._get_pipeline_order(sizes)
         ours = build_schedule(name, num_ranks=p, num_microbatches=m)
         expected = torch_ranks(p, rows.__getitem__, ours.place_of)
-        assert [[a.kind for a in row] for row in ours.ranks] == [[a.kind for a in row] for row in expected]
-        if name == "1f1b":  # torch 2.13 numbers the forwards of the last rank from 1 here (not in what it runs)
+        assert [[a.kind for a in row] for row in ours.ranks] == [
+            [a.kind for a in row] for row in expected
+        ]
+        if (
+            name == "1f1b"
+        ):  # torch 2.13 numbers the forwards of the last rank from 1 here (not in what it runs)
             assert [a.microbatch for a in expected.pop() if a.kind == "F"] == list(range(1, m + 1))
         assert [list(row) for row in ours.ranks[: len(expected)]] == expected
 
 
-@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (3, 2, 6), (3, 4, 9), (4, 2, 8), (4, 3, 4), (4, 2, 10)])
+@pytest.mark.parametrize(
+    ("p", "v", "m"), [(2, 2, 4), (3, 2, 6), (3, 4, 9), (4, 2, 8), (4, 3, 4), (4, 2, 10)]
+)
 def test_interleaved_has_the_order_of_torch(p: int, v: int, m: int) -> None:
     rounds = max(1, m // p)
-    sizes = SimpleNamespace(n_local_stages=v, microbatches_per_round=m // rounds, pp_group_size=p, _n_microbatches=m)
+    sizes = SimpleNamespace(
+        n_local_stages=v, microbatches_per_round=m // rounds, pp_group_size=p, _n_microbatches=m
+    )
     theirs = torch_schedules().ScheduleInterleaved1F1B._calculate_single_rank_operations
-    ours = build_schedule("interleaved", num_ranks=p, num_chunks=v, num_microbatches=m, group=m // rounds)
-    assert [list(row) for row in ours.ranks] == torch_ranks(p, partial(theirs, sizes), ours.place_of)
+    ours = build_schedule(
+        "interleaved", num_ranks=p, num_chunks=v, num_microbatches=m, group=m // rounds
+    )
+    assert [list(row) for row in ours.ranks] == torch_ranks(
+        p, partial(theirs, sizes), ours.place_of
+    )
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (3, 8), (4, 12), (6, 12)])
 def test_zero_bubble_and_v_schedules_are_no_worse_than_those_of_torch(p: int, m: int) -> None:
     schedules = torch_schedules()
     sizes = SimpleNamespace(
-        n_local_stages=1, microbatches_per_round=p, pp_group_size=p, num_stages=2 * p, _n_microbatches=m
+        n_local_stages=1,
+        microbatches_per_round=p,
+        pp_group_size=p,
+        num_stages=2 * p,
+        _n_microbatches=m,
     )
     pairs: list[tuple[ScheduleName, int, Any]] = [
         ("zb-h1", 1, schedules.ScheduleInterleavedZeroBubble),
@@ -203,7 +255,9 @@ def test_zero_bubble_and_v_schedules_are_no_worse_than_those_of_torch(p: int, m:
 
 
 def problems(pp: int, microbatches: int, rows: int | None = None, **fields: Any) -> list[str]:
-    return schedule_problems(PipelineConfig(**fields), pp=pp, num_microbatches=microbatches, rows=rows)
+    return schedule_problems(
+        PipelineConfig(**fields), pp=pp, num_microbatches=microbatches, rows=rows
+    )
 
 
 def test_auto_is_1f1b_or_interleaved() -> None:
@@ -229,7 +283,10 @@ def test_too_few_microbatches_for_interleaved_name_the_batch_that_works() -> Non
 
 def test_group_must_be_from_ranks_to_microbatches() -> None:
     [text] = problems(4, 8, vpp=2, group=3)
-    assert "parallel.pipeline.group=3 must be from parallel.pp=4" in text and "Set parallel.pipeline.group=4." in text
+    assert (
+        "parallel.pipeline.group=3 must be from parallel.pp=4" in text
+        and "Set parallel.pipeline.group=4." in text
+    )
     [text] = problems(4, 8, vpp=2, group=9)
     assert "the 8 microbatches of a step. Set parallel.pipeline.group=8." in text
 
@@ -237,9 +294,13 @@ def test_group_must_be_from_ranks_to_microbatches() -> None:
 def test_last_group_must_be_whole_or_go_around_the_pipeline() -> None:
     [text] = problems(4, 10, rows=2, vpp=2)
     assert (
-        "10 microbatches per step leave a last group of 2 with parallel.pipeline.group (unset: parallel.pp)=4" in text
+        "10 microbatches per step leave a last group of 2 with parallel.pipeline.group (unset: "
+        "parallel.pp)=4" in text
     )
-    assert "Set train.global_batch_size to 16 or 24, or parallel.pipeline.group to one of [5, 6, 10]." in text
+    assert (
+        "Set train.global_batch_size to 16 or 24, or parallel.pipeline.group to one of [5, 6, 10]."
+        in text
+    )
     assert problems(4, 10, vpp=2, group=6) == []
     [text] = problems(2, 7, vpp=2, group=3)
     assert "Use 6 or 8 microbatches, or parallel.pipeline.group to one of [4, 5, 7]." in text
@@ -249,7 +310,8 @@ def test_last_group_must_be_whole_or_go_around_the_pipeline() -> None:
 def test_schedules_of_one_chunk_refuse_vpp(name: str) -> None:
     [text] = problems(2, 4, schedule=name, vpp=2)
     assert text.startswith(
-        f"parallel.pipeline.vpp=2: schedule {name} has one chunk per rank. Set parallel.pipeline.vpp=1"
+        f"parallel.pipeline.vpp=2: schedule {name} has one chunk per rank. Set "
+        "parallel.pipeline.vpp=1"
     )
 
 
@@ -259,16 +321,24 @@ def test_v_schedules_want_two_chunks_and_interleaved_more_than_one() -> None:
         assert f"parallel.pipeline.vpp=1: schedule {name} lays two chunks" in text
         assert "Set parallel.pipeline.vpp=2." in text
     [text] = problems(2, 4, schedule="interleaved")
-    assert "parallel.pipeline.vpp=1: schedule interleaved" in text and "Set parallel.pipeline.vpp to 2 or more" in text
+    assert (
+        "parallel.pipeline.vpp=1: schedule interleaved" in text
+        and "Set parallel.pipeline.vpp to 2 or more" in text
+    )
 
 
 def test_group_without_interleaving_is_refused() -> None:
     [text] = problems(2, 4, group=2)
-    assert text.startswith("parallel.pipeline.group=2: schedule 1f1b") and "Leave parallel.pipeline.group unset" in text
+    assert (
+        text.startswith("parallel.pipeline.group=2: schedule 1f1b")
+        and "Leave parallel.pipeline.group unset" in text
+    )
 
 
 def test_building_what_cannot_be_had_says_everything_at_once() -> None:
-    with pytest.raises(PlanError, match="schedule zb-v on 2 ranks must be set otherwise: .*vpp=3.*group=2"):
+    with pytest.raises(
+        PlanError, match="schedule zb-v on 2 ranks must be set otherwise: .*vpp=3.*group=2"
+    ):
         build_schedule("zb-v", num_ranks=2, num_chunks=3, num_microbatches=4, group=2)
 
 

@@ -1,4 +1,5 @@
-"""A shard's box, its copies and the sum of its gradient follow from how it was cut; boxes tile what they divide."""
+"""A shard's box, its copies and the sum of its gradient follow from how it was cut; boxes tile what
+they divide."""
 
 import doctest
 import math
@@ -31,7 +32,9 @@ def elements(shape: tuple[int, ...], box: Box) -> list[int]:
     """Row-major numbers of the elements of a box, in order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     places = product(*(range(start, stop) for start, stop in box))
-    return [sum(place * stride for place, stride in zip(each, strides, strict=True)) for each in places]
+    return [
+        sum(place * stride for place, stride in zip(each, strides, strict=True)) for each in places
+    ]
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
@@ -48,7 +51,9 @@ def test_an_experts_parameter_is_held_along_the_axes_of_its_own_grid() -> None:
     shard = Shard("up", (4, 3), ((0, 2), (0, 3)), ("ep",), grid="expert")
     assert copies(shard) == summed_over(shard) == ("edp_replica", "edp_shard", "etp")
     here = dict.fromkeys((*DENSE_AXES, *EXPERT_AXES, "pp"), 0)
-    assert is_first_holder(shard, here | {"dp_shard": 1, "tp_kv": 2, "ep": 1}), "the dense grid has no say"
+    assert is_first_holder(shard, here | {"dp_shard": 1, "tp_kv": 2, "ep": 1}), (
+        "the dense grid has no say"
+    )
     assert not any(is_first_holder(shard, here | {axis: 1}) for axis in copies(shard))
 
 
@@ -74,7 +79,9 @@ def test_sizes_that_do_not_make_up_the_dim_are_our_own_mistake() -> None:
 
 
 @pytest.mark.parametrize("cut", [(), ("tp_kv",), ("tp_kv", "tp_copy"), DENSE_AXES])
-@pytest.mark.parametrize("invariant", [frozenset(), frozenset({"tp_copy"}), frozenset({"tp_kv", "tp_copy"})])
+@pytest.mark.parametrize(
+    "invariant", [frozenset(), frozenset({"tp_copy"}), frozenset({"tp_kv", "tp_copy"})]
+)
 def test_a_gradient_is_summed_where_the_box_is_the_same_unless_invariant(
     cut: tuple[str, ...], invariant: frozenset[str]
 ) -> None:
@@ -82,7 +89,9 @@ def test_a_gradient_is_summed_where_the_box_is_the_same_unless_invariant(
     held = set(DENSE_AXES) - set(cut)
     assert set(copies(shard)) == held
     assert set(summed_over(shard)) == held - invariant
-    assert summed_over(shard) == tuple(axis for axis in DENSE_AXES if axis in summed_over(shard)), "in grid order"
+    assert summed_over(shard) == tuple(axis for axis in DENSE_AXES if axis in summed_over(shard)), (
+        "in grid order"
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +122,9 @@ def test_a_flat_range_is_few_boxes_in_order(shape: tuple[int, ...]) -> None:
         for stop in range(start, total + 1):
             boxes = boxes_of_range(shape, start, stop)
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
-            assert [element for box in boxes for element in elements(shape, box)] == list(range(start, stop))
+            assert [element for box in boxes for element in elements(shape, box)] == list(
+                range(start, stop)
+            )
             assert all(len(box) == len(shape) for box in boxes)
 
 
@@ -151,7 +162,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("heads", "keys", "tp"), LAYOUTS)
-def test_a_ranks_query_heads_use_only_its_own_key_value_heads(heads: int, keys: int, tp: int) -> None:
+def test_a_ranks_query_heads_use_only_its_own_key_value_heads(
+    heads: int, keys: int, tp: int
+) -> None:
     split, per_key = split_heads(heads, keys, tp), heads // keys
     holders = key_value_ranks(keys, tp)
     assert (sum(split.queries), len(split.queries)) == (heads, tp)

@@ -31,9 +31,15 @@ def test_1f1b_of_eight_ranks_and_64_microbatches() -> None:
 
 
 def random_costs(rng: random.Random, num_stages: int) -> Costs:
-    parts = [tuple(Fraction(rng.randint(1, 9), rng.randint(1, 4)) for _ in range(num_stages)) for _ in range(3)]
+    parts = [
+        tuple(Fraction(rng.randint(1, 9), rng.randint(1, 4)) for _ in range(num_stages))
+        for _ in range(3)
+    ]
     return Costs(
-        forward=parts[0], backward_input=parts[1], backward_weight=parts[2], transfer=Fraction(rng.randint(0, 4), 3)
+        forward=parts[0],
+        backward_input=parts[1],
+        backward_weight=parts[2],
+        transfer=Fraction(rng.randint(0, 4), 3),
     )
 
 
@@ -78,7 +84,9 @@ def ends_by_stage(result: Simulation) -> dict[tuple[str, int, int], Fraction | f
 
 
 @loop_over("seed", range(20))
-def test_messages_of_a_channel_travel_one_after_the_other_once_both_sides_are_there(seed: int) -> None:
+def test_messages_of_a_channel_travel_one_after_the_other_once_both_sides_are_there(
+    seed: int,
+) -> None:
     rng = random.Random(seed)
     schedule = with_transfers(random_schedule(rng))
     result = simulate(schedule, random_costs(rng, schedule.num_stages))
@@ -86,18 +94,25 @@ def test_messages_of_a_channel_travel_one_after_the_other_once_both_sides_are_th
     for before, after in pairwise(messages):
         assert before.channel != after.channel or after.start >= before.end
     posted = {
-        (schedule.stage_of(rank, action.chunk), str(action.kind), action.microbatch): result.starts[rank][index]
+        (schedule.stage_of(rank, action.chunk), str(action.kind), action.microbatch): result.starts[
+            rank
+        ][index]
         for rank, row in enumerate(schedule.ranks)
         for index, action in enumerate(row)
     }
     for message in messages:
-        assert message.start >= posted[message.stage, f"recv_{message.channel.direction}", message.microbatch]
+        assert (
+            message.start
+            >= posted[message.stage, f"recv_{message.channel.direction}", message.microbatch]
+        )
     sends = sum(action.kind.startswith("send") for row in schedule.ranks for action in row)
     assert len(messages) == sends
 
 
 @pytest.mark.parametrize(("p", "transfer"), [(2, Fraction(17, 4)), (4, Fraction(13, 4))])
-def test_interleaving_hides_four_fifths_of_messages_that_would_add_half_a_step(p: int, transfer: Fraction) -> None:
+def test_interleaving_hides_four_fifths_of_messages_that_would_add_half_a_step(
+    p: int, transfer: Fraction
+) -> None:
     schedule = build_schedule("interleaved", num_ranks=p, num_chunks=2, num_microbatches=16 * p)
     costs = even_costs(2 * p, forward=4, backward_input=4, backward_weight=4)
     free = simulate(schedule, costs).makespan
@@ -111,7 +126,9 @@ def test_interleaving_hides_four_fifths_of_messages_that_would_add_half_a_step(p
 @loop_over("seed", range(20))
 def test_receives_posted_one_action_ahead_are_as_good_as_posted_from_the_start(seed: int) -> None:
     schedule = random_schedule(random.Random(seed))
-    costs = even_costs(schedule.num_stages, forward=3, backward_input=4, backward_weight=2, transfer=1)
+    costs = even_costs(
+        schedule.num_stages, forward=3, backward_input=4, backward_weight=2, transfer=1
+    )
     assert simulate(with_transfers(schedule), costs).makespan == simulate(schedule, costs).makespan
 
 
@@ -122,7 +139,9 @@ def test_uneven_stages_wait_for_the_slowest() -> None:
 
 
 def test_float_costs_work_too() -> None:
-    result = simulate(build_schedule("1f1b", num_ranks=2, num_microbatches=2), even_costs(2, forward=0.5))
+    result = simulate(
+        build_schedule("1f1b", num_ranks=2, num_microbatches=2), even_costs(2, forward=0.5)
+    )
     assert result.makespan == pytest.approx(7.5)
 
 
@@ -155,15 +174,17 @@ def test_a_rank_that_waits_for_itself_is_a_circle_too() -> None:
 
 def test_a_deadlock_without_messages_is_found_too() -> None:
     assert find_problems(circle()) == [
-        "deadlock: rank 0, action 1 (B of microbatch 0) waits for rank 1, action 2 (B of microbatch 0), "
-        "but rank 1 stands at action 1; rank 1, action 1 (F of microbatch 1) waits for rank 0, action 2 "
-        "(F of microbatch 1), but rank 0 stands at action 1"
+        "deadlock: rank 0, action 1 (B of microbatch 0) waits for rank 1, action 2 (B of "
+        "microbatch 0), "
+        "but rank 1 stands at action 1; rank 1, action 1 (F of microbatch 1) waits for rank 0, "
+        "action 2 (F of microbatch 1), but rank 0 stands at action 1"
     ]
 
 
 def test_simulating_lists_that_block_or_do_not_match_raises_with_their_problems() -> None:
     with pytest.raises(
-        PlanError, match="The lists of schedule 1f1b on 2 ranks cannot be run: deadlock: .*Use lists made by"
+        PlanError,
+        match="The lists of schedule 1f1b on 2 ranks cannot be run: deadlock: .*Use lists made by",
     ) as caught:
         simulate(circle())
     assert "rank 0, action 1" in str(caught.value)
@@ -173,18 +194,30 @@ def test_simulating_lists_that_block_or_do_not_match_raises_with_their_problems(
 
 
 def test_waiting_on_a_channel_queue_counts_the_messages_before() -> None:
-    schedule = with_transfers(build_schedule("gpipe", num_ranks=2, num_microbatches=3, forward_only=True))
+    schedule = with_transfers(
+        build_schedule("gpipe", num_ranks=2, num_microbatches=3, forward_only=True)
+    )
     result = simulate(schedule, even_costs(2, forward=1, transfer=5))
-    assert [(message.start, message.end) for message in result.messages()] == [(1, 6), (6, 11), (11, 16)]
+    assert [(message.start, message.end) for message in result.messages()] == [
+        (1, 6),
+        (6, 11),
+        (11, 16),
+    ]
     assert result.makespan == 17
 
 
 def seconds_of_the_largest() -> float:
     """Of computing time, to build and check 64 stages and 1024 microbatches in three schedules."""
     started = time.process_time()
-    sizes: list[tuple[ScheduleName, int, int]] = [("1f1b", 64, 1), ("interleaved", 32, 2), ("zb-h1", 64, 1)]
+    sizes: list[tuple[ScheduleName, int, int]] = [
+        ("1f1b", 64, 1),
+        ("interleaved", 32, 2),
+        ("zb-h1", 64, 1),
+    ]
     for name, ranks, chunks in sizes:
-        schedule = with_transfers(build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=1024))
+        schedule = with_transfers(
+            build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=1024)
+        )
         result = simulate(schedule)
         hops = ranks - 1
         assert result.idle == (hops if name == "zb-h1" else 3 * hops,) * ranks
@@ -193,10 +226,13 @@ def seconds_of_the_largest() -> float:
 
 
 def seconds_of_a_yardstick() -> float:
-    """Of computing time, for a fixed piece of work of the same sort: a quarter of a second on an idle core."""
+    """Of computing time, for a fixed piece of work of the same sort: a quarter of a second on an
+    idle core."""
     started = time.process_time()
     for _ in range(4):
-        rows = [[Action("F", chunk, microbatch) for microbatch in range(1024)] for chunk in range(64)]
+        rows = [
+            [Action("F", chunk, microbatch) for microbatch in range(1024)] for chunk in range(64)
+        ]
         last: dict[tuple[Kind, int], int] = {}
         for row in rows:
             for kind, chunk, microbatch, _ in row:
@@ -204,11 +240,17 @@ def seconds_of_a_yardstick() -> float:
     return time.process_time() - started
 
 
-@pytest.mark.slow  # the slowest test of plans; a bound on time, and other tests check the same schedules
-def test_64_stages_and_1024_microbatches_of_three_schedules_are_built_and_checked_in_five_seconds() -> None:
-    # Computing takes longer where other jobs share the cores and their caches; a yardstick before and after shows it.
+# the slowest test of plans; a bound on time, and other tests check the same schedules
+@pytest.mark.slow
+def test_schedules_of_64_stages_and_1024_microbatches_are_checked_in_five_seconds() -> None:
+    # Computing takes longer where other jobs share the cores and their caches; a yardstick before
+    # and after shows it.
     def idle_seconds() -> float:
-        before, seconds, after = seconds_of_a_yardstick(), seconds_of_the_largest(), seconds_of_a_yardstick()
+        before, seconds, after = (
+            seconds_of_a_yardstick(),
+            seconds_of_the_largest(),
+            seconds_of_a_yardstick(),
+        )
         return 0.25 * seconds / ((before + after) / 2)
 
     assert any(idle_seconds() < 5 for _ in range(3))

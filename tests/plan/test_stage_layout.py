@@ -1,4 +1,5 @@
-"""Layout strings: what they mean, that printing and reading are inverse, and a caret under every mistake."""
+"""Layout strings: what they mean, that printing and reading are inverse, and a caret under every
+mistake."""
 
 import random
 
@@ -38,7 +39,12 @@ def test_61_layers_and_a_prediction_layer_on_16_ranks_with_two_chunks() -> None:
 
 
 def test_every_item_knows_where_it_came_from() -> None:
-    assert [[item.position for item in stage] for stage in parse_layout("Et*2|(t |)*2L")] == [[0, 1, 1], [6], [6], [12]]
+    assert [[item.position for item in stage] for stage in parse_layout("Et*2|(t |)*2L")] == [
+        [0, 1, 1],
+        [6],
+        [6],
+        [12],
+    ]
 
 
 @loop_over("seed", range(50))
@@ -65,7 +71,12 @@ def test_what_is_printed_reads_back_as_the_same(seed: int) -> None:
         ("Et*|L", 2, "this * needs a number of at least 1 after it", "Use it as in t*3"),
         ("Et*0L", 2, "this * needs a number of at least 1 after it", "Use it as in t*3"),
         ("Et*-1L", 2, "this * needs a number of at least 1 after it", "Use it as in t*3"),
-        ("E((t*9999)*9999)*9L", 10, f"9999 times are more than {MOST_ITEMS} items", "Use a smaller number"),
+        (
+            "E((t*9999)*9999)*9L",
+            10,
+            f"9999 times are more than {MOST_ITEMS} items",
+            "Use a smaller number",
+        ),
         ("Et*99999999999L", 2, "99999999999 times are more", "Use a smaller number"),
     ],
 )

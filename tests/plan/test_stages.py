@@ -1,4 +1,5 @@
-"""Stages: every layer once and in order under every way of dividing, and a fix that works in every refusal."""
+"""Stages: every layer once and in order under every way of dividing, and a fix that works in every
+refusal."""
 
 import random
 import re
@@ -41,8 +42,10 @@ def one_problem(pipeline: PipelineConfig, pp: int, num_layers: int) -> str:
 def test_16_layers_on_4_ranks_with_two_chunks() -> None:
     pipeline = PipelineConfig(vpp=2)
     stages = plan_stages(pipeline, pp=4, num_layers=16)
-    held = [[layer for stage in stages_of_rank(stages, rank, pipeline, pp=4) for layer in stage.layers]
-            for rank in range(4)]  # fmt: skip
+    held = [
+        [layer for stage in stages_of_rank(stages, rank, pipeline, pp=4) for layer in stage.layers]
+        for rank in range(4)
+    ]
     assert held == [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
     assert [stage.embedding for stage in stages] == [True] + [False] * 7
     assert [stage.loss for stage in stages] == [False] * 7 + [True]
@@ -87,7 +90,9 @@ def test_one_stage_is_the_whole_model_whatever_the_settings_say() -> None:
         ({"layout": "Et*3|(tt|)*2L", "vpp": 2}, 2, 7, [3, 2, 2, 0]),
     ],
 )
-def test_layers_of_each_stage(settings: dict[str, int | str], pp: int, num_layers: int, expected: list[int]) -> None:
+def test_layers_of_each_stage(
+    settings: dict[str, int | str], pp: int, num_layers: int, expected: list[int]
+) -> None:
     assert counts(PipelineConfig(**settings), pp, num_layers) == expected  # type: ignore[arg-type]  # by name
 
 
@@ -95,8 +100,12 @@ def test_layers_of_each_stage(settings: dict[str, int | str], pp: int, num_layer
 def test_every_layer_is_on_one_stage_or_a_refusal_names_a_layout_that_works(seed: int) -> None:
     draw = random.Random(seed)
     pp, num_layers = draw.randint(1, 6), draw.randint(1, 30)
-    ends = draw.choice([{}, {"first_layers": draw.randint(-1, 8)}, {"last_layers": draw.randint(0, 8)}])
-    counted = {} if ends else {"count_embedding": draw.random() < 0.3, "count_loss": draw.random() < 0.3}
+    ends = draw.choice(
+        [{}, {"first_layers": draw.randint(-1, 8)}, {"last_layers": draw.randint(0, 8)}]
+    )
+    counted = (
+        {} if ends else {"count_embedding": draw.random() < 0.3, "count_loss": draw.random() < 0.3}
+    )
     vpp = draw.randint(1, 3)
     pipeline = PipelineConfig(vpp=vpp, **ends, **counted)
     problems = stages_problems(pipeline, pp=pp, num_layers=num_layers)
@@ -104,7 +113,9 @@ def test_every_layer_is_on_one_stage_or_a_refusal_names_a_layout_that_works(seed
         for problem in problems:
             assert "Use " in problem or "Set " in problem
         proposals = re.findall(r"layout=(\S+?)(?: instead)?\.$", problems[0])
-        pipeline = PipelineConfig(vpp=vpp, layout=(proposals or [proposed_layout(num_layers, pp * vpp)])[0])
+        pipeline = PipelineConfig(
+            vpp=vpp, layout=(proposals or [proposed_layout(num_layers, pp * vpp)])[0]
+        )
     stages = plan_stages(pipeline, pp=pp, num_layers=num_layers)
     assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
     assert len(stages) == pp * vpp
@@ -119,20 +130,24 @@ def test_every_layer_is_on_one_stage_or_a_refusal_names_a_layout_that_works(seed
 def test_30_layers_on_4_ranks_are_refused_and_not_made_28() -> None:
     problem = one_problem(PipelineConfig(), 4, 30)
     assert problem == (
-        "model.num_layers=30 does not divide over parallel.pp * parallel.pipeline.vpp = 4 * 1 = 4 stages. Set "
-        "parallel.pp to one of [1, 2, 3, 5, 6, 10, 15], or parallel.pipeline.layout=Et*7|t*8|t*8|t*7L."
+        "model.num_layers=30 does not divide over parallel.pp * parallel.pipeline.vpp = 4 * 1 = 4 "
+        "stages. Set parallel.pp to one of [1, 2, 3, 5, 6, 10, 15], or "
+        "parallel.pipeline.layout=Et*7|t*8|t*8|t*7L."
     )
 
 
 def test_counting_the_embedding_says_what_was_counted() -> None:
     problem = one_problem(PipelineConfig(count_embedding=True), 4, 8)
-    assert problem.startswith("model.num_layers=8 + 1 (parallel.pipeline.count_embedding=true) does not divide over")
+    assert problem.startswith(
+        "model.num_layers=8 + 1 (parallel.pipeline.count_embedding=true) does not divide over"
+    )
 
 
 def test_two_ways_to_divide_are_refused_with_all_values() -> None:
     problem = one_problem(PipelineConfig(layout="Et|tL", first_layers=1, count_loss=True), 2, 2)
     assert problem == (
-        "parallel.pipeline.layout=Et|tL, parallel.pipeline.first_layers=1, parallel.pipeline.count_loss=true: these "
+        "parallel.pipeline.layout=Et|tL, parallel.pipeline.first_layers=1, "
+        "parallel.pipeline.count_loss=true: these "
         "are 3 ways to divide the layers. Use one of them, or parallel.pipeline.layout=Et|tL."
     )
 
@@ -140,26 +155,61 @@ def test_two_ways_to_divide_are_refused_with_all_values() -> None:
 @pytest.mark.parametrize(
     ("settings", "pp", "num_layers", "text"),
     [
-        ({"first_layers": 2}, 3, 7, "parallel.pipeline.first_layers=2 leave 7 - 2 = 5 of model.num_layers=7 for 2"),
-        ({"first_layers": 2, "last_layers": 2}, 2, 7, "leave 7 - 2 - 2 = 3 of model.num_layers=7 for 0 other stages. "
-         "Use counts that leave none"),
+        (
+            {"first_layers": 2},
+            3,
+            7,
+            "parallel.pipeline.first_layers=2 leave 7 - 2 = 5 of model.num_layers=7 for 2",
+        ),
+        (
+            {"first_layers": 2, "last_layers": 2},
+            2,
+            7,
+            "leave 7 - 2 - 2 = 3 of model.num_layers=7 for 0 other stages. "
+            "Use counts that leave none",
+        ),
         ({"last_layers": 9}, 3, 7, "leave 7 - 9 = -2 of model.num_layers=7"),
-        ({"first_layers": 3, "vpp": 2}, 2, 9, "does not divide over the 2 chunks of its rank "
-         "(parallel.pipeline.vpp=2). Set it to 2 or 4."),
-        ({"first_layers": -1}, 2, 9, "parallel.pipeline.first_layers=-1 must be at least 0. Use 0 or more."),
-        ({"first_layers": 2, "vpp": 2}, 1, 9, "need parallel.pp > 1, and it is 1. Use parallel.pipeline.layout="),
+        (
+            {"first_layers": 3, "vpp": 2},
+            2,
+            9,
+            "does not divide over the 2 chunks of its rank "
+            "(parallel.pipeline.vpp=2). Set it to 2 or 4.",
+        ),
+        (
+            {"first_layers": -1},
+            2,
+            9,
+            "parallel.pipeline.first_layers=-1 must be at least 0. Use 0 or more.",
+        ),
+        (
+            {"first_layers": 2, "vpp": 2},
+            1,
+            9,
+            "need parallel.pp > 1, and it is 1. Use parallel.pipeline.layout=",
+        ),
     ],
-)  # fmt: skip
-def test_ends_that_do_not_fit(settings: dict[str, int], pp: int, num_layers: int, text: str) -> None:
+)
+def test_ends_that_do_not_fit(
+    settings: dict[str, int], pp: int, num_layers: int, text: str
+) -> None:
     assert text in one_problem(PipelineConfig(**settings), pp, num_layers)  # type: ignore[arg-type]  # by name
 
 
 @pytest.mark.parametrize(
     ("layout", "texts"),
     [
-        ("Ett|tL|", ["has 3 stages, but parallel.pp * parallel.pipeline.vpp = 2 * 1 = 2. Use 1 bars",
-                     "there is a bar, which makes an empty stage after the loss, at character 6:"]),
-        ("|EtttL", ["there is a bar, which makes an empty stage before the embedding, at character 2:"]),
+        (
+            "Ett|tL|",
+            [
+                "has 3 stages, but parallel.pp * parallel.pipeline.vpp = 2 * 1 = 2. Use 1 bars",
+                "there is a bar, which makes an empty stage after the loss, at character 6:",
+            ],
+        ),
+        (
+            "|EtttL",
+            ["there is a bar, which makes an empty stage before the embedding, at character 2:"],
+        ),
         ("tEt|tL", ["there is something before the embedding, at character 2:"]),
         ("Et|tLt", ["there is something after the loss, at character 5:"]),
         ("Ett|t", ["has no L: the loss is on no stage. Use one L at the end."]),
@@ -169,10 +219,18 @@ def test_ends_that_do_not_fit(settings: dict[str, int], pp: int, num_layers: int
         ("Et|tL", ["has 2 layers (t), but model.num_layers=3. Use 3, as in Ett|tL."]),
         ("Ett|tmL", ["this model has no multi-token prediction layers, at character 6:"]),
         ("Ett|tmmL", ["Use no m, or set model.mtp.depths=2."]),
-        ("L|t*5E|", ["has 3 stages", "empty stage after the loss", "something before the embedding", "has 5 layers"]),
+        (
+            "L|t*5E|",
+            [
+                "has 3 stages",
+                "empty stage after the loss",
+                "something before the embedding",
+                "has 5 layers",
+            ],
+        ),
         ("Ett(|tL", ["this ( is never closed, at character 4:"]),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_layout_is_told_everything_at_once(layout: str, texts: list[str]) -> None:
     problems = stages_problems(PipelineConfig(layout=layout), pp=2, num_layers=3)
     assert len(problems) == len(texts), problems
@@ -187,16 +245,25 @@ def test_counts_below_one_are_another_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "mtp", "ranks"), [
-        ("E|tt|ttL", 0, (1, 2)), ("Ett|tt|L", 0, (0, 1)), ("Ett|tt|mL", 1, (0, 1, 2)), ("Etttt|mm|L", 2, (0, 1)),
+    ("layout", "mtp", "ranks"),
+    [
+        ("E|tt|ttL", 0, (1, 2)),
+        ("Ett|tt|L", 0, (0, 1)),
+        ("Ett|tt|mL", 1, (0, 1, 2)),
+        ("Etttt|mm|L", 2, (0, 1)),
     ],
-)  # fmt: skip
-def test_stages_whose_layers_read_biases_by_distance_hold_them(layout: str, mtp: int, ranks: tuple[int, ...]) -> None:
+)
+def test_stages_whose_layers_read_biases_by_distance_hold_them(
+    layout: str, mtp: int, ranks: tuple[int, ...]
+) -> None:
     model = replace(RELATIVE, mtp=MTPConfig(depths=mtp))
     pipeline = PipelineConfig(layout=layout)
     stages = plan_stages(pipeline, pp=3, num_layers=4, depths=mtp)
     assert table_holders(model, stages, pipeline, pp=3)["relative.weight"] == ranks
-    assert table_holders(replace(model, positions="rope"), stages, pipeline, pp=3)["relative.weight"] == ()
+    assert (
+        table_holders(replace(model, positions="rope"), stages, pipeline, pp=3)["relative.weight"]
+        == ()
+    )
 
 
 # --- further predictions
@@ -228,38 +295,87 @@ def test_hidden_states_of_every_depth_go_from_their_stage_to_the_loss() -> None:
     model = replace(FOUR, mtp=MTPConfig(depths=2))
     stages = plan_stages(PipelineConfig(layout="E|tttt||mm||L"), pp=6, num_layers=4, depths=2)
     assert [crossing(model, stages, n) for n in range(7)] == [
-        (False, False, 0), (False, False, 0), (True, False, 0), (True, False, 0), (True, False, 2), (True, False, 2),
+        (False, False, 0),
+        (False, False, 0),
+        (True, False, 0),
+        (True, False, 0),
         (True, False, 2),
-    ]  # fmt: skip
+        (True, False, 2),
+        (True, False, 2),
+    ]
 
 
 def test_without_a_layout_further_predictions_lie_with_the_loss() -> None:
-    for pipeline, pp in ((PipelineConfig(), 2), (PipelineConfig(last_layers=0), 3), (PipelineConfig(), 1)):
+    for pipeline, pp in (
+        (PipelineConfig(), 2),
+        (PipelineConfig(last_layers=0), 3),
+        (PipelineConfig(), 1),
+    ):
         stages = plan_stages(pipeline, pp=pp, num_layers=4, depths=3)
         assert [stage.further for stage in stages] == [0] * (pp - 1) + [3]
-        assert [stage.norm for stage in stages].index(True) == (1 if pipeline.last_layers == 0 else pp - 1)
+        assert [stage.norm for stage in stages].index(True) == (
+            1 if pipeline.last_layers == 0 else pp - 1
+        )
 
 
 @pytest.mark.parametrize(
     ("layout", "depths", "texts"),
     [
-        ("Etm|t|L", 1, ["m reads what all layers make, and on the first stage that would be the whole model, at "
-                        "character 3:", "m comes before a layer (t), and reads what all layers make, at character 3:"]),
+        (
+            "Etm|t|L",
+            1,
+            [
+                "m reads what all layers make, and on the first stage that would be the whole "
+                "model, at character 3:",
+                "m comes before a layer (t), and reads what all layers make, at character 3:",
+            ],
+        ),
         ("Ettm||L", 1, ["on the first stage that would be the whole model, at character 4:"]),
-        ("Et|mt|L", 1, ["m comes before a layer (t), and reads what all layers make, at character 4:"]),
-        ("Et|tm|mL", 2, ["m is on a second stage, but all of them read one copy of the embedding, at character 7:"]),
-        ("Et|t|L", 1, ["has 0 layers that predict further ahead (m), but model.mtp.depths=1. Use 1, as in Et|t|mL."]),
-        ("Et|t|mmmL", 2, ["has 3 layers that predict further ahead (m), but model.mtp.depths=2. Use 2, as in "]),
+        (
+            "Et|mt|L",
+            1,
+            ["m comes before a layer (t), and reads what all layers make, at character 4:"],
+        ),
+        (
+            "Et|tm|mL",
+            2,
+            [
+                "m is on a second stage, but all of them read one copy of the embedding, at "
+                "character 7:"
+            ],
+        ),
+        (
+            "Et|t|L",
+            1,
+            [
+                "has 0 layers that predict further ahead (m), but model.mtp.depths=1. Use 1, as in "
+                "Et|t|mL."
+            ],
+        ),
+        (
+            "Et|t|mmmL",
+            2,
+            ["has 3 layers that predict further ahead (m), but model.mtp.depths=2. Use 2, as in "],
+        ),
         ("Et|tL|m", 1, ["there is something after the loss, at character 5:"]),
     ],
-)  # fmt: skip
-def test_further_predictions_in_wrong_places_are_told(layout: str, depths: int, texts: list[str]) -> None:
+)
+def test_further_predictions_in_wrong_places_are_told(
+    layout: str, depths: int, texts: list[str]
+) -> None:
     problems = stages_problems(PipelineConfig(layout=layout), pp=3, num_layers=2, depths=depths)
     assert len(problems) == len(texts), problems
     for problem, text in zip(problems, texts, strict=True):
-        assert text in problem and problem.startswith(f"parallel.pipeline.layout={layout}") and "Use " in problem
+        assert (
+            text in problem
+            and problem.startswith(f"parallel.pipeline.layout={layout}")
+            and "Use " in problem
+        )
         for example in re.findall(r"as in (\S+)\.", problem):
-            assert stages_problems(PipelineConfig(layout=example), pp=3, num_layers=2, depths=depths) == []
+            assert (
+                stages_problems(PipelineConfig(layout=example), pp=3, num_layers=2, depths=depths)
+                == []
+            )
 
 
 @loop_over("seed", range(60))
@@ -267,6 +383,8 @@ def test_proposed_layouts_work_whatever_is_predicted(seed: int) -> None:
     draw = random.Random(seed)
     num_stages, num_layers, depths = draw.randint(2, 9), draw.randint(1, 20), draw.randint(0, 4)
     layout = proposed_layout(num_layers, num_stages, depths)
-    stages = plan_stages(PipelineConfig(layout=layout), pp=num_stages, num_layers=num_layers, depths=depths)
+    stages = plan_stages(
+        PipelineConfig(layout=layout), pp=num_stages, num_layers=num_layers, depths=depths
+    )
     assert layout_of(stages) == layout
     assert sum(len(stage.layers) for stage in stages) == num_layers and stages[-1].further == depths

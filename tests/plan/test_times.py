@@ -4,7 +4,14 @@ import pytest
 
 from megalith.config.tree import apply_overrides
 from megalith.plan.devices import DEVICES, EFFICIENCY, LINK_EFFICIENCY, device_named
-from megalith.plan.times import Passage, attention_share, passage, rank_flops, repeated_share, work_seconds
+from megalith.plan.times import (
+    Passage,
+    attention_share,
+    passage,
+    rank_flops,
+    repeated_share,
+    work_seconds,
+)
 from megalith.plan.traffic import step_traffic
 from megalith.plan.workload import plan_workload
 from megalith.recipes import resolve
@@ -29,7 +36,9 @@ def test_work_that_is_done_twice_takes_its_time() -> None:
     assert repeated_share(plain) == 0
     assert repeated_share(again) == pytest.approx((1 - head) / 3)
     slow, fast = work_seconds(again, H100), work_seconds(plain, H100)
-    assert slow is not None and fast is not None and slow / fast == pytest.approx(1 + (1 - head) / 3)
+    assert (
+        slow is not None and fast is not None and slow / fast == pytest.approx(1 + (1 - head) / 3)
+    )
     block = full | {"recompute.method": "block", "recompute.num_layers": "8", "parallel.pp": "2"}
     half = plan_workload(apply_overrides(run, block), 8)
     assert repeated_share(half) == pytest.approx((1 - head) / 3 / 2), "8 of 16 layers of each stage"
@@ -49,19 +58,28 @@ def test_a_link_within_a_node_is_the_faster_one() -> None:
 
 
 def test_rows_to_experts_hide_behind_what_is_computed_in_pairs() -> None:
-    layout = {"parallel.ep": "8", "parallel.tp": "1", "parallel.pp": "1", "train.global_batch_size": "64"}
+    layout = {
+        "parallel.ep": "8",
+        "parallel.tp": "1",
+        "parallel.pp": "1",
+        "train.global_batch_size": "64",
+    }
     found = {}
     for pairs in ("false", "true"):
         run = apply_overrides(resolve("mixtral_8x7b"), layout | {"parallel.overlap_experts": pairs})
         workload = plan_workload(run, 8)
-        (row,) = (row for row in step_traffic(workload, 0, 0) if row.what == "rows to experts and back")
+        (row,) = (
+            row for row in step_traffic(workload, 0, 0) if row.what == "rows to experts and back"
+        )
         found[pairs] = passage(workload, row, pp_rank=0, tp_rank=0, device=H100)
         work = work_seconds(workload, H100)
     plain, paired = found["false"], found["true"]
     assert plain is not None and paired is not None and work is not None
     assert plain.room == 0 and paired.seconds == plain.seconds
     many = workload.num_microbatches
-    assert many > 1 and paired.room == pytest.approx((many - 1) / many * work), "the first forward has no partner"
+    assert many > 1 and paired.room == pytest.approx((many - 1) / many * work), (
+        "the first forward has no partner"
+    )
 
 
 def test_what_is_left_is_what_finds_no_room() -> None:

@@ -1,4 +1,5 @@
-"""Tests of megalith/plan/traffic.py: what real ranks give their collectives is what the plan says."""
+"""Tests of megalith/plan/traffic.py: what real ranks give their collectives is what the plan
+says."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -40,12 +41,17 @@ def recorded(rank: int, world: int, run: TrainRun) -> Sums:
     ids = np.arange(length + 1) % run.model.vocab_size
     sample = Sample(ids=ids, num_valid=length + 1)
     batch = build_batch(
-        [sample] * rows, Masks(), device=torch.device("cpu"), slicing=my_slicing(run.parallel, mesh),
+        [sample] * rows,
+        Masks(),
+        device=torch.device("cpu"),
+        slicing=my_slicing(run.parallel, mesh),
         further=run.model.mtp.depths,
-    )  # fmt: skip
+    )
     many = run.train.global_batch_size // (rows * mesh.dp.size)
     with slow_link() as link:
-        step = StepBatches([batch] * many, rows * length * many, tuple(n * many for n in batch.num_further))
+        step = StepBatches(
+            [batch] * many, rows * length * many, tuple(n * many for n in batch.num_further)
+        )
         train_step(trainer, step, lr=1e-3, weight_decay=0.0)
         trainer.data.settle()
     found: Sums = defaultdict(lambda: (0, 0))
@@ -82,9 +88,13 @@ def without_axes(sums: Sums) -> dict[tuple[str, int], tuple[int, int]]:
 
 
 MOE = {
-    "model.moe.experts": "32", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "4", "train.micro_batch_size": "1",
-    "train.seq_len": "64", "train.global_batch_size": "4",
-}  # fmt: skip
+    "model.moe.experts": "32",
+    "model.moe.top_k": "2",
+    "model.moe.ffn_hidden_size": "4",
+    "train.micro_batch_size": "1",
+    "train.seq_len": "64",
+    "train.global_batch_size": "4",
+}
 SP = {"parallel.tp": "2", "parallel.sp": "true"}
 AGAIN = {"recompute.granularity": "selective"}
 SHARED = {"model.moe.shared_ffn_hidden_size": "6", "model.moe.shared_gate": "true"}
@@ -98,17 +108,57 @@ EXPERTS = [
     (2, MOE | SP | {"parallel.ep": "2", "parallel.etp": "1", "recompute.granularity": "full"}),
     (2, MOE | SP | SHARED | {"recompute.granularity": "full"}),
     (2, MOE | SP | SHARED | {"recompute.granularity": "selective", "recompute.modules": "[mlp]"}),
-    (2, MOE | {"parallel.ep": "2", "recompute.granularity": "selective", "recompute.modules": "[mlp]"}),
-    (4, MOE | {"parallel.ep": "2", "parallel.cp": "2", "parallel.zero": "1", "model.moe.balance.batch": "0.1"}),
-    (4, MOE | {"parallel.ep": "2", "parallel.zero": "2", "model.moe.balance.global_batch": "0.1"} | BIASES),
+    (
+        2,
+        MOE
+        | {"parallel.ep": "2", "recompute.granularity": "selective", "recompute.modules": "[mlp]"},
+    ),
+    (
+        4,
+        MOE
+        | {
+            "parallel.ep": "2",
+            "parallel.cp": "2",
+            "parallel.zero": "1",
+            "model.moe.balance.batch": "0.1",
+        },
+    ),
+    (
+        4,
+        MOE
+        | {"parallel.ep": "2", "parallel.zero": "2", "model.moe.balance.global_batch": "0.1"}
+        | BIASES,
+    ),
     (4, MOE | {"parallel.etp": "2", "parallel.pp": "2", "model.moe.layers": "[false, true]"}),
     (4, MOE | {"parallel.ep": "2", "parallel.zero": "3", "model.hidden_size": "98"}),
-    (2, MOE | SP | SHARED | {"recompute.granularity": "selective", "recompute.modules": "[shared_experts]"}),
-    (2, MOE | {"parallel.cp": "2", "model.moe.capacity.factor": "2.0", "recompute.granularity": "full"}),
+    (
+        2,
+        MOE
+        | SP
+        | SHARED
+        | {"recompute.granularity": "selective", "recompute.modules": "[shared_experts]"},
+    ),
+    (
+        2,
+        MOE
+        | {"parallel.cp": "2", "model.moe.capacity.factor": "2.0", "recompute.granularity": "full"},
+    ),
     (2, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.capacity.factor": "2.0"}),
     (4, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.balance.quantile": "true"}),
-    (2, MOE | {"parallel.ep": "2", "model.moe.capacity.factor": "2.0", "model.moe.capacity.pad": "true"}),
-    (2, MOE | {"parallel.ep": "2", "recompute.granularity": "full", "model.norm_placement": "around"}),
+    (
+        2,
+        MOE
+        | {
+            "parallel.ep": "2",
+            "model.moe.capacity.factor": "2.0",
+            "model.moe.capacity.pad": "true",
+        },
+    ),
+    (
+        2,
+        MOE
+        | {"parallel.ep": "2", "recompute.granularity": "full", "model.norm_placement": "around"},
+    ),
     (2, MOE | SP | SHARED | {"recompute.granularity": "full", "model.norm_placement": "after"}),
     (2, MOE | SP | SHARED | AGAIN | {"recompute.modules": "[mlp, shared_experts]"}),
 ]
@@ -118,19 +168,25 @@ def assert_plan_of_experts_holds(world: int, settings: dict[str, str]) -> None:
     run = tiny_run(settings | {"parallel.bucket_numel": "2000"})
     for rank, found in enumerate(run_ranks(recorded_in_turn, world, run)):
         real, expected = without_axes(found), without_axes(planned(run, world, rank))
-        assert {key: calls for key, (calls, _) in real.items()} == {key: calls for key, (calls, _) in expected.items()}
+        assert {key: calls for key, (calls, _) in real.items()} == {
+            key: calls for key, (calls, _) in expected.items()
+        }
         for key, (calls, nbytes) in real.items():
             assert abs(nbytes - expected[key][1]) <= calls, (rank, key)
 
 
 @pytest.mark.parametrize("world, settings", [EXPERTS[0], EXPERTS[1], EXPERTS[2], EXPERTS[9]])
-def test_tokens_travel_to_experts_and_back_as_the_plan_says(world: int, settings: dict[str, str]) -> None:
+def test_tokens_travel_to_experts_and_back_as_the_plan_says(
+    world: int, settings: dict[str, str]
+) -> None:
     assert_plan_of_experts_holds(world, settings)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world, settings", EXPERTS)
-def test_experts_on_every_axis_send_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
+def test_experts_on_every_axis_send_what_the_plan_says(
+    world: int, settings: dict[str, str]
+) -> None:
     assert_plan_of_experts_holds(world, settings)
 
 
@@ -141,18 +197,26 @@ def planned(run: TrainRun, world: int, rank: int) -> Sums:
     found: Sums = defaultdict(lambda: (0, 0))
     for row in step_traffic(workload, place["pp"], place["tp"]):
         kind, more, less = on_gloo(row, run.parallel.zero)
-        # A group is described by the first span that means its ranks: over cp alone, gradients are summed over "cp".
+        # A group is described by the first span that means its ranks: over cp alone, gradients are
+        # summed over "cp".
         axis = "cp" if row.axis == "dp" and workload.dp == 1 else row.axis
-        ranks = run.parallel.pp if axis == "pp" else row.ranks  # a message is recorded with the group it goes through
+        ranks = (
+            run.parallel.pp if axis == "pp" else row.ranks
+        )  # a message is recorded with the group it goes through
         calls, nbytes = found[axis, kind, ranks]
         found[axis, kind, ranks] = calls + row.calls * more, nbytes + round(row.nbytes * less)
     return dict(found)
 
 
 def on_gloo(row: Traffic, zero: int) -> tuple[str, int, float]:
-    """What a CPU's collectives make of it: kind, calls for one call, and what the recorder counts of a byte."""
+    """What a CPU's collectives make of it: kind, calls for one call, and what the recorder counts
+    of a byte."""
     if row.axis == "cp" and row.kind == "message":
-        return "all_to_all", 1, (row.ranks - 1) / row.ranks  # an exchange in which all but one part are empty
+        return (
+            "all_to_all",
+            1,
+            (row.ranks - 1) / row.ranks,
+        )  # an exchange in which all but one part are empty
     if row.axis in ("dp", "edp") and row.kind in ("reduce_scatter", "all_gather") and zero < 3:
         return "isend", row.ranks - 1, 1.0
     return {"message": "isend"}.get(row.kind, row.kind), 1, 1.0
@@ -162,15 +226,23 @@ def assert_plan_holds(world: int, settings: dict[str, str]) -> None:
     run = tiny_run(settings | {"parallel.bucket_numel": "2000"})
     for rank, found in enumerate(run_ranks(recorded, world, run)):
         expected = planned(run, world, rank)
-        assert {key: calls for key, (calls, _) in found.items()} == {key: calls for key, (calls, _) in expected.items()}
+        assert {key: calls for key, (calls, _) in found.items()} == {
+            key: calls for key, (calls, _) in expected.items()
+        }
         for key, (calls, nbytes) in found.items():
-            assert abs(nbytes - expected[key][1]) <= calls, (rank, key)  # each call's bytes are rounded
+            assert abs(nbytes - expected[key][1]) <= calls, (
+                rank,
+                key,
+            )  # each call's bytes are rounded
 
 
 UNLIKE = {
-    "model.num_layers": "3", "model.layers.attention": "[full, linear, none]", "model.num_kv_heads": "4",
-    "model.layers.num_kv_heads": "[2, 4]", "model.layers.mlp": "[linear, full, full]",
-}  # fmt: skip
+    "model.num_layers": "3",
+    "model.layers.attention": "[full, linear, none]",
+    "model.num_kv_heads": "4",
+    "model.layers.num_kv_heads": "[2, 4]",
+    "model.layers.mlp": "[linear, full, full]",
+}
 TENSOR = [
     (2, UNLIKE | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
     (2, SP | {"recompute.granularity": "full", "model.norm_placement": "around"}),
@@ -180,8 +252,24 @@ TENSOR = [
     (2, {"parallel.tp": "2", "parallel.sp": "true"}),
     (4, {"parallel.tp": "4", "parallel.sp": "true", "precision.params": "bf16"}),
     (4, {"parallel.tp": "2", "parallel.dp": "2", "model.tied_embeddings": "true"}),
-    (3, {"parallel.tp": "3", "parallel.sp": "true", "model.num_heads": "8", "model.num_kv_heads": "4"}),
-    (6, {"parallel.tp": "3", "parallel.zero": "1", "model.num_heads": "8", "model.num_kv_heads": "4"}),
+    (
+        3,
+        {
+            "parallel.tp": "3",
+            "parallel.sp": "true",
+            "model.num_heads": "8",
+            "model.num_kv_heads": "4",
+        },
+    ),
+    (
+        6,
+        {
+            "parallel.tp": "3",
+            "parallel.zero": "1",
+            "model.num_heads": "8",
+            "model.num_kv_heads": "4",
+        },
+    ),
 ]
 ZERO = [
     (2, {"parallel.zero": "1"}),
@@ -189,7 +277,10 @@ ZERO = [
     (4, {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "1"}),
     (2, {"parallel.zero": "1", "parallel.reduce_dtype": "bf16"}),
 ]
-WIDE = {"parallel.zero": "3", "model.hidden_size": "98"}  # a norm is sent alone, and must not look like a flag
+WIDE = {
+    "parallel.zero": "3",
+    "model.hidden_size": "98",
+}  # a norm is sent alone, and must not look like a flag
 SHARDED = [
     (2, WIDE),
     (3, WIDE | {"train.micro_batch_size": "1", "model.tied_embeddings": "true"}),
@@ -214,7 +305,15 @@ CONTEXT = [
     (3, {"parallel.cp": "3", "precision.params": "bf16"}),
     (2, {"parallel.cp": "2", "parallel.context.kind": "gather"}),
     (2, {"parallel.cp": "2", "parallel.context.kind": "a2a"}),
-    (4, {"parallel.cp": "4", "parallel.context.kind": "a2a+ring", "parallel.context.a2a": "2", "train.seq_len": "16"}),
+    (
+        4,
+        {
+            "parallel.cp": "4",
+            "parallel.context.kind": "a2a+ring",
+            "parallel.context.a2a": "2",
+            "train.seq_len": "16",
+        },
+    ),
     (
         4,
         {
@@ -234,17 +333,29 @@ IN_A_V = {"parallel.pipeline.schedule": "zb-v"}
 PIPELINE = [
     (2, {"parallel.pp": "2", "precision.params": "bf16", "model.fp32_residual": "true"}),
     (2, {"parallel.pp": "2"}),
-    (2, {"parallel.pp": "2", "parallel.pipeline.schedule": "zb-h1", "model.tied_embeddings": "true"}),
+    (
+        2,
+        {
+            "parallel.pp": "2",
+            "parallel.pipeline.schedule": "zb-h1",
+            "model.tied_embeddings": "true",
+        },
+    ),
     (2, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}),
     (2, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"} | IN_A_V),
     (4, {"parallel.pp": "2", "parallel.tp": "2", "parallel.sp": "true"}),
-]  # fmt: skip
+]
 
 
 SHORT = {
-    "model.mla.kv_rank": "7", "model.mla.nope_dim": "5", "model.mla.rope_dim": "4", "model.mla.value_dim": "3",
-    "model.num_kv_heads": "8", "model.head_dim": "null", "parallel.tp": "2",
-}  # fmt: skip
+    "model.mla.kv_rank": "7",
+    "model.mla.nope_dim": "5",
+    "model.mla.rope_dim": "4",
+    "model.mla.value_dim": "3",
+    "model.num_kv_heads": "8",
+    "model.head_dim": "null",
+    "parallel.tp": "2",
+}
 UP = {"recompute.granularity": "selective", "recompute.modules": "[mla_up_proj]"}
 LATENT = [
     (2, SHORT | {"parallel.sp": "true", "model.mla.q_rank": "9", "model.mtp.depths": "1"}),
@@ -265,30 +376,78 @@ FURTHER = [
     (2, DEPTHS | {"parallel.tp": "2"}),
     (2, DEPTHS | {"parallel.cp": "2"}),
     (2, DEPTHS | {"parallel.pp": "2"}),
-    (2, DEPTHS | {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"} | IN_A_V),
-    (4, {"model.mtp.depths": "1", "parallel.pp": "2", "parallel.tp": "2", "parallel.sp": "true"}),  # few flags
+    (
+        2,
+        DEPTHS
+        | {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}
+        | IN_A_V,
+    ),
+    (
+        4,
+        {"model.mtp.depths": "1", "parallel.pp": "2", "parallel.tp": "2", "parallel.sp": "true"},
+    ),  # few flags
     (2, DEPTHS | WIDE),
     (2, DEPTHS | {"model.positions": "learned", "parallel.pp": "2"}),
     (2, DEPTHS | {"model.positions": "relative", "parallel.cp": "2"}),
     (3, DEPTHS | OWN | {"precision.params": "bf16", "model.fp32_residual": "true"}),
     (3, DEPTHS | OWN | {"model.tied_embeddings": "true", "model.positions": "learned"}),
-    (6, OWN | FEW | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pipeline.layout": "Et|tm|L"}),
+    (
+        6,
+        OWN
+        | FEW
+        | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pipeline.layout": "Et|tm|L"},
+    ),
     (6, OWN | FEW | {"parallel.cp": "2", "parallel.pipeline.layout": "E|tt|mL"}),
-    (2, DEPTHS | OWN | {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "parallel.pipeline.layout": "Et|t|mm|L"}),
+    (
+        2,
+        DEPTHS
+        | OWN
+        | {
+            "parallel.pp": "2",
+            "parallel.pipeline.vpp": "2",
+            "parallel.pipeline.layout": "Et|t|mm|L",
+        },
+    ),
 ]
 
 
 BACK = {"model.cross.memory": "1", "model.num_layers": "4", "model.qkv_bias": "true"}
 LOOKING = [
-    (4, BACK | {"parallel.pp": "2", "parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
+    (
+        4,
+        BACK
+        | {
+            "parallel.pp": "2",
+            "parallel.tp": "2",
+            "parallel.sp": "true",
+            "recompute.granularity": "full",
+        },
+    ),
     (2, BACK | {"parallel.pp": "2", "precision.params": "bf16", "model.fp32_residual": "true"}),
-    (2, BACK | {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.cross.layers": "[true, true, false]"}),
-    (2, BACK | {"parallel.tp": "2"}),
-    (2, BACK | {"parallel.cp": "2", "parallel.context.kind": "a2a", "recompute.granularity": "full"}),
     (
         2,
         BACK
-        | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full", "recompute.num_layers": "2"},
+        | {
+            "parallel.pp": "2",
+            "parallel.pipeline.vpp": "2",
+            "model.cross.layers": "[true, true, false]",
+        },
+    ),
+    (2, BACK | {"parallel.tp": "2"}),
+    (
+        2,
+        BACK
+        | {"parallel.cp": "2", "parallel.context.kind": "a2a", "recompute.granularity": "full"},
+    ),
+    (
+        2,
+        BACK
+        | {
+            "parallel.tp": "2",
+            "parallel.sp": "true",
+            "recompute.granularity": "full",
+            "recompute.num_layers": "2",
+        },
     ),
 ]
 
@@ -315,9 +474,12 @@ def test_a_step_sends_what_the_plan_says(world: int, settings: dict[str, str]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world, settings", TENSOR + ZERO + SHARDED + CHOSEN + CONTEXT + PIPELINE + FURTHER + LATENT + LOOKING
+    "world, settings",
+    TENSOR + ZERO + SHARDED + CHOSEN + CONTEXT + PIPELINE + FURTHER + LATENT + LOOKING,
 )
-def test_a_step_of_every_axis_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
+def test_a_step_of_every_axis_sends_what_the_plan_says(
+    world: int, settings: dict[str, str]
+) -> None:
     assert_plan_holds(world, settings)
 
 
@@ -329,8 +491,15 @@ def test_a_step_of_every_axis_sends_what_the_plan_says(world: int, settings: dic
         {"recompute.granularity": "full", "recompute.num_layers": "2"},
         {"recompute.granularity": "full", "recompute.method": "block"},
         {"recompute.granularity": "selective", "recompute.modules": "[mlp]"},
-        {"recompute.granularity": "selective", "recompute.modules": "[mlp]", "recompute.mlp_chunks": "3"},
-        {"recompute.granularity": "selective", "recompute.modules": "[norm, core_attention, mlp_act]"},
+        {
+            "recompute.granularity": "selective",
+            "recompute.modules": "[mlp]",
+            "recompute.mlp_chunks": "3",
+        },
+        {
+            "recompute.granularity": "selective",
+            "recompute.modules": "[norm, core_attention, mlp_act]",
+        },
     ],
 )
 def test_recomputation_sends_its_part_again(sp: str, again: dict[str, str]) -> None:
@@ -338,7 +507,9 @@ def test_recomputation_sends_its_part_again(sp: str, again: dict[str, str]) -> N
 
 
 def test_shared_inputs_of_recomputed_layers_are_gathered() -> None:
-    assert_plan_holds(2, {"parallel.tp": "2", "recompute.granularity": "full", "recompute.shard_inputs": "true"})
+    assert_plan_holds(
+        2, {"parallel.tp": "2", "recompute.granularity": "full", "recompute.shard_inputs": "true"}
+    )
 
 
 def test_the_page_on_experts_says_what_the_plan_says() -> None:
@@ -349,12 +520,19 @@ def test_the_page_on_experts_says_what_the_plan_says() -> None:
         for ep in ("2", "4", "8", "16"):
             layout = {"parallel.dispatcher": dispatcher, "parallel.ep": ep}
             workload = plan_workload(apply_overrides(run, dict(layout)), 64)
-            sums = sum(row.nbytes for row in step_traffic(workload, 0, 0) if row.axis.startswith("ep"))
+            sums = sum(
+                row.nbytes for row in step_traffic(workload, 0, 0) if row.axis.startswith("ep")
+            )
             sent_by_ep.append(f"{sums / 2**30 / workload.num_microbatches / 24:.2f}")
         assert f"| `{dispatcher}`, GiB | {' | '.join(sent_by_ep)} |" in page
     workload, device = plan_workload(run, 64), DEVICES["h100"]
-    even, crowded = worst(memory_ledger(workload, device)).memory.total, crowded_bytes(workload, device)
-    assert crowded is not None and f"{crowded / 2**30:.0f} GiB instead of {even / 2**30:.0f}" in page
+    even, crowded = (
+        worst(memory_ledger(workload, device)).memory.total,
+        crowded_bytes(workload, device),
+    )
+    assert (
+        crowded is not None and f"{crowded / 2**30:.0f} GiB instead of {even / 2**30:.0f}" in page
+    )
 
 
 def test_a_ring_sends_all_but_one_part() -> None:

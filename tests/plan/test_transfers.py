@@ -16,7 +16,10 @@ SHORT = {"send_forward": "sf", "recv_forward": "rf", "send_backward": "sb", "rec
 
 
 def texts(schedule: Schedule) -> list[str]:
-    return [" ".join(f"{SHORT.get(a.kind, a.kind)}{a.microbatch}" for a in row) for row in schedule.ranks]
+    return [
+        " ".join(f"{SHORT.get(a.kind, a.kind)}{a.microbatch}" for a in row)
+        for row in schedule.ranks
+    ]
 
 
 def test_receives_are_posted_one_action_ahead_with_overlap() -> None:
@@ -44,8 +47,9 @@ def test_a_single_rank_and_the_turn_of_a_v_need_no_message() -> None:
     assert neighbour(v, 2, 0, "forward") == (2, 1)
     assert all(a.peer == 1 for a in v.ranks[2] if a.peer >= 0)
     assert [a.kind for a in v.ranks[2] if a.peer >= 0 and a.microbatch == 0 and a.chunk == 0] == [
-        "recv_forward", "send_backward",
-    ]  # fmt: skip
+        "recv_forward",
+        "send_backward",
+    ]
 
 
 def test_channels_go_both_ways_around_a_loop_and_along_a_v() -> None:
@@ -64,17 +68,24 @@ def test_channels_go_both_ways_around_a_loop_and_along_a_v() -> None:
 def test_the_first_and_the_last_stage_have_nobody_beyond_them() -> None:
     loop = build_schedule("interleaved", num_ranks=2, num_chunks=2, num_microbatches=2)
     assert neighbour(loop, 0, 0, "backward") is None and neighbour(loop, 1, 1, "forward") is None
-    assert neighbour(loop, 1, 0, "forward") == (0, 1) and neighbour(loop, 0, 1, "backward") == (1, 0)
+    assert neighbour(loop, 1, 0, "forward") == (0, 1) and neighbour(loop, 0, 1, "backward") == (
+        1,
+        0,
+    )
 
 
 @loop_over("seed", range(80))
-def test_both_ends_of_every_channel_list_its_messages_in_one_order_and_nothing_blocks(seed: int) -> None:
+def test_both_ends_of_every_channel_list_its_messages_in_one_order_and_nothing_blocks(
+    seed: int,
+) -> None:
     rng = random.Random(seed)
     schedule = random_schedule(rng, forward_only=rng.random() < 0.2)
     for overlap in (True, False):
         linked = with_transfers(schedule, overlap=overlap)
         assert matching_problems(linked) == [] and queue_problems(linked) == []
-        assert simulate(linked).makespan == simulate(schedule).makespan  # messages that take no time cost nothing
+        assert (
+            simulate(linked).makespan == simulate(schedule).makespan
+        )  # messages that take no time cost nothing
         for row, plain in zip(linked.ranks, schedule.ranks):
             assert tuple(action for action in row if action.peer < 0) == plain
             assert open_receives(row) <= (2 if overlap else 1)
@@ -117,7 +128,9 @@ def received(schedule: Schedule, channel: Channel) -> list[tuple[int, int]]:
 def test_receives_follow_the_order_of_sending_where_they_are_needed_in_another() -> None:
     schedule = build_schedule("gpipe", num_ranks=2, num_microbatches=3, forward_only=True)
     first, second = schedule.ranks
-    crossed = replace(schedule, ranks=(first, second[::-1]))  # rank 1 wants the last microbatch first
+    crossed = replace(
+        schedule, ranks=(first, second[::-1])
+    )  # rank 1 wants the last microbatch first
     for overlap in (True, False):
         linked = with_transfers(crossed, overlap=overlap)
         assert texts(linked)[1] == "rf0 rf1 rf2 F2 F1 F0"

@@ -12,49 +12,127 @@ from megalith.train.rules import run_problems
 
 CASES = [
     (
-        {"parallel.pipeline.schedule": "zb-v", "parallel.pipeline.count_loss": "true"}, 2,
-        "parallel.pipeline.schedule=zb-v, parallel.pipeline.count_loss=true: no effect here, because with "
-        "parallel.pp=1 and parallel.pipeline.vpp=1 there is one stage",
+        {"parallel.pipeline.schedule": "zb-v", "parallel.pipeline.count_loss": "true"},
+        2,
+        "parallel.pipeline.schedule=zb-v, parallel.pipeline.count_loss=true: no effect here, "
+        "because with parallel.pp=1 and parallel.pipeline.vpp=1 there is one stage",
     ),
     (
-        {"parallel.context.kind": "a2a", "parallel.context.slicing": "document"}, 2,
-        "parallel.context.kind=a2a, parallel.context.slicing=document: no effect here, because with parallel.cp=1 no "
+        {"parallel.context.kind": "a2a", "parallel.context.slicing": "document"},
+        2,
+        "parallel.context.kind=a2a, parallel.context.slicing=document: no effect here, because "
+        "with parallel.cp=1 no "
         "rows are shared",
     ),
     (
-        {"parallel.ring_products": "messages"}, 2,
-        "parallel.ring_products=messages: no effect here, because with parallel.rings=false nothing goes round",
+        {"parallel.ring_products": "messages"},
+        2,
+        "parallel.ring_products=messages: no effect here, because with parallel.rings=false "
+        "nothing goes round",
     ),
     (
-        {"model.moe.experts": "4", "model.moe.ffn_hidden_size": "8", "parallel.dispatcher": "gather"}, 2,
-        "parallel.dispatcher=gather: no effect here, because with parallel.ep=1 every rank has all experts",
-    ),
-    ({"parallel.bucket_numel": "7"}, 1, "parallel.bucket_numel=7: no effect here, because one rank has nobody to talk"),
-    ({"parallel.bucket_numel": "7", "parallel.zero": "3"}, 2, "parallel.bucket_numel=7: no effect here, because with"),
-    ({"parallel.overlap": "false"}, 1, "parallel.overlap=false: no effect here, because one rank has nobody to talk"),
-    ({"optim.kind": "sgd", "optim.beta2": "0.9"}, 1, "optim.beta2=0.9: no effect here, because they belong to optim."),
-    ({"optim.momentum": "0.5"}, 1, "optim.momentum=0.5: no effect here, because it belongs to optim.kind=sgd"),
-    ({"precision.loss_scale.window": "5"}, 1, "precision.loss_scale.window=5: no effect here, because only precision."),
-    (
-        {"precision.params": "fp16", "precision.loss_scale.constant": "8", "precision.loss_scale.window": "5"}, 1,
-        "precision.loss_scale.window=5: no effect here, because with precision.loss_scale.constant the scale nev",
+        {
+            "model.moe.experts": "4",
+            "model.moe.ffn_hidden_size": "8",
+            "parallel.dispatcher": "gather",
+        },
+        2,
+        "parallel.dispatcher=gather: no effect here, because with parallel.ep=1 every rank has all "
+        "experts",
     ),
     (
-        {"model.rope.theta": "500", "model.rope.local_theta": "100", "model.attention.window": "4"}, 1,
-        "model.rope.theta=500.0: no effect here, because all layers that turn have a window, and do so by model.rope.l",
+        {"parallel.bucket_numel": "7"},
+        1,
+        "parallel.bucket_numel=7: no effect here, because one rank has nobody to talk",
     ),
-    ({"model.fp32_residual": "true"}, 1, "model.fp32_residual=true: no effect here, because the residual stream is as"),
-    ({"schedule.wsd_decay_style": "linear"}, 1, "schedule.wsd_decay_style=linear: no effect here, because it belongs"),
-    ({"offload.min_numel": "3"}, 1, "offload.min_numel=3: no effect here, because with offload.layers=0 nothing moves"),
-    ({"checkpoint.keep": "none", "checkpoint.keep_every": "4"}, 1, "checkpoint.keep_every=4: no effect here, because"),
-    ({"data.mmap": "false"}, 1, "data.mmap=false: no effect here, because with data.mock=true there are no files"),
-    ({"data.mid_level_dataset_surplus": "0.1"}, 1, "data.mid_level_dataset_surplus=0.1: no effect here, because only"),
-    ({"tokenizer.add_special_tokens": "false"}, 1, "tokenizer.add_special_tokens=false: no effect here, because only"),
     (
-        {"data.mock": "false", "data.path": ["a", "b"], "data.mock_max_tokens": "6", "data.mock_num_documents": "9"}, 1,
-        "data.mock_num_documents=9, data.mock_max_tokens=6: no effect here, because only data.mock=true makes doc",
+        {"parallel.bucket_numel": "7", "parallel.zero": "3"},
+        2,
+        "parallel.bucket_numel=7: no effect here, because with",
     ),
-]  # fmt: skip
+    (
+        {"parallel.overlap": "false"},
+        1,
+        "parallel.overlap=false: no effect here, because one rank has nobody to talk",
+    ),
+    (
+        {"optim.kind": "sgd", "optim.beta2": "0.9"},
+        1,
+        "optim.beta2=0.9: no effect here, because they belong to optim.",
+    ),
+    (
+        {"optim.momentum": "0.5"},
+        1,
+        "optim.momentum=0.5: no effect here, because it belongs to optim.kind=sgd",
+    ),
+    (
+        {"precision.loss_scale.window": "5"},
+        1,
+        "precision.loss_scale.window=5: no effect here, because only precision.",
+    ),
+    (
+        {
+            "precision.params": "fp16",
+            "precision.loss_scale.constant": "8",
+            "precision.loss_scale.window": "5",
+        },
+        1,
+        "precision.loss_scale.window=5: no effect here, because with precision.loss_scale.constant "
+        "the scale nev",
+    ),
+    (
+        {"model.rope.theta": "500", "model.rope.local_theta": "100", "model.attention.window": "4"},
+        1,
+        "model.rope.theta=500.0: no effect here, because all layers that turn have a window, and "
+        "do so by model.rope.l",
+    ),
+    (
+        {"model.fp32_residual": "true"},
+        1,
+        "model.fp32_residual=true: no effect here, because the residual stream is as",
+    ),
+    (
+        {"schedule.wsd_decay_style": "linear"},
+        1,
+        "schedule.wsd_decay_style=linear: no effect here, because it belongs",
+    ),
+    (
+        {"offload.min_numel": "3"},
+        1,
+        "offload.min_numel=3: no effect here, because with offload.layers=0 nothing moves",
+    ),
+    (
+        {"checkpoint.keep": "none", "checkpoint.keep_every": "4"},
+        1,
+        "checkpoint.keep_every=4: no effect here, because",
+    ),
+    (
+        {"data.mmap": "false"},
+        1,
+        "data.mmap=false: no effect here, because with data.mock=true there are no files",
+    ),
+    (
+        {"data.mid_level_dataset_surplus": "0.1"},
+        1,
+        "data.mid_level_dataset_surplus=0.1: no effect here, because only",
+    ),
+    (
+        {"tokenizer.add_special_tokens": "false"},
+        1,
+        "tokenizer.add_special_tokens=false: no effect here, because only",
+    ),
+    (
+        {
+            "data.mock": "false",
+            "data.path": ["a", "b"],
+            "data.mock_max_tokens": "6",
+            "data.mock_num_documents": "9",
+        },
+        1,
+        "data.mock_num_documents=9, data.mock_max_tokens=6: no effect here, because only "
+        "data.mock=true makes doc",
+    ),
+]
 
 
 @pytest.mark.parametrize(("changes", "world", "said"), CASES)
@@ -75,7 +153,15 @@ def test_a_setting_without_effect_is_named_with_the_reason(
         ({"parallel.pipeline.vpp": "2", "parallel.pipeline.schedule": "interleaved"}, 1),
         ({"parallel.cp": "2", "parallel.context.kind": "gather", "parallel.bucket_numel": "7"}, 2),
         ({"parallel.overlap": "false", "parallel.bucket_numel": "7"}, 2),
-        ({"parallel.tp": "2", "parallel.sp": "true", "parallel.rings": "true", "parallel.ring_products": "fused"}, 2),
+        (
+            {
+                "parallel.tp": "2",
+                "parallel.sp": "true",
+                "parallel.rings": "true",
+                "parallel.ring_products": "fused",
+            },
+            2,
+        ),
         ({"optim.kind": "sgd", "optim.momentum": "0.5"}, 1),
         (
             {
@@ -87,11 +173,27 @@ def test_a_setting_without_effect_is_named_with_the_reason(
             1,
         ),
         ({"precision.params": "fp16", "precision.loss_scale.window": "5"}, 1),
-        ({"schedule.style": "wsd", "schedule.wsd_decay_steps": "2", "schedule.wsd_decay_style": "linear"}, 1),
-        ({"data.mock": "false", "data.path": ["0.5", "a", "0.5", "b"], "data.mid_level_dataset_surplus": "0.1"}, 1),
+        (
+            {
+                "schedule.style": "wsd",
+                "schedule.wsd_decay_steps": "2",
+                "schedule.wsd_decay_style": "linear",
+            },
+            1,
+        ),
+        (
+            {
+                "data.mock": "false",
+                "data.path": ["0.5", "a", "0.5", "b"],
+                "data.mid_level_dataset_surplus": "0.1",
+            },
+            1,
+        ),
     ],
 )
-def test_a_setting_with_an_effect_is_not_mentioned(changes: dict[str, str | list[str]], world: int) -> None:
+def test_a_setting_with_an_effect_is_not_mentioned(
+    changes: dict[str, str | list[str]], world: int
+) -> None:
     run = tiny_run({"data.mock_num_documents": "100000", "data.mock_max_tokens": "4096"} | changes)
     assert unused_notes(run, world) == []
 

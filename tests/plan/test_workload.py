@@ -16,7 +16,9 @@ def test_tokens_and_microbatches_of_a_rank() -> None:
     workload = plan_workload(run, 6)
     assert (workload.dp, workload.tokens, workload.num_microbatches) == (3, 6, 4)
     assert workload.shards == 1
-    sharded = plan_workload(tiny_run({"parallel.cp": "2", "train.micro_batch_size": "1", "parallel.zero": "1"}), 6)
+    sharded = plan_workload(
+        tiny_run({"parallel.cp": "2", "train.micro_batch_size": "1", "parallel.zero": "1"}), 6
+    )
     assert sharded.shards == 6
 
 
@@ -26,7 +28,12 @@ def test_tokens_and_microbatches_of_a_rank() -> None:
         ({"parallel.cp": "2", "parallel.context.slicing": "document"}, 4, 12),
         ({"parallel.cp": "2", "parallel.context.slicing": "document", "parallel.tp": "3"}, 4, 12),
         (
-            {"parallel.cp": "2", "parallel.context.slicing": "document", "parallel.tp": "2", "parallel.sp": "true"},
+            {
+                "parallel.cp": "2",
+                "parallel.context.slicing": "document",
+                "parallel.tp": "2",
+                "parallel.sp": "true",
+            },
             8,
             16,
         ),
@@ -34,13 +41,17 @@ def test_tokens_and_microbatches_of_a_rank() -> None:
         ({"parallel.cp": "2"}, 1, 11),
     ],
 )
-def test_padding_of_documents_is_work_for_every_rank(settings: dict[str, str], multiple: int, row: int) -> None:
+def test_padding_of_documents_is_work_for_every_rank(
+    settings: dict[str, str], multiple: int, row: int
+) -> None:
     run = tiny_run({"train.seq_len": "11", "train.global_batch_size": "24"} | settings)
     workload = plan_workload(run, 12)
     assert (workload.document_multiple, workload.row_tokens) == (multiple, row)
     assert workload.tokens == 2 * row // run.parallel.cp
     slices = plan_slices(
-        [11, 11], row=11, slicing=Slicing(ranks=2, by="document", multiple=run.parallel.tp if run.parallel.sp else 1)
+        [11, 11],
+        row=11,
+        slicing=Slicing(ranks=2, by="document", multiple=run.parallel.tp if run.parallel.sp else 1),
     )
     assert multiple == 1 or slices.num_tokens == workload.tokens * 2
 
@@ -54,22 +65,41 @@ def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
     tied = {"model.tied_embeddings": "true", "parallel.pp": "2", "model.num_layers": "8"}
     loop = plan_workload(tiny_run(tied), 2)
     assert loop.table_holders == (0, 1)
-    assert [one.name for rank in (0, 1) for one in loop.parameters(rank, 0)].count("embed.weight") == 2
-    v = plan_workload(tiny_run(tied | {"parallel.pipeline.schedule": "zb-v", "parallel.pipeline.vpp": "2"}), 2)
+    assert [one.name for rank in (0, 1) for one in loop.parameters(rank, 0)].count(
+        "embed.weight"
+    ) == 2
+    v = plan_workload(
+        tiny_run(tied | {"parallel.pipeline.schedule": "zb-v", "parallel.pipeline.vpp": "2"}), 2
+    )
     assert v.table_holders == (0,)
     assert [one.name for one in v.parameters(0, 0)].count("embed.weight") == 1
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_depths_that_predict_further_share_the_table_as_built_models_do(tied: str, schedule: str) -> None:
-    settings = {"model.mtp.depths": "2", "model.tied_embeddings": tied, "parallel.pp": "2", "model.num_layers": "4"}
-    chunks = {"parallel.pipeline.schedule": schedule, "parallel.pipeline.vpp": "2" if schedule == "zb-v" else "1"}
+def test_depths_that_predict_further_share_the_table_as_built_models_do(
+    tied: str, schedule: str
+) -> None:
+    settings = {
+        "model.mtp.depths": "2",
+        "model.tied_embeddings": tied,
+        "parallel.pp": "2",
+        "model.num_layers": "4",
+    }
+    chunks = {
+        "parallel.pipeline.schedule": schedule,
+        "parallel.pipeline.vpp": "2" if schedule == "zb-v" else "1",
+    }
     run = tiny_run(settings | chunks)
     workload = plan_workload(run, 2)
     for rank in range(2):
-        built = nn.ModuleList(build_chunks(run.model, mesh_on_paper(workload.grid, rank=rank), run.parallel))
-        real = [(d.shard.name, getattr(module, name).numel()) for d, module, name in declared_parameters(built)]
+        built = nn.ModuleList(
+            build_chunks(run.model, mesh_on_paper(workload.grid, rank=rank), run.parallel)
+        )
+        real = [
+            (d.shard.name, getattr(module, name).numel())
+            for d, module, name in declared_parameters(built)
+        ]
         assert sorted(real) == sorted((one.name, one.numel) for one in workload.parameters(rank, 0))
         assert ("embed.weight" in dict(real)) == (rank in workload.table_holders)
 
@@ -91,10 +121,16 @@ def test_a_run_that_cannot_be_laid_out_is_refused() -> None:
 
 
 def test_packs_are_counted_as_full_of_the_longest_documents() -> None:
-    packed = {"train.micro_batch_size": "1", "train.seq_len": "11", "train.tokens_per_microbatch": "20"}
+    packed = {
+        "train.micro_batch_size": "1",
+        "train.seq_len": "11",
+        "train.tokens_per_microbatch": "20",
+    }
     by_document = {"parallel.cp": "2", "parallel.context.slicing": "document"}
     workload = plan_workload(tiny_run(packed | by_document), 4)
     assert (workload.row_tokens, workload.lengths, workload.tokens) == (12, (12, 12, 12, 4), 20)
     assert workload.num_microbatches == 2, "twelve documents, three in a pack, on two ranks"
     interleaved = {"parallel.pp": "4", "parallel.pipeline.vpp": "2", "model.num_layers": "8"}
-    assert plan_workload(tiny_run(packed | interleaved), 8).num_microbatches == 8, "as many as the pipeline wants"
+    assert plan_workload(tiny_run(packed | interleaved), 8).num_microbatches == 8, (
+        "as many as the pipeline wants"
+    )

@@ -1,4 +1,5 @@
-"""Adapters go out as the peft library has them, come back the same, and make the same model merged and beside it."""
+"""Adapters go out as the peft library has them, come back the same, and make the same model merged
+and beside it."""
 
 import json
 from dataclasses import replace
@@ -32,9 +33,16 @@ CPU = torch.device("cpu")
 IDS = torch.arange(11) * 7 % 61
 GPT2: dict[str, Any] = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32}
 SIZES: dict[str, Any] = {
-    "vocab_size": 257, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 20,
-    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 257,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 20,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
 
 
@@ -53,7 +61,12 @@ def folder(path: Path, kind: str = "LlamaConfig", **changes: Any) -> Path:
 def train(path: Path, load: Path, **settings: str) -> Path:
     """Three steps of adapters beside it, fast enough that they matter."""
     read = open_pretrained(load).model
-    fixed = {"lora.rank": "3", "train.steps": "3", "schedule.lr": "0.1", "checkpoint.load": str(load)}
+    fixed = {
+        "lora.rank": "3",
+        "train.steps": "3",
+        "schedule.lr": "0.1",
+        "checkpoint.load": str(load),
+    }
     run = tiny_run(fixed | settings | {"train.eval_steps": "0"})
     run_training(replace(run, model=read), RunFolder(path), mesh_of_one(), CPU, show=False)
     return path
@@ -69,7 +82,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def theirs(path: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager"
+    ).eval()
 
 
 def logits(model: Any) -> Tensor:
@@ -98,14 +113,21 @@ def test_the_library_loads_them_and_computes_what_we_do(trained: Path) -> None:
 
 def test_the_merged_model_is_the_base_with_adapters(trained: Path) -> None:
     model = peft.PeftModel.from_pretrained(theirs(trained / "base"), trained / "adapters")
-    merged, plain = load_file(trained / "merged/model.safetensors"), model.merge_and_unload().state_dict()
+    merged, plain = (
+        load_file(trained / "merged/model.safetensors"),
+        model.merge_and_unload().state_dict(),
+    )
     for name, value in merged.items():
         torch.testing.assert_close(value, plain[name], rtol=0, atol=1e-5)
-    torch.testing.assert_close(logits(theirs(trained / "merged")), ours(trained / "run"), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        logits(theirs(trained / "merged")), ours(trained / "run"), rtol=0, atol=2e-5
+    )
 
 
 def test_a_release_of_ours_is_the_merged_model_too(trained: Path, tmp_path: Path) -> None:
-    assert main(["convert", str(trained / "run"), str(tmp_path / "release"), "--to", "megalith"]) == 0
+    assert (
+        main(["convert", str(trained / "run"), str(tmp_path / "release"), "--to", "megalith"]) == 0
+    )
     assert torch.equal(ours(tmp_path / "release"), ours(trained / "run"))
 
 
@@ -113,7 +135,12 @@ def test_a_release_of_ours_is_the_merged_model_too(trained: Path, tmp_path: Path
 def test_the_scale_is_told_as_it_is(alpha: float, written: float) -> None:
     adapters = SimpleNamespace(lora=LoraConfig(rank=3, alpha=alpha, rslora=True, dropout=0.05))
     told = peft_config([], SimpleNamespace(base_path=Path("base"), adapters=adapters))  # type: ignore[arg-type]
-    assert (told["r"], told["lora_alpha"], told["use_rslora"], told["lora_dropout"]) == (3, written, True, 0.05)
+    assert (told["r"], told["lora_alpha"], told["use_rslora"], told["lora_dropout"]) == (
+        3,
+        written,
+        True,
+        0.05,
+    )
     assert type(told["lora_alpha"]) is type(written), "PEFT has whole numbers where they are whole"
 
 
@@ -122,13 +149,21 @@ def test_their_folder_comes_back_as_it_went(trained: Path, tmp_path: Path) -> No
     assert there.names == here.names and to_dict(there.lora)["rank"] == 3
     assert all(torch.equal(there.read(name), here.read(name)) for name in there.names)
     torch.testing.assert_close(ours(trained / "adapters"), ours(trained / "run"), rtol=0, atol=1e-6)
-    run = train(tmp_path / "run", trained / "base", **{"lora.load": str(trained / "adapters"), "schedule.lr": "0.0"})
+    run = train(
+        tmp_path / "run",
+        trained / "base",
+        **{"lora.load": str(trained / "adapters"), "schedule.lr": "0.0"},
+    )
     torch.testing.assert_close(ours(run), ours(trained / "run"), rtol=0, atol=1e-6)
 
 
 def test_adapters_that_the_library_made_are_read(trained: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(
-        r=2, lora_alpha=3, use_rslora=True, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        r=2,
+        lora_alpha=3,
+        use_rslora=True,
+        target_modules=["q_proj", "v_proj"],
+        init_lora_weights=False,
     )
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
@@ -148,8 +183,13 @@ def test_adapters_that_the_library_made_are_read(trained: Path, tmp_path: Path) 
         ),
     ],
 )
-def test_other_kinds_of_adapters_are_refused(trained: Path, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
-    save_file(load_file(trained / "adapters/adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
+def test_other_kinds_of_adapters_are_refused(
+    trained: Path, tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    save_file(
+        load_file(trained / "adapters/adapter_model.safetensors"),
+        tmp_path / "adapter_model.safetensors",
+    )
     raw = json.loads((trained / "adapters/adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(CheckpointError, match=text):
@@ -159,23 +199,39 @@ def test_other_kinds_of_adapters_are_refused(trained: Path, tmp_path: Path, chan
 def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: Path) -> None:
     other = folder(tmp_path / "other", **LLAMA | {"hidden_size": 32})
     with pytest.raises(
-        CheckpointError, match=r"is for another base: .*q_proj.lora_A.weight is \[3, 24\], expected \[3, 32\]"
+        CheckpointError,
+        match=r"is for another base: .*q_proj.lora_A.weight is \[3, 24\], expected \[3, 32\]",
     ):
         open_pretrained(locate(str(trained / "adapters")), base=str(other))
     tensors = load_file(trained / "adapters/adapter_model.safetensors")
     tensors["base_model.model.lm_head.lora_A.weight"] = tensors.pop(sorted(tensors)[0])
     (tmp_path / "damaged").mkdir()
     save_file(tensors, tmp_path / "damaged/adapter_model.safetensors")
-    (tmp_path / "damaged/adapter_config.json").write_text((trained / "adapters/adapter_config.json").read_text())
-    with pytest.raises(CheckpointError, match=r"missing: base_model.*; unknown here: base_model.model.lm_head.lora_A"):
+    (tmp_path / "damaged/adapter_config.json").write_text(
+        (trained / "adapters/adapter_config.json").read_text()
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"missing: base_model.*; unknown here: base_model.model.lm_head.lora_A",
+    ):
         open_pretrained(locate(str(tmp_path / "damaged")))
 
 
 DEEPSEEK: dict[str, Any] = {
-    **SIZES, "num_key_value_heads": 4, "q_lora_rank": 7, "kv_lora_rank": 5, "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4, "v_head_dim": 3, "first_k_dense_replace": 2,
-}  # fmt: skip
-OF_LATENT = {"lora.dropout": "0.3", "lora.layers": "[1]", "lora.targets": "[q_down, q_up, kv_down, kv_up, o]"}
+    **SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 7,
+    "kv_lora_rank": 5,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 3,
+    "first_k_dense_replace": 2,
+}
+OF_LATENT = {
+    "lora.dropout": "0.3",
+    "lora.layers": "[1]",
+    "lora.targets": "[q_down, q_up, kv_down, kv_up, o]",
+}
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
@@ -184,27 +240,42 @@ def test_matrices_of_latent_attention_have_the_librarys_names(tmp_path: Path) ->
     run = train(tmp_path / "run", base, **OF_LATENT)
     assert main(["convert", str(run), str(tmp_path / "adapters"), "--to", "peft"]) == 0
     raw = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
-    assert set(LATENT) == set(raw["target_modules"]) and (raw["layers_to_transform"], raw["lora_dropout"]) == ([1], 0.3)
+    assert set(LATENT) == set(raw["target_modules"]) and (
+        raw["layers_to_transform"],
+        raw["lora_dropout"],
+    ) == ([1], 0.3)
     model = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapters")
     torch.testing.assert_close(logits(model.eval()), ours(run), rtol=0, atol=2e-5)
     assert (ours(run) - logits(theirs(base))).abs().max() > 1e-3, "adapters do something"
     found = adapters_in(tmp_path / "adapters")
-    assert (found.lora.layers, found.lora.targets[:4]) == ((1,), ("q_down", "q_up", "kv_down", "kv_up"))
+    assert (found.lora.layers, found.lora.targets[:4]) == (
+        (1,),
+        ("q_down", "q_up", "kv_down", "kv_up"),
+    )
     torch.testing.assert_close(ours(tmp_path / "adapters"), ours(run), rtol=0, atol=1e-6)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 6},
+    "Qwen3MoeConfig": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "head_dim": 6,
+    },
 }
 
 
 @pytest.mark.parametrize("model", ["DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(model: str, tmp_path: Path) -> None:
+def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(
+    model: str, tmp_path: Path
+) -> None:
     kind = model.replace("ForCausalLM", "Config")
     sizes = DEEPSEEK if "Deepseek" in kind else LLAMA | EXPERTS[kind] | {"mlp_only_layers": [0]}
     run = train(tmp_path / "run", folder(tmp_path / "base", kind, **sizes))
-    with pytest.raises(ConfigError, match=rf"of {model} PEFT takes every MLP for experts.*--to huggingf"):
+    with pytest.raises(
+        ConfigError, match=rf"of {model} PEFT takes every MLP for experts.*--to huggingf"
+    ):
         plan_peft(open_pretrained(locate(str(run))))
     assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
     torch.testing.assert_close(logits(theirs(tmp_path / "merged")), ours(run), rtol=0, atol=2e-5)
@@ -222,28 +293,42 @@ def test_layers_with_experts_have_adapters_beside_them_there_too(kind: str, tmp_
 
 
 def test_layers_that_the_library_chose_are_read(trained: Path, tmp_path: Path) -> None:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], layers_to_transform=[1], init_lora_weights=False
+    )
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
     found = adapters_in(tmp_path / "theirs")
-    assert found.lora.layers == (1,) and found.names == {f"layers.1.attention.q.lora_{word}" for word in "ab"}
+    assert found.lora.layers == (1,) and found.names == {
+        f"layers.1.attention.q.lora_{word}" for word in "ab"
+    }
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
     with pytest.raises(CheckpointError, match=r"lora.layers is \(1,\) there and \(0, 1\) here"):
         train(
-            tmp_path / "run", trained / "base",
-            **{"lora.load": str(tmp_path / "theirs"), "lora.rank": "2", "lora.alpha": "8", "lora.targets": "[q]"},
-        )  # fmt: skip
+            tmp_path / "run",
+            trained / "base",
+            **{
+                "lora.load": str(tmp_path / "theirs"),
+                "lora.rank": "2",
+                "lora.alpha": "8",
+                "lora.targets": "[q]",
+            },
+        )
 
 
 def test_adapters_of_a_shallower_model_are_missing_in_the_layers_that_they_promise(
     trained: Path, tmp_path: Path
 ) -> None:
     deeper = folder(tmp_path / "deeper", **LLAMA | {"num_hidden_layers": 3})
-    with pytest.raises(CheckpointError, match=r"is for another base: missing: base_model.*layers.2"):
+    with pytest.raises(
+        CheckpointError, match=r"is for another base: missing: base_model.*layers.2"
+    ):
         open_pretrained(locate(str(trained / "adapters")), base=str(deeper))
 
 
-def test_layers_that_the_library_chose_by_an_expression_are_read(trained: Path, tmp_path: Path) -> None:
+def test_layers_that_the_library_chose_by_an_expression_are_read(
+    trained: Path, tmp_path: Path
+) -> None:
     config = peft.LoraConfig(r=2, target_modules=r".*\.1\..*(q|up)_proj", init_lora_weights=False)
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
@@ -257,48 +342,98 @@ def test_a_base_that_is_named_elsewhere_is_that_of_the_run(
 ) -> None:
     (tmp_path / "adapters").mkdir()
     save_file(
-        load_file(trained / "adapters/adapter_model.safetensors"), tmp_path / "adapters/adapter_model.safetensors"
+        load_file(trained / "adapters/adapter_model.safetensors"),
+        tmp_path / "adapters/adapter_model.safetensors",
     )
     raw = json.loads((trained / "adapters/adapter_config.json").read_text())
-    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(raw | {"base_model_name_or_path": "some/hub"}))
+    (tmp_path / "adapters/adapter_config.json").write_text(
+        json.dumps(raw | {"base_model_name_or_path": "some/hub"})
+    )
     settings = {"lora.load": str(tmp_path / "adapters"), "schedule.lr": "0.0"}
     torch.testing.assert_close(
-        ours(train(tmp_path / "run", trained / "base", **settings)), ours(trained / "run"), rtol=0, atol=1e-6
+        ours(train(tmp_path / "run", trained / "base", **settings)),
+        ours(trained / "run"),
+        rtol=0,
+        atol=1e-6,
     )
-    assert "names no base that is here: its matrices are compared by name and shape alone" in caplog.text
+    assert (
+        "names no base that is here: its matrices are compared by name and shape alone"
+        in caplog.text
+    )
 
 
 FUSED = {
-    "Phi3Config": ("qkv_proj", LLAMA), "GPTNeoXConfig": ("query_key_value", SIZES | {"rotary_pct": 1.0}),
-    "GPT2Config": ("c_attn", GPT2 | {name: SIZES[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}),
-}  # fmt: skip
+    "Phi3Config": ("qkv_proj", LLAMA),
+    "GPTNeoXConfig": ("query_key_value", SIZES | {"rotary_pct": 1.0}),
+    "GPT2Config": (
+        "c_attn",
+        GPT2 | {name: SIZES[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")},
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_families_that_keep_matrices_together_are_refused_by_name_and_merge(kind: str, tmp_path: Path) -> None:
+def test_families_that_keep_matrices_together_are_refused_by_name_and_merge(
+    kind: str, tmp_path: Path
+) -> None:
     tensor, sizes = FUSED[kind]
     run = train(tmp_path / "run", folder(tmp_path / "base", kind, **sizes))
-    with pytest.raises(ConfigError, match=rf"keeps matrices together or transposed \(q is in .*{tensor}.*--to hugg"):
+    with pytest.raises(
+        ConfigError, match=rf"keeps matrices together or transposed \(q is in .*{tensor}.*--to hugg"
+    ):
         plan_peft(open_pretrained(locate(str(run))))
     assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
     torch.testing.assert_close(logits(theirs(tmp_path / "merged")), ours(run), rtol=0, atol=2e-5)
 
 
-def test_a_model_without_adapters_has_none_to_export(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_adapters_has_none_to_export(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["convert", str(trained / "base"), str(trained / "none"), "--to", "peft"]) == 2
     assert "holds a model and no adapters. Use --to huggingface" in capsys.readouterr().err
-    assert main(["convert", str(trained / "base"), str(trained / "none"), "--base", str(trained / "run")]) == 2
+    assert (
+        main(
+            [
+                "convert",
+                str(trained / "base"),
+                str(trained / "none"),
+                "--base",
+                str(trained / "run"),
+            ]
+        )
+        == 2
+    )
     assert "--base=" in capsys.readouterr().err
 
 
-def test_a_dry_run_lists_the_linear_layers(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(trained / "run"), str(trained / "x"), "--to", "peft", "--dry-run"]) == 0
+def test_a_dry_run_lists_the_linear_layers(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["convert", str(trained / "run"), str(trained / "x"), "--to", "peft", "--dry-run"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     key = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
     assert f"layers.1.attention.kv.lora_b[1] -> {key}  (12, 3) float32" in lines
     assert len(lines) == 2 * 14 + 1 and not (trained / "x").exists()
-    assert lines[-1].startswith("14 linear layers with adapters, ") and lines[-1].endswith(" MB; nothing was written")
-    assert main(["convert", str(trained / "run"), str(trained / "x"), "--to", "peft", "--dry-run", "--json"]) == 0
+    assert lines[-1].startswith("14 linear layers with adapters, ") and lines[-1].endswith(
+        " MB; nothing was written"
+    )
+    assert (
+        main(
+            [
+                "convert",
+                str(trained / "run"),
+                str(trained / "x"),
+                "--to",
+                "peft",
+                "--dry-run",
+                "--json",
+            ]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     stored = load_file(trained / "adapters" / "adapter_model.safetensors")
     assert {one["target"]: tuple(one["shape"]) for one in told["tensors"]} == {
@@ -315,8 +450,13 @@ def test_a_dry_run_tells_which_tensors_adapters_are_added_to(
     assert main(words) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     merged = [line for line in lines if " · lora_b · lora_a -> " in line]
-    assert 0 < len(merged) < len(lines) and not any("norm" in line or "embed" in line for line in merged)
-    assert f"{len(merged)} of them with adapters of rank 3 from " in last and f"added to {trained / 'base'}" in last
+    assert 0 < len(merged) < len(lines) and not any(
+        "norm" in line or "embed" in line for line in merged
+    )
+    assert (
+        f"{len(merged)} of them with adapters of rank 3 from " in last
+        and f"added to {trained / 'base'}" in last
+    )
     assert main([*words, "--json"]) == 0
     assert "with adapters of rank 3" in json.loads(capsys.readouterr().out)["merged"]
     assert main(["convert", str(trained / "base"), str(trained / "x"), "--dry-run"]) == 0

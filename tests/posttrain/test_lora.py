@@ -1,4 +1,5 @@
-"""A run that trains adapters: it learns, resumes to the same bits, keeps its base elsewhere, and knows it again."""
+"""A run that trains adapters: it learns, resumes to the same bits, keeps its base elsewhere, and
+knows it again."""
 
 import pickle
 from collections.abc import Mapping
@@ -41,7 +42,8 @@ class Drawn:
         allocate(self.model, CPU)
         initialise(self.model, seed=seed)
         self.found = {
-            d.shard.name: getattr(m, n).data.view(d.shard.shape) for d, m, n in declared_parameters(self.model)
+            d.shard.name: getattr(m, n).data.view(d.shard.shape)
+            for d, m, n in declared_parameters(self.model)
         }
 
     def dtype(self, parameter: str) -> torch.dtype:
@@ -66,7 +68,9 @@ def train(path: Path, load: Path, settings: Mapping[str, Override] | None = None
 
 
 def losses(path: Path) -> list[float]:
-    return [float(row["loss"] or 0) for row in read_metrics(path / "metrics.jsonl") if "loss" in row]
+    return [
+        float(row["loss"] or 0) for row in read_metrics(path / "metrics.jsonl") if "loss" in row
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +105,20 @@ def test_the_base_is_drawn_only_where_some_of_it_may_stay_so(
         fill(parameter, shard, init, seed=seed)
 
     monkeypatch.setattr(build, "fill", counted)
-    train(tmp_path / "run", trained.parent / "base", {"train.steps": "1", "checkpoint.missing": missing})
+    train(
+        tmp_path / "run",
+        trained.parent / "base",
+        {"train.steps": "1", "checkpoint.missing": missing},
+    )
     assert any(".lora_" not in name for name in drawn) == base_too and len(drawn) >= 20
     if not base_too:
         assert losses(tmp_path / "run")[0] == losses(trained)[0]
         drawn.clear()
-        train(tmp_path / "more", trained.parent / "base", {"train.steps": "1", "lora.load": str(trained)})
+        train(
+            tmp_path / "more",
+            trained.parent / "base",
+            {"train.steps": "1", "lora.load": str(trained)},
+        )
         assert drawn == []
 
 
@@ -116,7 +128,9 @@ def test_a_run_that_was_stopped_ends_at_the_same_bits(trained: Path, tmp_path: P
     train(tmp_path / "run", load, {"schedule.style": "constant"})
     train(tmp_path / "once", load, {"schedule.style": "constant"})
     assert losses(tmp_path / "run") == losses(tmp_path / "once")
-    again, once = (tensors(tmp_path / name / "checkpoints" / "step_0000008") for name in ("run", "once"))
+    again, once = (
+        tensors(tmp_path / name / "checkpoints" / "step_0000008") for name in ("run", "once")
+    )
     assert again.keys() == once.keys() and all(torch.equal(again[key], once[key]) for key in once)
 
 
@@ -124,7 +138,11 @@ def test_opened_it_is_the_base_with_the_product_added(trained: Path) -> None:
     opened = open_pretrained(locate(str(trained)))
     found, plain = adapters_in(opened.path), Drawn(3)
     assert (found.lora.rank, opened.model) == (3, tiny_run().model)
-    for name, shape in (("attention.kv", (2, 2, 6, 24)), ("attention.o", (24, 4, 6)), ("mlp.gate_up", (2, 20, 24))):
+    for name, shape in (
+        ("attention.kv", (2, 2, 6, 24)),
+        ("attention.o", (24, 4, 6)),
+        ("mlp.gate_up", (2, 20, 24)),
+    ):
         name = f"layers.1.{name}"
         whole: Box = tuple((0, n) for n in shape)
         a, b = found.read(f"{name}.lora_a"), found.read(f"{name}.lora_b")
@@ -136,18 +154,27 @@ def test_opened_it_is_the_base_with_the_product_added(trained: Path) -> None:
         assert not torch.equal(merged, plain.read(name, whole, torch.float32))
         box: Box = tuple((n // 3, n) for n in shape)
         part = merged[tuple(slice(*span) for span in box)]
-        torch.testing.assert_close(opened.weights.read(name, box, torch.float32), part, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            opened.weights.read(name, box, torch.float32), part, rtol=1e-6, atol=1e-8
+        )
     norm: Box = ((0, 24),)
     assert torch.equal(
-        opened.weights.read("norm.weight", norm, torch.float32), plain.read("norm.weight", norm, torch.float32)
+        opened.weights.read("norm.weight", norm, torch.float32),
+        plain.read("norm.weight", norm, torch.float32),
     )
 
 
-def test_text_is_written_and_evaluated_with_the_adapters(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_written_and_evaluated_with_the_adapters(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = run_evaluation(
-        tiny_run({"checkpoint.load": str(trained.parent / "base"), **LORA}), RunFolder(trained), mesh_of_one(), CPU,
-        split="valid", samples=12,
-    )  # fmt: skip
+        tiny_run({"checkpoint.load": str(trained.parent / "base"), **LORA}),
+        RunFolder(trained),
+        mesh_of_one(),
+        CPU,
+        split="valid",
+        samples=12,
+    )
     rows = [row for row in read_metrics(trained / "metrics.jsonl") if "eval_loss" in row]
     assert found.loss == pytest.approx(rows[-1]["eval_loss"], rel=1e-5)
     assert main(["generate", str(trained), "a", "--max-new-tokens", "3", "--greedy"]) == 0
@@ -156,28 +183,42 @@ def test_text_is_written_and_evaluated_with_the_adapters(trained: Path, capsys: 
 
 def test_adapters_go_on_from_where_others_ended(trained: Path, tmp_path: Path) -> None:
     load = trained.parent / "base"
-    train(tmp_path / "run", load, {"lora.load": str(trained), "train.steps": "1", "schedule.lr": "0.0"})
-    first, last = tensors(tmp_path / "run/checkpoints/step_0000001"), tensors(trained / "checkpoints/step_0000008")
+    train(
+        tmp_path / "run",
+        load,
+        {"lora.load": str(trained), "train.steps": "1", "schedule.lr": "0.0"},
+    )
+    first, last = (
+        tensors(tmp_path / "run/checkpoints/step_0000001"),
+        tensors(trained / "checkpoints/step_0000008"),
+    )
     assert all(torch.equal(first[key], last[key]) for key in first if key.startswith("model."))
     with pytest.raises(
-        CheckpointError, match=r"lora.load=.*: other adapters than this run's: lora.rank is 3 there and 2"
+        CheckpointError,
+        match=r"lora.load=.*: other adapters than this run's: lora.rank is 3 there and 2",
     ):
         train(tmp_path / "two", load, {"lora.load": str(trained), "lora.rank": "2"})
-    with pytest.raises(CheckpointError, match=r"holds a model and no adapters. Use a run that trained some"):
+    with pytest.raises(
+        CheckpointError, match=r"holds a model and no adapters. Use a run that trained some"
+    ):
         train(tmp_path / "three", load, {"lora.load": str(load)})
 
 
 def test_adapters_of_another_base_are_no_start(trained: Path, tmp_path: Path) -> None:
     other = base(tmp_path / "other", seed=4)
     with pytest.raises(
-        CheckpointError, match=r"lora.load=.* holds adapters of another base: .*base, and checkpoint.load is .*other\."
+        CheckpointError,
+        match=r"lora.load=.* holds adapters of another base: .*base, and checkpoint.load is "
+        r".*other\.",
     ):
         train(tmp_path / "run", other, {"lora.load": str(trained)})
 
 
 def test_what_reads_adapters_travels_to_other_processes(trained: Path) -> None:
     weights = open_pretrained(locate(str(trained))).weights
-    again = pickle.loads(pickle.dumps(weights))  # lint: allow pickle-load: what we pickled a moment ago
+    again = pickle.loads(
+        pickle.dumps(weights)
+    )  # lint: allow pickle-load: what we pickled a moment ago
     box: Box = ((0, 2), (0, 6), (0, 24))
     name = "layers.0.attention.q"
     assert torch.equal(again.read(name, box, torch.float32), weights.read(name, box, torch.float32))
@@ -185,10 +226,14 @@ def test_what_reads_adapters_travels_to_other_processes(trained: Path) -> None:
 
 def test_another_base_is_refused_by_its_values(trained: Path, tmp_path: Path) -> None:
     other = base(tmp_path / "other", seed=4)
-    with pytest.raises(CheckpointError, match=r"holds adapters of another base: they were trained beside .*/base"):
+    with pytest.raises(
+        CheckpointError, match=r"holds adapters of another base: they were trained beside .*/base"
+    ):
         open_pretrained(locate(str(trained)), base=str(other))
     config = tiny_run({"checkpoint.load": str(other), **LORA, "train.steps": "9"})
-    with pytest.raises(CheckpointError, match="Use the weights that they were trained with, wherever they are now"):
+    with pytest.raises(
+        CheckpointError, match="Use the weights that they were trained with, wherever they are now"
+    ):
         run_training(config, RunFolder(trained), mesh_of_one(), CPU, show=False)
 
 
@@ -196,14 +241,30 @@ def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> No
     train(tmp_path / "run", base(tmp_path / "base"), {"train.steps": "1"})
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(
-        CheckpointError, match=r"the weights that they were trained beside are not at .*set --base to the folder"
+        CheckpointError,
+        match=r"the weights that they were trained beside are not at .*set --base to the folder",
     ):
         open_pretrained(locate(str(tmp_path / "run")))
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--base", str(tmp_path / "moved")]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "run"),
+                str(tmp_path / "out"),
+                "--base",
+                str(tmp_path / "moved"),
+            ]
+        )
+        == 0
+    )
     words = [str(tmp_path / "run"), "a", "--max-new-tokens", "2", "--base", str(tmp_path / "moved")]
     assert main(["generate", *words]) == 0
     assert adapters_in(locate(str(tmp_path / "run"))).lora.rank == 3, "which are all here"
-    train(tmp_path / "next", tmp_path / "moved", {"lora.load": str(tmp_path / "run"), "train.steps": "1"})
+    train(
+        tmp_path / "next",
+        tmp_path / "moved",
+        {"lora.load": str(tmp_path / "run"), "train.steps": "1"},
+    )
     record = open_checkpoint(tmp_path / "run/checkpoints/step_0000001").state[RECORD]
     assert record["base"] == str(tmp_path / "base") and len(record["fingerprint"]) == 32
     train(tmp_path / "run", tmp_path / "moved", {"train.steps": "2"})
@@ -221,9 +282,12 @@ def test_in_bf16_adapters_have_masters_and_the_base_has_none(tmp_path: Path) -> 
     assert adapters_in(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
 
 
-def test_a_base_that_is_not_there_or_of_another_shape_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_base_that_is_not_there_or_of_another_shape_is_refused(
+    trained: Path, tmp_path: Path
+) -> None:
     with pytest.raises(
-        CheckpointError, match=r"checkpoint.load=runs/nothing: .*train a run of that name first, or set"
+        CheckpointError,
+        match=r"checkpoint.load=runs/nothing: .*train a run of that name first, or set",
     ):
         train(tmp_path / "run", Path("runs/nothing"))
     with pytest.raises(CheckpointError, match=r"ffn_hidden_size"):
@@ -236,15 +300,30 @@ def test_what_adapters_are_stays_for_the_life_of_a_run(trained: Path) -> None:
 
 
 SFT: dict[str, Override] = {
-    "data.mock": "false", "data.sft.mock_conversations": "15", "data.sft.template": "identity", "train.seq_len": "80",
-    "data.sft.overlong": "drop", "lora.dropout": "0.1", "train.global_batch_size": "4", "checkpoint.every": "2",
-    "schedule.style": "constant", "train.eval_steps": "0",
-}  # fmt: skip
+    "data.mock": "false",
+    "data.sft.mock_conversations": "15",
+    "data.sft.template": "identity",
+    "train.seq_len": "80",
+    "data.sft.overlong": "drop",
+    "lora.dropout": "0.1",
+    "train.global_batch_size": "4",
+    "checkpoint.every": "2",
+    "schedule.style": "constant",
+    "train.eval_steps": "0",
+}
 
 
-def _tune(rank: int, world: int, path: Path, load: Path, settings: Mapping[str, Override]) -> Outcome:
-    run = tiny_run({"checkpoint.load": str(load), "precision.params": "fp64", **LORA, **SFT, **settings})
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+def _tune(
+    rank: int, world: int, path: Path, load: Path, settings: Mapping[str, Override]
+) -> Outcome:
+    run = tiny_run(
+        {"checkpoint.load": str(load), "precision.params": "fp64", **LORA, **SFT, **settings}
+    )
+    mesh = (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    )
     return run_training(run, RunFolder(path), mesh, CPU, show=False)
 
 
@@ -252,29 +331,55 @@ def _tune(rank: int, world: int, path: Path, load: Path, settings: Mapping[str, 
 def test_tuning_on_two_processes_resumes_and_merges_into_what_one_process_makes(
     axis: str, sp: str, tmp_path: Path
 ) -> None:
-    """Conversations, adapters and their dropout together: stopped after two steps of four, on ranks, then merged.
+    """Conversations, adapters and their dropout together: stopped after two steps of four, on
+    ranks, then merged.
 
-    In float64, because Adam divides each gradient by its own size: where a gradient is close to zero, the rounding of
-    fp32 sums, which differs from processor to processor, moves a weight by as much as the learning rate.
+    In float64, because Adam divides each gradient by its own size: where a gradient is close to
+    zero, the rounding of fp32 sums, which differs from processor to processor, moves a weight by as
+    much as the learning rate.
     """
     load = base(tmp_path / "base")
     for steps in ("2", "4"):
-        settings = {f"parallel.{axis}": "2", "parallel.sp": sp, "train.micro_batch_size": "2", "train.steps": steps}
+        settings = {
+            f"parallel.{axis}": "2",
+            "parallel.sp": sp,
+            "train.micro_batch_size": "2",
+            "train.steps": steps,
+        }
         run_ranks(_tune, 2, tmp_path / "ranks", load, settings)
     _tune(0, 1, tmp_path / "alone", load, {"train.steps": "4"})
-    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), rel=FP64.relative)
-    trained = [tensors(tmp_path / name / "checkpoints" / "step_0000004") for name in ("ranks", "alone")]
-    assert {values.dtype for key, values in trained[0].items() if key.startswith("model.")} == {torch.float64}
+    assert losses(tmp_path / "ranks") == pytest.approx(
+        losses(tmp_path / "alone"), rel=FP64.relative
+    )
+    trained = [
+        tensors(tmp_path / name / "checkpoints" / "step_0000004") for name in ("ranks", "alone")
+    ]
+    assert {values.dtype for key, values in trained[0].items() if key.startswith("model.")} == {
+        torch.float64
+    }
     assert_close(trained[0], trained[1], CURVE64)
     merged = []
     for name in ("ranks", "alone"):
-        assert main(["convert", str(tmp_path / name), str(tmp_path / f"{name}-merged"), "--to", "megalith"]) == 0
+        assert (
+            main(
+                [
+                    "convert",
+                    str(tmp_path / name),
+                    str(tmp_path / f"{name}-merged"),
+                    "--to",
+                    "megalith",
+                ]
+            )
+            == 0
+        )
         merged.append(tensors(locate(str(tmp_path / f"{name}-merged"))))
     assert merged[0].keys() == merged[1].keys() and not any(".lora_" in key for key in merged[0])
     first = tensors(locate(str(load)))
     assert_close(merged[0], merged[1], FP32)  # written in the dtype of the base
     changed = {key for key, values in merged[0].items() if not torch.equal(values, first[key])}
-    assert changed == {key for key in first if key.rsplit(".", 1)[1] in ("q", "kv", "o", "gate_up", "down")}
+    assert changed == {
+        key for key in first if key.rsplit(".", 1)[1] in ("q", "kv", "o", "gate_up", "down")
+    }
 
 
 def test_a_mixture_is_made_of_the_base_with_its_adapters_and_the_dry_run_says_so(
@@ -282,10 +387,16 @@ def test_a_mixture_is_made_of_the_base_with_its_adapters_and_the_dry_run_says_so
 ) -> None:
     file, width = tmp_path / "moe.yaml", tiny_run().model.ffn_hidden_size
     file.write_text(f"experts: 4\ntop_k: 2\nffn_hidden_size: {width}\n")
-    assert main(["convert", str(trained), str(tmp_path / "x"), "--upcycle", str(file), "--dry-run"]) == 0
+    assert (
+        main(["convert", str(trained), str(tmp_path / "x"), "--upcycle", str(file), "--dry-run"])
+        == 0
+    )
     *lines, last = capsys.readouterr().out.splitlines()
     merged = [line for line in lines if " · lora_b · lora_a -> " in line]
-    assert any(line.startswith("layers.0.mlp.down + ") and "-> layers.0.moe.experts.down" in line for line in merged)
+    assert any(
+        line.startswith("layers.0.mlp.down + ") and "-> layers.0.moe.experts.down" in line
+        for line in merged
+    )
     assert any("-> layers.0.attention.q " in line for line in merged)
     assert any(line.startswith("new -> layers.0.moe.router ") for line in lines)
     assert f"{len(merged)} of them with adapters of rank 3 from " in last

@@ -1,4 +1,5 @@
-"""A mixture made of a dense model begins as the dense model: exactly where that can be, and nearly where it cannot."""
+"""A mixture made of a dense model begins as the dense model: exactly where that can be, and nearly
+where it cannot."""
 
 import json
 from dataclasses import replace
@@ -25,23 +26,39 @@ from megalith.models.pretrained import Pretrained, open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
-from megalith.posttrain.upcycle import expected_weight, factors_of, part_of, upcycle, upcycle_problems
+from megalith.posttrain.upcycle import (
+    expected_weight,
+    factors_of,
+    part_of,
+    upcycle,
+    upcycle_problems,
+)
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 
 CPU = torch.device("cpu")
 DENSE = ModelConfig(
-    vocab_size=61, hidden_size=12, num_layers=3, num_heads=3, num_kv_heads=1, ffn_hidden_size=20, max_seq_len=32,
-    vocab_multiple=1, init_std=0.3,
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=12,
+    num_layers=3,
+    num_heads=3,
+    num_kv_heads=1,
+    ffn_hidden_size=20,
+    max_seq_len=32,
+    vocab_multiple=1,
+    init_std=0.3,
+)
 IDS = torch.arange(23) * 7 % 61
 WHOLE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=20)
 HALVES = MoEConfig(experts=6, top_k=4, ffn_hidden_size=10)
 
 
 def entries_of(model: Decoder) -> list[Entry]:
-    return [Entry(one.shard, "param", getattr(module, name)) for one, module, name in declared_parameters(model)]
+    return [
+        Entry(one.shard, "param", getattr(module, name))
+        for one, module, name in declared_parameters(model)
+    ]
 
 
 def dense(path: Path, **changes: Any) -> Path:
@@ -54,7 +71,9 @@ def dense(path: Path, **changes: Any) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith("_bias"):
                 parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
-    text = dump_yaml(release_run("dense", config, TokenizerConfig(kind="null", vocab_size=61), path))
+    text = dump_yaml(
+        release_run("dense", config, TokenizerConfig(kind="null", vocab_size=61), path)
+    )
     save_checkpoint(path, 1, entries_of(model), {}, alone("world"), config_text=text, keep=None)
     return next(path.glob("step_*"))
 
@@ -71,7 +90,8 @@ def loaded(source: Pretrained) -> Decoder:
 
 
 def logits(path: Path, moe: MoEConfig | None = None, **options: Any) -> Tensor:
-    """Of the model in a folder, or of the mixture that is made of it; in float64, of the fp32 weights."""
+    """Of the model in a folder, or of the mixture that is made of it; in float64, of the fp32
+    weights."""
     source = open_pretrained(path)
     source = source if moe is None else upcycle(source, moe, **options)
     model = loaded(source)
@@ -87,14 +107,25 @@ def off(theirs: Tensor, ours: Tensor) -> float:
 @pytest.mark.parametrize(
     "moe",
     [
-        WHOLE, replace(WHOLE, layers=(False, True, True)), replace(WHOLE, shared_ffn_hidden_size=7, shared_gate=True),
-        replace(WHOLE, router=RouterConfig(score="sigmoid", balancing_bias=True, scale=2.5, groups=2, top_groups=2)),
+        WHOLE,
+        replace(WHOLE, layers=(False, True, True)),
+        replace(WHOLE, shared_ffn_hidden_size=7, shared_gate=True),
+        replace(
+            WHOLE,
+            router=RouterConfig(
+                score="sigmoid", balancing_bias=True, scale=2.5, groups=2, top_groups=2
+            ),
+        ),
     ],
-)  # fmt: skip
-def test_experts_that_are_whole_mlps_answer_what_the_dense_model_did(moe: MoEConfig, tmp_path: Path) -> None:
+)
+def test_experts_that_are_whole_mlps_answer_what_the_dense_model_did(
+    moe: MoEConfig, tmp_path: Path
+) -> None:
     path = dense(tmp_path, activation="squared_relu", gated=False)
     assert off(logits(path), logits(path, moe)) < 1e-6
-    assert off(logits(path), logits(path, replace(moe, router=replace(moe.router, bias=True)))) < 1e-6
+    assert (
+        off(logits(path), logits(path, replace(moe, router=replace(moe.router, bias=True)))) < 1e-6
+    )
 
 
 def test_whole_mlps_are_exact_for_gates_and_biases_too(tmp_path: Path) -> None:
@@ -120,13 +151,17 @@ def test_a_factor_behind_the_activation_is_exact_for_all(activation: Any, tmp_pa
 
 
 def test_scores_that_are_not_renormalised_are_made_up_for_on_average(tmp_path: Path) -> None:
-    path = dense(tmp_path, init_overrides=(("*.router", 0.0),))  # a router that knows nothing is the average
+    path = dense(
+        tmp_path, init_overrides=(("*.router", 0.0),)
+    )  # a router that knows nothing is the average
     bare = replace(WHOLE, router=RouterConfig(renormalise=False))
     single = replace(WHOLE, router=RouterConfig(score="sigmoid", renormalise=False, scale=3.0))
     root = replace(WHOLE, router=RouterConfig(score="sqrt_softplus", renormalise=False))
     assert (expected_weight(bare), expected_weight(single)) == (0.5, 3.0)
     assert factors_of(DENSE, bare, 1, "spread").down == pytest.approx(2 ** (1 / 3))
-    assert factors_of(replace(DENSE, gated=False, activation="gelu"), bare, 1, "spread").up == pytest.approx(2**0.5)
+    assert factors_of(
+        replace(DENSE, gated=False, activation="gelu"), bare, 1, "spread"
+    ).up == pytest.approx(2**0.5)
     for moe in (bare, single, root):
         assert off(logits(path), logits(path, moe, scale="down")) < 1e-6
 
@@ -135,14 +170,23 @@ def test_an_expert_is_a_run_of_inner_features_and_its_router_repeats(tmp_path: P
     source = open_pretrained(dense(tmp_path))
     made = upcycle(source, HALVES, scale="down").weights
     whole = source.weights.read("layers.1.mlp.down", ((0, 12), (0, 20)), torch.float32)
-    for expert, columns in {0: slice(0, 10), 1: slice(10, 20), 2: slice(0, 10), 5: slice(10, 20)}.items():
+    for expert, columns in {
+        0: slice(0, 10),
+        1: slice(10, 20),
+        2: slice(0, 10),
+        5: slice(10, 20),
+    }.items():
         box = ((expert, expert + 1), (3, 9), (2, 7))
         found = made.read("layers.1.moe.experts.down", box, torch.float32)
         assert torch.equal(found[0], 2 * whole[3:9, columns][:, 2:7])
     router = made.read("layers.1.moe.router", ((0, 6), (0, 12)), torch.float32)
     assert torch.equal(router[0::2], router[1::2]) and not torch.equal(router[0], router[2])
-    assert torch.equal(made.read("layers.1.moe.router", ((3, 5), (4, 9)), torch.float32), router[3:5, 4:9])
-    assert not torch.equal(made.read("layers.0.moe.router", ((0, 6), (0, 12)), torch.float32), router)
+    assert torch.equal(
+        made.read("layers.1.moe.router", ((3, 5), (4, 9)), torch.float32), router[3:5, 4:9]
+    )
+    assert not torch.equal(
+        made.read("layers.0.moe.router", ((0, 6), (0, 12)), torch.float32), router
+    )
     assert part_of("down_bias", ((0, 12),), part=1, width=10) == ((0, 12),)
 
 
@@ -153,7 +197,9 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
     model = loaded(source)
     ids, labels = IDS, IDS.roll(-1)
     with torch.no_grad():
-        found = model.losses(ids, labels, tokens_of_lengths([23]), further=((ids.roll(-1), labels.roll(-1)),))
+        found = model.losses(
+            ids, labels, tokens_of_lengths([23]), further=((ids.roll(-1), labels.roll(-1)),)
+        )
     return torch.stack([loss.sum() for loss in found])
 
 
@@ -165,7 +211,9 @@ def test_layers_that_predict_further_ahead_become_what_the_last_layer_does(
     expected, found = losses_of_depths(path), losses_of_depths(path, moe)
     assert len(found) == 2 and bool(found.all()) and off(expected, found) < 1e-6
     made = upcycle(open_pretrained(path), moe)
-    names = {one.shard.name for one, _, _ in declared_parameters(Decoder(made.model, mesh_of_one()))}
+    names = {
+        one.shard.name for one, _, _ in declared_parameters(Decoder(made.model, mesh_of_one()))
+    }
     assert ("mtp.0.layer.moe.experts.down" in names) == (not layers)
 
 
@@ -175,9 +223,13 @@ def test_a_seed_decides_the_first_weights_of_routers_alone(tmp_path: Path) -> No
 
     def differ(name: str, *shape: int) -> bool:
         box = tuple((0, size) for size in shape)
-        return not torch.equal(*(weights.read(name, box, torch.float32) for weights in (first, second)))
+        return not torch.equal(
+            *(weights.read(name, box, torch.float32) for weights in (first, second))
+        )
 
-    assert differ("layers.0.moe.router", 4, 12) and not differ("layers.0.moe.experts.down", 4, 12, 20)
+    assert differ("layers.0.moe.router", 4, 12) and not differ(
+        "layers.0.moe.experts.down", 4, 12, 20
+    )
 
 
 def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
@@ -197,55 +249,119 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
     run = replace(run, model=made.model, tokenizer=made.tokenizer)
     mesh = mesh_of_one()
     run_training(run, RunFolder(tmp_path / "run"), mesh, CPU, show=False)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 3 and losses[-1] < losses[0]
-    with pytest.raises(CheckpointError, match=r"To make a mixture of a dense model, run `megalith convert` with"):
+    with pytest.raises(
+        CheckpointError, match=r"To make a mixture of a dense model, run `megalith convert` with"
+    ):
         run_training(
-            replace(run, checkpoint=replace(run.checkpoint, load=str(path))), RunFolder(tmp_path / "other"), mesh, CPU,
+            replace(run, checkpoint=replace(run.checkpoint, load=str(path))),
+            RunFolder(tmp_path / "other"),
+            mesh,
+            CPU,
             show=False,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "moe", "text"),
     [
-        ({"moe": WHOLE}, WHOLE, "model.moe.experts=4 in the source: it is a mixture of experts already. Use a dense"),
+        (
+            {"moe": WHOLE},
+            WHOLE,
+            "model.moe.experts=4 in the source: it is a mixture of experts already. Use a dense",
+        ),
         ({}, replace(WHOLE, top_k=5), "model.moe.top_k=5 is more than model.moe.experts=4"),
-        ({}, replace(WHOLE, shared_gate=True), "model.moe.shared_gate=true with model.moe.shared_ffn_hidden_size=null"),
-        ({}, replace(WHOLE, latent_size=6), "model.moe.latent_size=6: a dense MLP works on .* Set .*=null"),
-        ({}, replace(WHOLE, biases=True), "model.moe.biases=true with model.mlp_bias=false .* Set .*=false"),
-        ({"mlp_bias": True}, WHOLE, "model.moe.biases=false with model.mlp_bias=true .* Set .*=true"),
         (
-            {}, MoEConfig(experts=4, top_k=1, ffn_hidden_size=20, weigh_input=True, router=RouterConfig(
-                renormalise=False)), "model.moe.weigh_input=true: .* Set model.moe.weigh_input=false",
-        ),
-        ({}, replace(HALVES, ffn_hidden_size=6), r"=6 does not divide the 20 .* to one of \[1, 2, 4, 5, 10, 20\]"),
-        ({}, replace(HALVES, top_k=3), "model.moe.top_k=3 is no multiple of 2: .* Set model.moe.top_k to 4"),
-        ({}, replace(HALVES, experts=5), "model.moe.experts=5 is no multiple of 2: .* Set model.moe.experts to 6"),
-        (
-            {}, replace(HALVES, top_k=2, router=RouterConfig(groups=2, top_groups=1)),
-            r"model.moe.router.groups=2 has 3 experts in a group: .* Set model.moe.router.groups to one of \[3\]",
+            {},
+            replace(WHOLE, shared_gate=True),
+            "model.moe.shared_gate=true with model.moe.shared_ffn_hidden_size=null",
         ),
         (
-            {"layers": LayersConfig(ffn_hidden_size=(20, 10, 20))}, WHOLE,
-            r"model.layers.ffn_hidden_size=\[20, 10, 20\]: .* MLPs of \[10, 20\] features, .* Set model.moe.layers to",
+            {},
+            replace(WHOLE, latent_size=6),
+            "model.moe.latent_size=6: a dense MLP works on .* Set .*=null",
+        ),
+        (
+            {},
+            replace(WHOLE, biases=True),
+            "model.moe.biases=true with model.mlp_bias=false .* Set .*=false",
+        ),
+        (
+            {"mlp_bias": True},
+            WHOLE,
+            "model.moe.biases=false with model.mlp_bias=true .* Set .*=true",
+        ),
+        (
+            {},
+            MoEConfig(
+                experts=4,
+                top_k=1,
+                ffn_hidden_size=20,
+                weigh_input=True,
+                router=RouterConfig(renormalise=False),
+            ),
+            "model.moe.weigh_input=true: .* Set model.moe.weigh_input=false",
+        ),
+        (
+            {},
+            replace(HALVES, ffn_hidden_size=6),
+            r"=6 does not divide the 20 .* to one of \[1, 2, 4, 5, 10, 20\]",
+        ),
+        (
+            {},
+            replace(HALVES, top_k=3),
+            "model.moe.top_k=3 is no multiple of 2: .* Set model.moe.top_k to 4",
+        ),
+        (
+            {},
+            replace(HALVES, experts=5),
+            "model.moe.experts=5 is no multiple of 2: .* Set model.moe.experts to 6",
+        ),
+        (
+            {},
+            replace(HALVES, top_k=2, router=RouterConfig(groups=2, top_groups=1)),
+            r"model.moe.router.groups=2 has 3 experts in a group: .* Set model.moe.router.groups "
+            r"to one of \[3\]",
+        ),
+        (
+            {"layers": LayersConfig(ffn_hidden_size=(20, 10, 20))},
+            WHOLE,
+            r"model.layers.ffn_hidden_size=\[20, 10, 20\]: .* MLPs of \[10, 20\] features, .* Set "
+            r"model.moe.layers to",
         ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_upcycled_is_refused(changes: dict[str, Any], moe: MoEConfig, text: str) -> None:
+)
+def test_what_cannot_be_upcycled_is_refused(
+    changes: dict[str, Any], moe: MoEConfig, text: str
+) -> None:
     (problem,) = upcycle_problems(replace(DENSE, **changes), moe)
     with pytest.raises(ConfigError, match=text):
         raise ConfigError(problem)
 
 
-def test_options_of_upcycling_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_upcycling_belong_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(dense(tmp_path))
     assert main(["convert", path, str(tmp_path / "x"), "--upcycle-scale", "down"]) != 0
-    assert "--upcycle-scale=down without --upcycle: nothing is upcycled. Set" in capsys.readouterr().err
+    assert (
+        "--upcycle-scale=down without --upcycle: nothing is upcycled. Set"
+        in capsys.readouterr().err
+    )
     assert main(["convert", path, str(tmp_path / "x"), "--upcycle-seed", "3"]) != 0
     assert "--upcycle-seed=3 without --upcycle: nothing is upcycled. Set" in capsys.readouterr().err
-    assert main(["convert", path, str(tmp_path / "x"), "--upcycle", "moe.yaml", "--to", "peft"]) != 0
-    assert "--upcycle=moe.yaml with --to=peft: adapters have no experts. Use" in capsys.readouterr().err
-    assert main(["convert", path, str(tmp_path / "x"), "--upcycle", str(tmp_path / "none.yaml")]) != 0
+    assert (
+        main(["convert", path, str(tmp_path / "x"), "--upcycle", "moe.yaml", "--to", "peft"]) != 0
+    )
+    assert (
+        "--upcycle=moe.yaml with --to=peft: adapters have no experts. Use"
+        in capsys.readouterr().err
+    )
+    assert (
+        main(["convert", path, str(tmp_path / "x"), "--upcycle", str(tmp_path / "none.yaml")]) != 0
+    )
     assert "none.yaml: no such file. Pass a YAML file that exists." in capsys.readouterr().err

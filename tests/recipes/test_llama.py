@@ -12,13 +12,19 @@ def test_a_step_of_llama_2_has_four_million_tokens_and_the_run_two_trillion() ->
     for run in (llama2_7b(), llama2_70b()):
         tokens = run.train.global_batch_size * run.train.seq_len
         assert tokens == 2**22 and round(tokens * run.train.steps / 1e9) == 2001
-        assert (run.optim.eps, run.schedule.warmup_steps, run.schedule.min_lr * 10) == (1e-5, 2000, run.schedule.lr)
+        assert (run.optim.eps, run.schedule.warmup_steps, run.schedule.min_lr * 10) == (
+            1e-5,
+            2000,
+            run.schedule.lr,
+        )
 
 
 def test_llama_2_70b_fits_sixteen_nodes_and_not_one() -> None:
     found = {}
     for world in (8, 128):
-        held = worst(memory_ledger(plan_workload(llama2_70b(), world), DEVICES["h100"])).memory.total
+        held = worst(
+            memory_ledger(plan_workload(llama2_70b(), world), DEVICES["h100"])
+        ).memory.total
         found[world] = verdict(held, DEVICES["h100"])
     assert found[128] == "fits" and found[8] != "fits"
 
@@ -26,7 +32,11 @@ def test_llama_2_70b_fits_sixteen_nodes_and_not_one() -> None:
 def test_positions_of_llama_3_are_stretched_as_published() -> None:
     rope = llama3_8b().model.rope
     assert (rope.theta, rope.scaling, rope.factor) == (500_000.0, "llama3", 8.0)
-    assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position) == (1.0, 4.0, 8192)
+    assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position) == (
+        1.0,
+        4.0,
+        8192,
+    )
     assert llama3_1b().model.rope.factor == 32.0
 
 
@@ -41,7 +51,9 @@ def test_the_batch_of_llama_3_405b_divides_over_16384_ranks() -> None:
     replicas = 16_384 // (run.parallel.tp * run.parallel.pp)
     rows = run.train.global_batch_size
     assert rows * run.train.seq_len == 16_777_216, "tokens of a step, as published"
-    assert rows // replicas % run.parallel.pp == 0, "whole groups of microbatches for the interleaved schedule"
+    assert rows // replicas % run.parallel.pp == 0, (
+        "whole groups of microbatches for the interleaved schedule"
+    )
 
 
 def test_llama_3_405b_fits_the_gpus_it_was_trained_on() -> None:

@@ -15,20 +15,29 @@ from megalith.recipes.sft_tiny import sft_tiny
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 
-SHORT = {"train.steps": "2", "train.global_batch_size": "2", "train.micro_batch_size": "2", "train.eval_steps": "0"}
+SHORT = {
+    "train.steps": "2",
+    "train.global_batch_size": "2",
+    "train.micro_batch_size": "2",
+    "train.eval_steps": "0",
+}
 
 
 def small(run: TrainRun, folder: Path) -> TrainRun:
     """Two steps of a smaller model."""
     model: ModelConfig = replace(run.model, hidden_size=24, num_layers=2, ffn_hidden_size=20)
-    checkpoint = replace(run.checkpoint, load=run.checkpoint.load and str(folder / run.checkpoint.load))
+    checkpoint = replace(
+        run.checkpoint, load=run.checkpoint.load and str(folder / run.checkpoint.load)
+    )
     return replace(apply_overrides(run, SHORT), model=model, checkpoint=checkpoint)
 
 
 def test_it_trains_beside_the_run_that_it_names(tmp_path: Path) -> None:
     for recipe in (sft_tiny(), lora_tiny()):
         path = tmp_path / "runs" / recipe.name
-        run_training(small(recipe, tmp_path), RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False)
+        run_training(
+            small(recipe, tmp_path), RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False
+        )
     rows = [row for row in read_metrics(tmp_path / "runs/lora_tiny/metrics.jsonl") if "loss" in row]
     assert len(rows) == 2 and all(0 < float(row["supervised_share"] or 0) < 1 for row in rows)
 

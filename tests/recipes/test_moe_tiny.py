@@ -24,18 +24,50 @@ def test_moe_tiny_divides_its_experts_over_two_processes() -> None:
 def test_fifty_steps_on_two_processes_learn_and_tell_how_busy_experts_are(tmp_path: Path) -> None:
     """From the loss of a guess, ln v, with a vocabulary that so few tokens fill."""
     small = {
-        "model.vocab_size": "64", "tokenizer.vocab_size": "64", "model.hidden_size": "64", "model.num_layers": "4",
-        "model.ffn_hidden_size": "96", "model.moe.ffn_hidden_size": "48", "train.seq_len": "64", "train.steps": "50",
-        "train.eval_every": "50", "train.eval_steps": "1", "schedule.warmup_steps": "5", "observe.plots": "false",
-        "data.mock_num_documents": "200", "train.log_every": "1", "checkpoint.every": "50",
-    }  # fmt: skip
+        "model.vocab_size": "64",
+        "tokenizer.vocab_size": "64",
+        "model.hidden_size": "64",
+        "model.num_layers": "4",
+        "model.ffn_hidden_size": "96",
+        "model.moe.ffn_hidden_size": "48",
+        "train.seq_len": "64",
+        "train.steps": "50",
+        "train.eval_every": "50",
+        "train.eval_steps": "1",
+        "schedule.warmup_steps": "5",
+        "observe.plots": "false",
+        "data.mock_num_documents": "200",
+        "train.log_every": "1",
+        "checkpoint.every": "50",
+    }
     words = [word for name, value in small.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "megalith", "train", "moe_tiny", "--nproc", "2", "--run", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "megalith",
+        "train",
+        "moe_tiny",
+        "--nproc",
+        "2",
+        "--run",
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [row["loss"] for row in rows if "loss" in row]
-    assert abs(losses[0] - math.log(64)) < 0.2 and losses[-1] < losses[0] - 0.3, (losses[0], losses[-1])
+    assert abs(losses[0] - math.log(64)) < 0.2 and losses[-1] < losses[0] - 0.3, (
+        losses[0],
+        losses[-1],
+    )
     told = next(row for row in rows if "moe_max_load" in row)
-    assert {"moe_batch_loss", "moe_z_loss", "moe_entropy", "moe_idle_experts", "moe_layers_1_load"} <= told.keys()
+    assert {
+        "moe_batch_loss",
+        "moe_z_loss",
+        "moe_entropy",
+        "moe_idle_experts",
+        "moe_layers_1_load",
+    } <= told.keys()
     assert "moe_layers_0_load" not in told, "the first layer has no experts"

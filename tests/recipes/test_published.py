@@ -1,4 +1,5 @@
-"""Recipes of published models: each has the settings and the number of parameters that its authors published."""
+"""Recipes of published models: each has the settings and the number of parameters that its authors
+published."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,10 +96,18 @@ class Mixture(NamedTuple):
 
 
 MIXTURES = {
-    "qwen1_5_moe_a2_7b": Mixture(qwen2_moe.read_config, test_qwen2_moe.RAW, 14_315_784_192, 2_689_173_504),
-    "qwen3_30b_a3b": Mixture(qwen3_moe.read_config, test_qwen3_moe.RAW, 30_532_122_624, 3_353_032_704),
-    "gpt_oss_20b": Mixture(GPT_OSS.read_config, test_gpt_oss.PUBLISHED, 20_914_757_184, 4_187_440_704),
-    "llama4_scout": Mixture(LLAMA4.read_config, test_llama4.PUBLISHED, 107_769_861_120, 17_172_894_720),
+    "qwen1_5_moe_a2_7b": Mixture(
+        qwen2_moe.read_config, test_qwen2_moe.RAW, 14_315_784_192, 2_689_173_504
+    ),
+    "qwen3_30b_a3b": Mixture(
+        qwen3_moe.read_config, test_qwen3_moe.RAW, 30_532_122_624, 3_353_032_704
+    ),
+    "gpt_oss_20b": Mixture(
+        GPT_OSS.read_config, test_gpt_oss.PUBLISHED, 20_914_757_184, 4_187_440_704
+    ),
+    "llama4_scout": Mixture(
+        LLAMA4.read_config, test_llama4.PUBLISHED, 107_769_861_120, 17_172_894_720
+    ),
     "mixtral_8x7b": Mixture(mixtral.read_config, test_mixtral.RAW, 46_702_792_704, 12_879_925_248),
     "olmoe_7b": Mixture(olmoe.read_config, test_olmoe.RAW, 6_919_161_856, 1_282_017_280),
 }
@@ -142,7 +151,10 @@ def test_recipe_has_the_published_mixture_of_experts(recipe: str) -> None:
     assert model.moe is not None
     without_losses = replace(model, moe=replace(model.moe, balance=BalanceConfig()))
     assert without_losses == published.read_config(published.raw)
-    assert (num_parameters(model), active_parameters(model)) == (published.num_parameters, published.num_active)
+    assert (num_parameters(model), active_parameters(model)) == (
+        published.num_parameters,
+        published.num_active,
+    )
 
 
 @loop_over("recipe", NUM_PARAMETERS)
@@ -150,7 +162,9 @@ def test_recipe_has_the_published_number_of_parameters(recipe: str) -> None:
     assert num_parameters(model_of(recipe)) == NUM_PARAMETERS[recipe]
 
 
-def test_granite_2b_has_the_published_number_of_parameters_without_padding_of_the_vocabulary() -> None:
+def test_granite_2b_has_the_published_number_of_parameters_without_padding_of_the_vocabulary() -> (
+    None
+):
     assert num_parameters(replace(model_of("granite_2b"), vocab_multiple=1)) == 2_533_531_648
 
 
@@ -165,7 +179,14 @@ def test_qwen_1_5_moe_has_the_published_weight_of_the_balance_loss() -> None:
 
 
 def test_a_run_has_the_models_vocabulary_and_trains_in_bf16_on_made_up_tokens() -> None:
-    model = ModelConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden_size=8)
+    model = ModelConfig(
+        vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden_size=8
+    )
     run = pretraining("x", model, warmed_cosine(1e-3), seq_len=16)
-    assert (run.tokenizer.vocab_size, run.precision.params, run.data.mock, run.train.seq_len) == (9, "bf16", True, 16)
+    assert (run.tokenizer.vocab_size, run.precision.params, run.data.mock, run.train.seq_len) == (
+        9,
+        "bf16",
+        True,
+        16,
+    )
     assert (run.schedule.lr, run.schedule.min_lr, run.schedule.warmup_steps) == (1e-3, 1e-4, 2000)

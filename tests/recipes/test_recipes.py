@@ -41,7 +41,17 @@ def test_a_recipe_fits_together(name: str) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3, 60])
 @pytest.mark.parametrize(
-    "name", ["tiny_cpu", "sft_tiny", "lora_tiny", "moe_tiny", "quickstart", "llama_6m", "llama_29m", "llama_125m"]
+    "name",
+    [
+        "tiny_cpu",
+        "sft_tiny",
+        "lora_tiny",
+        "moe_tiny",
+        "quickstart",
+        "llama_6m",
+        "llama_29m",
+        "llama_125m",
+    ],
 )
 def test_recipe_for_small_machines_takes_any_number_of_steps(name: str, steps: int) -> None:
     run = apply_overrides(resolve(name), {"train.steps": str(steps)})
@@ -50,9 +60,17 @@ def test_recipe_for_small_machines_takes_any_number_of_steps(name: str, steps: i
 
 @pytest.mark.parametrize(
     ("name", "warmup_steps"),
-    [("tiny_cpu", 5), ("sft_tiny", 5), ("lora_tiny", 5), ("moe_tiny", 40), ("quickstart", 60), ("llama_6m", 50),
-     ("llama_29m", 100), ("llama_125m", 700)],
-)  # fmt: skip
+    [
+        ("tiny_cpu", 5),
+        ("sft_tiny", 5),
+        ("lora_tiny", 5),
+        ("moe_tiny", 40),
+        ("quickstart", 60),
+        ("llama_6m", 50),
+        ("llama_29m", 100),
+        ("llama_125m", 700),
+    ],
+)
 def test_warmup_share_of_a_recipe_is_a_known_number_of_steps(name: str, warmup_steps: int) -> None:
     run = resolve(name)
     assert count_warmup_steps(run.schedule, run.train.steps) == warmup_steps
@@ -68,7 +86,11 @@ def test_a_shrunk_recipe_runs_and_computes_what_one_process_does(name: str) -> N
 
 
 def test_recipes_are_listed_smallest_first() -> None:
-    sizes = {name: num_parameters(recipe().model) for name, recipe in recipes().items() if name != "tiny_cpu"}
+    sizes = {
+        name: num_parameters(recipe().model)
+        for name, recipe in recipes().items()
+        if name != "tiny_cpu"
+    }
     assert list(sizes.values()) == sorted(sizes.values())
     assert next(iter(recipes())) == "tiny_cpu", "the one to start with"
 
@@ -81,11 +103,15 @@ def test_a_name_a_file_and_the_folder_of_a_run_are_resolved(tmp_path: Path) -> N
 
 
 def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no run in this folder. Use the folder of a run, such as runs/NAME"):
+    with pytest.raises(
+        ConfigError,
+        match="there is no run in this folder. Use the folder of a run, such as runs/NAME",
+    ):
         resolve(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
-        ConfigError, match="is a Hugging Face folder, which says nothing about a run. Run `megalith conv"
+        ConfigError,
+        match="is a Hugging Face folder, which says nothing about a run. Run `megalith conv",
     ):
         resolve(str(tmp_path))
 
@@ -111,7 +137,9 @@ def cached_run(tmp_path: Path, cache: str, **data: str) -> str:
     return str(tmp_path / "work" / "run.yaml")
 
 
-@pytest.mark.parametrize("cache", ["../elsewhere", "/tmp/elsewhere", "link/cache", "{data}/../cache", ".."])
+@pytest.mark.parametrize(
+    "cache", ["../elsewhere", "/tmp/elsewhere", "link/cache", "{data}/../cache", ".."]
+)
 def test_yaml_file_cannot_choose_a_cache_folder_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:
@@ -124,13 +152,17 @@ def test_yaml_file_cannot_choose_a_cache_folder_elsewhere(
     file = cached_run(tmp_path, cache, mock="false", path=str(tmp_path / "data" / "text"))
     with pytest.raises(ConfigError) as caught:
         resolve_run(file, {})
-    assert f"{file}: data.cache_path={cache} is neither below the working directory" in str(caught.value)
+    assert f"{file}: data.cache_path={cache} is neither below the working directory" in str(
+        caught.value
+    )
     assert f"pass --data.cache_path {cache} if you want this one" in str(caught.value)
     assert resolve_run(file, {"data.cache_path": cache}).data.cache_path == cache
     assert resolve(file).data.cache_path == cache, "which plans and shows it only"
 
 
-@pytest.mark.parametrize("cache", ["cache", "{work}/deep/cache", "{data}", "{data}/cache", "../data/cache"])
+@pytest.mark.parametrize(
+    "cache", ["cache", "{work}/deep/cache", "{data}", "{data}/cache", "../data/cache"]
+)
 def test_cache_folder_of_a_yaml_file_is_below_the_working_directory_or_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:

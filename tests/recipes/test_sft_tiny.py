@@ -15,9 +15,16 @@ def test_its_conversations_fit_its_rows_and_most_of_a_row_is_filled() -> None:
     run = sft_tiny()
     assert data_problems(run.data) == []
     splits = build_datasets(
-        run.data, seq_len=run.train.seq_len, seed=run.seed, train_samples=8, valid_samples=8, test_samples=0,
-        vocab_size=run.model.vocab_size, eod=256, tokenizer=ByteTokenizer(),
-    )  # fmt: skip
+        run.data,
+        seq_len=run.train.seq_len,
+        seed=run.seed,
+        train_samples=8,
+        valid_samples=8,
+        test_samples=0,
+        vocab_size=run.model.vocab_size,
+        eod=256,
+        tokenizer=ByteTokenizer(),
+    )
     assert splits.train is not None and len(splits.notes) == 2
     assert "600 conversations; " in splits.notes[0], "none is cut or left out"
 
@@ -36,5 +43,7 @@ def test_chat_with_the_trained_model_gives_whole_answers(
     answers = capsys.readouterr().out.strip().splitlines()
     well_formed = [answer for answer in answers if re.fullmatch(r"\d plus \d is \d+\.", answer)]
     assert len(well_formed) >= len(questions) - 1, answers
-    repeated = sum(answer.startswith(f"{a} plus {b} is ") for answer, (a, b) in zip(answers, questions))
+    repeated = sum(
+        answer.startswith(f"{a} plus {b} is ") for answer, (a, b) in zip(answers, questions)
+    )
     assert repeated >= len(questions) / 2, answers

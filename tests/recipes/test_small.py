@@ -10,9 +10,12 @@ from megalith.recipes.small import llama_6m, llama_29m, llama_125m, llama_350m
 
 
 @pytest.mark.parametrize(
-    "recipe, parameters", [(llama_6m, 6e6), (llama_29m, 29e6), (llama_125m, 125e6), (llama_350m, 350e6)]
+    "recipe, parameters",
+    [(llama_6m, 6e6), (llama_29m, 29e6), (llama_125m, 125e6), (llama_350m, 350e6)],
 )
-def test_a_model_is_as_large_as_its_name_says(recipe: Callable[[], TrainRun], parameters: float) -> None:
+def test_a_model_is_as_large_as_its_name_says(
+    recipe: Callable[[], TrainRun], parameters: float
+) -> None:
     assert num_parameters(recipe().model) == pytest.approx(parameters, rel=0.05)
 
 

@@ -1,4 +1,5 @@
-"""A slow link delays what it says, hides behind work, and shows who reads a result before it is there."""
+"""A slow link delays what it says, hides behind work, and shows who reads a result before it is
+there."""
 
 import time
 from types import SimpleNamespace
@@ -57,7 +58,11 @@ def test_a_link_carries_one_thing_after_the_other() -> None:
 
 def _all_kinds(rank: int, world: int, poison: bool) -> dict[str, list[float]]:
     x = torch.arange(4.0, dtype=torch.float64) + 10 * rank
-    whole, part, swapped = torch.zeros(8, dtype=x.dtype), torch.zeros(2, dtype=x.dtype), torch.zeros(4, dtype=x.dtype)
+    whole, part, swapped = (
+        torch.zeros(8, dtype=x.dtype),
+        torch.zeros(2, dtype=x.dtype),
+        torch.zeros(4, dtype=x.dtype),
+    )
     got, inside = torch.zeros(4, dtype=x.dtype), torch.arange(4.0) + 10 * rank
     said = x.clone()
     works = [
@@ -67,9 +72,18 @@ def _all_kinds(rank: int, world: int, poison: bool) -> dict[str, list[float]]:
         dist.broadcast(said, 0, async_op=True),
         dist.isend(x, 1 - rank),
         dist.irecv(got, 1 - rank),
-        dist.all_gather_into_tensor(inside, inside[2 * rank : 2 * rank + 2], async_op=True),  # in place, as ZeRO does
+        dist.all_gather_into_tensor(
+            inside, inside[2 * rank : 2 * rank + 2], async_op=True
+        ),  # in place, as ZeRO does
     ]
-    early = {"whole": whole, "part": part, "swapped": swapped, "got": got, "said": said, "inside": inside}
+    early = {
+        "whole": whole,
+        "part": part,
+        "swapped": swapped,
+        "got": got,
+        "said": said,
+        "inside": inside,
+    }
     if poison:
         assert all(tensor.isnan().all() for tensor in early.values())
     for work in works:
@@ -87,12 +101,19 @@ def _same_numbers(rank: int, world: int) -> bool:
         with slow_link(latency_seconds=0.001, poison=poison) as link:
             assert _all_kinds(rank, world, poison) == plain
             found = leave(x, group), gather(x, group), reduce_scatter(x, group)
-            requests = [dist.P2POp(dist.isend, x.detach(), 1 - rank), dist.P2POp(dist.irecv, torch.zeros(6), 1 - rank)]
+            requests = [
+                dist.P2POp(dist.isend, x.detach(), 1 - rank),
+                dist.P2POp(dist.irecv, torch.zeros(6), 1 - rank),
+            ]
             for request in dist.batch_isend_irecv(requests):
                 request.wait()
         assert [transfer.kind for transfer in link.transfers[-5:]] == [
-            "all_reduce", "all_gather", "reduce_scatter", "isend", "irecv",
-        ]  # fmt: skip
+            "all_reduce",
+            "all_gather",
+            "reduce_scatter",
+            "isend",
+            "irecv",
+        ]
         assert all(transfer.waits == 1 for transfer in link.transfers)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     return _all_kinds(rank, world, False) == plain

@@ -1,4 +1,5 @@
-"""Ranks give back what they computed; one that raises, hangs or dies ends the call with its own story first."""
+"""Ranks give back what they computed; one that raises, hangs or dies ends the call with its own
+story first."""
 
 import os
 import signal
@@ -56,8 +57,17 @@ def _leave_a_mess(rank: int, world: int) -> None:
 
 
 def _find_a_mess(rank: int, world: int) -> list[object]:
-    settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    return [os.environ.get("MEGALITH_TEST_MESS"), torch.get_default_dtype(), *settings, dist.get_world_size()]
+    settings = (
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+    )
+    return [
+        os.environ.get("MEGALITH_TEST_MESS"),
+        torch.get_default_dtype(),
+        *settings,
+        dist.get_world_size(),
+    ]
 
 
 def _collective(rank: int, world: int) -> None:
@@ -118,7 +128,10 @@ def gone(pid: int) -> bool:
             os.kill(pid, 0)
         except ProcessLookupError:
             return True
-        if sys.platform == "linux" and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+        if (
+            sys.platform == "linux"
+            and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        ):
             return True  # ended; whoever adopted it has not asked yet
         time.sleep(0.05)
     return False
@@ -165,7 +178,9 @@ def test_a_call_costs_tens_of_milliseconds() -> None:
         start = time.perf_counter()
         run_ranks(_collective, 2)
         times.append(time.perf_counter() - start)
-    assert min(times) < 1.0  # 0.03 s on two idle cores; a busy machine is slower, a new process slower still
+    assert (
+        min(times) < 1.0
+    )  # 0.03 s on two idle cores; a busy machine is slower, a new process slower still
 
 
 def test_the_rank_that_raised_comes_first_with_its_traceback_and_output(pool: RankPool) -> None:
@@ -179,19 +194,27 @@ def test_the_rank_that_raised_comes_first_with_its_traceback_and_output(pool: Ra
     assert "KeyError: 'the real reason'" in text.split("then:")[0]
     assert text.count("Traceback") == 1
     others = sorted(text.split("then:\n")[1].splitlines()[:2])
-    assert [line[:24] for line in others] == ["  rank 0: RuntimeError: ", "  rank 2: RuntimeError: "]
+    assert [line[:24] for line in others] == [
+        "  rank 0: RuntimeError: ",
+        "  rank 2: RuntimeError: ",
+    ]
     assert "output of rank 1:\na word from rank 1" in text
 
 
 def test_of_several_failures_the_earliest_comes_first(pool: RankPool) -> None:
-    with pytest.raises(RankError, match=r"^rank 1 failed first:[\s\S]*ValueError: from 1\nthen:\n  rank 0: ValueError"):
+    with pytest.raises(
+        RankError,
+        match=r"^rank 1 failed first:[\s\S]*ValueError: from 1\nthen:\n  rank 0: ValueError",
+    ):
         pool.run(_raise_on_all, 2, (), timeout=30)
 
 
 def test_ranks_that_do_not_notice_a_failure_are_ended(pool: RankPool) -> None:
     pids = pool.run(_my_pid, 2, (), timeout=30)
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"ValueError: at once\nthen:\n  rank 1: was still running 2 s later"):
+    with pytest.raises(
+        RankError, match=r"ValueError: at once\nthen:\n  rank 1: was still running 2 s later"
+    ):
         pool.run(_raise_while_others_work, 2, (), timeout=30)
     assert time.monotonic() - start < 10
     assert all(gone(pid) for pid in pids)
@@ -199,7 +222,10 @@ def test_ranks_that_do_not_notice_a_failure_are_ended(pool: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("exit", "rank 1 ended with exit code 7\n"), ("kill", r"rank 1 was killed by signal 9 \(SIGKILL\)\n")],
+    [
+        ("exit", "rank 1 ended with exit code 7\n"),
+        ("kill", r"rank 1 was killed by signal 9 \(SIGKILL\)\n"),
+    ],
 )
 def test_a_rank_that_dies_is_reported_and_replaced(pool: RankPool, how: str, said: str) -> None:
     pids = pool.run(_my_pid, 2, (), timeout=30)
@@ -233,7 +259,9 @@ def test_mismatched_collectives_end_instead_of_hanging(pool: RankPool) -> None:
 
 
 def test_a_result_that_cannot_be_sent_is_that_ranks_failure(pool: RankPool) -> None:
-    with pytest.raises(RankError, match=r"rank 0 failed first:[\s\S]*_return_something_odd.<locals>.<lambda>"):
+    with pytest.raises(
+        RankError, match=r"rank 0 failed first:[\s\S]*_return_something_odd.<locals>.<lambda>"
+    ):
         pool.run(_return_something_odd, 1, (), timeout=30)
 
 
@@ -245,7 +273,9 @@ def test_an_exit_in_a_rank_does_not_end_the_run(pool: RankPool) -> None:
 def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = RankPool()
     monkeypatch.setattr("megalith.testing.ranks.PROGRAM", "raise SystemExit('no torch here')")
-    with pytest.raises(RankError, match=r"a worker process ended with exit code 1. .* Its output:\nno torch here"):
+    with pytest.raises(
+        RankError, match=r"a worker process ended with exit code 1. .* Its output:\nno torch here"
+    ):
         pool.run(_my_pid, 1, (), timeout=30)
     monkeypatch.undo()
     assert len(pool.run(_my_pid, 1, (), timeout=30)) == 1
@@ -253,7 +283,10 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_only_functions_that_a_rank_can_find_are_accepted() -> None:
-    with pytest.raises(TypeError, match=r"<lambda> cannot be sent to ranks by name. Pass a function defined at module"):
+    with pytest.raises(
+        TypeError,
+        match=r"<lambda> cannot be sent to ranks by name. Pass a function defined at module",
+    ):
         run_ranks(lambda rank, world: None, 2)
 
 
@@ -282,7 +315,9 @@ def test_workers_of_a_script_end_with_it(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(seconds=60 if how == "killed" else 0))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+    )
     with parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
@@ -309,7 +344,9 @@ class Noted(dict[str, str]):
         super().__delitem__(name)
 
 
-def test_of_the_environment_only_what_a_call_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_environment_only_what_a_call_changed_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = Noted(SAME="1", OTHER="x", NEW="y")
     monkeypatch.setattr(os, "environ", found)
     ranks._restore({"SAME": "1", "OTHER": "2", "GONE": "3"})

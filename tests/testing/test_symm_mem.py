@@ -1,4 +1,5 @@
-"""Torch's fused products as defined for CPUs: there while it lasts, and a gather followed by a product."""
+"""Torch's fused products as defined for CPUs: there while it lasts, and a gather followed by a
+product."""
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ def products(rank: int, world: int) -> tuple[Tensor, Tensor]:
 
 def test_what_is_gathered_and_multiplied_is_everyones() -> None:
     for whole, product in run_ranks(products, 2):
-        expected = torch.cat([torch.arange(6, dtype=torch.float64).view(2, 3) + rank for rank in range(2)])
+        expected = torch.cat(
+            [torch.arange(6, dtype=torch.float64).view(2, 3) + rank for rank in range(2)]
+        )
         assert torch.equal(whole, expected) and torch.equal(product, 2 * expected)
 
 

@@ -23,4 +23,6 @@ def test_settings_change_by_their_dotted_names() -> None:
 
 
 def test_the_file_describes_the_same_run(tmp_path: Path) -> None:
-    assert load_yaml(tiny_yaml(tmp_path / "run.yaml", {"seed": "7"}), TrainRun) == tiny_run({"seed": "7"})
+    assert load_yaml(tiny_yaml(tmp_path / "run.yaml", {"seed": "7"}), TrainRun) == tiny_run(
+        {"seed": "7"}
+    )

@@ -1,4 +1,5 @@
-"""Comparisons say how far apart two results are, which entry is worst, and refuse what proves nothing."""
+"""Comparisons say how far apart two results are, which entry is worst, and refuse what proves
+nothing."""
 
 import math
 
@@ -64,7 +65,9 @@ def test_a_difference_inside_the_tolerance_passes_and_one_outside_names_place_va
 ) -> None:
     allowed = tolerance.relative * 4.0
     assert_equals("down", off_by(0.9 * allowed), reference(), tolerance)
-    with pytest.raises(AssertionError, match=rf"down: .*instead of 2 at \[1, 0\].*{tolerance.name}: "):
+    with pytest.raises(
+        AssertionError, match=rf"down: .*instead of 2 at \[1, 0\].*{tolerance.name}: "
+    ):
         assert_equals("down", off_by(1.1 * allowed), reference(), tolerance)
 
 
@@ -115,10 +118,15 @@ def test_other_shapes_are_named() -> None:
 
 def test_compare_names_the_worst_the_zeros_and_the_unpaired() -> None:
     mine = {"a": off_by(1e-3), "b": off_by(4e-3), "z": torch.zeros(3), "only": torch.ones(1)}
-    found = compare(mine, {"a": reference(), "b": reference(), "z": torch.zeros(3), "empty": torch.empty(0)})
+    found = compare(
+        mine, {"a": reference(), "b": reference(), "z": torch.zeros(3), "empty": torch.empty(0)}
+    )
     assert (found.worst, found.zeros, found.unpaired) == ("b", ("z",), ("empty", "only"))
     assert found.error == pytest.approx(1e-3)
-    assert str(found) == "worst b: 1.00e-03 of its largest entry; all zero: z; in one set only: empty, only"
+    assert (
+        str(found)
+        == "worst b: 1.00e-03 of its largest entry; all zero: z; in one set only: empty, only"
+    )
 
 
 def test_a_comparison_is_within_a_tolerance_only_when_complete() -> None:
@@ -141,7 +149,9 @@ def test_sets_of_tensors_fail_on_their_worst_entry_or_other_names() -> None:
     assert_close(names, names, EXACT)
     with pytest.raises(AssertionError, match=r"^b: "):
         assert_close({"a": off_by(0.1), "b": off_by(0.2)}, names, FP32)
-    with pytest.raises(AssertionError, match=r"only one of the two sets has c; expected the same names"):
+    with pytest.raises(
+        AssertionError, match=r"only one of the two sets has c; expected the same names"
+    ):
         assert_close({**names, "c": reference()}, names, FP32)
 
 

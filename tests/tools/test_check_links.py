@@ -12,7 +12,9 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "megalith").mkdir()
     (tmp_path / "megalith" / "grid.py").write_text("")
-    (tmp_path / "docs" / "tour.md").write_text("# The tour\n\n## Step 1: `build`\n\n## Twice\n\n## Twice\n")
+    (tmp_path / "docs" / "tour.md").write_text(
+        "# The tour\n\n## Step 1: `build`\n\n## Twice\n\n## Twice\n"
+    )
     return tmp_path
 
 
@@ -61,7 +63,11 @@ def test_a_broken_link_is_named_with_its_line(root: Path, text: str, what: str) 
 
 
 def test_headings_get_the_anchors_that_a_reader_sees() -> None:
-    assert anchors("# A b\n\n## A b\n\n```\n# no\n```\n\n<a id='own'></a>") == {"a-b", "a-b-1", "own"}
+    assert anchors("# A b\n\n## A b\n\n```\n# no\n```\n\n<a id='own'></a>") == {
+        "a-b",
+        "a-b-1",
+        "own",
+    }
     assert slug_of("[Linked](x.md) & more") == "linked--more"
 
 

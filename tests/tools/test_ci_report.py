@@ -1,4 +1,5 @@
-"""The summary of `.ci/run` counts what ran, and fails when a planted fault was not rejected or nothing ran."""
+"""The summary of `.ci/run` counts what ran, and fails when a planted fault was not rejected or
+nothing ran."""
 
 import json
 from pathlib import Path
@@ -29,7 +30,9 @@ def summary(folder: Path, *, code: int = 0, more: str = "") -> int:
     return main(["summary", str(folder)])
 
 
-def test_stages_that_passed_are_counted_and_skips_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_that_passed_are_counted_and_skips_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert summary(tmp_path) == 0
     printed = capsys.readouterr().out
     assert "test       ok           42       2       0       1" in printed
@@ -40,7 +43,10 @@ def test_stages_that_passed_are_counted_and_skips_explained(tmp_path: Path, caps
     ("change", "message"),
     [
         ({"code": 2}, "make test ended with 2"),
-        ({"more": '<testcase name="d"><skipped message="unconditional skip"/></testcase>'}, "1 tests skipped without"),
+        (
+            {"more": '<testcase name="d"><skipped message="unconditional skip"/></testcase>'},
+            "1 tests skipped without",
+        ),
     ],
 )
 def test_failed_and_unexplained_runs_are_not_green(
@@ -53,9 +59,14 @@ def test_failed_and_unexplained_runs_are_not_green(
 def test_planted_faults_that_no_test_rejected_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ci_report, "planted_faults", lambda: ["lost_sum", "swapped_rows", "stale_cache"])
+    monkeypatch.setattr(
+        ci_report, "planted_faults", lambda: ["lost_sum", "swapped_rows", "stale_cache"]
+    )
     assert summary(tmp_path) == 1
-    assert "test: no test rejected 2 planted faults: swapped_rows, stale_cache" in capsys.readouterr().out
+    assert (
+        "test: no test rejected 2 planted faults: swapped_rows, stale_cache"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("stage", ["test", "test-all"])
@@ -72,20 +83,31 @@ def test_lint_alone_needs_no_rejected_fault(tmp_path: Path) -> None:
 def test_the_report_is_also_json(tmp_path: Path) -> None:
     summary(tmp_path, more='<testcase name="d"><failure/></testcase>')
     stages = json.loads((tmp_path / "ci-report.json").read_text())
-    assert [(stage["name"], stage["passed"], stage["failed"]) for stage in stages] == [("lint", 0, 0), ("test", 2, 1)]
+    assert [(stage["name"], stage["passed"], stage["failed"]) for stage in stages] == [
+        ("lint", 0, 0),
+        ("test", 2, 1),
+    ]
     assert [stage["rejected_faults"] for stage in stages] == [[], ["lost_sum"]]
 
 
-def test_shares_of_test_time_are_printed_by_test_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shares_of_test_time_are_printed_by_test_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert summary(tmp_path) == 0
-    assert "test: 8 s of tests: tests/verify 56%, tests 25%, tests/plan 19%" in capsys.readouterr().out
+    assert (
+        "test: 8 s of tests: tests/verify 56%, tests 25%, tests/plan 19%" in capsys.readouterr().out
+    )
 
 
 def test_line_coverage_is_printed_by_package_and_never_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "coverage.json"
-    lines = {"megalith/plan/grid.py": (9, 10), "megalith/plan/keys.py": (0, 10), "megalith/errors.py": (4, 4)}
+    lines = {
+        "megalith/plan/grid.py": (9, 10),
+        "megalith/plan/keys.py": (0, 10),
+        "megalith/errors.py": (4, 4),
+    }
     files = {
         name: {"summary": {"covered_lines": covered, "num_statements": all_lines}}
         for name, (covered, all_lines) in lines.items()
@@ -93,7 +115,11 @@ def test_line_coverage_is_printed_by_package_and_never_fails(
     file.write_text(json.dumps({"files": files}))
     assert main(["coverage", str(file)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert rows == [["45.0%", "20", "megalith/plan"], ["54.2%", "24", "all"], ["100.0%", "4", "megalith"]]
+    assert rows == [
+        ["45.0%", "20", "megalith/plan"],
+        ["54.2%", "24", "all"],
+        ["100.0%", "4", "megalith"],
+    ]
     assert main(["coverage", str(tmp_path / "none.json")]) == 0
     assert "not measured, which needs Python 3.12" in capsys.readouterr().out
 

@@ -43,7 +43,10 @@ def test_the_map_has_a_line_per_file_in_the_order_of_the_rows(root: Path) -> Non
     ("text", "sentence"),
     [
         ('"""Ends here. Not here."""', "Ends here."),
-        ('"""Keeps e.g. this, i.e. that and .bin/.idx. More."""', "Keeps e.g. this, i.e. that and .bin/.idx."),
+        (
+            '"""Keeps e.g. this, i.e. that and .bin/.idx. More."""',
+            "Keeps e.g. this, i.e. that and .bin/.idx.",
+        ),
         ('"""Asks: why? Because."""', "Asks: why?"),
         ('"""No stop"""', "No stop"),
         ("x = 1", ""),
@@ -59,12 +62,16 @@ def test_a_readme_that_differs_a_missing_one_and_a_silent_file_are_named(root: P
     assert any("<!-- map -->" in line for line in problems(root))
     (root / "README.md").write_text("<!-- map -->\nold\n<!-- /map -->\n")
     assert any("not current. Run: make fmt" in line for line in problems(root))
-    assert any("megalith/plan/__init__.py: opens without a docstring" in line for line in problems(root))
+    assert any(
+        "megalith/plan/__init__.py: opens without a docstring" in line for line in problems(root)
+    )
 
 
 def test_a_readme_with_the_map_inserted_is_current(root: Path) -> None:
     (root / "megalith/plan/__init__.py").write_text('"""Plans."""')
-    text = insert_map("# Title\n<!-- map -->\nold\n<!-- /map -->\nend\n", build_map(root / "megalith"))
+    text = insert_map(
+        "# Title\n<!-- map -->\nold\n<!-- /map -->\nend\n", build_map(root / "megalith")
+    )
     (root / "README.md").write_text(text)
     assert text.startswith("# Title\n")
     assert text.endswith("<!-- /map -->\nend\n")

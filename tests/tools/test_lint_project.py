@@ -11,7 +11,7 @@ from tools.lint_project import RULES, findings, parse
 ROOT = Path(__file__).resolve().parents[2]
 AUTOGRAD = "from torch.autograd import Function\n"
 DIST = "import torch.distributed as dist\n"
-LONG = "def long() -> None:\n" + "    x = 1\n" * 99
+LONG = "def long() -> None:\n" + "    x = 1\n" * 54
 TOO_LONG = LONG + "    x = 1\n"
 
 FAULTS = [
@@ -30,12 +30,20 @@ FAULTS = [
     ("cuda-literal", "megalith/nn/a.py", "x.to('cuda:1')"),
     ("cuda-literal", "megalith/nn/a.py", "if x.device.type == 'cuda':\n    f()"),
     ("collectives", "megalith/train/a.py", DIST + "dist.all_reduce(x, group=g)"),
-    ("collectives", "megalith/train/a.py", "from torch.distributed import new_group\nnew_group([0])"),
+    (
+        "collectives",
+        "megalith/train/a.py",
+        "from torch.distributed import new_group\nnew_group([0])",
+    ),
     ("collectives", "megalith/optim/a.py", "import torch\n_ops = torch.ops._c10d_functional"),
     ("collectives", "megalith/optim/a.py", "import torch.distributed._functional_collectives as f"),
     ("explicit-group", "megalith/parallel/a.py", DIST + "dist.all_reduce(x)"),
     ("explicit-group", "megalith/parallel/a.py", DIST + "dist.barrier(group=None)"),
-    ("rank-branch", "megalith/parallel/a.py", DIST + "if group.rank == 0:\n    dist.barrier(group=g)"),
+    (
+        "rank-branch",
+        "megalith/parallel/a.py",
+        DIST + "if group.rank == 0:\n    dist.barrier(group=g)",
+    ),
     (
         "rank-branch",
         "megalith/a.py",
@@ -44,20 +52,32 @@ FAULTS = [
     ("checker-import", "megalith/parallel/a.py", "def f():\n    import spmd_types"),
     ("checker-import", "megalith/verify/report.py", "from spmd_types.types import R"),
     ("untyped-function", "megalith/nn/a.py", AUTOGRAD + "class F(Function):\n    x = 1"),
-    ("untyped-function", "megalith/nn/a.py", "import torch\nclass F(torch.autograd.Function):\n    pass"),
+    (
+        "untyped-function",
+        "megalith/nn/a.py",
+        "import torch\nclass F(torch.autograd.Function):\n    pass",
+    ),
     ("no-typecheck", "tests/a.py", "import s\nwith s.no_typecheck():\n    f()"),
     ("no-typecheck", "megalith/verify/types.py", "from spmd_types import no_typecheck as n"),
     ("optional-import", "megalith/models/hf.py", "import transformers"),
-    ("optional-import", "megalith/observe/a.py", "from torch.utils.tensorboard import SummaryWriter"),
+    (
+        "optional-import",
+        "megalith/observe/a.py",
+        "from torch.utils.tensorboard import SummaryWriter",
+    ),
     ("module-state", "megalith/a.py", "CACHE: dict[str, int] = {}"),
-    ("module-state", "megalith/a.py", "from collections import defaultdict\nseen = defaultdict(list)"),
+    (
+        "module-state",
+        "megalith/a.py",
+        "from collections import defaultdict\nseen = defaultdict(list)",
+    ),
     ("module-state", "megalith/a.py", "def f():\n    global x\n    x = 1"),
     ("module-state", "megalith/a.py", "def f():\n    n = 0\n    def g():\n        nonlocal n"),
     ("hot-path", "megalith/a.py", "# hot-path\nloss = x.item()"),
     ("hot-path", "megalith/a.py", "import torch\n# hot-path\ntorch.cuda.synchronize()"),
     ("vague-name", "megalith/nn/utils.py", "x = 1"),
     ("long-function", "benchmarks/a.py", TOO_LONG),
-    ("long-file", "tests/a.py", "x = 1\n" * 801),
+    ("long-file", "tests/a.py", "x = 1\n" * 561),
 ]
 
 CLEAN = [
@@ -74,7 +94,10 @@ CLEAN = [
     ("megalith/observe/a.py", "import torch\nhasattr(torch.ops._c10d_functional, 'all_reduce')"),
     ("megalith/observe/machine.py", "device = 'cuda'"),
     ("megalith/checkpoint/a.py", "import torch.distributed.checkpoint as dcp\ndcp.save(state)"),
-    ("megalith/train/a.py", "from megalith.parallel.group import all_reduce_\nall_reduce_(x, group)"),
+    (
+        "megalith/train/a.py",
+        "from megalith.parallel.group import all_reduce_\nall_reduce_(x, group)",
+    ),
     ("megalith/parallel/a.py", DIST + "if group.rank == 0:\n    dist.send(x, 1, group=g)"),
     ("megalith/verify/types.py", "import spmd_types"),
     ("megalith/parallel/a.py", AUTOGRAD + "class F(Function):\n    moves: ClassVar = ('R', 'P')"),
@@ -86,7 +109,7 @@ CLEAN = [
     ("megalith/a.py", "loss = x.item()"),
     ("tests/common.py", "x = 1"),
     ("megalith/a.py", LONG),
-    ("megalith/a.py", "x = 1\n" * 800),
+    ("megalith/a.py", "x = 1\n" * 560),
 ]
 
 

@@ -1,4 +1,5 @@
-"""From a config to what a step needs: first weights, one memory for weights, and every tensor of a checkpoint once."""
+"""From a config to what a step needs: first weights, one memory for weights, and every tensor of a
+checkpoint once."""
 
 from collections import Counter
 from dataclasses import replace
@@ -79,14 +80,21 @@ def test_a_checkpoint_holds_weights_and_moments_and_masters_where_they_are_apart
 @pytest.mark.parametrize(
     "parallel",
     [
-        ParallelConfig(tp=4), ParallelConfig(tp=4, dp=2, sp=True), ParallelConfig(tp=2, dp=3),
-        ParallelConfig(dp=3, zero=1), ParallelConfig(tp=4, dp=2, sp=True, zero=2),
-        ParallelConfig(dp=4, zero=1, replicas=2), ParallelConfig(cp=2, dp=2, zero=1),
+        ParallelConfig(tp=4),
+        ParallelConfig(tp=4, dp=2, sp=True),
+        ParallelConfig(tp=2, dp=3),
+        ParallelConfig(dp=3, zero=1),
+        ParallelConfig(tp=4, dp=2, sp=True, zero=2),
+        ParallelConfig(dp=4, zero=1, replicas=2),
+        ParallelConfig(cp=2, dp=2, zero=1),
     ],
-)  # fmt: skip
+)
 def test_ranks_together_write_every_element_once(parallel: ParallelConfig) -> None:
     """tp 4 has two ranks for each of the two key/value heads."""
-    run, world = replace(tiny_run(), parallel=parallel), parallel.tp * parallel.cp * (parallel.dp or 1)
+    run, world = (
+        replace(tiny_run(), parallel=parallel),
+        parallel.tp * parallel.cp * (parallel.dp or 1),
+    )
     grid = model_grid(parallel, run.model, world)
     written: Counter[str] = Counter()
     shapes = {}
@@ -100,7 +108,9 @@ def test_ranks_together_write_every_element_once(parallel: ParallelConfig) -> No
 
 def test_weights_alone_have_the_names_of_a_checkpoint() -> None:
     trainer = build()
-    entries = weight_entries([(owned.shard, owned.weight) for owned in trainer.data.owned], trainer.mesh)
+    entries = weight_entries(
+        [(owned.shard, owned.weight) for owned in trainer.data.owned], trainer.mesh
+    )
     assert {entry.key for entry in entries} == {
         entry.key for entry in checkpoint_entries(trainer) if entry.role == "param"
     }

@@ -1,4 +1,5 @@
-"""A diverged run keeps its last good checkpoint and names it; overflows of fp16 are not taken for divergence."""
+"""A diverged run keeps its last good checkpoint and names it; overflows of fp16 are not taken for
+divergence."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +24,11 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train import loop
 from megalith.train.build import Trainer
-from megalith.train.divergence import describe_last_good_checkpoint, find_nonfinite_parameters, is_divergent
+from megalith.train.divergence import (
+    describe_last_good_checkpoint,
+    find_nonfinite_parameters,
+    is_divergent,
+)
 from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
 from megalith.train.step import StepResult, train_step
@@ -43,7 +48,9 @@ def train(path: Path, settings: Mapping[str, str], *, show: bool = False) -> Out
 
 def checkpoints(path: Path) -> list[int]:
     """Return the steps that were saved and kept."""
-    return sorted(int(folder.name.removeprefix("step_")) for folder in (path / "checkpoints").glob("step_*"))
+    return sorted(
+        int(folder.name.removeprefix("step_")) for folder in (path / "checkpoints").glob("step_*")
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,10 +81,14 @@ def test_nonfinite_parameters_are_found_in_every_dtype(dtype: torch.dtype, value
 
     largest = float(torch.finfo(dtype).max)
     entries = [
-        entry("finite", [largest, -largest, 0.0]), entry("none", []), entry("weights", [1.0, value, 2.0]),
-        entry("masters", [1.0]), entry("masters", [value], "master"), entry("moments", [value], "exp_avg_sq"),
+        entry("finite", [largest, -largest, 0.0]),
+        entry("none", []),
+        entry("weights", [1.0, value, 2.0]),
+        entry("masters", [1.0]),
+        entry("masters", [value], "master"),
+        entry("moments", [value], "exp_avg_sq"),
         entry("replica", [value], mine=False),
-    ]  # fmt: skip
+    ]
     assert find_nonfinite_parameters(entries) == ["masters", "weights"]
     assert find_nonfinite_parameters(entries[:2]) == find_nonfinite_parameters([]) == []
 
@@ -92,15 +103,18 @@ def test_advice_names_a_checkpoint_from_before_the_skipped_steps(tmp_path: Path)
         entries = [Entry(whole("w", (2,)), "param", torch.ones(2))]
         save_checkpoint(tmp_path, step, entries, {}, alone("world"), config_text="", keep=None)
     assert advice(1) == (
-        f"No checkpoint is from before that: start from the beginning {change} and in another folder (--run NAME)."
+        f"No checkpoint is from before that: start from the beginning {change} and in another "
+        "folder (--run NAME)."
     )
     older, newest = tmp_path / "step_0000002", tmp_path / "step_0000004"
     assert advice(3) == (
-        f"The last checkpoint from before that is {older}: to continue from it, run the same command again {change}, "
+        f"The last checkpoint from before that is {older}: to continue from it, run the same "
+        f"command again {change}, "
         f"and with --run NAME --checkpoint.load {older} --checkpoint.take everything."
     )
     assert advice(4) == (
-        f"The last checkpoint from before that is {newest}: run the same command again {change}, and it continues from "
+        f"The last checkpoint from before that is {newest}: run the same command again {change}, "
+        "and it continues from "
         f"there."
     )
 
@@ -113,7 +127,8 @@ def set_nan(trainer: Trainer) -> None:
 
 
 def nan_before_step(step: int) -> Callable[..., StepResult]:
-    """A `train_step` that makes a weight NaN before a step, so that this step and all later ones are skipped."""
+    """A `train_step` that makes a weight NaN before a step, so that this step and all later ones
+    are skipped."""
     count = iter(range(1, 1000))
 
     def diverging(trainer: Trainer, *arguments: Any, **options: Any) -> StepResult:
@@ -138,12 +153,19 @@ def test_diverged_run_saves_nothing_and_names_the_checkpoint_before_it(
         "4 steps in a row changed nothing, the last with loss nan and gradient norm nan ("
     )
     assert str(raised.value).endswith(
-        f"Reduce schedule.lr, check the data and the settings of the model. The last checkpoint from before that is "
-        f"{good}: run the same command again with another setting, for example --schedule.lr 0.005 (0.01 now), and it "
+        "Reduce schedule.lr, check the data and the settings of the model. The last checkpoint "
+        "from before that is "
+        f"{good}: run the same command again with another setting, for example --schedule.lr 0.005 "
+        "(0.01 now), and it "
         f"continues from there."
     )
     assert checkpoints(tmp_path) == [2, 3]
-    assert capsys.readouterr().out.count("step 4: not saved, because its loss or gradient norm is not finite") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "step 4: not saved, because its loss or gradient norm is not finite"
+        )
+        == 1
+    )
     assert train(tmp_path, every_step | {"schedule.lr": "0.005"}, show=True) == Outcome("done", 8)
     assert f"resuming {tmp_path} at step 3" in capsys.readouterr().out
 
@@ -154,13 +176,21 @@ def test_run_whose_last_step_has_a_nan_loss_is_an_error_and_is_not_saved(
     monkeypatch.setattr(loop, "train_step", nan_before_step(4))
     with pytest.raises(DataError) as raised:
         train(tmp_path, {"train.steps": "4"})
-    text = "the last step, 4, has loss nan and gradient norm nan and is not saved. Reduce schedule.lr, check the data"
+    text = (
+        "the last step, 4, has loss nan and gradient norm nan and is not saved. Reduce "
+        "schedule.lr, check the data"
+    )
     assert str(raised.value).startswith(text) and "is from before that" not in str(raised.value)
-    assert f"The last checkpoint from before that is {tmp_path}/checkpoints/step_0000002: run" in str(raised.value)
+    assert (
+        f"The last checkpoint from before that is {tmp_path}/checkpoints/step_0000002: run"
+        in str(raised.value)
+    )
     assert checkpoints(tmp_path) == [2]
 
 
-def test_update_that_makes_a_parameter_nan_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_that_makes_a_parameter_nan_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = iter(range(1, 9))
 
     def diverging(trainer: Trainer, *arguments: Any, **options: Any) -> StepResult:
@@ -170,7 +200,9 @@ def test_update_that_makes_a_parameter_nan_is_not_saved(tmp_path: Path, monkeypa
         return result
 
     monkeypatch.setattr(loop, "train_step", diverging)
-    with pytest.raises(DataError, match="step 4 is not saved: NaN or infinite values in layers.1.mlp.down. Reduce"):
+    with pytest.raises(
+        DataError, match="step 4 is not saved: NaN or infinite values in layers.1.mlp.down. Reduce"
+    ):
         train(tmp_path, {})
     assert checkpoints(tmp_path) == [2]
 
@@ -182,7 +214,9 @@ def test_step_with_an_infinite_gradient_is_not_saved_but_the_next_one(
 
     def one_bad_step(*arguments: Any, **options: Any) -> StepResult:
         result = train_step(*arguments, **options)
-        return replace(result, grad_norm=float("inf"), updated=False) if next(count) == 4 else result
+        return (
+            replace(result, grad_norm=float("inf"), updated=False) if next(count) == 4 else result
+        )
 
     monkeypatch.setattr(loop, "train_step", one_bad_step)
     assert train(tmp_path, {"checkpoint.every": "4"}) == Outcome("done", 8)
@@ -193,7 +227,9 @@ def test_run_that_is_stopped_after_a_nan_loss_says_that_it_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "train_step", nan_before_step(1))
-    assert train(tmp_path, {"train.max_minutes": "0"}) == Outcome("stopped", 1, "time limit", saved=False)
+    assert train(tmp_path, {"train.max_minutes": "0"}) == Outcome(
+        "stopped", 1, "time limit", saved=False
+    )
     assert checkpoints(tmp_path) == []
 
 
@@ -209,7 +245,12 @@ def _diverge(rank: int, world: int, run: TrainRun, path: Path) -> str:
 
 @pytest.mark.slow
 def test_all_ranks_end_a_diverged_run_with_the_same_error(tmp_path: Path) -> None:
-    texts = run_ranks(_diverge, 2, tiny_run(CONSTANT | {"parallel.tp": "2", "checkpoint.every": "1"}), tmp_path)
+    texts = run_ranks(
+        _diverge, 2, tiny_run(CONSTANT | {"parallel.tp": "2", "checkpoint.every": "1"}), tmp_path
+    )
     assert len(set(texts)) == 1
-    assert f"The last checkpoint from before that is {tmp_path}/checkpoints/step_0000002: run the same" in texts[0]
+    assert (
+        f"The last checkpoint from before that is {tmp_path}/checkpoints/step_0000002: run the same"
+        in texts[0]
+    )
     assert checkpoints(tmp_path) == [1, 2]

@@ -36,14 +36,25 @@ def dataset(run: TrainRun) -> RaggedRows:
     return RaggedRows(run.train.seq_len, run.model.vocab_size, 20, masked=(3,))
 
 
-def evaluation(rank: int, world: int, run: TrainRun, rows: int, samples: int = SAMPLES) -> Evaluation:
+def evaluation(
+    rank: int, world: int, run: TrainRun, rows: int, samples: int = SAMPLES
+) -> Evaluation:
     """The mean over some samples, as one rank of a layout."""
-    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    mesh = (
+        build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        if world > 1
+        else mesh_of_one()
+    )
     trainer = build_trainer(run, mesh, CPU)
     return evaluate(
-        trainer.staged, dataset(run), Masks(), samples=samples, rows=rows, tokenizer=ByteTokenizer(),
+        trainer.staged,
+        dataset(run),
+        Masks(),
+        samples=samples,
+        rows=rows,
+        tokenizer=ByteTokenizer(),
         slicing=my_slicing(run.parallel, mesh),
-    )  # fmt: skip
+    )
 
 
 def test_the_mean_is_over_labels_not_over_rows() -> None:
@@ -60,14 +71,20 @@ def test_the_mean_is_over_labels_not_over_rows() -> None:
     assert found.num_labels == labels
     assert found.bits_per_byte == pytest.approx(total / math.log(2) / num_bytes, rel=FP64.relative)
     assert found.perplexity == pytest.approx(math.exp(total / labels))
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in trainer.model.named_parameters())
+    assert all(
+        torch.equal(p, before[name]) and p.grad is None
+        for name, p in trainer.model.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 10])
 def test_rows_at_a_time_do_not_matter(rows: int) -> None:
     reference, found = evaluation(0, 1, FP64_RUN, rows=3), evaluation(0, 1, FP64_RUN, rows=rows)
     assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
-    assert (found.num_labels, found.bits_per_byte) == (reference.num_labels, pytest.approx(reference.bits_per_byte))
+    assert (found.num_labels, found.bits_per_byte) == (
+        reference.num_labels,
+        pytest.approx(reference.bits_per_byte),
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,11 +92,23 @@ def test_rows_at_a_time_do_not_matter(rows: int) -> None:
     [
         (2, {"parallel.dp": "2"}, SAMPLES),
         (3, {"parallel.dp": "3"}, 2),  # one rank has nothing to do
-        (2, {"parallel.dp": "2", "parallel.zero": "3"}, 5),  # nor has one here, in the last batch, but it gathers
+        (
+            2,
+            {"parallel.dp": "2", "parallel.zero": "3"},
+            5,
+        ),  # nor has one here, in the last batch, but it gathers
         (2, {"parallel.tp": "2", "parallel.sp": "true"}, SAMPLES),
-        (2, {"parallel.tp": "2", "parallel.sp": "true", "train.seq_len": "11"}, SAMPLES),  # a last row of odd length
+        (
+            2,
+            {"parallel.tp": "2", "parallel.sp": "true", "train.seq_len": "11"},
+            SAMPLES,
+        ),  # a last row of odd length
         (2, {"parallel.cp": "2"}, SAMPLES),
-        (2, {"parallel.cp": "2", "train.seq_len": "11", "parallel.context.slicing": "document"}, SAMPLES),
+        (
+            2,
+            {"parallel.cp": "2", "train.seq_len": "11", "parallel.context.slicing": "document"},
+            SAMPLES,
+        ),
     ],
 )
 def test_any_layout_finds_the_same(world: int, settings: dict[str, str], samples: int) -> None:
@@ -88,24 +117,42 @@ def test_any_layout_finds_the_same(world: int, settings: dict[str, str], samples
     reference = evaluation(0, 1, alone, 2, samples)
     for found in run_ranks(evaluation, world, run, 2, samples):
         assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
-        assert (found.num_labels, found.bits_per_byte) == (reference.num_labels, pytest.approx(reference.bits_per_byte))
+        assert (found.num_labels, found.bits_per_byte) == (
+            reference.num_labels,
+            pytest.approx(reference.bits_per_byte),
+        )
 
 
 PACKS = {
-    "precision.params": "fp64", "train.tokens_per_microbatch": "24", "train.micro_batch_size": "1",
+    "precision.params": "fp64",
+    "train.tokens_per_microbatch": "24",
+    "train.micro_batch_size": "1",
     "data.overlong": "truncate",
-}  # fmt: skip
+}
 
 
 def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation, list[int]]:
     """The mean over some documents in packs, and how many were told to have been read."""
     run, told = tiny_run(PACKS | {"train.tokens_per_microbatch": capacity}), list[int]()
-    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
-    documents, budget = RaggedDocuments(12, run.model.vocab_size, 20), budget_of(run.train, run.parallel, run.model)
+    mesh = (
+        build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        if world > 1
+        else mesh_of_one()
+    )
+    documents, budget = (
+        RaggedDocuments(12, run.model.vocab_size, 20),
+        budget_of(run.train, run.parallel, run.model),
+    )
     found = evaluate(
-        build_trainer(run, mesh, CPU).staged, documents, Masks(), samples=SAMPLES, rows=1, tokenizer=ByteTokenizer(),
-        tell=told.append, budget=budget,
-    )  # fmt: skip
+        build_trainer(run, mesh, CPU).staged,
+        documents,
+        Masks(),
+        samples=SAMPLES,
+        rows=1,
+        tokenizer=ByteTokenizer(),
+        tell=told.append,
+        budget=budget,
+    )
     return found, told
 
 
@@ -113,10 +160,19 @@ def test_packs_of_any_size_and_on_any_ranks_find_the_same_and_all_documents_are_
     reference, _ = packed_evaluation(0, 1, "12")
     for found, told in [packed_evaluation(0, 1, "40"), *run_ranks(packed_evaluation, 2, "24")]:
         assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
-        assert found.num_labels == reference.num_labels and told == sorted(told) and told[-1] == SAMPLES
+        assert (
+            found.num_labels == reference.num_labels
+            and told == sorted(told)
+            and told[-1] == SAMPLES
+        )
 
 
-FURTHER = {"precision.params": "fp64", "model.mtp.depths": "2", "model.vocab_size": "5", "model.num_layers": "2"}
+FURTHER = {
+    "precision.params": "fp64",
+    "model.mtp.depths": "2",
+    "model.vocab_size": "5",
+    "model.num_layers": "2",
+}
 
 
 def test_depths_that_predict_further_are_judged_by_what_came() -> None:
@@ -142,13 +198,22 @@ def test_depths_that_predict_further_are_judged_by_what_came() -> None:
             if last >= 0:  # labels that are left out are at the end of a row
                 places += 1
                 runs += int(first) + int(first and second)
-    assert found.further_losses == pytest.approx([losses[d] / labels[d] for d in (1, 2)], rel=FP64.relative)
-    assert found.accepted == (right[0] / labels[1], right[1] / labels[2]) and 0 < found.accepted[0] < 1
+    assert found.further_losses == pytest.approx(
+        [losses[d] / labels[d] for d in (1, 2)], rel=FP64.relative
+    )
+    assert (
+        found.accepted == (right[0] / labels[1], right[1] / labels[2]) and 0 < found.accepted[0] < 1
+    )
     assert found.accepted_length == pytest.approx(1 + runs / places) and runs > 0
     assert found.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
     row = found.of_depths()
-    assert row["mtp_2_accepted"] == found.accepted[1] and row["eval_mtp_1_loss"] == found.further_losses[0]
-    assert f"further tokens guessed {found.accepted[0]:.1%}".replace("%", " %") in found.depths_text()
+    assert (
+        row["mtp_2_accepted"] == found.accepted[1]
+        and row["eval_mtp_1_loss"] == found.further_losses[0]
+    )
+    assert (
+        f"further tokens guessed {found.accepted[0]:.1%}".replace("%", " %") in found.depths_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,13 +224,23 @@ def test_depths_that_predict_further_are_judged_by_what_came() -> None:
         (2, {"parallel.dp": "2", "parallel.zero": "3"}),
         (2, {"parallel.pp": "2"}),
         (3, {"parallel.pp": "3", "parallel.pipeline.layout": "Et|tmm|L"}),
-        (2, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "parallel.pipeline.layout": "Et|t|mm|L"}),
+        (
+            2,
+            {
+                "parallel.pp": "2",
+                "parallel.pipeline.vpp": "2",
+                "parallel.pipeline.layout": "Et|t|mm|L",
+            },
+        ),
     ],
 )
 def test_any_layout_judges_depths_alike(world: int, settings: dict[str, str]) -> None:
     reference = evaluation(0, 1, tiny_run(FURTHER), 2)
     for found in run_ranks(evaluation, world, tiny_run(FURTHER | settings), 2):
-        assert (found.accepted, found.accepted_length) == (reference.accepted, reference.accepted_length)
+        assert (found.accepted, found.accepted_length) == (
+            reference.accepted,
+            reference.accepted_length,
+        )
         assert found.further_losses == pytest.approx(reference.further_losses, rel=FP64.relative)
 
 
@@ -179,12 +254,19 @@ def test_a_finished_run_is_evaluated_from_its_newest_checkpoint(tmp_path: Path) 
     assert found.loss == pytest.approx(logged, rel=1e-6)
     whole = run_evaluation(run, folder, mesh_of_one(), CPU, split="valid", samples=None)
     assert whole.num_labels > 5 * found.num_labels
-    assert run_evaluation(run, folder, mesh_of_one(), CPU, split="train", samples=5).num_labels == 60
+    assert (
+        run_evaluation(run, folder, mesh_of_one(), CPU, split="train", samples=5).num_labels == 60
+    )
 
 
 def saved_loss(rank: int, world: int, run: TrainRun, path: Path) -> tuple[Evaluation, int, int]:
-    """What one rank of a layout finds of a run's newest checkpoint; weights it holds, and those of the model."""
-    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    """What one rank of a layout finds of a run's newest checkpoint; weights it holds, and those of
+    the model."""
+    mesh = (
+        build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        if world > 1
+        else mesh_of_one()
+    )
     found = run_evaluation(run, RunFolder(path), mesh, CPU, split="valid", samples=5)
     staged = build_staged(run, mesh, CPU, dtype=DTYPES[run.precision.params])
     whole = sum(parameter.numel() for parameter in staged.modules.parameters())
@@ -203,7 +285,9 @@ def saved_loss(rank: int, world: int, run: TrainRun, path: Path) -> tuple[Evalua
 def test_fully_sharded_weights_are_read_and_evaluated_without_being_whole_anywhere(
     world: int, settings: dict[str, str], tmp_path: Path
 ) -> None:
-    alone = tiny_run({"precision.params": "fp64"} | {k: v for k, v in settings.items() if "model." in k})
+    alone = tiny_run(
+        {"precision.params": "fp64"} | {k: v for k, v in settings.items() if "model." in k}
+    )
     run_training(alone, RunFolder(tmp_path), mesh_of_one(), CPU, show=False)
     (reference, all_of_it, _) = saved_loss(0, 1, alone, tmp_path)
     run = tiny_run({"precision.params": "fp64", "parallel.zero": "3"} | settings)
@@ -218,7 +302,9 @@ def test_fully_sharded_weights_are_read_and_evaluated_without_being_whole_anywhe
 
 def test_a_split_without_a_share_is_refused(tmp_path: Path) -> None:
     run = tiny_run({"data.split": "9,1"})
-    with pytest.raises(ConfigError, match=r"data.split=9,1 gives test nothing.*Set a test share above 0"):
+    with pytest.raises(
+        ConfigError, match=r"data.split=9,1 gives test nothing.*Set a test share above 0"
+    ):
         run_evaluation(run, RunFolder(tmp_path), mesh_of_one(), CPU, split="test", samples=1)
 
 

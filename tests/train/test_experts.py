@@ -38,7 +38,9 @@ from megalith.verify.ranks import RaggedRows
 
 def run_with(router: RouterConfig) -> TrainRun:
     run = tiny_run()
-    return replace(run, model=replace(run.model, moe=MoEConfig(experts=4, ffn_hidden_size=6, router=router)))
+    return replace(
+        run, model=replace(run.model, moe=MoEConfig(experts=4, ffn_hidden_size=6, router=router))
+    )
 
 
 BALANCED = RouterConfig(score="sigmoid", balancing_bias=True, balancing_rate=1e-3)
@@ -57,7 +59,9 @@ def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> No
     assert second.moved is not None and not second.moved.any(), "all were chosen equally often"
     record.counts[:] = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]])
     move_balancing_biases(trainer.staged.modules, trainer.mesh)
-    assert torch.allclose(first.moved, torch.tensor([-2e-3, 0, 2e-3, 2e-3])), "whole steps, however small the surplus"
+    assert torch.allclose(first.moved, torch.tensor([-2e-3, 0, 2e-3, 2e-3])), (
+        "whole steps, however small the surplus"
+    )
 
 
 @pytest.mark.parametrize("why", ["no label", "not finite"])
@@ -67,9 +71,15 @@ def test_a_step_that_updates_nothing_moves_no_bias(why: str) -> None:
     trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
     masked = tuple(range(12)) if why == "no label" else ()
     loader = Loader(
-        RaggedRows(12, 257, 24, masked=masked), Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=6,
-        consumed=0, steps=2, device=torch.device("cpu"),
-    )  # fmt: skip
+        RaggedRows(12, 257, 24, masked=masked),
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=6,
+        consumed=0,
+        steps=2,
+        device=torch.device("cpu"),
+    )
     owned = trainer.data.owned[-1]
     before = owned.weight.clone()
     owned.weight.fill_(torch.inf if why == "not finite" else 1.0)
@@ -115,12 +125,23 @@ def test_routers_that_are_not_trained_keep_their_biases() -> None:
 def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
     run = run_with(RouterConfig())
     assert run.model.moe is not None
-    run = replace(run, model=replace(run.model, moe=replace(run.model.moe, balance=BalanceConfig(batch=0.5, z=0.1))))
+    run = replace(
+        run,
+        model=replace(
+            run.model, moe=replace(run.model.moe, balance=BalanceConfig(batch=0.5, z=0.1))
+        ),
+    )
     trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
     loader = Loader(
-        RaggedRows(12, 257, 12, masked=()), Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=6,
-        consumed=0, steps=1, device=torch.device("cpu"),
-    )  # fmt: skip
+        RaggedRows(12, 257, 12, masked=()),
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=6,
+        consumed=0,
+        steps=1,
+        device=torch.device("cpu"),
+    )
     batches = loader.next().microbatches
 
     def gradients(scale: float) -> list[torch.Tensor]:
@@ -129,7 +150,9 @@ def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
         return [owned.gradient.clone() for owned in trainer.data.finish()]
 
     for plain, scaled in zip(gradients(1.0), gradients(1024.0), strict=True):
-        torch.testing.assert_close(scaled, plain * 1024, rtol=1e-5, atol=1e-4 * float(plain.abs().max()))
+        torch.testing.assert_close(
+            scaled, plain * 1024, rtol=1e-5, atol=1e-4 * float(plain.abs().max())
+        )
     (router,) = (o.gradient for o in trainer.data.owned if o.shard.name == "layers.0.moe.router")
     trainer.data.begin_step(len(batches))
     trainer.staged.forward_backward(batches, lambda losses: losses[0] * 0, scale=1.0)
@@ -143,9 +166,15 @@ def test_a_row_tells_of_the_busiest_expert_of_every_layer() -> None:
         LayerUse("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.0), 0.25),
     ]
     assert row_of_use(uses, [0.0, 0.1, 0.0, 0.0]) == {
-        "moe_batch_loss": 1.25, "moe_max_load": 3.0, "moe_entropy": 0.4056, "moe_idle_experts": 2,
-        "moe_refused": round(2 / 18, 6), "moe_bias_range": 0.25, "moe_layers_2_load": 3.0, "moe_mtp_0_layer_load": 1.0,
-    }  # fmt: skip
+        "moe_batch_loss": 1.25,
+        "moe_max_load": 3.0,
+        "moe_entropy": 0.4056,
+        "moe_idle_experts": 2,
+        "moe_refused": round(2 / 18, 6),
+        "moe_bias_range": 0.25,
+        "moe_layers_2_load": 3.0,
+        "moe_mtp_0_layer_load": 1.0,
+    }
     assert row_of_use([], [0.0] * 4) == {}
     even = LayerUse("layers.0", (5.0,) * 8, 0.0, (0.0,) * 4, 0.0)
     for use in (even, even._replace(counts=(5.0,)), even._replace(counts=(0.0, 0.0))):
@@ -161,17 +190,28 @@ def test_a_row_tells_of_every_layer_where_it_shall() -> None:
     row, whole = row_of_use(uses, weights, per_layer=True), row_of_use(uses, weights)
     assert {name: value for name, value in row.items() if name in whole} == whole
     assert {name: value for name, value in row.items() if name not in whole} == {
-        "moe_layers_2_batch_loss": 1.5, "moe_layers_2_z_loss": 0.25, "moe_layers_2_entropy": 0.4056,
-        "moe_layers_2_idle_experts": 2, "moe_layers_2_refused": 0.2, "moe_layers_2_tokens": [6, 2, 0, 0],
-        "moe_mtp_0_layer_batch_loss": 1.0, "moe_mtp_0_layer_z_loss": 0.75, "moe_mtp_0_layer_entropy": 1.0,
-        "moe_mtp_0_layer_idle_experts": 0, "moe_mtp_0_layer_refused": 0.0, "moe_mtp_0_layer_bias_range": 0.25,
+        "moe_layers_2_batch_loss": 1.5,
+        "moe_layers_2_z_loss": 0.25,
+        "moe_layers_2_entropy": 0.4056,
+        "moe_layers_2_idle_experts": 2,
+        "moe_layers_2_refused": 0.2,
+        "moe_layers_2_tokens": [6, 2, 0, 0],
+        "moe_mtp_0_layer_batch_loss": 1.0,
+        "moe_mtp_0_layer_z_loss": 0.75,
+        "moe_mtp_0_layer_entropy": 1.0,
+        "moe_mtp_0_layer_idle_experts": 0,
+        "moe_mtp_0_layer_refused": 0.0,
+        "moe_mtp_0_layer_bias_range": 0.25,
         "moe_mtp_0_layer_tokens": [2, 2, 2, 2],
-    }  # fmt: skip
+    }
     assert row_of_use([], weights, per_layer=True) == {}
 
 
 def test_what_layers_without_experts_did_is_not_written() -> None:
-    assert run_problems(replace(run_with(RouterConfig()), observe=ObserveConfig(per_layer=True)), 1) == []
+    assert (
+        run_problems(replace(run_with(RouterConfig()), observe=ObserveConfig(per_layer=True)), 1)
+        == []
+    )
     (problem,) = run_problems(tiny_run({"observe.per_layer": "true"}), 1)
     assert problem.startswith(
         "observe.per_layer=true with model.moe=null: it tells what experts of each layer did. Set "
@@ -179,8 +219,15 @@ def test_what_layers_without_experts_did_is_not_written() -> None:
 
 
 def test_metrics_of_a_run_tell_of_every_layer_where_it_asks_for_it(tmp_path: Path) -> None:
-    run = replace(run_with(RouterConfig()), observe=ObserveConfig(per_layer=True, plots=False, peak_tflops=1.0))
-    run = replace(run, train=replace(run.train, steps=1, eval_steps=0), schedule=replace(run.schedule, decay_steps=1))
+    run = replace(
+        run_with(RouterConfig()),
+        observe=ObserveConfig(per_layer=True, plots=False, peak_tflops=1.0),
+    )
+    run = replace(
+        run,
+        train=replace(run.train, steps=1, eval_steps=0),
+        schedule=replace(run.schedule, decay_steps=1),
+    )
     run_training(run, RunFolder(tmp_path), mesh_of_one(), torch.device("cpu"), show=False)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert {name for name in row if name.startswith("moe_layers_1_")} == {
@@ -192,15 +239,27 @@ def test_metrics_of_a_run_tell_of_every_layer_where_it_asks_for_it(tmp_path: Pat
 def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerUse]:
     run = run_with(RouterConfig())
     assert run.model.moe is not None
-    run = replace(run, model=replace(run.model, moe=replace(run.model.moe, balance=BalanceConfig(batch=0.1))))
+    run = replace(
+        run, model=replace(run.model, moe=replace(run.model.moe, balance=BalanceConfig(batch=0.1)))
+    )
     run = replace(run, parallel=parallel)
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, run.model, world), rank=rank)
+    mesh = (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(parallel, run.model, world), rank=rank)
+    )
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     assert use_of_experts(trainer.staged.modules, mesh) == []
     loader = Loader(
-        RaggedRows(12, 257, 24, masked=()), Masks(), mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0,
-        steps=1, device=torch.device("cpu"),
-    )  # fmt: skip
+        RaggedRows(12, 257, 24, masked=()),
+        Masks(),
+        mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=2,
+        consumed=0,
+        steps=1,
+        device=torch.device("cpu"),
+    )
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
     return use_of_experts(trainer.staged.modules, mesh)
 
@@ -211,19 +270,36 @@ def test_every_rank_tells_what_one_process_tells() -> None:
     assert all(sum(use.counts) == 12 * 12 * 2 for use in alone)
     staged = ParallelConfig(dp=2, pp=2, ep=2, pipeline=PipelineConfig())
     for uses in run_ranks(told, 4, staged):
-        assert [(use.layer, use.counts) for use in uses] == [(use.layer, use.counts) for use in alone]
+        assert [(use.layer, use.counts) for use in uses] == [
+            (use.layer, use.counts) for use in alone
+        ]
         assert all(abs(a.losses[1] - b.losses[1]) < 1e-6 for a, b in zip(uses, alone, strict=True))
 
 
-def losses_replayed(rank: int, world: int, parallel: ParallelConfig, router: RouterConfig) -> list[list[float]]:
-    """The summed losses of a step that records, of one that replays it, and of one that replays other choices."""
-    run = replace(run_with(router), parallel=parallel, recompute=RecomputeConfig(granularity="full"))
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, run.model, world), rank=rank)
+def losses_replayed(
+    rank: int, world: int, parallel: ParallelConfig, router: RouterConfig
+) -> list[list[float]]:
+    """The summed losses of a step that records, of one that replays it, and of one that replays
+    other choices."""
+    run = replace(
+        run_with(router), parallel=parallel, recompute=RecomputeConfig(granularity="full")
+    )
+    mesh = (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(parallel, run.model, world), rank=rank)
+    )
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     loader = Loader(
-        RaggedRows(12, 257, 24, masked=()), Masks(), mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0,
-        steps=1, device=torch.device("cpu"),
-    )  # fmt: skip
+        RaggedRows(12, 257, 24, masked=()),
+        Masks(),
+        mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=2,
+        consumed=0,
+        steps=1,
+        device=torch.device("cpu"),
+    )
     batches, routing = loader.next().microbatches, Routing()
 
     def total(routing: Routing) -> list[float]:
@@ -234,7 +310,9 @@ def losses_replayed(rank: int, world: int, parallel: ParallelConfig, router: Rou
 
     recorded = total(routing)
     assert len(routing.choices) == len(batches) * len(list(routers_of(trainer.staged.modules)))
-    others = Routing({key: (chosen + 1) % 4 for key, chosen in routing.choices.items()}, followed=True)
+    others = Routing(
+        {key: (chosen + 1) % 4 for key, chosen in routing.choices.items()}, followed=True
+    )
     found = [recorded, total(routing.again()), total(others)]
     if world > 1:  # a rank that stops alone leaves others to the launcher
         return found
@@ -244,18 +322,32 @@ def losses_replayed(rank: int, world: int, parallel: ParallelConfig, router: Rou
     return found
 
 
-def losses_within_capacity(rank: int, world: int, parallel: ParallelConfig, pad: bool) -> list[float]:
+def losses_within_capacity(
+    rank: int, world: int, parallel: ParallelConfig, pad: bool
+) -> list[float]:
     """Of three steps in float64, in which experts refuse tokens."""
     run = tiny_run({"precision.params": "fp64"})
     capacity = CapacityConfig(factor=0.8, pad=pad)
-    moe = MoEConfig(experts=4, ffn_hidden_size=6, balance=BalanceConfig(batch=0.1), capacity=capacity)
+    moe = MoEConfig(
+        experts=4, ffn_hidden_size=6, balance=BalanceConfig(batch=0.1), capacity=capacity
+    )
     run = replace(run, model=replace(run.model, moe=moe), parallel=parallel)
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, run.model, world), rank=rank)
+    mesh = (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(parallel, run.model, world), rank=rank)
+    )
     trainer = build_trainer(run, mesh, torch.device("cpu"))
     loader = Loader(
-        RaggedRows(12, 257, 36, masked=()), Masks(), mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0,
-        steps=3, device=torch.device("cpu"),
-    )  # fmt: skip
+        RaggedRows(12, 257, 36, masked=()),
+        Masks(),
+        mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=2,
+        consumed=0,
+        steps=3,
+        device=torch.device("cpu"),
+    )
     losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).loss for _ in range(3)]
     assert sum(use.refused for use in use_of_experts(trainer.staged.modules, mesh)) > 0
     return losses
@@ -263,7 +355,9 @@ def losses_within_capacity(rank: int, world: int, parallel: ParallelConfig, pad:
 
 def test_filler_changes_no_loss_under_any_layout() -> None:
     expected = losses_within_capacity(0, 1, ParallelConfig(), False)
-    assert losses_within_capacity(0, 1, ParallelConfig(), True) == pytest.approx(expected, rel=1e-11)
+    assert losses_within_capacity(0, 1, ParallelConfig(), True) == pytest.approx(
+        expected, rel=1e-11
+    )
     for layout in (ParallelConfig(dp=2, ep=2), ParallelConfig(tp=2, sp=True, ep=2, etp=1)):
         for losses in run_ranks(losses_within_capacity, 2, layout, True):
             assert losses == pytest.approx(expected, rel=1e-11)
@@ -272,7 +366,9 @@ def test_filler_changes_no_loss_under_any_layout() -> None:
 @pytest.mark.parametrize(
     "router", [RouterConfig(), RouterConfig(jitter=0.2), replace(BALANCED, groups=2, top_groups=1)]
 )
-def test_replayed_choices_repeat_a_step_to_the_last_bit_and_others_do_not(router: RouterConfig) -> None:
+def test_replayed_choices_repeat_a_step_to_the_last_bit_and_others_do_not(
+    router: RouterConfig,
+) -> None:
     recorded, again, others = losses_replayed(0, 1, ParallelConfig(), router)
     assert again == recorded
     assert abs(others[0] - recorded[0]) > 1e-6

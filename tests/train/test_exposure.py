@@ -1,4 +1,5 @@
-"""What is exposed is what a rank stands still for: gradient sums hide behind backward, with overlap off they do not."""
+"""What is exposed is what a rank stands still for: gradient sums hide behind backward, with overlap
+off they do not."""
 
 from dataclasses import replace
 
@@ -20,13 +21,17 @@ def measured(rank: int, world: int, overlap: bool) -> Exposure:
 
 
 def test_every_rank_has_the_same_table_and_overlap_exposes_less() -> None:
-    pairs = [(run_ranks(measured, 2, True), run_ranks(measured, 2, False)) for _ in range(3)]  # others compute, too
+    pairs = [
+        (run_ranks(measured, 2, True), run_ranks(measured, 2, False)) for _ in range(3)
+    ]  # others compute, too
     hidden = pairs[0][0]
     assert hidden[0] == hidden[1]
     assert {each.over for each in hidden[0].traffic} == {"dp"}
     assert {"isend", "irecv", "all_reduce"} <= {each.kind for each in hidden[0].traffic}
     assert all(plain[0].exposed <= plain[0].step_seconds for _, plain in pairs)
-    assert min(hidden[0].exposed for hidden, _ in pairs) < min(plain[0].exposed for _, plain in pairs)
+    assert min(hidden[0].exposed for hidden, _ in pairs) < min(
+        plain[0].exposed for _, plain in pairs
+    )
 
 
 def test_the_hidden_part_is_what_is_not_exposed() -> None:

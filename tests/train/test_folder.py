@@ -49,9 +49,16 @@ def test_what_may_change_is_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model.hidden_size", "128"), ("seed", "7"), ("train.seq_len", "64"), ("data.mock_num_documents", "9")],
+    [
+        ("model.hidden_size", "128"),
+        ("seed", "7"),
+        ("train.seq_len", "64"),
+        ("data.mock_num_documents", "9"),
+    ],
 )
-def test_what_a_run_keeps_for_life_is_refused_with_both_values(tmp_path: Path, field: str, value: str) -> None:
+def test_what_a_run_keeps_for_life_is_refused_with_both_values(
+    tmp_path: Path, field: str, value: str
+) -> None:
     folder, run = started(tmp_path)
     with pytest.raises(ConfigError, match=f"{field}: .* before, {value} now") as caught:
         changed_settings(folder, apply_overrides(run, {field: value}))
@@ -66,7 +73,9 @@ def test_a_name_is_under_runs_and_a_path_is_a_path() -> None:
     assert run_folder(run, "/tmp/there").path == Path("/tmp/there")
 
 
-@pytest.mark.parametrize("name", ["again", "./again", "../again", "deep/again", "/tmp/again", ".", ".."])
+@pytest.mark.parametrize(
+    "name", ["again", "./again", "../again", "deep/again", "/tmp/again", ".", ".."]
+)
 def test_trailing_slash_does_not_change_which_folder_a_run_has(name: str) -> None:
     run = resolve("tiny_cpu")
     assert run_folder(run, f"{name}/").path == run_folder(run, name).path
@@ -95,15 +104,22 @@ def test_files_may_move(tmp_path: Path) -> None:
 
 def test_conversations_may_move_and_are_listed(tmp_path: Path) -> None:
     sft = resolve("sft_tiny")
-    run = apply_overrides(sft, {"data.sft.mock_conversations": "none", "data.sft.path": "[a.jsonl]"})
+    run = apply_overrides(
+        sft, {"data.sft.mock_conversations": "none", "data.sft.path": "[a.jsonl]"}
+    )
     folder = RunFolder(tmp_path / "run")
     write_config(folder, run, NO_FILES)
     moved = apply_overrides(run, {"data.sft.path": "[b/a.jsonl]"})
-    assert changed_settings(folder, moved) == ["data.sft.path: ['a.jsonl'] before, ['b/a.jsonl'] now"]
+    assert changed_settings(folder, moved) == [
+        "data.sft.path: ['a.jsonl'] before, ['b/a.jsonl'] now"
+    ]
 
 
 def test_equal_tokenizer_elsewhere_is_no_change_and_another_one_is_listed(tmp_path: Path) -> None:
-    run = apply_overrides(resolve("tiny_cpu"), {"tokenizer.kind": "huggingface", "tokenizer.path": str(tmp_path / "a")})
+    run = apply_overrides(
+        resolve("tiny_cpu"),
+        {"tokenizer.kind": "huggingface", "tokenizer.path": str(tmp_path / "a")},
+    )
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text("{}")
@@ -114,7 +130,9 @@ def test_equal_tokenizer_elsewhere_is_no_change_and_another_one_is_listed(tmp_pa
     assert changed_settings(folder, run) == changed_settings(folder, elsewhere) == []
     (tmp_path / "b" / "tokenizer.json").write_text("[]")
     copy = folder.tokenizer / "tokenizer.json"
-    assert changed_settings(folder, elsewhere) == [f"tokenizer.path: {copy} before, {tmp_path / 'b'} now"]
+    assert changed_settings(folder, elsewhere) == [
+        f"tokenizer.path: {copy} before, {tmp_path / 'b'} now"
+    ]
 
 
 def fail_after(folder: RunFolder, *steps: Callable[[], object]) -> None:
@@ -140,9 +158,13 @@ def test_a_refused_start_leaves_no_folder_and_one_that_began_leaves_it_all(tmp_p
     assert again.config.exists()
 
 
-def test_another_choice_of_trained_parameters_is_refused_and_other_rates_are_listed(tmp_path: Path) -> None:
+def test_another_choice_of_trained_parameters_is_refused_and_other_rates_are_listed(
+    tmp_path: Path,
+) -> None:
     folder, run = started(tmp_path)
-    with pytest.raises(ConfigError, match=r"optim.frozen: \[\] before, \['embed.weight'\] now") as told:
+    with pytest.raises(
+        ConfigError, match=r"optim.frozen: \[\] before, \['embed.weight'\] now"
+    ) as told:
         changed_settings(folder, apply_overrides(run, {"optim.frozen": "[embed.weight]"}))
     assert "choose another folder with --run NAME" in str(told.value)
     group = "[{name: table, match: [embed.weight], lr_scale: 0.1}]"

@@ -1,4 +1,5 @@
-"""Routers on hidden states of a sidecar: their own, of which they find all, and those of the layer before."""
+"""Routers on hidden states of a sidecar: their own, of which they find all, and those of the layer
+before."""
 
 import json
 from pathlib import Path
@@ -21,7 +22,13 @@ def trace_of(folder: Path, tensors: dict[str, Tensor], chosen: dict[str, Tensor]
     """A trace of one step and rank, and what lies beside it."""
     place = {"step": 1, "dp": 0, "cp": 0, "tp": 0, "microbatch": 0, "sidecar": NAME}
     rows = [
-        place | {"layer": layer, "num_tokens": len(experts), "top_k": experts.shape[1], "experts": experts.tolist()}
+        place
+        | {
+            "layer": layer,
+            "num_tokens": len(experts),
+            "top_k": experts.shape[1],
+            "experts": experts.tolist(),
+        }
         for layer, experts in chosen.items()
     ]
     (folder / "rank_00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -29,12 +36,15 @@ def trace_of(folder: Path, tensors: dict[str, Tensor], chosen: dict[str, Tensor]
 
 
 def mixed(*, alike: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Two layers of a model whose second router reads what the first does, or something else; and their choices."""
+    """Two layers of a model whose second router reads what the first does, or something else; and
+    their choices."""
     draw = torch.Generator().manual_seed(3)
     hidden = [torch.randn(400, 12, generator=draw).bfloat16() for _ in range(2)]
     hidden[1] = hidden[0] if alike else hidden[1]
     weights = [torch.randn(6, 12, generator=draw) for _ in range(2)]
-    bias = torch.tensor([0.0, 5.0, 0.0, 0.0, 0.0, 0.0])  # everyone chooses expert 1, which logits alone do not tell
+    bias = torch.tensor(
+        [0.0, 5.0, 0.0, 0.0, 0.0, 0.0]
+    )  # everyone chooses expert 1, which logits alone do not tell
     tensors, chosen = {}, {}
     for layer in (0, 1):
         own = {"weight": weights[layer], "balancing_bias": bias}
@@ -48,13 +58,19 @@ def mixed(*, alike: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_the_next_router_finds_what_it_reads(tmp_path: Path, alike: bool) -> None:
     trace_of(tmp_path, *mixed(alike=alike))
     found = {(one.layer, one.router): one for one in apply_routers(tmp_path, MOE)}
-    assert list(found) == [("layers.0", "layers.0"), ("layers.0", "layers.1"), ("layers.1", "layers.1")]
+    assert list(found) == [
+        ("layers.0", "layers.0"),
+        ("layers.0", "layers.1"),
+        ("layers.1", "layers.1"),
+    ]
     assert all(found[layer, layer].hits == 1.0 for layer in ("layers.0", "layers.1"))
     ahead = found["layers.0", "layers.1"]
     if alike:
         assert (ahead.hits, ahead.load, ahead.tokens) == (1.0, pytest.approx(1.0), 400)
     else:
-        assert ahead.hits == pytest.approx((1 + 1 / 5) / 2, abs=0.05), "the biased expert, and one of the others"
+        assert ahead.hits == pytest.approx((1 + 1 / 5) / 2, abs=0.05), (
+            "the biased expert, and one of the others"
+        )
         assert 0.8 < ahead.load < 1
 
 
@@ -62,7 +78,9 @@ def test_biases_and_offsets_have_their_part() -> None:
     hidden, weight = torch.ones(1, 2), torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.0, 0.0]])
     moe = MoEConfig(experts=3, top_k=1, ffn_hidden_size=3)
     assert choices_of(hidden, {"weight": weight}, moe).tolist() == [[0]]
-    assert choices_of(hidden, {"weight": weight, "router_bias": torch.tensor([0.0, 1.0, 0.0])}, moe).tolist() == [[1]]
+    assert choices_of(
+        hidden, {"weight": weight, "router_bias": torch.tensor([0.0, 1.0, 0.0])}, moe
+    ).tolist() == [[1]]
     moved = {"weight": weight, "balancing_offset": torch.tensor([3.0, 1.0, -1.0])}
     assert choices_of(hidden, moved, moe).tolist() == [[2]]
 
@@ -70,7 +88,9 @@ def test_biases_and_offsets_have_their_part() -> None:
 def test_without_hidden_states_or_routers_there_is_nothing(tmp_path: Path) -> None:
     tensors, chosen = mixed(alike=True)
     for left in ("hidden", "router"):
-        trace_of(tmp_path, {name: values for name, values in tensors.items() if left not in name}, chosen)
+        trace_of(
+            tmp_path, {name: values for name, values in tensors.items() if left not in name}, chosen
+        )
         assert apply_routers(tmp_path, MOE) == []
 
 

@@ -1,4 +1,5 @@
-"""A training run of which one rank hangs, or enters something else, ends by itself and says who and where."""
+"""A training run of which one rank hangs, or enters something else, ends by itself and says who and
+where."""
 
 import os
 import subprocess
@@ -58,9 +59,12 @@ def train(tmp_path: Path, how: str, settings: dict[str, str]) -> tuple[float, st
     words = [str(tmp_path / "rank.py"), how, "train", str(file), "--run", str(tmp_path / "run")]
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", PARENT, *words], env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True,
-        text=True, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-c", PARENT, *words],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     return time.monotonic() - began, done.stdout
 

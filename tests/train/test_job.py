@@ -1,4 +1,5 @@
-"""A rank joins the others only when the run fits them and all were started alike, and leaves in order."""
+"""A rank joins the others only when the run fits them and all were started alike, and leaves in
+order."""
 
 import logging
 import os
@@ -20,7 +21,10 @@ from megalith.train.job import joined
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
     """What a launcher tells a rank."""
     places = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-    return {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {name: str(value) for name, value in places.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def test_without_a_launcher_one_process_is_the_whole_job() -> None:
@@ -104,7 +108,8 @@ def test_a_rank_that_fails_leaves_too() -> None:
 
 
 def checks(rank: int, world: int) -> str:
-    """What a rank is told that enters something else than the other, when every collective is compared."""
+    """What a rank is told that enters something else than the other, when every collective is
+    compared."""
     told = told_to(rank, world)
     run = tiny_run({"parallel.tp": "2", "parallel.check_collectives": "true"})
     with pytest.raises(CollectiveError) as caught, joined(run, told) as job:
@@ -118,7 +123,10 @@ def collect_warnings(rank: int, world: int, zero: str) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]  # a test's log
     logging.getLogger("megalith.train.job").addHandler(handler)
-    with joined(tiny_run({"parallel.zero": zero, "parallel.check_collectives": "true"}), told_to(rank, world)):
+    with joined(
+        tiny_run({"parallel.zero": zero, "parallel.check_collectives": "true"}),
+        told_to(rank, world),
+    ):
         pass
     return messages
 

@@ -1,4 +1,5 @@
-"""A run that is killed with SIGKILL at random moments, and resumed by the same command, is the run never killed."""
+"""A run that is killed with SIGKILL at random moments, and resumed by the same command, is the run
+never killed."""
 
 import contextlib
 import json
@@ -27,9 +28,12 @@ FIELDS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
 STEPS = 84
 LAST_KILL = 50  # the steps left after it take longer than a busy machine lets this process wait
 SETTINGS = {
-    "train.steps": str(STEPS), "train.micro_batch_size": "6", "train.eval_every": "6", "checkpoint.every": "2",
+    "train.steps": str(STEPS),
+    "train.micro_batch_size": "6",
+    "train.eval_every": "6",
+    "checkpoint.every": "2",
     "checkpoint.keep": "2",
-}  # fmt: skip
+}
 PATIENCE_SECONDS = 120.0
 
 
@@ -58,7 +62,9 @@ def is_saving(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("*.tmp-*"))
 
 
-def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", *, every: float) -> None:
+def wait_until(
+    condition: Callable[[], bool], process: "subprocess.Popen[bytes]", *, every: float
+) -> None:
     """Test the condition every so many seconds until it holds or the process has ended."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition() and process.poll() is None:
@@ -69,7 +75,9 @@ def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]"
 def family(process: "subprocess.Popen[bytes]") -> list[int]:
     """The process and the ranks it has started."""
     file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    ranks = file.read_text().split() if file.exists() else []  # elsewhere the ranks end with their parent
+    ranks = (
+        file.read_text().split() if file.exists() else []
+    )  # elsewhere the ranks end with their parent
     return [process.pid, *map(int, ranks)]
 
 
@@ -81,7 +89,8 @@ def send(processes: list[int], number: int) -> None:
 
 
 def kill_in_a_save(folder: Path, process: "subprocess.Popen[bytes]") -> None:
-    """Freeze everything when a save begins; kill it if the save is then really unfinished, else wait for the next."""
+    """Freeze everything when a save begins; kill it if the save is then really unfinished, else
+    wait for the next."""
     while process.poll() is None:
         wait_until(lambda: is_saving(folder), process, every=0.0005)  # a save takes milliseconds
         everyone = family(process)
@@ -93,8 +102,11 @@ def kill_in_a_save(folder: Path, process: "subprocess.Popen[bytes]") -> None:
 
 
 def run_and_kill(command: list[str], folder: Path, target: int, delay: float | None) -> None:
-    """Start the run; after step `target` was logged, kill all of it: `delay` seconds later, or in the next save."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    """Start the run; after step `target` was logged, kill all of it: `delay` seconds later, or in
+    the next save."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
         wait_until(lambda: last_step(folder) >= target, process, every=0.01)
         if delay is None:
@@ -102,15 +114,29 @@ def run_and_kill(command: list[str], folder: Path, target: int, delay: float | N
         else:
             time.sleep(delay)
             send(family(process), signal.SIGKILL)
-        output, _ = process.communicate(timeout=30)  # rank 0 has the same pipe, so it has ended, too
+        output, _ = process.communicate(
+            timeout=30
+        )  # rank 0 has the same pipe, so it has ended, too
     finally:
         send(family(process), signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL, f"the run was over before it was killed:\n{output.decode()}"
+    assert process.returncode == -signal.SIGKILL, (
+        f"the run was over before it was killed:\n{output.decode()}"
+    )
 
 
 def train_with_kills(file: Path, folder: Path, *, nproc: int, kills: int, seed: int) -> Kills:
     """Train by the command until it says that it is done, killing it `kills` times on the way."""
-    command = [sys.executable, "-m", "megalith", "train", str(file), "--run", str(folder), "--nproc", str(nproc)]
+    command = [
+        sys.executable,
+        "-m",
+        "megalith",
+        "train",
+        str(file),
+        "--run",
+        str(folder),
+        "--nproc",
+        str(nproc),
+    ]
     draw, found = random.Random(seed), Kills()
     for number in range(kills):
         span = LAST_KILL // kills  # every kill has its own stretch of the run
@@ -119,7 +145,9 @@ def train_with_kills(file: Path, folder: Path, *, nproc: int, kills: int, seed: 
         run_and_kill(command, folder, target, delay)
         found.steps.append(last_step(folder))
         found.in_a_save += is_saving(folder)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     return found
 
@@ -127,7 +155,11 @@ def train_with_kills(file: Path, folder: Path, *, nproc: int, kills: int, seed: 
 def train_as_rank(rank: int, world: int, file: Path, folder: Path) -> None:
     """The same run, never killed, on ranks that have been started already."""
     run = load_yaml(file, TrainRun)
-    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    mesh = (
+        build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        if world > 1
+        else mesh_of_one()
+    )
     import torch
 
     run_training(run, RunFolder(folder), mesh, torch.device("cpu"), show=False)
@@ -135,7 +167,10 @@ def train_as_rank(rank: int, world: int, file: Path, folder: Path) -> None:
 
 def rows(folder: Path) -> list[dict[str, float | int | str | None]]:
     """metrics.jsonl without what depends on the clock."""
-    return [{name: row[name] for name in FIELDS if name in row} for row in read_metrics(folder / "metrics.jsonl")]
+    return [
+        {name: row[name] for name in FIELDS if name in row}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
 def hashes(folder: Path) -> dict[str, list[tuple[object, str]]]:
@@ -143,12 +178,17 @@ def hashes(folder: Path) -> dict[str, list[tuple[object, str]]]:
     found = {}
     for manifest in sorted((folder / "checkpoints").glob("step_*/manifest.json")):
         for key, tensor in json.loads(manifest.read_text())["tensors"].items():
-            found[f"{manifest.parent.name} {key}"] = [(box["box"], box["sha256"]) for box in tensor["boxes"]]
+            found[f"{manifest.parent.name} {key}"] = [
+                (box["box"], box["sha256"]) for box in tensor["boxes"]
+            ]
     return found
 
 
-def check_bar(tmp_path: Path, settings: dict[str, str], *, nproc: int, kills: int, seed: int) -> None:
-    """Kill a run as often as asked, compare it with one that was never killed, and print the figures."""
+def check_bar(
+    tmp_path: Path, settings: dict[str, str], *, nproc: int, kills: int, seed: int
+) -> None:
+    """Kill a run as often as asked, compare it with one that was never killed, and print the
+    figures."""
     file = tiny_yaml(tmp_path / "tiny.yaml", SETTINGS | settings)
     run_ranks(train_as_rank, nproc, file, tmp_path / "whole")
     started = time.monotonic()
@@ -162,8 +202,10 @@ def check_bar(tmp_path: Path, settings: dict[str, str], *, nproc: int, kills: in
     assert tensors == hashes(tmp_path / "whole")
     assert len(tensors) > 50
     print(
-        f"{kills} kills at steps {found.steps}, {found.in_a_save} of them in a save, {nproc} ranks: {len(mine)} rows "
-        f"and {len(tensors)} tensors equal those of the run never killed ({time.monotonic() - started:.1f} s)"
+        f"{kills} kills at steps {found.steps}, {found.in_a_save} of them in a save, {nproc} "
+        f"ranks: {len(mine)} rows "
+        f"and {len(tensors)} tensors equal those of the run never killed "
+        f"({time.monotonic() - started:.1f} s)"
     )
     assert found.in_a_save >= kills // 2
 
@@ -172,7 +214,8 @@ def test_a_run_killed_twice_is_the_run_never_killed(tmp_path: Path) -> None:
     check_bar(tmp_path, {}, nproc=1, kills=2, seed=1)
 
 
-@pytest.mark.slow  # one of the ten slowest tests: three starts of two processes; the test above has the same claim
+# one of the ten slowest tests: three starts of two processes; the test above has the same claim
+@pytest.mark.slow
 def test_two_ranks_in_bf16_killed_once_are_the_run_never_killed(tmp_path: Path) -> None:
     check_bar(tmp_path, {"precision.params": "bf16"}, nproc=2, kills=1, seed=2)
 

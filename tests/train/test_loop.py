@@ -1,4 +1,5 @@
-"""The loop resumes to the same bits, goes on under other layouts, refuses what does not fit, survives a full disk."""
+"""The loop resumes to the same bits, goes on under other layouts, refuses what does not fit,
+survives a full disk."""
 
 import json
 import os
@@ -49,14 +50,24 @@ def write_store(path: Path, first: int) -> str:
     return str(path)
 
 
-def train(path: Path, settings: Mapping[str, Override] | None = None, *, show: bool = False) -> Outcome:
+def train(
+    path: Path, settings: Mapping[str, Override] | None = None, *, show: bool = False
+) -> Outcome:
     """The tiny run on one process, with settings changed."""
     return run_training(tiny_run(settings), RunFolder(path), mesh_of_one(), CPU, show=show)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
-    clock = ("tokens_per_second", "step_ms", "tflops_per_device", "mfu", "hfu", "memory_gib", "time_utc")
+    clock = (
+        "tokens_per_second",
+        "step_ms",
+        "tflops_per_device",
+        "mfu",
+        "hfu",
+        "memory_gib",
+        "time_utc",
+    )
     return [
         {name: value for name, value in row.items() if name not in clock}
         for row in read_metrics(path / "metrics.jsonl")
@@ -66,7 +77,10 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def hashes(path: Path, step: int) -> dict[str, list[str]]:
     """SHA-256 of every box of one checkpoint."""
     manifest = json.loads((path / "checkpoints" / f"step_{step:07d}" / "manifest.json").read_text())
-    return {key: [box["sha256"] for box in tensor["boxes"]] for key, tensor in manifest["tensors"].items()}
+    return {
+        key: [box["sha256"] for box in tensor["boxes"]]
+        for key, tensor in manifest["tensors"].items()
+    }
 
 
 def stored(path: Path, step: int) -> dict[str, Tensor]:
@@ -77,7 +91,9 @@ def stored(path: Path, step: int) -> dict[str, Tensor]:
 
 def checkpoints(path: Path) -> list[int]:
     """Steps that were saved and kept."""
-    return sorted(int(folder.name.removeprefix("step_")) for folder in (path / "checkpoints").glob("step_*"))
+    return sorted(
+        int(folder.name.removeprefix("step_")) for folder in (path / "checkpoints").glob("step_*")
+    )
 
 
 def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
@@ -97,7 +113,9 @@ def test_a_run_leaves_its_settings_its_metrics_and_its_last_checkpoints(tmp_path
     found = rows(tmp_path)
     assert [row["step"] for row in found if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["step"] for row in found if "eval_loss" in row] == [4, 8]
-    assert [row["tokens"] for row in found if "loss" in row] == [12 * 12 * step for step in range(1, 9)]
+    assert [row["tokens"] for row in found if "loss" in row] == [
+        12 * 12 * step for step in range(1, 9)
+    ]
     assert found[-2]["loss"] < found[0]["loss"]
     assert checkpoints(tmp_path) == [6, 8]
     assert (tmp_path / "config.yaml").exists()
@@ -112,9 +130,14 @@ def test_plots_and_events_are_written_when_asked_for(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_events_without_their_package_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_without_their_package_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "has_tensorboard", lambda: False)
-    with pytest.raises(ConfigError, match=r"observe.tensorboard=True needs the tensorboard package. Run pip install"):
+    with pytest.raises(
+        ConfigError,
+        match=r"observe.tensorboard=True needs the tensorboard package. Run pip install",
+    ):
         train(tmp_path, {"observe.tensorboard": "true"})
 
 
@@ -130,7 +153,9 @@ def _without_metrics(rank: int, world: int, run: TrainRun, path: Path) -> str:
 @pytest.mark.slow
 def test_metrics_that_cannot_be_opened_end_the_run_on_every_rank(tmp_path: Path) -> None:
     """Only the first rank writes them: the others would wait for it."""
-    texts = run_ranks(_without_metrics, 2, tiny_run({"train.steps": "1", "train.micro_batch_size": "6"}), tmp_path)
+    texts = run_ranks(
+        _without_metrics, 2, tiny_run({"train.steps": "1", "train.micro_batch_size": "6"}), tmp_path
+    )
     assert [text.partition(": ")[0] for text in texts] == ["rank 0"] * 2
     assert all("PermissionError: [Errno 13] Permission denied" in text for text in texts)
 
@@ -139,7 +164,9 @@ def test_a_run_stopped_after_every_step_is_the_run_never_stopped(tmp_path: Path)
     train(tmp_path / "whole")
     for step in range(1, 9):
         outcome = train(tmp_path / "parts", {"train.max_minutes": "0"})
-        assert outcome == (Outcome("stopped", step, "time limit") if step < 8 else Outcome("done", 8))
+        assert outcome == (
+            Outcome("stopped", step, "time limit") if step < 8 else Outcome("done", 8)
+        )
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
     assert hashes(tmp_path / "parts", 8) == hashes(tmp_path / "whole", 8)
     assert train(tmp_path / "parts") == Outcome("done", 8)
@@ -147,8 +174,15 @@ def test_a_run_stopped_after_every_step_is_the_run_never_stopped(tmp_path: Path)
 
 @pytest.mark.parametrize("sampler", ["cyclic", "cyclic_per_rank"])
 def test_a_cyclic_run_goes_round_and_can_be_made_longer(tmp_path: Path, sampler: str) -> None:
-    fixed = CONSTANT | {"train.eval_every": "none", "train.eval_steps": "0", "data.sampler": sampler}
-    fixed |= {"data.num_train_samples": "20", "data.mock_num_documents": "12"}  # of the 96 that are read
+    fixed = CONSTANT | {
+        "train.eval_every": "none",
+        "train.eval_steps": "0",
+        "data.sampler": sampler,
+    }
+    fixed |= {
+        "data.num_train_samples": "20",
+        "data.mock_num_documents": "12",
+    }  # of the 96 that are read
     train(tmp_path / "whole", fixed)
     train(tmp_path / "longer", fixed | {"train.steps": "4"})
     train(tmp_path / "longer", fixed)
@@ -167,7 +201,9 @@ def test_a_run_made_longer_is_the_long_run(tmp_path: Path) -> None:
     assert hashes(tmp_path / "longer", 8) == hashes(tmp_path / "whole", 8)
 
 
-def test_a_finished_run_says_so_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_says_so_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert train(tmp_path, show=True) == Outcome("done", 8)
@@ -175,7 +211,9 @@ def test_a_finished_run_says_so_and_changes_nothing(tmp_path: Path, capsys: pyte
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_changed_since_the_start_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_changed_since_the_start_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tmp_path, {"train.steps": "2"})
     train(tmp_path, {"train.steps": "4", "schedule.lr": "0.02"}, show=True)
     told = capsys.readouterr().out
@@ -191,10 +229,16 @@ def train_as_rank(rank: int, world: int, run: TrainRun, path: Path) -> Outcome:
 
 
 def test_a_run_goes_on_under_any_other_layout(tmp_path: Path) -> None:
-    """Two ranks share weights and tokens, then one has all, then two divide optimizer state, then weights too."""
+    """Two ranks share weights and tokens, then one has all, then two divide optimizer state, then
+    weights too."""
     fixed = CONSTANT | {"precision.params": "fp64", "optim.eps": "1e-3"}
     train(tmp_path / "whole", fixed)
-    layouts = [{"parallel.tp": "2", "parallel.sp": "true"}, {}, {"parallel.zero": "1"}, {"parallel.zero": "3"}]
+    layouts = [
+        {"parallel.tp": "2", "parallel.sp": "true"},
+        {},
+        {"parallel.zero": "1"},
+        {"parallel.zero": "3"},
+    ]
     for number, layout in enumerate(layouts):
         settings = fixed | layout | {"train.steps": str(2 * number + 2)}
         if layout:
@@ -210,15 +254,25 @@ def test_a_run_goes_on_under_any_other_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
-def test_weights_that_are_taken_over_in_slices_reach_every_rank(tmp_path: Path, params: str) -> None:
+def test_weights_that_are_taken_over_in_slices_reach_every_rank(
+    tmp_path: Path, params: str
+) -> None:
     train(tmp_path / "source", {"train.steps": "2"})
-    fixed = CONSTANT | {"train.steps": "2", "train.micro_batch_size": "6", "checkpoint.load": str(tmp_path / "source")}
+    fixed = CONSTANT | {
+        "train.steps": "2",
+        "train.micro_batch_size": "6",
+        "checkpoint.load": str(tmp_path / "source"),
+    }
     for zero in ("0", "1"):
         settings = fixed | {"parallel.zero": zero, "precision.params": params}
         run_ranks(train_as_rank, 2, tiny_run(settings), tmp_path / zero)
     whole, divided = rows(tmp_path / "0"), rows(tmp_path / "1")
-    for mine, reference in zip(divided, whole, strict=True):  # the sum of squares is made of other parts
-        assert mine.pop("grad_norm", 0.0) == pytest.approx(reference.pop("grad_norm", 0.0), rel=1e-12)
+    for mine, reference in zip(
+        divided, whole, strict=True
+    ):  # the sum of squares is made of other parts
+        assert mine.pop("grad_norm", 0.0) == pytest.approx(
+            reference.pop("grad_norm", 0.0), rel=1e-12
+        )
     assert divided == whole
 
 
@@ -238,11 +292,15 @@ def test_resume_falls_back_to_the_older_checkpoint_when_a_bit_of_the_newest_is_f
     newest = run / "checkpoints" / "step_0000004"
     flip_bit(newest / "__0_0.distcp")
     assert train(run, CONSTANT | {"train.steps": "6", "checkpoint.keep": "1"}) == Outcome("done", 6)
-    (record,) = [record.getMessage() for record in caplog.records if "passing over" in record.getMessage()]
+    (record,) = [
+        record.getMessage() for record in caplog.records if "passing over" in record.getMessage()
+    ]
     assert record.startswith(f"passing over checkpoint step_0000004: {newest}/__0_0.distcp: the ")
     assert ": damaged. SHA-256 expected " in record
     assert record.endswith(f"It was renamed to {newest}.damaged. Resuming from step_0000002.")
-    assert [path.name for path in (run / "checkpoints").glob("step_*.damaged")] == ["step_0000004.damaged"]
+    assert [path.name for path in (run / "checkpoints").glob("step_*.damaged")] == [
+        "step_0000004.damaged"
+    ]
     assert hashes(run, 6) == hashes(whole, 6)
 
 
@@ -250,19 +308,27 @@ def test_resume_from_a_damaged_checkpoint_without_an_older_one_is_rejected(tmp_p
     train(tmp_path, {"train.steps": "2"})
     newest = tmp_path / "checkpoints" / "step_0000002"
     flip_bit(newest / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=f"{newest}/__0_0.distcp: .*damaged. SHA-256 .*Copy the checkpoint again"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{newest}/__0_0.distcp: .*damaged. SHA-256 .*Copy the checkpoint again",
+    ):
         train(tmp_path)
     assert checkpoints(tmp_path) == [2], "it is not renamed"
 
 
-def test_fallback_resets_optimizer_state_that_the_older_checkpoint_does_not_have(tmp_path: Path) -> None:
+def test_fallback_resets_optimizer_state_that_the_older_checkpoint_does_not_have(
+    tmp_path: Path,
+) -> None:
     """The damaged checkpoint has moments, and some are filled before the damage is read."""
     fixed = CONSTANT | {"checkpoint.missing": "warn"}
     for name in ("plain", "damaged"):
         train(tmp_path / name, fixed | {"train.steps": "2", "checkpoint.save_optimizer": "false"})
     train(tmp_path / "damaged", fixed | {"train.steps": "4"})
     manifest = open_checkpoint(tmp_path / "damaged" / "checkpoints" / "step_0000004").manifest
-    last = max((box for tensor in manifest.tensors.values() for box in tensor.boxes), key=lambda box: box.offset)
+    last = max(
+        (box for tensor in manifest.tensors.values() for box in tensor.boxes),
+        key=lambda box: box.offset,
+    )
     with (tmp_path / "damaged" / "checkpoints" / "step_0000004" / last.file).open("r+b") as file:
         file.seek(last.offset + last.nbytes - 1)
         file.write(b"x")
@@ -282,17 +348,23 @@ def test_two_ranks_fall_back_together_when_one_reads_damage(tmp_path: Path) -> N
     with (checkpoint / box.file).open("r+b") as file:
         file.seek(box.offset + box.nbytes - 1)
         file.write(b"x")
-    outcomes = run_ranks(train_as_rank, 2, tiny_run(layout | {"train.steps": "6"}), tmp_path / "run")
+    outcomes = run_ranks(
+        train_as_rank, 2, tiny_run(layout | {"train.steps": "6"}), tmp_path / "run"
+    )
     assert outcomes == [Outcome("done", 6)] * 2
     assert hashes(tmp_path / "run", 6) == hashes(tmp_path / "whole", 6)
     assert (tmp_path / "run" / "checkpoints" / "step_0000004.damaged").is_dir()
 
 
-def test_resume_warns_of_a_missing_dot_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_warns_of_a_missing_dot_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path, {"train.steps": "2"})
     (tmp_path / "checkpoints" / "step_0000002" / ".metadata").unlink()
     assert train(tmp_path, {"train.steps": "3"}) == Outcome("done", 3)
-    text = f"{tmp_path}/checkpoints/step_0000002/.metadata: cannot be read (No such file or directory)"
+    text = (
+        f"{tmp_path}/checkpoints/step_0000002/.metadata: cannot be read (No such file or directory)"
+    )
     assert sum(text in record.getMessage() for record in caplog.records) == 1
 
 
@@ -319,12 +391,19 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Pa
     with pytest.raises(CheckpointError) as caught:
         train(tmp_path / "a", {"model.num_layers": "3"})
     text = str(caught.value)
-    assert "step_0000002 is a checkpoint of another model" in text and "only in this run: model.layers.2." in text
-    with pytest.raises(CheckpointError, match=r"is another model:\n  field .*\n  model.hidden_size  24          48"):
+    assert (
+        "step_0000002 is a checkpoint of another model" in text
+        and "only in this run: model.layers.2." in text
+    )
+    with pytest.raises(
+        CheckpointError, match=r"is another model:\n  field .*\n  model.hidden_size  24          48"
+    ):
         train(tmp_path / "b", {"checkpoint.load": str(tmp_path / "a"), "model.hidden_size": "48"})
 
 
-def test_a_run_can_start_from_the_weights_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_can_start_from_the_weights_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tmp_path / "a", {"precision.params": "bf16"})
     train(tmp_path / "b", {"checkpoint.load": str(tmp_path / "a"), "train.steps": "1"}, show=True)
     assert f"starting from {tmp_path / 'a'}" in capsys.readouterr().out
@@ -337,17 +416,32 @@ def test_what_is_skipped_keeps_its_first_weights_and_a_resume_skips_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path / "a", {"train.steps": "2"})
-    frozen: dict[str, Override] = {"train.steps": "1", "schedule.lr": "1e-30", "schedule.warmup_steps": "0"}
+    frozen: dict[str, Override] = {
+        "train.steps": "1",
+        "schedule.lr": "1e-30",
+        "schedule.warmup_steps": "0",
+    }
     train(tmp_path / "fresh", frozen)
-    skip: dict[str, Override] = {"checkpoint.load": str(tmp_path / "a"), "checkpoint.skip": ["layers.1.*", "norm.*"]}
+    skip: dict[str, Override] = {
+        "checkpoint.load": str(tmp_path / "a"),
+        "checkpoint.skip": ["layers.1.*", "norm.*"],
+    }
     train(tmp_path / "b", frozen | skip)
-    assert "tensors (" in caplog.text and "kept their initial values: model.layers.1.attention.kv" in caplog.text
-    found, fresh, source = (stored(tmp_path / name, step) for name, step in (("b", 1), ("fresh", 1), ("a", 2)))
+    assert (
+        "tensors (" in caplog.text
+        and "kept their initial values: model.layers.1.attention.kv" in caplog.text
+    )
+    found, fresh, source = (
+        stored(tmp_path / name, step) for name, step in (("b", 1), ("fresh", 1), ("a", 2))
+    )
     for name, tensor in found.items():
         if name.startswith("model."):
             kept = name.startswith(("model.layers.1.", "model.norm."))
             assert torch.equal(tensor, fresh[name] if kept else source[name]), name
-    train(tmp_path / "b", skip | {"train.steps": "3", "schedule.lr": "1e-30", "schedule.warmup_steps": "0"})
+    train(
+        tmp_path / "b",
+        skip | {"train.steps": "3", "schedule.lr": "1e-30", "schedule.warmup_steps": "0"},
+    )
     assert torch.equal(stored(tmp_path / "b", 3)["model.norm.weight"], fresh["model.norm.weight"])
     assert caplog.text.count("kept their initial values") == 1
 
@@ -376,30 +470,45 @@ def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         train(tmp_path, {"data.num_train_samples": "1000"})  # some epochs
     text = str(caught.value)
-    assert "step_0000002 was trained on other data or in another order:\n  then: pretrain mock" in text
-    assert "Use the data and the data.num_train_samples that the run was started with, or choose another" in text
+    assert (
+        "step_0000002 was trained on other data or in another order:\n  then: pretrain mock" in text
+    )
+    assert (
+        "Use the data and the data.num_train_samples that the run was started with, or choose "
+        "another" in text
+    )
     assert "Keep train.tokens_per_microbatch set or unset, as it was" in text
 
 
 def test_a_run_made_longer_than_its_order_goes_on_with_further_epochs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fixed = CONSTANT | {"train.eval_every": "none", "train.eval_steps": "0", "data.mock_num_documents": "12"}
+    fixed = CONSTANT | {
+        "train.eval_every": "none",
+        "train.eval_steps": "0",
+        "data.mock_num_documents": "12",
+    }
     fixed |= {"checkpoint.every": "0"}
     train(tmp_path / "a", fixed | {"train.steps": "2"})
     train(tmp_path / "a", fixed | {"train.steps": "9"}, show=True)
     told = capsys.readouterr().out
     assert "train.steps=9 reads 108 samples, and the order this run began with has " in told
     assert "further epochs follow, shuffled on their own" in told
-    # Stopped on the way, made shorter, and longer again: what was read stays, whatever is asked for later.
+    # Stopped on the way, made shorter, and longer again: what was read stays, whatever is asked for
+    # later.
     train(tmp_path / "b", fixed | {"train.steps": "2"})
-    assert train(tmp_path / "b", fixed | {"train.steps": "9", "train.max_minutes": "0"}).kind == "stopped"
+    assert (
+        train(tmp_path / "b", fixed | {"train.steps": "9", "train.max_minutes": "0"}).kind
+        == "stopped"
+    )
     train(tmp_path / "b", fixed | {"train.steps": "7"}, show=True)
     assert "further epochs" not in capsys.readouterr().out
     assert rows(tmp_path / "b") == rows(tmp_path / "a")[:7]
     train(tmp_path / "b", fixed | {"train.steps": "19"})
     assert rows(tmp_path / "b")[:9] == rows(tmp_path / "a")
-    assert open_checkpoint(tmp_path / "b" / "checkpoints" / "step_0000019").state["order_longer"] == [108, 228]
+    assert open_checkpoint(tmp_path / "b" / "checkpoints" / "step_0000019").state[
+        "order_longer"
+    ] == [108, 228]
 
 
 def test_a_run_that_reads_every_sample_once_is_told_how_long_it_can_be(tmp_path: Path) -> None:
@@ -412,7 +521,10 @@ def test_a_run_that_reads_every_sample_once_is_told_how_long_it_can_be(tmp_path:
     }
     fixed |= {"train.eval_steps": "0"} | CONSTANT
     train(tmp_path / "run", fixed | {"train.steps": "1"})
-    text = r"train.steps=100 reads 1200 samples.* each of its \d+ samples once. Set train.steps to at most (\d+): with"
+    text = (
+        r"train.steps=100 reads 1200 samples.* each of its \d+ samples once. Set train.steps "
+        r"to at most (\d+): with"
+    )
     with pytest.raises(DataError, match=text) as caught:
         train(tmp_path / "run", fixed | {"train.steps": "100"})
     fits = int(re.findall(text, str(caught.value))[0])
@@ -434,7 +546,9 @@ def test_eval_every_0_evaluates_after_the_last_step_only(tmp_path: Path) -> None
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.vocab_size=200 is smaller than the tokenizer's 257 tokens. Set"):
+    with pytest.raises(
+        ConfigError, match=r"model.vocab_size=200 is smaller than the tokenizer's 257 tokens. Set"
+    ):
         train(tmp_path, {"model.vocab_size": "200"})
     assert not (tmp_path / "config.yaml").exists()
 
@@ -456,17 +570,23 @@ def test_a_failed_save_is_announced_and_the_run_goes_on(
 ) -> None:
     failing_saves(monkeypatch, {4})
     assert train(tmp_path, show=True) == Outcome("done", 8)
-    assert "the run goes on without this checkpoint: step 4 was not saved" in capsys.readouterr().out
+    assert (
+        "the run goes on without this checkpoint: step 4 was not saved" in capsys.readouterr().out
+    )
     assert checkpoints(tmp_path) == [2, 6, 8]
 
 
-def test_a_success_between_failures_starts_the_count_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_success_between_failures_starts_the_count_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing_saves(monkeypatch, {2, 6})
     assert train(tmp_path, {"checkpoint.max_save_failures": "2"}).kind == "done"
     assert checkpoints(tmp_path) == [4, 8]
 
 
-def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_failures_in_a_row_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing_saves(monkeypatch, {4, 6, 8})
     with pytest.raises(CheckpointError, match="step 6 was not saved"):
         train(tmp_path, {"checkpoint.max_save_failures": "2"})
@@ -484,7 +604,8 @@ def test_the_last_save_has_to_succeed(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_full_disk_stops_nothing_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Files cannot grow beyond 1 kB from step 3 on, and can again at step 7: the same errors as from a full disk."""
+    """Files cannot grow beyond 1 kB from step 3 on, and can again at step 7: the same errors as
+    from a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     train(tmp_path / "whole")
     count = iter(range(1, 9))
@@ -496,7 +617,9 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(
 
     monkeypatch.setattr(loop, "train_step", limited)
     told: list[str] = []
-    monkeypatch.setattr(loop.StepProgress, "say", lambda self, text: told.append(text))  # pytest writes to files, too
+    monkeypatch.setattr(
+        loop.StepProgress, "say", lambda self, text: told.append(text)
+    )  # pytest writes to files, too
     try:
         assert train(tmp_path / "full") == Outcome("done", 8)
     finally:
@@ -510,9 +633,13 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(
     assert hashes(tmp_path / "full", 8) == hashes(tmp_path / "whole", 8)
 
 
-def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_finishes_the_step_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train(tmp_path) == Outcome("stopped", 4, "SIGTERM")  # noted during step 3, told to all ranks with step 4
+    assert train(tmp_path) == Outcome(
+        "stopped", 4, "SIGTERM"
+    )  # noted during step 3, told to all ranks with step 4
     assert checkpoints(tmp_path) == [2, 4]
     assert train(tmp_path) == Outcome("done", 8)
     train(tmp_path.with_name("whole"))
@@ -527,7 +654,9 @@ def test_a_step_that_changed_nothing_is_counted_and_moves_no_schedule(
 
     def overflowing(*arguments: Any, **options: Any) -> StepResult:
         result = train_step(*arguments, **options)
-        return replace(result, grad_norm=float("inf"), updated=False) if next(count) == 3 else result
+        return (
+            replace(result, grad_norm=float("inf"), updated=False) if next(count) == 3 else result
+        )
 
     monkeypatch.setattr(loop, "train_step", overflowing)
     train(tmp_path, show=True)
@@ -540,7 +669,12 @@ def test_a_step_that_changed_nothing_is_counted_and_moves_no_schedule(
 
 def test_rows_are_logged_as_often_as_asked_and_at_the_end(tmp_path: Path) -> None:
     train(tmp_path, {"train.log_every": "3", "train.eval_every": "none"})
-    assert [(row["step"], "loss" in row) for row in rows(tmp_path)] == [(3, True), (6, True), (8, True), (8, False)]
+    assert [(row["step"], "loss" in row) for row in rows(tmp_path)] == [
+        (3, True),
+        (6, True),
+        (8, True),
+        (8, False),
+    ]
 
 
 def test_what_recomputation_repeats_is_told_beside_what_is_useful(tmp_path: Path) -> None:
@@ -553,7 +687,9 @@ def test_what_recomputation_repeats_is_told_beside_what_is_useful(tmp_path: Path
     useful = step_flops(run.model, tokens=length, squared_lengths=length**2)
     layers = useful - head_flops(run.model, length)
     for row in read_metrics(tmp_path / "again" / "metrics.jsonl"):
-        assert row["mfu"] > 10 and row["hfu"] / row["mfu"] == pytest.approx(1 + layers / 3 / useful, rel=1e-5)
+        assert row["mfu"] > 10 and row["hfu"] / row["mfu"] == pytest.approx(
+            1 + layers / 3 / useful, rel=1e-5
+        )
 
 
 def test_without_evaluation_steps_nothing_is_evaluated(tmp_path: Path) -> None:
@@ -566,21 +702,28 @@ def test_without_regular_checkpoints_the_last_one_is_written(tmp_path: Path) -> 
     assert checkpoints(tmp_path) == [8]
 
 
-def test_a_run_that_never_updates_ends_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_never_updates_ends_with_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nothing(*arguments: Any, **options: Any) -> StepResult:
         return replace(train_step(*arguments, **options), grad_norm=float("nan"), updated=False)
 
     monkeypatch.setattr(loop, "train_step", nothing)
     monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
     with pytest.raises(
-        DataError, match=r"3 steps in a row changed nothing, .* gradient norm nan .* Reduce schedule.lr"
+        DataError,
+        match=r"3 steps in a row changed nothing, .* gradient norm nan .* Reduce schedule.lr",
     ):
         train(tmp_path)
 
 
-def test_steps_without_update_are_counted_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_update_are_counted_on_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
-        loop, "train_step", lambda *given, **options: replace(train_step(*given, **options), updated=False, empty=True)
+        loop,
+        "train_step",
+        lambda *given, **options: replace(train_step(*given, **options), updated=False, empty=True),
     )
     monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
     assert train(tmp_path, {**CONSTANT, "train.steps": "2"}).step == 2
@@ -589,9 +732,11 @@ def test_steps_without_update_are_counted_on_after_a_restart(tmp_path: Path, mon
 
 
 FP16 = {
-    "precision.params": "fp16", "precision.loss_scale.window": "3", "precision.loss_scale.hysteresis": "1",
+    "precision.params": "fp16",
+    "precision.loss_scale.window": "3",
+    "precision.loss_scale.hysteresis": "1",
     "precision.loss_scale.initial": str(2.0**24),
-}  # fmt: skip
+}
 
 
 def test_an_fp16_run_goes_on_with_its_loss_scale_to_the_bit(tmp_path: Path) -> None:
@@ -611,7 +756,9 @@ def test_an_fp16_run_goes_on_with_its_loss_scale_to_the_bit(tmp_path: Path) -> N
 
 def test_overflow_that_lowers_the_loss_scale_is_saved(tmp_path: Path) -> None:
     """The first step of this fp16 run overflows."""
-    assert train(tmp_path, CONSTANT | FP16 | {"checkpoint.every": "1", "train.steps": "1"}) == Outcome("done", 1)
+    assert train(
+        tmp_path, CONSTANT | FP16 | {"checkpoint.every": "1", "train.steps": "1"}
+    ) == Outcome("done", 1)
     state = open_checkpoint(tmp_path / "checkpoints" / "step_0000001").state
     assert state["loss_scale"]["scale"] == 2.0**23 and state["train"]["skipped"] == 1
 
@@ -621,8 +768,10 @@ def test_overflows_at_the_lowest_loss_scale_end_the_run_with_a_message(tmp_path:
     settings = {**FP16, "precision.loss_scale.initial": lowest, "precision.loss_scale.min": lowest}
     with pytest.raises(
         DataError,
-        match=r"loss scale at its minimum 1.09951e\+12 for 4 steps in a row: gradients are not finite whatever the "
-        r"scale \(in .*embed.weight.* on rank 0\). Reduce schedule.lr, .* or set precision.params=bf16",
+        match=r"loss scale at its minimum 1.09951e\+12 for 4 steps in a row: gradients are not "
+        r"finite whatever the "
+        r"scale \(in .*embed.weight.* on rank 0\). Reduce schedule.lr, .* or set "
+        r"precision.params=bf16",
     ):
         train(tmp_path, {**settings, "precision.loss_scale.max_overflows": "4"})
 
@@ -643,11 +792,18 @@ def test_zero_on_one_rank_runs_and_says_that_it_divides_nothing(
 def test_settings_without_effect_are_named_when_a_run_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {"parallel.context.kind": "gather", "parallel.pipeline.schedule": "gpipe", "train.steps": "1"}
+    changes = {
+        "parallel.context.kind": "gather",
+        "parallel.pipeline.schedule": "gpipe",
+        "train.steps": "1",
+    }
     assert train(tmp_path, changes, show=True).kind == "done"
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("no effect here") == 2
-    assert "parallel.context.kind=gather: no effect here, because with parallel.cp=1 no rows are shared" in told
+    assert (
+        "parallel.context.kind=gather: no effect here, because with parallel.cp=1 no rows are "
+        "shared" in told
+    )
 
 
 def test_what_is_said_stands_in_the_log_too(tmp_path: Path) -> None:
@@ -658,7 +814,9 @@ def test_what_is_said_stands_in_the_log_too(tmp_path: Path) -> None:
     assert "changed since the run was started: schedule.lr" in text
 
 
-def test_lost_checkpoints_start_again_and_keep_the_old_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_checkpoints_start_again_and_keep_the_old_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "checkpoints").rename(tmp_path / "lost")
@@ -667,7 +825,9 @@ def test_lost_checkpoints_start_again_and_keep_the_old_rows(tmp_path: Path, caps
     assert (tmp_path / "metrics.before-1.jsonl").read_text() == before
 
 
-def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def taken(self: object) -> None:
         raise CheckpointError("taken over by process 7. Use another folder.")
 
@@ -680,7 +840,9 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, mo
 def _starts_apart(rank: int, world: int) -> str:
     """Two replicas of which one has another first weight."""
     run = tiny_run({"parallel.dp": "2"})
-    trainer = build_trainer(run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU)
+    trainer = build_trainer(
+        run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU
+    )
     loop._compare_replicas(trainer)
     with torch.no_grad():
         trainer.data.weights[3] += rank
@@ -693,7 +855,11 @@ def _starts_apart(rank: int, world: int) -> str:
 
 def work_of_a_step(rank: int, world: int, run: TrainRun, path: Path) -> tuple[int, int]:
     """Useful operations and tokens that one rank counts in its first step."""
-    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    mesh = (
+        build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        if world > 1
+        else mesh_of_one()
+    )
     with StepProgress(total=1, show=False) as progress:
         running = loop._Loop(run, RunFolder(path), mesh, CPU, progress, None)
         running._step(running._loader(), stop=False)
@@ -702,7 +868,12 @@ def work_of_a_step(rank: int, world: int, run: TrainRun, path: Path) -> tuple[in
 
 @pytest.mark.parametrize("documents", ["false", "true"])
 def test_padding_that_slicing_by_document_adds_is_no_work(documents: str, tmp_path: Path) -> None:
-    fixed = {"train.seq_len": "11", "data.documents": documents, "train.eval_steps": "0", "train.eval_every": "none"}
+    fixed = {
+        "train.seq_len": "11",
+        "data.documents": documents,
+        "train.eval_steps": "0",
+        "train.eval_every": "none",
+    }
     shared = {"parallel.cp": "2", "parallel.context.slicing": "document"}
     alone = work_of_a_step(0, 1, tiny_run(fixed), tmp_path / "one")
     for found in run_ranks(work_of_a_step, 2, tiny_run(fixed | shared), tmp_path / "two"):
@@ -717,8 +888,17 @@ def test_replicas_that_start_apart_are_refused_on_every_rank() -> None:
 
 def test_operations_are_those_of_the_documents_as_they_were_read(tmp_path: Path) -> None:
     """With windows it matters how long each document is, not only how long they are on average."""
-    sft = {"data.mock": "false", "data.sft.mock_conversations": "15", "data.sft.template": "identity"}
-    sizes = {"model.attention.window": "30", "train.seq_len": "96", "data.sft.overlong": "drop", "train.steps": "2"}
+    sft = {
+        "data.mock": "false",
+        "data.sft.mock_conversations": "15",
+        "data.sft.template": "identity",
+    }
+    sizes = {
+        "model.attention.window": "30",
+        "train.seq_len": "96",
+        "data.sft.overlong": "drop",
+        "train.steps": "2",
+    }
     told: list[dict[str, Any]] = []
     right = loop.trained_step_flops
 

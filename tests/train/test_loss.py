@@ -9,7 +9,11 @@ import torch
 
 from megalith.config.mtp import MTPConfig
 from megalith.config.train import TrainRun
-from megalith.kernels.cross_entropy import linear_cross_entropy, measured_cross_entropy, recomputed_cross_entropy
+from megalith.kernels.cross_entropy import (
+    linear_cross_entropy,
+    measured_cross_entropy,
+    recomputed_cross_entropy,
+)
 from megalith.kernels.watched_loss import WatchedLoss
 from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.tensor import heads_of
@@ -20,12 +24,16 @@ from megalith.train.step import StepResult, train_step
 from megalith.verify.ranks import _loader as loader_of
 
 
-def run_with(*, max_logit: bool = False, depths: int = 0, **train: Any) -> TrainRun:  # settings of the loop
+def run_with(
+    *, max_logit: bool = False, depths: int = 0, **train: Any
+) -> TrainRun:  # settings of the loop
     run = tiny_run()
     model = replace(run.model, mtp=MTPConfig(depths=depths))
     observe = replace(run.observe, max_logit=max_logit)
     precision = replace(run.precision, params="fp64")
-    return replace(run, model=model, observe=observe, precision=precision, train=replace(run.train, **train))
+    return replace(
+        run, model=model, observe=observe, precision=precision, train=replace(run.train, **train)
+    )
 
 
 def steps_of(run: TrainRun) -> list[StepResult]:
@@ -46,17 +54,28 @@ def test_heads_minimise_what_is_asked_for() -> None:
 
 
 def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the_table() -> None:
-    for train, reads in (({"z_loss": 0.5}, False), ({"z_loss": 0.5, "loss_backward": "recomputed"}, True)):
+    for train, reads in (
+        ({"z_loss": 0.5}, False),
+        ({"z_loss": 0.5, "loss_backward": "recomputed"}, True),
+    ):
         trainer = build_trainer(run_with(depths=2, **train), mesh_of_one(), torch.device("cpu"))
         heads = list(heads_of(trainer.staged.chunks))
-        assert heads[0] is trainer.model.head and [head.reads_table_again for head in heads] == [reads] * 3
-        records = [head.summed_loss.seen for head in heads if isinstance(head.summed_loss, WatchedLoss)]
+        assert (
+            heads[0] is trainer.model.head
+            and [head.reads_table_again for head in heads] == [reads] * 3
+        )
+        records = [
+            head.summed_loss.seen for head in heads if isinstance(head.summed_loss, WatchedLoss)
+        ]
         assert len({id(record) for record in records}) == 3
 
 
 @pytest.mark.parametrize("backward", ["kept", "recomputed"])
 def test_what_scores_cost_is_minimised_and_told_apart_from_the_loss(backward: str) -> None:
-    plain, told = steps_of(run_with(depths=1)), steps_of(run_with(depths=1, max_logit=True, loss_backward=backward))
+    plain, told = (
+        steps_of(run_with(depths=1)),
+        steps_of(run_with(depths=1, max_logit=True, loss_backward=backward)),
+    )
     costly = steps_of(run_with(depths=1, z_loss=0.3, loss_backward=backward))
     assert (plain[0].z_loss, plain[0].max_logit) == (None, None)
     for mine, theirs in zip(told, plain, strict=True):
@@ -65,7 +84,9 @@ def test_what_scores_cost_is_minimised_and_told_apart_from_the_loss(backward: st
     assert costly[0].loss == pytest.approx(plain[0].loss, rel=1e-12)
     assert costly[0].further_losses == pytest.approx(plain[0].further_losses, rel=1e-12)
     assert costly[0].max_logit == told[0].max_logit
-    assert costly[0].z_loss is not None and costly[0].z_loss > 0.3  # log of some 300 tokens, squared, and weighed
+    assert (
+        costly[0].z_loss is not None and costly[0].z_loss > 0.3
+    )  # log of some 300 tokens, squared, and weighed
     assert costly[0].grad_norm != pytest.approx(plain[0].grad_norm, rel=1e-3)
 
 

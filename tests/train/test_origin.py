@@ -1,4 +1,5 @@
-"""A run that begins at another's step: with a new optimizer or with that one's, under any layout, or with a refusal."""
+"""A run that begins at another's step: with a new optimizer or with that one's, under any layout,
+or with a refusal."""
 
 import json
 from collections.abc import Mapping
@@ -31,10 +32,18 @@ from megalith.train.state import TrainState
 from megalith.train.step import train_step
 
 CPU = torch.device("cpu")
-SHORT: dict[str, Override] = {"train.steps": "4", "train.eval_every": "none", "train.eval_steps": "0"}
+SHORT: dict[str, Override] = {
+    "train.steps": "4",
+    "train.eval_every": "none",
+    "train.eval_steps": "0",
+}
 LATER: dict[str, Override] = SHORT | {"train.steps": "6"}
 WIDE: dict[str, Override] = {"precision.params": "fp64", "optim.eps": "1e-3"}
-EXPERTS: dict[str, Override] = {"model.moe.experts": "4", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "10"}
+EXPERTS: dict[str, Override] = {
+    "model.moe.experts": "4",
+    "model.moe.top_k": "2",
+    "model.moe.ffn_hidden_size": "10",
+}
 
 
 def train(path: Path, settings: Mapping[str, Override], *, show: bool = False) -> Outcome:
@@ -56,27 +65,40 @@ def stored(path: Path, step: int) -> dict[str, Tensor]:
 
 def state(path: Path, step: int) -> dict[str, object]:
     """state.json of one checkpoint."""
-    found: dict[str, object] = json.loads((path / "checkpoints" / f"step_{step:07d}" / "state.json").read_text())
+    found: dict[str, object] = json.loads(
+        (path / "checkpoints" / f"step_{step:07d}" / "state.json").read_text()
+    )
     return found
 
 
-def begun_by_hand(source: Path, data: _RunData, settings: Mapping[str, Override]) -> dict[str, Tensor]:
-    """What the last two steps make of weights from step 4, with AdamW begun anew at that rate and those rows."""
+def begun_by_hand(
+    source: Path, data: _RunData, settings: Mapping[str, Override]
+) -> dict[str, Tensor]:
+    """What the last two steps make of weights from step 4, with AdamW begun anew at that rate and
+    those rows."""
     run, mesh, rows = tiny_run(settings), mesh_of_one(), 12
     trainer, before = build_trainer(run, mesh, CPU), stored(source, 4)
     with torch.no_grad():
         for slot in trainer.optimizer.slots:
             weights = before[f"model.{slot.shard.name}"]
             slot.weight.copy_(weights.view_as(slot.weight))
-            slot.master.copy_(before.get(f"optimizer.master.{slot.shard.name}", weights).view_as(slot.master))
+            slot.master.copy_(
+                before.get(f"optimizer.master.{slot.shard.name}", weights).view_as(slot.master)
+            )
     publish_loaded(trainer)
     lengths = schedule_lengths(run.schedule, global_batch_size=rows, total_steps=run.train.steps)
     assert data.splits.train is not None
     loader = Loader(
-        data.splits.train, Masks(eod=matching_tokenizer(run).eod, documents=run.data.documents), mesh.dp,
-        global_batch_size=rows, micro_batch_size=2, consumed=4 * rows, steps=2, device=CPU,
+        data.splits.train,
+        Masks(eod=matching_tokenizer(run).eod, documents=run.data.documents),
+        mesh.dp,
+        global_batch_size=rows,
+        micro_batch_size=2,
+        consumed=4 * rows,
+        steps=2,
+        device=CPU,
         slicing=my_slicing(run.parallel, mesh),
-    )  # fmt: skip
+    )
     for step in (4, 5):
         rate = learning_rate(run.schedule, step * rows, lengths)
         decay = weight_decay(run.schedule, step * rows, lengths)
@@ -103,29 +125,44 @@ def test_progress_without_an_optimizer_is_adamw_begun_anew_at_that_step(
 ) -> None:
     fixed = LATER | {"precision.params": params}
     train(tmp_path / "a", fixed | {"checkpoint.every": "4"})
-    begun = fixed | {"checkpoint.load": str(tmp_path / "a/checkpoints/step_0000004"), "checkpoint.take": "progress"}
+    begun = fixed | {
+        "checkpoint.load": str(tmp_path / "a/checkpoints/step_0000004"),
+        "checkpoint.take": "progress",
+    }
     train(tmp_path / "b", begun, show=True)
     told = capsys.readouterr().out
-    assert "step_0000004 at step 4 with an optimizer that has seen nothing: 48 samples were read, and the" in told
+    assert (
+        "step_0000004 at step 4 with an optimizer that has seen nothing: 48 samples were read, and "
+        "the" in told
+    )
     assert "schedule stands at sample 48, a learning rate of 0.00345" in told.replace("\n", " ")
     reference, found = begun_by_hand(tmp_path / "a", kept[-1], fixed), stored(tmp_path / "b", 6)
     assert found.keys() == reference.keys()
     for key, tensor in found.items():
         assert torch.equal(tensor.view(-1), reference[key].reshape(-1)), key
     assert not torch.equal(
-        found["optimizer.exp_avg_sq.norm.weight"], stored(tmp_path / "a", 6)["optimizer.exp_avg_sq.norm.weight"]
+        found["optimizer.exp_avg_sq.norm.weight"],
+        stored(tmp_path / "a", 6)["optimizer.exp_avg_sq.norm.weight"],
     )
     first = next(row for row in read_metrics(tmp_path / "b/metrics.jsonl") if "loss" in row)
-    reference_row = next(row for row in read_metrics(tmp_path / "a/metrics.jsonl") if row["step"] == 5)
+    reference_row = next(
+        row for row in read_metrics(tmp_path / "a/metrics.jsonl") if row["step"] == 5
+    )
     assert [first[name] for name in ("step", "loss", "lr", "tokens")] == [
         reference_row[name] for name in ("step", "loss", "lr", "tokens")
     ]
-    assert state(tmp_path / "b", 6)["optimizer_updates"] == 2 and state(tmp_path / "a", 6)["optimizer_updates"] == 6
+    assert (
+        state(tmp_path / "b", 6)["optimizer_updates"] == 2
+        and state(tmp_path / "a", 6)["optimizer_updates"] == 6
+    )
 
 
 def test_everything_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     train(tmp_path / "a", LATER | {"checkpoint.every": "4"})
-    begun = LATER | {"checkpoint.load": str(tmp_path / "a/checkpoints/step_0000004"), "checkpoint.take": "everything"}
+    begun = LATER | {
+        "checkpoint.load": str(tmp_path / "a/checkpoints/step_0000004"),
+        "checkpoint.take": "everything",
+    }
     train(tmp_path / "b", begun)
     for key, tensor in stored(tmp_path / "b", 6).items():
         assert torch.equal(tensor, stored(tmp_path / "a", 6)[key]), key
@@ -133,9 +170,15 @@ def test_everything_is_the_run_that_never_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_began_with_a_new_optimizer_keeps_that_one_when_it_is_stopped(tmp_path: Path) -> None:
+def test_a_run_that_began_with_a_new_optimizer_keeps_that_one_when_it_is_stopped(
+    tmp_path: Path,
+) -> None:
     train(tmp_path / "a", SHORT)
-    begun = LATER | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.take": "progress", "checkpoint.every": "1"}
+    begun = LATER | {
+        "checkpoint.load": str(tmp_path / "a"),
+        "checkpoint.take": "progress",
+        "checkpoint.every": "1",
+    }
     train(tmp_path / "c", begun)
     train(tmp_path / "d", begun | {"train.max_minutes": "0"})
     train(tmp_path / "d", begun)
@@ -144,9 +187,12 @@ def test_a_run_that_began_with_a_new_optimizer_keeps_that_one_when_it_is_stopped
 
 
 LAYOUTS: dict[str, dict[str, Override]] = {
-    "tp": {"parallel.tp": "2", "parallel.sp": "true"}, "zero 2": {"parallel.zero": "2"},
-    "zero 3": {"parallel.zero": "3"}, "pp": {"parallel.pp": "2"}, "zero 1": {"parallel.zero": "1"},
-}  # fmt: skip
+    "tp": {"parallel.tp": "2", "parallel.sp": "true"},
+    "zero 2": {"parallel.zero": "2"},
+    "zero 3": {"parallel.zero": "3"},
+    "pp": {"parallel.pp": "2"},
+    "zero 1": {"parallel.zero": "1"},
+}
 
 
 @pytest.mark.slow
@@ -163,28 +209,52 @@ def test_it_is_the_same_under_any_layout(layout: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_experts_move_to_other_ranks_on_the_way(tmp_path: Path) -> None:
     fixed = LATER | WIDE | EXPERTS
-    run_ranks(train_as_rank, 2, tiny_run(fixed | SHORT | {"parallel.tp": "2", "parallel.etp": "2"}), tmp_path / "a")
+    run_ranks(
+        train_as_rank,
+        2,
+        tiny_run(fixed | SHORT | {"parallel.tp": "2", "parallel.etp": "2"}),
+        tmp_path / "a",
+    )
     begun = fixed | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.take": "progress"}
     train(tmp_path / "one", begun)
-    run_ranks(train_as_rank, 2, tiny_run(begun | {"parallel.ep": "2", "parallel.zero": "1"}), tmp_path / "two")
+    run_ranks(
+        train_as_rank,
+        2,
+        tiny_run(begun | {"parallel.ep": "2", "parallel.zero": "1"}),
+        tmp_path / "two",
+    )
     assert_close(stored(tmp_path / "two", 6), stored(tmp_path / "one", 6), FP64)
 
 
 def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Path) -> None:
-    lean = SHORT | {"checkpoint.save_optimizer": "false", "precision.params": "bf16", "checkpoint.every": "4"}
+    lean = SHORT | {
+        "checkpoint.save_optimizer": "false",
+        "precision.params": "bf16",
+        "checkpoint.every": "4",
+    }
     train(tmp_path / "a", lean)
     assert all(key.startswith("model.") for key in stored(tmp_path / "a", 4))
     with pytest.raises(CheckpointError) as caught:
         train(tmp_path / "a", lean | {"train.steps": "6"})
     text = str(caught.value)
-    assert "step_0000004 has no optimizer state: its run had checkpoint.save_optimizer=false" in text
-    assert "set checkpoint.missing=warn; in another folder, set checkpoint.load to it and checkpoint.take=pro" in text
-    begun: dict[str, Override] = LATER | {"precision.params": "bf16", "checkpoint.load": str(tmp_path / "a")}
+    assert (
+        "step_0000004 has no optimizer state: its run had checkpoint.save_optimizer=false" in text
+    )
+    assert (
+        "set checkpoint.missing=warn; in another folder, set checkpoint.load to it and "
+        "checkpoint.take=pro" in text
+    )
+    begun: dict[str, Override] = LATER | {
+        "precision.params": "bf16",
+        "checkpoint.load": str(tmp_path / "a"),
+    }
     with pytest.raises(CheckpointError, match="has no optimizer state"):
         train(tmp_path / "b", begun | {"checkpoint.take": "everything"})
     train(tmp_path / "b", begun | {"checkpoint.take": "progress"})
     train(
-        tmp_path / "a", lean | {"train.steps": "6", "checkpoint.missing": "warn", "checkpoint.save_optimizer": "true"}
+        tmp_path / "a",
+        lean
+        | {"train.steps": "6", "checkpoint.missing": "warn", "checkpoint.save_optimizer": "true"},
     )
     for key, tensor in stored(tmp_path / "b", 6).items():
         assert torch.equal(tensor, stored(tmp_path / "a", 6)[key]), key
@@ -193,11 +263,14 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Pat
 @pytest.mark.parametrize(
     ("take", "multiple", "zero"),
     [
-        ("everything", "100", "0"), pytest.param("progress", "7", "0", marks=pytest.mark.slow),
+        ("everything", "100", "0"),
+        pytest.param("progress", "7", "0", marks=pytest.mark.slow),
         pytest.param("everything", "7", "1", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-def test_a_vocabulary_may_be_padded_in_another_way(take: str, multiple: str, zero: str, tmp_path: Path) -> None:
+)
+def test_a_vocabulary_may_be_padded_in_another_way(
+    take: str, multiple: str, zero: str, tmp_path: Path
+) -> None:
     fixed = LATER | WIDE | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.take": take}
     train(tmp_path / "a", LATER | WIDE | SHORT)
     train(tmp_path / "same", fixed)
@@ -212,19 +285,32 @@ def test_a_vocabulary_may_be_padded_in_another_way(take: str, multiple: str, zer
     assert len(tables) == 6 and all(not after[key][vocab:].any() for key in tables)
     assert_close(
         {key: one[:vocab] if key in tables else one for key, one in after.items()},
-        {key: one[:vocab] if key in tables else one for key, one in before.items()}, FP64,
-    )  # fmt: skip
+        {key: one[:vocab] if key in tables else one for key, one in before.items()},
+        FP64,
+    )
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_where_a_run_goes_on_is_told_and_where_its_schedule_will_end(fresh: bool, tmp_path: Path) -> None:
+def test_where_a_run_goes_on_is_told_and_where_its_schedule_will_end(
+    fresh: bool, tmp_path: Path
+) -> None:
     train(tmp_path / "a", SHORT | {"train.steps": "2"})
     origin = open_checkpoint(locate(str(tmp_path / "a")))
-    begun, state = LATER | {"checkpoint.take": "everything"}, TrainState.from_json(origin.state["train"])
+    begun, state = (
+        LATER | {"checkpoint.take": "everything"},
+        TrainState.from_json(origin.state["train"]),
+    )
     told = told_origin(tiny_run(begun), origin, state, fresh=fresh)
-    assert ("with an optimizer that has seen nothing" in told) == fresh and "train.steps" not in told
-    other = told_origin(tiny_run(begun | {"train.global_batch_size": "24"}), origin, state, fresh=fresh)
-    assert "train.global_batch_size=24, which it was not before, train.steps=6 end at sample 120 of" in other
+    assert (
+        "with an optimizer that has seen nothing" in told
+    ) == fresh and "train.steps" not in told
+    other = told_origin(
+        tiny_run(begun | {"train.global_batch_size": "24"}), origin, state, fresh=fresh
+    )
+    assert (
+        "train.global_batch_size=24, which it was not before, train.steps=6 end at sample 120 of"
+        in other
+    )
     assert other.endswith("the schedule's 144")
 
 
@@ -233,16 +319,34 @@ def test_what_has_no_step_is_refused_by_name(tmp_path: Path) -> None:
     source = open_pretrained(locate(str(tmp_path / "a")))
     convert(source, tmp_path / "release", "megalith")
     convert(source, tmp_path / "theirs", "huggingface")
-    for name, lacks in (("release", "its state lacks train, optimizer_updates"), ("theirs", "and no step to go on at")):
+    for name, lacks in (
+        ("release", "its state lacks train, optimizer_updates"),
+        ("theirs", "and no step to go on at"),
+    ):
         begun = LATER | {"checkpoint.load": str(tmp_path / name), "checkpoint.take": "progress"}
-        with pytest.raises(CheckpointError, match=rf"checkpoint.take=progress with checkpoint.load=.*{name}.*{lacks}"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"checkpoint.take=progress with checkpoint.load=.*{name}.*{lacks}",
+        ):
             train(tmp_path / "b", begun)
-    begun = {"checkpoint.load": str(tmp_path / "a"), "checkpoint.take": "everything", "train.steps": "2"}
-    with pytest.raises(ConfigError, match=r"train.steps=2: .* is of step 2, where .* Set train.steps to more than 2"):
-        train(tmp_path / "b", begun)
-    other: dict[str, Override] = {"checkpoint.load": str(tmp_path / "a"), "checkpoint.take": "progress", "seed": "7"}
+    begun = {
+        "checkpoint.load": str(tmp_path / "a"),
+        "checkpoint.take": "everything",
+        "train.steps": "2",
+    }
     with pytest.raises(
-        CheckpointError, match=r"(?s)trained on other data or in another order.* checkpoint.take=weights"
+        ConfigError,
+        match=r"train.steps=2: .* is of step 2, where .* Set train.steps to more than 2",
+    ):
+        train(tmp_path / "b", begun)
+    other: dict[str, Override] = {
+        "checkpoint.load": str(tmp_path / "a"),
+        "checkpoint.take": "progress",
+        "seed": "7",
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)trained on other data or in another order.* checkpoint.take=weights",
     ):
         train(tmp_path / "b", LATER | other)
 
@@ -250,14 +354,33 @@ def test_what_has_no_step_is_refused_by_name(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense_together_are_told() -> None:
     alone = run_problems(tiny_run({"checkpoint.take": "progress"}), 1)
     assert (
-        len(alone) == 1 and "checkpoint.take=progress says what is taken from checkpoint.load, which is un" in alone[0]
+        len(alone) == 1
+        and "checkpoint.take=progress says what is taken from checkpoint.load, which is un"
+        in alone[0]
     )
     skips = run_problems(
-        tiny_run({"checkpoint.take": "everything", "checkpoint.load": "a", "checkpoint.skip": ["head.*"]}), 1
+        tiny_run(
+            {"checkpoint.take": "everything", "checkpoint.load": "a", "checkpoint.skip": ["head.*"]}
+        ),
+        1,
     )
-    assert len(skips) == 1 and "checkpoint.take=everything with checkpoint.skip=['head.*']" in skips[0]
-    rows: dict[str, Override] = {"checkpoint.take": "progress", "checkpoint.load": "a", "checkpoint.new_rows": "mean"}
+    assert (
+        len(skips) == 1 and "checkpoint.take=everything with checkpoint.skip=['head.*']" in skips[0]
+    )
+    rows: dict[str, Override] = {
+        "checkpoint.take": "progress",
+        "checkpoint.load": "a",
+        "checkpoint.new_rows": "mean",
+    }
     (told,) = run_problems(tiny_run(rows), 1)
-    assert "checkpoint.take=progress with checkpoint.new_rows=mean" in told and "remove checkpoint.new_rows" in told
-    adapters = run_problems(tiny_run({"checkpoint.take": "progress", "checkpoint.load": "a", "lora.rank": "2"}), 1)
-    assert any("checkpoint.take=progress with lora.rank=2: adapters that begin have no step" in t for t in adapters)
+    assert (
+        "checkpoint.take=progress with checkpoint.new_rows=mean" in told
+        and "remove checkpoint.new_rows" in told
+    )
+    adapters = run_problems(
+        tiny_run({"checkpoint.take": "progress", "checkpoint.load": "a", "lora.rank": "2"}), 1
+    )
+    assert any(
+        "checkpoint.take=progress with lora.rank=2: adapters that begin have no step" in t
+        for t in adapters
+    )

@@ -42,7 +42,8 @@ Whole = dict[str, Tensor]
 
 
 def push_experts(trainer: Trainer) -> None:
-    """Biases and offsets of the choice as after some steps: they start at zero, and would move nothing."""
+    """Biases and offsets of the choice as after some steps: they start at zero, and would move
+    nothing."""
     for router in routers_of(trainer.staged.modules):
         for moved in (router.moved, router.offset):
             if moved is not None:
@@ -50,13 +51,20 @@ def push_experts(trainer: Trainer) -> None:
 
 
 def step_of(
-    rank: int, world: int, model: ModelConfig, parallel: ParallelConfig, documents: bool, given: Whole | None
+    rank: int,
+    world: int,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    documents: bool,
+    given: Whole | None,
 ) -> tuple[Whole, list[float]]:
     """A step's choices, and its losses; it follows those that are given."""
     again = RecomputeConfig(granularity="full")
     case = layout_case(model, parallel, world, micro_batch_size=2, seq_len=16, documents=documents)
     run = replace(case.run, recompute=again)
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, model, world), rank=rank)
+    mesh = (
+        mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, model, world), rank=rank)
+    )
     trainer = build_trainer(run, mesh, CPU)
     push_experts(trainer)
     batches = _loader(run, mesh, consumed=0, steps=1).next().microbatches
@@ -64,13 +72,16 @@ def step_of(
     if given is not None:
         routing = routing_of(given, batches, trainer.staged.modules, mesh, sp=parallel.sp)
     trainer.data.begin_step(len(batches))
-    losses = trainer.staged.forward_backward(with_routing(batches, routing), lambda found: sum(found))  # type: ignore[arg-type,return-value]  # of tensors
+    losses = trainer.staged.forward_backward(
+        with_routing(batches, routing), lambda found: sum(found)
+    )  # type: ignore[arg-type,return-value]  # of tensors
     trainer.data.finish()
     return whole_routing(routing, batches, mesh), losses.tolist()
 
 
 FEW_SEATS, FILLED = (replace(model, init_std=0.1) for model in (NARROW, PADDED))
-"""With larger weights, as what these experts say counts for little, and a choice of others hardly shows."""
+"""With larger weights, as what these experts say counts for little, and a choice of others hardly
+shows."""
 
 LAYOUTS: dict[str, tuple[ModelConfig, ParallelConfig, bool]] = {
     "dp2 ep2": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2), False),
@@ -81,22 +92,40 @@ LAYOUTS: dict[str, tuple[ModelConfig, ParallelConfig, bool]] = {
     "further, pp2 dp2 ep2": (FURTHER_EXPERTS, replace(staged(2, dp=2), ep=2), False),
     "few seats and latent, dp2 ep2": (FEW_SEATS, ParallelConfig(dp=2, ep=2), False),
     "few seats and latent, cp2 tp2 sp ep2, documents": (
-        FEW_SEATS, ParallelConfig(cp=2, tp=2, sp=True, ep=2, etp=1), True,
+        FEW_SEATS,
+        ParallelConfig(cp=2, tp=2, sp=True, ep=2, etp=1),
+        True,
     ),
     "padded, cp2 ep2": (FILLED, ParallelConfig(cp=2, ep=2), False),
-    "the last refused, with noise, tp2 sp ep2": (NOISY, ParallelConfig(tp=2, sp=True, ep=2, etp=1), False),
+    "the last refused, with noise, tp2 sp ep2": (
+        NOISY,
+        ParallelConfig(tp=2, sp=True, ep=2, etp=1),
+        False,
+    ),
     "planned, tp2 sp": (PLANNED, ParallelConfig(tp=2, sp=True), False),
     "planned pairs, cp2 dp2 ep2": (PLANNED_PAIRS, ParallelConfig(cp=2, dp=2, ep=2), False),
     "offset, cp2 pp2 ep2": (OFFSET, replace(staged(2, cp=2), ep=2), False),
-    "whole latent, tp2 pp2 sp ep2, documents": (WHOLE_LATENT, replace(staged(2, tp=2, sp=True), ep=2, etp=1), True),
-}  # fmt: skip
+    "whole latent, tp2 pp2 sp ep2, documents": (
+        WHOLE_LATENT,
+        replace(staged(2, tp=2, sp=True), ep=2, etp=1),
+        True,
+    ),
+}
 IN_EVERY_RUN = (
-    "dp2 ep2", "tp2 sp ep2", "cp2 ep2, documents", "further, pp2 dp2 ep2", "few seats and latent, dp2 ep2",
-)  # fmt: skip
+    "dp2 ep2",
+    "tp2 sp ep2",
+    "cp2 ep2, documents",
+    "further, pp2 dp2 ep2",
+    "few seats and latent, dp2 ep2",
+)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow]) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow])
+        for name in LAYOUTS
+    ],
 )
 def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(name: str) -> None:
     model, parallel, documents = LAYOUTS[name]
@@ -114,7 +143,9 @@ def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(na
         assert all(torch.equal(choices[layer], alone[layer]) for layer in alone)
     found: list[Any] = run_ranks(step_of, world, model, parallel, documents, others)
     heads = 1 + model.mtp.depths
-    totals = [sum(losses[place] for _, losses in found) / parallel.tp for place in range(heads)]  # tp ranks tell all
+    totals = [
+        sum(losses[place] for _, losses in found) / parallel.tp for place in range(heads)
+    ]  # tp ranks tell all
     assert totals == pytest.approx(followed[:heads], rel=1e-12)
     for choices, _ in found:
         assert all(torch.equal(choices[layer], others[layer]) for layer in others)
@@ -124,16 +155,22 @@ Trained = tuple[list[float], list[Tensor], list[LayerUse]]
 
 
 def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
-    """A step's choices, and of a step that makes them or follows those given: losses, gradients, use of experts."""
+    """A step's choices, and of a step that makes them or follows those given: losses, gradients,
+    use of experts."""
     mesh = mesh_of_one()
     trainer = build_trainer(run, mesh, CPU)
     push_experts(trainer)
     step = _loader(run, mesh, consumed=0, steps=1).next()
     routing = (
-        Routing() if given is None else routing_of(given, step.microbatches, trainer.staged.modules, mesh, sp=False)
+        Routing()
+        if given is None
+        else routing_of(given, step.microbatches, trainer.staged.modules, mesh, sp=False)
     )
     told = train_step(
-        trainer, replace(step, microbatches=with_routing(step.microbatches, routing)), lr=1e-2, weight_decay=0.0
+        trainer,
+        replace(step, microbatches=with_routing(step.microbatches, routing)),
+        lr=1e-2,
+        weight_decay=0.0,
     )
     gradients = [owned.gradient.clone() for owned in trainer.data.owned]
     losses = [told.loss, told.grad_norm, *told.further_losses]
@@ -147,13 +184,18 @@ def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("narrow", "padded", "planned pairs") else [pytest.mark.slow])
+        pytest.param(
+            name, marks=[] if name in ("narrow", "padded", "planned pairs") else [pytest.mark.slow]
+        )
         for name in MIXTURES
     ],
 )
 @pytest.mark.parametrize("again", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_following_its_own_choices_changes_no_bit_of_a_step(name: str, again: Literal["none", "full"]) -> None:
-    """Experts that refuse refuse the same anew, plans and offsets are not asked, and noise stays where it was."""
+def test_following_its_own_choices_changes_no_bit_of_a_step(
+    name: str, again: Literal["none", "full"]
+) -> None:
+    """Experts that refuse refuse the same anew, plans and offsets are not asked, and noise stays
+    where it was."""
     case = layout_case(MIXTURES[name], ParallelConfig(), 1, micro_batch_size=4, documents=True)
     run = replace(case.run, recompute=RecomputeConfig(granularity=again))
     choices, (losses, gradients, uses) = trained(run, None)
@@ -172,17 +214,28 @@ def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
     some = {f"layers.{layer}": torch.zeros(12 * 12, 2, dtype=torch.int64) for layer in range(4)}
     assert len(routing_of(some, batches, model, mesh, sp=False).choices) == 4 * 2
     few = some | {"layers.2": torch.zeros(5, 2, dtype=torch.int64)}
-    with pytest.raises(DataError, match=r"layers\.2: choices of 5 tokens for a step that reads 144. Use those of the"):
+    with pytest.raises(
+        DataError,
+        match=r"layers\.2: choices of 5 tokens for a step that reads 144. Use those of the",
+    ):
         routing_of(few, batches, model, mesh, sp=False)
     few.pop("layers.2")
-    with pytest.raises(DataError, match=r"layers\.2: no choices to follow \(there are: layers\.0, layers\.1, layers"):
+    with pytest.raises(
+        DataError,
+        match=r"layers\.2: no choices to follow \(there are: layers\.0, layers\.1, layers",
+    ):
         routing_of(few, batches, model, mesh, sp=False)
     half = Routing({("layers.0", 0): torch.zeros(72, 2, dtype=torch.int64)})
-    with pytest.raises(DataError, match=r"layers\.0: choices of 72 of the step's 144 tokens were not recorded. Record"):
+    with pytest.raises(
+        DataError,
+        match=r"layers\.0: choices of 72 of the step's 144 tokens were not recorded. Record",
+    ):
         whole_routing(half, batches, mesh)
 
 
 def test_choices_of_microbatches_of_several_sizes_are_refused() -> None:
     batches = [build_batch([Sample(np.arange(size), size)], Masks(), device=CPU) for size in (5, 8)]
-    with pytest.raises(DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"):
+    with pytest.raises(
+        DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"
+    ):
         whole_routing(Routing(), batches, mesh_of_one())

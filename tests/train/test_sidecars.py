@@ -1,4 +1,5 @@
-"""Sidecars: files that grow while a step goes on, whole in the end or not there, and what goes into them once."""
+"""Sidecars: files that grow while a step goes on, whole in the end or not there, and what goes into
+them once."""
 
 import threading
 from pathlib import Path
@@ -34,29 +35,40 @@ class FakeBatch:
 
 BATCHES: list[Any] = [FakeBatch(), FakeBatch()]
 SEEN = Seen(
-    "layers.1", 1, torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20.0).view(5, 4),
-    torch.full((5, 2), 0.3), {"weight": torch.ones(4, 3, dtype=torch.float64), "balancing_bias": torch.arange(4.0)},
-)  # fmt: skip
+    "layers.1",
+    1,
+    torch.randn(5, 3, generator=torch.Generator().manual_seed(0)),
+    torch.arange(20.0).view(5, 4),
+    torch.full((5, 2), 0.3),
+    {"weight": torch.ones(4, 3, dtype=torch.float64), "balancing_bias": torch.arange(4.0)},
+)
 
 
 def test_a_file_has_its_name_when_it_is_whole_and_any_reader_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rank_00000_step_0000001.safetensors"
     sidecar = Sidecar(path, most=20)
     assert not path.parent.exists()
-    values = {f"layers.{n}/0/hidden": torch.full((n, 3), float(n), dtype=torch.bfloat16) for n in range(20)}
+    values = {
+        f"layers.{n}/0/hidden": torch.full((n, 3), float(n), dtype=torch.bfloat16)
+        for n in range(20)
+    }
     for name, tensor in values.items():
         sidecar.put(name, tensor)
     assert not path.exists()
     assert sidecar.finish() and [file.name for file in path.parent.iterdir()] == [path.name]
     found = load_file(path)
-    assert found.keys() == values.keys() and all(torch.equal(found[name], values[name]) for name in values)
+    assert found.keys() == values.keys() and all(
+        torch.equal(found[name], values[name]) for name in values
+    )
 
 
 def test_without_tensors_there_is_no_file(tmp_path: Path) -> None:
     assert not Sidecar(tmp_path / "x", most=0).finish() and not [*tmp_path.iterdir()]
 
 
-def test_few_tensors_wait_for_the_disk_and_then_the_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tensors_wait_for_the_disk_and_then_the_step_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = threading.Event()
 
     def wait(values: Tensor) -> list[memoryview]:
@@ -77,7 +89,9 @@ def test_few_tensors_wait_for_the_disk_and_then_the_step_does(tmp_path: Path, mo
     sidecar.abandon()
 
 
-def test_a_full_disk_is_told_in_the_end_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_in_the_end_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(values: Tensor) -> list[memoryview]:
         raise OSError(28, "No space left on device")
 
@@ -113,8 +127,12 @@ def kept(path: Path, kinds: Any, *shown: Seen) -> dict[str, Tensor]:
 
 def test_a_second_pass_changes_nothing(tmp_path: Path) -> None:
     again = SEEN._replace(hidden=SEEN.hidden + 1, logits=-SEEN.logits)
-    found = kept(tmp_path / "x", ("hidden", "logits", "weights"), SEEN, again, SEEN._replace(microbatch=0))
-    assert found.keys() == {f"layers.1/{m}/{kind}" for m in (0, 1) for kind in ("hidden", "logits", "weights")}
+    found = kept(
+        tmp_path / "x", ("hidden", "logits", "weights"), SEEN, again, SEEN._replace(microbatch=0)
+    )
+    assert found.keys() == {
+        f"layers.1/{m}/{kind}" for m in (0, 1) for kind in ("hidden", "logits", "weights")
+    }
     assert torch.equal(found["layers.1/1/hidden"], SEEN.hidden.bfloat16())
     assert torch.equal(found["layers.1/1/logits"], SEEN.logits.bfloat16())
 

@@ -1,4 +1,5 @@
-"""Microbatches through all stages: the same evaluation and the same run as one process, and copies that stay equal."""
+"""Microbatches through all stages: the same evaluation and the same run as one process, and copies
+that stay equal."""
 
 import weakref
 from pathlib import Path
@@ -38,7 +39,11 @@ TIED = {"precision.params": "fp64", "model.tied_embeddings": "true", "model.num_
 PIPELINES = {
     "1f1b": {"parallel.pp": "2"},
     "interleaved": {"parallel.pp": "2", "parallel.pipeline.vpp": "2"},
-    "zb-v": {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "parallel.pipeline.schedule": "zb-v"},
+    "zb-v": {
+        "parallel.pp": "2",
+        "parallel.pipeline.vpp": "2",
+        "parallel.pipeline.schedule": "zb-v",
+    },
     "standalone ends": {"parallel.pp": "3", "parallel.pipeline.layout": "E|t*4|L"},
 }
 
@@ -48,15 +53,24 @@ def settings(name: str, **others: str) -> dict[str, str]:
 
 
 def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
-    return mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    return (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    )
 
 
 def test_without_a_pipeline_microbatch_follows_microbatch_whatever_the_settings() -> None:
     for pipeline in (PipelineConfig(), PipelineConfig(schedule="zb-h1", group=7, layout="x")):
         schedule = planned_step(pipeline, 1, 3, overlap=True)
         assert [f"{kind}{microbatch}" for kind, _, microbatch, _ in schedule.ranks[0]] == [
-            "F0", "B0", "F1", "B1", "F2", "B2",
-        ]  # fmt: skip
+            "F0",
+            "B0",
+            "F1",
+            "B1",
+            "F2",
+            "B2",
+        ]
 
 
 def test_a_schedule_is_planned_once() -> None:
@@ -66,7 +80,9 @@ def test_a_schedule_is_planned_once() -> None:
 
 
 def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> None:
-    plain, paired = (planned_step(PipelineConfig(), 1, 3, overlap=True, paired=each) for each in (False, True))
+    plain, paired = (
+        planned_step(PipelineConfig(), 1, 3, overlap=True, paired=each) for each in (False, True)
+    )
     assert plain.pairs == () and paired.pairs == (frozenset({(0, 1), (0, 2)}),)
     assert "".join(f"{a.kind}{a.microbatch}" for a in paired.ranks[0]) == "F0F1B0F2B1B2"
 
@@ -78,7 +94,9 @@ def test_exchanges_with_experts_hand_over_to_the_other_lane_if_asked_to(asked: b
     mesh = mesh_on_paper(model_grid(run.parallel, run.model, 2), rank=0)
     built = build_staged(run, mesh, torch.device("meta"), dtype=torch.float64)
     mixtures = [module for module in built.modules.modules() if isinstance(module, MoE)]
-    dispatchers = [one for mixture in mixtures for one in (mixture.dispatch, mixture.dispatch_within_capacity)]
+    dispatchers = [
+        one for mixture in mixtures for one in (mixture.dispatch, mixture.dispatch_within_capacity)
+    ]
     assert len(dispatchers) == 2 * run.model.num_layers
     for dispatch in dispatchers:
         assert isinstance(dispatch, Exchange) and (dispatch.meanwhile is built.turns) == asked
@@ -127,8 +145,15 @@ def _table(rank: int, world: int, run: TrainRun) -> tuple[list[float], dict[str,
     trainer = build_trainer(run, mesh, CPU)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
-        rows, Masks(), mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0, steps=3, device=CPU
-    )  # fmt: skip
+        rows,
+        Masks(),
+        mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=2,
+        consumed=0,
+        steps=3,
+        device=CPU,
+    )
     losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
     trainer.data.settle()
     found = {}
@@ -150,7 +175,9 @@ def test_copies_of_a_tied_table_stay_equal_to_the_bit_in_fp32(zero: str) -> None
 
 def test_comparing_every_message_changes_no_bit() -> None:
     plain, compared = (
-        run_ranks(_table, 2, tiny_run(settings("interleaved", **{"parallel.check_collectives": value})))
+        run_ranks(
+            _table, 2, tiny_run(settings("interleaved", **{"parallel.check_collectives": value}))
+        )
         for value in ("false", "true")
     )
     assert plain[0][0] == compared[0][0]
@@ -167,8 +194,14 @@ def test_overlap_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("kept", ["none", "full"])
-def test_what_is_made_of_a_microbatchs_masks_is_made_once_and_gone_after_its_backward(kept: str) -> None:
-    run, made, alive = tiny_run({"recompute.granularity": kept}), list[weakref.ref[Tensor]](), list[int]()
+def test_what_is_made_of_a_microbatchs_masks_is_made_once_and_gone_after_its_backward(
+    kept: str,
+) -> None:
+    run, made, alive = (
+        tiny_run({"recompute.granularity": kept}),
+        list[weakref.ref[Tensor]](),
+        list[int](),
+    )
 
     def make(mask: Tensor, dtype: torch.dtype) -> Mask:
         alive.append(sum(one() is not None for one in made))
@@ -179,8 +212,15 @@ def test_what_is_made_of_a_microbatchs_masks_is_made_once_and_gone_after_its_bac
     trainer = build_trainer(run, mesh_of_one(), CPU)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(), masks="alone")
     loader = Loader(
-        rows, Masks(), trainer.mesh.dp, global_batch_size=6, micro_batch_size=2, consumed=0, steps=1, device=CPU
-    )  # fmt: skip
+        rows,
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=6,
+        micro_batch_size=2,
+        consumed=0,
+        steps=1,
+        device=CPU,
+    )
     batches = loader.next()
     with patch.object(attention, "mask_for_torch", make):
         train_step(trainer, batches, lr=1e-2, weight_decay=0.1)
@@ -202,14 +242,25 @@ def _stream(rank: int, world: int, run: TrainRun) -> tuple[set[torch.dtype], lis
         layer.register_forward_hook(note)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
-        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0, steps=3, device=CPU,
+        rows,
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=2,
+        consumed=0,
+        steps=3,
+        device=CPU,
         slicing=my_slicing(run.parallel, trainer.mesh),
-    )  # fmt: skip
-    return seen, [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
+    )
+    return seen, [
+        train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)
+    ]
 
 
-def test_a_wide_residual_stream_stays_wide_from_stage_to_stage_and_gives_the_bits_of_one_process() -> None:
-    ((alone, expected),) = run_ranks(_stream, 1, tiny_run(settings("1f1b", **WIDE | {"parallel.pp": "1"})))
+def test_fp32_residual_stream_across_stages_is_bitwise_equal_to_one_process() -> None:
+    ((alone, expected),) = run_ranks(
+        _stream, 1, tiny_run(settings("1f1b", **WIDE | {"parallel.pp": "1"}))
+    )
     assert alone == {torch.float32}
     for seen, losses in run_ranks(_stream, 2, tiny_run(settings("1f1b", **WIDE))):
         assert seen == {torch.float32} and losses == expected
@@ -218,13 +269,23 @@ def test_a_wide_residual_stream_stays_wide_from_stage_to_stage_and_gives_the_bit
         assert seen == {torch.bfloat16} and losses != expected
 
 
-@pytest.mark.parametrize("layout", [{"parallel.tp": "2", "parallel.sp": "true"}, {"parallel.cp": "2"}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"parallel.tp": "2", "parallel.sp": "true"}, {"parallel.cp": "2"}], ids=str
+)
 def test_a_wide_residual_stream_is_wide_where_tokens_are_divided(layout: dict[str, str]) -> None:
-    alone = WIDE | {"train.global_batch_size": "12", "train.micro_batch_size": "2", "train.seq_len": "12"}
+    alone = WIDE | {
+        "train.global_batch_size": "12",
+        "train.micro_batch_size": "2",
+        "train.seq_len": "12",
+    }
     ((_, expected),) = run_ranks(_stream, 1, tiny_run(alone))
     for seen, losses in run_ranks(_stream, 2, tiny_run(alone | layout)):
-        assert seen == {torch.float32} and losses == pytest.approx(expected, rel=2e-3)  # the rest computes in bf16
-    for seen, _ in run_ranks(_stream, 2, tiny_run(alone | layout | {"model.fp32_residual": "false"})):
+        assert seen == {torch.float32} and losses == pytest.approx(
+            expected, rel=2e-3
+        )  # the rest computes in bf16
+    for seen, _ in run_ranks(
+        _stream, 2, tiny_run(alone | layout | {"model.fp32_residual": "false"})
+    ):
         assert seen == {torch.bfloat16}
 
 
@@ -232,13 +293,16 @@ def _differ(rank: int, world: int, run: TrainRun) -> None:
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     _compare_stages(trainer)
     if rank == 1:
-        next(owned for owned in trainer.data.owned if owned.shard.name == "embed.weight").weight.view(-1)[7] += 1e-9
+        next(
+            owned for owned in trainer.data.owned if owned.shard.name == "embed.weight"
+        ).weight.view(-1)[7] += 1e-9
     _compare_stages(trainer)
 
 
 def test_stages_that_start_from_other_tables_are_refused() -> None:
     with pytest.raises(
-        RankError, match=r"embed.weight is not the same on pipeline ranks \[0, 1\], which share it. Use"
+        RankError,
+        match=r"embed.weight is not the same on pipeline ranks \[0, 1\], which share it. Use",
     ):
         run_ranks(_differ, 2, tiny_run(settings("1f1b")))
 
@@ -256,6 +320,7 @@ def test_a_run_goes_on_under_another_pipeline_and_without_one(tmp_path: Path) ->
         run_ranks(_train, run.parallel.pp, run, str(parts))
     _train(0, 1, tiny_run({**TIED, **constant}), str(parts))
     expected, found = (
-        [row["loss"] for row in read_metrics(path / "metrics.jsonl") if "loss" in row] for path in (whole, parts)
+        [row["loss"] for row in read_metrics(path / "metrics.jsonl") if "loss" in row]
+        for path in (whole, parts)
     )
     assert found == pytest.approx(expected, rel=CURVE64.relative) and len(found) == 8

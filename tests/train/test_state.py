@@ -8,7 +8,9 @@ from megalith.train.state import TrainState
 
 
 def test_state_comes_back_from_json() -> None:
-    state = TrainState(step=3, consumed_samples=24, scheduled_samples=16, tokens=768, skipped=3, skipped_in_a_row=2)
+    state = TrainState(
+        step=3, consumed_samples=24, scheduled_samples=16, tokens=768, skipped=3, skipped_in_a_row=2
+    )
     assert TrainState.from_json(json.loads(json.dumps(state.as_json()))) == state
 
 

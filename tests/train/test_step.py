@@ -1,4 +1,5 @@
-"""One step: the mean over the global batch however it is cut, clipping, updates, and what is not finite."""
+"""One step: the mean over the global batch however it is cut, clipping, updates, and what is not
+finite."""
 
 from shutil import which
 
@@ -24,7 +25,9 @@ LR, DECAY = 1e-2, 0.1
 def build(**settings: str) -> Trainer:
     """The tiny run's trainer, with settings written with __ for the dot."""
     return build_trainer(
-        tiny_run({name.replace("__", "."): value for name, value in settings.items()}), mesh_of_one(), CPU
+        tiny_run({name.replace("__", "."): value for name, value in settings.items()}),
+        mesh_of_one(),
+        CPU,
     )
 
 
@@ -33,9 +36,15 @@ def loader(trainer: Trainer, *, steps: int, masked: tuple[int, ...] = (1, 5)) ->
     train = trainer.run.train
     rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * steps, masked)
     return Loader(
-        rows, Masks(), mesh_of_one().dp, global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size, consumed=0, steps=steps, device=CPU,
-    )  # fmt: skip
+        rows,
+        Masks(),
+        mesh_of_one().dp,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        consumed=0,
+        steps=steps,
+        device=CPU,
+    )
 
 
 def run_steps(trainer: Trainer, steps: int) -> list[StepResult]:
@@ -51,7 +60,10 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 12])
 def test_microbatches_of_any_size_give_the_same_loss_and_weights(rows: int) -> None:
-    one, many = build(precision__params="fp64"), build(precision__params="fp64", train__micro_batch_size=str(rows))
+    one, many = (
+        build(precision__params="fp64"),
+        build(precision__params="fp64", train__micro_batch_size=str(rows)),
+    )
     expected, found = run_steps(one, 3), run_steps(many, 3)
     for mine, reference in zip(found, expected, strict=True):
         assert mine.loss == pytest.approx(reference.loss, rel=FP64.relative)
@@ -69,17 +81,24 @@ def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> 
     for module in model.modules():
         if hasattr(module, "sink"):
             module.sink = None  # gradients to autograd's own `.grad`
-    named = {declared.shard: torch.nn.Parameter(getattr(module, name).detach().clone())
-             for declared, module, name in declared_parameters(model)}  # fmt: skip
+    named = {
+        declared.shard: torch.nn.Parameter(getattr(module, name).detach().clone())
+        for declared, module, name in declared_parameters(model)
+    }
     for declared, module, name in declared_parameters(model):
         setattr(module, name, named[declared.shard])
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for shard, p in named.items() if shard.inputs > 0], "weight_decay": DECAY},
+            {
+                "params": [p for shard, p in named.items() if shard.inputs > 0],
+                "weight_decay": DECAY,
+            },
             {"params": [p for shard, p in named.items() if shard.inputs == 0], "weight_decay": 0.0},
         ],
-        lr=LR, betas=(0.9, 0.95), eps=1e-3,
-    )  # fmt: skip
+        lr=LR,
+        betas=(0.9, 0.95),
+        eps=1e-3,
+    )
     batches = loader(plain, steps=2)
     for result in results:
         step = batches.next()
@@ -123,13 +142,17 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     trainer = build()
     run_steps(trainer, 1)
     planted_nan(trainer)
-    before, moments = weights(trainer), [slot.state["exp_avg"].clone() for slot in trainer.optimizer.slots]
+    before, moments = (
+        weights(trainer),
+        [slot.state["exp_avg"].clone() for slot in trainer.optimizer.slots],
+    )
     (result,) = run_steps(trainer, 1)
     assert not result.updated
     assert result.grad_norm != result.grad_norm
     assert_close(weights(trainer), before, EXACT)
     assert all(
-        torch.equal(slot.state["exp_avg"], old) for slot, old in zip(trainer.optimizer.slots, moments, strict=True)
+        torch.equal(slot.state["exp_avg"], old)
+        for slot, old in zip(trainer.optimizer.slots, moments, strict=True)
     )
     assert trainer.optimizer.updates == 1
 
@@ -141,12 +164,16 @@ def test_a_step_that_is_not_finite_can_end_the_run_and_names_the_gradients() -> 
         run_steps(trainer, 1)
     text = str(caught.value)
     assert text.startswith("gradient norm nan: not finite in embed.weight, ")
-    assert text.endswith("on rank 0. Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip.")
+    assert text.endswith(
+        "on rank 0. Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
+    )
 
 
 def test_an_overflow_of_fp16_leaves_every_bit_and_lowers_the_scale() -> None:
     trainer = build(
-        precision__params="fp16", precision__loss_scale__initial=str(2.0**40), precision__loss_scale__hysteresis="1"
+        precision__params="fp16",
+        precision__loss_scale__initial=str(2.0**40),
+        precision__loss_scale__hysteresis="1",
     )
     before = {entry.key: entry.tensor.clone() for entry in checkpoint_entries(trainer)}
     (result,) = run_steps(trainer, 1)
@@ -159,7 +186,8 @@ def test_an_overflow_of_fp16_leaves_every_bit_and_lowers_the_scale() -> None:
 
 @pytest.mark.parametrize("clip", ["0", "0.05"])
 def test_the_loss_scale_drops_out_of_norm_and_update(clip: str) -> None:
-    """A power of two changes no digit of what neither overflows nor vanishes; so does one that is taken out again."""
+    """A power of two changes no digit of what neither overflows nor vanishes; so does one that is
+    taken out again."""
     small, large, none = (
         build(precision__params=params, optim__clip_grad=clip, **scale)
         for params, scale in (
@@ -179,13 +207,26 @@ def test_the_loss_scale_drops_out_of_norm_and_update(clip: str) -> None:
 def _blame(rank: int, world: int, zero: str) -> str:
     """The error of a step in which one weight of the last rank is NaN."""
     run = tiny_run({"optim.nonfinite_grad": "raise", "parallel.zero": zero})
-    trainer = build_trainer(run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU)
-    if rank == world - 1:  # its row of the norm after the layers: what lies before it becomes NaN, on this rank only
-        (norm,) = [module.weight for name, module in trainer.model.named_modules() if name == "norm"]
+    trainer = build_trainer(
+        run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU
+    )
+    if (
+        rank == world - 1
+    ):  # its row of the norm after the layers: what lies before it becomes NaN, on this rank only
+        (norm,) = [
+            module.weight for name, module in trainer.model.named_modules() if name == "norm"
+        ]
         norm.data[3] = float("nan")
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, ())
     batches = Loader(
-        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0, steps=1, device=CPU
+        rows,
+        Masks(),
+        trainer.mesh.dp,
+        global_batch_size=12,
+        micro_batch_size=2,
+        consumed=0,
+        steps=1,
+        device=CPU,
     )
     try:
         train_step(trainer, batches.next(), lr=LR, weight_decay=DECAY)
@@ -195,7 +236,9 @@ def _blame(rank: int, world: int, zero: str) -> str:
 
 
 @pytest.mark.parametrize("zero", ["0", "1", "2"])
-def test_all_ranks_name_the_rank_and_the_parameters_where_a_gradient_was_not_finite_first(zero: str) -> None:
+def test_all_ranks_name_the_rank_and_the_parameters_where_a_gradient_was_not_finite_first(
+    zero: str,
+) -> None:
     texts = run_ranks(_blame, 3, zero)
     assert len(set(texts)) == 1
     assert texts[0].startswith("gradient norm nan: not finite in embed.weight, layers.0.attention")
@@ -217,7 +260,11 @@ def test_a_global_batch_without_labels_changes_nothing_not_even_by_momentum_or_d
 
 def test_a_global_batch_without_labels_says_nothing_about_the_loss_scale() -> None:
     """No gradient could have overflown, so it is no reason to try a larger scale."""
-    trainer = build(precision__params="fp16", precision__loss_scale__window="2", precision__loss_scale__initial="1024")
+    trainer = build(
+        precision__params="fp16",
+        precision__loss_scale__window="2",
+        precision__loss_scale__initial="1024",
+    )
     steps = loader(trainer, steps=3, masked=tuple(range(12, 24)))
     assert trainer.loss_scale is not None
     told = []
@@ -231,7 +278,9 @@ def test_a_global_batch_without_labels_says_nothing_about_the_loss_scale() -> No
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_wish_to_stop_comes_back_after_the_step(stop: bool) -> None:
     trainer = build()
-    result = train_step(trainer, loader(trainer, steps=1).next(), lr=LR, weight_decay=DECAY, stop=stop)
+    result = train_step(
+        trainer, loader(trainer, steps=1).next(), lr=LR, weight_decay=DECAY, stop=stop
+    )
     assert result.stop == stop
     assert result.updated
 
@@ -243,8 +292,12 @@ def gradients(trainer: Trainer, step: StepBatches) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow  # the compiler takes half a minute
-@pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="needs a C++ compiler: torch.compile")
-@pytest.mark.skipif(" " in torch.__file__, reason="torch.compile does not quote its own folder for the linker")
+@pytest.mark.skipif(
+    which("g++") is None and which("clang++") is None, reason="needs a C++ compiler: torch.compile"
+)
+@pytest.mark.skipif(
+    " " in torch.__file__, reason="torch.compile does not quote its own folder for the linker"
+)
 def test_compiled_layers_compute_what_plain_ones_do() -> None:
     eager, compiled = build(), build(train__compile="true")
     step = loader(eager, steps=1).next()
@@ -253,14 +306,26 @@ def test_compiled_layers_compute_what_plain_ones_do() -> None:
 
 
 def test_losses_of_further_depths_are_told_apart_and_trained_on() -> None:
-    plain, deep = build(precision__params="fp64"), build(precision__params="fp64", model__mtp__depths="2")
+    plain, deep = (
+        build(precision__params="fp64"),
+        build(precision__params="fp64", model__mtp__depths="2"),
+    )
     (first,) = run_steps(plain, 1)
     batches = Loader(
-        RaggedRows(12, deep.run.model.vocab_size, 36, (1, 5)), Masks(), mesh_of_one().dp, global_batch_size=12,
-        micro_batch_size=4, consumed=0, steps=3, device=CPU, further=2,
-    )  # fmt: skip
+        RaggedRows(12, deep.run.model.vocab_size, 36, (1, 5)),
+        Masks(),
+        mesh_of_one().dp,
+        global_batch_size=12,
+        micro_batch_size=4,
+        consumed=0,
+        steps=3,
+        device=CPU,
+        further=2,
+    )
     results = [train_step(deep, batches.next(), lr=LR, weight_decay=DECAY) for _ in range(3)]
-    assert first.further_losses == () and results[0].loss == pytest.approx(first.loss, rel=FP64.relative)
+    assert first.further_losses == () and results[0].loss == pytest.approx(
+        first.loss, rel=FP64.relative
+    )
     assert results[0].grad_norm > first.grad_norm
     for before, after in zip(results[0].further_losses, results[2].further_losses, strict=True):
         assert 0.0 < after < before

@@ -20,13 +20,32 @@ SETTINGS = {"precision.params": "fp64", "optim.eps": "1e-3"}
 
 
 def agent(port: int, words: list[str]) -> "subprocess.Popen[str]":
-    """One machine's torchrun. Without the `--`, Python 3.11 takes our --run for a short form of its --run-path."""
-    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-    place = ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "tiny", "--local-addr", "127.0.0.1"]
+    """One machine's torchrun. Without the `--`, Python 3.11 takes our --run for a short form of its
+    --run-path."""
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+    ]
+    place = [
+        "--rdzv-endpoint",
+        f"localhost:{port}",
+        "--rdzv-id",
+        "tiny",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     return subprocess.Popen(
         [sys.executable, *launcher, *place, "-m", "--", "megalith", "train", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def losses(folder: Path, name: str) -> list[Any]:
@@ -35,9 +54,17 @@ def losses(folder: Path, name: str) -> list[Any]:
 
 
 @pytest.mark.slow  # two agents and two ranks, each of which imports torch: 10 s on two idle cores
-@pytest.mark.parametrize("layout", [{"parallel.dp": "2"}, {"parallel.tp": "2", "parallel.sp": "true"}])
+@pytest.mark.parametrize(
+    "layout", [{"parallel.dp": "2"}, {"parallel.tp": "2", "parallel.sp": "true"}]
+)
 def test_two_agents_equal_one_process(tmp_path: Path, layout: dict[str, str]) -> None:
-    run_training(tiny_run(SETTINGS), RunFolder(tmp_path / "one"), mesh_of_one(), torch.device("cpu"), show=False)
+    run_training(
+        tiny_run(SETTINGS),
+        RunFolder(tmp_path / "one"),
+        mesh_of_one(),
+        torch.device("cpu"),
+        show=False,
+    )
     file = tiny_yaml(tmp_path / "tiny.yaml", SETTINGS | layout)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -49,6 +76,12 @@ def test_two_agents_equal_one_process(tmp_path: Path, layout: dict[str, str]) ->
             process.kill()
     assert [process.returncode for process in agents] == [0, 0], said
     assert sum("done at step 8" in text for text in said) == 1, said
-    for name, relative in (("loss", FP64.relative), ("eval_loss", FP64.relative), ("grad_norm", CURVE64.relative)):
-        assert losses(tmp_path / "two", name) == pytest.approx(losses(tmp_path / "one", name), rel=relative)
+    for name, relative in (
+        ("loss", FP64.relative),
+        ("eval_loss", FP64.relative),
+        ("grad_norm", CURVE64.relative),
+    ):
+        assert losses(tmp_path / "two", name) == pytest.approx(
+            losses(tmp_path / "one", name), rel=relative
+        )
         assert losses(tmp_path / "two", name)

@@ -1,5 +1,5 @@
-"""The routing trace: what every token chose, once each under every layout, in the first steps and no others; and what
-lies beside it."""
+"""The routing trace: what every token chose, once each under every layout, in the first steps
+and no others; and what lies beside it."""
 
 import json
 import re
@@ -29,13 +29,20 @@ from megalith.train.trace import RoutingTrace
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "experts.md"
 MOE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=6, balance=BalanceConfig(batch=0.1))
 SETTINGS = {
-    "observe.routing_trace": "2", "precision.params": "fp64", "train.steps": "3", "train.eval_steps": "0",
-    "train.eval_every": "none", "checkpoint.every": "0", "schedule.decay_steps": "3", "train.global_batch_size": "8",
-}  # fmt: skip
+    "observe.routing_trace": "2",
+    "precision.params": "fp64",
+    "train.steps": "3",
+    "train.eval_steps": "0",
+    "train.eval_every": "none",
+    "checkpoint.every": "0",
+    "schedule.decay_steps": "3",
+    "train.global_batch_size": "8",
+}
 
 
 def mixture(moe: MoEConfig = MOE, /, **settings: str) -> TrainRun:
-    """The tiny run with experts in two layers and in one that predicts further ahead; with settings (__ for dots)."""
+    """The tiny run with experts in two layers and in one that predicts further ahead; with settings
+    (__ for dots)."""
     given = {name.replace("__", "."): value for name, value in settings.items()}
     run = tiny_run(SETTINGS | {"model.mtp.depths": "1"} | given)
     return replace(run, model=replace(run.model, moe=moe))
@@ -43,7 +50,11 @@ def mixture(moe: MoEConfig = MOE, /, **settings: str) -> TrainRun:
 
 def train(rank: int, world: int, run: TrainRun, path: Path) -> None:
     """One rank of a run."""
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    mesh = (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    )
     run_training(run, RunFolder(path), mesh, torch.device("cpu"), show=False)
 
 
@@ -57,15 +68,23 @@ ALL = "[hidden, logits, weights, routers]"
 
 
 def captured(path: Path) -> Counter[tuple[int, str, bytes]]:
-    """How often tokens of a step and layer had the same choices, hidden states, logits and weights, bit by bit."""
+    """How often tokens of a step and layer had the same choices, hidden states, logits and weights,
+    bit by bit."""
     found: Counter[tuple[int, str, bytes]] = Counter()
     for row in rows(path):
         beside = load_file(path / "routing" / row["sidecar"])
-        kinds = [beside[f"{row['layer']}/{row['microbatch']}/{kind}"] for kind in ("hidden", "logits", "weights")]
+        kinds = [
+            beside[f"{row['layer']}/{row['microbatch']}/{kind}"]
+            for kind in ("hidden", "logits", "weights")
+        ]
         widths = [values.shape[1] for values in kinds]
-        assert {(values.dtype, len(values)) for values in kinds} == {(torch.bfloat16, row["num_tokens"])}
+        assert {(values.dtype, len(values)) for values in kinds} == {
+            (torch.bfloat16, row["num_tokens"])
+        }
         assert widths == [24, 4, 2]
-        together = torch.cat([torch.tensor(row["experts"]).to(torch.bfloat16), *kinds], dim=1).view(torch.int16)
+        together = torch.cat([torch.tensor(row["experts"]).to(torch.bfloat16), *kinds], dim=1).view(
+            torch.int16
+        )
         found.update((row["step"], row["layer"], token.numpy().tobytes()) for token in together)
     return found
 
@@ -82,7 +101,9 @@ def routers(path: Path, step: int) -> dict[str, Tensor]:
 
 def choices(found: list[dict[str, Any]]) -> Counter[tuple[int, str, tuple[int, ...]]]:
     """How often tokens of a step and layer chose what, whichever rank they were on."""
-    return Counter((row["step"], row["layer"], tuple(experts)) for row in found for experts in row["experts"])
+    return Counter(
+        (row["step"], row["layer"], tuple(experts)) for row in found for experts in row["experts"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,35 +121,58 @@ def test_a_line_tells_of_a_layer_and_a_microbatch_in_the_first_steps(whole: Path
         (step, layer, microbatch) for step in (1, 2) for layer in layers for microbatch in range(4)
     ]
     for row in found:
-        assert (row["stage"], row["rank"], row["top_k"]) == (0, 0, 2) and row["num_tokens"] == 2 * 12
+        assert (row["stage"], row["rank"], row["top_k"]) == (0, 0, 2) and row[
+            "num_tokens"
+        ] == 2 * 12
         assert (row["dp"], row["cp"], row["tp"]) == (0, 0, 0)
         assert row.get("mtp") == (0 if row["layer"] == "mtp.0.layer" else None)
         assert [len(experts) for experts in row["experts"]] == [2] * 24
-        assert all(len({*experts}) == 2 and {*experts} <= {0, 1, 2, 3} for experts in row["experts"])
+        assert all(
+            len({*experts}) == 2 and {*experts} <= {0, 1, 2, 3} for experts in row["experts"]
+        )
     logged = read_metrics(whole / "metrics.jsonl")[0]
     second = [row["experts"] for row in found if (row["step"], row["layer"]) == (1, "layers.1")]
-    counts = Counter(expert for microbatch in second for experts in microbatch for expert in experts)
-    assert logged["moe_layers_1_load"] == pytest.approx(max(counts.values()) * 4 / counts.total(), abs=1e-4)
+    counts = Counter(
+        expert for microbatch in second for experts in microbatch for expert in experts
+    )
+    assert logged["moe_layers_1_load"] == pytest.approx(
+        max(counts.values()) * 4 / counts.total(), abs=1e-4
+    )
     assert f"moe_{layers[2].replace('.', '_')}_load" in logged
 
 
 WHOLE = {"parallel__etp": "1"}
 PAIRS = {
-    "parallel__dp": "2", "parallel__ep": "2", "parallel__overlap_experts": "true",
-    "recompute__granularity": "selective", "recompute__modules": "[mlp]",
-}  # fmt: skip
+    "parallel__dp": "2",
+    "parallel__ep": "2",
+    "parallel__overlap_experts": "true",
+    "recompute__granularity": "selective",
+    "recompute__modules": "[mlp]",
+}
 
 
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (4, {"parallel__pp": "2", "parallel__tp": "2", "parallel__sp": "true", "parallel__ep": "2"} | WHOLE),
+        (
+            4,
+            {"parallel__pp": "2", "parallel__tp": "2", "parallel__sp": "true", "parallel__ep": "2"}
+            | WHOLE,
+        ),
         pytest.param(2, {"parallel__dp": "2", "parallel__ep": "2"}, marks=pytest.mark.slow),
-        pytest.param(2, {"parallel__cp": "2", "recompute__granularity": "full"}, marks=pytest.mark.slow),
+        pytest.param(
+            2, {"parallel__cp": "2", "recompute__granularity": "full"}, marks=pytest.mark.slow
+        ),
         pytest.param(2, PAIRS, marks=pytest.mark.slow),
         pytest.param(2, {"parallel__dp": "2", "parallel__zero": "3"}, marks=pytest.mark.slow),
     ],
-    ids=["pp2 tp2 sp ep2", "dp2 ep2", "cp2, computed again", "dp2 ep2, pairs, computed again", "dp2, zero 3"],
+    ids=[
+        "pp2 tp2 sp ep2",
+        "dp2 ep2",
+        "cp2, computed again",
+        "dp2 ep2, pairs, computed again",
+        "dp2, zero 3",
+    ],
 )
 def test_every_token_is_told_once_under_every_layout(
     world: int, layout: dict[str, str], whole: Path, tmp_path: Path
@@ -150,24 +194,43 @@ def test_every_token_is_told_once_under_every_layout(
 
 def test_what_experts_refuse_is_told_as_it_was_chosen(tmp_path: Path) -> None:
     capacity = replace(MOE, capacity=CapacityConfig(factor=0.5))
-    train(0, 1, mixture(capacity, train__steps="1", observe__routing_captures="[weights]"), tmp_path)
+    train(
+        0, 1, mixture(capacity, train__steps="1", observe__routing_captures="[weights]"), tmp_path
+    )
     refused = read_metrics(tmp_path / "metrics.jsonl")[0]["moe_refused"]
     (beside,) = (tmp_path / "routing").glob("*.safetensors")
     weights = torch.cat([*load_file(beside).values()])
     assert refused != 0 and (weights == 0).double().mean() == pytest.approx(refused, abs=1e-6)
-    assert all(0 <= expert < 4 for row in rows(tmp_path) for experts in row["experts"] for expert in experts)
+    assert all(
+        0 <= expert < 4
+        for row in rows(tmp_path)
+        for experts in row["experts"]
+        for expert in experts
+    )
 
 
 def test_filler_of_packs_is_not_told(tmp_path: Path) -> None:
-    packs = {"train__tokens_per_microbatch": "24", "train__micro_batch_size": "1", "data__overlong": "truncate"}
+    packs = {
+        "train__tokens_per_microbatch": "24",
+        "train__micro_batch_size": "1",
+        "data__overlong": "truncate",
+    }
     train(0, 1, mixture(observe__routing_captures=ALL, **packs), tmp_path)
     found, logged = rows(tmp_path), read_metrics(tmp_path / "metrics.jsonl")
-    read = [sum(row["num_tokens"] for row in found if (row["step"], row["layer"]) == (s, "layers.1")) for s in (1, 2)]
-    assert read == [logged[0]["tokens"], logged[1]["tokens"] - logged[0]["tokens"]] and logged[0]["fill"] < 1
+    read = [
+        sum(row["num_tokens"] for row in found if (row["step"], row["layer"]) == (s, "layers.1"))
+        for s in (1, 2)
+    ]
+    assert (
+        read == [logged[0]["tokens"], logged[1]["tokens"] - logged[0]["tokens"]]
+        and logged[0]["fill"] < 1
+    )
     assert sum(captured(tmp_path).values()) == 3 * sum(read), "what lies beside it has as many rows"
 
 
-def test_without_it_nothing_is_written_or_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_it_nothing_is_written_or_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forbid(*arguments: object) -> None:
         raise AssertionError("choices are written down")
 
@@ -193,13 +256,16 @@ def test_a_run_that_goes_on_tells_no_step_twice(whole: Path, tmp_path: Path) -> 
     assert gone.read_text() == "", "no such rank is there any more"
     assert rows(tmp_path) == rows(whole) and captured(tmp_path) == captured(whole)
     assert sorted(path.name for path in file.parent.glob("*.safetensors*")) == [
-        beside.name, beside.name.replace("1.s", "2.s")
-    ]  # fmt: skip
+        beside.name,
+        beside.name.replace("1.s", "2.s"),
+    ]
     train(0, 1, mixture(train__steps="4", observe__routing_captures=ALL), tmp_path)
     assert rows(tmp_path) == rows(whole), "later steps leave it as it is"
 
 
-def test_a_run_that_goes_on_with_fewer_traced_steps_leaves_none_of_a_killed_one(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_with_fewer_traced_steps_leaves_none_of_a_killed_one(
+    tmp_path: Path,
+) -> None:
     train(0, 1, mixture(train__steps="1"), tmp_path)
     file = tmp_path / "routing" / "rank_00000.jsonl"
     first = file.read_text()
@@ -213,11 +279,16 @@ def test_a_run_that_goes_on_after_all_traced_steps_is_told_that_it_has_no_trace(
 ) -> None:
     train(0, 1, mixture(train__steps="2", observe__routing_trace="0"), tmp_path)
     train(0, 1, mixture(observe__routing_trace="1"), tmp_path)
-    said = "observe.routing_trace=1: nothing is traced, since this run goes on after step 2. Set it to 3 or more"
+    said = (
+        "observe.routing_trace=1: nothing is traced, since this run goes on after step 2. Set "
+        "it to 3 or more"
+    )
     assert said in caplog.text and not any((tmp_path / "routing").glob("rank_*"))
 
 
-def test_a_damaged_trace_ends_and_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_trace_ends_and_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(0, 1, mixture(train__steps="1"), tmp_path)
     file = tmp_path / "routing" / "rank_00000.jsonl"
     damaged = file.read_text() + "\0\0\n"
@@ -226,7 +297,10 @@ def test_a_damaged_trace_ends_and_is_left_as_it_is(tmp_path: Path, capsys: pytes
     assert file.read_text() == damaged
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
     told = capsys.readouterr().err
-    assert "this rank's routing trace ends at step 1, the run goes on" in told and "is no row of a step" in told
+    assert (
+        "this rank's routing trace ends at step 1, the run goes on" in told
+        and "is no row of a step" in told
+    )
 
 
 def test_what_is_damaged_of_a_rank_that_left_ends_no_others_trace_nor_does_one_that_is_over(
@@ -253,11 +327,15 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
     monkeypatch.setattr(RoutingTrace, "write", full)
     train(0, 1, mixture(), tmp_path)
     told = capsys.readouterr().err
-    assert told.count("the run goes on, and this rank's trace ends") == 1 and "No space left" in told
+    assert (
+        told.count("the run goes on, and this rank's trace ends") == 1 and "No space left" in told
+    )
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
 
 
-def test_a_step_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = RoutingTrace(tmp_path, mesh_of_one(), steps=3)
     monkeypatch.setattr(trace, "rows_of", lambda step, *rest: [{"step": step, "experts": [[1, 0]]}])
     written.write(1, Routing(), [])
@@ -277,7 +355,9 @@ def test_a_step_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     assert written.begin(4, []) is None and written.begin(3, []) is not None
 
 
-def test_without_its_rows_a_step_has_no_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_rows_a_step_has_no_sidecar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden: tuple[Captured, ...] = ("hidden",)
     written = RoutingTrace(tmp_path, mesh_of_one(), steps=3, captures=hidden, layers=1)
     for step in (1, 2, 3):
@@ -288,7 +368,9 @@ def test_without_its_rows_a_step_has_no_sidecar(tmp_path: Path, monkeypatch: pyt
             written.close()  # the step failed
             break
         with monkeypatch.context() as patch:
-            patch.setattr(trace, "rows_of", lambda step, *rest: [{"step": step, "sidecar": rest[-1]}])
+            patch.setattr(
+                trace, "rows_of", lambda step, *rest: [{"step": step, "sidecar": rest[-1]}]
+            )
             if step == 2:
                 patch.setattr(Path, "open", _refusing(Path.open))
                 with pytest.raises(OSError, match="No space left"):
@@ -313,12 +395,19 @@ def _refusing(opened: Any) -> Any:  # of files, as they are opened
 
 def test_wrong_values_are_refused_with_what_to_do() -> None:
     (problem,) = run_problems(mixture(observe__routing_trace="-1"), 1)
-    assert problem == "observe.routing_trace=-1 must be a finite number of at least 0. Use 0 or more."
+    assert (
+        problem == "observe.routing_trace=-1 must be a finite number of at least 0. Use 0 or more."
+    )
     (problem,) = run_problems(tiny_run({"observe.routing_trace": "3"}), 1)
-    assert problem.startswith("observe.routing_trace=3 with model.moe=null: no token chooses among experts. Set model")
-    (problem,) = run_problems(mixture(observe__routing_trace="0", observe__routing_captures="[logits, hidden]"), 1)
+    assert problem.startswith(
+        "observe.routing_trace=3 with model.moe=null: no token chooses among experts. Set model"
+    )
+    (problem,) = run_problems(
+        mixture(observe__routing_trace="0", observe__routing_captures="[logits, hidden]"), 1
+    )
     assert problem == (
-        "observe.routing_captures=[logits, hidden] with observe.routing_trace=0: it lies beside rows of a trace, and "
+        "observe.routing_captures=[logits, hidden] with observe.routing_trace=0: it lies beside "
+        "rows of a trace, and "
         "there are none. Set observe.routing_trace=1 or more, or observe.routing_captures=[]."
     )
 
@@ -330,7 +419,9 @@ def test_the_code_of_the_page_reads_it(
     monkeypatch.chdir(whole.parents[1])
     exec(compile(code, str(PAGE), "exec"), {})  # lint: allow eval-exec: our own page
     row = rows(whole)[-1]
-    logits = load_file(whole / "routing" / row["sidecar"])[f"{row['layer']}/{row['microbatch']}/logits"].float()
+    logits = load_file(whole / "routing" / row["sidecar"])[
+        f"{row['layer']}/{row['microbatch']}/logits"
+    ].float()
     told = capsys.readouterr().out.splitlines()
     assert len(told) == len(rows(whole))
     second, third = logits.sort(1, descending=True).values[:, 1:3].unbind(1)

@@ -44,7 +44,10 @@ def test_spans_are_right_where_the_fault_is_not() -> None:
     own = one_document_across_ranks(every, every, starts)
     assert own.visible.tolist() == plan_spans(every, every, starts).visible.tolist()
     across = one_document_across_ranks(every[4:], every[:4], starts)
-    assert across.visible.tolist() == [[0, 4]] * 4 and plan_spans(every[4:], every[:4], starts).visible[0, 0] == 3
+    assert (
+        across.visible.tolist() == [[0, 4]] * 4
+        and plan_spans(every[4:], every[:4], starts).visible[0, 0] == 3
+    )
     chunks = chunks_of_rows(every, every, starts, window=4, chunked=True)
     assert chunks.visible[:, 0].tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
     plain = chunks_of_rows(every, every, starts, window=None, chunked=False)
@@ -54,7 +57,10 @@ def test_spans_are_right_where_the_fault_is_not() -> None:
 def test_the_second_rank_has_the_masks_of_the_first_or_none() -> None:
     def shared(rank: int) -> Context:
         slicing = Slicing(ranks=2, rank=rank)
-        tokens = with_masks(tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing), [torch.eye(8).bool()])
+        tokens = with_masks(
+            tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing),
+            [torch.eye(8).bool()],
+        )
         assert tokens.context is not None
         return tokens.context
 

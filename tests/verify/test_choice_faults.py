@@ -27,7 +27,8 @@ def test_what_is_not_trained_becomes_smaller() -> None:
 def test_rates_move_to_the_next_slot_where_there_are_several_kinds() -> None:
     rates = [PLAIN, Rates(lr_of="own"), PLAIN]
     slots = [
-        build_slot(whole(name, (3, 2)), torch.ones(3, 2), (), each) for name, each in zip("abc", rates, strict=True)
+        build_slot(whole(name, (3, 2)), torch.ones(3, 2), (), each)
+        for name, each in zip("abc", rates, strict=True)
     ]
     gradients, groups = [slot.weight for slot in slots], {"own": GroupRates(0.5, 0.1)}
 
@@ -35,7 +36,9 @@ def test_rates_move_to_the_next_slot_where_there_are_several_kinds() -> None:
         return [slot.shard.name for part in found for slot in part.slots if part.lr == 0.5]
 
     assert own(by_rates(slots, gradients, lr=1.0, weight_decay=0.1, groups=groups)) == ["b"]
-    assert own(rates_of_slot_before(slots, gradients, lr=1.0, weight_decay=0.1, groups=groups)) == ["c"]
+    assert own(rates_of_slot_before(slots, gradients, lr=1.0, weight_decay=0.1, groups=groups)) == [
+        "c"
+    ]
     assert rates_of_slot_before([], [], lr=1.0, weight_decay=0.1) == []
 
 

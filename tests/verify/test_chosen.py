@@ -1,4 +1,5 @@
-"""Rows of chosen parameters have every way to divide state and every part of a model frozen, and break no rule."""
+"""Rows of chosen parameters have every way to divide state and every part of a model frozen, and
+break no rule."""
 
 from megalith.plan.frozen import first_trained_layer, trained_names
 from megalith.train.rules import run_problems
@@ -16,7 +17,11 @@ def test_rows_are_in_the_matrix_and_break_no_rule() -> None:
 def test_every_way_to_divide_meets_frozen_weights_and_groups() -> None:
     frozen = [row for row in ROWS if not row.optim.trains_all()]
     groups = [row for row in ROWS if row.optim.groups]
-    assert {row.parallel.zero for row in frozen} == {row.parallel.zero for row in groups} == {0, 1, 2, 3}
+    assert (
+        {row.parallel.zero for row in frozen}
+        == {row.parallel.zero for row in groups}
+        == {0, 1, 2, 3}
+    )
     for axis in ("tp", "cp", "pp", "ep"):
         assert any(getattr(row.parallel, axis) > 1 for row in frozen), axis
     assert any(row.recompute.granularity == "full" for row in frozen)

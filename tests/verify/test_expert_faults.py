@@ -1,4 +1,5 @@
-"""Faults in mixtures of experts change what they say, and nothing where there is nothing to change."""
+"""Faults in mixtures of experts change what they say, and nothing where there is nothing to
+change."""
 
 import torch
 
@@ -23,16 +24,26 @@ def test_experts_of_the_second_rank_are_drawn_as_the_first_ranks() -> None:
     fill(right, second, Init(1.0), seed=0)
     fill_as_if_mine_were_all(dense, second, Init(1.0), seed=0)
     assert torch.equal(right, dense), "what lies on the dense grid is drawn as it should be"
-    fill_as_if_mine_were_all(wrong, type(second)(
-        second.name, second.shape, second.box, second.cut, grid="expert", inputs=second.inputs
-    ), Init(1.0), seed=0)  # fmt: skip
+    fill_as_if_mine_were_all(
+        wrong,
+        type(second)(
+            second.name, second.shape, second.box, second.cut, grid="expert", inputs=second.inputs
+        ),
+        Init(1.0),
+        seed=0,
+    )
     assert not torch.equal(right, wrong)
 
 
 def test_nobody_else_means_no_fault() -> None:
     mesh, x = mesh_of_one(), torch.arange(6.0)
-    assert division_of_dense(0, mesh, "expert").replicas.size == division_by_ep_alone(0, mesh, "expert").replicas.size
-    assert torch.equal(parts_of_own_rank(x, alone("etp")), x) and own_counts_alone(x, alone("dp")) is x
+    assert (
+        division_of_dense(0, mesh, "expert").replicas.size
+        == division_by_ep_alone(0, mesh, "expert").replicas.size
+    )
+    assert (
+        torch.equal(parts_of_own_rank(x, alone("etp")), x) and own_counts_alone(x, alone("dp")) is x
+    )
 
 
 def test_answers_stay_where_experts_had_them() -> None:

@@ -1,4 +1,5 @@
-"""Every mistake that people make with parallel training is refused by one part of the proof or the other."""
+"""Every mistake that people make with parallel training is refused by one part of the proof or the
+other."""
 
 import re
 from collections.abc import Callable
@@ -103,7 +104,8 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "second_pass_counted": (False, "wrong counts"),
     "second_sum_removed": (True, "wrong gradients"),
     "host_copy_lost": (False, "wrong gradients"),
-    # More than the usual ones. The last two change nothing that one can measure: they leave out a declaration.
+    # More than the usual ones. The last two change nothing that one can measure: they leave out a
+    # declaration.
     "embedding_not_summed": (True, "wrong loss"),
     "frozen_weights_decay": (False, "wrong weights after a step"),
     "rates_of_the_neighbour": (False, "wrong weights after a step"),
@@ -165,8 +167,11 @@ def test_the_page_about_types_says_the_same() -> None:
 
 
 def test_every_known_fault_of_mixtures_of_experts_is_seen_by_a_test_that_is_there() -> None:
-    """The page lists what others found; a test, a planted fault or a row of the matrix that it names must exist."""
-    section = (PAGE.parent / "verify.md").read_text().split("## Mixtures of experts")[1].split("\n## ")[0]
+    """The page lists what others found; a test, a planted fault or a row of the matrix that it
+    names must exist."""
+    section = (
+        (PAGE.parent / "verify.md").read_text().split("## Mixtures of experts")[1].split("\n## ")[0]
+    )
     lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(lines) == 16
     root = PAGE.parent.parent.parent
@@ -196,8 +201,14 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
         "chunks" in fault.needs,
         "split backward" in fault.needs,
     )
-    assert (parallel.zero > 0, parallel.replicas > 1) == ("zero" in fault.needs, "replicas" in fault.needs)
-    assert (parallel.zero == 2, parallel.zero == 3) == ("zero 2" in fault.needs, "fsdp" in fault.needs)
+    assert (parallel.zero > 0, parallel.replicas > 1) == (
+        "zero" in fault.needs,
+        "replicas" in fault.needs,
+    )
+    assert (parallel.zero == 2, parallel.zero == 3) == (
+        "zero 2" in fault.needs,
+        "fsdp" in fault.needs,
+    )
     assert parallel.rings == ("rings" in fault.needs)
     assert [parallel.context.kind == kind for kind in ("gather", "a2a")] == [
         n in fault.needs for n in ("gather", "a2a")
@@ -212,7 +223,10 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
     assert model.tied_embeddings == ("tied" in fault.needs)
     assert parallel.sp == ("sp" in fault.needs)
     assert (model.moe is not None) == bool(EXPERT_NEEDS & {*fault.needs})
-    assert (parallel.ep > 1, parallel.etp is not None) == ("ep" in fault.needs, "etp" in fault.needs)
+    assert (parallel.ep > 1, parallel.etp is not None) == (
+        "ep" in fault.needs,
+        "etp" in fault.needs,
+    )
     moe = model.moe or MoEConfig(experts=1, ffn_hidden_size=1)
     assert (moe.capacity.factor is not None, moe.router.balancing_bias, moe.balance.quantile) == (
         "capacity" in fault.needs,
@@ -232,13 +246,16 @@ def difference(what: str, *, holds: bool) -> Difference:
 
 
 def test_the_earliest_sign_is_what_counts() -> None:
-    later = [difference("weights after 3 steps", holds=False), difference("copies agree", holds=False)]
+    later = [
+        difference("weights after 3 steps", holds=False),
+        difference("copies agree", holds=False),
+    ]
     assert _first_difference([difference("first loss", holds=True)]) == ("no effect", "")
     assert _first_difference(later)[0] == "wrong weights after a step"
     assert _first_difference([*later, difference("gradients", holds=False)]) == (
         "wrong gradients",
         "gradients off by 2e-01 in `norm.weight`",
     )
-    assert _first_difference([difference("gradients", holds=False), difference("first loss", holds=False)])[0] == (
-        "wrong loss"
-    )
+    assert _first_difference(
+        [difference("gradients", holds=False), difference("first loss", holds=False)]
+    )[0] == ("wrong loss")

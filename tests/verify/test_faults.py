@@ -11,47 +11,136 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.errors import ConfigError
 from megalith.models.decoder import KEEP_ALL
-from megalith.verify import attention_faults, expert_faults, faults, optimizer_faults, pipeline_faults
-from megalith.verify.fault_table import EXPERT_NEEDS, adapters_of, memory_settings, with_attention, with_experts
+from megalith.verify import (
+    attention_faults,
+    expert_faults,
+    faults,
+    optimizer_faults,
+    pipeline_faults,
+)
+from megalith.verify.fault_table import (
+    EXPERT_NEEDS,
+    adapters_of,
+    memory_settings,
+    with_attention,
+    with_experts,
+)
 from megalith.verify.faults import FAULTS, Fault, fault_named, planted
 from megalith.verify.types import TypeReport, type_check
 
 MODEL = ModelConfig(
-    vocab_size=100, hidden_size=24, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=40, output_bias=True
+    vocab_size=100,
+    hidden_size=24,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=40,
+    output_bias=True,
 )
 
 REFUSALS = {
-    "column_enter_removed": ("layers.0.attention.qkv", "Found types: [I, V]", "enter over tp_copy on the Invariant"),
-    "row_sum_removed": ("layers.0.attention.out", "Found types: [P, ", "over tp_copy on the Partial operand"),
-    "row_sum_over_dp": ("layers.0.attention.out", "over dp expects P", "was given V (every rank has its own). Use"),
-    "embedding_not_summed": ("layers.0", "hidden states before layers.0 must be", "over tp_kv, but they are P"),
-    "bias_before_sum": ("layers.0.attention.out", "Found types: [P, ", "over tp_copy on the Partial operand"),
-    "sp_gather_removed": ("layers.0.attention", "shapes do not fit", "should be broadcastable to [8, 1, 3]"),
-    "sp_norm_invariant": ("layers.0.attention_norm", "Found types: [V, I]", "bf16[24] {dp: R, tp_kv: I, tp_copy: I}"),
-    "vocab_loss_local": ("loss", "losses must be I", "over tp_kv, but they are V (every rank has its own)"),
-    "second_sum_removed": ("layers.0.attention.out", "Found types: [P, ", "over tp_copy on the Partial operand"),
-    "whole_norm_local": ("layers.0.attention.norms.q_norm", "Found types: [P, ", "over tp_copy on the Partial operand"),
-    "latent_key_not_entered": ("layers.0.attention", "Found types: [V, I]", "enter over tp on the Invariant operand"),
-    "adapter_invariant": ("layers.0.attention.qkv", "Found types: [V, I]", "args[1]: bf16[24, 3] {"),
-    "router_invariant": ("layers.0.mlp.router.gate", "Found types: [V, I]", "enter over tp_copy on the Invariant"),
-    "etp_sum_removed": ("layers.0.mlp", "Found types: [P]", "leave over etp on the Partial operand"),
-    "etp_part_not_declared": ("layers.0.mlp", "reduce_scatter over etp expects P", "was given V (every rank has its"),
+    "column_enter_removed": (
+        "layers.0.attention.qkv",
+        "Found types: [I, V]",
+        "enter over tp_copy on the Invariant",
+    ),
+    "row_sum_removed": (
+        "layers.0.attention.out",
+        "Found types: [P, ",
+        "over tp_copy on the Partial operand",
+    ),
+    "row_sum_over_dp": (
+        "layers.0.attention.out",
+        "over dp expects P",
+        "was given V (every rank has its own). Use",
+    ),
+    "embedding_not_summed": (
+        "layers.0",
+        "hidden states before layers.0 must be",
+        "over tp_kv, but they are P",
+    ),
+    "bias_before_sum": (
+        "layers.0.attention.out",
+        "Found types: [P, ",
+        "over tp_copy on the Partial operand",
+    ),
+    "sp_gather_removed": (
+        "layers.0.attention",
+        "shapes do not fit",
+        "should be broadcastable to [8, 1, 3]",
+    ),
+    "sp_norm_invariant": (
+        "layers.0.attention_norm",
+        "Found types: [V, I]",
+        "bf16[24] {dp: R, tp_kv: I, tp_copy: I}",
+    ),
+    "vocab_loss_local": (
+        "loss",
+        "losses must be I",
+        "over tp_kv, but they are V (every rank has its own)",
+    ),
+    "second_sum_removed": (
+        "layers.0.attention.out",
+        "Found types: [P, ",
+        "over tp_copy on the Partial operand",
+    ),
+    "whole_norm_local": (
+        "layers.0.attention.norms.q_norm",
+        "Found types: [P, ",
+        "over tp_copy on the Partial operand",
+    ),
+    "latent_key_not_entered": (
+        "layers.0.attention",
+        "Found types: [V, I]",
+        "enter over tp on the Invariant operand",
+    ),
+    "adapter_invariant": (
+        "layers.0.attention.qkv",
+        "Found types: [V, I]",
+        "args[1]: bf16[24, 3] {",
+    ),
+    "router_invariant": (
+        "layers.0.mlp.router.gate",
+        "Found types: [V, I]",
+        "enter over tp_copy on the Invariant",
+    ),
+    "etp_sum_removed": (
+        "layers.0.mlp",
+        "Found types: [P]",
+        "leave over etp on the Partial operand",
+    ),
+    "etp_part_not_declared": (
+        "layers.0.mlp",
+        "reduce_scatter over etp expects P",
+        "was given V (every rank has its",
+    ),
     "loss_not_partial": ("backward", "Varying loss on axis dp", "Use partial over dp to declare"),
 }
 """Of each fault that types or shapes find: where, and two parts of the text."""
 
 
 def check(
-    *, sp: bool, recompute: RecomputeConfig = KEEP_ALL, model: ModelConfig = MODEL, lora: LoraConfig | None = None
+    *,
+    sp: bool,
+    recompute: RecomputeConfig = KEEP_ALL,
+    model: ModelConfig = MODEL,
+    lora: LoraConfig | None = None,
 ) -> TypeReport:
-    """Two ranks for each of two key/value heads, two of data: every axis of the grid has more than one rank."""
-    return type_check(model, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), recompute=recompute, lora=lora)
+    """Two ranks for each of two key/value heads, two of data: every axis of the grid has more than
+    one rank."""
+    return type_check(
+        model, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), recompute=recompute, lora=lora
+    )
 
 
 def regions(fault: Fault) -> list[bool]:
     """With and without sp, as far as the fault matters there."""
     experts = bool(EXPERT_NEEDS & {*fault.needs})  # which tensor-parallel ranks have under sp alone
-    return [sp for sp in (False, True) if ("whole tokens" if sp else "sp") not in fault.needs and (sp or not experts)]
+    return [
+        sp
+        for sp in (False, True)
+        if ("whole tokens" if sp else "sp") not in fault.needs and (sp or not experts)
+    ]
 
 
 CASES = [(fault, sp) for fault in FAULTS for sp in regions(fault)]
@@ -63,13 +152,19 @@ def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
         assert check(sp=sp).problems == ()
 
 
-@pytest.mark.parametrize(("fault", "sp"), CASES, ids=[f"{fault.name}-{'sp' if sp else 'whole'}" for fault, sp in CASES])
-def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(fault: Fault, sp: bool) -> None:
+@pytest.mark.parametrize(
+    ("fault", "sp"), CASES, ids=[f"{fault.name}-{'sp' if sp else 'whole'}" for fault, sp in CASES]
+)
+def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(
+    fault: Fault, sp: bool
+) -> None:
     with planted(fault.name):
         report = check(
-            sp=sp, recompute=memory_settings(fault)[0], model=with_experts(with_attention(MODEL, fault), fault),
+            sp=sp,
+            recompute=memory_settings(fault)[0],
+            model=with_experts(with_attention(MODEL, fault), fault),
             lora=adapters_of(fault),
-        )  # fmt: skip
+        )
     if fault.found_by == "numbers":
         assert report.ok
         return
@@ -100,13 +195,19 @@ def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         replacements.clear()
         with pytest.raises(KeyError), fault.context():
             assert replacements, fault.name
-            assert all(getattr(owner, name) is not before for owner, name, before in replacements), fault.name
+            assert all(
+                getattr(owner, name) is not before for owner, name, before in replacements
+            ), fault.name
             raise KeyError
-        assert all(getattr(owner, name) == before for owner, name, before in replacements), fault.name
+        assert all(getattr(owner, name) == before for owner, name, before in replacements), (
+            fault.name
+        )
 
 
 def test_an_unknown_fault_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="fault=row_sum: there is no such fault to plant. Did you mean row_sum_"):
+    with pytest.raises(
+        ConfigError, match="fault=row_sum: there is no such fault to plant. Did you mean row_sum_"
+    ):
         planted("row_sum")
     with pytest.raises(ConfigError, match="fault=zzz: .* Use one of column_enter_removed, "):
         fault_named("zzz")

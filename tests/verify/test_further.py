@@ -1,4 +1,5 @@
-"""Rows with further predictions elsewhere: under every axis, and never where the last layers and the loss are both."""
+"""Rows with further predictions elsewhere: under every axis, and never where the last layers and
+the loss are both."""
 
 from megalith.plan.stages import plan_stages
 from megalith.verify.further import further_elsewhere
@@ -18,6 +19,14 @@ def test_no_row_has_further_predictions_where_layers_and_loss_are_both() -> None
 def test_together_they_have_every_axis_every_schedule_and_all_of_zero() -> None:
     layouts = [row.parallel for row in further_elsewhere()]
     assert {p.zero for p in layouts} == {0, 1, 2, 3} and {p.sp for p in layouts} == {False, True}
-    assert all(any(getattr(p, axis) > 1 for p in layouts) for axis in ("tp", "cp", "dp", "ep", "pp"))
-    assert {p.pipeline.schedule for p in layouts} == {"auto", "gpipe", "zb-h1", "zb-v", "dualpipe-v"}
+    assert all(
+        any(getattr(p, axis) > 1 for p in layouts) for axis in ("tp", "cp", "dp", "ep", "pp")
+    )
+    assert {p.pipeline.schedule for p in layouts} == {
+        "auto",
+        "gpipe",
+        "zb-h1",
+        "zb-v",
+        "dualpipe-v",
+    }
     assert [row.world for row in further_elsewhere() if row.sample] == [3]

@@ -10,7 +10,10 @@ from megalith.verify.loss_faults import logsumexp_of_own_rows
 def test_only_the_logsumexp_is_that_of_own_rows() -> None:
     logits, labels = torch.randn(3, 7, dtype=torch.float64), torch.tensor([0, 6, -1])
     head = Head.of(torch.empty(7, 2), alone("tp"), 0, 7, None, loops=False)
-    right, wrong = softmax_over_ranks(logits, labels, head), logsumexp_of_own_rows(logits, labels, head)
+    right, wrong = (
+        softmax_over_ranks(logits, labels, head),
+        logsumexp_of_own_rows(logits, labels, head),
+    )
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(right, wrong, strict=True))
     torch.testing.assert_close(wrong.logsumexp(), right.logsumexp())  # one rank has all rows
     two = right._replace(total=2 * right.total)  # as if another rank had as much

@@ -1,4 +1,5 @@
-"""Masks are proved under every axis and every kind of exchange, beside causality and in its place, and type-check."""
+"""Masks are proved under every axis and every kind of exchange, beside causality and in its place,
+and type-check."""
 
 from dataclasses import replace
 
@@ -38,7 +39,10 @@ def test_rows_have_masks_of_every_kind_and_some_let_a_token_see_nothing() -> Non
     assert all(mask is not None and mask.alone and mask.seen.shape == (12, 12) for mask in alone)
     assert any(mask is not None and not mask.seen.any(1).all() for mask in alone)
     plain = RaggedRows(12, 61, 9, ())
-    assert plain.sample(4).mask is None and plain.fingerprint != RaggedRows(12, 61, 9, (), masks="alone").fingerprint
+    assert (
+        plain.sample(4).mask is None
+        and plain.fingerprint != RaggedRows(12, 61, 9, (), masks="alone").fingerprint
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

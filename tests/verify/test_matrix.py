@@ -1,4 +1,5 @@
-"""The matrix has every axis and every kind of it, breaks no rule, and its sample has everything once."""
+"""The matrix has every axis and every kind of it, breaks no rule, and its sample has everything
+once."""
 
 import pytest
 
@@ -42,8 +43,14 @@ def test_everything_is_in_it_and_in_its_sample(rows: list[Layout]) -> None:
     assert {kind for row in rows for kind in kinds(row)} == {"ring", "gather", "a2a", "a2a+ring"}
     assert {p.zero for p in layouts} == {0, 1, 2, 3} and any(p.replicas > 1 for p in layouts)
     assert {p.context.slicing for p in layouts if p.cp > 1} == {"row", "document"}
-    assert {p.overlap for p in layouts} == {True, False} and any(p.order.startswith("dp") for p in layouts)
-    assert any(p.sp for p in layouts) and any(p.rings for p in layouts) and any(row.documents for row in rows)
+    assert {p.overlap for p in layouts} == {True, False} and any(
+        p.order.startswith("dp") for p in layouts
+    )
+    assert (
+        any(p.sp for p in layouts)
+        and any(p.rings for p in layouts)
+        and any(row.documents for row in rows)
+    )
     assert any(p.pp > 1 and row.model.tied_embeddings for row, p in zip(rows, layouts, strict=True))
     assert any(row.model.num_kv_heads < row.parallel.tp for row in rows)
     assert {row.recompute.granularity for row in rows} == {"none", "full", "selective"}
@@ -57,20 +64,27 @@ def test_the_whole_matrix_has_what_the_sample_is_too_small_for() -> None:
     assert any(p.pipeline.first_layers is not None for p in layouts)
     assert any(p.pipeline.count_embedding for p in layouts)
     for three in (("tp", "pp", "dp"), ("tp", "cp", "pp"), ("tp", "cp", "dp"), ("cp", "pp", "dp")):
-        assert any(all((getattr(p, axis) or 1) > 1 for axis in three) and p.zero for p in layouts), three
+        assert any(
+            all((getattr(p, axis) or 1) > 1 for axis in three) and p.zero for p in layouts
+        ), three
 
 
 def test_what_divides_gradients_meets_what_delays_repeats_or_moves_them() -> None:
     divided = [row for row in MATRIX if row.parallel.zero == 2]
     tied = {schedule_name(row.parallel.pipeline) for row in divided if row.model.tied_embeddings}
     assert tied >= {"interleaved", "zb-h1", "zb-v", "dualpipe-v"}
-    assert {row.recompute.granularity for row in divided if row.offload.layers} == {"full", "selective"}
+    assert {row.recompute.granularity for row in divided if row.offload.layers} == {
+        "full",
+        "selective",
+    }
     assert any(p.pp == 1 and p.pipeline.vpp > 1 for p in (row.parallel for row in divided))
     assert any(p.pp > 1 and 1 < p.replicas < (p.dp or 1) for p in (row.parallel for row in MATRIX))
 
 
 def test_rows_come_in_the_order_of_their_processes() -> None:
-    assert [row.world for row in rows_of_matrix(sample=False)] == sorted(row.world for row in MATRIX)
+    assert [row.world for row in rows_of_matrix(sample=False)] == sorted(
+        row.world for row in MATRIX
+    )
     assert len(rows_of_matrix(sample=True)) == len(SAMPLE) < len(MATRIX) / 3
 
 

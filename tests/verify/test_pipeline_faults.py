@@ -31,14 +31,18 @@ def sent(fault: object, link: SimpleNamespace, messages: list[tuple[Message, Ten
     """What would have gone over the border."""
     found: Sent = []
     with replaced(
-        pipeline_faults, "ORIGINAL_SEND", lambda _, message, tensors, target: found.append((message, tensors))
+        pipeline_faults,
+        "ORIGINAL_SEND",
+        lambda _, message, tensors, target: found.append((message, tensors)),
     ):
         for message, tensors in messages:
             fault(link, message, tensors, 1)  # type: ignore[operator]  # one of the functions
     return found
 
 
-def test_neighbouring_microbatches_change_places_onward_and_a_last_one_alone_does_not(link: SimpleNamespace) -> None:
+def test_neighbouring_microbatches_change_places_onward_and_a_last_one_alone_does_not(
+    link: SimpleNamespace,
+) -> None:
     messages = [(ONWARD._replace(microbatch=m), ()) for m in range(3)] + [(BACK, ())]
     assert [one.microbatch for one, _ in sent(other_microbatch, link, messages)] == [1, 0, 2, 0]
 

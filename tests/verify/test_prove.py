@@ -20,7 +20,9 @@ PP2 = next(row for row in MATRIX if row.name == "pp2 tied, as many as ranks")
 
 def test_a_row_that_holds_has_no_problems_and_a_rounding_error() -> None:
     result = prove_row(PP2)
-    assert result.holds and result.problems == () and 0 < result.error < 1e-12 and result.seconds > 0
+    assert (
+        result.holds and result.problems == () and 0 < result.error < 1e-12 and result.seconds > 0
+    )
     assert (result.area, result.name, result.world) == ("pipeline", PP2.name, 2)
 
 
@@ -32,18 +34,26 @@ def test_rows_are_proved_as_they_are_to_be_computed(monkeypatch: pytest.MonkeyPa
         return [Difference("first loss", "", 0.0, True)]
 
     monkeypatch.setattr(prove, "proved", note)
-    assert prove_row(DP2, "reference").holds and prove_row(DP2).holds and asked == ["reference", "auto"]
+    assert (
+        prove_row(DP2, "reference").holds
+        and prove_row(DP2).holds
+        and asked == ["reference", "auto"]
+    )
 
 
 def test_what_the_types_are_of_is_said_where_it_is_something_else() -> None:
-    rows = [row.answer for row in prove_run(tiny_run({"kernels": "reference"}), 1) if row.part == "b"]
+    rows = [
+        row.answer for row in prove_run(tiny_run({"kernels": "reference"}), 1) if row.part == "b"
+    ]
     assert "kernels=reference: these are the types of kernels=auto" in rows
 
 
 def test_a_row_that_breaks_a_rule_is_not_run() -> None:
     broken = replace(DP2, parallel=ParallelConfig(dp=2, replicas=2))
     result = prove_row(broken)
-    assert not result.holds and result.problems[0].startswith("a: parallel.replicas=2 with parallel.zero=0")
+    assert not result.holds and result.problems[0].startswith(
+        "a: parallel.replicas=2 with parallel.zero=0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,13 +64,17 @@ def test_a_row_that_breaks_a_rule_is_not_run() -> None:
         (DP2, "no_such_fault", "d: "),
     ],
 )
-def test_a_fault_on_the_ranks_is_told(row: Layout, fault: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_on_the_ranks_is_told(
+    row: Layout, fault: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = replace(row.case(), fault=fault)
     monkeypatch.setattr(Layout, "case", lambda self: case)
     result = prove_row(row)
     assert any(problem.startswith(told) for problem in result.problems), result.problems
     if fault == "no_such_fault":
-        assert "there is no such fault to plant" in result.problems[0] and result.error == float("inf")
+        assert "there is no such fault to plant" in result.problems[0] and result.error == float(
+            "inf"
+        )
 
 
 def test_ranks_that_fail_are_an_answer() -> None:
@@ -79,19 +93,27 @@ def test_schedules_are_those_of_the_run() -> None:
     assert refused is not None and not refused.ok
 
 
-def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove, "type_check_in_child", type_check)  # a process of its own imports torch first
+def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        prove, "type_check_in_child", type_check
+    )  # a process of its own imports torch first
     run = tiny_run({"parallel.tp": "2", "parallel.sp": "true"})
     rows = prove_run(run, 4, fault="sp_norm_not_summed")
     assert list(dict.fromkeys(row.part for row in rows)) == ["a", "b", "c", "d"]
     assert all(row.holds for row in rows if row.part != "d")
-    assert any(not row.holds and "_norm.weight" in row.answer for row in rows), [row.answer for row in rows]
+    assert any(not row.holds and "_norm.weight" in row.answer for row in rows), [
+        row.answer for row in rows
+    ]
     monkeypatch.setattr(prove, "proved", lambda case: "rank 1 raised")
     failed = prove_run(run, 2)
     assert not failed[-1].holds and failed[-1].answer.endswith("rank 1 raised")
 
 
-def test_what_a_run_leaves_open_to_compute_again_is_proved_as_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_leaves_open_to_compute_again_is_proved_as_it_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cases: list[LayoutCase] = []
 
     def noted(case: LayoutCase) -> str:

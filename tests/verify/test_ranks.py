@@ -46,15 +46,30 @@ KINDS = (
 def model(*, heads: int, keys: int, tied: bool = False) -> ModelConfig:
     """One layer with odd sizes."""
     return ModelConfig(
-        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=1, num_heads=heads, num_kv_heads=keys, head_dim=6,
-        ffn_hidden_size=20, tied_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=61,
+        vocab_multiple=4,
+        hidden_size=24,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=keys,
+        head_dim=6,
+        ffn_hidden_size=20,
+        tied_embeddings=tied,
+    )
 
 
 LAYOUTS = {
     "three ranks share the only key/value head": (model(heads=3, keys=1), ParallelConfig(tp=3), 3),
-    "two and one query heads for each key/value head": (model(heads=6, keys=2), ParallelConfig(tp=4, sp=True), 4),
-    "three ranks for two heads each and one": (model(heads=5, keys=5), ParallelConfig(tp=3, sp=True), 3),
+    "two and one query heads for each key/value head": (
+        model(heads=6, keys=2),
+        ParallelConfig(tp=4, sp=True),
+        4,
+    ),
+    "three ranks for two heads each and one": (
+        model(heads=5, keys=5),
+        ParallelConfig(tp=3, sp=True),
+        3,
+    ),
     "all in one": (model(heads=2, keys=1, tied=True), ParallelConfig(), 1),
 }
 
@@ -62,8 +77,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_that_the_table_of_layouts_lacks_hold_too(name: str) -> None:
     built, parallel, world = LAYOUTS[name]
-    found = prove_layout(layout_case(built, parallel, world, micro_batch_size=choose_micro_batch_size(parallel)))
-    same = {"checkpoint under another layout": "checkpoint under the same layout"} if world == 1 else {}
+    found = prove_layout(
+        layout_case(built, parallel, world, micro_batch_size=choose_micro_batch_size(parallel))
+    )
+    same = (
+        {"checkpoint under another layout": "checkpoint under the same layout"}
+        if world == 1
+        else {}
+    )
     assert [difference.what for difference in found] == [same.get(kind, kind) for kind in KINDS]
     assert all(difference.holds for difference in found), found
 
@@ -93,7 +114,9 @@ def failing(found: list[Difference]) -> set[str]:
 def changed(gathered: Gathered, name: str, factor: float) -> Gathered:
     """The same slices, one tensor scaled."""
     boxes = gathered[name]
-    return gathered | {name: Boxes(boxes.shape, [(box, values * factor) for box, values in boxes.parts])}
+    return gathered | {
+        name: Boxes(boxes.shape, [(box, values * factor) for box, values in boxes.parts])
+    }
 
 
 def test_a_result_equals_itself(reference: RankResult) -> None:
@@ -110,18 +133,33 @@ def test_one_wrong_tensor_is_found_and_named(reference: RankResult, factor: floa
     wrong = {
         "first weights": replace(reference, initial=changed(reference.initial, NAME, factor)),
         "gradients": replace(reference, gradients=changed(reference.gradients, NAME, factor)),
-        f"weights after {STEPS} steps": replace(reference, weights=changed(reference.weights, NAME, factor)),
-        "weights one step after reload": replace(reference, reloaded=changed(reference.reloaded, NAME, factor)),
+        f"weights after {STEPS} steps": replace(
+            reference, weights=changed(reference.weights, NAME, factor)
+        ),
+        "weights one step after reload": replace(
+            reference, reloaded=changed(reference.reloaded, NAME, factor)
+        ),
         "checkpoint": replace(
             reference,
             stored=reference.stored | {f"model.{NAME}": reference.stored[f"model.{NAME}"] * factor},
         ),
     }
     for what, result in wrong.items():
-        found = [difference for difference in compare_results(result, reference) if not difference.holds]
-        assert NAME in {difference.what: difference.name for difference in found}[what], (what, found)
-        by_torch = {f"weights after {STEPS} steps": "weights", "weights one step after reload": "reloaded weights"}
-        also = {"copies agree", f"{by_torch.get(what)} against torch.optim"}  # a NaN is no copy of itself
+        found = [
+            difference for difference in compare_results(result, reference) if not difference.holds
+        ]
+        assert NAME in {difference.what: difference.name for difference in found}[what], (
+            what,
+            found,
+        )
+        by_torch = {
+            f"weights after {STEPS} steps": "weights",
+            "weights one step after reload": "reloaded weights",
+        }
+        also = {
+            "copies agree",
+            f"{by_torch.get(what)} against torch.optim",
+        }  # a NaN is no copy of itself
         assert {difference.what for difference in found} <= {what, *also}
 
 
@@ -136,16 +174,26 @@ def test_wrong_losses_and_norms_are_found(reference: RankResult) -> None:
     result = replace(reference, losses=[*reference.losses[:-1], reference.losses[-1] * (1 + 1e-7)])
     assert failing(compare_results(result, reference)) == {"losses of all steps"}
     result = replace(reference, grad_norms=[*reference.grad_norms[:-1], 0.0])
-    assert failing(compare_results(result, reference)) == {"gradient norm", "gradient norm against torch"}
+    assert failing(compare_results(result, reference)) == {
+        "gradient norm",
+        "gradient norm against torch",
+    }
 
 
 def test_wrong_moments_and_wrong_state_after_loading_are_found(reference: RankResult) -> None:
     moment = f"optimizer.exp_avg_sq.{NAME}"
-    result = replace(reference, stored=reference.stored | {moment: reference.stored[moment] * (1 + 1e-8)})
-    assert failing(compare_results(result, reference)) == {"checkpoint", "moments against torch.optim"}
+    result = replace(
+        reference, stored=reference.stored | {moment: reference.stored[moment] * (1 + 1e-8)}
+    )
+    assert failing(compare_results(result, reference)) == {
+        "checkpoint",
+        "moments against torch.optim",
+    }
     for name in (moment, f"model.{NAME}", "optimizer step"):  # to the last bit
         result = replace(reference, resharded=changed(reference.resharded, name, 1 + 2**-52))
-        differences = {one.what: one.name for one in compare_results(result, reference) if not one.holds}
+        differences = {
+            one.what: one.name for one in compare_results(result, reference) if not one.holds
+        }
         assert differences == {"checkpoint under the same layout": name}
     lost = {name: boxes for name, boxes in reference.resharded.items() if name != moment}
     assert failing(compare_results(replace(reference, resharded=lost), reference)) == {
@@ -162,7 +210,9 @@ def test_a_gradient_that_is_zero_in_both_proves_nothing(reference: RankResult) -
 
 def test_a_missing_tensor_and_a_hole_are_found(reference: RankResult) -> None:
     lacking = {name: boxes for name, boxes in reference.gradients.items() if name != NAME}
-    assert failing(compare_results(replace(reference, gradients=lacking), reference)) == {"gradients"}
+    assert failing(compare_results(replace(reference, gradients=lacking), reference)) == {
+        "gradients"
+    }
     boxes = reference.gradients[NAME]
     (_, values) = boxes.parts[0]
     half = [(((0, 12), (0, 20)), values[:12])]
@@ -174,23 +224,31 @@ def test_copies_that_differ_are_found_though_the_last_one_is_right(reference: Ra
     boxes = reference.weights[NAME]
     box, values = boxes.parts[0]
     other = Boxes(boxes.shape, [(box, values + 1e-6), (box, values)])
-    found = compare_results(replace(reference, weights=reference.weights | {NAME: other}), reference)
+    found = compare_results(
+        replace(reference, weights=reference.weights | {NAME: other}), reference
+    )
     assert failing(found) == {"copies agree"}
     assert found[-1].name == NAME
 
 
 EXPERTS = replace(
-    model(heads=2, keys=2), num_layers=2, moe=MoEConfig(
-        experts=3, ffn_hidden_size=5, router=RouterConfig(score="sigmoid", balancing_bias=True),
+    model(heads=2, keys=2),
+    num_layers=2,
+    moe=MoEConfig(
+        experts=3,
+        ffn_hidden_size=5,
+        router=RouterConfig(score="sigmoid", balancing_bias=True),
         balance=BalanceConfig(batch=0.1),
     ),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
 def with_experts(tmp_path_factory: pytest.TempPathFactory) -> RankResult:
     """One process's answer, of a model with experts."""
-    result = run_case(0, 1, layout_case(EXPERTS, ParallelConfig(), 1), str(tmp_path_factory.mktemp("experts")))
+    result = run_case(
+        0, 1, layout_case(EXPERTS, ParallelConfig(), 1), str(tmp_path_factory.mktemp("experts"))
+    )
     return result
 
 
@@ -203,10 +261,16 @@ def test_choices_are_compared_first_and_told_by_step_and_layer(with_experts: Ran
     found = compare_results(wrong, with_experts)[0]
     got, wanted = ([int(count) for count in each] for each in (counts, use.counts))
     assert found == Difference(
-        "choices of experts", f"step 1, layers.0: experts got {got} tokens and not {wanted}", float("inf"), False
+        "choices of experts",
+        f"step 1, layers.0: experts got {got} tokens and not {wanted}",
+        float("inf"),
+        False,
     )
     refusing = replace(with_experts, uses=[[use, last._replace(refused=2.0)], *others])
-    assert compare_results(refusing, with_experts)[0].name == "step 1, layers.1: 2 choices were refused and not 0"
+    assert (
+        compare_results(refusing, with_experts)[0].name
+        == "step 1, layers.1: 2 choices were refused and not 0"
+    )
 
 
 def test_wrong_balance_losses_and_biases_are_found(with_experts: RankResult) -> None:
@@ -234,13 +298,18 @@ def open_files(rank: int, world: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "parallel", [ParallelConfig(tp=2, sp=True), ParallelConfig(dp=2, zero=3)], ids=["tp2 sp", "zero 3"]
+    "parallel",
+    [ParallelConfig(tp=2, sp=True), ParallelConfig(dp=2, zero=3)],
+    ids=["tp2 sp", "zero 3"],
 )
 def test_a_worker_keeps_no_process_group_of_a_case(parallel: ParallelConfig) -> None:
-    """They would run out of file descriptors: a case has several groups, and a pool runs hundreds of cases."""
+    """They would run out of file descriptors: a case has several groups, and a pool runs hundreds
+    of cases."""
     before = run_ranks(open_files, 2)
     prove_layout(layout_case(model(heads=2, keys=2), parallel, 2))
-    assert all(now <= earlier for now, earlier in zip(run_ranks(open_files, 2), before, strict=True))
+    assert all(
+        now <= earlier for now, earlier in zip(run_ranks(open_files, 2), before, strict=True)
+    )
 
 
 def test_threads_are_as_before(tmp_path: Path) -> None:

@@ -29,38 +29,54 @@ from megalith.verify.schedules import ScheduleReport
 from megalith.verify.types import Problem, TypeReport
 
 REPORT = TypeReport(
-    world=4096, axes={"dp": 512, "cp": 1, "tp": 8}, ranks=(0, 2052, 4095), parameters=9,
-    collectives={"enter over tp": 4, "leave over tp": 5}, problems=(), seconds=1.25, peak_gib=0.3,
-)  # fmt: skip
+    world=4096,
+    axes={"dp": 512, "cp": 1, "tp": 8},
+    ranks=(0, 2052, 4095),
+    parameters=9,
+    collectives={"enter over tp": 4, "leave over tp": 5},
+    problems=(),
+    seconds=1.25,
+    peak_gib=0.3,
+)
 
 
 def test_rules_that_hold_are_one_row_and_broken_ones_one_each() -> None:
     assert rule_rows([]) == [Row("a", "every rule across the settings", "holds", True)]
     broken = rule_rows(["one is odd. Set it to 2.", "two"])
     assert [(row.part, row.answer, row.holds) for row in broken] == [
-        ("a", "one is odd. Set it to 2.", False), ("a", "two", False),
-    ]  # fmt: skip
+        ("a", "one is odd. Set it to 2.", False),
+        ("a", "two", False),
+    ]
 
 
 def test_the_type_check_says_what_it_looked_at() -> None:
     row, unproved = type_rows(REPORT)
     assert row.holds and row.part == "b"
     assert row.question == "every gradient meets the sum it needs, at world 4,096"
-    assert row.answer.startswith("dp 512, tp 8; ranks 0, 2052, 4095; 9 parameters, 9 collectives; 1.2 s, 0.30 GiB")
+    assert row.answer.startswith(
+        "dp 512, tp 8; ranks 0, 2052, 4095; 9 parameters, 9 collectives; 1.2 s, 0.30 GiB"
+    )
     assert unproved == Row("b", "nothing is proved about axes of one rank", "cp", True)
 
 
 def test_what_has_no_types_is_said() -> None:
-    *_, row = type_rows(replace(REPORT, unseen=("offload.layers=1: copies to host memory and back",)))
+    *_, row = type_rows(
+        replace(REPORT, unseen=("offload.layers=1: copies to host memory and back",))
+    )
     assert row == Row(
-        "b", "has no types, and is proved in (d) alone", "offload.layers=1: copies to host memory and back", True
+        "b",
+        "has no types, and is proved in (d) alone",
+        "offload.layers=1: copies to host memory and back",
+        True,
     )
 
 
 def test_tensor_parallel_ranks_are_one_axis_as_the_user_set_them() -> None:
     shared = replace(REPORT, axes={"dp": 2, "cp": 2, "tp": 12, "pp": 4, "tp_kv": 4, "tp_copy": 3})
     (row,) = type_rows(shared)
-    assert row.answer.startswith("dp 2, cp 2, tp 12 (3 ranks share each key/value head), pp 4; ranks 0")
+    assert row.answer.startswith(
+        "dp 2, cp 2, tp 12 (3 ranks share each key/value head), pp 4; ranks 0"
+    )
     alone = replace(REPORT, axes={"dp": 1, "cp": 1, "tp": 1})
     row, unproved = type_rows(alone)
     assert row.answer.startswith("no axis; ") and unproved.answer == "dp, cp, tp"
@@ -68,19 +84,27 @@ def test_tensor_parallel_ranks_are_one_axis_as_the_user_set_them() -> None:
 
 def test_each_type_problem_is_a_row() -> None:
     problem = Problem(where="layers.0", what="expects P", ranks=(3,))
-    refused = TypeReport(**{name: getattr(REPORT, name) for name in TypeReport.__slots__} | {"problems": (problem,)})
+    refused = TypeReport(
+        **{name: getattr(REPORT, name) for name in TypeReport.__slots__} | {"problems": (problem,)}
+    )
     first, second, _ = type_rows(refused)
     assert not first.holds and not second.holds
     assert second.answer == "layers.0 (rank 3): expects P"
 
 
-FOUND = [Difference("first loss", "", 1e-16, True), Difference("gradients", "norm.weight", 0.5, False)]
+FOUND = [
+    Difference("first loss", "", 1e-16, True),
+    Difference("gradients", "norm.weight", 0.5, False),
+]
 
 
 def test_differences_are_rows_under_what_was_run() -> None:
     rows = difference_rows(6, "tp 2 of 8, sp, dp 3", FOUND)
     assert all(row.part == "d" for row in rows)
-    assert rows[0].question == "a tiny copy on 6 processes equals one process in float64" and not rows[0].holds
+    assert (
+        rows[0].question == "a tiny copy on 6 processes equals one process in float64"
+        and not rows[0].holds
+    )
     assert rows[0].answer == "tp 2 of 8, sp, dp 3; worst difference 5.0e-01"
     assert (rows[1].answer, rows[1].holds) == ("1.0e-16", True)
     assert (rows[2].answer, rows[2].holds) == ("5.0e-01 at worst, in norm.weight", False)
@@ -91,9 +115,17 @@ def test_differences_are_rows_under_what_was_run() -> None:
 
 def test_schedules_are_one_row_and_one_for_each_problem() -> None:
     good = ScheduleReport(
-        "1f1b", 2, 1, 4, (), num_actions=30, num_messages=8, bubble=Fraction(1, 4), bubble_of_total=Fraction(1, 5),
+        "1f1b",
+        2,
+        1,
+        4,
+        (),
+        num_actions=30,
+        num_messages=8,
+        bubble=Fraction(1, 4),
+        bubble_of_total=Fraction(1, 5),
         peak_live=(Fraction(2), Fraction(1)),
-    )  # fmt: skip
+    )
     (row,) = schedule_rows(good)
     assert row.holds and row.part == "c" and "1f1b on 2 ranks, 4 microbatches" in row.answer
     assert "bubble 20.0% of the step; at most 1 to 2 microbatches alive" in row.answer
@@ -119,7 +151,9 @@ def test_of_several_copies_only_what_differs_is_shown() -> None:
 
 RESULTS = [
     LayoutResult(area="pipeline", name="pp2", world=2, problems=(), error=1e-15, seconds=1.0),
-    LayoutResult(area="pipeline", name="pp3", world=3, problems=("d: loss off by 2",), error=2.0, seconds=2.0),
+    LayoutResult(
+        area="pipeline", name="pp3", world=3, problems=("d: loss off by 2",), error=2.0, seconds=2.0
+    ),
     LayoutResult(area="shared rows", name="cp2", world=2, problems=(), error=0.0, seconds=3.0),
 ]
 SEEN = Verdict(fault_named("row_sum_removed"), "layers.0", "wrong loss", "loss off by 1")
@@ -137,13 +171,19 @@ def test_the_matrix_is_summed_up_by_area() -> None:
 def test_whatever_does_not_hold_is_told() -> None:
     lines = problem_lines(RESULTS, [SEEN, UNSEEN])
     assert lines[0] == "pipeline, pp3: d: loss off by 2"
-    assert lines[1].startswith("the planted fault dp_sum_averaged was not seen: Gradients are averaged over dp")
+    assert lines[1].startswith(
+        "the planted fault dp_sum_averaged was not seen: Gradients are averaged over dp"
+    )
     assert len(lines) == 2
 
 
 def test_the_matrix_holds_only_if_every_layout_and_every_fault_does() -> None:
     document = json.loads(json.dumps(matrix_json(RESULTS, [SEEN])))
-    assert document["holds"] is False and [row["holds"] for row in document["layouts"]] == [True, False, True]
+    assert document["holds"] is False and [row["holds"] for row in document["layouts"]] == [
+        True,
+        False,
+        True,
+    ]
     assert matrix_json(RESULTS[:1], [SEEN])["holds"] is True
     assert matrix_json(RESULTS[:1], [SEEN, UNSEEN])["holds"] is False
     assert document["faults"][0]["types"] == "layers.0" and document["faults"][0]["refused"] is True

@@ -1,4 +1,5 @@
-"""The layout under which a checkpoint is read back differs from the saved one and breaks no rule."""
+"""The layout under which a checkpoint is read back differs from the saved one and breaks no
+rule."""
 
 from dataclasses import replace
 
@@ -42,7 +43,11 @@ def test_layout_that_the_model_cannot_have_is_passed_over() -> None:
     assert run is not None and (run.parallel.tp, run.parallel.dp, run.parallel.zero) == (2, 1, 0)
     whole = replace(odd, qkv_bias=True, moe=MoEConfig(experts=3, ffn_hidden_size=5))
     run = resharded_run(layout_case(whole, ParallelConfig(dp=5), 5).run, 5)
-    assert run is not None and not run_problems(run, 5) and run.parallel != ParallelConfig(dp=5, bucket_numel=2000)
+    assert (
+        run is not None
+        and not run_problems(run, 5)
+        and run.parallel != ParallelConfig(dp=5, bucket_numel=2000)
+    )
 
 
 def test_one_rank_has_no_other_layout() -> None:

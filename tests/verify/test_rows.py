@@ -1,4 +1,5 @@
-"""What rows of the matrix are made of: layouts with pipelines, rows that ranks can share, and the case to prove."""
+"""What rows of the matrix are made of: layouts with pipelines, rows that ranks can share, and the
+case to prove."""
 
 import pytest
 
@@ -10,11 +11,22 @@ from megalith.verify.rows import FOUR, SHARED, TIED, UNEVEN, Layout, row_of, sta
 
 def test_a_row_has_as_many_processes_as_its_axes_say_and_a_case_with_all_of_it() -> None:
     row = Layout(
-        area="memory", name="some", model=FOUR, parallel=staged(2, tp=3, dp=2), rows=2, documents=True, smoothing=0.1,
-        recompute=RecomputeConfig(granularity="full"), lora=LoraConfig(rank=2),
-    )  # fmt: skip
+        area="memory",
+        name="some",
+        model=FOUR,
+        parallel=staged(2, tp=3, dp=2),
+        rows=2,
+        documents=True,
+        smoothing=0.1,
+        recompute=RecomputeConfig(granularity="full"),
+        lora=LoraConfig(rank=2),
+    )
     case = row.case()
-    assert row.world == case.world == 12 and case.run.train.micro_batch_size == 2 and case.run.data.documents
+    assert (
+        row.world == case.world == 12
+        and case.run.train.micro_batch_size == 2
+        and case.run.data.documents
+    )
     assert case.run.recompute.granularity == "full" and case.run.train.label_smoothing == 0.1
     assert case.run.lora == row.lora and case.run.checkpoint.load == "base"
     plain = Layout(area="memory", name="plain", model=FOUR, parallel=ParallelConfig(cp=2))
@@ -24,11 +36,17 @@ def test_a_row_has_as_many_processes_as_its_axes_say_and_a_case_with_all_of_it()
 @pytest.mark.parametrize(
     ("parallel", "tokens"),
     [
-        (ParallelConfig(), 12), (ParallelConfig(tp=4, sp=True), 12), (ParallelConfig(cp=2), 12),
-        (ParallelConfig(cp=2, tp=2, sp=True), 16), (ParallelConfig(cp=4), 16), (ParallelConfig(cp=3, tp=2), 12),
+        (ParallelConfig(), 12),
+        (ParallelConfig(tp=4, sp=True), 12),
+        (ParallelConfig(cp=2), 12),
+        (ParallelConfig(cp=2, tp=2, sp=True), 16),
+        (ParallelConfig(cp=4), 16),
+        (ParallelConfig(cp=3, tp=2), 12),
     ],
-)  # fmt: skip
-def test_rows_are_as_long_as_ranks_that_share_them_can_divide(parallel: ParallelConfig, tokens: int) -> None:
+)
+def test_rows_are_as_long_as_ranks_that_share_them_can_divide(
+    parallel: ParallelConfig, tokens: int
+) -> None:
     assert row_of(parallel) == tokens
     assert tokens % (2 * parallel.cp * (parallel.tp if parallel.sp else 1)) == 0 or parallel.cp == 1
 
@@ -46,7 +64,9 @@ def test_the_models_of_many_rows_are_what_their_names_say() -> None:
 
 def test_a_table_gives_a_row_for_every_name() -> None:
     first, second = table(
-        "pipeline", {"one": (FOUR, staged(2)), "three": (TIED, ParallelConfig(cp=2), 3)}, sample=["three"]
+        "pipeline",
+        {"one": (FOUR, staged(2)), "three": (TIED, ParallelConfig(cp=2), 3)},
+        sample=["three"],
     )
     assert (first.name, first.rows, first.sample, first.area) == ("one", None, False, "pipeline")
     assert (second.name, second.rows, second.sample, second.model) == ("three", 3, True, TIED)

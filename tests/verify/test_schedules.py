@@ -19,9 +19,13 @@ def test_1f1b_is_reported_with_its_bubble_and_memory() -> None:
     assert report.ok and report.name == "1f1b"
     assert report.bubble == Fraction(3, 8) and report.bubble_of_total == Fraction(3, 11)
     assert list(report.peak_live) == [4, 3, 2, 1]
-    assert report.num_messages == 2 * 3 * 8 and report.num_actions == 4 * 8 * 2 + 2 * report.num_messages
+    assert (
+        report.num_messages == 2 * 3 * 8
+        and report.num_actions == 4 * 8 * 2 + 2 * report.num_messages
+    )
     assert report.summary() == (
-        "1f1b on 4 ranks, 8 microbatches: 160 actions, 48 messages, no deadlock with tags (gloo) or without (NCCL); "
+        "1f1b on 4 ranks, 8 microbatches: 160 actions, 48 messages, no deadlock with tags (gloo) "
+        "or without (NCCL); "
         "bubble 27.3% of the step; at most 1 to 4 microbatches alive per rank"
     )
 
@@ -35,9 +39,15 @@ def test_chunks_count_as_parts_of_a_microbatch() -> None:
 
 
 def test_pairs_are_run_on_paper_and_told_by_their_memory() -> None:
-    plain, paired = (check_schedule(PipelineConfig(), pp=4, num_microbatches=8, paired=each) for each in (False, True))
+    plain, paired = (
+        check_schedule(PipelineConfig(), pp=4, num_microbatches=8, paired=each)
+        for each in (False, True)
+    )
     assert paired.ok and paired.bubble == plain.bubble
-    assert list(paired.peak_live) == [8, 6, 4, 2] and "at most 2 to 8 microbatches alive" in paired.summary()
+    assert (
+        list(paired.peak_live) == [8, 6, 4, 2]
+        and "at most 2 to 8 microbatches alive" in paired.summary()
+    )
 
 
 def test_a_pipeline_of_one_rank_has_no_bubble_and_no_messages() -> None:
@@ -47,7 +57,9 @@ def test_a_pipeline_of_one_rank_has_no_bubble_and_no_messages() -> None:
 
 def test_costs_of_the_stages_count() -> None:
     costs = even_costs(2, forward=2, backward_input=1, backward_weight=1)
-    assert check_schedule(PipelineConfig(), pp=2, num_microbatches=4, costs=costs).bubble == Fraction(1, 4)
+    assert check_schedule(
+        PipelineConfig(), pp=2, num_microbatches=4, costs=costs
+    ).bubble == Fraction(1, 4)
 
 
 def test_a_broken_rule_is_a_problem_and_nothing_is_run() -> None:
@@ -61,7 +73,9 @@ Row = list[Action]
 
 
 def index_of(row: Row, kind: Kind, chunk: int, microbatch: int) -> int:
-    return next(index for index, action in enumerate(row) if action[:3] == (kind, chunk, microbatch))
+    return next(
+        index for index, action in enumerate(row) if action[:3] == (kind, chunk, microbatch)
+    )
 
 
 def send_the_wrong_chunk(row: Row) -> None:
@@ -113,7 +127,8 @@ def test_a_planted_fault_is_refused_with_its_rank_and_action(
     fault: Callable[[Row], None], rank: int, text: str, overlap: bool
 ) -> None:
     whole = with_transfers(
-        build_schedule("interleaved", num_ranks=3, num_chunks=2, num_microbatches=6), overlap=overlap
+        build_schedule("interleaved", num_ranks=3, num_chunks=2, num_microbatches=6),
+        overlap=overlap,
     )
     assert check_lists(whole).ok
     row = list(whole.ranks[rank])
@@ -125,7 +140,9 @@ def test_a_planted_fault_is_refused_with_its_rank_and_action(
 
 
 def changed(schedule: Schedule, rank: int, row: Row) -> Schedule:
-    return replace(schedule, ranks=(*schedule.ranks[:rank], tuple(row), *schedule.ranks[rank + 1 :]))
+    return replace(
+        schedule, ranks=(*schedule.ranks[:rank], tuple(row), *schedule.ranks[rank + 1 :])
+    )
 
 
 def test_a_circle_of_waiting_ranks_is_refused() -> None:
@@ -134,32 +151,50 @@ def test_a_circle_of_waiting_ranks_is_refused() -> None:
     for microbatch in (0, 1):  # sent only after the backward that waits for it
         row.append(row.pop(index_of(row, "send_forward", 0, microbatch)))
     [problem] = check_lists(changed(good, 0, row)).problems
-    assert problem.startswith("deadlock: ") and "rank 0, action" in problem and "rank 1, action" in problem
+    assert (
+        problem.startswith("deadlock: ")
+        and "rank 0, action" in problem
+        and "rank 1, action" in problem
+    )
 
 
 def test_two_sends_that_are_swapped_are_legal_with_tags_and_refused_without() -> None:
-    good = with_transfers(build_schedule("gpipe", num_ranks=2, num_microbatches=2, forward_only=True))
+    good = with_transfers(
+        build_schedule("gpipe", num_ranks=2, num_microbatches=2, forward_only=True)
+    )
     f0, s0, f1, s1 = good.ranks[0]
     swapped = changed(good, 0, [f0, f1, s1, s0])
     assert find_problems(swapped) == []
     report = check_lists(swapped)
     assert not report.ok and report.summary().endswith("cannot be run")
     assert report.problems == (
-        "over NCCL, rank 0, action 2 (send_forward of microbatch 1 to rank 1) would be taken by rank 1, action 0 "
-        "(recv_forward of microbatch 0 from rank 0): without tags, receive 1 of a channel gets send 1, so both ranks "
+        "over NCCL, rank 0, action 2 (send_forward of microbatch 1 to rank 1) would be taken by "
+        "rank 1, action 0 "
+        "(recv_forward of microbatch 0 from rank 0): without tags, receive 1 of a channel gets "
+        "send 1, so both ranks "
         "must list its messages in one order",
     )
 
 
 SIZES: list[tuple[ScheduleName, int]] = [
-    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)
-]  # fmt: skip
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+    ("dualpipe-v", 2),
+]
 
 
 @pytest.mark.parametrize(("name", "vpp"), SIZES)
-def test_every_schedule_runs_with_tags_and_without_in_training_and_evaluation(name: ScheduleName, vpp: int) -> None:
+def test_every_schedule_runs_with_tags_and_without_in_training_and_evaluation(
+    name: ScheduleName, vpp: int
+) -> None:
     pipeline = PipelineConfig(schedule=name, vpp=vpp)
     for pp, microbatches, overlap in product((1, 2, 3, 4, 5), (1, 2, 3, 4, 8, 9), (True, False)):
         if not schedule_problems(pipeline, pp=pp, num_microbatches=microbatches):
             report = check_schedule(pipeline, pp=pp, num_microbatches=microbatches, overlap=overlap)
-            assert report.ok and "no deadlock with tags (gloo) or without (NCCL)" in report.summary(), report.problems
+            assert (
+                report.ok and "no deadlock with tags (gloo) or without (NCCL)" in report.summary()
+            ), report.problems

@@ -29,9 +29,16 @@ from megalith.verify.shrink import MOST_RANKS, _shrink_choice, shrink, shrunk_wo
 from megalith.verify.variants import VARIANTS
 
 
-def run_of(heads: int, keys: int, tp: int, dp: int, *, ffn: int = 64, sp: bool = False, tied: bool = False) -> TrainRun:
+def run_of(
+    heads: int, keys: int, tp: int, dp: int, *, ffn: int = 64, sp: bool = False, tied: bool = False
+) -> TrainRun:
     """A run of that shape."""
-    sizes = {"num_heads": heads, "num_kv_heads": keys, "ffn_hidden_size": ffn, "tied_embeddings": tied}
+    sizes = {
+        "num_heads": heads,
+        "num_kv_heads": keys,
+        "ffn_hidden_size": ffn,
+        "tied_embeddings": tied,
+    }
     layout = {"tp": tp, "dp": dp, "sp": sp}
     settings = {f"model.{name}": value for name, value in sizes.items()} | {
         f"parallel.{name}": value for name, value in layout.items()
@@ -59,7 +66,8 @@ def layouts() -> Iterator[TrainRun]:
 
 
 def parts(model: ModelConfig, tp: int) -> tuple[bool, bool, bool, bool]:
-    """Whether ranks share a key/value head, whether all share one, and whether heads and features part unevenly."""
+    """Whether ranks share a key/value head, whether all share one, and whether heads and features
+    part unevenly."""
     heads = split_heads(model.num_heads, model.num_kv_heads, tp)
     uneven = len(set(heads.queries)) > 1
     return (
@@ -78,7 +86,11 @@ def test_every_layout_has_a_tiny_copy_that_breaks_no_rule_and_is_as_hard() -> No
         assert run_problems(case.run, case.world) == [], where
         assert case.world <= MOST_RANKS, where
         p, small = run.parallel, case.run.parallel
-        assert ((small.tp > 1), (small.dp or 1) > 1, small.sp) == (p.tp > 1, (p.dp or 1) > 1, p.sp), where
+        assert ((small.tp > 1), (small.dp or 1) > 1, small.sp) == (
+            p.tp > 1,
+            (p.dp or 1) > 1,
+            p.sp,
+        ), where
         assert parts(case.run.model, small.tp) == parts(run.model, p.tp), where
         count += 1
     assert count > 1000
@@ -98,7 +110,9 @@ def test_every_layout_has_a_tiny_copy_that_breaks_no_rule_and_is_as_hard() -> No
         (run_of(8, 8, 1, 1), 1, 1, 1, 1),
     ],
 )
-def test_the_copy_is_as_small_as_can_be(run: TrainRun, tp: int, dp: int, keys: int, heads: int) -> None:
+def test_the_copy_is_as_small_as_can_be(
+    run: TrainRun, tp: int, dp: int, keys: int, heads: int
+) -> None:
     case = only(run)
     assert (case.run.parallel.tp, case.run.parallel.dp, case.world) == (tp, dp, tp * dp)
     assert (case.run.model.num_kv_heads, case.run.model.num_heads) == (keys, heads)
@@ -106,8 +120,16 @@ def test_the_copy_is_as_small_as_can_be(run: TrainRun, tp: int, dp: int, keys: i
 
 def test_ties_biases_order_and_overlap_stay() -> None:
     run = run_of(4, 4, 2, 2, tied=True)
-    settings = {"model.qkv_bias": "true", "parallel.order": "dp-tp-cp-ep-pp", "parallel.overlap": "false"}
-    case = only(tiny_run({"model.tied_embeddings": "true", "parallel.tp": "2", "parallel.dp": "2"} | settings))
+    settings = {
+        "model.qkv_bias": "true",
+        "parallel.order": "dp-tp-cp-ep-pp",
+        "parallel.overlap": "false",
+    }
+    case = only(
+        tiny_run(
+            {"model.tied_embeddings": "true", "parallel.tp": "2", "parallel.dp": "2"} | settings
+        )
+    )
     assert case.run.model.tied_embeddings and case.run.model.qkv_bias
     assert (case.run.parallel.order, case.run.parallel.overlap) == ("dp-tp-cp-ep-pp", False)
     assert only(run).run.model.tied_embeddings
@@ -137,21 +159,44 @@ def test_every_recipe_has_a_copy(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_every_kind_of_layer_has_a_copy_that_breaks_no_rule(name: str) -> None:
-    model = replace(VARIANTS[name], hidden_size=240, num_layers=24, max_seq_len=4096, vocab_size=5000)
+    model = replace(
+        VARIANTS[name], hidden_size=240, num_layers=24, max_seq_len=4096, vocab_size=5000
+    )
     run = replace(run_of(4, 4, 2, 2), model=model)
     for case in shrink(run, 4):
         small, large = case.run.model, model
         assert run_problems(case.run, case.world) == []
-        for same in ("norm", "norm_placement", "block", "positions", "activation", "gated", "dropout", "qkv_bias"):
+        for same in (
+            "norm",
+            "norm_placement",
+            "block",
+            "positions",
+            "activation",
+            "gated",
+            "dropout",
+            "qkv_bias",
+        ):
             assert getattr(small, same) == getattr(large, same)
-        assert {small.has_window(n) for n in range(small.num_layers)} == {large.has_window(n) for n in range(24)}
-        assert {small.turns(n) for n in range(small.num_layers)} == {large.turns(n) for n in range(24)}
+        assert {small.has_window(n) for n in range(small.num_layers)} == {
+            large.has_window(n) for n in range(24)
+        }
+        assert {small.turns(n) for n in range(small.num_layers)} == {
+            large.turns(n) for n in range(24)
+        }
         assert (small.width_factor() > 1) == (large.width_factor() > 1)
-        parts = [{(m.attention_part(n), m.mlp_part(n)) for n in range(m.num_layers)} for m in (small, large)]
+        parts = [
+            {(m.attention_part(n), m.mlp_part(n)) for n in range(m.num_layers)}
+            for m in (small, large)
+        ]
         assert parts[0] <= parts[1] and (len(parts[0]) > 1) == (len(parts[1]) > 1)
-        assert (small.mla is None, small.mtp.depths > 0) == (large.mla is None, large.mtp.depths > 0)
+        assert (small.mla is None, small.mtp.depths > 0) == (
+            large.mla is None,
+            large.mtp.depths > 0,
+        )
         assert small.attention.window is None or small.attention.window < case.run.train.seq_len
-        assert {small.looks(n) for n in range(small.num_layers)} == {large.looks(n) for n in range(24)}
+        assert {small.looks(n) for n in range(small.num_layers)} == {
+            large.looks(n) for n in range(24)
+        }
 
 
 @pytest.mark.parametrize("memory", [0, 12, 23])
@@ -167,7 +212,11 @@ def test_a_memory_crosses_borders_of_stages_where_it_does_in_the_run(memory: int
 
 
 def test_scaling_begins_within_a_row_of_a_copy() -> None:
-    scaled = {"model.rope.scaling": "dynamic", "model.rope.original_max_position": "32", "model.rope.fraction": "0.5"}
+    scaled = {
+        "model.rope.scaling": "dynamic",
+        "model.rope.original_max_position": "32",
+        "model.rope.fraction": "0.5",
+    }
     (case,) = shrink(tiny_run(scaled | {"parallel.tp": "2"}), 2)
     assert case.run.model.rope.original_max_position < case.run.train.seq_len
     assert case.run.model.rotary_size() == 4 and model_problems(case.run) == []
@@ -176,10 +225,16 @@ def test_scaling_begins_within_a_row_of_a_copy() -> None:
 @pytest.mark.parametrize(
     "rope",
     [
-        RopeConfig(sections=(1, 1, 1)), RopeConfig(sections=(1, 0, 1), fraction=0.7),
-        RopeConfig(scaling="longrope", short_factors=(1.0,) * 3, long_factors=(2.0,) * 3, original_max_position=32),
+        RopeConfig(sections=(1, 1, 1)),
+        RopeConfig(sections=(1, 0, 1), fraction=0.7),
+        RopeConfig(
+            scaling="longrope",
+            short_factors=(1.0,) * 3,
+            long_factors=(2.0,) * 3,
+            original_max_position=32,
+        ),
     ],
-)  # fmt: skip
+)
 def test_positions_of_a_copy_fit_its_heads(rope: RopeConfig) -> None:
     run = tiny_run({"parallel.tp": "2"})
     run = replace(run, model=replace(run.model, rope=rope))
@@ -194,12 +249,20 @@ def test_positions_of_a_copy_fit_its_heads(rope: RopeConfig) -> None:
 
 
 def large(
-    parallel: ParallelConfig, *, layers: int = 48, seq_len: int = 1024, rows: int = 1, batch: int = 0
+    parallel: ParallelConfig,
+    *,
+    layers: int = 48,
+    seq_len: int = 1024,
+    rows: int = 1,
+    batch: int = 0,
 ) -> TrainRun:
     """A run with many heads and layers, of 64 microbatches or `batch` rows a step."""
     run = run_of(96, 96, 1, 1, ffn=192)
     train = replace(
-        run.train, seq_len=seq_len, micro_batch_size=rows, global_batch_size=batch or 64 * rows * (parallel.dp or 1)
+        run.train,
+        seq_len=seq_len,
+        micro_batch_size=rows,
+        global_batch_size=batch or 64 * rows * (parallel.dp or 1),
     )
     model = replace(run.model, num_layers=layers, max_seq_len=seq_len)
     return replace(run, parallel=parallel, train=train, model=model)
@@ -220,13 +283,21 @@ def staged(pp: int, **pipeline: object) -> ParallelConfig:
         (staged(16, schedule="zb-h1"), 3, PipelineConfig(schedule="zb-h1")),
         (staged(4, layout="E|t*24|t*24|L"), 3, PipelineConfig(layout="E|t|L")),
         (staged(4, layout="Et*12|t*12||t*24L"), 3, PipelineConfig(layout="Ett|t|tL")),
-        (staged(2, vpp=2, layout="Et*12||t*12|t*24L"), 2, PipelineConfig(vpp=2, layout="Ett||t|tL")),
+        (
+            staged(2, vpp=2, layout="Et*12||t*12|t*24L"),
+            2,
+            PipelineConfig(vpp=2, layout="Ett||t|tL"),
+        ),
         (staged(2, layout="Et*16|t*32L"), 2, PipelineConfig(layout="Ett|tL")),
         (staged(8, first_layers=6), 3, PipelineConfig(first_layers=1)),
-        (staged(2, first_layers=16, last_layers=32), 2, PipelineConfig(first_layers=1, last_layers=2)),
+        (
+            staged(2, first_layers=16, last_layers=32),
+            2,
+            PipelineConfig(first_layers=1, last_layers=2),
+        ),
         (staged(7, count_embedding=True), 3, PipelineConfig(count_embedding=True)),
     ],
-)  # fmt: skip
+)
 def test_a_pipeline_keeps_its_schedule_and_its_way_of_dividing(
     parallel: ParallelConfig, pp: int, expected: PipelineConfig
 ) -> None:
@@ -240,10 +311,12 @@ def test_a_pipeline_keeps_its_schedule_and_its_way_of_dividing(
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ("E|t*24|t*24|mmm|L", "Et|mm|L"), ("Et*16|t*16|t*16mmm||L", "Et|tmm|L"), ("Et*16|t*16||t*16|mmmL", "Et|t|mmL"),
+        ("E|t*24|t*24|mmm|L", "Et|mm|L"),
+        ("Et*16|t*16|t*16mmm||L", "Et|tmm|L"),
+        ("Et*16|t*16||t*16|mmmL", "Et|t|mmL"),
         ("Et*12|t*12|t*12|t*11|tmmmL", "Ett|t|tmmL"),
     ],
-)  # fmt: skip
+)
 def test_further_predictions_keep_their_kind_of_stage(layout: str, expected: str) -> None:
     parallel = staged(5, layout=layout)
     run = replace(large(parallel), model=replace(large(parallel).model, mtp=MTPConfig(depths=3)))
@@ -254,7 +327,9 @@ def test_further_predictions_keep_their_kind_of_stage(layout: str, expected: str
 
 
 @pytest.mark.parametrize(("microbatches", "expected"), [(2, 2), (4, 3), (64, 4)])
-def test_microbatches_are_fewer_than_stages_as_many_or_more_as_in_the_run(microbatches: int, expected: int) -> None:
+def test_microbatches_are_fewer_than_stages_as_many_or_more_as_in_the_run(
+    microbatches: int, expected: int
+) -> None:
     case = only(large(staged(4), batch=microbatches))
     train = case.run.train
     assert train.global_batch_size // train.micro_batch_size == expected
@@ -263,16 +338,27 @@ def test_microbatches_are_fewer_than_stages_as_many_or_more_as_in_the_run(microb
 def test_shared_rows_keep_their_kinds_their_padding_and_their_slicing() -> None:
     kinds = ("ring", "gather", "a2a") * 16
     mixed = only(large(ParallelConfig(cp=8, dp=1, context=ContextConfig(layers=kinds))))  # type: ignore[arg-type]  # its words
-    assert mixed.run.parallel.context.layers == ("ring", "gather", "a2a") and mixed.run.parallel.cp == 2
+    assert (
+        mixed.run.parallel.context.layers == ("ring", "gather", "a2a")
+        and mixed.run.parallel.cp == 2
+    )
     context = ContextConfig(kind="a2a+ring", a2a=4, slicing="document")
     groups = only(large(ParallelConfig(cp=16, tp=2, sp=True, dp=1, context=context), seq_len=1001))
     p = groups.run.parallel
-    assert (p.cp, p.tp, p.context.a2a, p.context.slicing, groups.run.train.seq_len) == (4, 2, 2, "document", 15)
+    assert (p.cp, p.tp, p.context.a2a, p.context.slicing, groups.run.train.seq_len) == (
+        4,
+        2,
+        2,
+        "document",
+        15,
+    )
     assert only(large(ParallelConfig(cp=3, dp=1), seq_len=1026)).run.parallel.cp == 3
 
 
 def test_replicas_stay_replicas_and_gradients_travel_in_full() -> None:
-    halves = only(large(ParallelConfig(dp=16, zero=2, replicas=4, reduce_dtype="bf16"))).run.parallel
+    halves = only(
+        large(ParallelConfig(dp=16, zero=2, replicas=4, reduce_dtype="bf16"))
+    ).run.parallel
     assert (halves.dp, halves.zero, halves.replicas, halves.reduce_dtype) == (4, 2, 2, "fp32")
     alone = only(large(ParallelConfig(dp=16, zero=1, replicas=16))).run.parallel
     assert (alone.dp, alone.replicas) == (2, 2)
@@ -283,7 +369,11 @@ def test_recomputation_keeps_the_difference_between_some_layers_and_all() -> Non
     for number, expected in ((4, 1), (12, 2)):
         recompute = RecomputeConfig(granularity="full", method="block", num_layers=number)
         case = only(replace(run, recompute=recompute, offload=OffloadConfig(layers=3)))
-        assert (case.run.recompute.num_layers, case.run.offload.layers, case.run.offload.min_numel) == (expected, 1, 1)
+        assert (
+            case.run.recompute.num_layers,
+            case.run.offload.layers,
+            case.run.offload.min_numel,
+        ) == (expected, 1, 1)
         stages = plan_stages(case.run.parallel.pipeline, pp=3, num_layers=case.run.model.num_layers)
         assert {len(stage.layers) for stage in stages} == {2}
 
@@ -291,42 +381,82 @@ def test_recomputation_keeps_the_difference_between_some_layers_and_all() -> Non
 def test_axes_that_do_not_fit_together_are_in_several_copies() -> None:
     run = large(ParallelConfig(tp=4, sp=True, cp=4, pp=8, dp=4))
     cases = shrink(run, 512)
-    axes = [tuple(axis for axis in ("tp", "cp", "pp", "dp") if getattr(case.run.parallel, axis) > 1) for case in cases]
-    assert sorted(axes) == [("cp", "pp", "dp"), ("tp", "cp", "dp"), ("tp", "cp", "pp"), ("tp", "pp", "dp")]
+    axes = [
+        tuple(axis for axis in ("tp", "cp", "pp", "dp") if getattr(case.run.parallel, axis) > 1)
+        for case in cases
+    ]
+    assert sorted(axes) == [
+        ("cp", "pp", "dp"),
+        ("tp", "cp", "dp"),
+        ("tp", "cp", "pp"),
+        ("tp", "pp", "dp"),
+    ]
     words = [shrunk_words(run, 512, case) for case in cases]
     assert words[0] == (
-        "tp 2 of 4, sp, cp 2 of 4, pp 2 of 8, no dp (in another copy), exchange ring, 2 of 48 layers, 16 tokens a row"
+        "tp 2 of 4, sp, cp 2 of 4, pp 2 of 8, no dp (in another copy), exchange ring, 2 of 48 "
+        "layers, 16 tokens a row"
     )
 
 
 def any_run(draw: random.Random) -> TrainRun:
     """Some run; it may break rules."""
     tp, cp, pp, dp = (draw.choice((1, 1, 2, 3, 4, 8)) for _ in range(4))
-    schedule, vpp = draw.choice((("auto", 1), ("auto", 2), ("auto", 4), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)))
+    schedule, vpp = draw.choice(
+        (("auto", 1), ("auto", 2), ("auto", 4), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2))
+    )
     kind = draw.choice(("ring", "gather", "a2a", "a2a+ring"))
     layers = draw.choice(((), ("ring", "a2a", "gather", kind) * 12))
     pipeline = PipelineConfig(
-        schedule=schedule, vpp=vpp, group=draw.choice((None, None, 5)),  # type: ignore[arg-type]  # one of its words
-        count_loss=draw.random() < 0.2, first_layers=draw.choice((None, None, None, 4)),
-    )  # fmt: skip
+        schedule=schedule,
+        vpp=vpp,
+        group=draw.choice((None, None, 5)),  # type: ignore[arg-type]  # one of its words
+        count_loss=draw.random() < 0.2,
+        first_layers=draw.choice((None, None, None, 4)),
+    )
     context = ContextConfig(
-        kind=kind, layers=layers, a2a=2 if kind == "a2a+ring" else None, slicing=draw.choice(("row", "document"))  # type: ignore[arg-type]
-    )  # fmt: skip
+        kind=kind,
+        layers=layers,
+        a2a=2 if kind == "a2a+ring" else None,
+        slicing=draw.choice(("row", "document")),  # type: ignore[arg-type]
+    )
     parallel = ParallelConfig(
-        tp=tp, sp=(sp := tp > 1 and draw.random() < 0.7), rings=sp and draw.random() < 0.5, cp=cp, context=context,
-        pp=pp, pipeline=pipeline, dp=dp, zero=draw.choice((0, 1, 2, 3)), replicas=draw.choice((1, 1, 2, dp)),
-    )  # fmt: skip
-    recompute = draw.choice((
-        RecomputeConfig(), RecomputeConfig(granularity="selective"), RecomputeConfig(granularity="full", num_layers=3),
-        RecomputeConfig(granularity="full", method="block", shard_inputs=tp > 1 and not parallel.sp),
-    ))  # fmt: skip
-    run = large(parallel, layers=48 - pipeline.count_loss, seq_len=draw.choice((1001, 1152)), rows=draw.choice((1, 2)))
+        tp=tp,
+        sp=(sp := tp > 1 and draw.random() < 0.7),
+        rings=sp and draw.random() < 0.5,
+        cp=cp,
+        context=context,
+        pp=pp,
+        pipeline=pipeline,
+        dp=dp,
+        zero=draw.choice((0, 1, 2, 3)),
+        replicas=draw.choice((1, 1, 2, dp)),
+    )
+    recompute = draw.choice(
+        (
+            RecomputeConfig(),
+            RecomputeConfig(granularity="selective"),
+            RecomputeConfig(granularity="full", num_layers=3),
+            RecomputeConfig(
+                granularity="full", method="block", shard_inputs=tp > 1 and not parallel.sp
+            ),
+        )
+    )
+    run = large(
+        parallel,
+        layers=48 - pipeline.count_loss,
+        seq_len=draw.choice((1001, 1152)),
+        rows=draw.choice((1, 2)),
+    )
     model = replace(run.model, num_heads=96, num_kv_heads=draw.choice((1, 2, 4, 96)))
     documents = replace(run.data, documents=draw.random() < 0.5)
     fused = parallel.rings and draw.random() < 0.5
     run = replace(run, parallel=replace(parallel, ring_products="fused" if fused else "auto"))
     return replace(
-        run, model=model, recompute=recompute, data=documents, offload=OffloadConfig(layers=draw.choice((0, 2)))
+        run,
+        model=model,
+        recompute=recompute,
+        data=documents,
+        offload=OffloadConfig(layers=draw.choice((0, 2))),
     )
 
 
@@ -340,7 +470,9 @@ def test_whatever_breaks_no_rule_has_copies_that_break_none() -> None:
         count += 1
         cases = shrink(run, world)
         for axis in ("tp", "cp", "pp", "dp"):
-            assert (getattr(run.parallel, axis) > 1) == any(getattr(case.run.parallel, axis) > 1 for case in cases)
+            assert (getattr(run.parallel, axis) > 1) == any(
+                getattr(case.run.parallel, axis) > 1 for case in cases
+            )
         for case in cases:
             assert (case.run.parallel.ring_products == "fused") <= case.run.parallel.rings
             assert run_problems(case.run, case.world) == [], (run.parallel, case.run.parallel)
@@ -350,7 +482,12 @@ def test_whatever_breaks_no_rule_has_copies_that_break_none() -> None:
 
 
 def test_adapters_stay_where_they_lay() -> None:
-    settings = {"model.num_layers": "12", "lora.layers": "[1, 10, 11]", "lora.rank": "64", "checkpoint.load": "base"}
+    settings = {
+        "model.num_layers": "12",
+        "lora.layers": "[1, 10, 11]",
+        "lora.rank": "64",
+        "checkpoint.load": "base",
+    }
     for case in shrink(tiny_run(settings), 1):
         copy = case.run
         assert copy.lora is not None and copy.lora.rank == 3 and copy.lora.layers is not None
@@ -374,7 +511,11 @@ def with_experts(settings: dict[str, str], moe: dict[str, str] | None = None) ->
 MIXED = {
     "ep alone, edp 2": ({"dp": "16", "ep": "8"}, {}, (2, None, 4)),
     "ep alone, edp 1": ({"dp": "8", "ep": "8"}, {}, (3, None, 3)),
-    "one expert on each rank": ({"dp": "64", "ep": "64"}, {"top_k": "1", "router.score": "sigmoid"}, (3, None, 3)),
+    "one expert on each rank": (
+        {"dp": "64", "ep": "64"},
+        {"top_k": "1", "router.score": "sigmoid"},
+        (3, None, 3),
+    ),
     "etp is tp": ({"tp": "4", "sp": "true", "dp": "16", "ep": "8"}, {}, (2, None, 4)),
     "etp 1": ({"tp": "4", "sp": "true", "dp": "8", "ep": "16", "etp": "1"}, {}, (2, 1, 4)),
     "etp 2 without tp": ({"dp": "8", "ep": "2", "etp": "2"}, {}, (2, 2, 4)),
@@ -382,10 +523,11 @@ MIXED = {
     "replicas": ({"dp": "16", "ep": "4", "zero": "1", "replicas": "2"}, {}, (2, None, 4)),
     "contexts": ({"cp": "4", "dp": "2", "ep": "8"}, {}, (2, None, 4)),
     "groups": (
-        {"dp": "16", "ep": "8"}, {"router.score": "sigmoid", "router.groups": "8", "router.top_groups": "4"},
+        {"dp": "16", "ep": "8"},
+        {"router.score": "sigmoid", "router.groups": "8", "router.top_groups": "4"},
         (2, None, 4),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -395,7 +537,9 @@ def test_a_copy_of_a_mixture_divides_its_experts_as_the_run_does(name: str) -> N
         moe = moe | {"router.renormalise": "false"}
     run = with_experts(settings, moe)
     case = only(run)
-    assert run_problems(run, world_of(run.parallel)) == [] and run_problems(case.run, case.world) == []
+    assert (
+        run_problems(run, world_of(run.parallel)) == [] and run_problems(case.run, case.world) == []
+    )
     assert (case.run.parallel.ep, case.run.parallel.etp, case.world) == (ep, etp, world)
     mixture = case.run.model.moe
     assert mixture is not None and mixture.experts <= 6 and mixture.top_k <= 2
@@ -405,14 +549,25 @@ def test_a_copy_of_a_mixture_divides_its_experts_as_the_run_does(name: str) -> N
 
 
 def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> None:
-    run = with_experts({"dp": "4", "ep": "2"}, {
-        "layers": "[false,true,true,true]", "shared_ffn_hidden_size": "128", "shared_gate": "true", "latent_size": "32",
-        "capacity.factor": "1.25", "balance.global_batch": "0.1",
-    })  # fmt: skip
+    run = with_experts(
+        {"dp": "4", "ep": "2"},
+        {
+            "layers": "[false,true,true,true]",
+            "shared_ffn_hidden_size": "128",
+            "shared_gate": "true",
+            "latent_size": "32",
+            "capacity.factor": "1.25",
+            "balance.global_batch": "0.1",
+        },
+    )
     case = only(run)
     mixture = case.run.model.moe
     assert mixture is not None and mixture.layers == (False, True)
-    assert (mixture.shared_ffn_hidden_size, mixture.latent_size, mixture.capacity.factor) == (9, 14, 1.25)
+    assert (mixture.shared_ffn_hidden_size, mixture.latent_size, mixture.capacity.factor) == (
+        9,
+        14,
+        1.25,
+    )
     assert mixture.shared_gate and mixture.capacity.drop == "least"
     assert (mixture.balance.global_batch, mixture.balance.batch) == (0.0, 0.1)
     assert "balance by microbatch, as other parts of it are" in shrunk_words(run, 4, case)
@@ -430,35 +585,49 @@ def test_a_copy_keeps_balance_over_the_global_batch_if_one_process_can_have_it()
         assert mixture.balance.batch == pytest.approx(0.0 if kept else 0.3)
         assert ("balance by microbatch" in shrunk_words(run, 4, case)) == (not kept)
         rows = run_of_one(case).train.micro_batch_size
-        assert rows == case.run.train.micro_batch_size * ((case.run.parallel.dp or 1) if kept else 1)
+        assert rows == case.run.train.micro_batch_size * (
+            (case.run.parallel.dp or 1) if kept else 1
+        )
 
 
 def full_experts_and_documents() -> LayoutCase:
-    """The copy of a run whose full experts refuse those of least weight, among packed documents that begin alike."""
-    run = with_experts({"cp": "2", "ep": "2"}, {"capacity.factor": "1.0", "balance.sequence": "0.01"})
-    return only(replace(run, data=replace(run.data, documents=True), train=replace(run.train, seq_len=64)))
+    """The copy of a run whose full experts refuse those of least weight, among packed documents
+    that begin alike."""
+    run = with_experts(
+        {"cp": "2", "ep": "2"}, {"capacity.factor": "1.0", "balance.sequence": "0.01"}
+    )
+    return only(
+        replace(run, data=replace(run.data, documents=True), train=replace(run.train, seq_len=64))
+    )
 
 
 def test_a_copy_with_documents_refuses_the_tokens_that_the_run_refuses() -> None:
     run = full_experts_and_documents().run
-    assert run.data.documents and run.model.moe is not None and run.model.moe.capacity.drop == "least"
+    assert (
+        run.data.documents and run.model.moe is not None and run.model.moe.capacity.drop == "least"
+    )
 
 
 @pytest.mark.slow  # two processes and one, a few seconds
 def test_no_rounding_decides_which_of_the_tokens_that_begin_documents_is_refused() -> None:
-    """By all digits of their weights, experts of this copy get other tokens than on one process in its fourth step."""
+    """By all digits of their weights, experts of this copy get other tokens than on one process in
+    its fourth step."""
     found = prove_layout(full_experts_and_documents())
     assert found and [str(difference) for difference in found if not difference.holds] == []
 
 
 def test_where_axes_do_not_fit_together_each_copy_divides_experts_as_it_can() -> None:
-    run = with_experts({"tp": "2", "sp": "true", "cp": "2", "pp": "2", "dp": "2", "ep": "4", "etp": "1"})
+    run = with_experts(
+        {"tp": "2", "sp": "true", "cp": "2", "pp": "2", "dp": "2", "ep": "4", "etp": "1"}
+    )
     for case in shrink(run, 16):
         assert run_problems(case.run, case.world) == []
         assert case.run.parallel.ep == 2 and case.run.parallel.etp == 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}]
+)
 def test_copies_of_a_run_with_packs_have_packs(settings: dict[str, str]) -> None:
     packed = {
         "train.micro_batch_size": "1",
@@ -471,12 +640,22 @@ def test_copies_of_a_run_with_packs_have_packs(settings: dict[str, str]) -> None
         world = 2 * run.parallel.pp * run.parallel.cp
         assert run_problems(run, world) == []
         for case in shrink(run, world):
-            assert case.run.train.tokens_per_microbatch is not None and run_problems(case.run, case.world) == []
+            assert (
+                case.run.train.tokens_per_microbatch is not None
+                and run_problems(case.run, case.world) == []
+            )
             assert "tokens a document" in shrunk_words(run, world, case)
 
 
 def test_copies_are_computed_as_the_run_is_but_for_what_takes_no_float64() -> None:
-    named = tiny_run({"kernels.all": "torch", "kernels.norm": "loops", "train.z_loss": "0.01", "train.loss_chunk": "5"})
+    named = tiny_run(
+        {
+            "kernels.all": "torch",
+            "kernels.norm": "loops",
+            "train.z_loss": "0.01",
+            "train.loss_chunk": "5",
+        }
+    )
     (case,) = shrink(replace(named, parallel=replace(named.parallel, tp=2)), 2)
     assert case.run.kernels == KernelsConfig(all="torch")
     assert (case.run.train.z_loss, case.run.train.loss_chunk) == (0.01, 5)
@@ -484,7 +663,9 @@ def test_copies_are_computed_as_the_run_is_but_for_what_takes_no_float64() -> No
 
 def test_patterns_of_layers_move_with_the_layers() -> None:
     group = GroupConfig(name="a", match=("layers.31.mlp.*", "*.q"), lr_scale=0.5)
-    given = OptimConfig(trained=("layers.16.*", "norm.*"), frozen=("layers.[0-3].*",), groups=(group,))
+    given = OptimConfig(
+        trained=("layers.16.*", "norm.*"), frozen=("layers.[0-3].*",), groups=(group,)
+    )
     model = replace(FOUR, num_layers=4)
     found = _shrink_choice(given, 32, model)
     assert (found.trained, found.frozen) == (("layers.2.*", "norm.*"), ("layers.[0-3].*",))

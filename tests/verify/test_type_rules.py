@@ -26,11 +26,20 @@ from megalith.verify.type_rules import installed_rules, our_functions, types_of
 
 def test_every_autograd_function_says_what_it_does_to_types() -> None:
     assert len(our_functions()) >= 15
-    assert [cls for cls in our_functions() if not hasattr(cls, "moves") and not hasattr(cls, "reference")] == []
+    assert [
+        cls
+        for cls in our_functions()
+        if not hasattr(cls, "moves") and not hasattr(cls, "reference")
+    ] == []
 
 
 GROUP = Group(axes=("tp_kv", "tp_copy"), ranks=tuple(range(8, 16)), rank=3, name="paper")
-AXES = {"dp": MeshAxis.of(4, 8), "cp": MeshAxis.of(1, 8), "tp_kv": MeshAxis.of(4, 2), "tp_copy": MeshAxis.of(2, 1)}
+AXES = {
+    "dp": MeshAxis.of(4, 8),
+    "cp": MeshAxis.of(1, 8),
+    "tp_kv": MeshAxis.of(4, 2),
+    "tp_copy": MeshAxis.of(2, 1),
+}
 SIZES = [1, 2, 1, 1, 1, 1, 1, 0]
 
 
@@ -47,10 +56,20 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] =
     "gather": (lambda x: autograd.gather(x, GROUP, dim=1), V, R, (8, 16)),
     "gather_uneven": (lambda x: autograd.gather(x, GROUP, sizes=[8] * 7 + [4]), V, R, (60, 2)),
     "reduce_scatter": (lambda x: autograd.reduce_scatter(x, GROUP), P, V, (1, 2)),
-    "reduce_scatter_uneven": (lambda x: autograd.reduce_scatter(x, GROUP, sizes=SIZES), P, V, (1, 2)),
+    "reduce_scatter_uneven": (
+        lambda x: autograd.reduce_scatter(x, GROUP, sizes=SIZES),
+        P,
+        V,
+        (1, 2),
+    ),
     "gather_same": (lambda x: autograd.gather_same(x, GROUP), V, I, (64, 2)),
     "split": (lambda x: autograd.split(x, GROUP), I, V, (1, 2)),
-    "all_to_all": (lambda x: autograd.all_to_all(x, GROUP, send=SIZES, receive=[2] * 8), V, V, (16, 2)),
+    "all_to_all": (
+        lambda x: autograd.all_to_all(x, GROUP, send=SIZES, receive=[2] * 8),
+        V,
+        V,
+        (16, 2),
+    ),
     "depart": (lambda x: in_two(x), V, V, (16, 2)),
     "partial": (lambda x: autograd.partial(x, GROUP), V, P, (8, 2)),
 }
@@ -59,7 +78,12 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] =
 @contextmanager
 def checking() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
-    with installed_rules(counts), checker.traceback_filtering("off"), typecheck(), checker.set_current_mesh(AXES):
+    with (
+        installed_rules(counts),
+        checker.traceback_filtering("off"),
+        typecheck(),
+        checker.set_current_mesh(AXES),
+    ):
         yield counts
 
 
@@ -89,16 +113,27 @@ def test_a_collective_refuses_every_other_type(name: str, given: Any) -> None:
     if given is before:
         return
     function = name.removesuffix("_uneven")
-    with checking(), pytest.raises(SpmdTypeError, match=f"{function} over MeshAxis\\(4:2\\) expects {before!r} \\("):
+    with (
+        checking(),
+        pytest.raises(
+            SpmdTypeError, match=f"{function} over MeshAxis\\(4:2\\) expects {before!r} \\("
+        ),
+    ):
         call(tensor(given))
 
 
 def ring(*, sinks: Any = None, values: Any = None, **given: Any) -> Tensor:
     """A ring over tp, of tensors of these types."""
-    q, k, v = (tensor(given.get(name, V), 8, heads, 2) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
+    q, k, v = (
+        tensor(given.get(name, V), 8, heads, 2) for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    )
     offsets = None if sinks is None else tensor(sinks, 4)
     numbers = torch.arange(8)
-    biases = None if values is None else [PairBiases(tensor(values, 4, 7), Distances(numbers, numbers, 3))] * 8
+    biases = (
+        None
+        if values is None
+        else [PairBiases(tensor(values, 4, 7), Distances(numbers, numbers, 3))] * 8
+    )
     spans = [Spans(1, np.zeros((8, 2), np.int64), ())] * 8
     return ring_attention(q, k, v, GROUP, spans, Scores(softcap=2.0), offsets, biases=biases)
 
@@ -114,7 +149,12 @@ def test_a_ring_takes_and_gives_what_each_rank_has_its_own_of() -> None:
 @pytest.mark.parametrize("given", [R, I, P])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_ring_refuses_what_ranks_have_alike_or_in_parts(name: str, given: Any) -> None:
-    with checking(), pytest.raises(SpmdTypeError, match=f"ring_attention, {name} over MeshAxis.* expects V .* given"):
+    with (
+        checking(),
+        pytest.raises(
+            SpmdTypeError, match=f"ring_attention, {name} over MeshAxis.* expects V .* given"
+        ),
+    ):
         ring(**{name: given})
 
 
@@ -122,7 +162,12 @@ def test_sinks_in_a_ring_are_the_same_on_all_its_ranks() -> None:
     with checking():
         assert types_of(ring(sinks=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
     for given in (V, I, P):
-        with checking(), pytest.raises(SpmdTypeError, match="ring_attention, sinks over MeshAxis.* expects R .* given"):
+        with (
+            checking(),
+            pytest.raises(
+                SpmdTypeError, match="ring_attention, sinks over MeshAxis.* expects R .* given"
+            ),
+        ):
             ring(sinks=given)
 
 
@@ -130,7 +175,10 @@ def test_biases_by_distance_in_a_ring_are_the_same_on_all_its_ranks() -> None:
     with checking():
         assert types_of(ring(values=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
     for given in (V, I, P):
-        with checking(), pytest.raises(SpmdTypeError, match="ring_attention, values over .* expects R .* given"):
+        with (
+            checking(),
+            pytest.raises(SpmdTypeError, match="ring_attention, values over .* expects R .* given"),
+        ):
             ring(values=given)
 
 
@@ -138,7 +186,12 @@ def test_heads_cut_over_tp_attend_with_their_own_sinks() -> None:
     spans = Spans(2, np.zeros((4, 2), np.int64), ())
     with checking():
         q, k, v = (tensor(V, 8, heads, 2) for heads in (4, 2, 2))
-        assert types_of(span_attention(q, k, v, spans, Scores(softcap=2.0), tensor(V, 4, dp=R)))["tp_kv"] is V
+        assert (
+            types_of(span_attention(q, k, v, spans, Scores(softcap=2.0), tensor(V, 4, dp=R)))[
+                "tp_kv"
+            ]
+            is V
+        )
         with pytest.raises(SpmdTypeError):
             span_attention(q, k, v, spans, Scores(), tensor(P, 4, dp=R))
 
@@ -155,13 +208,23 @@ def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
 
 def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
     x = torch.empty(8, 2, device="meta")
-    with checking(), pytest.raises(SpmdTypeError, match="gather over MeshAxis\\(2:1\\) expects V .* but was given R"):
+    with (
+        checking(),
+        pytest.raises(
+            SpmdTypeError, match="gather over MeshAxis\\(2:1\\) expects V .* but was given R"
+        ),
+    ):
         checker.assert_type(x, {AXES["dp"]: V, AXES["tp_kv"]: V, AXES["tp_copy"]: R})
         autograd.gather(x, GROUP)
 
 
 def test_a_tensor_without_types_is_refused() -> None:
-    with checking(), pytest.raises(SpmdTypeError, match="leave over .* but was given \\? \\(made outside the check"):
+    with (
+        checking(),
+        pytest.raises(
+            SpmdTypeError, match="leave over .* but was given \\? \\(made outside the check"
+        ),
+    ):
         autograd.leave(torch.empty(8, 2, device="meta"), GROUP)
 
 
@@ -194,7 +257,9 @@ def test_the_loss_of_each_token_is_the_same_on_every_rank_of_the_vocabulary() ->
         x, weight = tensor(R), tensor(V, 5, 2, dp=R)
         out = losses(x, weight, labels_of(R))
         assert out.shape == (8,) and types_of(out) == {"dp": V, "tp_kv": I, "tp_copy": I}
-        autograd.partial(out.sum(), Group(axes=("dp",), ranks=(3, 11, 19, 27), rank=1, name="paper")).backward()
+        autograd.partial(
+            out.sum(), Group(axes=("dp",), ranks=(3, 11, 19, 27), rank=1, name="paper")
+        ).backward()
     assert x.grad is not None and weight.grad is not None
 
 

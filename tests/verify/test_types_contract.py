@@ -1,4 +1,5 @@
-"""Facts about the checker library that megalith/verify/types.py builds on; an upgrade that changes one is seen here."""
+"""Facts about the checker library that megalith/verify/types.py builds on; an upgrade that changes
+one is seen here."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -43,7 +44,8 @@ def test_the_version_is_the_one_whose_facts_these_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "result"), [(R, R, R), (I, I, I), (V, V, V), (R, V, V), (V, R, V), (P, R, P), (R, P, P)]
+    ("left", "right", "result"),
+    [(R, R, R), (I, I, I), (V, V, V), (R, V, V), (V, R, V), (P, R, P), (R, P, P)],
 )
 def test_a_product_has_the_type(checking: None, left: Any, right: Any, result: Any) -> None:
     assert along_tp(tensor(left) @ tensor(right)) is result
@@ -106,7 +108,9 @@ def test_a_partial_sum_is_refused(checking: None, name: str) -> None:
 
 
 @pytest.mark.parametrize(("fixed", "free", "result"), [(I, R, I), (R, I, R)])
-def test_r_and_i_mix_where_one_of_them_gets_no_gradient(checking: None, fixed: Any, free: Any, result: Any) -> None:
+def test_r_and_i_mix_where_one_of_them_gets_no_gradient(
+    checking: None, fixed: Any, free: Any, result: Any
+) -> None:
     assert along_tp(tensor(fixed) * tensor(free, grad=False)) is result
 
 
@@ -119,13 +123,19 @@ def test_a_number_that_depends_on_the_rank_is_not_seen(checking: None) -> None:
 # --- what is typed, and when
 
 
-@pytest.mark.parametrize("make", [torch.zeros, torch.ones, lambda n, **kw: torch.full((n,), 1.0, **kw), torch.arange])
-def test_constants_are_born_the_same_on_every_rank(checking: None, make: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(
+    "make", [torch.zeros, torch.ones, lambda n, **kw: torch.full((n,), 1.0, **kw), torch.arange]
+)
+def test_constants_are_born_the_same_on_every_rank(
+    checking: None, make: Callable[..., Tensor]
+) -> None:
     assert along_tp(make(4, device="meta")) is R
 
 
 @pytest.mark.parametrize("make", [torch.empty, torch.randn])
-def test_other_new_tensors_have_no_type_and_cannot_be_used(checking: None, make: Callable[..., Tensor]) -> None:
+def test_other_new_tensors_have_no_type_and_cannot_be_used(
+    checking: None, make: Callable[..., Tensor]
+) -> None:
     x = make(4, device="meta")
     assert checker.get_local_type(x) == {}
     with pytest.raises(SpmdTypeError, match="missing axis"):
@@ -151,12 +161,16 @@ def test_an_axis_of_one_rank_vanishes(checking: None) -> None:
 
 
 def test_an_axis_is_its_size_and_stride() -> None:
-    assert MeshAxis.of(8, 1) == TP and hash(MeshAxis.of(8, 1)) == hash(TP) and MeshAxis.of(8, 2) != TP
+    assert (
+        MeshAxis.of(8, 1) == TP and hash(MeshAxis.of(8, 1)) == hash(TP) and MeshAxis.of(8, 2) != TP
+    )
     assert TP.size() == 8
     assert repr(TP) == "MeshAxis(8:1)"
 
 
-def test_varying_tokens_cross_to_another_factorisation_of_the_ranks_and_mixed_ones_do_not(checking: None) -> None:
+def test_varying_tokens_cross_to_another_factorisation_of_the_ranks_and_mixed_ones_do_not(
+    checking: None,
+) -> None:
     other = frozenset({MeshAxis.of(2, 16), MeshAxis.of(16, 1)})
     crossed = checker.reinterpret_mesh(tensor(V, dp=V), other)
     assert set(checker.get_local_type(crossed).values()) == {V}

@@ -1,4 +1,5 @@
-"""The tiny models of the matrix: together they have every choice, and each differs from a plain model where it says."""
+"""The tiny models of the matrix: together they have every choice, and each differs from a plain
+model where it says."""
 
 from dataclasses import fields
 
@@ -11,8 +12,19 @@ from megalith.train.rules import model_problems
 from megalith.verify.ranks import layout_case
 from megalith.verify.variants import MIXTURES, PLAIN, VARIANTS
 
-SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size",
-         "max_seq_len", "vocab_multiple", "init_std", "norm_eps")  # fmt: skip
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_hidden_size",
+    "max_seq_len",
+    "vocab_multiple",
+    "init_std",
+    "norm_eps",
+)
 
 
 def test_every_choice_of_a_layer_is_in_one_of_them() -> None:

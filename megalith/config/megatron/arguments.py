@@ -27,9 +27,15 @@ FILE_FLAGS = ("--data-args-path", "--per-split-data-args-path")
 """Flags whose file holds the words of others; `with_files` puts these in their place."""
 
 _MAX_ADVICE = 20
-"""Problems that come with the nearest name, which takes tens of milliseconds to find among all flags."""
+"""Problems that come with the nearest name, which takes tens of milliseconds to find among all
+flags."""
 
-_WORDS: Mapping[Takes, str] = {"int": "a whole number", "float": "a number", "text": "one word", "place": "a path"}
+_WORDS: Mapping[Takes, str] = {
+    "int": "a whole number",
+    "float": "a number",
+    "text": "one word",
+    "place": "a path",
+}
 _VARIABLE = re.compile(r"(?:\$\{?|(?=`))(\w+|[@*#?(`])")
 
 
@@ -80,7 +86,9 @@ def read_arguments(words: Sequence[str]) -> Arguments:
             found[name] = behind
             problems += [_stray(name, behind)] if UNMAPPED[name].alone and behind else []
         elif name in FILE_FLAGS:
-            problems.append(f"{name} has {len(behind)} values, and none was read. Use {name} with one file.")
+            problems.append(
+                f"{name} has {len(behind)} values, and none was read. Use {name} with one file."
+            )
         else:
             near = did_you_mean(name, known_flags()) if len(problems) < _MAX_ADVICE else ""
             advice = near or " Remove it, or use the name that Megatron gives it."
@@ -95,12 +103,15 @@ def read_arguments(words: Sequence[str]) -> Arguments:
 
 
 def with_files(words: Sequence[str]) -> list[str]:
-    """The same arguments, with the prefixes that a file lists in place of the flag that names the file.
+    """The same arguments, with the prefixes that a file lists in place of the flag that names the
+    file.
 
     Raises:
         ConfigError: the file cannot be read, or is not what Megatron expects.
     """
-    result = list(takewhile(lambda word: not word.startswith("--"), words))  # a problem, which `read_arguments` tells
+    result = list(
+        takewhile(lambda word: not word.startswith("--"), words)
+    )  # a problem, which `read_arguments` tells
     for name, behind in _flags(words[len(result) :], []):
         if name not in FILE_FLAGS or len(behind) != 1:
             result += [name, *behind]
@@ -115,7 +126,9 @@ def _read(name: str, path: str) -> str:
     try:
         return storage.read_text(Path(path), allow_pipe=True)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} {path}: {error}. Pass a file of data prefixes, or the prefixes.") from None
+        raise ConfigError(
+            f"{name} {path}: {error}. Pass a file of data prefixes, or the prefixes."
+        ) from None
 
 
 def _split_paths(name: str, path: str) -> list[str]:
@@ -123,9 +136,13 @@ def _split_paths(name: str, path: str) -> list[str]:
     try:
         splits = storage.parse_json(_read(name, path))
     except ValueError as error:
-        raise ConfigError(f"{name} {path} is not JSON: {error}. Use an object with train, valid and test.") from None
+        raise ConfigError(
+            f"{name} {path} is not JSON: {error}. Use an object with train, valid and test."
+        ) from None
     if not isinstance(splits, dict) or not set(splits) <= {"train", "valid", "test"}:
-        raise ConfigError(f"{name} {path} holds {splits!s:.60}: expected an object with train, valid and test.")
+        raise ConfigError(
+            f"{name} {path} holds {splits!s:.60}: expected an object with train, valid and test."
+        )
     words: list[str] = []
     for split, value in splits.items():
         prefixes = value.split() if isinstance(value, str) else [str(word) for word in value or ()]
@@ -152,7 +169,8 @@ def _flags(words: Sequence[str], problems: list[str]) -> list[tuple[str, tuple[s
             flags[-1][1].append(word)
         elif len(problems) < MAX_PROBLEMS:
             problems.append(
-                f"{word:.200} stands before the first argument. Use Megatron's --name value, or --script FILE."
+                f"{word:.200} stands before the first argument. Use Megatron's --name value, or "
+                "--script FILE."
             )
     return [(name, tuple(behind)) for name, behind in flags]
 
@@ -164,12 +182,17 @@ def _value(row: Row, words: tuple[str, ...]) -> tuple[Plain, str | None]:
     if unset and row.takes != "place":
         return None, _unset(typed, unset[0])
     if row.takes == "words":
-        return list(words), None if words else f"{row.name} has no value. Use {row.name} with one or more prefixes."
+        return list(
+            words
+        ), None if words else f"{row.name} has no value. Use {row.name} with one or more prefixes."
     if row.takes == "nothing":
         return (None, _stray(row.name, words)) if words else (True, None)
     if len(words) != 1:
         expected = _WORDS.get(row.takes) or f"one of {', '.join(row.choices)}"
-        return None, f"{typed}: expected {expected}, found {len(words)} words. Use {row.name} with one."
+        return (
+            None,
+            f"{typed}: expected {expected}, found {len(words)} words. Use {row.name} with one.",
+        )
     return _one(row, words[0])
 
 
@@ -183,12 +206,19 @@ def _stray(name: str, words: tuple[str, ...]) -> str:
     """The message about words behind a flag that stands alone."""
     typed = _shown(name, words)
     unset = [variable for word in words for variable in _VARIABLE.findall(word)]
-    return _unset(typed, unset[0]) if unset else f"{typed}: expected nothing after {name}. Use {name} alone."
+    return (
+        _unset(typed, unset[0])
+        if unset
+        else f"{typed}: expected nothing after {name}. Use {name} alone."
+    )
 
 
 def _unset(typed: str, variable: str) -> str:
     if variable in ("(", "`"):
-        return f"{typed}: what that command prints is not known here. Pass {typed.split()[0]} with its value."
+        return (
+            f"{typed}: what that command prints is not known here. Pass {typed.split()[0]} "
+            "with its value."
+        )
     return f"{typed}: nothing says what ${variable} is. Pass --set {variable}=VALUE."
 
 
@@ -202,6 +232,9 @@ def _one(row: Row, word: str) -> tuple[Plain, str | None]:
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            return None, f"{row.name} {word:.200}: expected {_WORDS[row.takes]}. Set {row.name} to one."
+            return (
+                None,
+                f"{row.name} {word:.200}: expected {_WORDS[row.takes]}. Set {row.name} to one.",
+            )
         return number, None
     return word, None

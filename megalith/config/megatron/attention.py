@@ -1,4 +1,5 @@
-"""Megatron's description of attention as our settings: norms of queries and keys, windows, sinks, gates, and MLA."""
+"""Megatron's description of attention as our settings: norms of queries and keys, windows, sinks,
+gates, and MLA."""
 
 import re
 
@@ -8,7 +9,8 @@ from megalith.config.megatron.patterns import pattern_of
 from megalith.config.megatron.positions import translate_yarn_of_latents
 
 ORIGINAL_CONTEXT = 4096
-"""Tokens that Megatron's latent attention assumes of the training before yarn; no argument says otherwise."""
+"""Tokens that Megatron's latent attention assumes of the training before yarn; no argument says
+otherwise."""
 
 
 def translate_attention(draft: Draft) -> None:
@@ -47,7 +49,9 @@ def _windows(draft: Draft) -> None:
         return
     sides = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", str(typed))
     if sides is None or min(int(sides[1]), int(sides[2])) < -1:
-        draft.problems.append(f"{flag} {typed} must be two counts of at least -1. Use {flag} 127,0 for 128 tokens.")
+        draft.problems.append(
+            f"{flag} {typed} must be two counts of at least -1. Use {flag} 127,0 for 128 tokens."
+        )
         return
     left = int(sides[1])
     if int(sides[2]) > 0:
@@ -57,24 +61,42 @@ def _windows(draft: Draft) -> None:
         return
     draft.put(flag, "model.attention.window", left + 1, "the token itself counts")
     skipped = pattern_of(draft, layers)
-    if skipped is not None:  # Megatron's number counts to a layer without the window; in its list 1 is a window
-        every = isinstance(draft.arguments.value(layers), int) or str(draft.arguments.value(layers)).isdecimal()
+    if (
+        skipped is not None
+    ):  # Megatron's number counts to a layer without the window; in its list 1 is a window
+        every = (
+            isinstance(draft.arguments.value(layers), int)
+            or str(draft.arguments.value(layers)).isdecimal()
+        )
         draft.put(layers, "model.attention.window_layers", [one != every for one in skipped])
 
 
 def _latent(draft: Draft) -> None:
-    """Sizes; the short vectors are normed only where --qk-layernorm asks for it, and its rope turns neighbours."""
+    """Sizes; the short vectors are normed only where --qk-layernorm asks for it, and its rope turns
+    neighbours."""
     flag, arguments = "--multi-latent-attention", draft.arguments
     draft.say("already", flag, "keys and values of all heads come from one short vector")
-    sizes = ("--kv-lora-rank", "--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
+    sizes = (
+        "--kv-lora-rank",
+        "--q-lora-rank",
+        "--qk-head-dim",
+        "--qk-pos-emb-head-dim",
+        "--v-head-dim",
+    )
     for name in sizes:
         draft.copy(name)
     draft.put(flag, "model.rope.interleaved", True, "its positions turn pairs of neighbours")
     if arguments.value("--qk-layernorm"):
         draft.put("--norm-epsilon", "model.mla.norm_eps", arguments.value("--norm-epsilon"))
-        draft.say("already", "--qk-layernorm", "the two short vectors are normed, in the way of --normalization")
+        draft.say(
+            "already",
+            "--qk-layernorm",
+            "the two short vectors are normed, in the way of --normalization",
+        )
     else:
-        draft.put(flag, "model.mla.norms", False, "its short vectors are normed with --qk-layernorm only")
+        draft.put(
+            flag, "model.mla.norms", False, "its short vectors are normed with --qk-layernorm only"
+        )
     for name in ("--group-query-attention", "--qk-l2-norm", "--attention-output-gate"):
         if arguments.value(name):
             draft.say("not mapped", name, "latent attention has no such thing. Remove it", "model")

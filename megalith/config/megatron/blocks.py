@@ -20,7 +20,8 @@ LAYERS_ASK: tuple[tuple[str, str, object, str], ...] = (
     ("--position-embedding-type", "model.positions", "rope", "--position-embedding-type rope"),
     ("--rotary-percent", "model.rope.fraction", 1.0, "--rotary-percent 1.0"),
 )
-"""(flag, setting, the value that it must have, how that is said): what Megatron demands beside such a file."""
+"""(flag, setting, the value that it must have, how that is said): what Megatron demands beside such
+a file."""
 
 FILE_SAYS: tuple[tuple[str, str, str], ...] = (
     ("num_hidden_layers", "--num-layers", "model.num_layers"),
@@ -32,16 +33,19 @@ FILE_SAYS: tuple[tuple[str, str, str], ...] = (
 
 
 TEXT_ALONE = (
-    f"layers are here as it says. Megatron compares it with the other arguments, but builds equal layers unless {PATH} "
+    "layers are here as it says. Megatron compares it with the other arguments, but builds equal "
+    f"layers unless {PATH} "
     f"is given, too. Use {PATH} with a file of this text"
 )
 """What to know of a text without a file."""
 
 
 def translate_blocks(draft: Draft) -> None:
-    """What a file, or its text, says of each layer; nothing where there is none. All that does not fit is told.
+    """What a file, or its text, says of each layer; nothing where there is none. All that does not
+    fit is told.
 
-    Megatron reads the file where there is no text, and gives layers sizes of their own where a file is named.
+    Megatron reads the file where there is no text, and gives layers sizes of their own where a file
+    is named.
     """
     flag = PATH if draft.arguments.value(TEXT) is None else TEXT
     if draft.arguments.value(flag) is None:
@@ -60,30 +64,40 @@ def _put(draft: Draft, flag: str, found: Mapping[str, Any]) -> None:
     layers, heads, hidden = (draft.number(name) for name in COUNTS)
     keys, width = (draft.settings.get(f"model.{name}") for name in SETTINGS[2:])
     sizes = Sizes(
-        num_layers=layers, num_heads=heads, hidden_size=hidden, num_kv_heads=keys if isinstance(keys, int) else None,
+        num_layers=layers,
+        num_heads=heads,
+        hidden_size=hidden,
+        num_kv_heads=keys if isinstance(keys, int) else None,
         ffn_hidden_size=width if isinstance(width, int) else None,
-    )  # fmt: skip
+    )
     blocks = read_blocks(found.get("block_configs"), sizes)
     if blocks.problems:
         draft.problems += [f"{flag}: {text} Use a file that says so." for text in blocks.problems]
         return
-    draft.problems += [f"{flag}: {text}" for text in _other_groups(draft, found, blocks.num_kv_heads)]
+    draft.problems += [
+        f"{flag}: {text}" for text in _other_groups(draft, found, blocks.num_kv_heads)
+    ]
     said = {f"model.layers.{name}": list(getattr(blocks.layers, name)) for name in SETTINGS}
     for setting, pattern in said.items():
         if pattern:
             draft.put(flag, setting, pattern)
     changed = [
         _overrule(draft, flag, "model.num_kv_heads", blocks.num_kv_heads, "the most of any layer"),
-        _overrule(draft, flag, "model.ffn_hidden_size", blocks.ffn_hidden_size, "the widest of any layer"),
+        _overrule(
+            draft, flag, "model.ffn_hidden_size", blocks.ffn_hidden_size, "the widest of any layer"
+        ),
     ]
     if changed[1] and draft.arguments.given(WIDTH):
         draft.say("already", WIDTH, f"is read for layers that have no width in {flag} only")
     if flag == TEXT and not draft.arguments.given(PATH) and (any(changed) or any(said.values())):
-        draft.entries.append(Entry(verdict="explained", flag=TEXT, text=TEXT_ALONE, effect="numbers"))
+        draft.entries.append(
+            Entry(verdict="explained", flag=TEXT, text=TEXT_ALONE, effect="numbers")
+        )
 
 
 def _overrule(draft: Draft, flag: str, setting: str, value: int, text: str) -> bool:
-    """Is the setting another than the other arguments have it? Then their lines go, and one for the file comes."""
+    """Is the setting another than the other arguments have it? Then their lines go, and one for the
+    file comes."""
     if draft.settings.get(setting) == value:
         return False
     draft.entries = [entry for entry in draft.entries if entry.setting != setting]
@@ -98,11 +112,15 @@ def _document(draft: Draft, flag: str) -> Mapping[str, Any] | None:
         text = storage.read_text(Path(given), allow_pipe=True) if flag == PATH else given
         found = storage.parse_json(text)
     except (OSError, ValueError) as error:
-        draft.problems.append(f"{flag} {given:.60}: {error}. Pass a JSON object with block_configs.")
+        draft.problems.append(
+            f"{flag} {given:.60}: {error}. Pass a JSON object with block_configs."
+        )
         return None
     if isinstance(found, dict):
         return found
-    draft.problems.append(f"{flag} {given:.60} holds {found!r:.40}, expected a JSON object with block_configs.")
+    draft.problems.append(
+        f"{flag} {given:.60} holds {found!r:.40}, expected a JSON object with block_configs."
+    )
     return None
 
 
@@ -124,25 +142,42 @@ def _asked(draft: Draft) -> list[str]:
 def _unequal(draft: Draft, found: Mapping[str, Any]) -> list[str]:
     """Where the file and the other arguments describe two models."""
     problems = [
-        f"{field}={found[field]!r}, and {flag} makes it {draft.settings[setting]!r}. Set {flag} to {found[field]!r}."
+        f"{field}={found[field]!r}, and {flag} makes it {draft.settings[setting]!r}. Set {flag} to "
+        f"{found[field]!r}."
         for field, flag, setting in FILE_SAYS
-        if found.get(field) is not None and setting in draft.settings and draft.settings[setting] != found[field]
+        if found.get(field) is not None
+        and setting in draft.settings
+        and draft.settings[setting] != found[field]
     ]
-    flag, tied = "--untie-embeddings-and-output-weights", draft.settings.get("model.tied_embeddings")
+    flag, tied = (
+        "--untie-embeddings-and-output-weights",
+        draft.settings.get("model.tied_embeddings"),
+    )
     if isinstance(found.get("tie_word_embeddings"), bool) and found["tie_word_embeddings"] != tied:
         what = "Remove" if tied is False else "Pass"
-        problems.append(f"tie_word_embeddings={found['tie_word_embeddings']}, the other way round. {what} {flag}.")
+        problems.append(
+            f"tie_word_embeddings={found['tie_word_embeddings']}, the other way round. {what} "
+            f"{flag}."
+        )
     return problems + _scaled_otherwise(draft, found.get("rope_scaling"))
 
 
 def _other_groups(draft: Draft, found: Mapping[str, Any], most: int) -> list[str]:
-    """Key/value heads, where the other arguments have the same query heads but not as many of these."""
+    """Key/value heads, where the other arguments have the same query heads but not as many of
+    these."""
     setting, heads = "model.num_kv_heads", draft.settings["model.num_heads"]
     ours = draft.settings.get(setting)
-    if not draft.sure(setting) or ours == most or found.get("num_attention_heads") not in (None, heads):
+    if (
+        not draft.sure(setting)
+        or ours == most
+        or found.get("num_attention_heads") not in (None, heads)
+    ):
         return []
     if draft.arguments.value("--group-query-attention"):
-        return [f"block_configs has {most} key/value heads, and {GROUPS} makes it {ours}. Set {GROUPS} to {most}."]
+        return [
+            f"block_configs has {most} key/value heads, and {GROUPS} makes it {ours}. Set {GROUPS} "
+            f"to {most}."
+        ]
     how = f"--group-query-attention {GROUPS} {most}"
     return [f"block_configs has {most} key/value heads, and there would be {ours}. Pass {how}."]
 

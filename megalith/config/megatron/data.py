@@ -14,14 +14,17 @@ _PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-
 
 
 def translate_data(draft: Draft, tokenizer_vocab: int | None) -> None:
-    """Where tokens come from. `tokenizer_vocab`: the ids of the tokenizer that the arguments name, where known."""
+    """Where tokens come from. `tokenizer_vocab`: the ids of the tokenizer that the arguments name,
+    where known."""
     if draft.arguments.value("--sft"):
         translate_sft(draft)
     else:
         _text(draft)
     _tokenizer(draft, tokenizer_vocab)
     _padding(draft)
-    draft.settings.setdefault("model.vocab_size", draft.number("--vocab-size"))  # of a run that is refused
+    draft.settings.setdefault(
+        "model.vocab_size", draft.number("--vocab-size")
+    )  # of a run that is refused
 
 
 def _text(draft: Draft) -> None:
@@ -41,7 +44,9 @@ def _split(draft: Draft) -> None:
     split = draft.arguments.value("--split")
     if split is None:
         return
-    words = ",".join(re.findall(r"[.0-9]+", str(split)))  # Megatron takes the numbers out of any text
+    words = ",".join(
+        re.findall(r"[.0-9]+", str(split))
+    )  # Megatron takes the numbers out of any text
     if words == DEFAULT_SPLIT and not draft.arguments.value("--mock-data"):
         draft.say("already", "--split", "the default, in Megatron and here")
     else:
@@ -61,42 +66,60 @@ def _documents(draft: Draft) -> None:
             if arguments.given(flag):
                 draft.put(flag, "data.documents", True)
     elif arguments.value("--reset-position-ids"):
-        text = "positions start again together with attention. Add --reset-attention-mask, or remove it"
+        text = (
+            "positions start again together with attention. Add --reset-attention-mask, or "
+            "remove it"
+        )
         draft.say("not mapped", "--reset-position-ids", text, "numbers")
     if cut and not masked:
         text = (
-            "the first token of a document is not predicted from the one before it; Megatron does predict it, "
-            "unless --eod-mask-loss is given"
+            "the first token of a document is not predicted from the one before it; Megatron does "
+            "predict it, unless --eod-mask-loss is given"
         )
         draft.say("explained", cut, text, "numbers")
     either = masked or cut
     if either and not arguments.given("--calculate-per-token-loss"):
         text = (
-            "microbatches have different numbers of labels now: the loss here is the sum over the global batch "
-            "divided by its labels, Megatron's the mean of the means of its microbatches. They are the same with "
-            "--calculate-per-token-loss"
+            "microbatches have different numbers of labels now: the loss here is the sum over the "
+            "global batch "
+            "divided by its labels, Megatron's the mean of the means of its microbatches. They are "
+            "the same with --calculate-per-token-loss"
         )
         draft.say("explained", either, text, "numbers")
 
 
 def _sampler(draft: Draft) -> None:
     """In which order samples are read."""
-    kind, whole = draft.arguments.value("--dataloader-type"), draft.arguments.value("--no-data-sharding")
+    kind, whole = (
+        draft.arguments.value("--dataloader-type"),
+        draft.arguments.value("--no-data-sharding"),
+    )
     if kind == "external":
-        text = "samples come from code that Megatron is given. Write them into a .bin/.idx pair with `megalith prepare`"
+        text = (
+            "samples come from code that Megatron is given. Write them into a .bin/.idx pair "
+            "with `megalith prepare`"
+        )
         draft.say("not mapped", "--dataloader-type", text, "numbers")
     elif kind == "cyclic" and whole:
         for flag in ("--dataloader-type", "--no-data-sharding"):
             draft.put(flag, "data.sampler", "cyclic")
     else:
-        draft.put("--dataloader-type", "data.sampler", "cyclic_per_rank" if kind == "cyclic" else "sequential")
+        draft.put(
+            "--dataloader-type",
+            "data.sampler",
+            "cyclic_per_rank" if kind == "cyclic" else "sequential",
+        )
 
 
 KINDS = {
-    "HuggingFaceTokenizer": "huggingface", "SentencePieceTokenizer": "sentencepiece",
-    "GPTSentencePieceTokenizer": "sentencepiece", "Llama2Tokenizer": "sentencepiece", "TikTokenizer": "tiktoken",
-    "SFTTokenizer": "huggingface", "GPT2BPETokenizer": "huggingface",
-}  # fmt: skip
+    "HuggingFaceTokenizer": "huggingface",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "TikTokenizer": "tiktoken",
+    "SFTTokenizer": "huggingface",
+    "GPT2BPETokenizer": "huggingface",
+}
 """Megatron's tokenizers that are read from files, and ours."""
 
 GPT2 = "GPT2BPETokenizer"
@@ -106,25 +129,35 @@ TIKTOKEN_VOCABULARY = 131_072
 
 
 def tokenizer_settings(arguments: Arguments) -> dict[str, tuple[str, Plain]]:
-    """Fields of our tokenizer read from files, each with the flag that it comes from; none for the others."""
+    """Fields of our tokenizer read from files, each with the flag that it comes from; none for the
+    others."""
     kind = KINDS.get(str(arguments.value("--tokenizer-type")))
     if kind is None:
         return {}
     flag = _named_by(arguments)
     found: dict[str, tuple[str, Plain]] = {
-        "kind": ("--tokenizer-type", kind), "path": (flag, arguments.value(flag)),
-    }  # fmt: skip
+        "kind": ("--tokenizer-type", kind),
+        "path": (flag, arguments.value(flag)),
+    }
     if arguments.value("--tokenizer-hf-no-include-special-tokens"):
         found["add_special_tokens"] = ("--tokenizer-hf-no-include-special-tokens", False)
     if kind == "sentencepiece" and arguments.value("--tokenizer-type") != "Llama2Tokenizer":
         found["add_special_tokens"] = ("--tokenizer-type", False)
     if kind == "tiktoken":
         flags = {
-            "pattern": "--tiktoken-pattern", "num_special_tokens": "--tiktoken-num-special-tokens",
+            "pattern": "--tiktoken-pattern",
+            "num_special_tokens": "--tiktoken-num-special-tokens",
             "special_tokens": "--tiktoken-special-tokens",
-        }  # fmt: skip
-        found |= {name: (flag, arguments.value(flag)) for name, flag in flags.items() if arguments.given(flag)}
-        found["vocab_size"] = ("--vocab-size", arguments.value("--vocab-size") or TIKTOKEN_VOCABULARY)
+        }
+        found |= {
+            name: (flag, arguments.value(flag))
+            for name, flag in flags.items()
+            if arguments.given(flag)
+        }
+        found["vocab_size"] = (
+            "--vocab-size",
+            arguments.value("--vocab-size") or TIKTOKEN_VOCABULARY,
+        )
     return found
 
 
@@ -140,24 +173,36 @@ def _tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:
             draft.put("--tokenizer-type", "tokenizer.kind", "null")
             draft.put("--vocab-size", "tokenizer.vocab_size", size)
             draft.put("--vocab-size", "model.vocab_size", size)
-            text = "the last of these ids ends documents; Megatron before 0.18 adds one more id for that"
+            text = (
+                "the last of these ids ends documents; Megatron before 0.18 adds one more id "
+                "for that"
+            )
             draft.say("explained", "--vocab-size", text)
     elif kind in KINDS and (kind != GPT2 or _merges_are_beside(draft)):
         _from_files(draft, tokenizer_vocab)
     elif kind not in KINDS:
         text = (
-            f"only {', '.join(KINDS)} and NullTokenizer are read. Save the same tokenizer as a Hugging Face folder "
-            f"(tokenizer.json) and use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
+            f"only {', '.join(KINDS)} and NullTokenizer are read. Save the same tokenizer as a "
+            "Hugging Face folder "
+            "(tokenizer.json) and use --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
+            "FOLDER"
         )
         draft.say("not mapped", "--tokenizer-type", text, "model")
 
 
 def _merges_are_beside(draft: Draft) -> bool:
-    """Whether the two files of a GPT-2 tokenizer are called and lie as they are looked for here; said, if not."""
-    vocabulary, merges = (str(draft.arguments.value(flag) or "") for flag in ("--vocab-file", "--merge-file"))
+    """Whether the two files of a GPT-2 tokenizer are called and lie as they are looked for here;
+    said, if not."""
+    vocabulary, merges = (
+        str(draft.arguments.value(flag) or "") for flag in ("--vocab-file", "--merge-file")
+    )
     wanted = merges_beside(vocabulary)
     if wanted is not None and wanted == merges:
-        draft.say("already", "--merge-file", "merges are looked for beside the vocabulary, where these are")
+        draft.say(
+            "already",
+            "--merge-file",
+            "merges are looked for beside the vocabulary, where these are",
+        )
         return True
     if vocabulary and merges:
         flag, text = (
@@ -165,8 +210,14 @@ def _merges_are_beside(draft: Draft) -> bool:
             "vocabulary and merges must lie in one folder, as NAMEvocab.json and NAMEmerges.txt",
         )
     else:
-        flag, text = "--tokenizer-type", f"the default, {GPT2}, is read from --vocab-file and --merge-file"
-    text += ". Pass such files, or --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER (tokenizer.json)"
+        flag, text = (
+            "--tokenizer-type",
+            f"the default, {GPT2}, is read from --vocab-file and --merge-file",
+        )
+    text += (
+        ". Pass such files, or --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER "
+        "(tokenizer.json)"
+    )
     draft.say("not mapped", flag, text, "model")
     return False
 
@@ -180,26 +231,38 @@ def _from_files(draft: Draft, tokenizer_vocab: int | None) -> None:
     if size is not None:
         draft.put("--vocab-size", "model.vocab_size", size)
     elif draft.settings.get("tokenizer.kind") == "tiktoken":
-        draft.put("--vocab-size", "model.vocab_size", TIKTOKEN_VOCABULARY, "left out: as in Megatron")
+        draft.put(
+            "--vocab-size", "model.vocab_size", TIKTOKEN_VOCABULARY, "left out: as in Megatron"
+        )
     elif tokenizer_vocab is not None:
         draft.put(named, "model.vocab_size", tokenizer_vocab, "counted in its files")
     else:
         draft.problems.append(
-            f"{named} {draft.arguments.value(named)}: the tokenizer's files are not on this machine, so the size of "
+            f"{named} {draft.arguments.value(named)}: the tokenizer's files are not on this "
+            "machine, so the size of "
             f"the vocabulary is not known. Pass --vocab-size with the number of its ids."
         )
 
 
 def _padding(draft: Draft) -> None:
-    """Rows of the vocabulary's table: Megatron pads to a multiple of so many per tensor-parallel rank."""
+    """Rows of the vocabulary's table: Megatron pads to a multiple of so many per tensor-parallel
+    rank."""
     arguments = draft.arguments
     padded = arguments.value("--padded-vocab-size")
     if padded is not None:
-        draft.put("--padded-vocab-size", "model.vocab_multiple", padded, "the table has exactly these rows")
+        draft.put(
+            "--padded-vocab-size",
+            "model.vocab_multiple",
+            padded,
+            "the table has exactly these rows",
+        )
     elif arguments.value("--no-pad-vocab-size"):
         draft.put("--no-pad-vocab-size", "model.vocab_multiple", 1)
     else:
-        each, tp = draft.number("--make-vocab-size-divisible-by"), draft.number("--tensor-model-parallel-size")
+        each, tp = (
+            draft.number("--make-vocab-size-divisible-by"),
+            draft.number("--tensor-model-parallel-size"),
+        )
         text = f"{each} · tp {tp}" if tp > 1 else ""
         draft.put("--make-vocab-size-divisible-by", "model.vocab_multiple", each * tp, text)
     size, multiple = draft.settings.get("model.vocab_size"), draft.settings["model.vocab_multiple"]
@@ -207,7 +270,8 @@ def _padding(draft: Draft) -> None:
         rows = -(-size // multiple) * multiple
         flag = "--make-vocab-size-divisible-by" if padded is None else "--padded-vocab-size"
         text = (
-            f"the {rows - size} rows beyond the {size} tokens are never predicted; in Megatron they take part in the "
+            f"the {rows - size} rows beyond the {size} tokens are never predicted; in Megatron "
+            "they take part in the "
             f"softmax, so its first losses are higher by about {math.log(rows / size):.4f}"
         )
         draft.say("explained", flag, text)

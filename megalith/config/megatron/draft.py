@@ -51,15 +51,20 @@ class Draft:
     """What keeps the run from being written at all."""
 
     unsure: set[str] = field(default_factory=set)
-    """Settings computed from what is missing or wrong, of a run that is refused: their values are shown to nobody."""
+    """Settings computed from what is missing or wrong, of a run that is refused: their values are
+    shown to nobody."""
 
     silent: set[str] = field(default_factory=set)
     """Arguments of which nothing is said for that reason."""
 
-    def put(self, flag: str, setting: str, value: Plain, text: str = "", *, of: Iterable[str] = ()) -> None:
-        """A setting and the argument it comes from, listed if it was given or differs from our default.
+    def put(
+        self, flag: str, setting: str, value: Plain, text: str = "", *, of: Iterable[str] = ()
+    ) -> None:
+        """A setting and the argument it comes from, listed if it was given or differs from our
+        default.
 
-        of: further arguments and settings that the value was computed from; nothing is listed where one is not known.
+        of: further arguments and settings that the value was computed from; nothing is listed where
+        one is not known.
         """
         self.settings[setting] = value
         if not all(self.sure(name) for name in of):
@@ -67,12 +72,18 @@ class Draft:
             self.silent.add(flag)
         elif self.arguments.given(flag) or value != _default(setting):
             typed = self.arguments.typed(flag)
-            self.entries.append(Entry(verdict="mapped", flag=typed, text=text, setting=setting, value=value))
+            self.entries.append(
+                Entry(verdict="mapped", flag=typed, text=text, setting=setting, value=value)
+            )
 
     def sure(self, name: str) -> bool:
         """Is the value of an argument or a setting there, and no count below one?"""
         value = self.arguments.value(name) if name.startswith("--") else self.settings.get(name)
-        return value is not None and name not in self.unsure and not (isinstance(value, int) and value < 1)
+        return (
+            value is not None
+            and name not in self.unsure
+            and not (isinstance(value, int) and value < 1)
+        )
 
     def copy(self, flag: str) -> None:
         """A setting that has the argument's value; left out without a default, ours stays."""
@@ -87,17 +98,24 @@ class Draft:
 
     def need(self, flag: str, what: str) -> bool:
         """Was this argument given? If not, the run cannot be written: Megatron needs it, too."""
-        if self.arguments.value(flag) is None and not any(text.startswith(flag) for text in self.arguments.problems):
+        if self.arguments.value(flag) is None and not any(
+            text.startswith(flag) for text in self.arguments.problems
+        ):
             self.problems.append(f"{flag} is missing: Megatron needs it. Pass {flag} with {what}.")
         return self.arguments.value(flag) is not None
 
     def count(self, flag: str, default: int) -> int:
         """The whole number behind an argument that becomes no setting."""
         words = self.arguments.words.get(flag, ())
-        return int(words[0]) if len(words) == 1 and words[0].isdecimal() and int(words[0]) > 0 else default
+        return (
+            int(words[0])
+            if len(words) == 1 and words[0].isdecimal() and int(words[0]) > 0
+            else default
+        )
 
     def number(self, flag: str) -> int:
-        """The whole number behind an argument that becomes one; 1 where it is missing, which is a problem by then."""
+        """The whole number behind an argument that becomes one; 1 where it is missing, which is a
+        problem by then."""
         value = self.arguments.value(flag)
         return value if isinstance(value, int) and value > 0 else 1
 
@@ -119,7 +137,8 @@ def judge_unmapped(draft: Draft) -> None:
 
 
 def mention_the_rest(draft: Draft) -> None:
-    """An entry for every argument that nothing was said about: others decided what it could have."""
+    """An entry for every argument that nothing was said about: others decided what it could
+    have."""
     said = {entry.flag.split()[0] for entry in draft.entries}
     for name in draft.arguments.values:
         if name not in said and name not in draft.silent:

@@ -15,10 +15,17 @@ def translate_experts(draft: Draft) -> None:
         return
     draft.copy("--num-experts")
     for flag in (
-        "--moe-router-topk", "--moe-router-topk-scaling-factor", "--moe-router-num-groups", "--moe-router-group-topk",
-        "--moe-z-loss-coeff", "--moe-input-jitter-eps", "--moe-shared-expert-intermediate-size", "--moe-latent-size",
-        "--expert-model-parallel-size", "--expert-tensor-parallel-size",
-    ):  # fmt: skip
+        "--moe-router-topk",
+        "--moe-router-topk-scaling-factor",
+        "--moe-router-num-groups",
+        "--moe-router-group-topk",
+        "--moe-z-loss-coeff",
+        "--moe-input-jitter-eps",
+        "--moe-shared-expert-intermediate-size",
+        "--moe-latent-size",
+        "--expert-model-parallel-size",
+        "--expert-tensor-parallel-size",
+    ):
         draft.copy(flag)
     _width(draft)
     _layers(draft)
@@ -29,8 +36,11 @@ def translate_experts(draft: Draft) -> None:
     kind = str(draft.arguments.value("--moe-token-dispatcher-type"))
     how = "" if kind != "flex" else "the same numbers: how messages travel is the machine's affair"
     draft.put(
-        "--moe-token-dispatcher-type", "parallel.dispatcher", "gather" if kind == "allgather" else "exchange", how
-    )  # fmt: skip
+        "--moe-token-dispatcher-type",
+        "parallel.dispatcher",
+        "gather" if kind == "allgather" else "exchange",
+        how,
+    )
 
 
 def _width(draft: Draft) -> None:
@@ -40,7 +50,13 @@ def _width(draft: Draft) -> None:
         draft.copy(flag)
     else:
         dense = "model.ffn_hidden_size"
-        draft.put(flag, "model.moe.ffn_hidden_size", draft.settings.get(dense), "as wide as an MLP", of=(dense,))
+        draft.put(
+            flag,
+            "model.moe.ffn_hidden_size",
+            draft.settings.get(dense),
+            "as wide as an MLP",
+            of=(dense,),
+        )
 
 
 def _layers(draft: Draft) -> None:
@@ -58,10 +74,15 @@ def _layers(draft: Draft) -> None:
 
 def _router(draft: Draft) -> None:
     arguments = draft.arguments
-    score, chosen = arguments.value("--moe-router-score-function"), draft.number("--moe-router-topk")
+    score, chosen = (
+        arguments.value("--moe-router-score-function"),
+        draft.number("--moe-router-topk"),
+    )
     if _words(arguments.value(_TYPES)) == ["sinkhorn"]:
         score = "sigmoid" if chosen == 1 else "softmax"
-        draft.put(_TYPES, "model.moe.router.score", score, "sinkhorn's weights are scores of all experts")
+        draft.put(
+            _TYPES, "model.moe.router.score", score, "sinkhorn's weights are scores of all experts"
+        )
         draft.put(_TYPES, "model.moe.router.renormalise", False)
     else:
         ours = "sqrt_softplus" if score == "sqrtsoftplus" else score
@@ -69,10 +90,15 @@ def _router(draft: Draft) -> None:
         bare = score == "softmax" and bool(arguments.value("--moe-router-pre-softmax"))
         draft.put(
             "--moe-router-pre-softmax" if score == "softmax" else "--moe-router-score-function",
-            "model.moe.router.renormalise", not bare and not (score != "softmax" and chosen == 1),
-        )  # fmt: skip
+            "model.moe.router.renormalise",
+            not bare and not (score != "softmax" and chosen == 1),
+        )
     if arguments.value("--moe-router-group-topk") is not None and score == "softmax":
-        draft.say("already", "--moe-router-group-topk", "groups are judged by the sum of their best experts")
+        draft.say(
+            "already",
+            "--moe-router-group-topk",
+            "groups are judged by the sum of their best experts",
+        )
     dtype = arguments.value("--moe-router-dtype")
     text = "" if dtype else "Megatron's router computes in the model's dtype; fp32 is safer"
     draft.put("--moe-router-dtype", "model.moe.router.dtype", dtype or "model", text)
@@ -81,7 +107,12 @@ def _router(draft: Draft) -> None:
         draft.copy("--moe-router-bias-update-rate")
     devices = "--moe-router-topk-limited-devices"
     if arguments.value(devices) is not None:
-        draft.put(devices, "model.moe.router.groups", draft.number("--expert-model-parallel-size"), "one per ep rank")
+        draft.put(
+            devices,
+            "model.moe.router.groups",
+            draft.number("--expert-model-parallel-size"),
+            "one per ep rank",
+        )
         draft.put(devices, "model.moe.router.top_groups", arguments.value(devices))
 
 
@@ -99,13 +130,15 @@ def _balance(draft: Draft) -> None:
         return
     unknown = [kind for kind in kinds if kind not in (*LOSSES, "none")]
     if unknown:
-        draft.say("not mapped", _TYPES, f"{', '.join(unknown)} is not built here. Use aux_loss", "model")
+        draft.say(
+            "not mapped", _TYPES, f"{', '.join(unknown)} is not built here. Use aux_loss", "model"
+        )
         return
     named = [kind for kind in kinds if kind in LOSSES]
     if len(weights) != max(len(named), 1) or (len(named) != len(kinds) and len(kinds) > 1):
         draft.problems.append(
-            f"{_TYPES} {' '.join(kinds)} with {_WEIGHTS} {' '.join(weights)}: expected one weight for each loss. "
-            f"Use {_WEIGHTS} with {len(named)} numbers."
+            f"{_TYPES} {' '.join(kinds)} with {_WEIGHTS} {' '.join(weights)}: expected one weight "
+            f"for each loss. Use {_WEIGHTS} with {len(named)} numbers."
         )
         return
     for kind, weight in zip(named, weights, strict=False):
@@ -124,9 +157,15 @@ def _capacity(draft: Draft) -> None:
     factor = draft.arguments.value(flag)
     if not isinstance(factor, int | float) or factor < 0:
         return
-    draft.put(flag, "model.moe.capacity.factor", factor, "of a microbatch over all ranks that share it")
+    draft.put(
+        flag, "model.moe.capacity.factor", factor, "of a microbatch over all ranks that share it"
+    )
     policy = draft.arguments.value("--moe-token-drop-policy")
-    draft.put("--moe-token-drop-policy", "model.moe.capacity.drop", "last" if policy == "position" else "least")
+    draft.put(
+        "--moe-token-drop-policy",
+        "model.moe.capacity.drop",
+        "last" if policy == "position" else "least",
+    )
     if draft.arguments.value("--moe-pad-expert-input-to-capacity"):
         draft.put("--moe-pad-expert-input-to-capacity", "model.moe.capacity.pad", True)
 
@@ -144,13 +183,20 @@ def _switches(draft: Draft) -> None:
             draft.put(flag, setting, True)
     every = "--save-tokens-per-expert-interval"
     if draft.arguments.value(every):
-        draft.put(every, "observe.per_layer", True, "in metrics.jsonl, of all ranks, every train.log_every steps")
+        draft.put(
+            every,
+            "observe.per_layer",
+            True,
+            "in metrics.jsonl, of all ranks, every train.log_every steps",
+        )
     skew = draft.arguments.value("--moe-router-force-biased")
     if isinstance(skew, int | float) and skew:
         text = "" if skew < 0 else "the same numbers in every step, as with a number below 0"
         draft.put("--moe-router-force-biased", "model.moe.router.forced_bias", abs(skew), text)
     dense, shared = "model.mlp_bias", draft.arguments.value("--moe-shared-expert-intermediate-size")
-    if not draft.settings.get("model.moe.layers") and not shared:  # nothing that such a bias would belong to
+    if (
+        not draft.settings.get("model.moe.layers") and not shared
+    ):  # nothing that such a bias would belong to
         draft.settings[dense] = False
         draft.entries = [entry for entry in draft.entries if entry.setting != dense]
     linear = not draft.arguments.value("--disable-bias-linear")
@@ -159,19 +205,24 @@ def _switches(draft: Draft) -> None:
 
 
 CAPTURES = {
-    "--moe-routing-trace-capture-hidden-states": "hidden", "--moe-routing-trace-capture-logits": "logits",
+    "--moe-routing-trace-capture-hidden-states": "hidden",
+    "--moe-routing-trace-capture-logits": "logits",
     "--moe-routing-trace-dump-weights": "routers",
-}  # fmt: skip
+}
 
 
 def translate_trace(draft: Draft) -> None:
-    """What routers choose, written down in the first steps or, as Megatron does unless told, in all; and beside it what
-    they read and made of it."""
+    """What routers choose, written down in the first steps or, as Megatron does unless told, in
+    all; and beside it what they read and made of it."""
     path, most = "--moe-routing-trace-path", "--moe-routing-trace-max-training-iters"
     if not draft.arguments.value("--num-experts") or draft.arguments.value(path) is None:
         for flag in (path, most, *CAPTURES):
             if draft.arguments.given(flag):
-                needed = path if flag != path and draft.arguments.value("--num-experts") else "--num-experts"
+                needed = (
+                    path
+                    if flag != path and draft.arguments.value("--num-experts")
+                    else "--num-experts"
+                )
                 draft.say("already", flag, f"is read with {needed} only")
         return
     asked = {flag: kind for flag, kind in CAPTURES.items() if draft.arguments.value(flag)}
@@ -179,11 +230,18 @@ def translate_trace(draft: Draft) -> None:
         draft.put(flag, "observe.routing_captures", list(asked.values()))
     steps = "train.steps"
     if not draft.arguments.value(most):  # left out, or 0, which Megatron takes for left out
-        draft.put(path, "observe.routing_trace", draft.settings.get(steps), "every step", of=(steps,))
+        draft.put(
+            path, "observe.routing_trace", draft.settings.get(steps), "every step", of=(steps,)
+        )
         if draft.arguments.given(most):
             draft.say("already", most, "0 is every step, too")
         return
-    draft.put(path, "observe.routing_trace", draft.arguments.value(most), "to routing/ of the run's folder")
+    draft.put(
+        path,
+        "observe.routing_trace",
+        draft.arguments.value(most),
+        "to routing/ of the run's folder",
+    )
     draft.put(most, "observe.routing_trace", draft.arguments.value(most))
 
 

@@ -22,11 +22,18 @@ def _mup(draft: Draft) -> None:
     flag = base if width is not None else wider
     width = width if isinstance(width, int) else round(hidden / times) if times > 0 else 0
     draft.put(flag, "model.mup.base_hidden_size", width, of=("--hidden-size",))
-    if not arguments.value("--multi-latent-attention"):  # whose scores Megatron scales by their features alone
+    if not arguments.value(
+        "--multi-latent-attention"
+    ):  # whose scores Megatron scales by their features alone
         draft.copy("--mup-base-head-dim")
         draft.copy("--mup-attn-scale-power")
     draft.copy("--mup-embedding-mult")
     output = arguments.value("--mup-output-mult")
     if output != 1.0:
         value = float(str(output)) * hidden / max(width, 1)
-        draft.put("--mup-output-mult", "model.logit_scale", value, "times the width, by which muP divides here")
+        draft.put(
+            "--mup-output-mult",
+            "model.logit_scale",
+            value,
+            "times the width, by which muP divides here",
+        )

@@ -1,4 +1,5 @@
-"""A launch script as Megatron's arguments: variables and arrays are filled in, nothing is ever run."""
+"""A launch script as Megatron's arguments: variables and arrays are filled in, nothing is ever
+run."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ MAX_SCRIPT = 2**17
 """Characters of a script. Heuristic: ten times a long one."""
 
 MAX_CALLS = 50
-"""Functions and texts of `bash -c` that are followed inside each other. Heuristic: scripts nest two."""
+"""Functions and texts of `bash -c` that are followed inside each other. Heuristic: scripts nest
+two."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _LAUNCHERS = ("torchrun", "torch.distributed.launch", "torch.distributed.run")
@@ -91,49 +93,67 @@ def split_command(words: Sequence[str]) -> Launch:
     trained = OTHER_PROGRAMS.get(PurePath(program).name)
     if trained is not None:
         raise ConfigError(
-            f"{program} trains {trained}, and only a GPT can be translated yet. Use a command with pretrain_gpt.py."
+            f"{program} trains {trained}, and only a GPT can be translated yet. Use a command with "
+            "pretrain_gpt.py."
         )
     return Launch(program, tuple(words[place + 1 :]), _world(words[:place]))
 
 
 def read_script(text: str, variables: Mapping[str, str]) -> Launch:
-    """The training that a bash script starts. `variables` are set from outside; the script cannot change them.
+    """The training that a bash script starts. `variables` are set from outside; the script cannot
+    change them.
 
     Raises:
-        ConfigError: the script starts no training, several, or one whose arguments depend on what cannot be told; or
-            it is too long, or expands to too much.
+        ConfigError: the script starts no training, several, or one whose arguments depend on what
+            cannot be told; or it is too long, or expands to too much.
     """
     if len(text) > MAX_SCRIPT:
         raise ConfigError(
-            f"it has {len(text):,} characters, and the limit is {MAX_SCRIPT:,}. Use a shorter script, with long "
+            f"it has {len(text):,} characters, and the limit is {MAX_SCRIPT:,}. Use a shorter "
+            "script, with long "
             f"lists of data in a file for --data-args-path."
         )
     shell = _Shell(Variables(variables))
     shell.read(list(tokens(text)))
-    found = [launch for launch in shell.launches if {"--micro-batch-size", "--num-layers"} & set(launch.arguments)]
+    found = [
+        launch
+        for launch in shell.launches
+        if {"--micro-batch-size", "--num-layers"} & set(launch.arguments)
+    ]
     distinct = list(dict.fromkeys(found or shell.launches))
     if not distinct:
         raise ConfigError(
-            f"none of the script's {shell.count} commands starts a training: expected a Python file and arguments, "
+            f"none of the script's {shell.count} commands starts a training: expected a Python "
+            "file and arguments, "
             f"such as torchrun ... pretrain_gpt.py --num-layers 32. Pass the arguments themselves."
         )
     if len(distinct) > 1:
         programs = ", ".join(str(launch.program) for launch in distinct)
         raise ConfigError(
-            f"the script starts {len(distinct)} trainings ({programs}). Pass the arguments of the one you mean."
+            f"the script starts {len(distinct)} trainings ({programs}). Pass the arguments of the "
+            "one you mean."
         )
     return distinct[0]
 
 
 def _program_place(words: Sequence[str]) -> int | None:
-    return next((place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
+    return next(
+        (
+            place
+            for place, word in enumerate(words)
+            if word.endswith(".py") and not word.startswith("-")
+        ),
+        None,
+    )
 
 
 def _world(launcher: Sequence[str]) -> int | None:
     """Ranks that a launcher starts; None when another program (srun, mpirun) decides."""
     words = [part for word in launcher for part in word.split("=", 1)]
     if not any(PurePath(word).name in _LAUNCHERS for word in words):
-        plain = bool(words) and all(re.fullmatch(r"python[\d.]*|-\w", PurePath(word).name) for word in words)
+        plain = bool(words) and all(
+            re.fullmatch(r"python[\d.]*|-\w", PurePath(word).name) for word in words
+        )
         return 1 if plain else None
     counts = []
     for name in ("nproc", "nnodes"):
@@ -186,14 +206,19 @@ class _Shell:
                 decided = {"&&": status, "||": None if status is None else not status}
                 runs = decided.get(token.text, True)
 
-    def command(self, command: list[Word | ArrayLiteral], runs: bool | None, status: bool | None) -> bool | None:
-        """Read one command; returns how it ends, or `status`, how the one before did, when it does not run."""
+    def command(
+        self, command: list[Word | ArrayLiteral], runs: bool | None, status: bool | None
+    ) -> bool | None:
+        """Read one command; returns how it ends, or `status`, how the one before did, when it does
+        not run."""
         self.count += 1
         negated = False
         first = 0
         while first < len(command) and self.keyword(_plain(command[first]), command[first].line):
             negated ^= _plain(command[first]) == "!"
-            first = len(command) if _plain(command[first]) in ("for", "case", "select") else first + 1
+            first = (
+                len(command) if _plain(command[first]) in ("for", "case", "select") else first + 1
+            )
         command = command[first:]
         active = runs
         self.variables.charge(1 + len(self.blocks) // 10)
@@ -216,12 +241,19 @@ class _Shell:
             return None
         return True if self.assignments(command, active) else self.start(command)
 
-    def call(self, function: _Function, words: list[Word | ArrayLiteral], active: bool | None) -> None:
+    def call(
+        self, function: _Function, words: list[Word | ArrayLiteral], active: bool | None
+    ) -> None:
         """Follow a function of the script, with its own $1, $2 and so on."""
         self.enter()
-        outside, self.functions = self.functions, {n: f for n, f in self.functions.items() if n != function.name}
+        outside, self.functions = (
+            self.functions,
+            {n: f for n, f in self.functions.items() if n != function.name},
+        )
         before = self.variables.fixed
-        given = [value for word in words if isinstance(word, Word) for value in self.variables.fill(word)]
+        given = [
+            value for word in words if isinstance(word, Word) for value in self.variables.fill(word)
+        ]
         named = {name: value for name, value in before.items() if not name.isdecimal()}
         self.variables.fixed = named | {str(number): value for number, value in enumerate(given, 1)}
         depth = len(self.blocks)
@@ -240,7 +272,8 @@ class _Shell:
         self.depth += 1
         if self.depth > MAX_CALLS:
             raise ConfigError(
-                f"more than {MAX_CALLS} functions or `bash -c` call each other. Pass the arguments themselves."
+                f"more than {MAX_CALLS} functions or `bash -c` call each other. Pass the arguments "
+                "themselves."
             )
 
     def keyword(self, word: str, line: int) -> bool:
@@ -283,11 +316,18 @@ class _Shell:
 
     def start(self, command: list[Word | ArrayLiteral]) -> bool | None:
         """Note a command that starts a training; how others end cannot be told."""
-        words = [value for word in command if isinstance(word, Word) for value in self.variables.fill(word)]
+        words = [
+            value
+            for word in command
+            if isinstance(word, Word)
+            for value in self.variables.fill(word)
+        ]
         if words and words[0] in ("echo", "printf"):
             return True
         inner = next((word for word in words if re.search(r"\.py\s", word)), None)
-        if inner is not None and _program_place(words) is None:  # bash -c "torchrun ...", or one text with all of it
+        if (
+            inner is not None and _program_place(words) is None
+        ):  # bash -c "torchrun ...", or one text with all of it
             inside = _Shell(self.variables, depth=self.depth)
             inside.enter()
             inside.read(list(tokens(inner)))
@@ -302,13 +342,16 @@ class _Shell:
         return None
 
     def refuse_unsure(self, command: list[Word | ArrayLiteral]) -> None:
-        """A training whose arguments hang on a condition that cannot be judged is not translated."""
+        """A training whose arguments hang on a condition that cannot be judged is not
+        translated."""
         unsure = self.variables.unsure
         for name in (name for word in command if isinstance(word, Word) for name in names_in(word)):
             if name in unsure:
                 raise ConfigError(
-                    f"{name} is changed under a condition, at line {unsure[name]} of the script, that cannot be judged "
-                    f"without running it. Pass --set NAME=VALUE for what it asks about, or for {name} itself."
+                    f"{name} is changed under a condition, at line {unsure[name]} of the script, "
+                    "that cannot be judged "
+                    "without running it. Pass --set NAME=VALUE for what it asks about, or for "
+                    f"{name} itself."
                 )
 
 
@@ -326,18 +369,28 @@ def _matching_braces(script: Sequence[Token]) -> dict[int, int]:
 
 
 def _function(script: Sequence[Token], place: int, ends: Mapping[int, int]) -> _Function | None:
-    """The function whose definition begins at `place`: `name() { ... }` or `function name { ... }`."""
-    head = [token.text if isinstance(token, Operator) else _plain(token) for token in script[place : place + 6]]
+    """The function whose definition begins at `place`: `name() { ... }` or `function name { ...
+    }`."""
+    head = [
+        token.text if isinstance(token, Operator) else _plain(token)
+        for token in script[place : place + 6]
+    ]
     named = head[:1] == ["function"]
     name, rest = (head[1:2], head[2:]) if named else (head[:1], head[1:])
     brackets = rest[:2] == ["(", ")"]
     begin = place + 1 + named + 2 * brackets
-    while begin < len(script) and isinstance(token := script[begin], Operator) and token.text == "\n":
+    while (
+        begin < len(script) and isinstance(token := script[begin], Operator) and token.text == "\n"
+    ):
         begin += 1
     if not (named or brackets) or not name[0] or begin >= len(script) or _brace(script[begin]) != 1:
         return None
     end = ends.get(begin)
-    return None if end is None else _Function(name[0], script[begin].line, tuple(script[begin + 1 : end]), end + 1)
+    return (
+        None
+        if end is None
+        else _Function(name[0], script[begin].line, tuple(script[begin + 1 : end]), end + 1)
+    )
 
 
 def _brace(token: Token) -> int:
@@ -361,7 +414,9 @@ def _branch(block: _Block) -> tuple[bool | None, bool | None]:
 
 def _plain(word: Word | ArrayLiteral) -> str:
     """The letters of a word that has nothing to fill in and no quotes, else ""."""
-    if isinstance(word, ArrayLiteral) or any(part.kind != "text" or part.quoted for part in word.parts):
+    if isinstance(word, ArrayLiteral) or any(
+        part.kind != "text" or part.quoted for part in word.parts
+    ):
         return ""
     return "".join(part.text for part in word.parts)
 
@@ -372,7 +427,10 @@ def _assigns(word: Word | ArrayLiteral) -> bool:
 
 def _letters(word: Word) -> str:
     """The unquoted letters that a word begins with."""
-    return "".join(part.text for part in takewhile(lambda part: part.kind == "text" and not part.quoted, word.parts))
+    return "".join(
+        part.text
+        for part in takewhile(lambda part: part.kind == "text" and not part.quoted, word.parts)
+    )
 
 
 def _assignment(word: Word | ArrayLiteral) -> tuple[str, bool, Word | ArrayLiteral]:
@@ -381,4 +439,8 @@ def _assignment(word: Word | ArrayLiteral) -> tuple[str, bool, Word | ArrayLiter
         return word.name, word.append, word
     found = _ASSIGNMENT.match(_letters(word))
     assert found is not None
-    return found[1], bool(found[2]), Word(word.parts[found.end() :], word.line)  # an unquoted letter is one part
+    return (
+        found[1],
+        bool(found[2]),
+        Word(word.parts[found.end() :], word.line),
+    )  # an unquoted letter is one part

@@ -1,4 +1,5 @@
-"""Megatron's description of a GPT as our `model` settings: the sizes that follow from others, and what must be so."""
+"""Megatron's description of a GPT as our `model` settings: the sizes that follow from others, and
+what must be so."""
 
 import re
 
@@ -59,14 +60,20 @@ def _kernels(draft: Draft) -> None:
         else:
             draft.say("already", "--no-bias-swiglu-fusion", "is read with --swiglu only")
     if arguments.value("--attention-backend") in ("unfused", "local"):
-        draft.put("--attention-backend", "kernels.attention", "reference", "every score is in memory")
+        draft.put(
+            "--attention-backend", "kernels.attention", "reference", "every score is in memory"
+        )
     elif arguments.given("--attention-backend"):
-        draft.say("already", "--attention-backend", "the fastest way that knows the scores is taken")
+        draft.say(
+            "already", "--attention-backend", "the fastest way that knows the scores is taken"
+        )
 
 
 def _norms(draft: Draft) -> None:
     kind = draft.arguments.value("--normalization")
-    draft.put("--normalization", "model.norm", {"RMSNorm": "rms", "LayerNorm": "layer"}.get(str(kind)))
+    draft.put(
+        "--normalization", "model.norm", {"RMSNorm": "rms", "LayerNorm": "layer"}.get(str(kind))
+    )
     if draft.arguments.value("--apply-layernorm-1p"):
         draft.put("--apply-layernorm-1p", "model.norm_zero_centred", True)
     if draft.arguments.value("--fp32-residual-connection"):
@@ -81,9 +88,16 @@ def _mlp(draft: Draft) -> None:
     elif arguments.value("--squared-relu"):
         flag, activation, gated = "--squared-relu", "squared_relu", False
     elif not arguments.value("--swiglu"):
-        gated, plain = False, arguments.value("--disable-bias-linear") or arguments.value("--no-bias-gelu-fusion")
+        gated, plain = (
+            False,
+            arguments.value("--disable-bias-linear") or arguments.value("--no-bias-gelu-fusion"),
+        )
         activation, flag = "gelu" if plain else "gelu_tanh", "--no-bias-gelu-fusion"
-    why = "" if activation != "gelu_tanh" else "Megatron's GELU that is fused with its bias is the approximate one"
+    why = (
+        ""
+        if activation != "gelu_tanh"
+        else "Megatron's GELU that is fused with its bias is the approximate one"
+    )
     draft.put(flag, "model.activation", activation, why)
     draft.put(flag, "model.gated", gated)
     if gated:
@@ -96,10 +110,20 @@ def _mlp(draft: Draft) -> None:
     if arguments.value("--swiglu"):
         width = hidden * 8 // 3 // 64 * 64  # for two matrices up, as wide as 4 h for one
         draft.put(
-            "--swiglu", "model.ffn_hidden_size", width, "8/3 of the hidden size, down to a multiple of 64", of=wide
+            "--swiglu",
+            "model.ffn_hidden_size",
+            width,
+            "8/3 of the hidden size, down to a multiple of 64",
+            of=wide,
         )
     else:
-        draft.put("--ffn-hidden-size", "model.ffn_hidden_size", 4 * hidden, "4 times the hidden size", of=wide)
+        draft.put(
+            "--ffn-hidden-size",
+            "model.ffn_hidden_size",
+            4 * hidden,
+            "4 times the hidden size",
+            of=wide,
+        )
 
 
 def _biases(draft: Draft) -> None:
@@ -115,9 +139,15 @@ def _biases(draft: Draft) -> None:
 
 
 def _dropout(draft: Draft) -> None:
-    draft.put("--attention-dropout", "model.dropout.attention", draft.arguments.value("--attention-dropout"))
+    draft.put(
+        "--attention-dropout",
+        "model.dropout.attention",
+        draft.arguments.value("--attention-dropout"),
+    )
     for place in ("embedding", "residual"):
-        draft.put("--hidden-dropout", f"model.dropout.{place}", draft.arguments.value("--hidden-dropout"))
+        draft.put(
+            "--hidden-dropout", f"model.dropout.{place}", draft.arguments.value("--hidden-dropout")
+        )
 
 
 def _further(draft: Draft) -> None:
@@ -128,11 +158,19 @@ def _further(draft: Draft) -> None:
     if draft.arguments.given("--mtp-standalone"):
         alone = _stage_of_its_own(draft.arguments.value("--pipeline-model-parallel-layout"))
         decides = "--pipeline-model-parallel-layout decides, as in Megatron"
-        there = "with m on a stage of its own" if alone else "which has no stage with m and nothing else"
+        there = (
+            "with m on a stage of its own"
+            if alone
+            else "which has no stage with m and nothing else"
+        )
         draft.say("already", "--mtp-standalone", f"{decides}, {there}")
 
 
 def _stage_of_its_own(layout: Plain) -> bool:
-    """Whether a layout string has a bar, also one that a group repeats, at least one m, and the next bar."""
+    """Whether a layout string has a bar, also one that a group repeats, at least one m, and the
+    next bar."""
     times = r"(\*\d+)?"
-    return layout is not None and re.search(rf"\|{times}(m{times})+\|", re.sub(r"[, ()]", "", str(layout))) is not None
+    return (
+        layout is not None
+        and re.search(rf"\|{times}(m{times})+\|", re.sub(r"[, ()]", "", str(layout))) is not None
+    )

@@ -1,4 +1,5 @@
-"""Megatron's words for some of the layers: a number that counts to every so-manieth, or a list of ones and zeros."""
+"""Megatron's words for some of the layers: a number that counts to every so-manieth, or a list of
+ones and zeros."""
 
 import ast
 
@@ -9,7 +10,8 @@ LONGEST = 10_000
 
 
 def pattern_of(draft: Draft, flag: str) -> list[bool] | None:
-    """The layers that an argument marks, as a pattern that repeats; None where it is left out or cannot be read."""
+    """The layers that an argument marks, as a pattern that repeats; None where it is left out or
+    cannot be read."""
     value = draft.arguments.value(flag)
     if value is None:
         return None
@@ -20,8 +22,8 @@ def pattern_of(draft: Draft, flag: str) -> list[bool] | None:
     marks = _marks(text)
     if marks is None or len(marks) != layers:
         draft.problems.append(
-            f"{flag} {text} must be a number above 0, or a list of {layers} ones and zeros, one for each layer. "
-            f"Use {flag} 4 for every fourth layer."
+            f"{flag} {text} must be a number above 0, or a list of {layers} ones and zeros, one "
+            f"for each layer. Use {flag} 4 for every fourth layer."
         )
         return None
     return _shortest(marks)
@@ -50,7 +52,11 @@ def _value(node: ast.expr) -> int | list[int]:
                 return first + second
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             first, second = _value(left), _value(right)
-            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= LONGEST:
+            if (
+                isinstance(first, list)
+                and isinstance(second, int)
+                and len(first) * second <= LONGEST
+            ):
                 return first * second
     raise ValueError(f"{ast.unparse(node)} must be ones and zeros in a list")
 
@@ -62,4 +68,8 @@ def _shortest(marks: list[bool]) -> list[bool]:
     ([False, True], [True, False])
     """
     lengths = range(1, len(marks) + 1)
-    return next(marks[:n] for n in lengths if all(one == marks[place % n] for place, one in enumerate(marks)))
+    return next(
+        marks[:n]
+        for n in lengths
+        if all(one == marks[place % n] for place, one in enumerate(marks))
+    )

@@ -5,8 +5,15 @@ import math
 from megalith.config.megatron.draft import Draft
 from megalith.config.megatron.patterns import pattern_of
 
-KINDS = {"rope": "rope", "yarn": "rope", "mrope": "rope", "learned_absolute": "learned", "none": "none"}
-"""The kinds of positions that Megatron's GPT builds, and ours; under `relative`, which its T5 builds, it has none."""
+KINDS = {
+    "rope": "rope",
+    "yarn": "rope",
+    "mrope": "rope",
+    "learned_absolute": "learned",
+    "none": "none",
+}
+"""The kinds of positions that Megatron's GPT builds, and ours; under `relative`, which its T5
+builds, it has none."""
 
 _TYPE = "--position-embedding-type"
 
@@ -21,7 +28,10 @@ def translate_positions(draft: Draft) -> None:
         draft.say("not mapped", shown, text, "model")
         return
     if kind == "relative":
-        text = f"belongs to BERT or T5; pretrain_gpt.py does not read it and trains without positions. Use {_TYPE} none"
+        text = (
+            "belongs to BERT or T5; pretrain_gpt.py does not read it and trains without "
+            f"positions. Use {_TYPE} none"
+        )
         draft.say("not mapped", shown, text, "model")
         return
     draft.put(shown, "model.positions", KINDS[kind])
@@ -34,7 +44,11 @@ def _rotary(draft: Draft, kind: str) -> None:
     skip = "--no-rope-freq"
     if draft.arguments.value("--multi-latent-attention"):
         if draft.arguments.given(skip):
-            draft.say("already", skip, "Megatron's latent attention turns in every layer, whatever this says")
+            draft.say(
+                "already",
+                skip,
+                "Megatron's latent attention turns in every layer, whatever this says",
+            )
         return
     _pairs(draft, kind)
     {"rope": _scaling, "yarn": _yarn, "mrope": _sections}[kind](draft)
@@ -44,14 +58,25 @@ def _rotary(draft: Draft, kind: str) -> None:
 
 
 def _pairs(draft: Draft, kind: str) -> None:
-    """Which features turn. Megatron's yarn turns all of them, and only its rope turns neighbours."""
+    """Which features turn. Megatron's yarn turns all of them, and only its rope turns
+    neighbours."""
     percent, neighbours = "--rotary-percent", "--rotary-interleaved"
     if kind == "yarn" and draft.arguments.value(percent) != 1:
-        draft.say("not mapped", percent, "Megatron's yarn turns all features, whatever this says. Remove it", "model")
+        draft.say(
+            "not mapped",
+            percent,
+            "Megatron's yarn turns all features, whatever this says. Remove it",
+            "model",
+        )
     else:
         draft.copy(percent)
     if draft.arguments.value(neighbours) and kind != "rope":
-        draft.say("not mapped", neighbours, f"Megatron fails over it with {_TYPE} {kind}. Remove it", "model")
+        draft.say(
+            "not mapped",
+            neighbours,
+            f"Megatron fails over it with {_TYPE} {kind}. Remove it",
+            "model",
+        )
     elif draft.arguments.value(neighbours):
         draft.put(neighbours, "model.rope.interleaved", True)
 
@@ -63,7 +88,10 @@ def _scaling(draft: Draft) -> None:
         draft.put("--use-rope-scaling", "model.rope.scaling", "llama3")
         draft.put("--rope-scaling-factor", "model.rope.factor", factor)
         if factor != 8.0:
-            text = "some releases of Megatron do not pass it on and scale by 8: compare with what your release does"
+            text = (
+                "some releases of Megatron do not pass it on and scale by 8: compare with what "
+                "your release does"
+            )
             draft.say("explained", "--rope-scaling-factor", text)
         if linear not in (None, 1):
             text = "positions are scaled in two ways. Remove one of it and --use-rope-scaling"
@@ -106,23 +134,29 @@ def _sections(draft: Draft) -> None:
     typed = draft.arguments.value(flag)
     words = [str(word) for word in typed] if isinstance(typed, list) else []
     if not all(word.isdecimal() for word in words):
-        draft.problems.append(f"{flag} {' '.join(words)} must be counts of pairs. Use {flag} 16 24 24.")
+        draft.problems.append(
+            f"{flag} {' '.join(words)} must be counts of pairs. Use {flag} 16 24 24."
+        )
         return
     draft.put(flag, "model.rope.sections", [int(word) for word in words], "text turns as with rope")
 
 
 def translate_yarn_of_latents(draft: Draft, *, original: int) -> None:
-    """The yarn of latent attention, which Megatron has unless --rope-type says rope; by a factor of 1 it does nothing.
+    """The yarn of latent attention, which Megatron has unless --rope-type says rope; by a factor of
+    1 it does nothing.
 
-    Turned features are multiplied by g(mscale) / g(mscale_all_dim), scores by g(mscale_all_dim) squared, where g(m) is
-    0.1 m ln(factor) + 1; the latter also where --rope-type says rope.
+    Turned features are multiplied by g(mscale) / g(mscale_all_dim), scores by g(mscale_all_dim)
+    squared, where g(m) is 0.1 m ln(factor) + 1; the latter also where --rope-type says rope.
     """
     arguments = draft.arguments
     factor, kind = _number(draft, "--rotary-scaling-factor"), arguments.value("--rope-type")
     whole = _number(draft, "--mscale-all-dim")
     if arguments.value("--use-mup"):
         _scores_of_latents(
-            draft, "--use-mup", factor, "Megatron's latent attention leaves scores as they are without it"
+            draft,
+            "--use-mup",
+            factor,
+            "Megatron's latent attention leaves scores as they are without it",
         )
     elif kind == "rope" and factor > 1 and whole:
         _scores_of_latents(draft, "--mscale-all-dim", factor, "with --rope-type rope, too")
@@ -131,7 +165,11 @@ def translate_yarn_of_latents(draft: Draft, *, original: int) -> None:
         draft.say("not mapped", "--rotary-percent", text, "model")
     if kind == "rope" or factor <= 1:
         if arguments.given("--rotary-scaling-factor"):
-            draft.say("already", "--rotary-scaling-factor", "is read by yarn above 1 only, and by --mscale-all-dim")
+            draft.say(
+                "already",
+                "--rotary-scaling-factor",
+                "is read by yarn above 1 only, and by --mscale-all-dim",
+            )
         return
     draft.put("--rope-type", "model.rope.scaling", "yarn")
     draft.put("--rotary-scaling-factor", "model.rope.factor", factor)
@@ -150,7 +188,9 @@ def _scores_of_latents(draft: Draft, flag: str, factor: float, text: str) -> Non
 
 def _sharpening(draft: Draft, factor: float) -> None:
     """What turned queries and keys are multiplied by."""
-    part, whole = (_sharper(_number(draft, flag), factor) for flag in ("--mscale", "--mscale-all-dim"))
+    part, whole = (
+        _sharper(_number(draft, flag), factor) for flag in ("--mscale", "--mscale-all-dim")
+    )
     draft.put("--mscale", "model.rope.attention_factor", part / whole)
     if draft.arguments.given("--mscale-all-dim"):
         draft.put("--mscale-all-dim", "model.rope.attention_factor", part / whole)

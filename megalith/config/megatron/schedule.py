@@ -7,7 +7,8 @@ _STYLES = {"inverse-square-root": "inverse_square_root", "WSD": "wsd"}
 
 
 def translate_schedule(draft: Draft) -> None:
-    """Learning rate and weight decay over the run. What the style ignores is left out, and said to be."""
+    """Learning rate and weight decay over the run. What the style ignores is left out, and said to
+    be."""
     draft.need("--lr", "the highest learning rate")
     draft.copy("--lr")
     style = str(draft.arguments.value("--lr-decay-style"))
@@ -27,11 +28,14 @@ def _refuse_mixed_units(draft: Draft) -> None:
         flag = f"{name}-{other}"
         if draft.arguments.given(flag) and draft.arguments.value(flag):
             typed = draft.arguments.typed(flag)
-            draft.problems.append(f"{typed}: this run counts in --train-{counted}. Use {name}-{counted}.")
+            draft.problems.append(
+                f"{typed}: this run counts in --train-{counted}. Use {name}-{counted}."
+            )
 
 
 def _steps(draft: Draft, name: str) -> tuple[str, float] | None:
-    """The flag and the length in steps of `--lr-decay` and its like; None when neither spelling was given."""
+    """The flag and the length in steps of `--lr-decay` and its like; None when neither spelling was
+    given."""
     for unit in ("iters", "samples"):
         flag = f"{name}-{unit}"
         if draft.arguments.given(flag) and draft.arguments.value(flag) is not None:
@@ -40,7 +44,9 @@ def _steps(draft: Draft, name: str) -> tuple[str, float] | None:
     return None
 
 
-def _put_steps(draft: Draft, flag: str, setting: str, steps: float, *, of: tuple[str, ...] = ()) -> None:
+def _put_steps(
+    draft: Draft, flag: str, setting: str, steps: float, *, of: tuple[str, ...] = ()
+) -> None:
     """A length in whole steps; a fraction of one is rounded, and said to be."""
     whole, of = round(steps), (*of, "train.global_batch_size") if flag.endswith("-samples") else of
     draft.put(flag, setting, whole, of=of)
@@ -53,11 +59,15 @@ def _warmup(draft: Draft) -> None:
     flag = "--lr-warmup-fraction"
     fraction, given = draft.arguments.value(flag), _steps(draft, "--lr-warmup")
     if fraction is not None and given is not None and given[1] > 0:
-        draft.problems.append(f"{draft.arguments.typed(flag)} and {given[0]}: expected one of them. Remove one.")
+        draft.problems.append(
+            f"{draft.arguments.typed(flag)} and {given[0]}: expected one of them. Remove one."
+        )
     elif fraction is not None:
         decay = _steps(draft, "--lr-decay")
         steps = fraction * (decay[1] if decay else total_steps(draft))
-        _put_steps(draft, flag, "schedule.warmup_steps", steps, of=() if decay else ("train.steps",))
+        _put_steps(
+            draft, flag, "schedule.warmup_steps", steps, of=() if decay else ("train.steps",)
+        )
     elif given is not None:
         _put_steps(draft, given[0], "schedule.warmup_steps", given[1])
     if draft.settings.get("schedule.warmup_steps"):
@@ -71,7 +81,9 @@ def _decay(draft: Draft, style: str) -> None:
     if style == "constant":
         for flag in (given[0] if given else None, "--min-lr"):
             if flag is not None and draft.arguments.given(flag) and draft.arguments.value(flag):
-                draft.say("already", flag, "has no effect with --lr-decay-style constant, in Megatron too")
+                draft.say(
+                    "already", flag, "has no effect with --lr-decay-style constant, in Megatron too"
+                )
         return
     draft.copy("--min-lr")
     if given is not None and given[1] == total_steps(draft):
@@ -95,7 +107,10 @@ def _wsd(draft: Draft, style: str) -> None:
 def _weight_decay(draft: Draft) -> None:
     style = draft.arguments.value("--weight-decay-incr-style")
     draft.copy("--weight-decay-incr-style")
-    start, end = draft.arguments.value("--start-weight-decay"), draft.arguments.value("--end-weight-decay")
+    start, end = (
+        draft.arguments.value("--start-weight-decay"),
+        draft.arguments.value("--end-weight-decay"),
+    )
     if style != "constant":
         draft.need("--start-weight-decay", "the first weight decay")
         draft.need("--end-weight-decay", "the last weight decay")
@@ -106,5 +121,6 @@ def _weight_decay(draft: Draft) -> None:
     for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
         if value is not None:
             draft.problems.append(
-                f"{flag} {value}: the weight decay is constant. Remove it, or use --weight-decay-incr-style linear."
+                f"{flag} {value}: the weight decay is constant. Remove it, or use "
+                "--weight-decay-incr-style linear."
             )

@@ -1,17 +1,23 @@
-"""Megatron's supervised fine-tuning as our `data.sft`: conversations, their template, and how rows are filled."""
+"""Megatron's supervised fine-tuning as our `data.sft`: conversations, their template, and how rows
+are filled."""
 
 from megalith.config.megatron.draft import Draft
 
 FORMATS = {
-    "identity": "identity", "default": None, "nemotron-h-aligned": "nemotron-h-aligned",
+    "identity": "identity",
+    "default": None,
+    "nemotron-h-aligned": "nemotron-h-aligned",
     "nemotron-nano-v2": "nemotron-nano-v2",
-}  # fmt: skip
+}
 """Prompt formats that are known here, and their templates; None: the tokenizer's own."""
 
 _PATHS = {"--data-path": "path", "--train-data-path": "path", "--valid-data-path": "valid_path"}
 _TEXT_FLAGS = (
-    "--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids", "--dataloader-inter-document-masking",
-)  # fmt: skip
+    "--eod-mask-loss",
+    "--reset-attention-mask",
+    "--reset-position-ids",
+    "--dataloader-inter-document-masking",
+)
 
 
 def translate_sft(draft: Draft) -> None:
@@ -22,12 +28,22 @@ def translate_sft(draft: Draft) -> None:
             draft.put(flag, f"data.sft.{name}", arguments.value(flag))
     draft.copy("--data-cache-path")
     if arguments.value("--mock-data"):
-        text = "made-up conversations are sums here; Megatron's are drawn from --sft-mock-dataset-config-json"
+        text = (
+            "made-up conversations are sums here; Megatron's are drawn from "
+            "--sft-mock-dataset-config-json"
+        )
         draft.put("--mock-data", "data.sft.mock_conversations", 10_000, text)
     if arguments.given("--test-data-path"):
-        draft.say("already", "--test-data-path", "a test split of conversations is not read; evaluate it by itself")
+        draft.say(
+            "already",
+            "--test-data-path",
+            "a test split of conversations is not read; evaluate it by itself",
+        )
     if arguments.given("--split") and not arguments.value("--mock-data"):
-        text = "one file of conversations is not divided here. Divide it, and name the parts with --valid-data-path"
+        text = (
+            "one file of conversations is not divided here. Divide it, and name the parts with "
+            "--valid-data-path"
+        )
         draft.say("not mapped", "--split", text, "numbers")
     if not _budget(draft):
         draft.put("--sft", "data.sft.packing", "row", "a row for each line of the file")
@@ -36,7 +52,11 @@ def translate_sft(draft: Draft) -> None:
     _format(draft)
     for flag in _TEXT_FLAGS:
         if arguments.given(flag):
-            draft.say("already", flag, "each conversation is a document of its own, with labels of its own")
+            draft.say(
+                "already",
+                flag,
+                "each conversation is a document of its own, with labels of its own",
+            )
     if arguments.value("--dataloader-type") in ("cyclic", "external"):
         text = "conversations are shuffled by data.sft.shuffle. Remove it"
         draft.say("not mapped", "--dataloader-type", text, "numbers")
@@ -50,15 +70,20 @@ def _budget(draft: Draft) -> bool:
         return False
     if kind != "dp_balanced":
         text = (
-            f"not yet: as many context-parallel ranks as each conversation needs; the numbers are the same with "
-            f"{scheduler} dp_balanced"
+            "not yet: as many context-parallel ranks as each conversation needs; the numbers are "
+            f"the same with {scheduler} dp_balanced"
         )
         draft.say("not mapped", scheduler, text)
         return False
     if draft.need(size, "the tokens of a microbatch on each rank"):
         text = "a step has --global-batch-size conversations, in as many microbatches as they need"
         draft.put(size, "train.tokens_per_microbatch", draft.arguments.value(size), text)
-        draft.put(scheduler, "train.tokens_per_microbatch", draft.arguments.value(size), "balanced by operations, too")
+        draft.put(
+            scheduler,
+            "train.tokens_per_microbatch",
+            draft.arguments.value(size),
+            "balanced by operations, too",
+        )
     return True
 
 
@@ -66,10 +91,18 @@ def _format(draft: Draft) -> None:
     """How conversations become text."""
     wanted = str(draft.arguments.value("--sft-tokenizer-prompt-format"))
     if wanted not in FORMATS:
-        text = f"the template of {wanted} is not built in. Put it into a Jinja file and set data.sft.template to that"
+        text = (
+            f"the template of {wanted} is not built in. Put it into a Jinja file and set "
+            "data.sft.template to that"
+        )
         draft.say("not mapped", "--sft-tokenizer-prompt-format", text, "numbers")
     elif wanted == "default":
-        draft.put("--sft-tokenizer-prompt-format", "data.sft.loss_on", "all", "with the tokenizer's own template")
+        draft.put(
+            "--sft-tokenizer-prompt-format",
+            "data.sft.loss_on",
+            "all",
+            "with the tokenizer's own template",
+        )
     else:
         text = "an end token follows each answer, and is learnt" if wanted == "identity" else ""
         draft.put("--sft-tokenizer-prompt-format", "data.sft.template", FORMATS[wanted], text)

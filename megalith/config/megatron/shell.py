@@ -1,4 +1,5 @@
-"""The words of a shell script: quotes, variables, arrays and comments told apart. Nothing is run."""
+"""The words of a shell script: quotes, variables, arrays and comments told apart. Nothing is
+run."""
 
 import re
 from collections.abc import Iterator
@@ -109,7 +110,9 @@ class _Reader:
             self.heredocs.append("".join(part.text for part in self.word()))
         elif text == "\n" and self.heredocs:
             for end in self.heredocs:
-                found = re.compile(rf"^[ \t]*{re.escape(end)}$", re.MULTILINE).search(self.text, self.at)
+                found = re.compile(rf"^[ \t]*{re.escape(end)}$", re.MULTILINE).search(
+                    self.text, self.at
+                )
                 self.at = found.end() if found else len(self.text)
             self.heredocs = []
         return Operator(text, line, glued)
@@ -132,7 +135,10 @@ class _Reader:
         while True:
             self.skip_blanks()
             if self.at >= len(self.text):
-                raise ConfigError(f"line {line}: the array that ( opens is not closed. Use ) behind its last word.")
+                raise ConfigError(
+                    f"line {line}: the array that ( opens is not closed. Use ) behind its last "
+                    "word."
+                )
             if self.text[self.at] in "\n)":
                 self.at += 1
                 if self.text[self.at - 1] == ")":
@@ -175,7 +181,13 @@ class _Reader:
             character = self.text[self.at]
             if character == end:
                 return
-            if character == "\\" and self.text[self.at + 1 : self.at + 2] in ("$", "`", '"', "\\", "\n"):
+            if character == "\\" and self.text[self.at + 1 : self.at + 2] in (
+                "$",
+                "`",
+                '"',
+                "\\",
+                "\n",
+            ):
                 self.at += 2
                 yield Part("text", self.text[self.at - 1].replace("\n", ""), True)
             elif character in "$`":
@@ -184,7 +196,9 @@ class _Reader:
                 self.at += 1
                 yield Part("text", character, True)
         if end is not None:
-            raise ConfigError(f"line {line}: the quote {end} is not closed. Use another {end} behind the text.")
+            raise ConfigError(
+                f"line {line}: the quote {end} is not closed. Use another {end} behind the text."
+            )
 
     def dollar(self, *, quoted: bool) -> Part:
         """A variable, an arithmetic expression, or a command whose output is meant."""
@@ -197,8 +211,14 @@ class _Reader:
             return Part("arithmetic", self.text[start + 3 : self.at - 2], quoted)
         if self.text.startswith(("$(", "${"), start):
             self.at = self.closing(start + 1)
-            kind: Literal["command", "variable"] = "command" if self.text[start + 1] == "(" else "variable"
-            inside = self.text[start : self.at] if kind == "command" else self.text[start + 2 : self.at - 1]
+            kind: Literal["command", "variable"] = (
+                "command" if self.text[start + 1] == "(" else "variable"
+            )
+            inside = (
+                self.text[start : self.at]
+                if kind == "command"
+                else self.text[start + 2 : self.at - 1]
+            )
             return Part(kind, inside, quoted)
         name = _NAME.match(self.text, start + 1)
         if name is None:
@@ -221,5 +241,7 @@ class _Reader:
         """Where `text` stands next."""
         place = self.text.find(text, start)
         if place < 0:
-            raise ConfigError(f"line {self.line}: expected {text} further on. Use it to close what opens there.")
+            raise ConfigError(
+                f"line {self.line}: expected {text} further on. Use it to close what opens there."
+            )
         return place

@@ -6,11 +6,12 @@ from typing import Literal
 from megalith.config.fields import Plain
 
 Takes = Literal["nothing", "int", "float", "text", "place", "words", "choice"]
-"""What stands behind a flag. A `place` is a path of which nothing here is read: it may hold an unset shell variable."""
+"""What stands behind a flag. A `place` is a path of which nothing here is read: it may hold an
+unset shell variable."""
 
 Effect = Literal["none", "numbers", "model"]
-"""What goes missing when a flag is not followed: nothing but speed, memory or logs; the digits of the loss; the network
-itself, its data or its first weights."""
+"""What goes missing when a flag is not followed: nothing but speed, memory or logs; the digits
+of the loss; the network itself, its data or its first weights."""
 
 Verdict = Literal["already", "explained", "not mapped"]
 """So here anyway, or of no concern; done differently here; not done here."""
@@ -59,7 +60,8 @@ class Group:
     """Why, and what to do instead."""
 
     flags: str
-    """Their names; `--flag!` stands alone, `--flag=a|b` asks for nothing when its value is a or b."""
+    """Their names; `--flag!` stands alone, `--flag=a|b` asks for nothing when its value is a or
+    b."""
 
     switch: str | None = None
     """They say nothing unless this flag is given, too."""

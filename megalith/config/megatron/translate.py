@@ -1,4 +1,5 @@
-"""Megatron's arguments to a run of ours, with a word on every argument that was given or assumed."""
+"""Megatron's arguments to a run of ours, with a word on every argument that was given or
+assumed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,10 +34,12 @@ class Translation:
     """Why there is no run."""
 
     ranks: int
-    """Ranks on which the run has Megatron's data-parallel ranks; as few as can be when their number is not known."""
+    """Ranks on which the run has Megatron's data-parallel ranks; as few as can be when their number
+    is not known."""
 
     def refusals(self, *, strict: bool) -> list[str]:
-        """Why the run must not be used: it cannot be written, would be another model, or (`strict`) other numbers."""
+        """Why the run must not be used: it cannot be written, would be another model, or (`strict`)
+        other numbers."""
         effects = ("model", "numbers") if strict else ("model",)
         return [
             *self.problems,
@@ -49,8 +52,9 @@ def translate(
 ) -> Translation:
     """A list of Megatron's arguments as a run called `name`.
 
-    world: ranks of the job, where known; tokenizer_vocab: ids of the tokenizer that the arguments name, where known.
-    Raises nothing: what cannot be read or is missing is in `problems`, all of it.
+    world: ranks of the job, where known; tokenizer_vocab: ids of the tokenizer that the arguments
+    name, where known. Raises nothing: what cannot be read or is missing is in `problems`, all of
+    it.
     """
     draft = Draft(read_arguments(words))
     dp = data_parallel_ranks(draft, world)
@@ -75,7 +79,8 @@ def translate(
 
 
 def named_tokenizer(words: Sequence[str]) -> TokenizerConfig | None:
-    """The tokenizer whose size the translation needs: named by the arguments, and its size is not."""
+    """The tokenizer whose size the translation needs: named by the arguments, and its size is
+    not."""
     arguments: Arguments = read_arguments(words)
     settings = {name: value for name, (_, value) in tokenizer_settings(arguments).items()}
     if not isinstance(settings.get("path"), str) or arguments.given("--vocab-size"):

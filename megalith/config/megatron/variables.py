@@ -11,7 +11,8 @@ from megalith.config.megatron.shell import ArrayLiteral, Part, Word, parts_of
 from megalith.errors import ConfigError
 
 MAX_WORK = 300_000
-"""Characters that expansions give, and words that are read, in one script. Heuristic: long scripts need a hundredth."""
+"""Characters that expansions give, and words that are read, in one script. Heuristic: long scripts
+need a hundredth."""
 
 MAX_DEFAULTS = 20
 """Nested defaults, as in ${A:-${B:-...}}. Heuristic: scripts nest two."""
@@ -45,7 +46,8 @@ class Variables:
     """Values by name, and which of them cannot be relied on."""
 
     fixed: Mapping[str, str]
-    """Set from outside; the script cannot change them. "1", "2" ... are the script's own arguments."""
+    """Set from outside; the script cannot change them. "1", "2" ... are the script's own
+    arguments."""
 
     values: dict[str, list[str]] = field(default_factory=dict)
     """What the script set; a plain variable has one value."""
@@ -63,7 +65,8 @@ class Variables:
     """Defaults that are being filled in now, one inside the other."""
 
     def charge(self, amount: int) -> None:
-        """Add to the work of reading the script, which variables and functions may multiply without end.
+        """Add to the work of reading the script, which variables and functions may multiply without
+        end.
 
         Raises:
             ConfigError: the limit is exceeded.
@@ -71,16 +74,27 @@ class Variables:
         self.work += amount
         if self.work > MAX_WORK:
             raise ConfigError(
-                f"its variables and functions expand to more than {MAX_WORK:,} characters and words. Use a shorter "
+                f"its variables and functions expand to more than {MAX_WORK:,} characters and "
+                "words. Use a shorter "
                 f"script, or pass the arguments themselves."
             )
 
-    def assign(self, name: str, literal: Word | ArrayLiteral, *, append: bool, active: bool | None, line: int) -> None:
+    def assign(
+        self,
+        name: str,
+        literal: Word | ArrayLiteral,
+        *,
+        append: bool,
+        active: bool | None,
+        line: int,
+    ) -> None:
         """Set a variable; `active` None: it may have been set, by the condition at `line`."""
         if name in self.fixed:
             return
         words = literal.words if isinstance(literal, ArrayLiteral) else (literal,)
-        doubtful = [self.unsure[used] for word in words for used in names_in(word) if used in self.unsure]
+        doubtful = [
+            self.unsure[used] for word in words for used in names_in(word) if used in self.unsure
+        ]
         if isinstance(literal, ArrayLiteral):
             values = [value for word in words for value in self.fill(word)]
             self.arrays.add(name)
@@ -88,7 +102,9 @@ class Variables:
             values = [self.joined(literal.parts)]
         before = self.values.get(name, [])
         if append:
-            values = [*before, *values] if name in self.arrays else ["".join([*before[:1], *values])]
+            values = (
+                [*before, *values] if name in self.arrays else ["".join([*before[:1], *values])]
+            )
         if doubtful or (active is None and values != before):
             self.unsure.setdefault(name, doubtful[0] if doubtful else line)
         elif not append:
@@ -96,12 +112,15 @@ class Variables:
         self.values[name] = values
 
     def fill(self, word: Word) -> list[str]:
-        """A word with its variables filled in; blanks divide unquoted ones, so it may become several words or none."""
+        """A word with its variables filled in; blanks divide unquoted ones, so it may become
+        several words or none."""
         fields: list[str] = []
         open_field = vanished = False
         for part in word.parts:
             pieces, divided = self.pieces(part)
-            vanished |= part.quoted and not pieces  # "${NONE[@]}" of an empty array is no word at all
+            vanished |= (
+                part.quoted and not pieces
+            )  # "${NONE[@]}" of an empty array is no word at all
             for number, piece in enumerate(pieces):
                 if number == 0 and open_field and not (divided and piece == ""):
                     fields[-1] += piece
@@ -113,7 +132,8 @@ class Variables:
         return [] if vanished and fields == [""] else fields
 
     def pieces(self, part: Part) -> tuple[list[str], bool]:
-        """The fields of one piece of a word, and whether blanks divided them (an empty end then closes a field)."""
+        """The fields of one piece of a word, and whether blanks divided them (an empty end then
+        closes a field)."""
         if part.kind == "text":
             return [part.text], False
         values = self.expand(part)
@@ -124,10 +144,13 @@ class Variables:
 
     def joined(self, parts: Sequence[Part]) -> str:
         """The same as one text, as an assignment takes it."""
-        return "".join(" ".join(self.expand(part)) if part.kind != "text" else part.text for part in parts)
+        return "".join(
+            " ".join(self.expand(part)) if part.kind != "text" else part.text for part in parts
+        )
 
     def expand(self, part: Part) -> list[str]:
-        """The values that a variable, an expression or a command stands for; unknown ones stay as they were written."""
+        """The values that a variable, an expression or a command stands for; unknown ones stay as
+        they were written."""
         if part.kind == "command":
             return [part.text]
         if part.kind == "arithmetic":
@@ -157,7 +180,8 @@ class Variables:
         self.charge(len(text))
         if self.defaults >= MAX_DEFAULTS:
             raise ConfigError(
-                f"a ${{...}} has more than {MAX_DEFAULTS} defaults inside each other. Pass --set NAME=VALUE for it."
+                f"a ${{...}} has more than {MAX_DEFAULTS} defaults inside each other. Pass --set "
+                "NAME=VALUE for it."
             )
         self.defaults += 1
         value = self.joined(parts_of(_unquoted(text)))
@@ -209,7 +233,9 @@ class Variables:
     def test(self, words: Sequence[Word]) -> bool | None:
         """The answer of `[ ... ]`, `[[ ... ]]` or `test ...`; None when it cannot be told."""
         texts = [self.joined(word.parts) for word in words]
-        if any(name in self.unsure for word in words for name in names_in(word)) or any("$" in text for text in texts):
+        if any(name in self.unsure for word in words for name in names_in(word)) or any(
+            "$" in text for text in texts
+        ):
             return None
         texts = [text for text in texts if text not in ("[", "[[", "]", "]]", "test")]
         negated = texts[:1] == ["!"]
@@ -224,7 +250,8 @@ def names_in(word: Word) -> list[str]:
 
 
 def _judge(words: list[str]) -> bool | None:
-    """The answer of a test whose words are all known; None for questions about files and the like."""
+    """The answer of a test whose words are all known; None for questions about files and the
+    like."""
     match words:
         case ["-z", text]:
             return text == ""

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from megalith.config.moe import MoEConfig
-from megalith.kernels.balance import attach, balance_loss, count_choices, global_balance_loss, z_loss
+from megalith.kernels.balance import (
+    attach,
+    balance_loss,
+    count_choices,
+    global_balance_loss,
+    z_loss,
+)
 from megalith.kernels.routing import Choice, best, shares_of_one
 from megalith.kernels.tokens import BalanceShare, Tokens
 from megalith.parallel.group import all_reduce_
@@ -20,11 +26,12 @@ LOSSES = ("sequence", "batch", "global_batch", "z")
 
 @dataclass(slots=True)
 class Record:
-    """What a layer's router did in a step, microbatch by microbatch. A microbatch that comes again, in recomputation,
-    writes what is there already; evaluation writes nothing."""
+    """What a layer's router did in a step, microbatch by microbatch. A microbatch that comes
+    again, in recomputation, writes what is there already; evaluation writes nothing."""
 
     counts: Tensor
-    """float64 [microbatches, E]: my tokens that went to each expert, padding and refused choices left out."""
+    """float64 [microbatches, E]: my tokens that went to each expert, padding and refused choices
+    left out."""
 
     chosen: Tensor
     """float64 [microbatches, E]: what the loss over the global batch counts, of all ranks."""
@@ -36,11 +43,13 @@ class Record:
     """float64 [microbatches, kinds of loss]: my part of each, without its weight."""
 
     offsets: Tensor
-    """float64 [microbatches, E + 1]: what would have made the experts equally busy, and a 1 if there were tokens."""
+    """float64 [microbatches, E + 1]: what would have made the experts equally busy, and a 1 if
+    there were tokens."""
 
 
 class Balance:
-    """Attaches the losses of balance to the weights of a choice, and keeps the record of the step."""
+    """Attaches the losses of balance to the weights of a choice, and keeps the record of the
+    step."""
 
     def __init__(self, moe: MoEConfig, region: Region, mesh: Mesh) -> None:
         self.moe, self.region = moe, region
@@ -49,7 +58,8 @@ class Balance:
         self.record: Record | None = None
 
     def __call__(self, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens) -> Choice:
-        """The same choice, whose weights' backward goes into the losses. Collective over ranks that share tokens.
+        """The same choice, whose weights' backward goes into the losses. Collective over ranks that
+        share tokens.
 
         asked: int64 [t, k], the experts before any refused.
         """
@@ -71,32 +81,52 @@ class Balance:
         return Choice(choice.experts, weights)
 
     def losses(
-        self, asked: Tensor, logits: Tensor, valid: Tensor, sequence: Tensor, tokens: Tokens, record: Record
+        self,
+        asked: Tensor,
+        logits: Tensor,
+        valid: Tensor,
+        sequence: Tensor,
+        tokens: Tokens,
+        record: Record,
     ) -> Iterator[tuple[int, Tensor]]:
         """My part of every loss that has a weight, and which it is."""
         if not any(self.weights):
             return
-        moe, by_sequence, by_batch, by_step, of_size = self.moe, *(weight > 0 for weight in self.weights)
+        moe, by_sequence, by_batch, by_step, of_size = (
+            self.moe,
+            *(weight > 0 for weight in self.weights),
+        )
         shares = shares_of_one(logits, moe.router.score)
         counted = asked if moe.balance.of_choices else best(shares.detach(), moe.top_k)
         sequences = len(tokens.lengths)
-        counts = count_choices(counted, sequence, valid, sequences=sequences, num_experts=moe.experts)
+        counts = count_choices(
+            counted, sequence, valid, sequences=sequences, num_experts=moe.experts
+        )
         counts = all_reduce_(counts, self.sharing)
         everything = counts.sum(0, keepdim=True)
         if by_sequence:
             yield 0, balance_loss(shares, counts, sequence, valid, top_k=moe.top_k)
         if by_batch:
-            yield 1, balance_loss(shares, everything, torch.zeros_like(sequence), valid, top_k=moe.top_k)
+            yield (
+                1,
+                balance_loss(
+                    shares, everything, torch.zeros_like(sequence), valid, top_k=moe.top_k
+                ),
+            )
         if by_step:
             yield 2, self.global_loss(shares, everything[0], valid, tokens, record)
         if of_size:
             yield 3, z_loss(logits, everything.sum() / moe.top_k, valid)
 
-    def global_loss(self, shares: Tensor, counts: Tensor, valid: Tensor, tokens: Tokens, record: Record) -> Tensor:
+    def global_loss(
+        self, shares: Tensor, counts: Tensor, valid: Tensor, tokens: Tokens, record: Record
+    ) -> Tensor:
         """Over the microbatches of the step up to this one, on all ranks."""
         assert tokens.balance is not None
         number = tokens.balance.microbatch
-        every = all_reduce_(counts / self.sharing.size, self.everyone)  # the ranks that share tokens have equal counts
+        every = all_reduce_(
+            counts / self.sharing.size, self.everyone
+        )  # the ranks that share tokens have equal counts
         with torch.no_grad():
             record.chosen[number] = every
         so_far = record.chosen[: number + 1].sum(0)
@@ -105,7 +135,13 @@ class Balance:
     def record_of(self, share: BalanceShare, like: Tensor) -> Record:
         """Where this step's microbatches write."""
         m, e = share.microbatches, self.moe.experts
-        if self.record is None or len(self.record.counts) != m or self.record.counts.device != like.device:
+        if (
+            self.record is None
+            or len(self.record.counts) != m
+            or self.record.counts.device != like.device
+        ):
             shapes = (m, e), (m, e), (m,), (m, len(LOSSES)), (m, e + 1)
-            self.record = Record(*(torch.zeros(s, dtype=torch.float64, device=like.device) for s in shapes))
+            self.record = Record(
+                *(torch.zeros(s, dtype=torch.float64, device=like.device) for s in shapes)
+            )
         return self.record

@@ -1,4 +1,5 @@
-"""The experts of a layer: an MLP each, all of one shape, of which this rank holds some, or a part of each."""
+"""The experts of a layer: an MLP each, all of one shape, of which this rank holds some, or a part
+of each."""
 
 import math
 from collections.abc import Callable
@@ -20,15 +21,21 @@ from megalith.plan.shards import Shard, cut_dim, split_evenly, whole
 
 
 class Experts(nn.Module):
-    """What each expert makes of the rows that were sent to it: [r, d] -> [r, d], my part of a sum over etp.
+    """What each expert makes of the rows that were sent to it: [r, d] -> [r, d], my part of a sum
+    over etp.
 
-    The weight of a row multiplies what its expert makes of it. Source: Shazeer et al. 2017, arXiv:1701.06538.
+    The weight of a row multiplies what its expert makes of it. Source: Shazeer et al. 2017,
+    arXiv:1701.06538.
     """
 
-    def __init__(self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, *, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.inner = weighted_activation(config)
-        self.compute: Callable[..., Tensor] = experts  # held here, so that nn/kernels.py can tell it how
+        self.compute: Callable[..., Tensor] = (
+            experts  # held here, so that nn/kernels.py can tell it how
+        )
         self.weigh_input = moe.weigh_input
         features = moe.latent_size or config.hidden_size
         halves, word = ((2,), "gate_up") if config.gated else ((), "up")
@@ -39,11 +46,14 @@ class Experts(nn.Module):
         up_bias = cut(f"{name}.{word}_bias", inside, inner=1 + len(halves), inputs=0)
         down_bias = cut(f"{name}.down_bias", (moe.experts, features), inner=None, inputs=0)
         std = config.init_std
-        self.up = ExpertMatrix(Declared(up, Init(std)), Declared(up_bias, ZEROS) if moe.biases else None, dtype=dtype)
+        self.up = ExpertMatrix(
+            Declared(up, Init(std)), Declared(up_bias, ZEROS) if moe.biases else None, dtype=dtype
+        )
         self.down = ExpertMatrix(
             Declared(down, Init(std / math.sqrt(2 * config.num_layers))),
-            Declared(down_bias, ZEROS) if moe.biases else None, dtype=dtype,
-        )  # fmt: skip
+            Declared(down_bias, ZEROS) if moe.biases else None,
+            dtype=dtype,
+        )
 
     def forward(self, sent: Sent) -> Tensor:
         """Rows [r, d], expert after expert -> [r, d]."""
@@ -55,16 +65,32 @@ class Experts(nn.Module):
 
 
 def weighted_activation(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """What lies between an expert's matmuls: that of the model's MLP, times the weight of each row."""
+    """What lies between an expert's matmuls: that of the model's MLP, times the weight of each
+    row."""
     if not config.gated:
         return partial(weighted_activate, activation=config.activation)
-    return partial(weighted_gated, gate=Gate(config.activation, config.activation_clamp, config.up_offset))
+    return partial(
+        weighted_gated, gate=Gate(config.activation, config.activation_clamp, config.up_offset)
+    )
 
 
-def _cut(name: str, shape: tuple[int, ...], *, moe: MoEConfig, mesh: Mesh, inner: int | None, inputs: int = 1) -> Shard:
-    """My experts' part of a parameter with all of them first: whole, or my features along dim `inner`."""
+def _cut(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    moe: MoEConfig,
+    mesh: Mesh,
+    inner: int | None,
+    inputs: int = 1,
+) -> Shard:
+    """My experts' part of a parameter with all of them first: whole, or my features along dim
+    `inner`."""
     ep, etp = mesh.over("ep"), mesh.over("etp")
-    shard = cut_dim(whole(name, shape, inputs=inputs), 0, split_evenly(moe.experts, ep.size), ep.rank, ep.axes)
+    shard = cut_dim(
+        whole(name, shape, inputs=inputs), 0, split_evenly(moe.experts, ep.size), ep.rank, ep.axes
+    )
     if inner is not None:
-        shard = cut_dim(shard, inner, split_evenly(moe.ffn_hidden_size, etp.size), etp.rank, etp.axes)
+        shard = cut_dim(
+            shard, inner, split_evenly(moe.ffn_hidden_size, etp.size), etp.rank, etp.axes
+        )
     return Shard(shard.name, shard.shape, shard.box, shard.cut, grid="expert", inputs=inputs)

@@ -29,27 +29,44 @@ def itself(module: nn.Module) -> nn.Module:
 
 
 class MoE(nn.Module):
-    """The weighted sum of what each token's chosen experts make of it: x [t, h] -> [t, h], of my own tokens.
+    """The weighted sum of what each token's chosen experts make of it: x [t, h] -> [t, h], of my
+    own tokens.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961.
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
-        dispatcher: DispatcherName = "exchange", act_again: Rebuilding | None = None, number: int = 0,
+        self,
+        name: str,
+        config: ModelConfig,
+        moe: MoEConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
+        dispatcher: DispatcherName = "exchange",
+        act_again: Rebuilding | None = None,
+        number: int = 0,
         around_shared: Callable[[nn.Module], nn.Module] = itself,
-    ) -> None:  # fmt: skip
-        """`number`: of the layer, over all stages; `act_again`: how backward gets the shared experts' activation, where
-        those of the others are never kept; `around_shared`: what runs them."""
+    ) -> None:
+        """`number`: of the layer, over all stages; `act_again`: how backward gets the shared
+        experts' activation, where those of the others are never kept; `around_shared`: what runs
+        them."""
         super().__init__()
         self.router = Router(name, config, moe, mesh, region, dtype=dtype, number=number)
         build = partial(build_transport, dispatcher, mesh, moe.experts)
         self.dispatch = build()
-        self.dispatch_within_capacity = build(refusing=moe.capacity.factor is not None, room=room_of(moe, mesh))
+        self.dispatch_within_capacity = build(
+            refusing=moe.capacity.factor is not None, room=room_of(moe, mesh)
+        )
         self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)
         self.narrow, self.widen = latent_matrices(name, config, moe, region, dtype=dtype)
         shared = moe.shared_ffn_hidden_size is not None
-        built = [SharedExperts(name, config, moe, mesh, region, dtype=dtype, act_again=act_again)] if shared else []
+        built = (
+            [SharedExperts(name, config, moe, mesh, region, dtype=dtype, act_again=act_again)]
+            if shared
+            else []
+        )
         self.shared = nn.ModuleList(map(around_shared, built))
 
     def meanwhile(self, something: Meanwhile) -> None:
@@ -59,9 +76,13 @@ class MoE(nn.Module):
 
     def forward(self, x: Input, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h]."""
-        dispatch = self.dispatch if tokens.balance is None else self.dispatch_within_capacity  # that of training
+        dispatch = (
+            self.dispatch if tokens.balance is None else self.dispatch_within_capacity
+        )  # that of training
         leaving = dispatch(self.narrow(x), self.router(x, tokens))
-        for_all = [shared(x, tokens) for shared in self.shared]  # while tokens are on their way, and their gradients
+        for_all = [
+            shared(x, tokens) for shared in self.shared
+        ]  # while tokens are on their way, and their gradients
         sent, way = leaving.arrive()
         y: Tensor = self.widen(way.back(self.experts(sent)))
         for answer in for_all:
@@ -80,18 +101,30 @@ def room_of(moe: MoEConfig, mesh: Mesh) -> Room | None:
 class SharedExperts(nn.Module):
     """An MLP for all tokens, gated or not by a number per token: x [t, h] -> [t, h].
 
-    Source: Dai et al. 2024, arXiv:2401.06066, section 3.2; the gate: Qwen Team 2024, arXiv:2407.10671.
+    Source: Dai et al. 2024, arXiv:2401.06066, section 3.2; the gate: Qwen Team 2024,
+    arXiv:2407.10671.
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+        self,
+        name: str,
+        config: ModelConfig,
+        moe: MoEConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
         act_again: Rebuilding | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         assert moe.shared_ffn_hidden_size is not None
         sized = replace(config, ffn_hidden_size=moe.shared_ffn_hidden_size)
-        self.mlp = build_mlp(f"{name}.shared", sized, mesh, region, dtype=dtype, act_again=act_again)
-        weigh = _matrix(f"{name}.shared_gate", 1, config.hidden_size, config.init_std, region, dtype)
+        self.mlp = build_mlp(
+            f"{name}.shared", sized, mesh, region, dtype=dtype, act_again=act_again
+        )
+        weigh = _matrix(
+            f"{name}.shared_gate", 1, config.hidden_size, config.init_std, region, dtype
+        )
         self.weigh = nn.ModuleList([weigh] if moe.shared_gate else [])
 
     def forward(self, x: Input, tokens: Tokens) -> Tensor:
@@ -105,7 +138,8 @@ class SharedExperts(nn.Module):
 def latent_matrices(
     name: str, config: ModelConfig, moe: MoEConfig, region: Region, *, dtype: torch.dtype
 ) -> tuple[nn.Module, nn.Module]:
-    """What takes a token's features to those that experts work on, and back; nothing where these are the same."""
+    """What takes a token's features to those that experts work on, and back; nothing where these
+    are the same."""
     h, latent = config.hidden_size, moe.latent_size
     if latent is None:
         return nn.Identity(), nn.Identity()
@@ -115,6 +149,10 @@ def latent_matrices(
     )
 
 
-def _matrix(name: str, outputs: int, inputs: int, std: float, region: Region, dtype: torch.dtype) -> WholeLinear:
+def _matrix(
+    name: str, outputs: int, inputs: int, std: float, region: Region, dtype: torch.dtype
+) -> WholeLinear:
     """A matrix that every rank has whole, for its own tokens."""
-    return WholeLinear(Declared(whole(name, (outputs, inputs), invariant=region.invariant), Init(std)), dtype=dtype)
+    return WholeLinear(
+        Declared(whole(name, (outputs, inputs), invariant=region.invariant), Init(std)), dtype=dtype
+    )

@@ -48,7 +48,8 @@ class Gate(WholeLinear):
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What training adds to a router's decisions: the same for a token under every layout, and in recomputation."""
+    """What training adds to a router's decisions: the same for a token under every layout, and in
+    recomputation."""
 
     router: RouterConfig
     layer: int
@@ -59,11 +60,13 @@ class Noise:
         if self.router.jitter == 0 or tokens.dropout is None:
             return x
         value = value_of(x)
-        return value * (1 + self.router.jitter * self._draw(tokens.dropout, "jitter", value.shape[1])).to(value.dtype)
+        return value * (
+            1 + self.router.jitter * self._draw(tokens.dropout, "jitter", value.shape[1])
+        ).to(value.dtype)
 
     def for_logits(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Draws in place of logits [t, E], where balance is forced; gradients go to the logits all the same. And what
-        moves all of an expert's, where imbalance is."""
+        """Draws in place of logits [t, E], where balance is forced; gradients go to the logits
+        all the same. And what moves all of an expert's, where imbalance is."""
         if tokens.dropout is None:
             return logits
         if self.router.forced_balance:
@@ -74,12 +77,18 @@ class Noise:
         return logits
 
     def bias_of_experts(self, seed: int, logits: Tensor) -> Tensor:
-        """[E], drawn once for a run and layer: two uniform numbers each make one of a normal distribution.
+        """[E], drawn once for a run and layer: two uniform numbers each make one of a normal
+        distribution.
 
         Source: Box and Muller 1958, Ann. Math. Statist. 29(2).
         """
-        key, one = key_of(seed, "router", "forced bias", self.layer), torch.zeros(1, dtype=torch.int64)
-        sizes, angles = ((uniform_features(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(2)  # from 0 to 1
+        key, one = (
+            key_of(seed, "router", "forced bias", self.layer),
+            torch.zeros(1, dtype=torch.int64),
+        )
+        sizes, angles = ((uniform_features(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(
+            2
+        )  # from 0 to 1
         normal = (-2 * sizes.clamp(min=2.0**-32).log()).sqrt() * (2 * math.pi * angles).cos()
         return (self.router.forced_bias * normal).to(logits)
 
@@ -89,34 +98,58 @@ class Noise:
 
 
 class Router(nn.Module):
-    """Chooses each token's experts and says what their answers count: x [t, h] -> [t, k], of my own tokens.
+    """Chooses each token's experts and says what their answers count: x [t, h] -> [t, k], of my own
+    tokens.
 
     Its weights are whole on every rank. Source: Shazeer et al. 2017, arXiv:1701.06538, section 2.1.
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+        self,
+        name: str,
+        config: ModelConfig,
+        moe: MoEConfig,
+        mesh: Mesh,
+        region: Region,
+        *,
+        dtype: torch.dtype,
         number: int = 0,
-    ) -> None:  # fmt: skip
-        """`number`: of the layer, over all stages, which keeps its noise apart from that of others."""
+    ) -> None:
+        """`number`: of the layer, over all stages, which keeps its noise apart from that of
+        others."""
         super().__init__()
         self.layer = name.removesuffix(".moe")
         self.moe, self.sharing = moe, mesh.over("cp", "tp")
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
-        """Whether ranks that share a microbatch are counted along cp first, as `parallel.order` may have it."""
+        """Whether ranks that share a microbatch are counted along cp first, as `parallel.order` may
+        have it."""
         self.noise = Noise(moe.router, number, region)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
-        shard = whole(f"{name}.router", (moe.experts, config.hidden_size), invariant=region.invariant)
+        shard = whole(
+            f"{name}.router", (moe.experts, config.hidden_size), invariant=region.invariant
+        )
         self.gate = Gate(Declared(shard, Init(config.init_std)), dtype=dtype, inside=inside)
         vector = partial(whole, shape=(moe.experts,), invariant=region.invariant, inputs=0)
         if moe.router.bias:
-            declare(self, "router_bias", Declared(vector(f"{name}.router_bias"), ZEROS), dtype=dtype)
+            declare(
+                self, "router_bias", Declared(vector(f"{name}.router_bias"), ZEROS), dtype=dtype
+            )
         if moe.router.balancing_bias:
-            declare(self, "balancing_bias", Declared(vector(f"{name}.balancing_bias"), ZEROS), dtype=wide)
+            declare(
+                self,
+                "balancing_bias",
+                Declared(vector(f"{name}.balancing_bias"), ZEROS),
+                dtype=wide,
+            )
             self.balancing_bias.requires_grad_(False)  # moved by counts, after each step
         if moe.balance.quantile:
-            declare(self, "balancing_offset", Declared(vector(f"{name}.balancing_offset"), ZEROS), dtype=wide)
+            declare(
+                self,
+                "balancing_offset",
+                Declared(vector(f"{name}.balancing_offset"), ZEROS),
+                dtype=wide,
+            )
             self.balancing_offset.requires_grad_(False)  # set after each step
         self.balance = Balance(moe, region, mesh)
 
@@ -136,9 +169,12 @@ class Router(nn.Module):
         return self.balance(within, choice.experts, logits, tokens)
 
     def own(self) -> dict[str, Tensor]:
-        """What choices are made by: `weight` [E, h], and by their names biases and offsets [E], where there are any."""
+        """What choices are made by: `weight` [E, h], and by their names biases and offsets [E],
+        where there are any."""
         there = self._parameters.keys() & {"router_bias", "balancing_bias", "balancing_offset"}
-        return {"weight": self.gate.sunk()[0]} | {name: getattr(self, name) for name in sorted(there)}
+        return {"weight": self.gate.sunk()[0]} | {
+            name: getattr(self, name) for name in sorted(there)
+        }
 
     @property
     def moved(self) -> Tensor | None:
@@ -151,12 +187,14 @@ class Router(nn.Module):
         return self._parameters.get("balancing_offset")
 
     def chosen(self, logits: Tensor, tokens: Tokens) -> Choice:
-        """logits [t, E] -> [t, k]; the experts are those of an earlier time, where these are to be followed: of the
-        first pass, or of a recording."""
+        """logits [t, E] -> [t, k]; the experts are those of an earlier time, where these are to
+        be followed: of the first pass, or of a recording."""
         route, router = tokens.route, self.moe.router
         decided = None if tokens.decided is None else tokens.decided.chosen(self.layer)
         if decided is not None:
-            return Choice(decided, weigh(logits, score_experts(logits, router.score), decided, router))
+            return Choice(
+                decided, weigh(logits, score_experts(logits, router.score), decided, router)
+            )
         if route is None or not route.routing.followed:
             choice = self.choose(logits, training=tokens.balance is not None)
             if route is not None:
@@ -172,11 +210,14 @@ class Router(nn.Module):
             total = partial(all_reduce_, group=self.sharing)
             plan = sinkhorn(logits, total, tokens=len(logits) * self.sharing.size)
             experts = best(plan, moe.top_k)
-            return Choice(experts, weigh(logits, score_experts(logits, router.score), experts, router))
+            return Choice(
+                experts, weigh(logits, score_experts(logits, router.score), experts, router)
+            )
         return choose_experts(logits, router, moe.top_k, self.moved, offsets=self.offset)
 
     def note_offsets(self, logits: Tensor, tokens: Tokens) -> None:
-        """Writes down what would have made the experts equally busy in this microbatch, of all ranks that share it."""
+        """Writes down what would have made the experts equally busy in this microbatch, of all
+        ranks that share it."""
         share, offset = tokens.balance, self.offset
         if share is None or offset is None:
             return
@@ -190,8 +231,8 @@ class Router(nn.Module):
             self.balance.record_of(share, logits).offsets[share.microbatch] = row
 
     def within_capacity(self, choice: Choice, tokens: Tokens) -> Choice:
-        """Without what experts refuse. All ranks that share a microbatch decide together, so that no layout drops other
-        tokens than another."""
+        """Without what experts refuse. All ranks that share a microbatch decide together, so
+        that no layout drops other tokens than another."""
         capacity = self.moe.capacity
         if capacity.factor is None or tokens.balance is None:
             return choice
@@ -199,18 +240,26 @@ class Router(nn.Module):
         if decided is not None:
             return without(choice, decided)
         group, mine = self.sharing, len(choice.experts)
-        padding = ~self.noise.region.mine(tokens.valid)  # refused first: it must not take the place of text
-        seen = Choice(choice.experts, choice.weights.detach().masked_fill(padding.unsqueeze(1), -1.0))
+        padding = ~self.noise.region.mine(
+            tokens.valid
+        )  # refused first: it must not take the place of text
+        seen = Choice(
+            choice.experts, choice.weights.detach().masked_fill(padding.unsqueeze(1), -1.0)
+        )
         every = Choice(*(gathered_again(part.contiguous(), group) for part in seen))
         limit = capacity_of(capacity.factor, len(every.experts), self.moe.top_k, self.moe.experts)
         places = self.places(tokens, every.weights[:, 0] < 0)
-        taken = refuse_surplus(every, limit, capacity.drop, num_experts=self.moe.experts, order=places)
-        mine_taken = taken.narrow(0, group.rank * mine, mine).clone()  # backward keeps it, and not all ranks'
+        taken = refuse_surplus(
+            every, limit, capacity.drop, num_experts=self.moe.experts, order=places
+        )
+        mine_taken = taken.narrow(
+            0, group.rank * mine, mine
+        ).clone()  # backward keeps it, and not all ranks'
         return without(choice, mine_taken)
 
     def places(self, tokens: Tokens, padding: Tensor) -> Tensor:
-        """Where in the microbatch the tokens of all ranks that share it stand, rank after rank, padding behind all
-        others: padding bool [t of all] -> int64 [t of all]."""
+        """Where in the microbatch the tokens of all ranks that share it stand, rank after rank,
+        padding behind all others: padding bool [t of all] -> int64 [t of all]."""
         order = torch.arange(len(padding), device=padding.device)
         if tokens.context is not None:
             back, slices = tokens.context.everyone.back, tokens.context.slices.ranks

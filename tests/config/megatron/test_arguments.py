@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megalith.config.megatron.arguments import Arguments, known_flags, read_arguments, same_value, with_files
+from megalith.config.megatron.arguments import (
+    Arguments,
+    known_flags,
+    read_arguments,
+    same_value,
+    with_files,
+)
 from megalith.errors import ConfigError
 
 
@@ -17,7 +23,12 @@ def read(words: str) -> Arguments:
 def test_values_are_typed_and_the_last_of_two_counts() -> None:
     found = read("--num-layers 4 --lr 3e-4 --swiglu --data-path 1 a 2 b --num-layers=6")
     assert found.problems == ()
-    assert found.values == {"--num-layers": 6, "--lr": 3e-4, "--swiglu": True, "--data-path": ["1", "a", "2", "b"]}
+    assert found.values == {
+        "--num-layers": 6,
+        "--lr": 3e-4,
+        "--swiglu": True,
+        "--data-path": ["1", "a", "2", "b"],
+    }
 
 
 def test_another_spelling_is_the_same_argument() -> None:
@@ -27,7 +38,11 @@ def test_another_spelling_is_the_same_argument() -> None:
 
 def test_what_was_left_out_has_megatrons_value() -> None:
     found = read("")
-    assert (found.value("--adam-beta2"), found.value("--swiglu"), found.value("--lr")) == (0.999, False, None)
+    assert (found.value("--adam-beta2"), found.value("--swiglu"), found.value("--lr")) == (
+        0.999,
+        False,
+        None,
+    )
     assert found.typed("--adam-beta2") == "--adam-beta2 0.999 (left out)"
     assert not found.given("--adam-beta2")
 
@@ -39,7 +54,10 @@ def test_negative_numbers_are_values() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--num-layer 4", "--num-layer 4: Megatron has no such argument. Did you mean --num-layers"),
+        (
+            "--num-layer 4",
+            "--num-layer 4: Megatron has no such argument. Did you mean --num-layers",
+        ),
         ("--qqqqqqqq", "--qqqqqqqq: Megatron has no such argument. Remove it"),
         ("--num-layers four", "--num-layers four: expected a whole number"),
         ("--num-layers 4.5", "--num-layers 4.5: expected a whole number"),
@@ -51,11 +69,17 @@ def test_negative_numbers_are_values() -> None:
         ("--swiglu true", "--swiglu true: expected nothing after --swiglu"),
         ("--use-flash-attn true", "--use-flash-attn true: expected nothing after --use-flash-attn"),
         ("--data-path", "--data-path has no value"),
-        ("--lr-decay-style cosin", "--lr-decay-style cosin: Megatron has no such choice. Did you mean cosine?"),
+        (
+            "--lr-decay-style cosin",
+            "--lr-decay-style cosin: Megatron has no such choice. Did you mean cosine?",
+        ),
         ("--lr-decay-style", "expected one of constant, linear, cosine"),
         ("--data-args-path a b", "--data-args-path has 2 values, and none was read. Use"),
         ("32 --num-layers 4", "32 stands before the first argument"),
-        ("--tokenizer-model ${TOKENIZER}", "nothing says what $TOKENIZER is. Pass --set TOKENIZER=VALUE."),
+        (
+            "--tokenizer-model ${TOKENIZER}",
+            "nothing says what $TOKENIZER is. Pass --set TOKENIZER=VALUE.",
+        ),
         ("--bf16 $EXTRA", "--bf16 $EXTRA: nothing says what $EXTRA is. Pass --set EXTRA=VALUE."),
         ("--use-flash-attn $EXTRA", "nothing says what $EXTRA is"),
         ("--data-cache-path $(pwd)/x", "what that command prints is not known here"),
@@ -84,7 +108,14 @@ def test_prefixes_may_stand_in_files(tmp_path: Path) -> None:
     blend, splits = tmp_path / "blend", tmp_path / "splits.json"
     blend.write_text("0.3 a\n0.7 b\n")
     splits.write_text(json.dumps({"train": ["c", "d"], "valid": "e", "test": []}))
-    words = ["--lr", "1", "--data-args-path", str(blend), f"--per-split-data-args-path={splits}", "--bf16"]
+    words = [
+        "--lr",
+        "1",
+        "--data-args-path",
+        str(blend),
+        f"--per-split-data-args-path={splits}",
+        "--bf16",
+    ]
     expected = "--lr 1 --data-path 0.3 a 0.7 b --train-data-path c d --valid-data-path e --bf16"
     assert with_files(words) == expected.split()
 
@@ -93,7 +124,11 @@ def test_a_file_of_prefixes_that_is_not_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--data-args-path .*none.*Pass a file of data prefixes"):
         with_files(["--data-args-path", str(tmp_path / "none")])
     file = tmp_path / "file"
-    for text, message in (("{", "is not JSON"), ("[1]", "expected an object"), ('{"eval": "a"}', "expected an object")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[1]", "expected an object"),
+        ('{"eval": "a"}', "expected an object"),
+    ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             with_files(["--per-split-data-args-path", str(file)])

@@ -33,13 +33,19 @@ def test_an_argument_that_could_not_be_read_is_not_missing_too() -> None:
     assert found.problems == []
     empty = draft("")
     empty.need("--lr", "the highest rate")
-    assert empty.problems == ["--lr is missing: Megatron needs it. Pass --lr with the highest rate."]
+    assert empty.problems == [
+        "--lr is missing: Megatron needs it. Pass --lr with the highest rate."
+    ]
 
 
 def test_counts_of_arguments_that_become_nothing() -> None:
     found = draft("--pipeline-model-parallel-size 4 --context-parallel-size x")
     assert found.count("--pipeline-model-parallel-size", 1) == 4
-    assert found.count("--context-parallel-size", 1) == found.count("--expert-model-parallel-size", 1) == 1
+    assert (
+        found.count("--context-parallel-size", 1)
+        == found.count("--expert-model-parallel-size", 1)
+        == 1
+    )
 
 
 def test_what_becomes_nothing_is_judged_where_it_is_given_and_asks_for_something() -> None:

@@ -33,8 +33,9 @@ def test_defaults_are_megatrons(tiny: Translate) -> None:
 def test_a_mixture_as_deepseek_v3_has_it(tiny: Translate) -> None:
     moe = moe_of(
         tiny,
-        "--num-experts 16 --moe-ffn-hidden-size 32 --moe-router-topk 4 --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2 --moe-router-num-groups 4 "
+        "--num-experts 16 --moe-ffn-hidden-size 32 --moe-router-topk 4 --moe-router-score-function "
+        "sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2 "
+        "--moe-router-num-groups 4 "
         "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
         "--moe-shared-expert-intermediate-size 32 --moe-router-load-balancing-type seq_aux_loss "
         "--moe-aux-loss-coeff 1e-4 --moe-token-dispatcher-type alltoall",
@@ -43,39 +44,66 @@ def test_a_mixture_as_deepseek_v3_has_it(tiny: Translate) -> None:
         score="sigmoid", balancing_bias=True, balancing_rate=0.01, groups=4, top_groups=2, scale=2.5
     )
     assert moe.balance == BalanceConfig(sequence=1e-4)
-    assert (moe.experts, moe.top_k, moe.ffn_hidden_size, moe.shared_ffn_hidden_size) == (16, 4, 32, 32)
+    assert (moe.experts, moe.top_k, moe.ffn_hidden_size, moe.shared_ffn_hidden_size) == (
+        16,
+        4,
+        32,
+        32,
+    )
 
 
 @pytest.mark.parametrize(
     ("added", "router"),
     [
         ("--moe-router-pre-softmax", RouterConfig(renormalise=False, dtype="model")),
-        ("--moe-router-topk 1 --moe-router-score-function sigmoid",
-         RouterConfig(score="sigmoid", renormalise=False, dtype="model")),
-        ("--moe-input-jitter-eps 0.1 --moe-router-dtype fp64", RouterConfig(jitter=0.1, dtype="fp64")),
-        ("--moe-router-load-balancing-type sinkhorn", RouterConfig(renormalise=False, dtype="model")),
-        ("--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
-         RouterConfig(score="sigmoid", renormalise=False, dtype="model")),
-        ("--moe-router-score-function sqrtsoftplus", RouterConfig(score="sqrt_softplus", dtype="model")),
+        (
+            "--moe-router-topk 1 --moe-router-score-function sigmoid",
+            RouterConfig(score="sigmoid", renormalise=False, dtype="model"),
+        ),
+        (
+            "--moe-input-jitter-eps 0.1 --moe-router-dtype fp64",
+            RouterConfig(jitter=0.1, dtype="fp64"),
+        ),
+        (
+            "--moe-router-load-balancing-type sinkhorn",
+            RouterConfig(renormalise=False, dtype="model"),
+        ),
+        (
+            "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+            RouterConfig(score="sigmoid", renormalise=False, dtype="model"),
+        ),
+        (
+            "--moe-router-score-function sqrtsoftplus",
+            RouterConfig(score="sqrt_softplus", dtype="model"),
+        ),
         ("--moe-router-force-biased -0.5", RouterConfig(forced_bias=0.5, dtype="model")),
         ("--moe-router-force-load-balancing", RouterConfig(forced_balance=True, dtype="model")),
     ],
-)  # fmt: skip
+)
 def test_routers(tiny: Translate, added: str, router: RouterConfig) -> None:
     assert moe_of(tiny, f"--num-experts 4 {added}").router == router
 
 
 @pytest.mark.parametrize(
-    ("freq", "layers"), [("1", ()), ("2", (True, False)), ("[0,1]", (False, True)), ("([0]*1+[1]*1)", (False, True))]
+    ("freq", "layers"),
+    [("1", ()), ("2", (True, False)), ("[0,1]", (False, True)), ("([0]*1+[1]*1)", (False, True))],
 )
-def test_layers_with_experts_count_from_the_first(tiny: Translate, freq: str, layers: tuple[bool, ...]) -> None:
+def test_layers_with_experts_count_from_the_first(
+    tiny: Translate, freq: str, layers: tuple[bool, ...]
+) -> None:
     assert moe_of(tiny, f"--num-experts 4 --moe-layer-freq {freq}").layers == layers
 
 
 def test_a_weight_alone_is_of_the_loss_over_each_microbatch(tiny: Translate) -> None:
     """As --moe-router-load-balancing-type is aux_loss unless told otherwise."""
-    assert moe_of(tiny, "--num-experts 4 --moe-aux-loss-coeff 0.01").balance == BalanceConfig(batch=0.01)
-    for without in ("", "--moe-router-load-balancing-type seq_aux_loss", "--moe-router-load-balancing-type none"):
+    assert moe_of(tiny, "--num-experts 4 --moe-aux-loss-coeff 0.01").balance == BalanceConfig(
+        batch=0.01
+    )
+    for without in (
+        "",
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "--moe-router-load-balancing-type none",
+    ):
         found = tiny(f"{PLAIN} --num-experts 4 {without}")
         assert found.run is not None and found.run.model.moe is not None
         assert found.run.model.moe.balance == BalanceConfig()
@@ -83,16 +111,29 @@ def test_a_weight_alone_is_of_the_loss_over_each_microbatch(tiny: Translate) -> 
 
 
 def test_several_losses_have_a_weight_each(tiny: Translate) -> None:
-    both = "--num-experts 4 --moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff"
+    both = (
+        "--num-experts 4 --moe-router-load-balancing-type aux_loss global_aux_loss "
+        "--moe-aux-loss-coeff"
+    )
     assert moe_of(tiny, f"{both} 0.1 0.2 --moe-z-loss-coeff 1e-3").balance == BalanceConfig(
         batch=0.1, global_batch=0.2, z=1e-3
     )
     for other in ("0.1 0.2 0.3", "0.1"):  # Megatron takes one for none of several, either
         (problem,) = tiny(f"{both} {other}").problems
-        assert "expected one weight for each loss. Use --moe-aux-loss-coeff with 2 numbers." in problem
-    assert moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type sinkhorn").balance.sinkhorn
-    assert moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type none").balance == BalanceConfig()
-    quantile = "--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-quantile-balancing-ema"
+        assert (
+            "expected one weight for each loss. Use --moe-aux-loss-coeff with 2 numbers." in problem
+        )
+    assert moe_of(
+        tiny, "--num-experts 4 --moe-router-load-balancing-type sinkhorn"
+    ).balance.sinkhorn
+    assert (
+        moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type none").balance
+        == BalanceConfig()
+    )
+    quantile = (
+        "--num-experts 4 --moe-router-load-balancing-type quantile_balancing "
+        "--moe-router-quantile-balancing-ema"
+    )
     assert moe_of(tiny, f"{quantile} 0.9").balance == BalanceConfig(quantile=True, quantile_ema=0.9)
 
 
@@ -101,7 +142,9 @@ def test_capacities(tiny: Translate) -> None:
     assert moe_of(tiny, limited).capacity == CapacityConfig(factor=1.5)
     assert moe_of(tiny, f"{limited} --moe-token-drop-policy position").capacity.drop == "last"
     assert moe_of(tiny, f"{limited} --moe-pad-expert-input-to-capacity").capacity.pad
-    assert moe_of(tiny, "--num-experts 4 --moe-expert-capacity-factor -1").capacity == CapacityConfig()
+    assert (
+        moe_of(tiny, "--num-experts 4 --moe-expert-capacity-factor -1").capacity == CapacityConfig()
+    )
 
 
 def test_biases_are_in_all_matrices_or_none(tiny: Translate) -> None:
@@ -113,7 +156,9 @@ def test_biases_are_in_all_matrices_or_none(tiny: Translate) -> None:
 
 
 def test_layouts_of_experts(tiny: Translate) -> None:
-    run = tiny(f"{PLAIN} --num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1").run
+    run = tiny(
+        f"{PLAIN} --num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    ).run
     assert run is not None and (run.parallel.ep, run.parallel.etp) == (2, 1)
 
 
@@ -125,8 +170,10 @@ def test_what_is_not_built_is_refused_with_experts_only(tiny: Translate) -> None
     for flag in ("--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"):
         (text,) = tiny(f"{PLAIN} --num-experts 4 {flag}").refusals(strict=False)
         assert text == (
-            f"{flag}: not yet: it rounds each expert's rows up to what products in 8 or 4 bits take, and there are "
-            f"none here. Remove it, together with --fp8-format or --fp4-format: in bf16 experts take any number of "
+            f"{flag}: not yet: it rounds each expert's rows up to what products in 8 or 4 bits "
+            "take, and there are "
+            "none here. Remove it, together with --fp8-format or --fp4-format: in bf16 experts "
+            "take any number of "
             f"rows."
         )
 
@@ -136,12 +183,17 @@ def test_what_is_not_built_is_refused_with_experts_only(tiny: Translate) -> None
     [
         ("--num-experts 4 --moe-routing-trace-path x --moe-routing-trace-max-training-iters 3", 3),
         ("--num-experts 4 --moe-routing-trace-path $UNSET/x", None),
-        ("--num-experts 4 --moe-routing-trace-path x --moe-routing-trace-max-training-iters 0", None),
+        (
+            "--num-experts 4 --moe-routing-trace-path x --moe-routing-trace-max-training-iters 0",
+            None,
+        ),
         ("--num-experts 4 --moe-routing-trace-max-training-iters 3", 0),
         ("--moe-routing-trace-path x --moe-routing-trace-max-training-iters 3", 0),
     ],
 )
-def test_traces_are_of_so_many_steps_or_of_all(tiny: Translate, added: str, steps: int | None) -> None:
+def test_traces_are_of_so_many_steps_or_of_all(
+    tiny: Translate, added: str, steps: int | None
+) -> None:
     found = tiny(f"{PLAIN} {added}")
     assert found.run is not None and found.refusals(strict=True) == []
     assert found.run.observe.routing_trace == (found.run.train.steps if steps is None else steps)
@@ -154,9 +206,15 @@ def test_traces_are_of_so_many_steps_or_of_all(tiny: Translate, added: str, step
 def test_beside_a_trace_is_what_was_asked_for(tiny: Translate) -> None:
     flags = "--moe-routing-trace-dump-weights --moe-routing-trace-capture-hidden-states"
     found = tiny(f"{PLAIN} --num-experts 4 --moe-routing-trace-path x {flags}")
-    assert found.run is not None and found.refusals(strict=True) == [] and run_problems(found.run, 1) == []
+    assert (
+        found.run is not None
+        and found.refusals(strict=True) == []
+        and run_problems(found.run, 1) == []
+    )
     assert found.run.observe.routing_captures == ("hidden", "routers")
-    logits = tiny(f"{PLAIN} --num-experts 4 --moe-routing-trace-path x --moe-routing-trace-capture-logits").run
+    logits = tiny(
+        f"{PLAIN} --num-experts 4 --moe-routing-trace-path x --moe-routing-trace-capture-logits"
+    ).run
     assert logits is not None and logits.observe.routing_captures == ("logits",)
     for without in ("--num-experts 4", "--moe-routing-trace-path x"):
         found = tiny(f"{PLAIN} {without} {flags}")
@@ -170,18 +228,30 @@ def test_beside_a_trace_is_what_was_asked_for(tiny: Translate) -> None:
 def test_what_each_layer_did_is_written_where_there_are_experts(tiny: Translate) -> None:
     interval = "--save-tokens-per-expert-interval 5"
     for added, told in (
-        ("--num-experts 4 --moe-per-layer-logging", True), ("--moe-per-layer-logging", False),
-        (f"--num-experts 4 {interval}", True), (interval, False),
-    ):  # fmt: skip
+        ("--num-experts 4 --moe-per-layer-logging", True),
+        ("--moe-per-layer-logging", False),
+        (f"--num-experts 4 {interval}", True),
+        (interval, False),
+    ):
         found = tiny(f"{PLAIN} {added}")
-        assert found.run is not None and found.run.observe.per_layer is told and found.refusals(strict=True) == []
+        assert (
+            found.run is not None
+            and found.run.observe.per_layer is told
+            and found.refusals(strict=True) == []
+        )
         assert run_problems(found.run, 1) == []
 
 
-def test_overlap_is_asked_for_with_experts_alone_and_shared_experts_need_no_word(tiny: Translate) -> None:
+def test_overlap_is_asked_for_with_experts_alone_and_shared_experts_need_no_word(
+    tiny: Translate,
+) -> None:
     added = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
     found = tiny(f"{PLAIN} {added} --overlap-moe-expert-parallel-comm --moe-shared-expert-overlap")
-    assert found.run is not None and found.run.parallel.overlap_experts and found.refusals(strict=True) == []
+    assert (
+        found.run is not None
+        and found.run.parallel.overlap_experts
+        and found.refusals(strict=True) == []
+    )
     plain = tiny(f"{PLAIN} {added}").run
     assert plain is not None and not plain.parallel.overlap_experts
     (told,) = (entry.text for entry in found.entries if entry.flag == "--moe-shared-expert-overlap")
@@ -190,10 +260,16 @@ def test_overlap_is_asked_for_with_experts_alone_and_shared_experts_need_no_word
 
 def test_biases_of_mlps_stay_where_there_are_any(tiny: Translate) -> None:
     for added, there in (
-        ("", False), ("--moe-layer-freq 2", True), ("--moe-shared-expert-intermediate-size 32", True),
+        ("", False),
+        ("--moe-layer-freq 2", True),
+        ("--moe-shared-expert-intermediate-size 32", True),
         ("--moe-layer-freq [1]*2", False),
-    ):  # fmt: skip
+    ):
         done = tiny(f"--num-experts 8 {added}", without=("--disable-bias-linear",))
         assert done.run is not None and done.run.model.mlp_bias is there, added
-        assert done.run.model.moe is not None and done.run.model.moe.biases and model_problems(done.run) == []
+        assert (
+            done.run.model.moe is not None
+            and done.run.model.moe.biases
+            and model_problems(done.run) == []
+        )
         assert any(entry.setting == "model.mlp_bias" for entry in done.entries) is there

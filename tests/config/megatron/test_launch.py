@@ -51,9 +51,19 @@ def test_variables_and_arrays_of_a_script_are_filled_in() -> None:
     launch = read_script(SCRIPT, {})
     assert (launch.program, launch.world) == ("pretrain_gpt.py", 16)
     assert launch.arguments == (
-        "--num-layers", "4", "--hidden-size", "96", "--num-attention-heads 6", "--mock-data", "--lr", "3e-4",
-        "--min-lr", "3e-5", "--micro-batch-size", "1",
-    )  # fmt: skip
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "96",
+        "--num-attention-heads 6",
+        "--mock-data",
+        "--lr",
+        "3e-4",
+        "--min-lr",
+        "3e-5",
+        "--micro-batch-size",
+        "1",
+    )
 
 
 def test_variables_set_from_outside_win_over_the_script() -> None:
@@ -66,25 +76,58 @@ def test_variables_set_from_outside_win_over_the_script() -> None:
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("OPT=\" --num-layers 2 \\\n --lr 1 \"\npython pretrain_gpt.py $OPT", "--num-layers 2 --lr 1"),
-        ("CMD=\"torchrun pretrain_gpt.py --num-layers 2\"\neval $CMD", "--num-layers 2"),
-        ("CMD=\"python pretrain_gpt.py --num-layers 2\"\nsrun -l bash -c \"$CMD\"", "--num-layers 2"),
-        ("run() {\n  torchrun pretrain_gpt.py --num-layers $N $1\n}\nN=2\nrun --bf16", "--num-layers 2 --bf16"),
+        (
+            'OPT=" --num-layers 2 \\\n --lr 1 "\npython pretrain_gpt.py $OPT',
+            "--num-layers 2 --lr 1",
+        ),
+        ('CMD="torchrun pretrain_gpt.py --num-layers 2"\neval $CMD', "--num-layers 2"),
+        ('CMD="python pretrain_gpt.py --num-layers 2"\nsrun -l bash -c "$CMD"', "--num-layers 2"),
+        (
+            "run() {\n  torchrun pretrain_gpt.py --num-layers $N $1\n}\nN=2\nrun --bf16",
+            "--num-layers 2 --bf16",
+        ),
         ("function f {\nA=3\n}\nA=2\nf\npython pretrain_gpt.py --num-layers $A", "--num-layers 3"),
-        ("f() { if true; then { A=3; }; fi; }\nA=2\npython pretrain_gpt.py --num-layers $A", "--num-layers 2"),
+        (
+            "f() { if true; then { A=3; }; fi; }\nA=2\npython pretrain_gpt.py --num-layers $A",
+            "--num-layers 2",
+        ),
         ("A=1; B=$A\ntorchrun pretrain_gpt.py --num-layers $B", "--num-layers 1"),
         ("A=1 torchrun pretrain_gpt.py --num-layers 2", "--num-layers 2"),
         ("torchrun pretrain_gpt.py --num-layers 2 &> log", "--num-layers 2"),
         ("torchrun pretrain_gpt.py --num-layers 2 $@", "--num-layers 2"),
-        ("declare -a A=(--lr 1)\nexport B=2\npython pretrain_gpt.py --num-layers $B ${A[*]}", "--num-layers 2 --lr 1"),
-        ("python tools/preprocess_data.py --input x\npython pretrain_gpt.py --num-layers 2", "--num-layers 2"),
-        ("echo torchrun pretrain_gpt.py --num-layers 1\ntorchrun pretrain_gpt.py --num-layers 2", "--num-layers 2"),
-        ("while [[ $# -gt 0 ]]; do\nA=9\ndone\nA=${A:-3}\npython pretrain_gpt.py --num-layers $A", "--num-layers 3"),
-        ("for i in 1 2; do\n echo $i\ndone\npython pretrain_gpt.py --num-layers 2", "--num-layers 2"),
-        ("[ 1 -eq 2 ] && A=1\n[ 1 -eq 1 ] && A=2\n[ 1 -eq 1 ] || A=3\npython pretrain_gpt.py --lr $A", "--lr 2"),
-        ("cat > x <<EOF\npython pretrain_gpt.py --lr 1\nEOF\npython pretrain_gpt.py --num-layers 2", "--num-layers 2"),
+        (
+            "declare -a A=(--lr 1)\nexport B=2\npython pretrain_gpt.py --num-layers $B ${A[*]}",
+            "--num-layers 2 --lr 1",
+        ),
+        (
+            "python tools/preprocess_data.py --input x\npython pretrain_gpt.py --num-layers 2",
+            "--num-layers 2",
+        ),
+        (
+            "echo torchrun pretrain_gpt.py --num-layers 1\ntorchrun pretrain_gpt.py --num-layers 2",
+            "--num-layers 2",
+        ),
+        (
+            "while [[ $# -gt 0 ]]; do\nA=9\ndone\nA=${A:-3}\npython pretrain_gpt.py "
+            "--num-layers $A",
+            "--num-layers 3",
+        ),
+        (
+            "for i in 1 2; do\n echo $i\ndone\npython pretrain_gpt.py --num-layers 2",
+            "--num-layers 2",
+        ),
+        (
+            "[ 1 -eq 2 ] && A=1\n[ 1 -eq 1 ] && A=2\n[ 1 -eq 1 ] || A=3\npython pretrain_gpt.py "
+            "--lr $A",
+            "--lr 2",
+        ),
+        (
+            "cat > x <<EOF\npython pretrain_gpt.py --lr 1\nEOF\npython pretrain_gpt.py "
+            "--num-layers 2",
+            "--num-layers 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_usual_ways_of_writing_a_launch_are_understood(script: str, expected: str) -> None:
     assert arguments(script) == expected
 
@@ -98,7 +141,9 @@ python pretrain_gpt.py --num-layers $N --lr ${M:-4}
 """
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("a", "1 --lr 4"), ("b", "2 --lr 5"), ("c", "3 --lr 5")])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("a", "1 --lr 4"), ("b", "2 --lr 5"), ("c", "3 --lr 5")]
+)
 def test_the_branch_whose_condition_holds_is_taken(kind: str, expected: str) -> None:
     assert arguments(f"KIND={kind}\n{BRANCHES}") == f"--num-layers {expected}"
 
@@ -107,7 +152,8 @@ def test_the_branch_whose_condition_holds_is_taken(kind: str, expected: str) -> 
     "script",
     [
         "if [ -f x ]; then A=(--lr 1); fi\npython pretrain_gpt.py --num-layers 2 ${A[@]}",
-        'if [ -n "$KEY" ]; then A="--lr 1"; fi\nB="$A --bf16"\npython pretrain_gpt.py --num-layers 2 $B',
+        'if [ -n "$KEY" ]; then A="--lr 1"; fi\nB="$A --bf16"\npython pretrain_gpt.py --num-layers '
+        "2 $B",
         "A=1\nfor i in 1 2; do\nA=$i\ndone\npython pretrain_gpt.py --num-layers $A",
         "case $HOST in\n x*) A=1;;\n *) A=2;;\nesac\npython pretrain_gpt.py --num-layers $A",
         "f() { A=3; }\nls x && f\npython pretrain_gpt.py --num-layers $A",
@@ -116,22 +162,33 @@ def test_the_branch_whose_condition_holds_is_taken(kind: str, expected: str) -> 
     ],
 )
 def test_arguments_that_hang_on_what_cannot_be_told_are_refused(script: str) -> None:
-    with pytest.raises(ConfigError, match=r"is changed under a condition, at line 1.*--set|at line 2.*--set"):
+    with pytest.raises(
+        ConfigError, match=r"is changed under a condition, at line 1.*--set|at line 2.*--set"
+    ):
         read_script(script, {})
 
 
 def test_a_condition_can_be_decided_from_outside() -> None:
-    script = 'A=(--bf16)\nif [ -n "$KEY" ]; then A+=(--lr 1); fi\npython pretrain_gpt.py --num-layers 2 ${A[@]}'
+    script = (
+        'A=(--bf16)\nif [ -n "$KEY" ]; then A+=(--lr 1); fi\npython pretrain_gpt.py '
+        "--num-layers 2 ${A[@]}"
+    )
     assert arguments(script, KEY="") == "--num-layers 2 --bf16"
     assert arguments(script, KEY="x") == "--num-layers 2 --bf16 --lr 1"
 
 
 def test_brackets_that_do_not_match_are_no_crash() -> None:
-    assert arguments("f() { fi; }\nf\nfi\ndone\n}\npython pretrain_gpt.py --num-layers 2") == "--num-layers 2"
+    assert (
+        arguments("f() { fi; }\nf\nfi\ndone\n}\npython pretrain_gpt.py --num-layers 2")
+        == "--num-layers 2"
+    )
 
 
 def test_an_unset_variable_stays_visible() -> None:
-    assert arguments("python pretrain_gpt.py --num-layers 2 --data-path $DATA") == "--num-layers 2 --data-path ${DATA}"
+    assert (
+        arguments("python pretrain_gpt.py --num-layers 2 --data-path $DATA")
+        == "--num-layers 2 --data-path ${DATA}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,13 +215,19 @@ def test_arguments_alone_are_arguments() -> None:
 
 @pytest.mark.parametrize("program", OTHER_PROGRAMS)
 def test_a_training_of_another_kind_is_refused_by_name(program: str) -> None:
-    with pytest.raises(ConfigError, match=f"{program} trains .* Use a command with pretrain_gpt.py"):
+    with pytest.raises(
+        ConfigError, match=f"{program} trains .* Use a command with pretrain_gpt.py"
+    ):
         split_command(["torchrun", f"/x/{program}", "--bf16"])
 
 
 def test_a_script_without_one_training_is_refused() -> None:
-    with pytest.raises(ConfigError, match="none of the script's 2 commands starts a training.*Pass the arguments"):
+    with pytest.raises(
+        ConfigError, match="none of the script's 2 commands starts a training.*Pass the arguments"
+    ):
         read_script("mkdir x\nls x", {})
     two = "python pretrain_gpt.py --num-layers 1\npython pretrain_gpt.py --num-layers 2"
-    with pytest.raises(ConfigError, match="starts 2 trainings .*Pass the arguments of the one you mean"):
+    with pytest.raises(
+        ConfigError, match="starts 2 trainings .*Pass the arguments of the one you mean"
+    ):
         read_script(two, {})

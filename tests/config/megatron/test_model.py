@@ -18,23 +18,41 @@ def test_key_value_heads_follow_the_groups_only_when_queries_are_grouped(tiny: T
     grouped, alone = tiny().run, tiny(without=("--group-query-attention",))
     assert grouped is not None and grouped.model.num_kv_heads == 3
     assert alone.run is not None and alone.run.model.num_kv_heads == 6
-    assert any("--num-query-groups" in entry.flag and "only" in entry.text for entry in alone.entries)
+    assert any(
+        "--num-query-groups" in entry.flag and "only" in entry.text for entry in alone.entries
+    )
     default = tiny(without=("--num-query-groups",)).run
-    assert default is not None and default.model.num_kv_heads == 1  # Megatron's default of the number of groups
+    assert (
+        default is not None and default.model.num_kv_heads == 1
+    )  # Megatron's default of the number of groups
 
 
 @pytest.mark.parametrize(
     ("hidden", "width"),
-    [(96, 256), (768, 2048), (1000, 2624), (1024, 2688), (4096, 10880), (5120, 13632), (8192, 21824)],
+    [
+        (96, 256),
+        (768, 2048),
+        (1000, 2624),
+        (1024, 2688),
+        (4096, 10880),
+        (5120, 13632),
+        (8192, 21824),
+    ],
 )
-def test_the_width_of_the_mlp_is_megatrons_when_it_is_left_out(tiny: Translate, hidden: int, width: int) -> None:
+def test_the_width_of_the_mlp_is_megatrons_when_it_is_left_out(
+    tiny: Translate, hidden: int, width: int
+) -> None:
     run = tiny(f"--hidden-size {hidden}", without=("--ffn-hidden-size",)).run
     assert run is not None
     assert run.model.ffn_hidden_size == width == int((4 * hidden * 2 / 3) / 64) * 64
 
 
 def test_biases_are_on_unless_switched_off(tiny: Translate) -> None:
-    off, on, qkv = tiny().run, tiny(without=("--disable-bias-linear",)).run, tiny("--add-qkv-bias").run
+    off, on, qkv = (
+        tiny().run,
+        tiny(without=("--disable-bias-linear",)).run,
+        tiny("--add-qkv-bias").run,
+    )
     assert off is not None and on is not None and qkv is not None
     assert [off.model.qkv_bias, off.model.output_bias, off.model.mlp_bias] == [False, False, False]
     assert [on.model.qkv_bias, on.model.output_bias, on.model.mlp_bias] == [True, True, True]
@@ -53,7 +71,9 @@ def test_embeddings_are_tied_unless_untied(tiny: Translate) -> None:
     assert untied is not None and not untied.model.tied_embeddings
 
 
-def test_the_activation_is_the_one_that_is_named_and_gelu_without_a_gate_else(tiny: Translate) -> None:
+def test_the_activation_is_the_one_that_is_named_and_gelu_without_a_gate_else(
+    tiny: Translate,
+) -> None:
     def mlp(added: str, *without: str) -> tuple[str, bool]:
         run = tiny(added, without=without).run
         assert run is not None
@@ -76,13 +96,19 @@ def test_limits_of_a_gate_are_read_with_one(tiny: Translate) -> None:
     limits = "--activation-func-clamp-value 7 --glu-linear-offset 1"
     gated, plain = tiny(limits).run, tiny(limits, without=("--swiglu",)).run
     assert gated is not None and (gated.model.activation_clamp, gated.model.up_offset) == (7.0, 1.0)
-    assert plain is not None and (plain.model.activation_clamp, plain.model.up_offset) == (None, 0.0)
+    assert plain is not None and (plain.model.activation_clamp, plain.model.up_offset) == (
+        None,
+        0.0,
+    )
 
 
 def test_norms_are_megatrons(tiny: Translate) -> None:
     default, centred = tiny(without=("--normalization",)).run, tiny("--apply-layernorm-1p").run
     assert default is not None and default.model.norm == "layer"
-    assert centred is not None and (centred.model.norm, centred.model.norm_zero_centred) == ("rms", True)
+    assert centred is not None and (centred.model.norm, centred.model.norm_zero_centred) == (
+        "rms",
+        True,
+    )
 
 
 def test_dropout_that_was_left_out_is_megatrons(tiny: Translate) -> None:
@@ -95,7 +121,10 @@ def test_dropout_that_was_left_out_is_megatrons(tiny: Translate) -> None:
 
 
 def test_further_predictions(tiny: Translate) -> None:
-    two, none = tiny("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3").run, tiny("--mtp-num-layers 0").run
+    two, none = (
+        tiny("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3").run,
+        tiny("--mtp-num-layers 0").run,
+    )
     assert two is not None and (two.model.mtp.depths, two.model.mtp.loss_weight) == (2, 0.3)
     assert none is not None and none.model.mtp.depths == 0
     assert tiny("--mtp-hsm").refusals(strict=True) == [], "asks for nothing without depths"
@@ -104,34 +133,57 @@ def test_further_predictions(tiny: Translate) -> None:
 @pytest.mark.parametrize(
     ("layout", "told"),
     [
-        ("E|tt|m*2|L", "with m on a stage of its own"), ("E|t,t|(mm)|L", "with m on a stage of its own"),
-        ("E(t|)*2m,m|L", "with m on a stage of its own"), ("E|t|tmm|L", "which has no stage with m and nothing else"),
+        ("E|tt|m*2|L", "with m on a stage of its own"),
+        ("E|t,t|(mm)|L", "with m on a stage of its own"),
+        ("E(t|)*2m,m|L", "with m on a stage of its own"),
+        ("E|t|tmm|L", "which has no stage with m and nothing else"),
         ("E(t|)*2(|mm)L", "which has no stage with m and nothing else"),
     ],
-)  # fmt: skip
-def test_the_layout_says_where_further_predictions_are(tiny: Translate, layout: str, told: str) -> None:
+)
+def test_the_layout_says_where_further_predictions_are(
+    tiny: Translate, layout: str, told: str
+) -> None:
     stages = f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {layout}"
     done = tiny(f"--mtp-num-layers 2 --mtp-standalone {stages}")
     assert done.refusals(strict=True) == []
     assert done.run is not None and done.run.parallel.pipeline.layout == layout
-    assert any(entry.flag == "--mtp-standalone" and entry.text.endswith(told) for entry in done.entries)
+    assert any(
+        entry.flag == "--mtp-standalone" and entry.text.endswith(told) for entry in done.entries
+    )
     alone = tiny("--mtp-num-layers 1 --mtp-standalone")
     assert alone.run is not None and alone.run.parallel.pipeline.layout is None
 
 
 def test_gpt2_is_translated_as_a_whole(tiny: Translate) -> None:
-    without = ("--swiglu", "--normalization", "--position-embedding-type", "--disable-bias-linear", "--ffn-hidden-size")
-    done = tiny(without=(*without, "--untie-embeddings-and-output-weights", "--group-query-attention"))
+    without = (
+        "--swiglu",
+        "--normalization",
+        "--position-embedding-type",
+        "--disable-bias-linear",
+        "--ffn-hidden-size",
+    )
+    done = tiny(
+        without=(*without, "--untie-embeddings-and-output-weights", "--group-query-attention")
+    )
     assert done.run is not None and done.refusals(strict=True) == []
     model = done.run.model
-    assert (model.norm, model.positions, model.activation, model.gated) == ("layer", "learned", "gelu_tanh", False)
+    assert (model.norm, model.positions, model.activation, model.gated) == (
+        "layer",
+        "learned",
+        "gelu_tanh",
+        False,
+    )
     assert model.tied_embeddings and model.mlp_bias and model.output_bias and model.qkv_bias
 
 
 @pytest.mark.parametrize(
     ("added", "without", "refusal"),
     [
-        ("--num-experts 8 --moe-router-padding-for-fp8", (), "--moe-router-padding-for-fp8: not yet: it rounds"),
+        (
+            "--num-experts 8 --moe-router-padding-for-fp8",
+            (),
+            "--moe-router-padding-for-fp8: not yet: it rounds",
+        ),
         ("--mtp-num-layers 1 --mtp-hsm", (), "--mtp-hsm: not yet: further predictions"),
         ("--spec my.module spec", (), "--spec my.module spec: not yet"),
     ],
@@ -143,13 +195,20 @@ def test_what_would_train_another_network_is_refused(
     assert len(refusals) == 1 and refusal in refusals[0]
 
 
-@pytest.mark.parametrize("added", ["--num-experts 0", "--rotary-percent 1", "--mtp-num-layers 0", "--optimizer adam"])
+@pytest.mark.parametrize(
+    "added", ["--num-experts 0", "--rotary-percent 1", "--mtp-num-layers 0", "--optimizer adam"]
+)
 def test_a_value_that_asks_for_nothing_is_not_refused(tiny: Translate, added: str) -> None:
     assert tiny(added).refusals(strict=True) == []
 
 
 def test_every_size_that_is_missing_is_named_at_once(tiny: Translate) -> None:
-    missing = ("--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
+    missing = (
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--max-position-embeddings",
+    )
     problems = tiny(without=missing).problems
     assert [problem.split()[0] for problem in problems] == list(missing)
     assert all("Megatron needs it. Pass" in problem for problem in problems)
@@ -158,6 +217,12 @@ def test_every_size_that_is_missing_is_named_at_once(tiny: Translate) -> None:
 def test_fused_ways_that_are_turned_off_are_here_too(tiny: Translate) -> None:
     done = tiny("--no-rope-fusion --no-bias-swiglu-fusion --attention-backend unfused")
     assert done.run is not None and done.refusals(strict=True) == []
-    assert done.run.kernels == KernelsConfig(rope="torch", activation="torch", attention="reference")
+    assert done.run.kernels == KernelsConfig(
+        rope="torch", activation="torch", attention="reference"
+    )
     others = tiny("--no-bias-swiglu-fusion --attention-backend flash", without=("--swiglu",))
-    assert others.run is not None and others.run.kernels == "auto" and others.refusals(strict=True) == []
+    assert (
+        others.run is not None
+        and others.run.kernels == "auto"
+        and others.refusals(strict=True) == []
+    )

@@ -11,7 +11,13 @@ def test_the_optimizer_takes_megatrons_defaults_and_not_ours(tiny: Translate) ->
     done = tiny()
     assert done.run is not None
     o, s = done.run.optim, done.run.schedule
-    assert (o.beta1, o.beta2, o.eps, o.clip_grad, o.decoupled_weight_decay) == (0.9, 0.999, 1e-8, 1.0, True)
+    assert (o.beta1, o.beta2, o.eps, o.clip_grad, o.decoupled_weight_decay) == (
+        0.9,
+        0.999,
+        1e-8,
+        1.0,
+        True,
+    )
     assert (s.style, s.weight_decay, s.min_lr, s.warmup_steps) == ("linear", 0.01, 0.0, 0)
     listed = {entry.setting: entry.flag for entry in done.entries if entry.verdict == "mapped"}
     assert listed["optim.beta2"] == "--adam-beta2 0.999 (left out)"
@@ -19,11 +25,20 @@ def test_the_optimizer_takes_megatrons_defaults_and_not_ours(tiny: Translate) ->
 
 
 def test_the_optimizer_is_copied(tiny: Translate) -> None:
-    added = "--adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6 --clip-grad 0 --no-decoupled-weight-decay"
+    added = (
+        "--adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6 --clip-grad 0 "
+        "--no-decoupled-weight-decay"
+    )
     run = tiny(f"{added} --no-check-for-nan-in-loss-and-grad").run
     assert run is not None
     o = run.optim
-    assert (o.beta1, o.beta2, o.eps, o.clip_grad, o.decoupled_weight_decay) == (0.8, 0.9, 1e-6, 0.0, False)
+    assert (o.beta1, o.beta2, o.eps, o.clip_grad, o.decoupled_weight_decay) == (
+        0.8,
+        0.9,
+        1e-6,
+        0.0,
+        False,
+    )
     assert o.nonfinite_grad == "skip"
 
 
@@ -31,16 +46,22 @@ def test_sgd_keeps_its_momentum_and_leaves_adams_arguments_out(tiny: Translate) 
     done = tiny("--optimizer sgd --sgd-momentum 0.8 --adam-beta1 0.8 --no-decoupled-weight-decay")
     assert done.run is not None and done.refusals(strict=True) == []
     assert (done.run.optim.kind, done.run.optim.momentum, done.run.optim.beta1) == ("sgd", 0.8, 0.9)
-    told = {entry.flag for entry in done.entries if entry.text == "is read with --optimizer adam only"}
+    told = {
+        entry.flag for entry in done.entries if entry.text == "is read with --optimizer adam only"
+    }
     assert told == {"--adam-beta1 0.8", "--no-decoupled-weight-decay"}
     adam = tiny("--sgd-momentum 0.8")
-    assert adam.run is not None and adam.run.optim.momentum == 0.9 and adam.run.optim.kind == "adamw"
+    assert (
+        adam.run is not None and adam.run.optim.momentum == 0.9 and adam.run.optim.kind == "adamw"
+    )
     assert any(entry.text == "is read with --optimizer sgd only" for entry in adam.entries)
 
 
 def test_another_optimizer_is_another_training(tiny: Translate) -> None:
     refusals = tiny("--optimizer muon").refusals(strict=False)
-    assert refusals == ["--optimizer muon: not yet: optimizers beside AdamW and SGD. Use adam or sgd."]
+    assert refusals == [
+        "--optimizer muon: not yet: optimizers beside AdamW and SGD. Use adam or sgd."
+    ]
     assert "Did you mean sgd" in tiny("--optimizer sdg").problems[0]
 
 
@@ -68,7 +89,9 @@ def test_a_constant_loss_scale_is_kept_and_what_differs_is_said(tiny: Translate)
 
 
 def test_weights_have_one_format(tiny: Translate) -> None:
-    assert tiny("--fp16 --bf16").problems == ("--fp16 and --bf16: weights have one format. Use one of them.",)
+    assert tiny("--fp16 --bf16").problems == (
+        "--fp16 and --bf16: weights have one format. Use one of them.",
+    )
 
 
 def test_a_wrong_loss_scale_is_refused_with_the_words_of_the_rules(tiny: Translate) -> None:
@@ -88,10 +111,15 @@ def test_rates_of_embedding_and_output_become_a_group(tiny: Translate) -> None:
     done = tiny("--decoupled-lr 1e-4 --decoupled-min-lr 1e-5")
     assert done.run is not None and done.refusals(strict=True) == []
     (group,) = done.run.optim.groups
-    tables = ("embed.weight",) if done.run.model.tied_embeddings else ("embed.weight", "head.weight")
+    tables = (
+        ("embed.weight",) if done.run.model.tied_embeddings else ("embed.weight", "head.weight")
+    )
     assert group == GroupConfig(name="embedding_and_output", match=tables, lr=1e-4, min_lr=1e-5)
     assert run_problems(done.run, 1) == []
-    other = tiny("--decoupled-lr 1e-4" + ("" if len(tables) == 1 else " --untie-embeddings-and-output-weights")).run
+    other = tiny(
+        "--decoupled-lr 1e-4"
+        + ("" if len(tables) == 1 else " --untie-embeddings-and-output-weights")
+    ).run
     assert other is not None and other.optim.groups[0].min_lr is None
     alone = tiny("--decoupled-min-lr 1e-5")
     assert alone.run is not None and not alone.run.optim.groups
@@ -101,7 +129,10 @@ def test_rates_of_embedding_and_output_become_a_group(tiny: Translate) -> None:
 
 
 def test_norms_of_queries_and_keys_decay_when_they_are_there(tiny: Translate) -> None:
-    for added in ("--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type apply_wd_to_qk_layernorm"):
+    for added in (
+        "--apply-wd-to-qk-layernorm",
+        "--no-weight-decay-cond-type apply_wd_to_qk_layernorm",
+    ):
         done = tiny(f"--qk-layernorm {added}")
         assert done.run is not None and done.refusals(strict=True) == []
         assert done.run.optim.decayed_vectors == ("*.q_norm.*", "*.k_norm.*")

@@ -27,14 +27,27 @@ def test_numbers_and_lists_become_the_shortest_pattern(typed: str, pattern: list
 
 
 @pytest.mark.parametrize(
-    "typed", ["0", "-1", "[0,1]", "[2]*8", "[[1]]*8", "open('x')", "[1]*99999999", "[1]*[2]", "1 +", "[x]*8", "3.5"]
+    "typed",
+    [
+        "0",
+        "-1",
+        "[0,1]",
+        "[2]*8",
+        "[[1]]*8",
+        "open('x')",
+        "[1]*99999999",
+        "[1]*[2]",
+        "1 +",
+        "[x]*8",
+        "3.5",
+    ],
 )
 def test_anything_else_is_a_problem_and_runs_nothing(typed: str) -> None:
     found = draft(typed)
     assert pattern_of(found, "--no-rope-freq") is None
     assert found.problems == [
-        f"--no-rope-freq {typed} must be a number above 0, or a list of 8 ones and zeros, one for each layer. "
-        f"Use --no-rope-freq 4 for every fourth layer."
+        f"--no-rope-freq {typed} must be a number above 0, or a list of 8 ones and zeros, one for "
+        f"each layer. Use --no-rope-freq 4 for every fourth layer."
     ]
 
 

@@ -9,13 +9,25 @@ from tests.config.megatron.conftest import Translate
 @pytest.mark.parametrize(
     ("added", "expected"),
     [
-        ("--lr-decay-style cosine --min-lr 1e-5 --lr-warmup-iters 5", ("cosine", 1e-5, 5, None, None)),
-        ("--lr-decay-style inverse-square-root --lr-warmup-fraction 0.1", ("inverse_square_root", 0.0, 5, None, None)),
+        (
+            "--lr-decay-style cosine --min-lr 1e-5 --lr-warmup-iters 5",
+            ("cosine", 1e-5, 5, None, None),
+        ),
+        (
+            "--lr-decay-style inverse-square-root --lr-warmup-fraction 0.1",
+            ("inverse_square_root", 0.0, 5, None, None),
+        ),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 10", ("wsd", 0.0, 0, None, 10)),
         ("--lr-decay-iters 40 --lr-warmup-fraction 0.1", ("linear", 0.0, 4, 40, None)),
         ("--lr-decay-iters 50", ("linear", 0.0, 0, None, None)),
-        ("--lr-decay-style constant --min-lr 1e-5 --lr-decay-iters 40", ("constant", 0.0, 0, None, None)),
-        ("--lr-decay-style cosine --lr-wsd-decay-iters 10 --lr-warmup-init 1e-6", ("cosine", 0.0, 0, None, None)),
+        (
+            "--lr-decay-style constant --min-lr 1e-5 --lr-decay-iters 40",
+            ("constant", 0.0, 0, None, None),
+        ),
+        (
+            "--lr-decay-style cosine --lr-wsd-decay-iters 10 --lr-warmup-init 1e-6",
+            ("cosine", 0.0, 0, None, None),
+        ),
     ],
 )
 def test_what_a_style_reads_is_copied_and_the_rest_is_left_out(
@@ -36,7 +48,9 @@ def test_wsd_falls_as_in_megatron_unless_told_otherwise(tiny: Translate) -> None
 
 
 def test_lengths_in_samples_become_steps(tiny: Translate) -> None:
-    added = "--train-samples 600 --lr-decay-samples 480 --lr-warmup-samples 60 --lr-decay-style cosine"
+    added = (
+        "--train-samples 600 --lr-decay-samples 480 --lr-warmup-samples 60 --lr-decay-style cosine"
+    )
     done = tiny(added, without=("--train-iters",))
     assert done.run is not None and done.refusals(strict=True) == []
     assert (done.run.schedule.decay_steps, done.run.schedule.warmup_steps) == (80, 10)
@@ -45,19 +59,26 @@ def test_lengths_in_samples_become_steps(tiny: Translate) -> None:
 def test_a_warm_up_that_ends_inside_a_step_is_rounded_and_said_to_be(tiny: Translate) -> None:
     done = tiny("--train-samples 600 --lr-warmup-samples 62", without=("--train-iters",))
     assert done.run is not None and done.run.schedule.warmup_steps == 10
-    assert "--lr-warmup-samples 62: 10.3333 steps are rounded to 10" in done.refusals(strict=True)[0]
+    assert (
+        "--lr-warmup-samples 62: 10.3333 steps are rounded to 10" in done.refusals(strict=True)[0]
+    )
 
 
 def test_steps_and_samples_do_not_mix(tiny: Translate) -> None:
     done = tiny("--lr-warmup-samples 60 --lr-decay-samples 100")
     assert len(done.problems) == 2
-    assert "--lr-decay-samples 100: this run counts in --train-iters. Use --lr-decay-iters." in done.problems
+    assert (
+        "--lr-decay-samples 100: this run counts in --train-iters. Use --lr-decay-iters."
+        in done.problems
+    )
     both = tiny("--lr-warmup-fraction 0.1 --lr-warmup-iters 3").problems
     assert "--lr-warmup-fraction 0.1 and --lr-warmup-iters: expected one of them" in both[0]
 
 
 def test_a_growing_weight_decay_needs_both_ends(tiny: Translate) -> None:
-    run = tiny("--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0.2").run
+    run = tiny(
+        "--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0.2"
+    ).run
     assert run is not None
     s = run.schedule
     assert (s.weight_decay_style, s.weight_decay, s.end_weight_decay) == ("cosine", 0.1, 0.2)
@@ -67,8 +88,12 @@ def test_a_growing_weight_decay_needs_both_ends(tiny: Translate) -> None:
 
 
 def test_the_learning_rate_of_a_step_is_megatrons(tiny: Translate) -> None:
-    """Max 1, min 0.1, 10 steps of warm-up, decay over 100: values of Megatron's formulas, counted in samples."""
-    added = "--train-iters 120 --lr 1 --min-lr 0.1 --lr-warmup-iters 10 --lr-decay-iters 100 --lr-decay-style"
+    """Max 1, min 0.1, 10 steps of warm-up, decay over 100: values of Megatron's formulas, counted
+    in samples."""
+    added = (
+        "--train-iters 120 --lr 1 --min-lr 0.1 --lr-warmup-iters 10 --lr-decay-iters 100 "
+        "--lr-decay-style"
+    )
     expected = {"linear": (0.5, 0.82, 0.55, 0.1), "cosine": (0.5, 0.914058, 0.55, 0.1)}
     for style, rates in expected.items():
         run = tiny(f"{added} {style}").run
@@ -88,6 +113,8 @@ def test_the_learning_rate_of_a_step_is_megatrons(tiny: Translate) -> None:
         ("--exp-avg-dtype bf16", "optimizer states of other formats"),
     ],
 )
-def test_what_changes_the_numbers_is_refused_when_strict(tiny: Translate, added: str, refusal: str) -> None:
+def test_what_changes_the_numbers_is_refused_when_strict(
+    tiny: Translate, added: str, refusal: str
+) -> None:
     assert tiny(added).refusals(strict=False) == []
     assert len(strict := tiny(added).refusals(strict=True)) == 1 and refusal in strict[0]

@@ -7,7 +7,8 @@ from megalith.errors import ConfigError
 
 
 def read(text: str) -> list[object]:
-    """Tokens in short: words as texts (variables as <NAME>), operators as themselves, arrays as lists."""
+    """Tokens in short: words as texts (variables as <NAME>), operators as themselves, arrays as
+    lists."""
     return [_short(token) for token in tokens(text)]
 
 
@@ -51,7 +52,11 @@ def test_a_script_is_cut_into_words(text: str, expected: list[object]) -> None:
 def test_pieces_know_whether_they_are_quoted_and_words_their_line() -> None:
     words = [token for token in tokens('\na\n\n$A"$B"') if isinstance(token, Word)]
     assert [word.line for word in words] == [2, 4]
-    assert words[1].parts == (Part("variable", "A", False), Part("text", "", True), Part("variable", "B", True))
+    assert words[1].parts == (
+        Part("variable", "A", False),
+        Part("text", "", True),
+        Part("variable", "B", True),
+    )
 
 
 def test_a_default_is_read_as_between_quotes() -> None:

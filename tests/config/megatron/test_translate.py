@@ -16,7 +16,9 @@ from tests.config.megatron.conftest import Translate
 
 
 def test_a_llama_becomes_a_run_that_breaks_no_rule(tiny: Translate) -> None:
-    done = tiny("--bf16 --tensor-model-parallel-size 3 --sequence-parallel --seq-length 33", world=6)
+    done = tiny(
+        "--bf16 --tensor-model-parallel-size 3 --sequence-parallel --seq-length 33", world=6
+    )
     assert done.run is not None and done.problems == () and done.refusals(strict=True) == []
     assert done.run.name == "tiny"
     assert run_problems(done.run, done.ranks) == []
@@ -25,13 +27,18 @@ def test_a_llama_becomes_a_run_that_breaks_no_rule(tiny: Translate) -> None:
 
 
 def test_everything_that_is_wrong_is_told_at_once(tiny: Translate) -> None:
-    done = tiny("--hybrid-layer-pattern M* --lr fast --is-hybrid-model --nonsense --spec x", without=("--num-layers",))
+    done = tiny(
+        "--hybrid-layer-pattern M* --lr fast --is-hybrid-model --nonsense --spec x",
+        without=("--num-layers",),
+    )
     assert done.run is None and len(done.problems) == 3
     assert len(done.refusals(strict=False)) == 6
 
 
 @pytest.mark.parametrize("flag", [row.name for row in MAPPED if row.takes in ("int", "float")])
-def test_values_out_of_range_are_for_our_rules_and_never_a_crash(tiny: Translate, flag: str) -> None:
+def test_values_out_of_range_are_for_our_rules_and_never_a_crash(
+    tiny: Translate, flag: str
+) -> None:
     for value in ("0", "-1", "100000"):
         done = tiny(f"{flag} {value}")
         assert done.run is None or isinstance(run_problems(done.run, done.ranks), list)
@@ -45,7 +52,13 @@ def _run_and_ranks(done: Translation) -> tuple[TrainRun, int]:
 
 def test_an_empty_list_names_all_that_is_needed() -> None:
     missing = {problem.split()[0] for problem in translate([], name="x").problems}
-    sizes = {"--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings", "--seq-length"}
+    sizes = {
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--max-position-embeddings",
+        "--seq-length",
+    }
     assert {*sizes, "--micro-batch-size", "--global-batch-size", "--lr", "--train-iters"} <= missing
 
 
@@ -55,7 +68,14 @@ def _typed(row: Row | None) -> Sequence[str]:
     if takes == "choice":
         assert row is not None
         return row.choices[:1]
-    return {"nothing": (), "int": ("3",), "float": ("0.5",), "text": ("a",), "place": ("a",), "words": ("a",)}[takes]
+    return {
+        "nothing": (),
+        "int": ("3",),
+        "float": ("0.5",),
+        "text": ("a",),
+        "place": ("a",),
+        "words": ("a",),
+    }[takes]
 
 
 @pytest.mark.parametrize("chunk", range(8))

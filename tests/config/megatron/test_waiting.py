@@ -1,4 +1,5 @@
-"""Tests of megalith/config/megatron/waiting.py, and of what holds for all groups of flags that become nothing."""
+"""Tests of megalith/config/megatron/waiting.py, and of what holds for all groups of flags that
+become nothing."""
 
 import re
 

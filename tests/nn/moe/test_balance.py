@@ -1,4 +1,5 @@
-"""Losses of balance: their gradients, whoever shares the tokens, and a record that recomputation does not change."""
+"""Losses of balance: their gradients, whoever shares the tokens, and a record that recomputation
+does not change."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +26,14 @@ from megalith.verify.expert_faults import step_of_own_tokens
 
 MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=4)
 MODEL = ModelConfig(
-    vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=2, ffn_hidden_size=8, init_std=1.0, moe=MOE
+    vocab_size=8,
+    hidden_size=6,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    ffn_hidden_size=8,
+    init_std=1.0,
+    moe=MOE,
 )
 X = torch.randn(2, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 KINDS = [replace(MOE, balance=BalanceConfig(**{kind: 0.7})) for kind in LOSSES]
@@ -63,7 +71,9 @@ def divided(rank: int, world: int, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     initialise(router, seed=3)
     gradient = gradient_of_losses(router, [region.mine(x) for x in X])
     assert router.balance.record is not None
-    return all_reduce_(gradient, mesh.tp), all_reduce_(router.balance.record.losses.clone(), mesh.tp)
+    return all_reduce_(gradient, mesh.tp), all_reduce_(
+        router.balance.record.losses.clone(), mesh.tp
+    )
 
 
 @pytest.mark.parametrize("moe", KINDS, ids=LOSSES)
@@ -97,7 +107,11 @@ def test_a_loss_enters_with_its_weight_and_the_microbatchs() -> None:
 
 
 def test_the_loss_counts_choices_by_score_and_the_record_those_made() -> None:
-    moe = replace(MOE, router=RouterConfig(score="sigmoid", balancing_bias=True), balance=BalanceConfig(batch=0.1))
+    moe = replace(
+        MOE,
+        router=RouterConfig(score="sigmoid", balancing_bias=True),
+        balance=BalanceConfig(batch=0.1),
+    )
     router, tilted = router_of(moe), router_of(moe)
     assert tilted.moved is not None
     tilted.moved.data.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
@@ -122,10 +136,17 @@ def test_the_loss_counts_choices_as_made_before_any_was_refused_where_it_shall()
         assert router.balance.record is not None
         losses.append(float(router.balance.record.losses[0, 1]))
     assert losses[1] != pytest.approx(losses[0], rel=1e-3) and losses[1] == losses[2]
-    shares, chosen = shares_of_one(router_of(moe).gate(X[0]), "sigmoid")[:11], torch.zeros(5, dtype=torch.float64)
-    asked = choose_experts(router_of(moe).gate(X[0]), moe.router, 2, torch.tensor([9.0, 0, 0, 0, 0])).experts[:11]
+    shares, chosen = (
+        shares_of_one(router_of(moe).gate(X[0]), "sigmoid")[:11],
+        torch.zeros(5, dtype=torch.float64),
+    )
+    asked = choose_experts(
+        router_of(moe).gate(X[0]), moe.router, 2, torch.tensor([9.0, 0, 0, 0, 0])
+    ).experts[:11]
     chosen += asked.flatten().bincount(minlength=5)
-    assert losses[1] == pytest.approx(float(5 / (2 * 11**2) * (chosen * shares.detach().sum(0)).sum()), rel=1e-12)
+    assert losses[1] == pytest.approx(
+        float(5 / (2 * 11**2) * (chosen * shares.detach().sum(0)).sum()), rel=1e-12
+    )
 
 
 def test_a_microbatch_that_comes_again_changes_no_record_and_evaluation_none() -> None:
@@ -159,14 +180,16 @@ ROWS = torch.randn(2, 2, 12, 6, dtype=torch.float64, generator=torch.Generator()
 REAL = (11, 7)
 """Tokens that are no padding, of each rank's microbatches."""
 OVER_DP = {
-    "dp2": ParallelConfig(dp=2), "dp2 ep2": ParallelConfig(dp=2, ep=2),
+    "dp2": ParallelConfig(dp=2),
+    "dp2 ep2": ParallelConfig(dp=2, ep=2),
     "dp2 tp2 sp ep2 etp1": ParallelConfig(dp=2, tp=2, sp=True, ep=2, etp=1),
-}  # fmt: skip
+}
 
 
 def step_by_hand(weight: Tensor) -> tuple[Tensor, list[list[float]]]:
-    """Gradient of the gate, and losses by rank and microbatch: E Σ_i f_i P_i, with f_i the share of expert i in all
-    choices of all ranks up to the microbatch, and P_i its mean score in the rank's own microbatch."""
+    """Gradient of the gate, and losses by rank and microbatch: E Σ_i f_i P_i, with f_i the share
+    of expert i in all choices of all ranks up to the microbatch, and P_i its mean score in the
+    rank's own microbatch."""
     gate = weight.clone().requires_grad_()
     seen, total = [0] * 5, torch.zeros((), dtype=torch.float64)
     losses: list[list[float]] = [[], []]
@@ -176,16 +199,23 @@ def step_by_hand(weight: Tensor) -> tuple[Tensor, list[list[float]]]:
             for expert in sorted(range(5), key=lambda e: -row[e])[:2]:
                 seen[expert] += 1
         for rank, mine in enumerate(shares):
-            loss = torch.stack([5 * seen[e] / sum(seen) * mine[:, e].mean() for e in range(5)]).sum()
+            loss = torch.stack(
+                [5 * seen[e] / sum(seen) * mine[:, e].mean() for e in range(5)]
+            ).sum()
             losses[rank].append(loss.item())
-            total = total + 0.7 * 0.25 * loss  # 0.7: its weight in the config; 0.25: of one of two microbatches, dp 2
+            total = (
+                total + 0.7 * 0.25 * loss
+            )  # 0.7: its weight in the config; 0.25: of one of two microbatches, dp 2
     total.backward()
     assert gate.grad is not None
     return gate.grad, losses
 
 
-def step_over_dp(rank: int, world: int, parallel: ParallelConfig, fault: bool) -> tuple[int, Tensor, Tensor, Tensor]:
-    """My place along dp; the gate, its gradient over all ranks, and the losses of ranks that share my tokens."""
+def step_over_dp(
+    rank: int, world: int, parallel: ParallelConfig, fault: bool
+) -> tuple[int, Tensor, Tensor, Tensor]:
+    """My place along dp; the gate, its gradient over all ranks, and the losses of ranks that share
+    my tokens."""
     mesh = build_mesh(model_grid(parallel, replace(MODEL, moe=GLOBAL), world), rank=rank)
     region = SplitTokens(mesh.tp) if parallel.sp else WholeTokens(mesh.tp)
     router = Router("layers.0.moe", MODEL, GLOBAL, mesh, region, dtype=torch.float64)
@@ -199,7 +229,12 @@ def step_over_dp(rank: int, world: int, parallel: ParallelConfig, fault: bool) -
     (weight,), record = router.gate.sunk(), router.balance.record
     assert weight.grad is not None and record is not None
     losses = all_reduce_(record.losses[:, 2].clone(), mesh.tp)
-    return place, weight.detach(), all_reduce_(weight.grad.clone(), mesh.over("dp", "cp", "tp")), losses
+    return (
+        place,
+        weight.detach(),
+        all_reduce_(weight.grad.clone(), mesh.over("dp", "cp", "tp")),
+        losses,
+    )
 
 
 @pytest.mark.parametrize("name", OVER_DP)

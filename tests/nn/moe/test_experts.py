@@ -1,4 +1,5 @@
-"""An MLP for each expert: the rows of each, the ranks that have some of them or a part of each, and first weights."""
+"""An MLP for each expert: the rows of each, the ranks that have some of them or a part of each, and
+first weights."""
 
 import math
 from dataclasses import replace
@@ -18,17 +19,32 @@ from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 
 MOE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=7)
 MODEL = ModelConfig(
-    vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8, init_std=0.5, moe=MOE
+    vocab_size=8,
+    hidden_size=6,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_hidden_size=8,
+    init_std=0.5,
+    moe=MOE,
 )
 COUNTS: tuple[int, ...] = (3, 0, 2, 1)
 
 
 def build(
-    moe: MoEConfig = MOE, model: ModelConfig = MODEL, parallel: ParallelConfig | None = None, *, rank: int = 0
+    moe: MoEConfig = MOE,
+    model: ModelConfig = MODEL,
+    parallel: ParallelConfig | None = None,
+    *,
+    rank: int = 0,
 ) -> Experts:
     """Experts of one of the ranks, without processes, and with their first weights."""
     world = 1 if parallel is None else parallel.dp or 1
-    mesh = mesh_of_one() if parallel is None else mesh_on_paper(model_grid(parallel, model, world), rank=rank)
+    mesh = (
+        mesh_of_one()
+        if parallel is None
+        else mesh_on_paper(model_grid(parallel, model, world), rank=rank)
+    )
     layer = Experts("layers.0.moe.experts", model, moe, mesh, dtype=torch.float64)
     allocate(layer, torch.device("cpu"))
     initialise(layer, seed=3)
@@ -62,7 +78,9 @@ def test_a_weight_that_meets_the_input_meets_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("ep", [2, 4])
-def test_ranks_along_ep_have_the_experts_that_one_rank_has_with_the_same_first_weights(ep: int) -> None:
+def test_ranks_along_ep_have_the_experts_that_one_rank_has_with_the_same_first_weights(
+    ep: int,
+) -> None:
     """So that runs with other ep can be compared, which the original's could not."""
     whole, given = build(), sent()
     each, rows = 4 // ep, given.rows.split(COUNTS)
@@ -84,11 +102,16 @@ def test_ranks_along_etp_have_parts_of_every_expert_that_add_up() -> None:
 
 def test_parameters_lie_on_the_grid_of_experts_and_start_as_other_mlps_do() -> None:
     layer = build(replace(MOE, biases=True, experts=40), replace(MODEL, hidden_size=64))
-    found = {declared.shard.name.rsplit(".", 1)[1]: (declared, module, name)
-             for declared, module, name in declared_parameters(layer)}  # fmt: skip
+    found = {
+        declared.shard.name.rsplit(".", 1)[1]: (declared, module, name)
+        for declared, module, name in declared_parameters(layer)
+    }
     assert set(found) == {"gate_up", "gate_up_bias", "down", "down_bias"}
     assert {declared.shard.grid for declared, _, _ in found.values()} == {"expert"}
-    stds = {kind: float(getattr(module, name).detach().std()) for kind, (_, module, name) in found.items()}
+    stds = {
+        kind: float(getattr(module, name).detach().std())
+        for kind, (_, module, name) in found.items()
+    }
     assert stds["gate_up"] == pytest.approx(0.5, rel=0.05)
     assert stds["down"] == pytest.approx(0.5 / math.sqrt(2 * MODEL.num_layers), rel=0.05)
     assert stds["gate_up_bias"] == stds["down_bias"] == 0

@@ -1,4 +1,5 @@
-"""Experts that work on a few features, and those without a gate, against the same layer in transformers."""
+"""Experts that work on a few features, and those without a gate, against the same layer in
+transformers."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,21 +18,33 @@ from megalith.parallel.tensor import WholeTokens
 from megalith.testing.tolerance import PARITY, relative_error
 
 LATENT = MoEConfig(
-    experts=6, top_k=2, ffn_hidden_size=11, shared_ffn_hidden_size=13, latent_size=7,
+    experts=6,
+    top_k=2,
+    ffn_hidden_size=11,
+    shared_ffn_hidden_size=13,
+    latent_size=7,
     router=RouterConfig(score="sigmoid", balancing_bias=True, scale=2.5),
-)  # fmt: skip
+)
 KINDS = {
     "latent": LATENT,
     "latent, groups": replace(
         LATENT, experts=8, top_k=4, router=replace(LATENT.router, groups=4, top_groups=2)
     ),
-    "latent, weights not renormalised": replace(LATENT, router=replace(LATENT.router, renormalise=False)),
+    "latent, weights not renormalised": replace(
+        LATENT, router=replace(LATENT.router, renormalise=False)
+    ),
     "all features": replace(LATENT, latent_size=None),
-}  # fmt: skip
+}
 MODEL = ModelConfig(
-    vocab_size=8, hidden_size=18, num_layers=2, num_heads=2, num_kv_heads=2, ffn_hidden_size=8, gated=False,
+    vocab_size=8,
+    hidden_size=18,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    ffn_hidden_size=8,
+    gated=False,
     activation="squared_relu",
-)  # fmt: skip
+)
 
 
 def theirs_of(moe: MoEConfig) -> Any:
@@ -42,12 +55,19 @@ def theirs_of(moe: MoEConfig) -> Any:
 
     assert moe.shared_ffn_hidden_size is not None
     config = NemotronHConfig(
-        hidden_size=MODEL.hidden_size, layers_block_type=["moe"], mlp_hidden_act="relu2",
-        n_routed_experts=moe.experts, num_experts_per_tok=moe.top_k, moe_intermediate_size=moe.ffn_hidden_size,
-        moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size, moe_latent_size=moe.latent_size,
-        routed_scaling_factor=moe.router.scale, norm_topk_prob=moe.router.renormalise,
-        n_group=moe.router.groups or 1, topk_group=moe.router.top_groups or 1,
-    )  # fmt: skip
+        hidden_size=MODEL.hidden_size,
+        layers_block_type=["moe"],
+        mlp_hidden_act="relu2",
+        n_routed_experts=moe.experts,
+        num_experts_per_tok=moe.top_k,
+        moe_intermediate_size=moe.ffn_hidden_size,
+        moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+        moe_latent_size=moe.latent_size,
+        routed_scaling_factor=moe.router.scale,
+        norm_topk_prob=moe.router.renormalise,
+        n_group=moe.router.groups or 1,
+        topk_group=moe.router.top_groups or 1,
+    )
     layer, draw = NemotronHMoE(config), torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in layer.parameters():
@@ -86,7 +106,9 @@ def close(a: Tensor, b: Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("moe", KINDS.values(), ids=KINDS)
-def test_the_layer_and_its_gradients_are_those_of_nemotron_h_in_transformers(moe: MoEConfig) -> None:
+def test_the_layer_and_its_gradients_are_those_of_nemotron_h_in_transformers(
+    moe: MoEConfig,
+) -> None:
     theirs, ours = theirs_of(moe), ours_of(moe)
     both = pairs(ours, theirs)
     with torch.no_grad():
@@ -94,7 +116,9 @@ def test_the_layer_and_its_gradients_are_those_of_nemotron_h_in_transformers(moe
             mine.copy_(other.reshape(mine.shape))
         assert ours.router.moved is not None
         ours.router.moved.copy_(theirs.gate.e_score_correction_bias)
-    assert {id(mine) for mine, _ in both.values()} == {id(one) for one in ours.parameters() if one.requires_grad}
+    assert {id(mine) for mine, _ in both.values()} == {
+        id(one) for one in ours.parameters() if one.requires_grad
+    }
     assert {id(other) for _, other in both.values()} == {id(one) for one in theirs.parameters()}
     draw = torch.Generator().manual_seed(1)
     x, dy = torch.randn(2, 10, 18, generator=draw), torch.randn(2, 10, 18, generator=draw)

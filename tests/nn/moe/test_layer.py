@@ -1,4 +1,5 @@
-"""A layer of experts against a loop over tokens, and what it does when experts are empty, full or narrow."""
+"""A layer of experts against a loop over tokens, and what it does when experts are empty, full or
+narrow."""
 
 import math
 from dataclasses import replace
@@ -19,7 +20,9 @@ from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import WholeTokens
 
-MODEL = ModelConfig(vocab_size=8, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
+)
 MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=7)
 
 
@@ -30,7 +33,11 @@ def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
     initialise(layer, seed=3)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+            parameter.copy_(
+                torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+                )
+            )
     return layer
 
 
@@ -47,7 +54,9 @@ def plain(layer: MoE, x: Tensor, moe: MoEConfig) -> Tensor:
     for token, row in zip(x, scores, strict=True):
         chosen = row.topk(moe.top_k)
         parts = [
-            weight / chosen.values.sum() * (down[e] @ (torch.nn.functional.silu(up[e, 0] @ token) * (up[e, 1] @ token)))
+            weight
+            / chosen.values.sum()
+            * (down[e] @ (torch.nn.functional.silu(up[e, 0] @ token) * (up[e, 1] @ token)))
             for weight, e in zip(chosen.values, chosen.indices, strict=True)
         ]
         out.append(torch.stack(parts).sum(0))
@@ -97,7 +106,9 @@ def test_rows_are_gathered_once_more_and_not_kept() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, keep):
         layer(x, training()).sum().backward()
     shapes = {tuple(tensor.shape) for tensor in kept if tensor.is_floating_point()}
-    assert (9, 12) in shapes and (18, 14) in shapes, "the tokens, and what gate and up gave of their rows"
+    assert (9, 12) in shapes and (18, 14) in shapes, (
+        "the tokens, and what gate and up gave of their rows"
+    )
     assert (18, 12) not in shapes and x.grad is not None
 
 
@@ -106,20 +117,35 @@ def test_filler_changes_nothing(factor: float) -> None:
     found = []
     for pad in (False, True):
         layer = build(replace(MOE, biases=True, capacity=CapacityConfig(factor=factor, pad=pad)))
-        x = torch.randn(9, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True)
+        x = torch.randn(
+            9,
+            12,
+            dtype=torch.float64,
+            generator=torch.Generator().manual_seed(4),
+            requires_grad=True,
+        )
         sent, _ = layer.dispatch_within_capacity(x, layer.router(x, training())).arrive()
         assert not pad or sent.groups.on_host() == (min(9, math.ceil(9 * 2 / 5 * factor)),) * 5
         y = layer(x, training())
         y.square().sum().backward()
-        gradients = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in layer.parameters() if parameter.grad is not None
+        ]
         found.append([y, x.grad, *gradients, layer(x, tokens_of_rows(1, 9))])
     assert len(found[0]) == len(found[1])
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*found, strict=True))
 
 
 def test_what_is_refused_adds_nothing_and_gets_no_gradient_through_experts() -> None:
-    layer = build(replace(MOE, experts=1, top_k=1, router=RouterConfig(score="sigmoid", renormalise=False),
-                          capacity=CapacityConfig(factor=0.5, drop="last")))  # fmt: skip
+    layer = build(
+        replace(
+            MOE,
+            experts=1,
+            top_k=1,
+            router=RouterConfig(score="sigmoid", renormalise=False),
+            capacity=CapacityConfig(factor=0.5, drop="last"),
+        )
+    )
     x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
     y = layer(x, training())
     assert [bool(row.any()) for row in y] == [True] * 5 + [False] * 4
@@ -157,7 +183,11 @@ def test_experts_may_work_on_fewer_features() -> None:
 
 
 def test_a_weight_may_multiply_what_goes_in() -> None:
-    layer = build(replace(MOE, top_k=1, weigh_input=True, router=RouterConfig(score="sigmoid", renormalise=False)))
+    layer = build(
+        replace(
+            MOE, top_k=1, weigh_input=True, router=RouterConfig(score="sigmoid", renormalise=False)
+        )
+    )
     x = torch.randn(3, 12, dtype=torch.float64)
     choice = layer.router(x, training(1, 3))
     up, down = layer.experts.up.gate_up.view(5, 2, 7, 12), layer.experts.down.down.view(5, 12, 7)
@@ -188,14 +218,21 @@ class Flipping(Router):
 
     def choose(self, logits: Tensor, *, training: bool) -> Choice:
         moe = self.moe
-        experts = (super().choose(logits.detach(), training=training).experts + self.calls) % moe.experts
+        experts = (
+            super().choose(logits.detach(), training=training).experts + self.calls
+        ) % moe.experts
         self.calls += 1
-        return Choice(experts, weigh(logits, score_experts(logits, moe.router.score), experts, moe.router))
+        return Choice(
+            experts, weigh(logits, score_experts(logits, moe.router.score), experts, moe.router)
+        )
 
 
 @pytest.mark.parametrize("capacity", [None, 0.6])
 def test_a_layer_that_runs_again_decides_what_it_decided_first(capacity: float | None) -> None:
-    moe, x = replace(MOE, capacity=CapacityConfig(factor=capacity)), torch.randn(9, 12, dtype=torch.float64)
+    moe, x = (
+        replace(MOE, capacity=CapacityConfig(factor=capacity)),
+        torch.randn(9, 12, dtype=torch.float64),
+    )
     gradients, calls = [], []
     for again in (False, True):
         layer = build(moe)

@@ -10,7 +10,13 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, CapacityConfig, Drop, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.routing import Choice
-from megalith.kernels.tokens import BalanceShare, DropoutKey, Tokens, tokens_of_rows, tokens_of_slices
+from megalith.kernels.tokens import (
+    BalanceShare,
+    DropoutKey,
+    Tokens,
+    tokens_of_rows,
+    tokens_of_slices,
+)
 from megalith.models.decoder import allocate, initialise
 from megalith.nn.moe.router import Router
 from megalith.parallel.context import my_slicing
@@ -21,14 +27,23 @@ from megalith.testing.ranks import run_ranks
 
 MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=4)
 MODEL = ModelConfig(
-    vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=2, ffn_hidden_size=8, init_std=1.0, moe=MOE
+    vocab_size=8,
+    hidden_size=6,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    ffn_hidden_size=8,
+    init_std=1.0,
+    moe=MOE,
 )
 X = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def training(seed: int = 0) -> Tokens:
     tokens = tokens_of_rows(2, 6)
-    return replace(tokens, balance=BalanceShare(0, 1, 1.0), dropout=DropoutKey(seed, torch.arange(12)))
+    return replace(
+        tokens, balance=BalanceShare(0, 1, 1.0), dropout=DropoutKey(seed, torch.arange(12))
+    )
 
 
 def alone(moe: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
@@ -45,7 +60,9 @@ def filled(router: Router) -> Router:
 def divided(rank: int, world: int, moe: MoEConfig) -> Choice:
     mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
     region = SplitTokens(mesh.tp)
-    choice = filled(Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64))(region.mine(X), training())
+    choice = filled(Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64))(
+        region.mine(X), training()
+    )
     return Choice(choice.experts, choice.weights.detach())
 
 
@@ -53,10 +70,11 @@ def same_on_two(moe: MoEConfig) -> bool:
     whole = alone(moe)(X, training())
     parts = run_ranks(divided, 2, moe)
     return all(
-        torch.equal(torch.cat([part[i] for part in parts]), expected) if i == 0
+        torch.equal(torch.cat([part[i] for part in parts]), expected)
+        if i == 0
         else torch.allclose(torch.cat([part[i] for part in parts]), expected, rtol=1e-12)
         for i, expected in enumerate(whole)
-    )  # fmt: skip
+    )
 
 
 def test_ranks_that_share_a_microbatch_refuse_the_same_choices() -> None:
@@ -79,9 +97,13 @@ def shared(rank: int, world: int, moe: MoEConfig, order: str) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "cp-tp-ep-dp-pp"])
-def test_the_last_tokens_are_refused_whatever_the_order_of_ranks_that_share_them(order: str) -> None:
+def test_the_last_tokens_are_refused_whatever_the_order_of_ranks_that_share_them(
+    order: str,
+) -> None:
     moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop="last"))
-    expected = alone(moe)(X, replace(tokens_of_rows(1, 12), balance=BalanceShare(0, 1, 1.0))).experts
+    expected = alone(moe)(
+        X, replace(tokens_of_rows(1, 12), balance=BalanceShare(0, 1, 1.0))
+    ).experts
     numbers, experts = map(torch.cat, zip(*run_ranks(shared, 4, moe, order), strict=True))
     assert torch.equal(experts[numbers.argsort()], expected)
 
@@ -103,9 +125,13 @@ def test_a_plan_for_equal_use_is_made_by_all_ranks_together() -> None:
     tilted = alone(replace(moe, router=RouterConfig(bias=True)))
     with torch.no_grad():
         tilted.router_bias.copy_(torch.tensor([9.0, 0, 0, 0, 0]))  # type: ignore[operator]
-    most = [int((tilted(X, tokens).experts == 0).sum()) for tokens in (tokens_of_rows(2, 6), training())]
+    most = [
+        int((tilted(X, tokens).experts == 0).sum()) for tokens in (tokens_of_rows(2, 6), training())
+    ]
     assert most[0] == 12 and most[1] < 8
-    assert torch.equal(alone(moe)(X, tokens_of_rows(2, 6)).experts, free.experts), "none outside training"
+    assert torch.equal(alone(moe)(X, tokens_of_rows(2, 6)).experts, free.experts), (
+        "none outside training"
+    )
     assert same_on_two(moe)
 
 
@@ -116,7 +142,9 @@ def test_noise_is_a_tokens_own_and_of_training_alone() -> None:
         assert not torch.equal(noisy.weights, alone(MOE)(X, training()).weights)
         assert torch.equal(noisy.weights, alone(moe)(X, training()).weights)
         assert not torch.equal(noisy.weights, alone(moe)(X, training(seed=1)).weights)
-        assert torch.equal(alone(moe)(X, tokens_of_rows(2, 6)).weights, alone(MOE)(X, tokens_of_rows(2, 6)).weights)
+        assert torch.equal(
+            alone(moe)(X, tokens_of_rows(2, 6)).weights, alone(MOE)(X, tokens_of_rows(2, 6)).weights
+        )
         assert same_on_two(moe)
 
 
@@ -131,9 +159,15 @@ def test_noise_of_one_layer_is_not_that_of_another() -> None:
 def test_forced_balance_keeps_all_experts_busy_whatever_the_input() -> None:
     router = alone(replace(MOE, router=RouterConfig(forced_balance=True)))
     tokens = replace(
-        tokens_of_rows(1, 3000), dropout=DropoutKey(0, torch.arange(3000)), balance=BalanceShare(0, 1, 1.0)
+        tokens_of_rows(1, 3000),
+        dropout=DropoutKey(0, torch.arange(3000)),
+        balance=BalanceShare(0, 1, 1.0),
     )
-    counts = router(torch.ones(3000, 6, dtype=torch.float64), tokens).experts.flatten().bincount(minlength=5)
+    counts = (
+        router(torch.ones(3000, 6, dtype=torch.float64), tokens)
+        .experts.flatten()
+        .bincount(minlength=5)
+    )
     assert int(counts.min()) > 1050 and int(counts.max()) < 1350
 
 
@@ -145,19 +179,27 @@ def test_forced_biases_keep_some_experts_busier_in_every_step_and_are_a_layers_o
         drawn, found.noise.bias_of_experts(1, X)
     )
     other = replace(found.noise, layer=1).bias_of_experts(0, X)
-    many = replace(found.noise, router=replace(router, forced_bias=1.0)).bias_of_experts(0, X.new_zeros(1, 4000))
+    many = replace(found.noise, router=replace(router, forced_bias=1.0)).bias_of_experts(
+        0, X.new_zeros(1, 4000)
+    )
     assert not torch.equal(drawn, other)
     assert abs(float(many.mean())) < 0.05 and abs(float(many.std()) - 1) < 0.05
     (first, second) = (found(X, training()), alone(MOE)(X, training()))
     busy = [int(choice.experts.flatten().bincount(minlength=5).max()) for choice in (first, second)]
     assert busy[0] > busy[1]
     plain = tokens_of_rows(2, 6)
-    assert torch.equal(found(X, plain).weights, alone(MOE)(X, plain).weights), "none outside training"
+    assert torch.equal(found(X, plain).weights, alone(MOE)(X, plain).weights), (
+        "none outside training"
+    )
     assert same_on_two(replace(MOE, router=router))
 
 
 def offsets_noted(rank: int, world: int, moe: MoEConfig) -> Tensor:
-    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(ParallelConfig(tp=2, sp=True), MODEL, 2), rank=rank)
+    mesh = (
+        mesh_of_one()
+        if world == 1
+        else build_mesh(model_grid(ParallelConfig(tp=2, sp=True), MODEL, 2), rank=rank)
+    )
     region = SplitTokens(mesh.tp) if world > 1 else WholeTokens(mesh.tp)
     router = filled(Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64))
     router(region.mine(X), replace(training(), valid=torch.arange(12) < 10))
@@ -173,7 +215,9 @@ def test_offsets_are_found_over_all_tokens_that_ranks_share_without_padding() ->
     router = alone(moe)
     assert router.offset is not None and not router.offset.requires_grad
     router(X, replace(training(), valid=torch.zeros(12, dtype=torch.bool)))
-    assert router.balance.record is not None and not router.balance.record.offsets.any(), "nothing but padding"
+    assert router.balance.record is not None and not router.balance.record.offsets.any(), (
+        "nothing but padding"
+    )
     before = router.balance.record.offsets.clone()
     router(X, tokens_of_rows(2, 6))
     assert torch.equal(before, router.balance.record.offsets), "evaluation notes nothing"
@@ -196,12 +240,16 @@ def test_scores_are_fp32_in_a_bf16_model_unless_the_model_shall_decide() -> None
         return found
 
     assert [weights(dtype).dtype for dtype in ("fp32", "fp64", "model")] == [
-        torch.float32, torch.float64, torch.bfloat16,
-    ]  # fmt: skip
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+    ]
 
 
 def test_the_balancing_bias_is_fp32_and_not_trained() -> None:
-    router = alone(replace(MOE, router=RouterConfig(score="sigmoid", balancing_bias=True)), torch.bfloat16)
+    router = alone(
+        replace(MOE, router=RouterConfig(score="sigmoid", balancing_bias=True)), torch.bfloat16
+    )
     assert router.moved is not None
     assert router.moved.dtype == torch.float32 and not router.moved.requires_grad
     assert alone(MOE).moved is None
