@@ -28,6 +28,7 @@ from megalith.config.fields import (
     hint_at,
     hints_of,
     is_many,
+    is_required,
     item_hints,
     join_path,
     literal_values,
@@ -268,7 +269,7 @@ def _print_fixed_options(cls: type, *, prog: str) -> None:
     assert is_dataclass(cls)
     positional, optional = [], []
     for field in fields(cls):
-        required, default = default_of(field)
+        required, default = is_required(field), default_of(field)
         metavar, doc = _metavar(hints_of(cls)[field.name]), docs_of(cls).get(field.name, "")
         if _is_positional(cls, field.name):
             many = any(is_many(option) for option in options_of(hints_of(cls)[field.name]))

@@ -451,7 +451,7 @@ def _value(
 ) -> Any:  # Any: as dynamic as `hint`
     """`value` as the type `hint` asks for. Problems go to `report`; the result then means
     nothing."""
-    if type(value) is hint:  # most values; the rest of this function gives the same
+    if type(value) is hint and _scalar(hint, value) is not None:  # most values; only faster
         return value
     if value is None and type(None) in options_of(hint):
         return None

@@ -60,9 +60,6 @@ are used."""
 MOST_LAYERS = 1 << 14
 """Heuristic: a hundred times the deepest models; plans build lists of layers."""
 
-MOST_NAME_NBYTES = 200
-"""Of the name of a run. Common file systems allow 255, and a suffix may follow."""
-
 LARGEST_NUMBER = 1e6
 """Of a setting that is not in LARGEST. Heuristic: no usual value comes near."""
 
@@ -592,18 +589,6 @@ def weight_decay_shrinks_weights(run: TrainRun, world: int) -> str | None:
     )
 
 
-def name_fits_a_file(run: TrainRun, world: int) -> str | None:
-    """The run's folder has its name."""
-    nbytes = len(run.name.encode())
-    if nbytes <= MOST_NAME_NBYTES:
-        return None
-    return (
-        f"name={run.name:.40}... has {nbytes} bytes, and the name of a folder may have "
-        f"{MOST_NAME_NBYTES}. "
-        f"Use a shorter name."
-    )
-
-
 def smoothing_is_a_share(run: TrainRun, world: int) -> str | None:
     """A label keeps some of what it says."""
     share = run.train.label_smoothing
@@ -748,7 +733,6 @@ RULES: tuple[Rule, ...] = (
     evaluation_has_steps,
     betas_are_shares,
     weight_decay_shrinks_weights,
-    name_fits_a_file,
     smoothing_is_a_share,
     samples_can_be_counted,
     conversations_need_text,

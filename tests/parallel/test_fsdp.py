@@ -35,6 +35,7 @@ from megalith.parallel.fsdp import (
     _refuse_shared_chunks,
     _show_what_is_rebuilt,
 )
+from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
 from megalith.testing.inject import replaced
@@ -504,7 +505,8 @@ def _train(trainer: Trainer, *, first: int, steps: int) -> dict[str, Tensor]:
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
     """Whole, in float64."""
-    return proof._joined(proof._gather(proof._weights(trainer), trainer.mesh))
+    slices = gather_objects(proof._weights(trainer), trainer.mesh.world)
+    return proof._joined(proof._join_slices(slices))
 
 
 def _goes_on(rank: int, world: int, folder: str) -> None:

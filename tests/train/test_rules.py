@@ -503,8 +503,8 @@ CASES = [
     (
         {"name": "a" * 300},
         1,
-        "has 300 bytes, and the name of a folder may have 200",
-        "Use a shorter name",
+        "it must have 1 to 200 bytes",
+        "Set name to one such as my_run",
     ),
 ]
 
