@@ -1,0 +1,103 @@
+# Settings of the glossary. RULES are applied in order.
+NOTPLAN='megalith/plan/simulate.py'
+PC=r"(.*\.)?(ParallelConfig|staged)"
+RT=r"(.*\.)?RouterConfig"
+MOE=r"(.*\.)?MoEConfig"
+BAL=r"(.*\.)?BalanceConfig"
+RULES=[
+ # --- mtp
+ regex(r"\bmtp\.depths\b", "mtp.num_layers"),
+ regex(r"(?<=--model\.mtp\.)depths\b", "num_layers"),
+ callkw(r"(.*\.)?MTPConfig", "depths","num_layers"), field("MTPConfig","depths","num_layers"),
+ callkw(r"replace","depths","num_layers",first=r".*mtp"),
+ regex(r"(mtp: \{?\s*)depths:", r"\1num_layers:"),
+ # --- tp overlap
+ regex(r"(?<!megalith\.)(?<!tests/)(?<!/)\bparallel\.rings\b","parallel.tp_comm_overlap"), regex(r"\bparallel\.ring_products\b","parallel.collective_matmul"),
+ regex(r"\bp\.rings\b","p.tp_comm_overlap"), regex(r"\bp\.ring_products\b","p.collective_matmul"),
+ callkw(PC,"rings","tp_comm_overlap"), callkw(PC,"ring_products","collective_matmul"),
+ callkw(r"replace","rings","tp_comm_overlap",first=r".*(staged\(.*|parallel|p|ParallelConfig\(.*)"), callkw(r"replace","ring_products","collective_matmul",first=r".*(staged\(.*|parallel|p)"),
+ field("ParallelConfig","rings","tp_comm_overlap"), field("ParallelConfig","ring_products","collective_matmul"),
+ regex(r'"rings", "ring_products"','"tp_comm_overlap", "collective_matmul"',files="megalith/cli/evaluate.py"),
+ regex(r"collective_matmul=messages","collective_matmul=ring_exchange"), regex(r"collective_matmul to auto or messages","collective_matmul to auto or ring_exchange"),
+ regex(r'collective_matmul="messages"','collective_matmul="ring_exchange"'),
+ regex(r'Literal\["auto", "messages", "fused"\]','Literal["auto", "ring_exchange", "fused"]'),
+ regex(r'wanted == "messages"','wanted == "ring_exchange"',files="megalith/parallel/symm_mem.py"), regex(r'f"messages, because','f"ring_exchange, because',files="megalith/parallel/symm_mem.py"),
+ name("RingProductsName","CollectiveMatmulName"),
+ # --- vocabulary padding
+ name("vocab_multiple","pad_vocab_to_multiple_of",text=True), regex(r"--vocab-multiple\b","--pad-vocab-to-multiple-of"),
+ # --- dispatcher values
+ regex(r'(dispatcher(?::\s*\w+)?\s*==?\s*)"exchange"', r'\1"alltoall"'), regex(r'(dispatcher(?::\s*\w+)?\s*==?\s*)"gather"', r'\1"allgather"'),
+ regex(r'(dispatcher\s*!=\s*)"exchange"', r'\1"alltoall"'), regex(r'(dispatcher\s*!=\s*)"gather"', r'\1"allgather"'),
+ regex(r'(parallel\.dispatcher[= ]\s*)exchange\b', r'\1alltoall'), regex(r'(parallel\.dispatcher[= ]\s*)gather\b', r'\1allgather'),
+ regex(r"\"dispatcher\": \"gather\"",'"dispatcher": "allgather"'), regex(r"\"dispatcher\": \"exchange\"",'"dispatcher": "alltoall"'), regex(r'"parallel\.dispatcher": "gather"','"parallel.dispatcher": "allgather"'), regex(r'"parallel\.dispatcher": "exchange"','"parallel.dispatcher": "alltoall"'),
+ regex(r'"exchange"','"alltoall"',files=("megalith/config/megatron/experts.py","megalith/plan/experts.py","megalith/plan/transports.py","megalith/parallel/expert.py","megalith/parallel/transports.py","megalith/verify/expert_rows.py","tests/config/megatron/test_experts.py","tests/plan/test_mixtures.py","tests/plan/test_transports.py","tests/plan/test_pairs.py","tests/plan/test_traffic.py","tests/equivalence/test_experts.py","tests/parallel/test_expert.py","tests/parallel/test_transports.py","tests/verify/test_expert_rows.py","tests/verify/test_types.py")),
+ regex(r'"gather"','"allgather"',files=("megalith/config/megatron/experts.py","megalith/plan/transports.py","megalith/parallel/expert.py","megalith/parallel/transports.py","megalith/verify/expert_rows.py","tests/config/megatron/test_experts.py","tests/plan/test_mixtures.py","tests/plan/test_transports.py","tests/equivalence/test_experts.py","tests/parallel/test_expert.py","tests/parallel/test_transports.py","tests/verify/test_expert_rows.py")),
+ regex(r'for dispatcher in \("alltoall", "gather"\)','for dispatcher in ("alltoall", "allgather")'), regex(r'== \{"alltoall", "gather", "reference"\}','== {"alltoall", "allgather", "reference"}'),
+ regex(r'allgather: gather; the others: exchange','allgather: allgather; the others: alltoall'),
+ regex(r'`exchange`: every row','`alltoall`: every row'), regex(r'`gather`: every rank gets all tokens','`allgather`: every rank gets all tokens'), regex(r'"""exchange, gather, reference,','"""alltoall, allgather, reference,'), regex(r"each its own \(exchange, an all-to-all\), or all tokens every rank","each its own (alltoall), or all tokens every rank"), regex(r"^(\s+)\(gather\); a plain way",r"\1(allgather); a plain way"),
+ # --- HSDP
+ regex(r"\bparallel\.replicas\b","parallel.dp_replicate"), regex(r"\bp\.replicas\b","p.dp_replicate"),
+ callkw(PC,"replicas","dp_replicate"), callkw("replace","replicas","dp_replicate",first=r".*(staged\(.*|parallel|p|ParallelConfig\(.*)"), field("ParallelConfig","replicas","dp_replicate"),
+ regex(r'"dp", "replicas", "reduce_dtype"','"dp", "dp_replicate", "reduce_dtype"',files="megalith/cli/evaluate.py"),
+ # --- checkpoint
+ regex(r"\bcheckpoint\.take\b","checkpoint.load_mode"), regex(r"\brules\.take\b","rules.load_mode"),
+ regex(r"(load_mode[= ])everything\b",r"\1all"), regex(r'(load_mode\s*==?\s*)"everything"',r'\1"all"'), regex(r'(load_mode\s*!=\s*)"everything"',r'\1"all"'),
+ callkw(r"(.*\.)?CheckpointConfig","take","load_mode"), callkw("replace","take","load_mode",first=r".*(checkpoint|rules|STRICT|CheckpointConfig\(.*)"), field("CheckpointConfig","take","load_mode"),
+ regex(r"\bcheckpoint\.missing\b(?!\()","checkpoint.missing_keys"), regex(r"\bcheckpoint\.surplus\b","checkpoint.unexpected_keys"),
+ regex(r"\brules\.missing\b","rules.missing_keys"), regex(r"\brules\.surplus\b","rules.unexpected_keys"),
+ callkw(r"(.*\.)?CheckpointConfig","missing","missing_keys"), callkw(r"(.*\.)?CheckpointConfig","surplus","unexpected_keys"),
+ callkw("replace","missing","missing_keys",first=r".*(checkpoint|rules|STRICT|CheckpointConfig\(.*)"), callkw("replace","surplus","unexpected_keys",first=r".*(checkpoint|rules|STRICT|CheckpointConfig\(.*)"),
+ field("CheckpointConfig","missing","missing_keys"), field("CheckpointConfig","surplus","unexpected_keys"),
+ field("LoadReport","missing","missing_keys"), field("LoadReport","surplus","unexpected_keys"), callkw(r"(.*\.)?LoadReport","missing","missing_keys"), callkw(r"(.*\.)?LoadReport","surplus","unexpected_keys"),
+ regex(r"\b(report|wrong|self|loaded)\.missing\b(?!\()",r"\1.missing_keys",files=("megalith/checkpoint/*","megalith/models/pretrained.py","tests/checkpoint/*","tests/models/*","tests/posttrain/*","tests/infer/*","tests/train/*")),
+ regex(r"\b(report|wrong|self|loaded)\.surplus\b",r"\1.unexpected_keys",files=("megalith/checkpoint/*","megalith/models/pretrained.py","tests/checkpoint/*","tests/models/*","tests/posttrain/*","tests/infer/*","tests/train/*")),
+ # --- router
+ name("renormalise","norm_topk_prob",text=True), 
+ name("norm_zero_centred","zero_centered_gamma",text=True), regex(r"\bzero_centred\b","zero_centered"),
+ regex(r"\brouter\.balancing_bias\b(?!\.)","router.expert_bias",exclude=("megalith/nn/*",)), regex(r"\bmoe\.router\.balancing_bias\b","moe.router.expert_bias"),
+ callkw(RT,"balancing_bias","expert_bias"), field("RouterConfig","balancing_bias","expert_bias"), callkw("replace","balancing_bias","expert_bias",first=r".*router.*"),
+ name("balancing_rate","expert_bias_update_rate",text=True),
+ regex(r"\brouter\.groups\b","router.num_groups"), regex(r"\brouter\.top_groups\b","router.topk_groups"),
+ name("top_groups","topk_groups",text=True),
+ callkw(RT,"groups","num_groups"), field("RouterConfig","groups","num_groups"), callkw("replace","groups","num_groups",first=r".*router.*"),
+ regex(r"\brouter\.scale\b","router.routed_scaling_factor"), callkw(RT,"scale","routed_scaling_factor"), field("RouterConfig","scale","routed_scaling_factor"), callkw("replace","scale","routed_scaling_factor",first=r".*router.*"),
+ regex(r'return \{"groups": groups, "topk_groups"','return {"num_groups": groups, "topk_groups"',files="megalith/models/deepseek.py"),
+ regex(r'scale=fields\.number\("routed_scaling_factor"','routed_scaling_factor=fields.number("routed_scaling_factor"'),
+ name("forced_balance","force_load_balancing",text=True), name("forced_bias","force_biased",text=True),
+ # --- moe
+ regex(r"\bmodel\.moe\.experts\b(?=[=:,.\s}]|$|\")","model.moe.num_experts"), regex(r"\bmoe\.experts\b(?!\.(up|down|gate|\{|\d|\*|router|[a-z_]+_bias))(?![\w{*])","moe.num_experts",exclude=("*.md",)),
+ regex(r"\bmodel\.moe\.num_experts\.","model.moe.experts."), regex(r"\bnn\.moe\.num_experts\b","nn.moe.experts"),
+ callkw(MOE,"experts","num_experts"), field("MoEConfig","experts","num_experts"), callkw("replace","experts","num_experts",first=r".*(moe|MIXTURE|MoEConfig\(.*)"),
+ name("weigh_input","apply_router_weight_on_input",text=True),
+ # --- aux losses
+ regex(r"\bbalance\.global_batch\b(?!\()","aux_loss.global_batch_coeff"), regex(r"\bbalance\.sequence\b","aux_loss.sequence_coeff"), regex(r"\bbalance\.batch\b","aux_loss.batch_coeff"), regex(r"\bmoe\.balance\.z\b","moe.aux_loss.z_loss_coeff"), regex(r"\bbalance\.z=","aux_loss.z_loss_coeff="),
+ *(callkw(BAL,n,n+"_coeff") for n in ("sequence","batch","global_batch")), callkw(BAL,"z","z_loss_coeff"),
+ *(callkw("replace",n,n+"_coeff",first=r".*(balance|aux_loss|BalanceConfig\(.*)") for n in ("sequence","batch","global_batch")), callkw("replace","z","z_loss_coeff",first=r".*(balance|aux_loss|BalanceConfig\(.*)"),
+ *(field("BalanceConfig",n,n+"_coeff") for n in ("sequence","batch","global_batch")), field("BalanceConfig","z","z_loss_coeff"),
+ regex(r"\bmoe\.balance\b(?!\.py| import|\.(count|attach|balance_loss|Balance\b))(?=\.(of_choices|sinkhorn|quantile|quantile_ema|sequence|batch|global_batch|z)|[,)\s\]:])","moe.aux_loss",exclude=("*.md",)),
+ regex(r"from megalith\.nn\.moe\.aux_loss import","from megalith.nn.moe.balance import"), regex(r"import megalith\.nn\.moe\.aux_loss","import megalith.nn.moe.balance"),
+ regex(r"\bmodel\.moe\.balance\b","model.moe.aux_loss"), regex(r'"balance\.',r'"aux_loss.',files=("megalith/plan/*","megalith/config/*","tests/plan/*","tests/config/*")), regex(r"f\"balance\.",'f"aux_loss.'),
+ callkw(MOE,"balance","aux_loss"), field("MoEConfig","balance","aux_loss"), callkw("replace","balance","aux_loss",first=r".*(moe|MIXTURE|MoEConfig\(.*)"),
+ name("BalanceConfig","AuxLossConfig",text=True), name("has_balance_losses","has_aux_losses",text=True),
+ regex(r"\b(max\()?aux_loss\.(sequence|batch|global_batch)_coeff\b",r"\1aux_loss.\2_coeff"),
+ regex(r"(?<![\w.])aux_loss\.(sequence_coeff|batch_coeff|global_batch_coeff)",r"balance.\1",files=("megalith/verify/ranks.py","megalith/verify/shrink.py","megalith/config/moe.py")),
+ regex(r"\blosses\.(sequence|batch|global_batch)\b(?!_)",r"losses.\1_coeff",files=("megalith/plan/*",)), regex(r"\blosses\.z\b","losses.z_loss_coeff",files=("megalith/plan/*",)),
+ regex(r"\{after\.experts\} of \{before\.experts\}","{after.num_experts} of {before.num_experts}",files="megalith/verify/shrink.py"),
+ regex(r'LOSSES = \("sequence", "batch", "global_batch", "z"\)\n"""[^"]*"""','LOSSES = ("sequence", "batch", "global_batch", "z")\n"""The losses of a router: load-balancing losses over a sequence, a microbatch and the global batch; z-loss."""\n\nLOSS_COEFFS = ("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff")\n"""Fields of `AuxLossConfig`, in the order of `LOSSES`."""',files="megalith/nn/moe/balance.py"),
+ regex(r"getattr\(moe\.aux_loss, name\) for name in LOSSES","getattr(moe.aux_loss, name) for name in LOSS_COEFFS",files="megalith/nn/moe/balance.py"),
+ regex(r"getattr\(run\.model\.moe\.aux_loss, name\) for name in LOSSES","getattr(run.model.moe.aux_loss, name) for name in LOSS_COEFFS",files="megalith/train/*"),
+ regex(r"from megalith\.nn\.moe\.balance import LOSSES$","from megalith.nn.moe.balance import LOSS_COEFFS",files="megalith/train/loop.py"),
+ regex(r'\("sequence", "batch", "global_batch", "z"\)','("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff")',files=("megalith/config/lora.py","megalith/plan/groups.py")),
+ regex(r'for name in \("sequence", "batch", "global_batch"\)','for name in ("sequence_coeff", "batch_coeff", "global_batch_coeff")',files="megalith/plan/experts.py"),
+ regex(r'\{"aux_loss": "batch", "seq_aux_loss": "sequence", "global_aux_loss": "global_batch"\}','{"aux_loss": "batch_coeff", "seq_aux_loss": "sequence_coeff", "global_aux_loss": "global_batch_coeff"}'),
+ regex(r'^        "experts": moe\.num_experts','        "num_experts": moe.num_experts',files="megalith/plan/experts.py"),
+ regex(r'"moe\.experts": \(','"moe.num_experts": (',files="megalith/models/fields.py"), regex(r'"moe\.router\.(\w+)": \("n_group"',r'"moe.router.num_groups": ("n_group"',files="megalith/models/fields.py"),
+ # --- data
+ regex(r"\bdata\.documents\b(?=[=:,.;)\s`]|$|\"|/)(?! import)","data.document_masking",exclude=("README.md",)), regex(r"--data\.documents\b","--data.document_masking"),
+ regex(r"from megalith\.data\.document_masking import","from megalith.data.documents import"), regex(r"import megalith\.data\.document_masking","import megalith.data.documents"),
+ callkw(r"(.*\.)?DataConfig","documents","document_masking"), field("DataConfig","documents","document_masking"), callkw("replace","documents","document_masking",first=r".*(data|DataConfig\(.*)"),
+ regex(r'"split", "documents", "eod_mask_loss"','"split", "document_masking", "eod_mask_loss"'),
+ # --- metrics
+ regex(r"mtp_\{depth\}_accepted\b","mtp_{depth}_acceptance_rate"), regex(r"\bmtp_(\d)_accepted\b",r"mtp_\1_acceptance_rate"), regex(r"\bmtp_accepted_length\b","mtp_acceptance_length"),
+ regex(r"\bmoe_refused\b","moe_dropped_share"),
+]
