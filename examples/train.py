@@ -1,5 +1,4 @@
-"""A training loop of your own: two models side by side in one process, no command line, no global
-state.
+"""A training loop of your own: two models in one process, no command line, no global state.
 
 Run it with `python examples/train.py`; it needs no data and takes seconds.
 """
@@ -19,15 +18,9 @@ from megalith.parallel.mesh import mesh_of_one
 from megalith.train.build import build_trainer
 from megalith.train.step import train_step
 
-MODEL = ModelConfig(
-    vocab_size=257,
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_hidden_size=128,
-    max_seq_len=64,
-)
+HEADS = {"num_heads": 4, "num_kv_heads": 2}
+SIZES = {"hidden_size": 64, "num_layers": 2, "ffn_hidden_size": 128}
+MODEL = ModelConfig(vocab_size=257, max_seq_len=64, **SIZES, **HEADS)
 SMALL = TrainRun(
     name="small",
     model=MODEL,
@@ -42,28 +35,14 @@ def train(run: TrainRun) -> list[float]:
     """Train one model from its first weights; the loss of every step."""
     mesh, cpu, loop = mesh_of_one(), torch.device("cpu"), run.train
     trainer = build_trainer(run, mesh, cpu)
-    samples = loop.steps * loop.global_batch_size
-    data = build_datasets(
-        run.data,
-        seq_len=loop.seq_len,
-        seed=run.seed,
-        train_samples=samples,
-        valid_samples=0,
-        test_samples=0,
-        vocab_size=run.model.vocab_size,
-        eod=256,
-    )
+    samples = {"train_samples": loop.steps * loop.global_batch_size}
+    tokens = {"seq_len": loop.seq_len, "vocab_size": run.model.vocab_size, "eod": 256}
+    held_out = {"valid_samples": 0, "test_samples": 0}
+    data = build_datasets(run.data, seed=run.seed, **tokens, **samples, **held_out)
     assert data.train is not None
-    loader = Loader(
-        data.train,
-        Masks(eod=256),
-        mesh.dp,
-        global_batch_size=loop.global_batch_size,
-        micro_batch_size=loop.micro_batch_size,
-        consumed=0,
-        steps=loop.steps,
-        device=cpu,
-    )
+    batch = {"global_batch_size": loop.global_batch_size, "micro_batch_size": loop.micro_batch_size}
+    masks, position = Masks(eod=256), {"consumed": 0, "steps": loop.steps}
+    loader = Loader(data.train, masks, mesh.dp, device=cpu, **batch, **position)
     lengths = schedule_lengths(
         run.schedule, global_batch_size=loop.global_batch_size, total_steps=loop.steps
     )
