@@ -61,14 +61,14 @@ DENSE: dict[str, Any] = {
     "schedule.warmup_steps": 2,
 }
 EXPERTS: dict[str, Any] = {
-    "model.moe.num_experts": 4,
+    "model.moe.experts": 4,
     "model.moe.top_k": 2,
     "model.moe.ffn_hidden_size": 32,
     "model.moe.shared_ffn_hidden_size": 32,
     "model.moe.layers": [False, True, True, True],
-    "model.moe.aux_loss.batch_coeff": 0.01,
-    "model.moe.aux_loss.z_loss_coeff": 1e-3,
-    "model.moe.router.expert_bias": True,
+    "model.moe.balance.batch": 0.01,
+    "model.moe.balance.z": 1e-3,
+    "model.moe.router.balancing_bias": True,
     "parallel.ep": 2,
 }
 LATENT: dict[str, Any] = {
@@ -78,7 +78,7 @@ LATENT: dict[str, Any] = {
     "model.mla.nope_dim": 16,
     "model.mla.rope_dim": 8,
     "model.mla.value_dim": 16,
-    "model.mtp.num_layers": 1,
+    "model.mtp.depths": 1,
     "parallel.tp": 2,
 }
 CONVERSATIONS: dict[str, Any] = {
@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "pp_zero1": Case(
         {"parallel.pp": 2, "parallel.zero": 1, "model.tied_embeddings": True}, nproc=4
     ),
-    "cp_ring_packed": Case({"parallel.cp": 2, "data.document_masking": True}),
+    "cp_ring_packed": Case({"parallel.cp": 2, "data.documents": True}),
     "zero3": Case({"parallel.zero": 3}),
     "moe_ep": Case(EXPERTS),
     "mla_mtp": Case(LATENT),
