@@ -68,6 +68,7 @@ EXPERTS: dict[str, Any] = {
     "model.moe.layers": [False, True, True, True],
     "model.moe.balance.batch": 0.01,
     "model.moe.balance.z": 1e-3,
+    "model.moe.router.score": "sigmoid",
     "model.moe.router.balancing_bias": True,
     "parallel.ep": 2,
 }
