@@ -190,6 +190,8 @@ class Answer:
     """What became of one rank of a call."""
 
     kind: Literal["result", "failure", "death"]
+    """`death`: the process ended, or cannot be used again."""
+
     value: Any  # whatever the function returned, or a Failure
 
 
@@ -402,26 +404,30 @@ def _restore(environment: Mapping[str, str]) -> None:
 
 
 def _obey(call: Call, arguments: bytes) -> Answer:
+    initializing = False
     try:
         _reset()
         function: Any = _load(call.module, call.path)
         for word in call.function.split("."):
             function = getattr(function, word)
         given = pickle.loads(arguments)  # lint: allow pickle-load: from the process that started us
+        initializing = True
         dist.init_process_group(
             "gloo",
             init_method=f"file://{call.store}",
             rank=call.rank,
             world_size=call.world,
-            timeout=timedelta(
-                minutes=30
-            ),  # the parent's clock is the shorter one, and it shows where everyone is
+            timeout=timedelta(minutes=30),  # the parent's timeout is shorter and shows the stacks
         )
+        # A rank that fails at once must not leave the group while a peer still initializes.
+        dist.barrier(group=dist.group.WORLD)
         return Answer("result", function(call.rank, call.world, *given))
-    except (
-        BaseException
-    ) as error:  # SystemExit and a test's skip too: the parent decides what ends the run
-        return Answer("failure", failure_of(call.rank, error, frames_to_skip=1))
+    except BaseException as error:  # SystemExit and a test's skip too: the parent decides
+        # When an initialization fails, torch does not reset its count of groups. In the next call
+        # this process would wait for its peers under another group name than theirs.
+        unusable = initializing and not dist.is_initialized()
+        kind: Literal["failure", "death"] = "death" if unusable else "failure"
+        return Answer(kind, failure_of(call.rank, error, frames_to_skip=1))
 
 
 def _leave() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,35 @@ def _leave_a_mess(rank: int, world: int) -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(7)
     dist.new_group([0])
+
+
+def _delay_end_of_next_initialization(rank: int, world: int, marker: Path) -> None:
+    """On rank 1 the next initialization takes half a second longer and then writes a file."""
+    initialize = dist.init_process_group
+
+    def initialize_slowly(*args: object, **settings: object) -> None:
+        initialize(*args, **settings)  # type: ignore[arg-type]  # as given
+        time.sleep(0.5)
+        marker.touch()
+
+    if rank == 1:
+        dist.init_process_group = initialize_slowly
+
+
+def _file_exists(rank: int, world: int, marker: Path) -> bool:
+    return marker.exists()
+
+
+def _fail_next_initialization(rank: int, world: int) -> None:
+    """Let the next initialization of rank 1 fail after torch has counted its group."""
+    build_group = dist.distributed_c10d._new_process_group_helper
+
+    def build_group_and_fail(*args: Any, **settings: Any) -> None:  # Any: as torch gives them
+        build_group(*args, **settings)
+        raise OSError("the initialization failed")
+
+    if rank == 1:
+        dist.distributed_c10d._new_process_group_helper = build_group_and_fail  # type: ignore[assignment]
 
 
 def _find_a_mess(rank: int, world: int) -> list[object]:
@@ -218,6 +248,21 @@ def test_ranks_that_do_not_notice_a_failure_are_ended(pool: RankPool) -> None:
         pool.run(_raise_while_others_work, 2, (), timeout=30)
     assert time.monotonic() - start < 10
     assert all(gone(pid) for pid in pids)
+
+
+def test_no_rank_begins_while_a_peer_still_initializes(pool: RankPool, tmp_path: Path) -> None:
+    """Else one that fails at once makes the initialization of the peer fail, too."""
+    marker = tmp_path / "initialized"
+    pool.run(_delay_end_of_next_initialization, 2, (marker,), timeout=60.0)
+    assert pool.run(_file_exists, 2, (marker,), timeout=60.0) == [True, True]
+
+
+def test_worker_whose_initialization_failed_is_replaced(pool: RankPool) -> None:
+    """Two workers waited for each other under two group names until the next call timed out."""
+    pool.run(_fail_next_initialization, 2, (), timeout=60.0)
+    with pytest.raises(RankError, match="the initialization failed"):
+        pool.run(_my_pid, 2, (), timeout=60.0)
+    assert len(set(pool.run(_my_pid, 2, (), timeout=20.0))) == 2
 
 
 @pytest.mark.parametrize(
