@@ -632,7 +632,7 @@ def test_stages_of_further_predictions_keep_what_the_ledger_says(layout: str, ki
         chunk = Decoder(model, mesh_of_one(), stage=stage, recompute=recompute)
         allocate(chunk, torch.device("cpu"))
         initialize(chunk, seed=1)
-        num_mtp_layers, given = (
+        mtp_inputs, given = (
             ((ids, ids),) * 2,
             chunk.received(tuple(x.detach().requires_grad_() for x in received)),
         )
