@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from paired import take_turns, times_as_fast
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.model import ModelConfig
 from megalith.models.convert import convert
 from megalith.models.gpt2 import GPT2
@@ -110,7 +110,10 @@ def load_weights(source: Path) -> None:
     folder = HuggingFaceFolder(source)
     shards = parameters(folder.model_config)
     folder.fill(
-        [Entry(shard, "param", torch.empty(shard.shape, dtype=torch.bfloat16)) for shard in shards]
+        [
+            CheckpointEntry(shard, "param", torch.empty(shard.shape, dtype=torch.bfloat16))
+            for shard in shards
+        ]
     )
 
 

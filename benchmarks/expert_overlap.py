@@ -50,7 +50,7 @@ class Report:
 
 def run_of(*, hidden: int, layers: int, microbatches: int, seq_len: int) -> TrainRun:
     """Eight experts, of which a token chooses two, and a shared one."""
-    moe = MoEConfig(experts=8, top_k=2, ffn_hidden_size=hidden, shared_ffn_hidden_size=hidden)
+    moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=hidden, shared_ffn_hidden_size=hidden)
     model = ModelConfig(
         vocab_size=1024,
         hidden_size=hidden,

@@ -29,12 +29,12 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from megalith.kernels.activation import Gate
+from megalith.kernels.activation import GatedActivation
 from megalith.kernels.experts import Matrix, experts
-from megalith.kernels.grouped_linear import FUSED, LOOP, GroupedProducts, groups_of
+from megalith.kernels.grouped_linear import FUSED, LOOP, GroupedMatmulOps, groups_of
 from megalith.kernels.memory import keep_freed_memory
 from megalith.kernels.permute import gather_rows, order_choices, permute, unpermute, weights_of_rows
-from megalith.kernels.rebuilt import Rebuilding, Rebuilt
+from megalith.kernels.rebuilt import RecomputedOutput, RecomputedOutputFactory
 from megalith.kernels.weighted import weighted_gated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,7 +42,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
 PEERS = ("grouped_mm", "eager", "batched_mm")
 LIMITS = {"one by one": LOOP, "grouped": FUSED}
 BAR_PEER, BAR_LIMIT = 1.0, 0.65
-SWIGLU = partial(weighted_gated, gate=Gate("silu"))
+SWIGLU = partial(weighted_gated, gate=GatedActivation("silu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +109,10 @@ class Layer:
         ]
 
 
-def ours(layer: Layer, again: Rebuilding | None = Rebuilt) -> list[Tensor]:
+def ours(layer: Layer, again: RecomputedOutputFactory | None = RecomputedOutput) -> list[Tensor]:
     """Rows are gathered again in backward, and so is the activation unless it is kept."""
     order = order_choices(layer.chosen, layer.sizes.experts, num_rows=layer.chosen.numel())
-    rows = Rebuilt(permute(layer.x, order), partial(gather_rows, order=order), (layer.x,))
+    rows = RecomputedOutput(permute(layer.x, order), partial(gather_rows, order=order), (layer.x,))
     weights = weights_of_rows(layer.weights, order)
     y = experts(
         rows,
@@ -152,7 +152,7 @@ class Transformers:
         return self.layer.gradients(y, (self.layer.x, self.layer.weights, *matrices))
 
 
-def matmuls(layer: Layer, products: GroupedProducts) -> Matmuls:
+def matmuls(layer: Layer, matmul_ops: GroupedMatmulOps) -> Matmuls:
     """The six matmuls of its experts alone, one way."""
     return Matmuls(
         layer.x,
@@ -161,7 +161,7 @@ def matmuls(layer: Layer, products: GroupedProducts) -> Matmuls:
         layer.up,
         layer.down,
         experts=layer.sizes.experts,
-        products=products,
+        matmul_ops=matmul_ops,
     )
 
 
@@ -185,7 +185,7 @@ def measure(sizes: Sizes, dtype: str, *, peers: Sequence[str], rounds: int) -> R
     }
     steps |= {name: Transformers(layer, name).step for name in peers}
     require_equal(steps, TOLERANCE[dtype])
-    limits = {name: matmuls(layer, products).step for name, products in LIMITS.items()}
+    limits = {name: matmuls(layer, matmul_ops).step for name, matmul_ops in LIMITS.items()}
     turns = take_turns({**steps, **limits}, rounds=rounds, warmup=1)
     best, limit = _fastest(turns, peers), _fastest(turns, list(LIMITS))
     wall, computing = (

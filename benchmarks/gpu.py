@@ -8,7 +8,7 @@
 
 Prints what the machine has and how fast it is (`megalith doctor`), whether every kernel computes on
 it what its plain reference computes in float64 on the CPU, how long each way of each kernel takes,
-and then, case by case, tokens/s, utilisation of the peak rate and memory of our training step
+and then, case by case, tokens/s, utilization of the peak rate and memory of our training step
 beside transformers' Llama, both eager and with compiled layers, small models with CUDA graphs, too.
 Contenders take turns in each round; ratios are by round. Where a device cannot hold all of them,
 eager and compiled ones run one after the other. With two GPUs the case `layouts` compares ways to
@@ -176,7 +176,7 @@ def race_kernels(device: torch.device, *, rounds: int) -> None:
 
 
 def throughput(name: str, device: torch.device, *, rounds: int, compiled: bool) -> None:
-    """Print one case: every contender's rate, utilisation and memory, the ratios, and the bar."""
+    """Print one case: every contender's rate, utilization and memory, the ratios, and the bar."""
     case = {**CASES, **TINY}[name]
     run = with_precision(case.recipe(), case.params)
     batches = random_step(run, device)
@@ -209,7 +209,7 @@ def throughput(name: str, device: torch.device, *, rounds: int, compiled: bool) 
 
 
 def rate(run: TrainRun, times: Sequence[float], peak: float | None) -> str:
-    """Tokens per second and what that is of the device's peak."""
+    """PackedSeqParams per second and what that is of the device's peak."""
     tokens = run.train.global_batch_size * run.train.seq_len / statistics.median(times)
     tflops = tokens * flops_per_token(run.model, run.train.seq_len) / 1e12
     return f"{tokens:12,.0f} tokens/s {of_peak(tflops, peak)}"

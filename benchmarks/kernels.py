@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
-from megalith.kernels.activation import Gate
+from megalith.kernels.activation import GatedActivation
 from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy
 from megalith.kernels.memory import keep_freed_memory
@@ -44,7 +44,7 @@ from megalith.recipes.small import llama_6m, llama_29m
 RECIPES = {"6m": llama_6m, "29m": llama_29m}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KERNELS: tuple[Kernel, ...] = ("auto", "torch", "reference")
-SILU = Gate("silu")
+SILU = GatedActivation("silu")
 Ways = dict[str, Callable[[], object]]
 
 
@@ -109,7 +109,7 @@ def rope_ways(shapes: Shapes, compiled: bool) -> Ways:
     d = shapes.model.head_size()
     x = shapes.rows(shapes.model.num_heads, d)
     tables = rope_tables(
-        shapes.tokens.positions, rope_frequencies(shapes.model.rope, d), shapes.dtype
+        shapes.tokens.position_ids, rope_frequencies(shapes.model.rope, d), shapes.dtype
     )
     ways: Ways = {
         k: back_and_forth(partial(apply_rope, x, *tables, kernel=k), (x,)) for k in KERNELS

@@ -24,7 +24,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Masks, StepBatches, build_batch
 from megalith.data.sample import PackedSample
 from megalith.kernels.memory import keep_freed_memory
-from megalith.plan.fill import Filled, fill_best
+from megalith.plan.fill import PackedDocuments, fill_best
 from megalith.recipes.small import llama_6m, llama_29m
 
 RECIPES = {"6m": llama_6m, "29m": llama_29m}
@@ -64,7 +64,9 @@ def lengths_with_fill(count: int, room: int, fill: float, *, seed: int = 0) -> l
     return [int(length) for length in np.clip(draw * high, 1, room).round()]
 
 
-def rows_of(filled: Filled, lengths: list[int], room: int, vocab: int) -> list[PackedSample]:
+def rows_of(
+    filled: PackedDocuments, lengths: list[int], room: int, vocab: int
+) -> list[PackedSample]:
     """The same random documents in other rows, every token but a document's last with a label."""
     rows = []
     for number in range(filled.num_rows):
@@ -101,7 +103,7 @@ def measure(size: str, *, documents: int, fill: float, rounds: int, dtype: str) 
     run: TrainRun = with_precision(RECIPES[size](), dtype)
     room, vocab = run.train.seq_len, run.model.vocab_size
     lengths = lengths_with_fill(documents, room, fill)
-    alone = Filled(np.arange(documents), np.arange(documents + 1))
+    alone = PackedDocuments(np.arange(documents), np.arange(documents + 1))
     steps = {
         name: step_of(rows_of(filled, lengths, room, vocab), run.train.micro_batch_size)
         for name, filled in (("padded", alone), ("packed", fill_best(lengths, room)))

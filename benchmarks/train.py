@@ -1,5 +1,5 @@
-"""Tokens per second of our training step, of transformers' Llama (eager and compiled), and of the
-step's own matmuls.
+"""PackedSeqParams per second of our training step, of transformers' Llama (eager and compiled), and
+of the step's own matmuls.
 
     python benchmarks/train.py                                  all cases, 11 rounds, 2 threads
     python benchmarks/train.py --case 29m-bf16 --rounds 21      one case

@@ -9,6 +9,9 @@ a reason:
 
     exec(code, scope)  # lint: allow eval-exec: the snippets are our own README
 
+Old words are listed in tools/old_words.yaml, with the terms of docs/glossary.md that replace them.
+Markdown files are searched for them too, in code between backticks and in fenced blocks.
+
 What the rules do not try: telling an `assert` about user input from one about our own bugs, and
 finding network access at import. Reviews look for those.
 """
@@ -16,12 +19,19 @@ finding network access at import. Reviews look for those.
 import ast
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-FOLDERS = ("megalith", "tools", "benchmarks", "examples", "tests")
+if __name__ == "__main__":  # of a script, Python searches its own folder only
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.vocabulary import find_american_spelling, read_vocabulary, split_words
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("megalith", "tools", "benchmarks", "examples", "tests", "docs", "README.md")
 MAX_FUNCTION_STATEMENTS = 55
 MAX_FILE_STATEMENTS = 560
 """Statements, because the formatter decides how many lines they take."""
@@ -95,13 +105,17 @@ OUR_COLLECTIVES = frozenset(
             "all_reduce",
             "gather",
             "reduce_scatter",
-            "gather_same",
+            "all_gather_invariant",
             "split",
             "all_to_all",
         ),
     }
 )
-SYNCHRONISING = ("item", "cpu", "tolist", "synchronize")
+VAGUE_CLASSES = frozenset(
+    ("Way", "Room", "Stay", "Use", "Row", "Part", "Entry", "Place", "Sent", "Kept", "Seen")
+)
+VAGUE_VARIABLES = frozenset(("found", "mine", "theirs", "told", "there", "here"))
+SYNCHRONIZING = ("item", "cpu", "tolist", "synchronize")
 
 Places = Iterator[tuple[int, str]]
 """Line number and what is wrong there."""
@@ -130,6 +144,50 @@ class Source:
     def nodes(self) -> list[ast.AST]:
         """Every node of the tree."""
         return list(ast.walk(self.tree))
+
+    @cached_property
+    def docstrings(self) -> list[ast.Constant]:
+        """Every string that is a statement: docstrings of modules, classes, functions and
+        attributes."""
+        statements = [node.value for node in self.nodes if isinstance(node, ast.Expr)]
+        return [
+            value
+            for value in statements
+            if isinstance(value, ast.Constant) and isinstance(value.value, str)
+        ]
+
+    @cached_property
+    def documentation(self) -> list[tuple[int, str]]:
+        """Line and text of every docstring."""
+        return [(node.lineno, str(node.value)) for node in self.docstrings]
+
+    @cached_property
+    def strings(self) -> list[tuple[int, str]]:
+        """Line and text of every string literal that is not a docstring."""
+        docstrings = {id(node) for node in self.docstrings}
+        return [
+            (node.lineno, node.value)
+            for node in self.nodes
+            if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ]
+
+    @cached_property
+    def identifiers(self) -> list[tuple[int, str]]:
+        """Line and name of everything that the file defines: classes, functions, parameters,
+        variables, attributes."""
+        names: list[tuple[int, str]] = []
+        for node in self.nodes:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names.append((node.lineno, node.name))
+            elif isinstance(node, ast.arg):
+                names.append((node.lineno, node.arg))
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.append((node.lineno, node.attr))
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.append((node.lineno, node.id))
+        return names
 
     @cached_property
     def imported(self) -> dict[str, str]:
@@ -448,7 +506,7 @@ def hot_path(source: Source) -> Places:
         return
     for call, name in source.calls():
         last = call.func.attr if isinstance(call.func, ast.Attribute) else name
-        if last in (*SYNCHRONISING, "print") and not re.search(
+        if last in (*SYNCHRONIZING, "print") and not re.search(
             r"# sync-ok: \S", source.lines[call.lineno - 1]
         ):
             yield (
@@ -489,6 +547,98 @@ def _count_statements(tree: ast.AST) -> int:
     return sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
 
 
+def old_word(source: Source) -> Places:
+    """One term per idea; docs/glossary.md lists the terms."""
+    vocabulary = read_vocabulary().for_file(source.path)
+    names = [(line, name) for line, name in source.identifiers if not name.startswith("__")]
+    first_lines = [(node.lineno, _first_line(node)) for node in source.docstrings]
+    for line, name in names:
+        yield from ((line, fault) for fault in vocabulary.faults_of_name(name))
+    for line, text in source.strings:
+        yield from ((line, fault) for fault in vocabulary.faults_of_value(text))
+    for line, text in [*source.strings, *first_lines]:
+        yield from ((line, fault) for fault in vocabulary.faults_of_text(text))
+    yield from ((1, fault) for fault in vocabulary.faults_of_file_name(source.path))
+
+
+def _first_line(docstring: ast.Constant) -> str:
+    return str(docstring.value).strip().partition("\n")[0]
+
+
+def old_setting(source: Source) -> Places:
+    """A setting has one name; megalith/config/renamed.yaml translates the earlier ones."""
+    vocabulary = read_vocabulary().for_file(source.path)
+    fields = _config_fields(source) if source.path.startswith("megalith/config/") else ()
+    for line, text in [*source.strings, *source.documentation, *fields]:
+        yield from ((line, fault) for fault in vocabulary.faults_of_settings(text))
+
+
+def _config_fields(source: Source) -> Iterator[tuple[int, str]]:
+    """Every field of a class SectionConfig, as section.field."""
+    for node in source.nodes:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            name = re.sub(r"^(MoE|MTP|MLA)", lambda match: match[0].title(), node.name)
+            section = "_".join(split_words(name)[:-1])
+            for statement in node.body:
+                yield from (
+                    (statement.lineno, f"{section}.{field}") for field in _targets(statement)
+                )
+
+
+def british_spelling(source: Source) -> Places:
+    """American spelling, as in the code that ours is used with."""
+    if read_vocabulary().skips(source.path):
+        return
+    for line, text in [*source.identifiers, *source.strings, *source.documentation]:
+        for word in split_words(text):
+            if (american := find_american_spelling(word)) is not None:
+                yield line, f'British spelling "{word}". Use "{american}".'
+
+
+def format_skip(source: Source) -> Places:
+    """The formatter determines the layout."""
+    for number, line in enumerate(source.lines, 1):
+        if re.search(r"#\s*fmt:\s*(skip|off)\s*$", line):
+            yield (
+                number,
+                ("the formatter is switched off here. Remove the comment and format the file."),
+            )
+
+
+def vague_class(source: Source) -> Places:
+    """A class name is a specific noun phrase."""
+    for node in source.nodes:
+        if isinstance(node, ast.ClassDef) and node.name.lstrip("_") in VAGUE_CLASSES:
+            yield (
+                node.lineno,
+                (f"class {node.name} does not say what it is. Use a specific noun phrase."),
+            )
+
+
+def vague_variable(source: Source) -> Places:
+    """A variable name says what the variable holds."""
+    if not source.in_package:
+        return
+    for node in source.nodes:
+        name = node.arg if isinstance(node, ast.arg) else _stored_name(node)
+        if name in VAGUE_VARIABLES:
+            yield (
+                _line(node),
+                (
+                    f"variable {name} does not say what it holds. Use a name such as "
+                    "local_shard or layouts."
+                ),
+            )
+
+
+def _stored_name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+        return node.name
+    return None
+
+
 RULES: dict[str, Callable[[Source], Places]] = {
     "bare-except": bare_except,
     "eval-exec": eval_exec,
@@ -509,42 +659,129 @@ RULES: dict[str, Callable[[Source], Places]] = {
     "vague-name": vague_name,
     "long-function": long_function,
     "long-file": long_file,
+    "old-word": old_word,
+    "old-setting": old_setting,
+    "british-spelling": british_spelling,
+    "format-skip": format_skip,
+    "vague-class": vague_class,
+    "vague-variable": vague_variable,
 }
 
 
-def findings(source: Source) -> list[str]:
-    """Everything wrong with one file, as `path:line: rule: what to do`, in order of lines."""
-    found: set[tuple[int, str, str]] = set()
-    for rule, check in RULES.items():
-        for line, message in check(source):
-            if not re.search(
-                rf"# lint: allow {rule}: \S", source.lines[line - 1] if source.lines else ""
-            ):
-                found.add((line, rule, message))
-    return [f"{source.path}:{line}: {rule}: {message}" for line, rule, message in sorted(found)]
+def repeated_class(sources: Sequence[Source]) -> Iterator[tuple[Source, int, str]]:
+    """A class name means one class in the whole package."""
+    defined: defaultdict[str, list[tuple[Source, int]]] = defaultdict(list)
+    for source in sources:
+        for node in source.nodes if source.in_package else ():
+            if isinstance(node, ast.ClassDef):
+                defined[node.name].append((source, node.lineno))
+    for name, definitions in defined.items():
+        first, first_line = definitions[0]
+        for source, line in definitions[1:]:
+            yield (
+                source,
+                line,
+                (
+                    f"class {name} is also in {first.path}:{first_line}. Use another "
+                    "name for one of them."
+                ),
+            )
+
+
+PACKAGE_RULES: dict[str, Callable[[Sequence[Source]], Iterator[tuple[Source, int, str]]]] = {
+    "repeated-class": repeated_class,
+}
+"""Rules about several files."""
+
+
+def findings(*sources: Source) -> list[str]:
+    """Everything wrong with the files, as `path:line: rule: what to do`, in order of lines."""
+    faults: set[tuple[int, int, str, str]] = set()
+    order = {id(source): number for number, source in enumerate(sources)}
+    for source in sources:
+        for rule, check in RULES.items():
+            faults |= {(order[id(source)], line, rule, message) for line, message in check(source)}
+    for rule, check_all in PACKAGE_RULES.items():
+        faults |= {
+            (order[id(source)], line, rule, message) for source, line, message in check_all(sources)
+        }
+    return [
+        f"{sources[number].path}:{line}: {rule}: {message}"
+        for number, line, rule, message in sorted(faults)
+        if not _is_waived(sources[number], line, rule)
+    ]
+
+
+def _is_waived(source: Source, line: int, rule: str) -> bool:
+    return (
+        bool(source.lines)
+        and re.search(rf"# lint: allow {rule}: \S", source.lines[line - 1]) is not None
+    )
+
+
+def markdown_findings(path: str, text: str) -> list[str]:
+    """Old words in the code of a Markdown file: between backticks and in fenced blocks."""
+    vocabulary = read_vocabulary().for_file(path)
+    faults: dict[str, None] = {}
+    for number, code in _code_of(text):
+        for name in re.findall(r"[A-Za-z_]\w*", vocabulary.without_stored_strings(code)):
+            faults |= {
+                f"{path}:{number}: old-word: {fault}": None
+                for fault in vocabulary.faults_of_name(name)
+            }
+        faults |= {
+            f"{path}:{number}: old-setting: {fault}": None
+            for fault in vocabulary.faults_of_settings(code)
+        }
+    return list(faults)
+
+
+def _code_of(text: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of every piece of code in Markdown."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif fenced:
+            yield number, line
+        else:
+            yield from ((number, code) for code in re.findall(r"`([^`]+)`", line))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check the named files and folders; 1 when anything was found."""
-    root = Path(__file__).resolve().parent.parent
-    targets = [Path(name).resolve() for name in arguments] or [root / name for name in FOLDERS]
-    files = sorted(
-        {
-            file
-            for target in targets
-            for file in ([target] if target.is_file() else target.rglob("*.py"))
-        }
-    )
-    found: list[str] = []
-    for file in files:
-        path = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.as_posix()
-        found += findings(parse(path, file.read_text()))
+    targets = [Path(name).resolve() for name in arguments] or [ROOT / name for name in FOLDERS]
+    files = sorted({file for target in targets for file in _files_in(target)})
+    paths = {file: _path_of(file) for file in files}
+    sources = [
+        parse(path, file.read_text()) for file, path in paths.items() if file.suffix == ".py"
+    ]
+    faults = findings(*sources)
+    for file, path in paths.items():
+        if file.suffix == ".md":
+            faults += markdown_findings(path, file.read_text())
+    num_rules = len(RULES) + len(PACKAGE_RULES)
     print(
         "\n".join(
-            [*found, f"lint_project: {len(files)} files, {len(RULES)} rules, {len(found)} findings"]
+            [
+                *faults,
+                f"lint_project: {len(files)} files, {num_rules} rules, {len(faults)} findings",
+            ]
         )
     )
-    return int(bool(found))
+    return int(bool(faults))
+
+
+def _files_in(target: Path) -> list[Path]:
+    """Python and Markdown files below a folder; a file itself."""
+    if target.is_file():
+        return [target]
+    return [*target.rglob("*.py"), *target.rglob("*.md")]
+
+
+def _path_of(file: Path) -> str:
+    """Relative to the repository, where the file is in it."""
+    return (file.relative_to(ROOT) if file.is_relative_to(ROOT) else file).as_posix()
 
 
 if __name__ == "__main__":

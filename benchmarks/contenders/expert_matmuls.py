@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megalith.kernels.grouped_linear import GroupedProducts, best_products, groups_of
+from megalith.kernels.grouped_linear import GroupedMatmulOps, groups_of, select_grouped_matmul_ops
 from megalith.kernels.permute import gather_rows, order_choices
 
 
@@ -26,15 +26,15 @@ class Matmuls:
         down: Tensor,
         *,
         experts: int,
-        products: GroupedProducts | None = None,
+        matmul_ops: GroupedMatmulOps | None = None,
     ) -> None:
         order = order_choices(chosen, experts)
         self.groups, self.up, self.down = groups_of(order.counts), up, down
         with torch.no_grad():
             self.rows, self.dy = gather_rows(x, order), gather_rows(dy, order)
-            self.products = products or best_products(self.rows, up, self.groups)
-            self.wide = self.products.forward(self.rows, up, self.groups)
-            self.narrow = self.products.input_grad(self.dy, down, self.groups)
+            self.matmul_ops = matmul_ops or select_grouped_matmul_ops(self.rows, up, self.groups)
+            self.wide = self.matmul_ops.forward(self.rows, up, self.groups)
+            self.narrow = self.matmul_ops.input_grad(self.dy, down, self.groups)
 
     @property
     def operations(self) -> int:
@@ -59,17 +59,17 @@ class Matmuls:
     @torch.no_grad()
     def forward(self) -> None:
         """Both products."""
-        self.products.forward(self.rows, self.up, self.groups)
-        self.products.forward(self.narrow, self.down, self.groups)
+        self.matmul_ops.forward(self.rows, self.up, self.groups)
+        self.matmul_ops.forward(self.narrow, self.down, self.groups)
 
     @torch.no_grad()
     def input_grads(self) -> None:
         """What goes on to earlier layers."""
-        self.products.input_grad(self.dy, self.down, self.groups)
-        self.products.input_grad(self.wide, self.up, self.groups)
+        self.matmul_ops.input_grad(self.dy, self.down, self.groups)
+        self.matmul_ops.input_grad(self.wide, self.up, self.groups)
 
     @torch.no_grad()
     def weight_grads(self) -> None:
         """One of each matrix of each expert."""
-        self.products.weight_grad(self.dy, self.narrow, self.groups)
-        self.products.weight_grad(self.wide, self.rows, self.groups)
+        self.matmul_ops.weight_grad(self.dy, self.narrow, self.groups)
+        self.matmul_ops.weight_grad(self.wide, self.rows, self.groups)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.kernels import flex_attention, varlen_attention
-from megalith.kernels.activation import Gate
+from megalith.kernels.activation import GatedActivation
 from megalith.kernels.attention import attention
 from megalith.kernels.cross_entropy import linear_cross_entropy
 from megalith.kernels.norm import add_layer_norm, add_rms_norm
@@ -82,7 +82,7 @@ def contests(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator
     yield "swiglu", by_kernel(swiglu, inputs((t, 2 * f)))
     yield (
         "weighted gate",
-        by_kernel(partial(weighted_gated, gate=Gate("silu")), inputs((t, 2 * f), (t,))),
+        by_kernel(partial(weighted_gated, gate=GatedActivation("silu")), inputs((t, 2 * f), (t,))),
     )
     labels = torch.randint(0, sizes.vocab, (t,), generator=draw).to(device)
     loss = partial(
@@ -113,7 +113,9 @@ def attention_ways(qkv: Sequence[Tensor], lengths: Lengths, scores: Scores) -> W
     tokens = tokens_of_lengths([keys for _, keys in lengths], device=q.device)
     plain = scores == Scores()
     known: dict[str, Callable[[], Tensor]] = {
-        "spans": lambda: span_attention(q, k, v, spans_of_lengths(lengths, scores.window), scores)
+        "split_kv": lambda: span_attention(
+            q, k, v, spans_of_lengths(lengths, scores.window), scores
+        )
     }
     if plain:
         known["documents"] = lambda: sdpa_attention(q, k, v, lengths)

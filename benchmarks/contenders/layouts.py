@@ -30,8 +30,12 @@ RANKS = 2
 LAYOUTS: Mapping[str, ParallelConfig] = {
     "tp plain": ParallelConfig(tp=RANKS, sp=True, overlap=False),
     "tp overlapped": ParallelConfig(tp=RANKS, sp=True),
-    "tp rings, messages": ParallelConfig(tp=RANKS, sp=True, rings=True, ring_products="messages"),
-    "tp rings, fused": ParallelConfig(tp=RANKS, sp=True, rings=True, ring_products="fused"),
+    "tp rings, messages": ParallelConfig(
+        tp=RANKS, sp=True, tp_comm_overlap=True, collective_matmul="ring_exchange"
+    ),
+    "tp rings, fused": ParallelConfig(
+        tp=RANKS, sp=True, tp_comm_overlap=True, collective_matmul="fused"
+    ),
     "pipeline, 1f1b": ParallelConfig(pp=RANKS),
 }
 """No layout divides rows, so that all compute the same ones."""

@@ -11,12 +11,12 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.kernels.tokens import BalanceShare, tokens_of_rows
 from megalith.models.decoder import allocate
 from megalith.nn.moe.layer import MoE
 from megalith.parallel.mesh import mesh_of_one
-from megalith.parallel.tensor import WholeTokens
+from megalith.parallel.tensor import TensorParallelComm
 from megalith.recipes.qwen3 import qwen3_30b_a3b
 from megalith.testing.tolerance import relative_error
 
@@ -61,7 +61,7 @@ def tiny_moe() -> ModelConfig:
         num_heads=2,
         num_kv_heads=1,
         ffn_hidden_size=8,
-        moe=MoEConfig(experts=6, top_k=2, ffn_hidden_size=24),
+        moe=MoEConfig(num_experts=6, top_k=2, ffn_hidden_size=24),
     )
 
 
@@ -77,18 +77,18 @@ class Layer:
         self.config, t = mixture.model(), mixture.tokens
         assert self.config.moe is not None
         # transformers' block has no losses of balance: they are beside it.
-        self.moe = replace(self.config.moe, balance=BalanceConfig())
+        self.moe = replace(self.config.moe, aux_loss=AuxLossConfig())
         draw = torch.Generator(device).manual_seed(0)
         self.layer = build(self.config, self.moe, device)
-        taste = torch.randn(t, self.moe.experts, generator=draw, device=device)
-        popular = UNEVEN * torch.randn(self.moe.experts, generator=draw, device=device)
+        taste = torch.randn(t, self.moe.num_experts, generator=draw, device=device)
+        popular = UNEVEN * torch.randn(self.moe.num_experts, generator=draw, device=device)
         places = (taste + popular).argsort(1).argsort(1)
         self.chosen = places.topk(self.moe.top_k, dim=1).indices
         self.x, self.dy = (
             torch.randn(t, self.config.hidden_size, generator=draw, device=device, dtype=DTYPE)
             for _ in range(2)
         )
-        self.x[:, : self.moe.experts] = LEVEL * (places - self.moe.experts // 2)
+        self.x[:, : self.moe.num_experts] = LEVEL * (places - self.moe.num_experts // 2)
         self.weights = weights_of(self.layer)
         with torch.no_grad():
             for matrix in self.weights[1:]:
@@ -100,9 +100,9 @@ class Layer:
     def words(self) -> str:
         """Its sizes, and how uneven its choices are."""
         moe, rows = self.moe, self.chosen.numel()
-        busiest = int(self.chosen.flatten().bincount().max()) * moe.experts / rows
+        busiest = int(self.chosen.flatten().bincount().max()) * moe.num_experts / rows
         return (
-            f"{self.tokens.num_tokens} tokens of h {self.config.hidden_size}, {moe.experts} "
+            f"{self.tokens.num_tokens} tokens of h {self.config.hidden_size}, {moe.num_experts} "
             "experts of "
             f"f {moe.ffn_hidden_size}, {moe.top_k} for each token, the busiest with {busiest:.1f} "
             "times its share"
@@ -111,7 +111,9 @@ class Layer:
     def matmuls(self) -> Matmuls:
         """Those of its experts alone."""
         _, up, down = self.weights
-        return Matmuls(self.x.detach(), self.dy, self.chosen, up, down, experts=self.moe.experts)
+        return Matmuls(
+            self.x.detach(), self.dy, self.chosen, up, down, experts=self.moe.num_experts
+        )
 
     def steps(self, peers: Sequence[str] = PEERS) -> dict[str, Callable[[], list[Tensor]]]:
         """By name, ours first; all of them share the weights."""
@@ -133,11 +135,11 @@ class Layer:
     def theirs(self, implementation: str) -> Callable[[], list[Tensor]]:
         """The block of Qwen3-MoE with the same weights."""
         config = Qwen3MoeConfig(
-            num_experts=self.moe.experts,
+            num_experts=self.moe.num_experts,
             num_experts_per_tok=self.moe.top_k,
             hidden_size=self.config.hidden_size,
             moe_intermediate_size=self.moe.ffn_hidden_size,
-            norm_topk_prob=self.moe.router.renormalise,
+            norm_topk_prob=self.moe.router.norm_topk_prob,
         )
         config._experts_implementation = implementation
         with torch.device("meta"):
@@ -164,14 +166,18 @@ class Layer:
 def build(config: ModelConfig, moe: MoEConfig, device: torch.device) -> MoE:
     """The layer, its weights not written yet."""
     mesh = mesh_of_one()
-    layer = MoE("layers.0.moe", config, moe, mesh, WholeTokens(mesh.tp), dtype=DTYPE)
+    layer = MoE("layers.0.moe", config, moe, mesh, TensorParallelComm(mesh.tp), dtype=DTYPE)
     allocate(layer, device)
     return layer
 
 
 def weights_of(layer: MoE) -> list[Tensor]:
     """Router [E, h], up [E 2 f, h], down [E h, f]."""
-    return [*layer.router.gate.sunk(), *layer.experts.up.sunk(), *layer.experts.down.sunk()]
+    return [
+        *layer.router.gate.accumulated_parameters(),
+        *layer.experts.up.accumulated_parameters(),
+        *layer.experts.down.accumulated_parameters(),
+    ]
 
 
 def unlike(steps: Mapping[str, Callable[[], Sequence[Tensor]]]) -> list[str]:

@@ -83,7 +83,7 @@ def build(
 def _with_graphs(ours: Ours) -> Callable[[], float]:
     """Its layers compiled once more, now with CUDA graphs, which torch makes where it can; on a CPU
     without."""
-    for chunk in ours.trainer.staged.chunks:
+    for chunk in ours.trainer.pipeline_model.chunks:
         for layer in chunk.layers:
             layer.compile(mode="reduce-overhead")
 

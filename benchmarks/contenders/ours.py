@@ -48,8 +48,8 @@ class Ours:
     def weights(self) -> dict[str, Tensor]:
         """Every parameter in the shape of the paper, by name."""
         return {
-            owned.shard.name: owned.weight.view(owned.shard.shape)
-            for owned in self.trainer.data.owned
+            param.shard.name: param.weight.view(param.shard.shape)
+            for param in self.trainer.data.local_params
         }
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megalith.config.train import TrainRun
 from megalith.kernels.memory import keep_freed_memory
-from megalith.kernels.rebuilt import Input
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.rebuilt import LayerInput
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.moe.layer import MoE
 from megalith.parallel.group import barrier
 from megalith.parallel.mesh import Mesh, build_mesh, model_grid
@@ -38,11 +38,11 @@ class RankReport:
     """Seconds of a step in which the rank stood still for exchanges, where the link was slow."""
 
 
-def in_order(self: MoE, x: Input, tokens: Tokens) -> Tensor:
+def in_order(self: MoE, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
     """A mixture that computes shared experts when tokens are back."""
     dispatch = self.dispatch if tokens.balance is None else self.dispatch_within_capacity
-    sent, way = dispatch(self.narrow(x), self.router(x, tokens)).arrive()
-    y: Tensor = self.widen(way.back(self.experts(sent)))
+    sent, way = dispatch(self.narrow(x), self.router(x, tokens)).wait()
+    y: Tensor = self.widen(way.combine(self.experts(sent)))
     for shared in self.shared:
         y = y + shared(x, tokens)
     return y

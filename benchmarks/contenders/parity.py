@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalith.kernels.activation import Gate, gated, reference_gated
+from megalith.kernels.activation import GatedActivation, gated, reference_gated
 from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.cross_entropy import (
     linear_cross_entropy,
@@ -37,7 +37,7 @@ TOLERANCES = {torch.float32: FP32_DEEP.relative, torch.bfloat16: BF16.relative}
 EPS, T, H, V = 1e-5, 384, 96, 1000
 """Odd enough that no block of a kernel fits evenly."""
 
-CLAMPED = Gate("quick_gelu", clamp=7.0, up_offset=1.0)
+CLAMPED = GatedActivation("quick_gelu", clamp=7.0, up_offset=1.0)
 
 LOGIT_SCALE = 0.3
 """Of the head's inputs: logits have then a deviation of about 1. bf16 rounds large ones to eighths,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.kernels.memory import keep_freed_memory
-from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.parallel.group import all_reduce_, barrier
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.train.build import DTYPES, Trainer, build_trainer
@@ -28,7 +28,7 @@ class LossModel(nn.Module):
         super().__init__()
         self.decoder = Decoder(run.model, mesh_of_one(), dtype=DTYPES[run.precision.params])
         allocate(self.decoder, torch.device("cpu"))
-        initialise(self.decoder, seed=run.seed)
+        initialize(self.decoder, seed=run.seed)
 
     def forward(self, batches: StepBatches) -> Tensor:
         """The loss of the only microbatch, as a share of the mean over the labels of all ranks."""

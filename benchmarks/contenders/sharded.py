@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
-from megalith.parallel.data import DataParallel
+from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import Mesh
 from megalith.train.build import Trainer
 
@@ -35,7 +35,7 @@ class RankReport:
     update."""
 
 
-class FullySharded(Adam):
+class FullyShardedDataParallel(Adam):
     """FSDP2: every layer a unit, and the rest one more. Weights stay gathered between forward
     and backward, which is its faster way (ZeRO-2 in what moves), unless `reshard`."""
 
@@ -75,7 +75,7 @@ def run_rank(
     """Every turn goes from barrier to barrier."""
     run = replace(run, parallel=ParallelConfig(zero=1))
     trainer, batches = set_up(rank, world, run)
-    fsdp = FullySharded(run, batches, trainer.mesh, reshard=reshard)
+    fsdp = FullyShardedDataParallel(run, batches, trainer.mesh, reshard=reshard)
     ddp = Redundant(run, batches, trainer.mesh)
     losses, turns = race(
         trainer, batches, {"fsdp2": fsdp.step, "ddp": ddp.step}, rounds=rounds, warmup=warmup
@@ -99,7 +99,7 @@ def _their_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def _our_nbytes(trainer: Trainer) -> int:
-    assert isinstance(trainer.data, DataParallel)
+    assert isinstance(trainer.data, BucketedDataParallel)
     state = (tensor for slot in trainer.optimizer.slots for tensor in slot.state.values())
     return trainer.data.weights.nbytes + trainer.data.gradients.nbytes + _nbytes(state)
 

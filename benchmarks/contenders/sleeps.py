@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megalith.kernels.linear import Sink
+from megalith.kernels.linear import GradAccumulator
 from megalith.parallel.group import barrier
 from megalith.parallel.link import Spec, Tensors, handles_of
 from megalith.parallel.pipeline import Pipeline
-from megalith.parallel.postpone import Postponed
+from megalith.parallel.postpone import WeightGradStore
 from megalith.plan.schedule import Schedule
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone
@@ -31,7 +31,7 @@ class Naps:
     backward_weight: float
 
 
-class SleepingSink:
+class SleepingGradAccumulator:
     """Takes its time to add a weight gradient."""
 
     def __init__(self, seconds: float) -> None:
@@ -66,7 +66,7 @@ class Sleep(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         """dy -> dy."""
         time.sleep(ctx.stage.naps.backward_input)
-        ctx.stage.sink.product(dy, dy)
+        ctx.stage.grad_accumulator.product(dy, dy)
         return dy, None
 
 
@@ -75,7 +75,9 @@ class SleepingStage:
 
     def __init__(self, stage: int, num_stages: int, naps: Naps) -> None:
         self.first, self.last, self.naps = stage == 0, stage == num_stages - 1, naps
-        self.sink: Sink | None = SleepingSink(naps.backward_weight)
+        self.grad_accumulator: GradAccumulator | None = SleepingGradAccumulator(
+            naps.backward_weight
+        )
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
         """What the stage before sent -> the same, later."""
@@ -102,7 +104,7 @@ def run_rank(
         handles_of(group, tags=True),
         torch.device("cpu"),
         lambda *_: (Spec((WIDTH,), torch.float32),),
-        weights=[Postponed([stage]) for stage in stages],
+        weights=[WeightGradStore([stage]) for stage in stages],
     )
     times = []
     for _ in range(rounds):

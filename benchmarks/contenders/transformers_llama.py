@@ -42,9 +42,9 @@ class TransformersLlama:
         self.params = [
             parameter for parameter in self.model.parameters() if parameter.requires_grad
         ]
-        self.masters = _masters(self.params)
+        self.master_weights = _master_weights(self.params)
         self.optimizer = torch.optim.AdamW(
-            self.masters,
+            self.master_weights,
             lr=LR,
             betas=(run.optim.beta1, run.optim.beta2),
             eps=run.optim.eps,
@@ -73,27 +73,29 @@ class TransformersLlama:
         return float(total)
 
     def _update(self) -> None:
-        separate = self.masters[0] is not self.params[0]
+        separate = self.master_weights[0] is not self.params[0]
         if separate:
             torch._foreach_copy_(
-                [_gradient(m) for m in self.masters], [_gradient(p) for p in self.params]
+                [_gradient(m) for m in self.master_weights], [_gradient(p) for p in self.params]
             )
-        nn.utils.clip_grad_norm_(self.masters, self.clip_grad)
+        nn.utils.clip_grad_norm_(self.master_weights, self.clip_grad)
         self.optimizer.step()
         if separate:
-            torch._foreach_copy_([p.data for p in self.params], [m.data for m in self.masters])
+            torch._foreach_copy_(
+                [p.data for p in self.params], [m.data for m in self.master_weights]
+            )
         for parameter in self.params:
             parameter.grad = None
 
 
-def _masters(params: list[nn.Parameter]) -> list[nn.Parameter]:
+def _master_weights(params: list[nn.Parameter]) -> list[nn.Parameter]:
     """fp32 copies with fp32 gradients, or the parameters themselves where they are fp32."""
     if params[0].dtype == torch.float32:
         return params
-    masters = [nn.Parameter(parameter.detach().float()) for parameter in params]
-    for master in masters:
+    master_weights = [nn.Parameter(parameter.detach().float()) for parameter in params]
+    for master in master_weights:
         master.grad = torch.zeros_like(master)
-    return masters
+    return master_weights
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
+class _RankOutcome(Generic[T]):
     """What one rank's work came to."""
 
     value: T | None
@@ -25,7 +25,7 @@ class _Outcome(Generic[T]):
     """The traceback of anything else."""
 
 
-def together(work: Callable[[], T], world: Group) -> list[T]:
+def raise_on_all_ranks(work: Callable[[], T], world: Group) -> list[T]:
     """Every rank's result of its own `work`, in rank order.
 
     Raises:
@@ -36,27 +36,27 @@ def together(work: Callable[[], T], world: Group) -> list[T]:
     """
     cause: Exception | None = None
     try:
-        mine = _Outcome(work())
+        mine = _RankOutcome(work())
     except (
         Exception
     ) as error:  # whatever it was, the other ranks must hear of it before this one ends
         cause = error
         mine = _failed(error, world)
-    outcomes = [cast(_Outcome[T], outcome) for outcome in gather_objects(mine, world)]
+    outcomes = [cast(_RankOutcome[T], outcome) for outcome in gather_objects(mine, world)]
     if cause is not None and mine.bug is not None:
         raise cause
     _raise_the_worst(outcomes, world, cause)
     return [cast(T, outcome.value) for outcome in outcomes]  # no failure: every value is set
 
 
-def _failed(error: Exception, world: Group) -> _Outcome[T]:
+def _failed(error: Exception, world: Group) -> _RankOutcome[T]:
     if isinstance(error, UserError | OSError):
-        return _Outcome(None, failure=_describe(error, world))
-    return _Outcome(None, bug="".join(traceback.format_exception(error)).rstrip())
+        return _RankOutcome(None, failure=_describe(error, world))
+    return _RankOutcome(None, bug="".join(traceback.format_exception(error)).rstrip())
 
 
 def _raise_the_worst(
-    outcomes: Sequence[_Outcome[T]], world: Group, cause: Exception | None
+    outcomes: Sequence[_RankOutcome[T]], world: Group, cause: Exception | None
 ) -> None:
     """Raise if any rank failed: a fault of ours first, as what others met may only follow from
     it."""

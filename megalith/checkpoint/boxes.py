@@ -14,7 +14,7 @@ _COPY_NBYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class CheckpointEntry:
     """One tensor a rank saves or wants filled: its part of a parameter in one role."""
 
     shard: Shard
@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class TensorPiece:
     """A box of a whole tensor, and its values."""
 
     box: Box
@@ -66,7 +66,7 @@ def show_box(box: Box) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
-def pieces(entry: Entry, *, max_numel: int | None = None) -> list[Piece]:
+def pieces(entry: CheckpointEntry, *, max_numel: int | None = None) -> list[TensorPiece]:
     """The entry as boxes of the whole tensor, in the order of its memory; none above `max_numel`
     elements.
 
@@ -91,12 +91,12 @@ def pieces(entry: Entry, *, max_numel: int | None = None) -> list[Piece]:
         for box in inside
     ]
     return [
-        Piece(box, values.view(lengths(box)))
+        TensorPiece(box, values.view(lengths(box)))
         for box, values in zip(boxes, tensor.view(-1).split(sizes) if sizes else (), strict=True)
     ]
 
 
-def inner_view(piece: Piece, box: Box) -> Tensor:
+def inner_view(piece: TensorPiece, box: Box) -> Tensor:
     """The part of a piece's values at `box`, which lies inside the piece's own."""
     return piece.values[
         tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, piece.box, strict=True))

@@ -16,7 +16,7 @@ Kind = Literal["same", "only in a", "only in b", "shape", "values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class TensorComparison:
     """One tensor of two checkpoints."""
 
     name: str
@@ -40,7 +40,7 @@ class Comparison:
 
 def compare_checkpoints(
     a: Checkpoint, b: Checkpoint, *, atol: float = 0.0, only: str = "*"
-) -> Iterator[Comparison]:
+) -> Iterator[TensorComparison]:
     """Every tensor of either whose name matches `only`, in the order of names; whichever layouts
     they were saved in.
 
@@ -60,14 +60,14 @@ def compare_checkpoints(
         yield _compare(a, b, name, atol)
 
 
-def _compare(a: Checkpoint, b: Checkpoint, name: str, atol: float) -> Comparison:
+def _compare(a: Checkpoint, b: Checkpoint, name: str, atol: float) -> TensorComparison:
     here, there = (_describe(each, name) for each in (a, b))
     if here is None or there is None:
-        return Comparison(
+        return TensorComparison(
             name=name, kind="only in b" if here is None else "only in a", a=here, b=there
         )
     if a.shape(name) != b.shape(name):
-        return Comparison(name=name, kind="shape", a=here, b=there)
+        return TensorComparison(name=name, kind="shape", a=here, b=there)
     largest, differing, numel = 0.0, 0, 0
     for stored in a.manifest.tensors[name].boxes:
         gap = _gap(a.read(name, stored.box), b.read(name, stored.box))
@@ -75,7 +75,7 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str, atol: float) -> Comparison
         differing += int((gap > atol).sum())
         numel += gap.numel()
     kind: Kind = "values" if differing else "same"
-    return Comparison(
+    return TensorComparison(
         name=name, kind=kind, a=here, b=there, largest=largest, differing=differing, numel=numel
     )
 

@@ -18,11 +18,18 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint import format as layout
-from megalith.checkpoint.agree import together
+from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.checkpoint.archive import saved_tensor
-from megalith.checkpoint.boxes import Entry, Piece, inner_view, lengths, pieces, show_box
+from megalith.checkpoint.boxes import (
+    CheckpointEntry,
+    TensorPiece,
+    inner_view,
+    lengths,
+    pieces,
+    show_box,
+)
 from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
-from megalith.checkpoint.masters import Pair, pairs_of, reconcile, worst_line
+from megalith.checkpoint.masters import MasterWeightPair, pairs_of, reconcile, worst_line
 from megalith.checkpoint.strictness import (
     MASTER,
     MODEL,
@@ -140,7 +147,7 @@ class Checkpoint:
                 "Use a box inside."
             )
         values = torch.empty(lengths(box), dtype=self.dtype(key) if dtype is None else dtype)
-        self._fill({key: [Piece(box, values)]})
+        self._fill({key: [TensorPiece(box, values)]})
         return values
 
     def view(self, key: str, box: Box) -> Tensor | None:
@@ -152,12 +159,12 @@ class Checkpoint:
         """
         for stored in self._tensor(key).boxes:
             if intersect(stored.box, box) == box:
-                return inner_view(Piece(stored.box, self._read_box(key, stored)), box)
+                return inner_view(TensorPiece(stored.box, self._read_box(key, stored)), box)
         return None
 
     def load_into(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[CheckpointEntry],
         world: Group,
         *,
         rules: CheckpointConfig = STRICT,
@@ -166,13 +173,13 @@ class Checkpoint:
     ) -> LoadReport:
         """Fill the tensors of every rank's `entries`, whatever layout and dtype they were saved in.
 
-        Weights and their fp32 masters are one thing in two precisions: a `master` the checkpoint
-        lacks is read from the weights, and weights wanted in another dtype than the stored one are
-        read from the master if there is one. Where both are stored and differ by more than
-        rounding, rank 0 warns, and `rules.prefer_weights` decides. Tensors that are skipped or
-        missing keep their values, and rank 0 says how many; a run that resumes skips none. Where
-        `vocab_size` is given, tables of the vocabulary may have other numbers of rows behind it,
-        which are zero.
+        Weights and their fp32 master weights are one thing in two precisions: a `master` the
+        checkpoint lacks is read from the weights, and weights wanted in another dtype than the
+        stored one are read from the master if there is one. Where both are stored and differ by
+        more than rounding, rank 0 warns, and `rules.prefer_weights` decides. Tensors that are
+        skipped or missing keep their values, and rank 0 says how many; a run that resumes skips
+        none. Where `vocab_size` is given, tables of the vocabulary may have other numbers of rows
+        behind it, which are zero.
 
         Raises:
             CheckpointError: on every rank with the same text: shapes differ, or tensors are missing
@@ -182,25 +189,29 @@ class Checkpoint:
                 beside it are named.
         """
         sources = {entry.key: self._source(entry) for entry in entries}
-        asked = together(
+        asked = raise_on_all_ranks(
             lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world
         )
         wanted = {key: (source, shape) for part in asked for key, source, shape in part}
         report = self._agree(wanted, rules, purpose, vocab_size)
-        filled = [entry for entry in entries if entry.key not in report.missing + report.skipped]
-        parts: dict[str, list[Piece]] = {}
+        filled = [
+            entry for entry in entries if entry.key not in report.missing_keys + report.skipped
+        ]
+        parts: dict[str, list[TensorPiece]] = {}
         for entry in filled:
             parts.setdefault(sources[entry.key], []).extend(pieces(entry))
         try:
-            together(lambda: self._fill(parts), world)
+            raise_on_all_ranks(lambda: self._fill(parts), world)
             if vocab_size is not None:
                 for piece in (piece for key in parts if is_table(key) for piece in parts[key]):
                     piece.values[max(0, vocab_size - piece.box[0][0]) :].zero_()
-            found = together(
+            found = raise_on_all_ranks(
                 lambda: self._reconcile(filled, sources, prefer_weights=rules.prefer_weights), world
             )
         except CheckpointError as error:
-            advice = together(lambda: _instead_of(self.path) if world.rank == 0 else "", world)[0]
+            advice = raise_on_all_ranks(
+                lambda: _instead_of(self.path) if world.rank == 0 else "", world
+            )[0]
             raise DamagedCheckpointError(str(error), self.path, advice) from error
         if world.rank == 0:
             announce(report, rules, self.path)
@@ -216,7 +227,7 @@ class Checkpoint:
             f"{self.path}: it holds no tensor {key}. Use one of its names, such as {near}."
         )
 
-    def _source(self, entry: Entry) -> str:
+    def _source(self, entry: CheckpointEntry) -> str:
         """The stored tensor that an entry is read from."""
         weights, master = f"{MODEL}{entry.shard.name}", f"{MASTER}{entry.shard.name}"
         stored = self.manifest.tensors
@@ -252,16 +263,16 @@ class Checkpoint:
             and not (is_table(key) and padded_alike(stored[source].shape, shape, vocab_size))
         ]
         wrong = refused(report, rules, purpose)
-        lean = report.fresh_state and not any(map(is_state, report.surplus))
-        if lean and wrong.missing and not differ and all(map(is_state, wrong.missing)):
+        lean = report.fresh_state and not any(map(is_state, report.unexpected_keys))
+        if lean and wrong.missing_keys and not differ and all(map(is_state, wrong.missing_keys)):
             raise CheckpointError(
                 f"{self.path} has no optimizer state: its run had checkpoint.save_optimizer=false, "
                 "or it was made from "
                 "weights. To go on with moments of zero in the run's own folder, set "
-                "checkpoint.missing=warn; in "
-                f"another folder, set checkpoint.load to it and checkpoint.take=progress."
+                "checkpoint.missing_keys=warn; in "
+                f"another folder, set checkpoint.load to it and checkpoint.load_mode=progress."
             )
-        if differ or wrong.missing or wrong.surplus:
+        if differ or wrong.missing_keys or wrong.unexpected_keys:
             raise CheckpointError(
                 f"{self.path} is a checkpoint of another model:\n{differences(differ, wrong)}\nSet "
                 "model.* and optim.* "
@@ -270,7 +281,11 @@ class Checkpoint:
         return report
 
     def _reconcile(
-        self, entries: Sequence[Entry], sources: Mapping[str, str], *, prefer_weights: bool
+        self,
+        entries: Sequence[CheckpointEntry],
+        sources: Mapping[str, str],
+        *,
+        prefer_weights: bool,
     ) -> dict[str, float]:
         """Make weights and masters of this rank agree; {parameter: largest difference} of those
         that did not."""
@@ -291,24 +306,24 @@ class Checkpoint:
                 pair.other.copy_(pair.wide)
         return found
 
-    def _weights_of(self, pair: Pair) -> Tensor:
+    def _weights_of(self, pair: MasterWeightPair) -> Tensor:
         """The stored weights where the run's own are not those: as many elements as the pair has,
         in its order."""
         key = f"{MODEL}{pair.shard.name}"
         stored = torch.zeros(
             pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device
         )  # some may not be there
-        self._fill({key: pieces(Entry(pair.shard, "param", stored))})
+        self._fill({key: pieces(CheckpointEntry(pair.shard, "param", stored))})
         return stored
 
-    def _fill(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
+    def _fill(self, wanted: Mapping[str, Sequence[TensorPiece]]) -> None:
         """Copy what is stored into the pieces, reading each box that any of them needs once, in the
         order of files."""
         for key, stored in _in_file_order(self.manifest, wanted):
             shared = [(piece, intersect(piece.box, stored.box)) for piece in wanted[key]]
             hits = [(piece, box) for piece, box in shared if box is not None]
             if hits:
-                values = Piece(stored.box, self._read_box(key, stored))
+                values = TensorPiece(stored.box, self._read_box(key, stored))
                 for piece, box in hits:
                     inner_view(piece, box).copy_(inner_view(values, box))
 

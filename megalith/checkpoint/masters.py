@@ -1,5 +1,5 @@
-"""Weights and their fp32 masters in one checkpoint: they must be the same numbers, apart from
-rounding."""
+"""Weights and their fp32 master weights in one checkpoint: they must be the same numbers, apart
+from rounding."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.strictness import MASTER, MODEL
 from megalith.plan.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class MasterWeightPair:
     """A slice of a parameter that was filled from its master."""
 
     shard: Shard
@@ -30,27 +30,29 @@ class Pair:
     dtype."""
 
 
-def pairs_of(entries: Sequence[Entry], sources: Mapping[str, str]) -> list[Pair]:
+def pairs_of(
+    entries: Sequence[CheckpointEntry], sources: Mapping[str, str]
+) -> list[MasterWeightPair]:
     """The slices among `entries` that were filled from masters; `sources` is {key: stored tensor it
     was read from}."""
     weights = {(e.shard.name, e.shard.box): e for e in entries if e.role == "param"}
-    masters = {(e.shard.name, e.shard.box): e for e in entries if e.role == "master"}
+    master_weights = {(e.shard.name, e.shard.box): e for e in entries if e.role == "master"}
     pairs = []
-    for place in dict.fromkeys([*masters, *weights]):
-        low, wide = weights.get(place), masters.get(place, weights.get(place))
+    for place in dict.fromkeys([*master_weights, *weights]):
+        low, wide = weights.get(place), master_weights.get(place, weights.get(place))
         if wide is None or sources[wide.key] != f"{MASTER}{wide.shard.name}":
             continue
         same = None if low is None or low is wide else _inside(low, wide.shard)
         filled = low is not None and sources[low.key] == f"{MODEL}{low.shard.name}"
         pairs.append(
-            Pair(
+            MasterWeightPair(
                 wide.shard, wide.tensor.detach(), same if filled else None, None if filled else same
             )
         )
     return pairs
 
 
-def _inside(entry: Entry, shard: Shard) -> Tensor | None:
+def _inside(entry: CheckpointEntry, shard: Shard) -> Tensor | None:
     """The elements of an entry that are those of `shard`, a slice of the same box; None when it
     lacks some."""
     whole_box = math.prod(b - a for a, b in shard.box)
@@ -64,14 +66,14 @@ def _inside(entry: Entry, shard: Shard) -> Tensor | None:
 
 
 @torch.no_grad()
-def reconcile(weights: Tensor, masters: Tensor, *, prefer_weights: bool) -> float | None:
+def reconcile(weights: Tensor, master_weights: Tensor, *, prefer_weights: bool) -> float | None:
     """Write the side that is not believed anew, where the two differ by more than rounding.
 
     Both hold the same elements in the same order, `weights` in their stored dtype. Returns the
     largest difference, inf where one side is no number, or None when nothing differs; then nothing
     is changed.
     """
-    flat, wide = weights.view(-1), masters.view(-1)
+    flat, wide = weights.view(-1), master_weights.view(-1)
     rounded = wide.to(flat.dtype)
     differ = ~((rounded == flat) | (rounded.isnan() & flat.isnan()))
     if not differ.any():
@@ -93,11 +95,12 @@ def worst_line(found: Sequence[Mapping[str, float]], *, prefer_weights: bool) ->
     largest = {name: max(part.get(name, 0.0) for part in found) for name in names}
     worst = min(names, key=lambda name: (-largest[name], name))
     used, advice = (
-        ("weights", "Remove checkpoint.prefer_weights to use the masters.")
+        ("weights", "Remove checkpoint.prefer_weights to use the master weights.")
         if prefer_weights
         else ("masters", "Set checkpoint.prefer_weights=true to use the weights.")
     )
     return (
-        f"the weights of {len(names)} parameters are not their masters, rounded: {worst} differs "
+        f"the weights of {len(names)} parameters are not their master weights, rounded: {worst} "
+        "differs "
         f"most, by {largest[worst]:.3g}. The {used} are used. {advice}"
     )

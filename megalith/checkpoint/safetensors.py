@@ -31,7 +31,7 @@ READABLE = DTYPES | {
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
 }
-"""Those, and what quantised weights are made of."""
+"""Those, and what quantized weights are made of."""
 
 _CHUNK_NBYTES = 2**20
 """Checked, and then written while they are in the processor's cache."""
@@ -233,7 +233,7 @@ def _starts(plan: Sequence[Planned], header: bytes) -> list[int]:
     return starts
 
 
-class Part(NamedTuple):
+class WrittenRange(NamedTuple):
     """Some of a file that was written."""
 
     stop: int
@@ -243,7 +243,7 @@ class Part(NamedTuple):
     """Of its bytes, as `part_checksum` has it."""
 
 
-def write_part(file: Path, start: int, values: Iterable[Tensor]) -> Part:
+def write_part(file: Path, start: int, values: Iterable[Tensor]) -> WrittenRange:
     """Write tensors one after the other into a file that was allocated, from `start` on.
 
     They are on the disk after `storage.sync_written`.
@@ -258,7 +258,7 @@ def write_part(file: Path, start: int, values: Iterable[Tensor]) -> Part:
                     out.write(chunk)
             storage.begin_sync(out, start, tensor.nbytes)
             start += tensor.nbytes
-    return Part(start, checksum)
+    return WrittenRange(start, checksum)
 
 
 def part_checksum(file: Path, start: int, nbytes: int) -> int:

@@ -21,8 +21,8 @@ from torch import Tensor
 from megalith import __version__, storage
 from megalith.checkpoint import format as layout
 from megalith.checkpoint import retention
-from megalith.checkpoint.agree import together
-from megalith.checkpoint.boxes import Entry, as_bytes, lengths, pieces
+from megalith.checkpoint.agree import raise_on_all_ranks
+from megalith.checkpoint.boxes import CheckpointEntry, as_bytes, lengths, pieces
 from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFiles:
     """What one rank put into the folder."""
 
     tensors: dict[str, StoredTensor]
@@ -78,12 +78,12 @@ class SaveReport:
 def save_checkpoint(
     folder: Path,
     step: int,
-    entries: Sequence[Entry],
+    entries: Sequence[CheckpointEntry],
     state: Mapping[str, Any],  # JSON
     world: Group,
     *,
     config_text: str,
-    companions: Mapping[str, bytes] | None = None,
+    auxiliary_files: Mapping[str, bytes] | None = None,
     keep: int | None,
     keep_every: int | None = None,
     last_update: int | None = None,
@@ -92,9 +92,9 @@ def save_checkpoint(
     `retention.apply` does.
 
     `state` must be the same on every rank. It comes back as JSON has it: lists for tuples, text for
-    keys. `companions` are files beside the weights, such as the tokenizer's; those of rank 0 are
-    written. Killed at any point, this leaves the earlier checkpoints and either all or nothing of
-    the new one.
+    keys. `auxiliary_files` are files beside the weights, such as the tokenizer's; those of rank 0
+    are written. Killed at any point, this leaves the earlier checkpoints and either all or nothing
+    of the new one.
 
     Raises:
         CheckpointError: on every rank with the same text; earlier checkpoints are untouched and
@@ -108,13 +108,16 @@ def save_checkpoint(
         folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"
     )  # rank 0's is the one that is used
     try:
-        plans = together(lambda: _plan(entries, state), world)
-        staging = together(_on_rank_0(lambda: _prepare(staging, plans), world), world)[0] or staging
-        parts = together(lambda: write_boxes(staging, world.rank, entries), world)
-        done = together(
+        plans = raise_on_all_ranks(lambda: _plan(entries, state), world)
+        staging = (
+            raise_on_all_ranks(_on_rank_0(lambda: _prepare(staging, plans), world), world)[0]
+            or staging
+        )
+        parts = raise_on_all_ranks(lambda: write_boxes(staging, world.rank, entries), world)
+        done = raise_on_all_ranks(
             _on_rank_0(
                 lambda: _commit_and_thin(
-                    staging, step, parts, state, config_text, companions or {}, thin
+                    staging, step, parts, state, config_text, auxiliary_files or {}, thin
                 ),
                 world,
             ),
@@ -131,7 +134,7 @@ def save_checkpoint(
     return SaveReport(path, nbytes, time.monotonic() - start, removed)
 
 
-def write_boxes(staging: Path, rank: int, entries: Sequence[Entry]) -> Written:
+def write_boxes(staging: Path, rank: int, entries: Sequence[CheckpointEntry]) -> WrittenFiles:
     """Write this rank's boxes into one file of `staging`, hashing on the way; on the disk when this
     returns."""
     name = f"__{rank}_0.distcp"
@@ -152,7 +155,7 @@ def write_boxes(staging: Path, rank: int, entries: Sequence[Entry]) -> Written:
         )
         for entry in entries
     }
-    return Written(tensors, files)
+    return WrittenFiles(tensors, files)
 
 
 class BoxFile:
@@ -194,14 +197,14 @@ class BoxFile:
 def commit(
     staging: Path,
     step: int,
-    parts: Sequence[Written],
+    parts: Sequence[WrittenFiles],
     state: Mapping[str, Any],
     config_text: str,
-    companions: Mapping[str, bytes] | None = None,
+    auxiliary_files: Mapping[str, bytes] | None = None,
 ) -> tuple[Path, Manifest]:
     """Make a checkpoint of a folder into which every rank has written its part; run by one rank.
 
-    `companions` are written and listed in the manifest with their hashes.
+    `auxiliary_files` are written and listed in the manifest with their hashes.
 
     Raises:
         CheckpointError: the parts overlap or leave a hole.
@@ -209,7 +212,7 @@ def commit(
     """
     tensors = layout.merge_tensors(part.tensors for part in parts)
     files = {name: file for part in parts for name, file in part.files.items()}
-    texts = dict(companions or {}) | {
+    texts = dict(auxiliary_files or {}) | {
         layout.METADATA: pickle.dumps(dcp_metadata(tensors)),
         layout.STATE: json.dumps(state, indent=1).encode(),
         layout.CONFIG: config_text.encode(),
@@ -320,7 +323,7 @@ class _Plan:
     """Per top-level name of the state."""
 
 
-def _plan(entries: Sequence[Entry], state: Mapping[str, Any]) -> _Plan:
+def _plan(entries: Sequence[CheckpointEntry], state: Mapping[str, Any]) -> _Plan:
     nbytes = sum(
         entry.tensor.nbytes + _ENVELOPE_NBYTES * (1 + 2 * len(entry.shard.shape))
         for entry in entries
@@ -357,13 +360,13 @@ def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
 def _commit_and_thin(
     staging: Path,
     step: int,
-    parts: Sequence[Written],
+    parts: Sequence[WrittenFiles],
     state: Mapping[str, Any],
     config_text: str,
-    companions: Mapping[str, bytes],
+    auxiliary_files: Mapping[str, bytes],
     thin: Callable[[], list[Path]],
 ) -> tuple[Path, int, tuple[Path, ...]]:
-    path, manifest = commit(staging, step, parts, state, config_text, companions)
+    path, manifest = commit(staging, step, parts, state, config_text, auxiliary_files)
     return path, sum(file.nbytes for file in manifest.files.values()), tuple(thin())
 
 

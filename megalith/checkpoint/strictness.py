@@ -18,7 +18,7 @@ MODEL, OPTIMIZER, MASTER = "model.", "optimizer.", "optimizer.master."
 TABLES = ("embed.weight", "head.weight")
 """Of the vocabulary; their last rows may only pad it."""
 
-EXPERTS = ".moe.experts."
+EXPERTS = ".moe.num_experts."
 """In the name of every tensor that has all experts of a layer, one after the other."""
 
 _OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<number>\d+)\.(?P<part>.+)")
@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 class LoadReport:
     """What a load left out; all empty where run and checkpoint hold the same tensors."""
 
-    missing: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()
     """Wanted, not in the checkpoint: these tensors keep their values."""
 
-    surplus: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
     """In the checkpoint, wanted by nobody."""
 
     skipped: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class LoadReport:
     @property
     def kept(self) -> tuple[str, ...]:
         """Tensors that keep their values; of weights and masters the weights."""
-        names = {*self.missing, *self.skipped}
+        names = {*self.missing_keys, *self.skipped}
         return tuple(
             sorted(key for key in names if key == weights_of(key) or weights_of(key) not in names)
         )
@@ -92,7 +92,7 @@ def padded_alike(stored: tuple[int, ...], wanted: tuple[int, ...], vocab_size: i
 
 
 def is_state(key: str) -> bool:
-    """Whether a tensor is the optimizer's own: moments, but no masters."""
+    """Whether a tensor is the optimizer's own: moments, but no master weights."""
     return key == weights_of(key) and key.startswith(OPTIMIZER)
 
 
@@ -141,10 +141,10 @@ def left_out(
 def refused(report: LoadReport, rules: CheckpointConfig, purpose: Purpose) -> LoadReport:
     """The part of what is left out that must not be."""
 
-    missing = _refused(report.missing, rules.missing, purpose)
+    missing = _refused(report.missing_keys, rules.missing_keys, purpose)
     return LoadReport(
         missing,
-        _refused(report.surplus, rules.surplus, purpose),
+        _refused(report.unexpected_keys, rules.unexpected_keys, purpose),
         num_experts=report.num_experts if any(EXPERTS in key for key in missing) else 0,
     )
 
@@ -177,10 +177,12 @@ def check_patterns(
 
 def announce(report: LoadReport, rules: CheckpointConfig, path: object) -> None:
     """Warn of what was left out; run by one rank."""
-    if report.missing and rules.missing == "warn":
+    if report.missing_keys and rules.missing_keys == "warn":
         _log.warning("%s lacks %s", path, "; ".join(_with_experts(report)))
-    if report.surplus and rules.surplus == "warn":
-        _log.warning("%s also has %s: not loaded", path, "; ".join(by_pattern(report.surplus)))
+    if report.unexpected_keys and rules.unexpected_keys == "warn":
+        _log.warning(
+            "%s also has %s: not loaded", path, "; ".join(by_pattern(report.unexpected_keys))
+        )
     if report.kept:
         names = f": {'; '.join(by_pattern(report.kept))}" if report.skipped else ""
         _log.warning(
@@ -197,7 +199,7 @@ def differences(differ: Sequence[str], report: LoadReport) -> str:
     lines = [
         *(f"  {text}" for text in differ),
         *(f"  only in this run: {text}" for text in _with_experts(report)),
-        *(f"  only in the checkpoint: {text}" for text in by_pattern(report.surplus)),
+        *(f"  only in the checkpoint: {text}" for text in by_pattern(report.unexpected_keys)),
     ]
     return "\n".join(lines)
 
@@ -205,7 +207,7 @@ def differences(differ: Sequence[str], report: LoadReport) -> str:
 def _with_experts(report: LoadReport) -> list[str]:
     """What is missing, and of which experts."""
     which = f": {which_experts(range(report.num_experts))}"
-    return [f"{text}{which if EXPERTS in text else ''}" for text in by_pattern(report.missing)]
+    return [f"{text}{which if EXPERTS in text else ''}" for text in by_pattern(report.missing_keys)]
 
 
 def which_experts(numbers: Iterable[int]) -> str:

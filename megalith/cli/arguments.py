@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_type_hints
 import tyro
 
 from megalith.config.fields import (
-    Setting,
+    SettingLeaf,
     default_of,
     describe,
     docs_of,
@@ -96,8 +96,8 @@ _FLAG_WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "unset
 
 
 def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[str, Override]]:
-    """Take `--parallel.tp 2`, `--parallel.tp=2`, `--data.path a b`, `--data.documents` and `--seed
-    3` out of `argv`.
+    """Take `--parallel.tp 2`, `--parallel.tp=2`, `--data.path a b`, `--data.document_masking` and
+    `--seed 3` out of `argv`.
 
     Every option with a dot belongs to the tree `root`, and so does one that names a leaf of the
     root itself. A list takes all words up to the next option; true/false alone means true, and
@@ -295,7 +295,9 @@ def _print_fixed_options(cls: type, *, prog: str) -> None:
     _print_entries([*positional, *optional, ("-h, --help", "Print this help.")])
 
 
-def _print_sections(root: type, settings: Sequence[Setting], values: Mapping[str, object]) -> None:
+def _print_sections(
+    root: type, settings: Sequence[SettingLeaf], values: Mapping[str, object]
+) -> None:
     """Print settings under the name and the description of the section that they belong to."""
     for path, members in groupby(settings, key=lambda one: one.path.rpartition(".")[0]):
         summary = _summary(section_of(hint_at(root, path)) if path else root)
@@ -325,7 +327,7 @@ def _summary(section: type | None) -> str:
     return (inspect.getdoc(section) or "").partition("\n\n")[0].replace("\n", " ")
 
 
-def _setting_entry(setting: Setting, values: Mapping[str, object]) -> tuple[str, str]:
+def _setting_entry(setting: SettingLeaf, values: Mapping[str, object]) -> tuple[str, str]:
     required = setting.required and setting.path not in values
     value = values.get(setting.path, setting.default)
     return f"--{setting.path} {_metavar(setting.hint)}", setting.doc + _default_words(

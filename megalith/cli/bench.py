@@ -19,7 +19,7 @@ from megalith.config.train import TrainRun
 from megalith.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megalith.train.exposure import Exposure
+    from megalith.train.exposure import ExposedCommunication
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +90,14 @@ def _check(command: OverlapCommand) -> None:
 
 
 def _overlap(run: TrainRun, command: OverlapCommand) -> int:
-    from megalith.train.exposure import exposure_of
+    from megalith.train.exposure import summarize_exposed_communication
     from megalith.train.job import joined
 
     bandwidth = (
         float("inf") if command.gigabytes_per_second is None else command.gigabytes_per_second * 1e9
     )
     with joined(run, os.environ) as job:
-        found = exposure_of(
+        found = summarize_exposed_communication(
             run,
             job.mesh,
             job.device,
@@ -116,7 +116,7 @@ def _overlap(run: TrainRun, command: OverlapCommand) -> int:
     return 0
 
 
-def _show(found: "Exposure") -> None:
+def _show(found: "ExposedCommunication") -> None:
     console = Console(soft_wrap=True)
     if not found.traffic:
         console.print(

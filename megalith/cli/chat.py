@@ -164,14 +164,20 @@ def talk(options: ChatOptions) -> int:
     listens and speaks."""
     from megalith.infer.load import open_source
     from megalith.parallel.group import gather_objects
-    from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
+    from megalith.parallel.worker import (
+        Worker,
+        check_consistent_settings,
+        connect,
+        disconnect,
+        set_threads,
+    )
 
     worker = Worker.from_environment(os.environ)
     source = open_source(options.source, worker.world, base=options.base)
     set_threads(worker, None)
     everyone = connect(worker, timeout_seconds=PATIENCE_SECONDS)
     try:
-        agree(asdict(options), everyone)
+        check_consistent_settings(asdict(options), everyone)
         if worker.rank == 0:
             tell_warnings(source)
         chat = open_chat(options, source, worker)
@@ -199,7 +205,7 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
 
     from megalith.data.tokenizer import build_tokenizer
     from megalith.infer.chat import Chat, template_of
-    from megalith.infer.load import load_writer, writing_layout
+    from megalith.infer.load import load_text_generator, writing_layout
     from megalith.parallel.mesh import build_mesh, model_grid
 
     template = template_of(source, build_tokenizer(source.tokenizer), options.template)
@@ -207,7 +213,7 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
     dtype: torch.dtype = getattr(
         torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")]
     )
-    writer = load_writer(
+    writer = load_text_generator(
         source,
         build_mesh(grid, rank=worker.rank),
         worker.device,

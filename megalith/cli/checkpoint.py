@@ -17,11 +17,11 @@ from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:  # it loads torch
-    from megalith.checkpoint.compare import Comparison
+    from megalith.checkpoint.compare import TensorComparison
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfoOptions:
+class CheckpointInfoOptions:
     """What a checkpoint holds: step, ranks that saved it, tensors, sizes. Reads no tensor unless
     asked for values."""
 
@@ -37,7 +37,7 @@ class InfoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class CheckpointVerifyOptions:
     """Read every byte: lengths, hashes, and tensors that are tensors. Exit code 1 if one is
     damaged."""
 
@@ -51,7 +51,7 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOptions:
+class CheckpointDiffOptions:
     """Compare the values of two checkpoints, whatever layouts they were saved in. Exit code 0: the
     same, 1: not."""
 
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 def show_info(argv: list[str]) -> int:
     """Print what a checkpoint holds."""
-    options = parse_options(InfoOptions, argv, prog="megalith checkpoint info")
+    options = parse_options(CheckpointInfoOptions, argv, prog="megalith checkpoint info")
     path = newest_in(folder_named(options.path))
     found = describe(path)
     if options.only is not None or options.values:
@@ -152,7 +152,7 @@ def verify(argv: list[str]) -> int:
     from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
     from megalith.checkpoint.statistics import values_that_are_no_numbers
 
-    options = parse_options(VerifyOptions, argv, prog="megalith checkpoint verify")
+    options = parse_options(CheckpointVerifyOptions, argv, prog="megalith checkpoint verify")
     found = {
         str(path): verify_checkpoint(path) for path in checkpoints_in(folder_named(options.path))
     }
@@ -179,7 +179,7 @@ def diff(argv: list[str]) -> int:
     from megalith.checkpoint.compare import compare_checkpoints
     from megalith.checkpoint.load import open_checkpoint
 
-    options = parse_options(DiffOptions, argv, prog="megalith checkpoint diff")
+    options = parse_options(CheckpointDiffOptions, argv, prog="megalith checkpoint diff")
     if not 0 <= options.atol < math.inf:
         raise ConfigError(
             f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol "
@@ -245,15 +245,15 @@ class RoleSummary:
         return f"{counts}: {share}, by {self.largest:.3g} at most, in {self.largest_in}"
 
 
-def _summarize(comparisons: Sequence["Comparison"]) -> list[RoleSummary]:
+def _summarize(comparisons: Sequence["TensorComparison"]) -> list[RoleSummary]:
     """Return one summary for the weights and for each part of the optimizer state."""
-    roles: dict[str, list[Comparison]] = {}
+    roles: dict[str, list[TensorComparison]] = {}
     for each in comparisons:
         roles.setdefault(role_of(each.name), []).append(each)
     return [_summarize_role(role, members) for role, members in sorted(roles.items())]
 
 
-def _summarize_role(role: str, members: Sequence["Comparison"]) -> RoleSummary:
+def _summarize_role(role: str, members: Sequence["TensorComparison"]) -> RoleSummary:
     most = max(members, key=lambda each: each.largest)
     kinds = Counter(each.kind for each in members)
     return RoleSummary(
@@ -274,7 +274,7 @@ def role_of(key: str) -> str:
     return "weights" if key.startswith("model.") else key.split(".")[1]
 
 
-def _in_words(found: "Comparison") -> str:
+def _in_words(found: "TensorComparison") -> str:
     if found.kind == "values":
         types = "" if found.a == found.b else f" ({found.a} and {found.b})"
         return (

@@ -72,7 +72,7 @@ class ConvertOptions:
     shard_gb: float = 5.0
     """Largest file of a Hugging Face folder, in GB; one tensor may be larger."""
 
-    vocab_multiple: int | None = None
+    pad_vocab_to_multiple_of: int | None = None
     """Pad the vocabulary of a new checkpoint to a multiple of this; left out: 64, or as it is."""
 
     vocab_size: int | None = None
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
     from megalith.models.pretrained import find_family_of
     from megalith.models.staging import check_target
     from megalith.posttrain.export import peft_moves, plan_peft, write_peft
-    from megalith.posttrain.upcycle import read_from, told_origins
+    from megalith.posttrain.upcycle import describe_upcycled_sources, read_from
 
     target = Path(options.target)
     check_target(target)
@@ -142,7 +142,7 @@ def main(argv: list[str]) -> int:
         modules = [part.module for part in plan_peft(source)]
         show_peft(str(source.path), str(target), modules, planned, nbytes, options)
         return 0
-    moves = told_origins(source, plan_moves(source, to, dtype))
+    moves = describe_upcycled_sources(source, plan_moves(source, to, dtype))
     nbytes = sum(move.nbytes for move in moves)
     if not options.dry_run:
         largest = int(options.shard_gb * 1e9)
@@ -205,14 +205,18 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     to: Target = options.to or (
         "huggingface" if kind == "megalith" and options.upcycle is None else "megalith"
     )
-    if options.vocab_multiple is not None:
+    if options.pad_vocab_to_multiple_of is not None:
         if kind == "megalith" or to == "huggingface":
             raise ConfigError(
-                f"--vocab-multiple={options.vocab_multiple} is for checkpoints made from Hugging "
+                f"--pad-vocab-to-multiple-of={options.pad_vocab_to_multiple_of} is for checkpoints "
+                "made from Hugging "
                 "Face folders, whose "
                 f"vocabulary is not padded. Remove it."
             )
-        source = replace(source, model=replace(source.model, vocab_multiple=options.vocab_multiple))
+        source = replace(
+            source,
+            model=replace(source.model, pad_vocab_to_multiple_of=options.pad_vocab_to_multiple_of),
+        )
     source = with_vocabulary(source, options, to)
     if options.upcycle is not None:
         moe, seed = load_yaml(options.upcycle, MoEConfig), options.upcycle_seed
@@ -264,7 +268,9 @@ def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -
             )
         source = replace(source, model=replace(source.model, vocab_size=size))
     if options.new_rows != "zero":
-        padded = source.model if to == "megalith" else replace(source.model, vocab_multiple=1)
+        padded = (
+            source.model if to == "megalith" else replace(source.model, pad_vocab_to_multiple_of=1)
+        )
         add_rows(source, padded, options.new_rows, setting=f"--new-rows={options.new_rows}")
     return source
 
@@ -278,8 +284,11 @@ def option_problems(options: ConvertOptions) -> list[str]:
         problems.append(
             f"--workers={options.workers} must be at least 1. Use 2, or as many as there are cores."
         )
-    if options.vocab_multiple is not None and options.vocab_multiple < 1:
-        problems.append(f"--vocab-multiple={options.vocab_multiple} must be at least 1. Use 64.")
+    if options.pad_vocab_to_multiple_of is not None and options.pad_vocab_to_multiple_of < 1:
+        problems.append(
+            f"--pad-vocab-to-multiple-of={options.pad_vocab_to_multiple_of} must be at least 1. "
+            "Use 64."
+        )
     given = {"scale": (options.upcycle_scale, "spread"), "seed": (options.upcycle_seed, 0)}
     problems += [
         f"--upcycle-{name}={value} without --upcycle: nothing is upcycled. Set --upcycle to a YAML "

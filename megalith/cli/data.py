@@ -16,7 +16,7 @@ from megalith.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfoOptions:
+class DatasetInfoOptions:
     """What a store holds: documents, tokens, lengths, and the token that documents end with."""
 
     prefix: Positional[str]
@@ -26,7 +26,7 @@ class InfoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class DatasetVerifyOptions:
     """Check every rule of the format. Exit code 1 if one is broken."""
 
     prefix: Positional[tuple[str, ...]]
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
 
 def show_info(argv: list[str]) -> int:
     """Print what a store holds."""
-    options = parse_options(InfoOptions, argv, prog="megalith data info")
+    options = parse_options(DatasetInfoOptions, argv, prog="megalith data info")
     summary = summarize(IndexedDataset(options.prefix))
     if options.json:
         print_json(asdict(summary))
@@ -111,7 +111,7 @@ def show_info(argv: list[str]) -> int:
 
 def verify(argv: list[str]) -> int:
     """Print what is wrong with some stores; 1 if anything is."""
-    options = parse_options(VerifyOptions, argv, prog="megalith data verify")
+    options = parse_options(DatasetVerifyOptions, argv, prog="megalith data verify")
     prefixes = [prefix for place in options.prefix for prefix in find_stores(place)]
     found = {prefix: _problems(prefix) for prefix in prefixes}
     if options.json:

@@ -14,7 +14,7 @@ from megalith.cli.output import print_json
 
 if TYPE_CHECKING:
     from megalith.observe.capabilities import Capability
-    from megalith.observe.checkup import Rates
+    from megalith.observe.checkup import DeviceRates
     from megalith.observe.machine import Machine
 
 
@@ -49,47 +49,49 @@ def main(argv: list[str]) -> int:
     if options.json:
         print_json(
             report(machine, found, rates, advice)
-            | {"kernels": [asdict(way) for way in ways_here(machine)]}
+            | {"kernels": [asdict(backend) for backend in list_backends(machine)]}
         )
     else:
         print_report(machine, found, rates, advice)
-        Console(highlight=False).print(_ways_table(ways_here(machine)))
+        Console(highlight=False).print(_backends_table(list_backends(machine)))
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class BackendRow:
     """A way to compute an operation, and whether it can be had here."""
 
     operation: str
-    way: str
+    backend: str
     takes: str
     deterministic: str
     here: str
 
 
-def ways_here(machine: Machine) -> list[Way]:
+def list_backends(machine: Machine) -> list[BackendRow]:
     """Every way that `kernels.OPERATION` can name."""
-    from megalith.kernels.engine import missing_here
-    from megalith.plan.kernels import GPU, backend_of, table_of_backends
+    from megalith.kernels.engine import unavailable_backends
+    from megalith.plan.kernels import GPU, find_backend_spec, list_backend_specs
 
-    lacking = missing_here()
+    lacking = unavailable_backends()
     found = []
-    for op, name, takes, deterministic in table_of_backends():
+    for op, name, takes, deterministic in list_backend_specs():
         absent = (
             "no GPU"
-            if backend_of(op, name).device == GPU and not machine.gpus
+            if find_backend_spec(op, name).device == GPU and not machine.gpus
             else lacking.get(name)
         )
         here = "yes" if absent is None else f"no: {absent}"
         found.append(
-            Way(operation=op, way=name, takes=takes, deterministic=deterministic, here=here)
+            BackendRow(
+                operation=op, backend=name, takes=takes, deterministic=deterministic, here=here
+            )
         )
     return found
 
 
 def report(
-    machine: Machine, found: dict[str, Capability], rates: list[Rates], advice: list[str]
+    machine: Machine, found: dict[str, Capability], rates: list[DeviceRates], advice: list[str]
 ) -> dict[str, Any]:  # Any: JSON
     """The whole report as one JSON document."""
     return {
@@ -101,7 +103,7 @@ def report(
 
 
 def print_report(
-    machine: Machine, found: dict[str, Capability], rates: list[Rates], advice: list[str]
+    machine: Machine, found: dict[str, Capability], rates: list[DeviceRates], advice: list[str]
 ) -> None:
     """The whole report for a person."""
     console = Console(highlight=False)
@@ -141,22 +143,24 @@ def _machine_table(machine: Machine) -> Table:
     return table
 
 
-def _ways_table(ways: list[Way]) -> Table:
+def _backends_table(backends: list[BackendRow]) -> Table:
     table = Table(
         "kernels.",
-        "way",
+        "backend",
         "takes",
         "same bits each time",
         "here",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    for way in ways:
-        table.add_row(way.operation, way.way, way.takes, way.deterministic, way.here)
+    for backend in backends:
+        table.add_row(
+            backend.operation, backend.backend, backend.takes, backend.deterministic, backend.here
+        )
     return table
 
 
-def _rates_table(rates: list[Rates]) -> Table:
+def _rates_table(rates: list[DeviceRates]) -> Table:
     table = Table("measured on", box=box.SIMPLE_HEAD, pad_edge=False)
     for key in rates[0].tflops:
         table.add_column(f"{key} TFLOP/s", justify="right")

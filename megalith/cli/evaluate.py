@@ -127,7 +127,7 @@ def with_experts_divided(
     ranks, parts = world // max(layout.pp, 1), layout.tp if layout.etp is None else layout.etp
     if moe is None or ranks % max(layout.ep * parts, 1) == 0:
         return layout
-    return replace(layout, ep=gcd(moe.experts, ranks), etp=1)
+    return replace(layout, ep=gcd(moe.num_experts, ranks), etp=1)
 
 
 def _world(nproc: int) -> int:

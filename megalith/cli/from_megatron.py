@@ -11,7 +11,7 @@ from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
 from megalith.config.megatron.arguments import with_files
-from megalith.config.megatron.draft import Entry
+from megalith.config.megatron.draft import FlagReport
 from megalith.config.megatron.launch import Launch, read_script, split_command
 from megalith.config.megatron.translate import Translation, named_tokenizer, translate
 from megalith.config.show import shown_value
@@ -118,7 +118,7 @@ def split_own(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return own + (["--set", *values] if values else []), words
 
 
-def report(entries: Sequence[Entry]) -> str:
+def report(entries: Sequence[FlagReport]) -> str:
     """What became of each argument, under a heading for each kind of answer; arguments with one
     answer share it."""
     lines = []
@@ -134,7 +134,7 @@ def report(entries: Sequence[Entry]) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _mapped_line(entry: Entry) -> str:
+def _mapped_line(entry: FlagReport) -> str:
     why = f"  ({entry.text})" if entry.text else ""
     return f"  {_short(entry.flag):<48} {entry.setting} = {_short(shown_value(entry.value))}{why}"
 

@@ -153,14 +153,20 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     """Load the model and write, as one rank of the job that the environment describes; rank 0
     speaks."""
     from megalith.infer.load import open_source
-    from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
+    from megalith.parallel.worker import (
+        Worker,
+        check_consistent_settings,
+        connect,
+        disconnect,
+        set_threads,
+    )
 
     worker = Worker.from_environment(os.environ)
     source = open_source(options.source, worker.world, base=options.base)
     set_threads(worker, None)
     everyone = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
     try:
-        agree(asdict(options) | {"prompts": list(prompts)}, everyone)
+        check_consistent_settings(asdict(options) | {"prompts": list(prompts)}, everyone)
         if worker.rank == 0:
             tell_warnings(source)
         transcripts, seconds = write_all(options, prompts, source, worker)
@@ -182,15 +188,15 @@ def write_all(
     seconds for them."""
     import torch
 
-    from megalith.infer.load import load_writer, writing_layout
-    from megalith.infer.text import write_texts
+    from megalith.infer.load import load_text_generator, writing_layout
+    from megalith.infer.text import generate_text
     from megalith.parallel.mesh import build_mesh, model_grid
 
     grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(
         torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")]
     )
-    writer = load_writer(
+    writer = load_text_generator(
         source,
         build_mesh(grid, rank=worker.rank),
         worker.device,
@@ -200,7 +206,7 @@ def write_all(
     )
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()
-    transcripts = write_texts(
+    transcripts = generate_text(
         writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show
     )
     return transcripts, time.perf_counter() - started

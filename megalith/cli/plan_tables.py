@@ -104,8 +104,14 @@ def _stage_table(workload: Workload, layout: Explanation, ledger: Sequence[Place
         if row is None:
             table.add_row(*["…"] * 8)
             continue
-        further = f"{row.further} further prediction{'s' * (row.further > 1)}"
-        parts = (("embedding", row.embedding), (further, row.further), ("loss", row.loss))
+        num_mtp_layers = (
+            f"{row.num_mtp_layers} multi-token prediction{'s' * (row.num_mtp_layers > 1)}"
+        )
+        parts = (
+            ("embedding", row.embedding),
+            (num_mtp_layers, row.num_mtp_layers),
+            ("loss", row.loss),
+        )
         ends = " + ".join(name for name, here in parts if here)
         added = "" if workload.run.lora is None else f" + {_count(row.trained)}"
         table.add_row(

@@ -48,7 +48,7 @@ class ShowOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOptions:
+class RecipeDiffOptions:
     """The settings in which two runs differ. Exit code 1 if there are any."""
 
     left: Positional[str]
@@ -140,7 +140,7 @@ def show_run(argv: list[str]) -> int:
 
 def diff_runs(argv: list[str]) -> int:
     """Print the settings in which two runs differ."""
-    options = parse_options(DiffOptions, argv, prog="megalith recipes diff")
+    options = parse_options(RecipeDiffOptions, argv, prog="megalith recipes diff")
     rows = differences(resolve(options.left), resolve(options.right))
     if options.json:
         print_json([{"setting": path, "left": a, "right": b} for path, a, b in rows])

@@ -10,7 +10,7 @@ from megalith.cli.arguments import parse_options
 from megalith.cli.evaluate import find_run
 from megalith.cli.output import print_json
 from megalith.errors import ConfigError
-from megalith.observe.routing import Foresight, Use, study_trace
+from megalith.observe.routing import ExpertLoad, RoutingPredictability, study_trace
 
 if TYPE_CHECKING:  # it loads torch
     from megalith.train.foresight import Applied
@@ -41,10 +41,10 @@ def main(argv: list[str]) -> int:
     moe = resolve(str(folder)).model.moe
     if moe is None:
         raise ConfigError(
-            f"{folder} has model.moe=null: no token chooses among experts. Use a run with "
+            f"{folder} has model.moe=null: no token chooses among experts. ExpertLoad a run with "
             "model.moe."
         )
-    uses, pairs = study_trace(folder / "routing", experts=moe.experts)
+    uses, pairs = study_trace(folder / "routing", experts=moe.num_experts)
     from megalith.train.foresight import apply_routers
 
     applied = apply_routers(folder / "routing", moe)
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
                 [
                     *use_lines(uses),
                     "",
-                    *foresight_lines(pairs),
+                    *predictability_lines(pairs),
                     *router_lines(applied),
                     f"drew {plot}",
                 ]
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def use_lines(uses: Sequence[Use]) -> list[str]:
+def use_lines(uses: Sequence[ExpertLoad]) -> list[str]:
     """A table of how choices concentrate: the busiest experts, their load, the entropy, and who has
     half."""
     rows = [f"{'layer':<14}{'tokens':>10}{'load':>8}{'entropy':>9}{'half':>6}  busiest"]
@@ -95,7 +95,7 @@ def use_lines(uses: Sequence[Use]) -> list[str]:
     ]
 
 
-def foresight_lines(pairs: Sequence[Foresight]) -> list[str]:
+def predictability_lines(pairs: Sequence[RoutingPredictability]) -> list[str]:
     """A table of how far the choices of a layer tell those of the next."""
     if not pairs:
         return []

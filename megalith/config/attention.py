@@ -46,7 +46,7 @@ class AttentionConfig:
     sees those of its own run. Source: Meta 2025, the Llama 4 release."""
 
     sinks: bool = False
-    """A learnt score per head that takes part in softmax and stands for no token. Source:
+    """A learned score per head that takes part in softmax and stands for no token. Source:
     arXiv:2309.17453."""
 
     off_by_one: bool = False

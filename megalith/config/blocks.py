@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class LayerBlocks:
     """What a list of blocks says of a model."""
 
     layers: LayersConfig
@@ -58,7 +58,7 @@ class Sizes:
     """The same of MLPs."""
 
 
-def read_blocks(entries: object, sizes: Sizes) -> Blocks:
+def read_blocks(entries: object, sizes: Sizes) -> LayerBlocks:
     """A parsed list of blocks -> layers. `sizes`: of the whole model.
 
     Source: Bercovich et al. 2024, arXiv:2411.19146 (Puzzle).
@@ -69,7 +69,9 @@ def read_blocks(entries: object, sizes: Sizes) -> Blocks:
             f"block_configs has {found}, expected a list with one for each of "
             f"{sizes.num_layers} layers."
         )
-        return Blocks(layers=LayersConfig(), num_kv_heads=1, ffn_hidden_size=1, problems=(text,))
+        return LayerBlocks(
+            layers=LayersConfig(), num_kv_heads=1, ffn_hidden_size=1, problems=(text,)
+        )
     problems: list[str] = []
     heads = [
         _Half(entry, f"block_configs[{n}]", ("attention",), problems)
@@ -96,7 +98,7 @@ def read_blocks(entries: object, sizes: Sizes) -> Blocks:
         num_kv_heads=_pattern([most if count is None else count for count in keys], most),
         ffn_hidden_size=_pattern([widest if width is None else width for width in widths], widest),
     )
-    return Blocks(
+    return LayerBlocks(
         layers=layers, num_kv_heads=most, ffn_hidden_size=widest, problems=tuple(problems)
     )
 

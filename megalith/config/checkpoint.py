@@ -34,18 +34,18 @@ class CheckpointConfig:
     """Start from this checkpoint or Hugging Face folder when the run folder has none; unset: fresh
     weights."""
 
-    take: Taken = "weights"
+    load_mode: Taken = "weights"
     """What `load` gives a run that begins. weights: it begins at step 0; progress: it goes on at
     the checkpoint's step, with its place in the data and in the schedule of the learning rate,
     and an optimizer that has seen nothing; everything: with its optimizer, too. A run that
     resumes takes all that its own checkpoint has."""
 
-    missing: Answer = "error"
+    missing_keys: Answer = "error"
     """Tensors that the run has and the checkpoint lacks keep their initial values, unless this
     is error. A run that resumes always needs all of its weights: there it speaks of the
     optimizer's tensors only."""
 
-    surplus: Answer = "error"
+    unexpected_keys: Answer = "error"
     """Tensors that the checkpoint has and the run lacks; a run that resumes may leave out the
     optimizer's only."""
 
@@ -59,17 +59,17 @@ class CheckpointConfig:
     (`allow_model_changes`)."""
 
     prefer_weights: bool = False
-    """Where a checkpoint's weights are not its fp32 masters, rounded, believe the weights;
-    otherwise the masters."""
+    """Where a checkpoint's weights are not its fp32 master weights, rounded, believe the weights;
+    otherwise the master weights."""
 
     allow_model_changes: tuple[str, ...] = ()
     """Settings of the model, or sections of them, that may differ from those the weights were
     trained with, such as model.rope."""
 
     save_optimizer: bool = True
-    """False writes checkpoints without masters and moments: a run resumes from them with
-    checkpoint.missing=warn only, its weights rounded to what they are stored in and its moments
-    at zero."""
+    """False writes checkpoints without master weights and moments: a run resumes from them with
+    checkpoint.missing_keys=warn only, its weights rounded to what they are stored in and its
+    moments at zero."""
 
     max_save_failures: int = 3
     """A failed save is announced and the run goes on with the previous checkpoint; this many in a
@@ -107,28 +107,32 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> list[str]:
 
 def _taking_problems(checkpoint: CheckpointConfig) -> list[str]:
     """What a run that begins is to take, and from where."""
-    if checkpoint.take == "weights":
+    if checkpoint.load_mode == "weights":
         return []
     problems = []
     if checkpoint.load is None:
         problems.append(
-            f"checkpoint.take={checkpoint.take} says what is taken from checkpoint.load, which is "
+            f"checkpoint.load_mode={checkpoint.load_mode} says what is taken from checkpoint.load, "
+            "which is "
             "unset. Set "
-            "checkpoint.load to a run or a checkpoint, or remove checkpoint.take: a run resumes "
+            "checkpoint.load to a run or a checkpoint, or remove checkpoint.load_mode: a run "
+            "resumes "
             "from its own anyway."
         )
     if checkpoint.skip:
         problems.append(
-            f"checkpoint.take={checkpoint.take} with checkpoint.skip={list(checkpoint.skip)}: "
+            f"checkpoint.load_mode={checkpoint.load_mode} with "
+            f"checkpoint.skip={list(checkpoint.skip)}: "
             "weights that are new "
-            "have no place in a run to go on at. Set checkpoint.take=weights, or remove "
+            "have no place in a run to go on at. Set checkpoint.load_mode=weights, or remove "
             "checkpoint.skip."
         )
     if checkpoint.new_rows != "zero":
         problems.append(
-            f"checkpoint.take={checkpoint.take} with checkpoint.new_rows={checkpoint.new_rows}: a "
+            f"checkpoint.load_mode={checkpoint.load_mode} with "
+            f"checkpoint.new_rows={checkpoint.new_rows}: a "
             "run that goes on at "
-            "a step has all of its rows. Set checkpoint.take=weights, or remove "
+            "a step has all of its rows. Set checkpoint.load_mode=weights, or remove "
             "checkpoint.new_rows."
         )
     return problems

@@ -12,13 +12,13 @@ class ContextConfig:
 
     kind: ContextKind = "ring"
     """ring: keys and values go round; gather: every rank gets them all; a2a: each rank gets all
-    tokens of some heads; a2a+ring: a2a among neighbours, a ring across them."""
+    tokens of some heads; a2a+ring: a2a among neighbors, a ring across them."""
 
     layers: tuple[ContextKind, ...] = ()
     """Kind of each layer, where they differ; empty: `kind` for all."""
 
     a2a: int | None = None
-    """a2a+ring: neighbours that exchange heads; the ring has cp / a2a members. Unset: no kind is
+    """a2a+ring: neighbors that exchange heads; the ring has cp / a2a members. Unset: no kind is
     a2a+ring."""
 
     slicing: Literal["row", "document"] = "row"

@@ -39,7 +39,7 @@ class DataConfig:
     """The test prefixes, beside `train_path`."""
     split: str | None = None
     """Shares of train, valid and test. Unset: 969,30,1 for `path`, and 1,1,1 for `mock`."""
-    documents: bool = False
+    document_masking: bool = False
     """Start a new document after each end-of-document token. Off: a row of seq_len tokens is one
     document."""
     eod_mask_loss: bool = False
@@ -99,7 +99,7 @@ def parse_blend(field: str, words: Sequence[str]) -> Blend:
 
     Raises:
         ConfigError: some but not all of those words are numbers, or the weights cannot be
-        normalised.
+        normalized.
     """
     if len(words) % 2 == 1:
         return Blend(tuple(words), None)
@@ -220,7 +220,7 @@ def _text_problems(data: DataConfig) -> list[str]:
     usual = DataConfig()
     names = (
         "split",
-        "documents",
+        "document_masking",
         "eod_mask_loss",
         "keep_partial_valid",
         "num_train_samples",

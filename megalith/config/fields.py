@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
+from megalith.config.renamed import successor_of_setting
 from megalith.config.suggest import did_you_mean
 
 Hint: TypeAlias = (
@@ -19,7 +20,7 @@ Plain: TypeAlias = Any  # what JSON and YAML hold: None, bool, int, float, str, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class SettingLeaf:
     """One leaf of a tree of dataclasses."""
 
     path: str
@@ -38,7 +39,7 @@ class Setting:
     """What it means, in one line."""
 
 
-def describe(cls: type) -> tuple[Setting, ...]:
+def describe(cls: type) -> tuple[SettingLeaf, ...]:
     """Return every leaf of `cls`, in the order of the fields."""
     return _describe(cls, "")
 
@@ -66,6 +67,10 @@ def hint_at(cls: type, path: str) -> Hint | None:
 def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
     """The message about a dotted name that `cls` does not have, with the names it could have
     been."""
+    given = path if value is None else f"{path}={value}"
+    successor = successor_of_setting(path)
+    if successor is not None and hint_at(cls, successor) is not None:
+        return f"{given}: this setting was renamed. Use {successor}."
     advice = did_you_mean(path, [*hints_of(cls), *setting_names(cls)])
     if not advice:
         prefix = path.rpartition(".")[0]
@@ -79,7 +84,7 @@ def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
             if section or hint is None
             else f" {prefix} is one value: set that."
         )
-    return f"{path}{'' if value is None else f'={value}'}: there is no such setting.{advice}"
+    return f"{given}: there is no such setting.{advice}"
 
 
 def is_required(field: "Field[Any]") -> bool:
@@ -135,8 +140,8 @@ def join_path(prefix: str, name: str) -> str:
 
 
 @functools.cache
-def _describe(cls: type, prefix: str) -> tuple[Setting, ...]:
-    settings: list[Setting] = []
+def _describe(cls: type, prefix: str) -> tuple[SettingLeaf, ...]:
+    settings: list[SettingLeaf] = []
     for field in fields(cls):
         path, hint = join_path(prefix, field.name), hints_of(cls)[field.name]
         section = section_of(hint)
@@ -145,7 +150,7 @@ def _describe(cls: type, prefix: str) -> tuple[Setting, ...]:
             continue
         default, doc = plain(default_of(field)), docs_of(cls).get(field.name, "")
         settings.append(
-            Setting(path=path, hint=hint, required=is_required(field), default=default, doc=doc)
+            SettingLeaf(path=path, hint=hint, required=is_required(field), default=default, doc=doc)
         )
         settings += (
             () if section is None else _describe(section, path)

@@ -8,15 +8,15 @@ Kernel = Literal["auto", "torch", "reference"]
 """auto: the fastest way on this machine; torch: torch operations with our own backward;
 reference: the plain definition, whose backward is autograd's."""
 
-Form = Literal[
+BackendName = Literal[
     "auto",
     "torch",
     "reference",
-    "loops",
+    "numba",
     "triton",
-    "tiles",
+    "cpu_tiled",
     "sdpa",
-    "spans",
+    "split_kv",
     "varlen",
     "flex",
     "loop",
@@ -31,7 +31,7 @@ Op = Literal[
 ]
 OPS: tuple[Op, ...] = get_args(Op)
 
-InOnePass = Literal["auto", "torch", "reference", "loops", "triton"]
+FusedBackendSetting = Literal["auto", "torch", "reference", "numba", "triton"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,40 +46,40 @@ class KernelsConfig:
     """Of operations that are left at auto: auto, the fastest way on this machine; torch;
     reference."""
 
-    norm: InOnePass = "auto"
-    """RMSNorm and LayerNorm, alone and after a residual: loops (CPUs), triton (NVIDIA GPUs)."""
+    norm: FusedBackendSetting = "auto"
+    """RMSNorm and LayerNorm, alone and after a residual: numba (CPUs), triton (NVIDIA GPUs)."""
 
-    rope: InOnePass = "auto"
-    """Rotations by position: loops (CPUs), triton (NVIDIA GPUs)."""
+    rope: FusedBackendSetting = "auto"
+    """RotaryEmbedding by position: numba (CPUs), triton (NVIDIA GPUs)."""
 
-    activation: InOnePass = "auto"
-    """Gates and activations, also those of experts with their weights: loops (CPUs), triton (NVIDIA
+    activation: FusedBackendSetting = "auto"
+    """Gates and activations, also those of experts with their weights: numba (CPUs), triton (NVIDIA
     GPUs)."""
 
-    dropout: Literal["auto", "torch", "reference", "loops"] = "auto"
-    """Of hidden states: loops (CPUs)."""
+    dropout: Literal["auto", "torch", "reference", "numba"] = "auto"
+    """Of hidden states: numba (CPUs)."""
 
-    attention: Literal["auto", "torch", "reference", "tiles", "sdpa", "spans", "varlen", "flex"] = (
-        "auto"
-    )
-    """tiles (CPUs), sdpa (torch's kernel), spans (intervals of keys), varlen and flex (NVIDIA
-    GPUs); torch: sdpa where it knows the scores, else the definition."""
+    attention: Literal[
+        "auto", "torch", "reference", "cpu_tiled", "sdpa", "split_kv", "varlen", "flex"
+    ] = "auto"
+    """cpu_tiled (CPUs), sdpa (torch's kernel), split_kv (intervals of keys), varlen and flex
+    (NVIDIA GPUs); torch: sdpa where it knows the scores, else the definition."""
 
     experts: Literal["auto", "torch", "reference", "loop", "grouped", "batched"] = "auto"
     """Their matmuls: loop (one by one), grouped (torch's grouped_mm), batched (equal groups);
     torch: as auto."""
 
-    cross_entropy: InOnePass = "auto"
-    """Softmax and gradients of the loss: loops (CPUs), triton (NVIDIA GPUs)."""
+    cross_entropy: FusedBackendSetting = "auto"
+    """Softmax and gradients of the loss: numba (CPUs), triton (NVIDIA GPUs)."""
 
     matmul: Literal["auto", "torch", "reference", "upcast"] = "auto"
     """Matmuls of bf16 on CPUs, those of attention and experts too: upcast (fp32 on upcast
     operands, rounded to bf16); torch and reference: torch's bf16 kernels; auto: upcast on CPUs
     for which torch has no bf16 kernels."""
 
-    def of(self, op: Op) -> Form:
+    def of(self, op: Op) -> BackendName:
         """How an operation is computed."""
-        own: Form = getattr(self, op)
+        own: BackendName = getattr(self, op)
         return self.all if own == "auto" else own
 
 
@@ -101,11 +101,11 @@ def plainly(setting: KernelSetting) -> KernelSetting:
     if not isinstance(setting, KernelsConfig):
         return setting
     left: dict[str, Any] = {
-        op: "auto" for op in OPS if is_forced(getattr(setting, op))
+        op: "auto" for op in OPS if is_explicit_backend(getattr(setting, op))
     }  # Any: all know that word
     return replace(setting, **left)
 
 
-def is_forced(form: Form) -> bool:
+def is_explicit_backend(form: BackendName) -> bool:
     """Whether this is a way of some operations only, which must be had."""
     return form not in get_args(Kernel)

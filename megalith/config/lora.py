@@ -157,22 +157,25 @@ def lora_problems(
         problems.append(
             f"checkpoint.load={checkpoint.load} with lora.rank={lora.rank}: adapters are trained "
             "beside weights that "
-            "have learnt already. Set checkpoint.load to a run, a checkpoint or a Hugging Face "
+            "have learned already. Set checkpoint.load to a run, a checkpoint or a Hugging Face "
             "folder."
         )
-    if checkpoint.skip or checkpoint.missing != "error":
+    if checkpoint.skip or checkpoint.missing_keys != "error":
         problems.append(
-            f"checkpoint.skip={list(checkpoint.skip)} and checkpoint.missing={checkpoint.missing} "
+            f"checkpoint.skip={list(checkpoint.skip)} and "
+            f"checkpoint.missing_keys={checkpoint.missing_keys} "
             "with lora.rank="
             f"{lora.rank}: weights that are not loaded would stay as they were drawn. Set "
             "checkpoint.skip to nothing "
-            f"and checkpoint.missing=error."
+            f"and checkpoint.missing_keys=error."
         )
-    if checkpoint.take != "weights":
+    if checkpoint.load_mode != "weights":
         problems.append(
-            f"checkpoint.take={checkpoint.take} with lora.rank={lora.rank}: adapters that begin "
+            f"checkpoint.load_mode={checkpoint.load_mode} with lora.rank={lora.rank}: adapters "
+            "that begin "
             "have no step to go on "
-            f"at. Set checkpoint.take=weights, and lora.load for adapters that have learnt already."
+            "at. Set checkpoint.load_mode=weights, and lora.load for adapters that have learned "
+            "already."
         )
     problems += _balance_problems(lora, model)
     if compiled:
@@ -189,8 +192,8 @@ def _balance_problems(lora: LoraConfig, model: ModelConfig) -> list[str]:
     any."""
     if model.moe is None:
         return []
-    losses = ("sequence", "batch", "global_batch", "z")
-    weights = {f"balance.{name}": getattr(model.moe.balance, name) for name in losses}
+    losses = ("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff")
+    weights = {f"aux_loss.{name}": getattr(model.moe.aux_loss, name) for name in losses}
     return [
         f"model.moe.{name}={weight} with lora.rank={lora.rank}: routers are not trained, and the "
         "loss would move the "

@@ -37,7 +37,8 @@ class ModelConfig:
     """
 
     vocab_size: int
-    """Tokens the model knows; logits beyond it (see `vocab_multiple`) are never chosen."""
+    """Tokens the model knows; logits beyond it (see `pad_vocab_to_multiple_of`) are never
+    chosen."""
 
     hidden_size: int
     """Features per token between layers (h)."""
@@ -66,7 +67,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     """Added to the mean square, or the variance, before the root."""
 
-    norm_zero_centred: bool = False
+    zero_centered_gamma: bool = False
     """Norms multiply by 1 + weight, which starts at 0."""
 
     norm_placement: NormPlacement = "before"
@@ -77,7 +78,7 @@ class ModelConfig:
     own or with one."""
 
     positions: Literal["rope", "learned", "relative", "none"] = "rope"
-    """How tokens know their place: turned features, a learnt vector for each place, scores that
+    """How tokens know their place: turned features, a learned vector for each place, scores that
     grow or shrink by the distance, or only by what they may see."""
 
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -113,7 +114,7 @@ class ModelConfig:
     """With `gated`: added to up(x)."""
 
     embedding_scale: float = 1.0
-    """What embeddings are multiplied by, with the vectors of learnt positions that are added to
+    """What embeddings are multiplied by, with the vectors of learned positions that are added to
     them."""
 
     residual_scale: float = 1.0
@@ -151,7 +152,7 @@ class ModelConfig:
     mlp_bias: bool = False
     """Add biases inside the MLP."""
 
-    vocab_multiple: int = 64
+    pad_vocab_to_multiple_of: int = 64
     """The vocabulary's rows are padded to a multiple of this; padded rows stay zero and are never
     chosen."""
 
@@ -239,7 +240,7 @@ class ModelConfig:
         mixes = self.moe is not None and self.mlp_part(layer) == "full"
         return mixes and _repeated(self.moe.layers if self.moe else (), layer, True)
 
-    def looks(self, layer: int) -> bool:
+    def uses_cross_layer_source(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, looks at the memory."""
         own = self.cross
         return (
@@ -248,33 +249,35 @@ class ModelConfig:
             and _repeated(own.layers, layer - own.memory, True)
         )
 
-    def remembers_before(self, layers: range) -> int | None:
+    def has_cross_layer_source_before(self, layers: range) -> int | None:
         """Which of these layers reads the hidden states that become the memory, counted from the
         first; None: none."""
         taken = self.cross is not None and self.cross.memory in layers
         return self.cross.memory - layers.start if taken and self.cross is not None else None
 
-    def needs_memory(self, layer: int) -> bool:
+    def needs_cross_layer_source(self, layer: int) -> bool:
         """Whether layers from that number on look at a memory that was taken before it."""
         taken = self.cross is not None and layer > self.cross.memory
-        return taken and any(self.looks(later) for later in range(layer, self.num_layers))
+        return taken and any(
+            self.uses_cross_layer_source(later) for later in range(layer, self.num_layers)
+        )
 
     def needs_biases(self, *, layers: int) -> bool:
-        """Whether so many layers, those that predict further ahead too, read the table of biases by
+        """Whether so many layers, MTP layers too, read the table of biases by
         distance."""
         return self.positions == "relative" and layers > 0
 
-    def turns(self, layer: int) -> bool:
+    def uses_rope(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, turns its queries and keys with their
         positions."""
         attends = self.positions == "rope" and self.attention_part(layer) == "full"
         return attends and not _repeated(self.rope.skip, layer, False)
 
-    def sharpens(self, layer: int) -> bool:
+    def has_attention_temperature(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, multiplies its queries by what grows with
         their positions."""
         attends = self.positions == "rope" and self.attention_part(layer) == "full"
-        return attends and not self.turns(layer) and self.rope.skip_growth > 0
+        return attends and not self.uses_rope(layer) and self.rope.skip_growth > 0
 
     def rotary_size(self) -> int:
         """Features per head that turn with the position."""
@@ -285,8 +288,8 @@ class ModelConfig:
         )
 
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table: `vocab_size` rounded up to `vocab_multiple`."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        """Rows of the embedding table: `vocab_size` rounded up to `pad_vocab_to_multiple_of`."""
+        return -(-self.vocab_size // self.pad_vocab_to_multiple_of) * self.pad_vocab_to_multiple_of
 
 
 def _repeated(pattern: tuple[T, ...], layer: int, otherwise: T) -> T:

@@ -20,33 +20,33 @@ class RouterConfig:
     """Scores of a token's experts: shares of one (softmax), or each by itself (sigmoid, or √log(1 +
     exp(logit)))."""
 
-    renormalise: bool = True
+    norm_topk_prob: bool = True
     """The weights of a token's chosen experts are divided by their sum; otherwise they are their
     scores."""
 
-    scale: float = 1.0
+    routed_scaling_factor: float = 1.0
     """What the weights are multiplied by."""
 
-    groups: int | None = None
-    """Experts, in order, form so many groups, and only those of the best `top_groups` are chosen
+    num_groups: int | None = None
+    """Experts, in order, form so many groups, and only those of the best `topk_groups` are chosen
     from; unset: all. Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.2.2."""
 
-    top_groups: int | None = None
+    topk_groups: int | None = None
     """Groups that a token chooses from; unset: all, as `groups`."""
 
     group_score: Literal["top", "max"] = "top"
-    """A group is as good as the sum of its best top_k / top_groups scores (DeepSeek-V3), or as its
+    """A group is as good as the sum of its best top_k / topk_groups scores (DeepSeek-V3), or as its
     best (V2)."""
 
     bias: bool = False
-    """Add a learnt number per expert to the logits."""
+    """Add a learned number per expert to the logits."""
 
-    balancing_bias: bool = False
+    expert_bias: bool = False
     """With sigmoid or sqrt_softplus: add to scores, for the choice alone, a number per expert
-    that each step moves by `balancing_rate` towards equal use. Source: Wang et al. 2024,
+    that each step moves by `expert_bias_update_rate` towards equal use. Source: Wang et al. 2024,
     arXiv:2408.15664."""
 
-    balancing_rate: float = 1e-3
+    expert_bias_update_rate: float = 1e-3
     """What a step moves the balancing bias by."""
 
     dtype: Literal["fp32", "fp64", "model"] = "fp32"
@@ -56,32 +56,34 @@ class RouterConfig:
     """While training, the router's input is multiplied by numbers from 1 - jitter to 1 + jitter.
     Source: Fedus et al. 2021, arXiv:2101.03961, section 2.4."""
 
-    forced_balance: bool = False
+    force_load_balancing: bool = False
     """For measuring alone: experts are chosen at random, so that all are equally busy. The model
     learns nothing."""
 
-    forced_bias: float = 0.0
+    force_biased: float = 0.0
     """For measuring alone: while training, logits are moved by random numbers of this standard
     deviation, one for each expert of a layer and the same in every step, so that some are far
     busier than others."""
 
-    def forced(self) -> tuple[str, ...]:
+    def forced_settings(self) -> tuple[str, ...]:
         """The settings under which chance chooses, as a person writes them; none in a run that
         learns."""
-        balance = ("model.moe.router.forced_balance=true",) if self.forced_balance else ()
+        balance = (
+            ("model.moe.router.force_load_balancing=true",) if self.force_load_balancing else ()
+        )
         return (
-            (*balance, f"model.moe.router.forced_bias={self.forced_bias}")
-            if self.forced_bias > 0
+            (*balance, f"model.moe.router.force_biased={self.force_biased}")
+            if self.force_biased > 0
             else balance
         )
 
     def draws(self) -> bool:
         """Whether a choice depends on random numbers while training."""
-        return self.jitter > 0 or self.forced_balance or self.forced_bias > 0
+        return self.jitter > 0 or self.force_load_balancing or self.force_biased > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BalanceConfig:
+class AuxLossConfig:
     """What is added to the loss so that experts are equally busy. A weight of 0 leaves a loss out.
 
     Each is 1, before its weight, when all experts are equally busy. With E experts, K of them
@@ -90,16 +92,16 @@ class BalanceConfig:
     batch: Qiu et al. 2025, arXiv:2501.11873.
     """
 
-    sequence: float = 0.0
-    """Weight of the loss over each row, or with data.documents each document, by itself."""
+    sequence_coeff: float = 0.0
+    """Weight of the loss over each row, or with data.document_masking each document, by itself."""
 
-    batch: float = 0.0
+    batch_coeff: float = 0.0
     """Weight of the loss over each microbatch of a data-parallel rank."""
 
-    global_batch: float = 0.0
+    global_batch_coeff: float = 0.0
     """Weight of the loss whose f_i are of all microbatches of the step so far, over all ranks."""
 
-    z: float = 0.0
+    z_loss_coeff: float = 0.0
     """Weight of the mean square of log Σ_i exp(logit_i), which keeps logits small.
     Source: Zoph et al. 2022, arXiv:2202.08906."""
 
@@ -119,9 +121,9 @@ class BalanceConfig:
     """What of the offsets before a step remains in those after it."""
 
 
-def has_balance_losses(balance: BalanceConfig) -> bool:
+def has_aux_losses(balance: AuxLossConfig) -> bool:
     """Whether a loss keeps experts equally busy."""
-    return max(balance.sequence, balance.batch, balance.global_batch) > 0
+    return max(balance.sequence_coeff, balance.batch_coeff, balance.global_batch_coeff) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,7 @@ class MoEConfig:
     arXiv:2401.06066.
     """
 
-    experts: int
+    num_experts: int
     """Experts of a layer (E)."""
 
     top_k: int = 2
@@ -167,7 +169,7 @@ class MoEConfig:
     biases: bool = False
     """Experts add biases after both of their matmuls."""
 
-    weigh_input: bool = False
+    apply_router_weight_on_input: bool = False
     """With top_k=1: a token is multiplied by its weight before the expert, and not what comes out
     of it."""
 
@@ -176,7 +178,7 @@ class MoEConfig:
     none."""
 
     shared_gate: bool = False
-    """Multiply what it gives by the sigmoid of a learnt product with the token."""
+    """Multiply what it gives by the sigmoid of a learned product with the token."""
 
     latent_size: int | None = None
     """Experts work on so many features, which a matmul takes out of the token's and another brings
@@ -185,7 +187,7 @@ class MoEConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     """How a token chooses."""
 
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    aux_loss: AuxLossConfig = field(default_factory=AuxLossConfig)
     """What keeps experts equally busy."""
 
     capacity: CapacityConfig = field(default_factory=CapacityConfig)

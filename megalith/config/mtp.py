@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers beyond the last that learn to predict further ahead."""
+"""Multi-token prediction: layers beyond the last that learn to predict further tokens."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class MTPConfig:
     Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2.
     """
 
-    depths: int = 0
+    num_layers: int = 0
     """How many tokens further than the next are predicted, by one more layer each; 0: none."""
 
     loss_weight: float = 0.1

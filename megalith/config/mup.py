@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuPConfig:
-    """Maximal update parametrisation. With m = hidden_size / base_hidden_size: matrices of layers
+    """Maximal update parametrization. With m = hidden_size / base_hidden_size: matrices of layers
     start 1 / sqrt(m) as wide, scores of the vocabulary are divided by m, and Adam's rate and eps of
     those matrices too; under SGD the rate of all others is multiplied by m. Tables, vectors and the
     head start as they do at the base.

@@ -6,9 +6,9 @@ from typing import Literal
 from megalith.config.context import ContextConfig
 from megalith.config.pipeline import PipelineConfig
 
-RingProductsName = Literal["auto", "messages", "fused"]
+CollectiveMatmulName = Literal["auto", "ring_exchange", "fused"]
 DispatcherName = str
-"""exchange, gather, reference, or what an installed package calls its own."""
+"""alltoall, allgather, reference, or what an installed package calls its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +22,11 @@ class ParallelConfig:
     """Sequence parallel: between tensor-parallel regions each rank keeps only its part of the
     tokens. Needs tp > 1."""
 
-    rings: bool = False
+    tp_comm_overlap: bool = False
     """With sp: gather and scatter tokens step by step around the tp ranks, each step behind a
     part of a matmul. Adds up in another order, so the last digits differ."""
 
-    ring_products: RingProductsName = "auto"
+    collective_matmul: CollectiveMatmulName = "auto"
     """With rings: messages between matmuls, on any device, or torch's products that are fused
     with them, on GPUs of one machine that read each other's memory. auto: fused where every tp
     rank can."""
@@ -50,7 +50,7 @@ class ParallelConfig:
     etp: int | None = None
     """Expert tensor parallel: ranks that split every expert's matrices; unset: as tp."""
 
-    dispatcher: DispatcherName = "exchange"
+    dispatcher: DispatcherName = "alltoall"
     """How tokens reach the ranks with their experts: each its own (exchange, an all-to-all), or
     all tokens every rank (gather); a plain way that proves others (reference); or one that an
     installed package brings, by its name."""
@@ -68,7 +68,7 @@ class ParallelConfig:
     """What dp · cp ranks divide instead of each holding all: 1 optimizer state, 2 gradients too, 3
     weights too."""
 
-    replicas: int = 1
+    dp_replicate: int = 1
     """With zero > 0: groups of dp ranks that each hold everything once (HSDP). Must divide dp."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -76,7 +76,7 @@ class ParallelConfig:
     fp32."""
 
     order: str = "tp-cp-ep-dp-pp"
-    """Which axis varies fastest over neighbouring ranks, fastest first."""
+    """Which axis varies fastest over neighboring ranks, fastest first."""
 
     bucket_numel: int = 4_000_000
     """Gradients are summed over dp in buckets of at least this many elements, each as soon as it is

@@ -24,7 +24,7 @@ class PipelineConfig:
     pp."""
 
     layout: str | None = None
-    """Stages as a string: E embedding, t layer, m layer that predicts further ahead, L loss, `|`
+    """Stages as a string: E embedding, t layer, m MTP layer, L loss, `|`
     ends a stage, `t*3` and `(tt|)*2` repeat. Unset: even, and every m with the loss."""
 
     first_layers: int | None = None

@@ -1,4 +1,4 @@
-"""Relative positions: a learnt number for each head and each bucket of distances, added to the
+"""Relative positions: a learned number for each head and each bucket of distances, added to the
 scores."""
 
 from dataclasses import dataclass

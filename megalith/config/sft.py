@@ -26,7 +26,7 @@ class SFTConfig:
     """Chat template: chatml, llama3, identity (contents alone), nemotron-h-aligned,
     nemotron-nano-v2, or a Jinja file. Unset: the one that came with the tokenizer."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens are learnt: what the assistant says and the end of its turn, or everything."""
+    """Which tokens are learned: what the assistant says and the end of its turn, or everything."""
     packing: Packing = "best_fit"
     """How conversations share rows. best_fit: each where it leaves the least room; greedy: one
     after the other until the next does not fit; row: the conversations of one line of the file

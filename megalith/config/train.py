@@ -43,16 +43,16 @@ class LoopConfig:
     along dp work alike. Unset: rows of `seq_len`."""
 
     balance_rows: bool = False
-    """Deal rows of conversations to ranks along dp so that they cost them alike; the rows of a step
-    stay the same."""
+    """BatchAssignment rows of conversations to ranks along dp so that they cost them alike; the
+    rows of a step stay the same."""
 
     label_smoothing: float = 0.0
     """Share of each label that all other tokens of the vocabulary divide evenly, in the losses
-    that are minimised and logged while training; evaluation measures -log p(label) all the same.
+    that are minimized and logged while training; evaluation measures -log p(label) all the same.
     Source: arXiv:1512.00567, section 7."""
 
     z_loss: float = 0.0
-    """What the square of each labelled token's log of the sum of exp(score) adds to the loss of
+    """What the square of each labeled token's log of the sum of exp(score) adds to the loss of
     every head; logged as `z_loss`, beside `max_logit`, and no part of `loss`. 1e-4 is usual:
     arXiv:2204.02311, section 5."""
 
@@ -98,7 +98,7 @@ class ObserveConfig:
     """Draw plots/loss.png when the run ends or is stopped."""
 
     max_logit: bool = False
-    """Write the largest score of a labelled token in each step; with train.z_loss it is always
+    """Write the largest score of a labeled token in each step; with train.z_loss it is always
     written."""
 
     per_layer: bool = False
@@ -184,7 +184,7 @@ def load_run(file: Path) -> TrainRun:
     Raises:
         ConfigError: the file does not describe a run.
     """
-    run = load_yaml(file, TrainRun)
+    run = load_yaml(file, TrainRun, stored=file.name == CONFIG_FILE)
     if file.name != CONFIG_FILE:
         return run
     data, template = run.data, run.data.sft.template

@@ -34,6 +34,7 @@ from megalith.config.fields import (
     type_name,
     unknown_setting,
 )
+from megalith.config.renamed import successor_of_value, translate_stored_settings
 from megalith.config.suggest import did_you_mean
 from megalith.errors import MAX_PROBLEMS, ConfigError, raise_all
 
@@ -114,8 +115,11 @@ def _flatten(data: Mapping[str, Plain], prefix: str) -> dict[str, Plain]:
 # --- YAML
 
 
-def load_yaml(path: str | Path, cls: type[T]) -> T:
+def load_yaml(path: str | Path, cls: type[T], *, stored: bool = False) -> T:
     """Read a tree of type `cls` from a YAML file.
+
+    `stored`: a run wrote the file, perhaps with an older version, so renamed settings are
+    translated. In a user's file they are errors that name the successor.
 
     Raises:
         ConfigError: the file is missing, is not YAML, writes a name twice, or does not fit `cls`.
@@ -140,7 +144,7 @@ def load_yaml(path: str | Path, cls: type[T]) -> T:
         f"{name:.{_MAX_SHOWN}} is written more than once. Remove all but one." for name in repeated
     ]
     try:
-        return _build(cls, data, problems)
+        return _build(cls, translate_stored_settings(data) if stored else data, problems)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -180,6 +184,17 @@ def parse_yaml(text: str | bytes) -> Plain:
         yaml.YAMLError: the text is not YAML, a value does not fit its tag, or a limit is exceeded.
     """
     return _parse_document(text)[0]
+
+
+def parse_stored_settings(text: str | bytes) -> Plain:
+    """Parse the text of a config.yaml that a run wrote; settings that were renamed since then get
+    the names they have now.
+
+    Raises:
+        yaml.YAMLError: as for `parse_yaml`.
+    """
+    data: Plain = translate_stored_settings(parse_yaml(text))
+    return data
 
 
 def _parse_document(text: str | bytes) -> tuple[Plain, list[str]]:
@@ -403,6 +418,10 @@ class _Report:
         else:
             self.problems.append(unknown_setting(self.root, path, f"{value!r:.60}"))
 
+    def renamed(self, path: str, value: Plain, successor: str) -> None:
+        """Note a value that has another name now."""
+        self.problems.append(f"{path}={value}: this value was renamed. Use {path}={successor}.")
+
     def mismatch(self, path: str, hint: Hint, value: Plain) -> None:
         """Note a value of the wrong type."""
         if self.root is None or len(self.problems) >= MAX_PROBLEMS:
@@ -455,6 +474,9 @@ def _value(
         return value
     if value is None and type(None) in options_of(hint):
         return None
+    successor = successor_of_value(path, value)
+    if successor is not None:
+        return report.renamed(path, value, successor)
     options = [option for option in options_of(hint) if option is not type(None)]
     section = section_of(hint)
     if section is not None and isinstance(value, Mapping):

@@ -235,7 +235,7 @@ class _Builder:
             )
         if num_samples is None:
             raise ConfigError(
-                f"data weights {list(blend.weights)} cannot be honoured over the whole {name} "
+                f"data weights {list(blend.weights)} cannot be honored over the whole {name} "
                 "split, which reads every "
                 f"sample once. Remove the weights, or set a number of {name} samples."
             )

@@ -42,7 +42,7 @@ def load_or_build(folder: Path | None, description: str, build: Callable[[], Arr
     """
     if folder is None:
         return build()
-    entry = _Entry(folder, description)
+    entry = _CachedArrays(folder, description)
     arrays = entry.load()
     if arrays is not None:
         return arrays
@@ -56,7 +56,7 @@ def load_or_build(folder: Path | None, description: str, build: Callable[[], Arr
     return arrays
 
 
-class _Entry:
+class _CachedArrays:
     """The files of one description."""
 
     def __init__(self, folder: Path, description: str) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates: conversations as text, and which of the text is learnt.
+"""Chat templates: conversations as text, and which of the text is learned.
 
 A template is a Jinja program that comes with a model and is run in a sandbox. Templates find the
 same names here as in transformers, so that both render the same text.
@@ -76,11 +76,11 @@ assert set(BUILT_IN) == set(BUILT_IN_TEMPLATES)
 Message = Mapping[str, Any]  # JSON
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Some of a conversation's text."""
 
     text: str
-    learnt: bool
+    learned: bool
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ChatTemplate:
 
     def pieces(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
-    ) -> list[Piece]:
+    ) -> list[TextPiece]:
         """The text of a conversation, cut where learning begins and ends: at the template's
         generation blocks if it has any, else turn by turn, from where an assistant's turn departs
         from what asks for it.
@@ -142,10 +142,10 @@ class ChatTemplate:
         )
         return text.rpartition(answer)[2].strip().split("\n")[0].strip()
 
-    def _marked_pieces(self, marked: str, messages: Sequence[Message]) -> list[Piece]:
+    def _marked_pieces(self, marked: str, messages: Sequence[Message]) -> list[TextPiece]:
         parts = [
             part.partition(_CLOSE) for part in marked.split(_OPEN)
-        ]  # each: learnt text, then what follows
+        ]  # each: learned text, then what follows
         answers = [message for message in messages if message["role"] == "assistant"]
         if len(parts) - 1 != len(answers) and any("train" in message for message in answers):
             raise DataError(
@@ -159,14 +159,17 @@ class ChatTemplate:
             if len(parts) - 1 == len(answers)
             else []
         )
-        pieces = [Piece(parts[0][0], False)]
-        for number, (learnt, _, rest) in enumerate(parts[1:]):
-            pieces += [Piece(learnt, bool(flags[number]) if flags else True), Piece(rest, False)]
+        pieces = [TextPiece(parts[0][0], False)]
+        for number, (learned, _, rest) in enumerate(parts[1:]):
+            pieces += [
+                TextPiece(learned, bool(flags[number]) if flags else True),
+                TextPiece(rest, False),
+            ]
         return _joined(pieces)
 
     def _turns(
         self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> list[Piece]:
+    ) -> list[TextPiece]:
         ends, pieces = [0], []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -186,7 +189,7 @@ class ChatTemplate:
             ends += [max(_common(asked, told), ends[-1]), len(told)]
         flags = [bool(m.get("train", True)) for m in messages if m["role"] == "assistant"]
         for number, (start, end) in enumerate(pairwise([*ends, len(whole)])):
-            pieces.append(Piece(whole[start:end], number % 2 == 1 and flags[number // 2]))
+            pieces.append(TextPiece(whole[start:end], number % 2 == 1 and flags[number // 2]))
         return _joined(pieces)
 
     def _render(
@@ -245,12 +248,12 @@ def _common(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours of one kind together, and none without text."""
-    found: list[Piece] = []
+def _joined(pieces: Sequence[TextPiece]) -> list[TextPiece]:
+    """Neighbors of one kind together, and none without text."""
+    found: list[TextPiece] = []
     for piece in pieces:
-        if found and found[-1].learnt == piece.learnt:
-            found[-1] = Piece(found[-1].text + piece.text, piece.learnt)
+        if found and found[-1].learned == piece.learned:
+            found[-1] = TextPiece(found[-1].text + piece.text, piece.learned)
         elif piece.text:
             found.append(piece)
     return found

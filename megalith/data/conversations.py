@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megalith import storage
-from megalith.data.corpus import Block, Position, Source, find_sources, read_blocks
+from megalith.data.corpus import LineBlock, Position, Source, find_sources, read_blocks
 from megalith.data.parquet import read_rows
 from megalith.errors import DataError
 from megalith.plan.keys import key
@@ -92,7 +92,7 @@ def conversation_sources(inputs: Sequence[str]) -> list[Source]:
     return sources
 
 
-def _rows(block: Block) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _rows(block: LineBlock) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(number of the row, the row as an object); blank lines are passed over."""
     path = block.paths[0]
     if block.rows is not None:
@@ -271,7 +271,7 @@ def _check_turns(messages: Sequence[Message], where: str) -> None:
                 raise DataError(
                     f"{where}: message {number} is an empty assistant turn "
                     f"({message['content']!r}). Use a text to be "
-                    f"learnt, or remove the row."
+                    f"learned, or remove the row."
                 )
             if before not in ANSWERS_TO:
                 raise DataError(
@@ -283,7 +283,7 @@ def _check_turns(messages: Sequence[Message], where: str) -> None:
 
 
 def made_up(count: int, seed: int) -> Iterator[Conversation]:
-    """Conversations of one to three questions about sums: no files, and soon learnt."""
+    """Conversations of one to three questions about sums: no files, and soon learned."""
     for number in range(1, count + 1):
         draw = np.random.default_rng(key(seed, "sft", "made up", number))
         messages: list[Message] = []

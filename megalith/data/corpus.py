@@ -47,8 +47,8 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Some neighbouring documents: lines of one JSONL file, rows of one Parquet file, or whole text
+class LineBlock:
+    """Some neighboring documents: lines of one JSONL file, rows of one Parquet file, or whole text
     files."""
 
     paths: tuple[str, ...]
@@ -132,7 +132,7 @@ def _source(path: str, form: Format) -> Source:
 
 def read_blocks(
     sources: Sequence[Source], start: Position, *, block_bytes: int = _BLOCK_BYTES
-) -> Iterator[Block]:
+) -> Iterator[LineBlock]:
     """All documents from `start` on, in order, in blocks of about `block_bytes`."""
     done = sum(source.nbytes for source in sources[: start.sources])
     number = start.sources
@@ -147,7 +147,7 @@ def read_blocks(
             count = _text_files_together(sources[number:], block_bytes)
             files = sources[number : number + count]
             nbytes_done = done + sum(file.nbytes for file in files)
-            yield Block(
+            yield LineBlock(
                 tuple(file.path for file in files), None, 1, Position(number + count), nbytes_done
             )
         done += sum(source.nbytes for source in sources[number : number + count])
@@ -167,7 +167,7 @@ def _text_files_together(sources: Sequence[Source], block_bytes: int) -> int:
 
 def _line_blocks(
     source: Source, number: int, start: Position, done: int, block_bytes: int
-) -> Iterator[Block]:
+) -> Iterator[LineBlock]:
     line, nbytes = start.lines, start.nbytes
     with Path(source.path).open("rb") as raw, open_unpacked(raw, source.path) as file:
         try:
@@ -178,20 +178,22 @@ def _line_blocks(
                 line += lines.count(b"\n") + (not lines.endswith(b"\n"))
                 nbytes += len(lines)
                 end = Position(number, line, nbytes)
-                yield Block(
+                yield LineBlock(
                     (source.path,), lines, first, end, done + min(raw.tell(), source.nbytes)
                 )
         except (OSError, EOFError, zstandard.ZstdError) as error:
             raise _unpack_error(source.path, error) from error
 
 
-def _row_blocks(source: Source, number: int, start: Position, done: int) -> Iterator[Block]:
+def _row_blocks(source: Source, number: int, start: Position, done: int) -> Iterator[LineBlock]:
     for rows in row_ranges(source.path, start.lines):
         end, nbytes_done = (
             Position(number, rows.stop, 0),
             done + min(rows.nbytes_done, source.nbytes),
         )
-        yield Block((source.path,), None, rows.start + 1, end, nbytes_done, (rows.start, rows.stop))
+        yield LineBlock(
+            (source.path,), None, rows.start + 1, end, nbytes_done, (rows.start, rows.stop)
+        )
 
 
 def open_unpacked(raw: BinaryIO, path: str) -> BinaryIO:
@@ -253,7 +255,7 @@ def _unpack_error(path: str, error: Exception) -> DataError:
     )
 
 
-def block_documents(block: Block, keys: Sequence[str]) -> Iterator[Document | Rejected]:
+def block_documents(block: LineBlock, keys: Sequence[str]) -> Iterator[Document | Rejected]:
     """The documents of a block, in order; in place of one that cannot be used, the reason."""
     if block.rows is not None:
         for number, row in enumerate(

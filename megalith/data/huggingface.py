@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megalith import storage
 from megalith.config.tokenizer import MERGES, VOCABULARY, merges_beside
-from megalith.data.marked import Spans
+from megalith.data.marked import TokenSpans
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -103,7 +103,7 @@ class HuggingFaceTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_spans(self, text: str) -> Spans:
+    def encode_spans(self, text: str) -> TokenSpans:
         """The same ids, and the characters that each stands for.
 
         Where a tokenizer leaves spaces out of what it tells, a token of spaces alone is said to lie
@@ -114,7 +114,7 @@ class HuggingFaceTokenizer:
             (start, end) if start < end else (max(0, start - 1), max(1, end))
             for start, end in found.offsets
         ]
-        return Spans(found.ids, places)
+        return TokenSpans(found.ids, places)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts; on several threads unless TOKENIZERS_PARALLELISM=false."""

@@ -288,7 +288,7 @@ class IndexedDataset:
         if isinstance(key, slice):
             if key.step not in (None, 1):
                 raise ValueError(
-                    f"slice step {key.step}: only neighbouring sequences can be sliced, use step 1"
+                    f"slice step {key.step}: only neighboring sequences can be sliced, use step 1"
                 )
             return [self.get(index) for index in range(*key.indices(len(self)))]
         return self.get(key + len(self) if key < 0 else key)

@@ -142,7 +142,7 @@ class _GrowingStore:
                 file.close()
 
 
-class Journal:
+class PrepareJournal:
     """The stores of one `prepare`, one per key, and the place in the input up to which they are
     safe."""
 

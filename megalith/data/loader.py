@@ -21,7 +21,7 @@ from megalith.data.sample import Dataset, Indexed, PackedSample, Row, Sample
 from megalith.errors import DataError
 from megalith.kernels.tokens import (
     DropoutKey,
-    Tokens,
+    PackedSeqParams,
     tokens_of_lengths,
     tokens_of_slices,
     with_places,
@@ -29,8 +29,12 @@ from megalith.kernels.tokens import (
 from megalith.parallel.group import Group, gather_objects, start_all_reduce_
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
-from megalith.plan.deal import Budget, Deal, DocumentCost, deal_rows, imbalance
-from megalith.plan.packing import documents_from_eod, labels_inside_documents, tokens_further_on
+from megalith.plan.deal import BatchAssignment, Budget, DocumentCost, assign_rows, imbalance
+from megalith.plan.packing import (
+    documents_from_eod,
+    labels_inside_documents,
+    shift_tokens_within_documents,
+)
 
 Ids = NDArray[np.int64]
 
@@ -46,7 +50,7 @@ class Batch:
     labels: Tensor
     """int64 [t]: the next token; -1 where there is no loss."""
 
-    tokens: Tokens
+    tokens: PackedSeqParams
     """Which document each token belongs to."""
 
     num_labels: int
@@ -55,14 +59,14 @@ class Batch:
     lengths: tuple[int, ...]
     """Of its documents as they were read, over the same ranks: padding and filler are no work."""
 
-    num_read: int = 0
+    num_tokens: int = 0
     """Tokens as they were read, without filler, over the same ranks."""
 
-    further: tuple[tuple[Tensor, Tensor], ...] = ()
-    """(ids, labels), each [t], of every depth that predicts further ahead: those one, two, ...
+    mtp_inputs: tuple[tuple[Tensor, Tensor], ...] = ()
+    """(ids, labels), each [t], of every MTP depth: those one, two, ...
     tokens further on in the same document; where it ends first, token 0 and no label."""
 
-    num_further: tuple[int, ...] = ()
+    num_mtp_labels: tuple[int, ...] = ()
     """Labels of each depth that count, as `num_labels`."""
 
     part: float = 1.0
@@ -83,13 +87,13 @@ class StepBatches:
     num_labels: int
     """Labels that count in the global batch, over all ranks: what the summed loss is divided by."""
 
-    num_further: tuple[int, ...] = ()
-    """The same for every depth that predicts further ahead."""
+    num_mtp_labels: tuple[int, ...] = ()
+    """The same for every MTP depth."""
 
-    num_read: int = 0
+    num_tokens: int = 0
     """Tokens of the global batch as they were read, without filler."""
 
-    num_places: int = 0
+    num_padded_tokens: int = 0
     """The same with filler."""
 
     lengths: tuple[int, ...] | None = None
@@ -123,7 +127,7 @@ def masks_of(data: DataConfig, model: ModelConfig, eod: int | None) -> Masks:
     """What the settings of a run say of it."""
     return Masks(
         eod=eod,
-        documents=data.documents,
+        documents=data.document_masking,
         eod_mask_loss=data.eod_mask_loss,
         padding=not model.attention.causal,
     )
@@ -150,14 +154,14 @@ class Loader:
         slicing: Slicing = WHOLE,
         sampler: Sampler = "sequential",
         dropout_seed: int | None = None,
-        further: int = 0,
+        num_mtp_layers: int = 0,
         budget: Budget | None = None,
         everyone: Group | None = None,
         cost: DocumentCost | None = None,
         balanced: bool = False,
     ) -> None:
         """`dropout_seed`: the seed of a run that trains with dropout; unset: nothing is dropped.
-        `further`: depths that predict further ahead. `budget`: the dataset's samples are
+        `further`: MTP depths. `budget`: the dataset's samples are
         documents, to be packed by it; `everyone`: all ranks, which then make sure that they deal
         alike. `cost`: what the ranks' work is compared by; `balanced`: rows are dealt by it."""
         self.dataset, self.masks, self.dp, self.device, self.slicing = (
@@ -168,7 +172,7 @@ class Loader:
             slicing,
         )
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.sampler, self.dropout_seed, self.further = sampler, dropout_seed, further
+        self.sampler, self.dropout_seed, self.num_mtp_layers = sampler, dropout_seed, num_mtp_layers
         self.budget, self.everyone, self.balanced = budget, everyone or dp, balanced
         self.cost = DocumentCost() if cost is None else cost
         self._position = consumed
@@ -182,14 +186,16 @@ class Loader:
             DataError: ranks have packed the documents of the step in different ways.
         """
         assert self._ahead is not None, "more steps asked for than the loader was made for"
-        step, count, deal, works = self._ahead
+        step, count, assignment, works = self._ahead
         self._ahead = self._read()
         for work in works:
             work.wait()
-        if deal is not None:
-            check_alike(deal.num_microbatches, count[-2:].tolist(), self.everyone)
-        read, own, *further = count[: 2 + self.further].tolist()
-        return replace(step, num_labels=own, num_further=tuple(further), num_read=read)
+        if assignment is not None:
+            check_batches_consistent_across_ranks(
+                assignment.num_microbatches, count[-2:].tolist(), self.everyone
+            )
+        read, own, *mtp_inputs = count[: 2 + self.num_mtp_layers].tolist()
+        return replace(step, num_labels=own, num_mtp_labels=tuple(mtp_inputs), num_tokens=read)
 
     def _read(self) -> "_Ahead | None":
         """Read a step, and start counting its labels over the data-parallel ranks."""
@@ -197,19 +203,20 @@ class Loader:
             return None
         self._left -= 1
         if self.budget is None:
-            step, deal = self._read_rows(), None
+            step, assignment = self._read_rows(), None
         else:
-            step, deal = self._read_packs(self.budget)
+            step, assignment = self._read_packs(self.budget)
         self._position += self.global_batch_size
         counts = [
-            (batch.num_read, batch.num_labels, *batch.num_further) for batch in step.microbatches
+            (batch.num_tokens, batch.num_labels, *batch.num_mtp_labels)
+            for batch in step.microbatches
         ]
         sums = [sum(depth) for depth in zip(*counts, strict=True)]
-        seen = [] if deal is None else [deal.digest(), deal.digest() ** 2]
+        seen = [] if assignment is None else [assignment.digest(), assignment.digest() ** 2]
         count = torch.tensor([*sums, *seen], device=self.device)
         works = [start_all_reduce_(count[: len(sums)], self.dp)]
         works += [start_all_reduce_(count[len(sums) :], self.everyone)] if seen else []
-        return _Ahead(step, count, deal, [work for work in works if work is not None])
+        return _Ahead(step, count, assignment, [work for work in works if work is not None])
 
     def _read_rows(self) -> StepBatches:
         """My rows of the next step."""
@@ -220,7 +227,11 @@ class Loader:
         samples = [[self.dataset.sample(k) for k in ids] for ids in rows]
         batches = [
             build_batch(
-                each, self.masks, device=self.device, slicing=self.slicing, further=self.further
+                each,
+                self.masks,
+                device=self.device,
+                slicing=self.slicing,
+                num_mtp_layers=self.num_mtp_layers,
             )
             for each in samples
         ]
@@ -230,7 +241,7 @@ class Loader:
                 for batch, at in zip(batches, places)
             ]
         size = len(samples[0][0].ids) - isinstance(samples[0][0], Sample)
-        return replace(told, microbatches=batches, num_places=self.global_batch_size * size)
+        return replace(told, microbatches=batches, num_padded_tokens=self.global_batch_size * size)
 
     def _known_rows(self, dataset: Indexed) -> tuple[list[list[int]], StepBatches]:
         """My rows of the next step, by microbatch, and what is known of all ranks' before they are
@@ -238,23 +249,25 @@ class Loader:
         dp, count = self.dp, self.global_batch_size
         lengths = [dataset.lengths_of(self._position + number) for number in range(count)]
         costs = [sum(map(self.cost, row)) for row in lengths]
-        deal = deal_rows(costs, dp=dp.size, rows=self.micro_batch_size, balanced=self.balanced)
+        assignment = assign_rows(
+            costs, dp=dp.size, rows=self.micro_batch_size, balanced=self.balanced
+        )
         ranks = [
-            sum(costs[row] for rows in deal[rank :: dp.size] for row in rows)
+            sum(costs[row] for rows in assignment[rank :: dp.size] for row in rows)
             for rank in range(dp.size)
         ]
-        mine = [[self._position + row for row in rows] for rows in deal[dp.rank :: dp.size]]
+        mine = [[self._position + row for row in rows] for rows in assignment[dp.rank :: dp.size]]
         return mine, StepBatches([], 0, lengths=tuple(chain(*lengths)), imbalance=imbalance(ranks))
 
-    def _read_packs(self, budget: Budget) -> tuple[StepBatches, Deal]:
+    def _read_packs(self, budget: Budget) -> tuple[StepBatches, BatchAssignment]:
         """My packs of the next step's documents."""
         first, dataset = self._position, self.dataset
         assert isinstance(dataset, Indexed), "only documents can be packed"
         lengths = [
             sum(dataset.lengths_of(first + number)) for number in range(self.global_batch_size)
         ]
-        deal = budget.deal(lengths, self.dp.size)
-        even = sum(lengths) / len(deal.packs)
+        assignment = budget.assign_batches(lengths, self.dp.size)
+        even = sum(lengths) / len(assignment.packs)
         batches = [
             build_pack(
                 dataset,
@@ -262,14 +275,16 @@ class Loader:
                 budget,
                 device=self.device,
                 slicing=self.slicing,
-                further=self.further,
+                num_mtp_layers=self.num_mtp_layers,
                 dropout_seed=self.dropout_seed,
                 even=even,
             )
-            for pack in deal.of(self.dp.rank)
+            for pack in assignment.of(self.dp.rank)
         ]
-        places = len(deal.packs) * budget.capacity
-        return StepBatches(batches, 0, (), 0, places, tuple(lengths), deal.imbalance), deal
+        places = len(assignment.packs) * budget.capacity
+        return StepBatches(
+            batches, 0, (), 0, places, tuple(lengths), assignment.imbalance
+        ), assignment
 
     def _rows(self) -> list[list[int]]:
         """The samples of the next step that this rank reads, microbatch by microbatch."""
@@ -303,14 +318,16 @@ class _Ahead(NamedTuple):
 
     step: StepBatches
     sums: Tensor
-    """int64: tokens read, labels, those of every further depth; with a deal, its digest and the
+    """int64: tokens read, labels, those of every MTP depth; with a deal, its digest and the
     square of that."""
 
-    deal: Deal | None
+    assignment: BatchAssignment | None
     works: list[dist.Work]
 
 
-def check_alike(microbatches: int, sums: Sequence[int], everyone: Group) -> None:
+def check_batches_consistent_across_ranks(
+    microbatches: int, sums: Sequence[int], everyone: Group
+) -> None:
     """Make sure that all ranks have dealt alike, before any waits for a microbatch that another
     does not have.
 
@@ -348,7 +365,7 @@ def build_batch(
     *,
     device: torch.device,
     slicing: Slicing = WHOLE,
-    further: int = 0,
+    num_mtp_layers: int = 0,
 ) -> Batch:
     """Rows of one microbatch as packed tokens, of which one rank gets its slice: here and nowhere
     else.
@@ -365,7 +382,10 @@ def build_batch(
     counted = labels >= 0
     pairs = [
         (inputs, labels),
-        *(_further_on(inputs, labels, lengths, depth) for depth in range(1, further + 1)),
+        *(
+            _shift_within_documents(inputs, labels, lengths, depth)
+            for depth in range(1, num_mtp_layers + 1)
+        ),
     ]
     shared, tokens = _share(pairs, lengths, slicing, device)
     if (places := _places(samples, lengths)) is not None:
@@ -381,9 +401,9 @@ def build_batch(
         tokens,
         int(counted.sum()),
         read,
-        num_read=sum(read),
-        further=tuple(others),
-        num_further=tuple(int((labels >= 0).sum()) for _, labels in pairs[1:]),
+        num_tokens=sum(read),
+        mtp_inputs=tuple(others),
+        num_mtp_labels=tuple(int((labels >= 0).sum()) for _, labels in pairs[1:]),
     )
 
 
@@ -394,7 +414,7 @@ def build_pack(
     *,
     device: torch.device,
     slicing: Slicing = WHOLE,
-    further: int = 0,
+    num_mtp_layers: int = 0,
     dropout_seed: int | None = None,
     even: float = 0.0,
 ) -> Batch:
@@ -405,14 +425,16 @@ def build_pack(
     """
     samples = [dataset.sample(k) for k in documents]
     row = joined([sample for sample in samples if isinstance(sample, PackedSample)], budget)
-    batch = build_batch([row], Masks(), device=device, slicing=slicing, further=further)
+    batch = build_batch(
+        [row], Masks(), device=device, slicing=slicing, num_mtp_layers=num_mtp_layers
+    )
     tokens = _with_numbers(
         batch.tokens, numbers_of(documents, row, budget.longest), seed=dropout_seed
     )
     return replace(batch, tokens=tokens, part=row.num_valid / even if even else 1.0)
 
 
-def _without_filler(tokens: Tokens, rows: Sequence[PackedSample]) -> Tokens:
+def _without_filler(tokens: PackedSeqParams, rows: Sequence[PackedSample]) -> PackedSeqParams:
     """The tokens of rows whose filler is padding, to which experts pay no heed."""
     if all(row.num_valid == len(row.ids) for row in rows):
         return tokens
@@ -420,7 +442,7 @@ def _without_filler(tokens: Tokens, rows: Sequence[PackedSample]) -> Tokens:
     return _with_numbers(tokens, np.where(np.concatenate(text), 0, -1), seed=None)
 
 
-def _with_numbers(tokens: Tokens, numbers: Ids, *, seed: int | None) -> Tokens:
+def _with_numbers(tokens: PackedSeqParams, numbers: Ids, *, seed: int | None) -> PackedSeqParams:
     """The tokens with padding where `numbers` [t], of all that was read, are below 0; with dropout
     if it has a seed."""
     context = tokens.context
@@ -432,8 +454,8 @@ def _with_numbers(tokens: Tokens, numbers: Ids, *, seed: int | None) -> Tokens:
     return replace(_marked(tokens, mine, seed), context=context)
 
 
-def _marked(tokens: Tokens, numbers: Ids, seed: int | None) -> Tokens:
-    device = tokens.positions.device
+def _marked(tokens: PackedSeqParams, numbers: Ids, seed: int | None) -> PackedSeqParams:
+    device = tokens.position_ids.device
     dropout = None if seed is None else DropoutKey(seed, _flat(numbers, device))
     return replace(tokens, valid=tokens.valid & _flat(numbers >= 0, device), dropout=dropout)
 
@@ -463,10 +485,12 @@ def _packed_rows(samples: Sequence[PackedSample]) -> tuple[Ids, Ids, list[int]]:
     return inputs, labels, [length for sample in samples for length in sample.lengths]
 
 
-def _further_on(ids: Ids, labels: Ids, lengths: list[int], depth: int) -> tuple[Ids, Ids]:
+def _shift_within_documents(
+    ids: Ids, labels: Ids, lengths: list[int], depth: int
+) -> tuple[Ids, Ids]:
     """What a depth reads and predicts: ids and labels that many tokens further on in the same
     document."""
-    source = tokens_further_on(lengths, depth)
+    source = shift_tokens_within_documents(lengths, depth)
     return np.where(source >= 0, ids.reshape(-1)[source], 0), np.where(
         source >= 0, labels.reshape(-1)[source], -1
     )
@@ -511,11 +535,11 @@ def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
 
 def _share(
     pairs: list[tuple[Ids, Ids]], lengths: list[int], slicing: Slicing, device: torch.device
-) -> tuple[list[tuple[Ids, Ids]], Tokens]:
+) -> tuple[list[tuple[Ids, Ids]], PackedSeqParams]:
     """One rank's (ids, labels) and tokens of rows with documents of these lengths; padding is token
     0, without a label.
 
-    Labels are the next tokens of the text already, so that no token needs its neighbour.
+    Labels are the next tokens of the text already, so that no token needs its neighbor.
     """
     if slicing.ranks == 1:
         return pairs, tokens_of_lengths(lengths, device=device)

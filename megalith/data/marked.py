@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Spans(NamedTuple):
+class TokenSpans(NamedTuple):
     """The ids of a text, and the characters [start, end) that each stands for: at least one, and
     one may have several tokens."""
 
@@ -32,17 +32,19 @@ def encode_parts(
     return ids
 
 
-def spans_of_parts(text: str, specials: Mapping[str, int], encode: Callable[[str], Spans]) -> Spans:
+def spans_of_parts(
+    text: str, specials: Mapping[str, int], encode: Callable[[str], TokenSpans]
+) -> TokenSpans:
     """The same with the place of each token; `encode` counts from the beginning of what it is
     given.
 
     >>> spans_of_parts("a<end>b", {"<end>": 256}, lambda text: Spans([ord(text)], [(0, 1)]))
     Spans(ids=[97, 256, 98], places=[(0, 1), (1, 6), (6, 7)])
     """
-    found, first = Spans([], []), 0
+    found, first = TokenSpans([], []), 0
     for part in _parts(text, specials):
         ids, places = (
-            Spans([specials[part]], [(0, len(part))]) if part in specials else encode(part)
+            TokenSpans([specials[part]], [(0, len(part))]) if part in specials else encode(part)
         )
         found.ids.extend(ids)
         found.places.extend((first + start, first + end) for start, end in places)

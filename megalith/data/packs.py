@@ -18,7 +18,7 @@ from megalith.data.row_masks import joined_masks
 from megalith.data.sample import PackedSample
 from megalith.errors import DataError
 from megalith.plan.deal import Budget
-from megalith.plan.fill import Filled, fill_first
+from megalith.plan.fill import PackedDocuments, fill_first
 from megalith.plan.keys import key
 
 BARS = 12
@@ -56,7 +56,7 @@ def numbers_of(documents: Sequence[int], row: PackedSample, longest: int) -> NDA
 # --- decided beforehand
 
 
-class Room(NamedTuple):
+class PackingInput(NamedTuple):
     """What a packing is made for: conversations, and rows for them."""
 
     digest: str
@@ -75,22 +75,22 @@ class Room(NamedTuple):
 class Packs:
     """Rows of whole conversations for one epoch."""
 
-    filled: Filled
+    filled: PackedDocuments
     digest: str
     """Of the rows."""
 
 
-def pack_first_fit(room: Room, seed: int) -> Filled:
+def pack_first_fit(room: PackingInput, seed: int) -> PackedDocuments:
     """First-fit decreasing; among equally long conversations the seed decides who comes first.
 
     Source: Johnson 1973, "Near-optimal bin packing algorithms".
     """
     order = np.random.default_rng(key(seed, "sft", "packs")).permutation(room.kept)
     filled = fill_first(room.lengths[order].tolist(), room.seq_len)
-    return Filled(order[filled.documents].astype(np.int64), filled.starts)
+    return PackedDocuments(order[filled.documents].astype(np.int64), filled.starts)
 
 
-def write_packs(path: Path, room: Room, filled: Filled) -> None:
+def write_packs(path: Path, room: PackingInput, filled: PackedDocuments) -> None:
     """Keep a packing; the file is whole whenever it is there.
 
     Raises:
@@ -118,7 +118,7 @@ def write_packs(path: Path, room: Room, filled: Filled) -> None:
             temporary.unlink()
 
 
-def read_packs(path: str, room: Room) -> Packs:
+def read_packs(path: str, room: PackingInput) -> Packs:
     """A packing that was made for these conversations and rows.
 
     Raises:
@@ -127,7 +127,9 @@ def read_packs(path: str, room: Room) -> Packs:
     try:
         with np.load(path, allow_pickle=False) as file:
             made_for = str(file["conversations"]), int(file["seq_len"]), str(file["overlong"])
-            filled = Filled(file["documents"].astype(np.int64), file["starts"].astype(np.int64))
+            filled = PackedDocuments(
+                file["documents"].astype(np.int64), file["starts"].astype(np.int64)
+            )
     except (
         OSError,
         ValueError,
@@ -189,7 +191,7 @@ class PackReport:
     """(from, to, rows): how many rows have so many conversations."""
 
 
-def report_of(filled: Filled, lengths: NDArray[np.int64], room: int) -> PackReport:
+def report_of(filled: PackedDocuments, lengths: NDArray[np.int64], room: int) -> PackReport:
     """Count what a packing has come to."""
     tokens, rows = int(lengths[filled.documents].sum()), filled.num_rows
     sizes = Counter(np.diff(filled.starts).tolist())

@@ -10,7 +10,7 @@ from megalith.errors import DataError
 
 
 class Rows(NamedTuple):
-    """Neighbouring rows of one row group, which are read together."""
+    """Neighboring rows of one row group, which are read together."""
 
     start: int
     stop: int

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from megalith.config.prepare import PrepareConfig, prepare_problems
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.corpus import (
-    Block,
     Document,
+    LineBlock,
     Rejected,
     Source,
     block_documents,
@@ -29,7 +29,7 @@ from megalith.data.corpus import (
     read_blocks,
 )
 from megalith.data.indexed import index_path, token_dtype, tokens_path
-from megalith.data.journal import EncodedKey, Journal, Totals
+from megalith.data.journal import EncodedKey, PrepareJournal, Totals
 from megalith.data.stores import write_tokenizer_record
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError, raise_all
@@ -47,7 +47,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PrepareWork:
     """What a worker must know besides the block."""
 
     tokenizer: TokenizerConfig
@@ -78,7 +78,7 @@ def prepare(config: PrepareConfig, *, report: Callable[[Progress], None] | None 
     sources = find_sources(config.input, config.format)
     tokenizer = build_tokenizer(config.tokenizer)
     outputs = output_prefixes(config)
-    with Journal(
+    with PrepareJournal(
         Path(f"{config.output}.preparing"), config.keys, _settings(config, tokenizer), sources
     ) as journal:
         journal.start(resume=config.resume, overwrite=config.overwrite)
@@ -123,12 +123,12 @@ def _refuse_existing(outputs: Sequence[str], *, overwrite: bool) -> None:
 
 
 def _tokenize(
-    journal: Journal,
+    journal: PrepareJournal,
     sources: Sequence[Source],
     config: PrepareConfig,
     report: Callable[[Progress], None] | None,
 ) -> None:
-    work = Work(config.tokenizer, config.keys, config.append_eod, config.strict)
+    work = PrepareWork(config.tokenizer, config.keys, config.append_eod, config.strict)
     total = sum(source.nbytes for source in sources)
     for block, encoded in _encode_in_order(
         read_blocks(sources, journal.position), work, config.workers
@@ -145,14 +145,14 @@ def _tokenize(
 
 
 def _encode_in_order(
-    blocks: Iterator[Block], work: Work, workers: int
-) -> Iterator[tuple[Block, EncodedBlock]]:
+    blocks: Iterator[LineBlock], work: PrepareWork, workers: int
+) -> Iterator[tuple[LineBlock, EncodedBlock]]:
     """Every block with its tokens, in the order of the blocks; a single worker is this process."""
     if workers == 1:
         for block in blocks:
             yield block, encode_block(block, work)
         return
-    waiting: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+    waiting: deque[tuple[LineBlock, Future[EncodedBlock]]] = deque()
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
     try:
         for block in blocks:
@@ -165,7 +165,9 @@ def _encode_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _first_done(waiting: deque[tuple[Block, Future[EncodedBlock]]]) -> tuple[Block, EncodedBlock]:
+def _first_done(
+    waiting: deque[tuple[LineBlock, Future[EncodedBlock]]],
+) -> tuple[LineBlock, EncodedBlock]:
     block, future = waiting.popleft()
     try:
         return block, future.result()
@@ -199,7 +201,7 @@ def _tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     return build_tokenizer(config)
 
 
-def encode_block(block: Block, work: Work) -> EncodedBlock:
+def encode_block(block: LineBlock, work: PrepareWork) -> EncodedBlock:
     """Tokenize the documents of a block.
 
     Raises:
@@ -226,7 +228,7 @@ def encode_block(block: Block, work: Work) -> EncodedBlock:
 
 
 def _count(
-    documents: Sequence[Document], keys: Sequence[EncodedKey], totals: Totals, work: Work
+    documents: Sequence[Document], keys: Sequence[EncodedKey], totals: Totals, work: PrepareWork
 ) -> None:
     empty = np.flatnonzero(np.sum([key.sequences for key in keys], axis=0) == 0)
     if len(empty):
@@ -241,7 +243,7 @@ def _count(
     )
 
 
-def _refuse_if_strict(rejected: Rejected, work: Work) -> None:
+def _refuse_if_strict(rejected: Rejected, work: PrepareWork) -> None:
     if work.strict:
         raise DataError(
             f"{rejected}. Correct it, or run without --strict to count such documents and leave "

@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 from megalith.data.sample import Row, RowMask, Sample
 from megalith.errors import DataError
 from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 
-Seen = NDArray[np.bool_]
+RowMaskKind = NDArray[np.bool_]
 
 
 def masks_of_rows(rows: Sequence[Row], *, padding: bool) -> list[RowMask | None]:
     """What rows say of their tokens; with `padding` no token sees that at the end of a row of text.
 
-    In rows of which nothing is read, and so nothing learnt, nothing more is hidden: they need no
+    In rows of which nothing is read, and so nothing learned, nothing more is hidden: they need no
     way that knows masks.
     """
     found = []
@@ -33,14 +33,14 @@ def masks_of_rows(rows: Sequence[Row], *, padding: bool) -> list[RowMask | None]
     return found
 
 
-def _text(row: RowMask | None) -> Seen | None:
+def _text(row: RowMask | None) -> RowMaskKind | None:
     """What of a row is no padding: [s]; None: all."""
     if row is None:
         return None
     return row.seen if row.seen.ndim == 1 else row.text
 
 
-def _texts(rows: Sequence[RowMask | None], lengths: Sequence[int]) -> Seen | None:
+def _texts(rows: Sequence[RowMask | None], lengths: Sequence[int]) -> RowMaskKind | None:
     """The same of rows of these lengths, one after the other."""
     texts = [_text(row) for row in rows]
     if all(text is None for text in texts):
@@ -54,8 +54,8 @@ def _texts(rows: Sequence[RowMask | None], lengths: Sequence[int]) -> Seen | Non
 
 
 def with_row_masks(
-    tokens: Tokens, rows: Sequence[RowMask | None], lengths: Sequence[int]
-) -> Tokens:
+    tokens: PackedSeqParams, rows: Sequence[RowMask | None], lengths: Sequence[int]
+) -> PackedSeqParams:
     """The tokens of rows, whose documents have these lengths as they were read, with the masks of
     the rows.
 
@@ -65,7 +65,7 @@ def with_row_masks(
     """
     if all(row is None for row in rows):
         return tokens
-    size, device = sum(lengths) // len(rows), tokens.positions.device
+    size, device = sum(lengths) // len(rows), tokens.position_ids.device
     _check(rows, size)
     if (text := _texts(rows, [size] * len(rows))) is not None:
         tokens = with_padding(tokens, torch.from_numpy(text).to(device))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.marked import Spans, encode_parts, spans_of_parts
+from megalith.data.marked import TokenSpans, encode_parts, spans_of_parts
 from megalith.errors import DataError
 
 MODEL = "tokenizer.model"
@@ -72,7 +72,7 @@ class SentencePieceTokenizer:
         """The ids of a text in which control pieces are written out; nothing is put around it."""
         return encode_parts(text, self.specials, self._model.encode)
 
-    def encode_spans(self, text: str) -> Spans:
+    def encode_spans(self, text: str) -> TokenSpans:
         """The same ids, and the characters that each stands for."""
         return spans_of_parts(text, self.specials, self._spans)
 
@@ -100,11 +100,11 @@ class SentencePieceTokenizer:
         """UTF-8 bytes of the text that the ids stand for."""
         return len(self.decode(ids).encode())
 
-    def _spans(self, text: str) -> Spans:
+    def _spans(self, text: str) -> TokenSpans:
         """Of several bytes of one character only the last has it; a space that is put before the
         text lies nowhere. Both are given the character that follows."""
         found = self._model.encode(text, return_type="offset_mapping")
-        return Spans(
+        return TokenSpans(
             list(found["ids"]), [(start, max(end, start + 1)) for start, end in found["offsets"]]
         )
 

@@ -1,4 +1,4 @@
-"""Fine-tuning samples: conversations as tokens and what of them is learnt, and rows filled with
+"""Fine-tuning samples: conversations as tokens and what of them is learned, and rows filled with
 them."""
 
 import hashlib
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megalith.config.data import DataConfig
 from megalith.config.sft import SFTConfig
 from megalith.data.cache import Arrays, load_or_build
-from megalith.data.chat_template import ChatTemplate, Piece, find_template
+from megalith.data.chat_template import ChatTemplate, TextPiece, find_template
 from megalith.data.conversations import (
     MADE_UP,
     Conversation,
@@ -23,12 +23,12 @@ from megalith.data.conversations import (
     made_up,
     read_conversations,
 )
-from megalith.data.packs import Room, read_packs
+from megalith.data.packs import PackingInput, read_packs
 from megalith.data.pretrain import check_ids
 from megalith.data.sample import PackedSample
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
-from megalith.plan.fill import Filled, fill_apart, fill_best, fill_by_group, fill_in_order
+from megalith.plan.fill import PackedDocuments, fill_apart, fill_best, fill_by_group, fill_in_order
 from megalith.plan.keys import key
 
 _log = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ MADE_UP_VALID = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenised:
+class Tokenized:
     """Conversations as tokens, one after the other."""
 
     tokens: NDArray[np.int32]
-    learnt: NDArray[np.bool_]
+    learned: NDArray[np.bool_]
     """Of each token: whether it is to be predicted."""
 
     starts: NDArray[np.int64]
@@ -106,17 +106,17 @@ class Report:
             else f"{self.rows} an epoch"
         )
         return (
-            f"{self.conversations} conversations{told}; {rows}, {share:.1%} of their tokens learnt"
+            f"{self.conversations} conversations{told}; {rows}, {share:.1%} of their tokens learned"
         )
 
 
-def tokenise(
+def tokenize(
     conversation: Conversation, template: ChatTemplate, tokenizer: Tokenizer, *, everything: bool
 ) -> Arrays:
-    """Tokens of one conversation, and which of them are learnt: `everything`, or what the template
+    """Tokens of one conversation, and which of them are learned: `everything`, or what the template
     says.
 
-    A token across the border of what is learnt is learnt: it holds the first or the last of what
+    A token across the border of what is learned is learned: it holds the first or the last of what
     the assistant wrote, which nothing else would teach.
 
     Raises:
@@ -136,27 +136,29 @@ def tokenise(
             f"messages. Use a template that writes them down, or remove the row."
         )
     characters = np.repeat(
-        [piece.learnt for piece in pieces], [len(piece.text) for piece in pieces]
+        [piece.learned for piece in pieces], [len(piece.text) for piece in pieces]
     )
     before = np.concatenate([[0], np.cumsum(characters)])
     starts, ends = np.minimum(
         np.array(places, np.int64).T, [[len(characters) - 1], [len(characters)]]
     )
-    return {"tokens": np.array(ids, np.int32), "learnt": before[ends] > before[starts]}
+    return {"tokens": np.array(ids, np.int32), "learned": before[ends] > before[starts]}
 
 
-def _pieces(conversation: Conversation, template: ChatTemplate, everything: bool) -> list[Piece]:
+def _pieces(
+    conversation: Conversation, template: ChatTemplate, everything: bool
+) -> list[TextPiece]:
     if not everything:
         return template.pieces(conversation.messages, tools=conversation.tools)
     if any("train" in message for message in conversation.messages):
         raise DataError(
-            f'"train" says what is learnt, and data.sft.loss_on=all learns everything. '
+            f'"train" says what is learned, and data.sft.loss_on=all learns everything. '
             f"Set data.sft.loss_on=assistant, or remove it from {conversation.where}."
         )
-    return [Piece(template.render(conversation.messages, tools=conversation.tools), True)]
+    return [TextPiece(template.render(conversation.messages, tools=conversation.tools), True)]
 
 
-def tokenise_all(
+def tokenize_all(
     conversations: Iterable[Conversation],
     paths: Sequence[str],
     template: ChatTemplate,
@@ -164,17 +166,17 @@ def tokenise_all(
     *,
     everything: bool,
 ) -> Arrays:
-    """The arrays of `Tokenised`, and their hash; paths: of the files, in order.
+    """The arrays of `Tokenized`, and their hash; paths: of the files, in order.
 
     Raises:
-        DataError: there are none, or one cannot be tokenised.
+        DataError: there are none, or one cannot be tokenized.
     """
-    tokens, learnt, places = [], [], []
+    tokens, learned, places = [], [], []
     said = time.monotonic()
     for conversation in conversations:
-        found = tokenise(conversation, template, tokenizer, everything=everything)
+        found = tokenize(conversation, template, tokenizer, everything=everything)
         tokens.append(found["tokens"])
-        learnt.append(found["learnt"])
+        learned.append(found["learned"])
         places.append((paths.index(conversation.path), conversation.row))
         if time.monotonic() - said > _SAY_SECONDS:
             said = time.monotonic()
@@ -187,7 +189,7 @@ def tokenise_all(
         )
     arrays: Arrays = {
         "tokens": np.concatenate(tokens),
-        "learnt": np.concatenate(learnt),
+        "learned": np.concatenate(learned),
         "starts": np.cumsum([0, *map(len, tokens)], dtype=np.int64),
         "files": np.array([file for file, _ in places], np.int32),
         "rows": np.array([row for _, row in places], np.int64),
@@ -205,7 +207,7 @@ class ConversationDataset:
     def __init__(
         self,
         name: str,
-        store: Tokenised,
+        store: Tokenized,
         sft: SFTConfig,
         *,
         seq_len: int,
@@ -248,7 +250,7 @@ class ConversationDataset:
         arrays = load_or_build(
             cache, f"{self.fingerprint} rows={num_samples}", lambda: self._epochs(num_samples)
         )
-        self._rows = Filled(arrays["documents"], arrays["starts"])
+        self._rows = PackedDocuments(arrays["documents"], arrays["starts"])
         self.num_samples = self._rows.num_rows
         self.report = self._report(counts, int(arrays["per_epoch"][0]))
 
@@ -275,7 +277,7 @@ class ConversationDataset:
             tokens = self._store.tokens[first : first + length + 1]
             ids[end : end + length] = tokens[:-1]
             labels[end : end + length] = np.where(
-                self._store.learnt[first + 1 : first + length + 1], tokens[1:], -1
+                self._store.learned[first + 1 : first + length + 1], tokens[1:], -1
             )
             lengths.append(length)
             end += length
@@ -286,9 +288,9 @@ class ConversationDataset:
         """Tokens that are read of each conversation of row k."""
         return tuple(self._lengths[self._rows.row(k)].tolist())
 
-    def room(self) -> Room:
+    def room(self) -> PackingInput:
         """What a packing is made for."""
-        return Room(
+        return PackingInput(
             self._store.digest, self._seq_len, self._sft.overlong, self._lengths, self._kept
         )
 
@@ -304,18 +306,18 @@ class ConversationDataset:
             "per_epoch": np.array([epoch.num_rows for epoch in epochs], np.int64),
         }
 
-    def _epoch(self, epoch: int) -> Filled:
+    def _epoch(self, epoch: int) -> PackedDocuments:
         """The rows of one epoch."""
         sft, shuffled = self._sft, self._sft.shuffle == "epoch"
         draw = np.random.default_rng(key(self._seed, "sft", "epoch", epoch))
-        together = sft.packing == "row" and not self._alone
-        order = draw.permutation(self._kept) if shuffled and not together else self._kept
+        raise_on_all_ranks = sft.packing == "row" and not self._alone
+        order = draw.permutation(self._kept) if shuffled and not raise_on_all_ranks else self._kept
         lengths = self._lengths[order].tolist()
         if self._packs is not None:
             order, filled = np.arange(len(self._lengths)), self._packs.filled
         elif self._alone:
             filled = fill_apart(lengths)
-        elif together:
+        elif raise_on_all_ranks:
             filled = fill_by_group(lengths, self._lines(), self._seq_len)
         else:
             filled = (fill_best if sft.packing == "best_fit" else fill_in_order)(
@@ -326,7 +328,7 @@ class ConversationDataset:
         rows = draw.permutation(filled.num_rows) if shuffled else np.arange(filled.num_rows)
         parts = [order[filled.row(number)] for number in rows.tolist()]
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        return Filled(np.concatenate(parts).astype(np.int64), starts)
+        return PackedDocuments(np.concatenate(parts).astype(np.int64), starts)
 
     def _lines(self) -> list[tuple[int, int]]:
         """(file, row) of each conversation that is read."""
@@ -356,7 +358,7 @@ class _Counts:
 
 
 def _usable(
-    store: Tokenised, sft: SFTConfig, seq_len: int, name: str
+    store: Tokenized, sft: SFTConfig, seq_len: int, name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], _Counts]:
     """Tokens that are read of each conversation, which conversations are, and what became of the
     others.
@@ -376,10 +378,10 @@ def _usable(
             "truncate or drop."
         )
     read = np.minimum(lengths, seq_len)
-    before = np.concatenate([[0], np.cumsum(store.learnt, dtype=np.int64)])
+    before = np.concatenate([[0], np.cumsum(store.learned, dtype=np.int64)])
     firsts = (
         store.starts[:-1] + 1
-    )  # the first token of a conversation follows nothing, so it cannot be learnt
+    )  # the first token of a conversation follows nothing, so it cannot be learned
     supervised = before[np.maximum(firsts + read, firsts)] - before[firsts]
     dropped = long if sft.overlong == "drop" else np.zeros_like(long)
     masked = (supervised == 0) & ~dropped
@@ -445,11 +447,11 @@ def build_conversations(
     arrays = load_or_build(
         cache,
         f"conversations {told}",
-        lambda: tokenise_all(found, names, template, tokenizer, everything=everything),
+        lambda: tokenize_all(found, names, template, tokenizer, everything=everything),
     )
     return ConversationDataset(
         split,
-        _tokenised(arrays, names),
+        _tokenized(arrays, names),
         sft,
         seq_len=seq_len,
         seed=seed,
@@ -460,10 +462,10 @@ def build_conversations(
     )
 
 
-def _tokenised(arrays: Arrays, paths: tuple[str, ...]) -> Tokenised:
-    return Tokenised(
+def _tokenized(arrays: Arrays, paths: tuple[str, ...]) -> Tokenized:
+    return Tokenized(
         arrays["tokens"],
-        arrays["learnt"],
+        arrays["learned"],
         arrays["starts"],
         arrays["files"],
         arrays["rows"],

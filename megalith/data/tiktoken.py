@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megalith import storage
 from megalith.config.tokenizer import SplitPattern
-from megalith.data.marked import Spans, encode_parts, places_of_bytes, spans_of_parts
+from megalith.data.marked import TokenSpans, encode_parts, places_of_bytes, spans_of_parts
 from megalith.errors import DataError
 
 PATTERNS: dict[SplitPattern, str] = {
@@ -134,16 +134,16 @@ class TiktokenTokenizer:
         """The ids of a text in which special tokens are written out; nothing is put around it."""
         return encode_parts(text, self._specials, self._ordinary)
 
-    def encode_spans(self, text: str) -> Spans:
+    def encode_spans(self, text: str) -> TokenSpans:
         """The same ids, and the characters that each stands for."""
         return spans_of_parts(text, self._specials, self._spans)
 
-    def _spans(self, text: str) -> Spans:
+    def _spans(self, text: str) -> TokenSpans:
         ids = self._ordinary(text)
         lengths = [
             len(self._encoding.decode_single_token_bytes(token - self._shift)) for token in ids
         ]
-        return Spans(ids, places_of_bytes(text, lengths))
+        return TokenSpans(ids, places_of_bytes(text, lengths))
 
     def _ordinary(self, text: str) -> list[int]:
         return [token + self._shift for token in self._encoding.encode_ordinary(text)]

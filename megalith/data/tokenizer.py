@@ -16,7 +16,7 @@ from megalith.config.tokenizer import (
     tokenizer_problems,
 )
 from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
-from megalith.data.marked import Spans, encode_parts, places_of_bytes, spans_of_parts
+from megalith.data.marked import TokenSpans, encode_parts, places_of_bytes, spans_of_parts
 from megalith.data.sentencepiece import (
     MODEL,
     SentencePieceTokenizer,
@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
         """The ids of a text in which special tokens are written out, as chat templates do; nothing
         is put around it."""
 
-    def encode_spans(self, text: str) -> Spans:
+    def encode_spans(self, text: str) -> TokenSpans:
         """The same ids, and the characters that each stands for."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -100,7 +100,7 @@ class ByteTokenizer:
         """The UTF-8 bytes of the text, and the end token where it is written out."""
         return encode_parts(text, self.specials, self.encode)
 
-    def encode_spans(self, text: str) -> Spans:
+    def encode_spans(self, text: str) -> TokenSpans:
         """The same, and the character of each byte."""
         return spans_of_parts(text, self.specials, self._spans)
 
@@ -122,9 +122,9 @@ class ByteTokenizer:
         """Every id but the end is a byte."""
         return sum(token < 256 for token in ids)
 
-    def _spans(self, text: str) -> Spans:
+    def _spans(self, text: str) -> TokenSpans:
         ids = self.encode(text)
-        return Spans(ids, places_of_bytes(text, [1] * len(ids)))
+        return TokenSpans(ids, places_of_bytes(text, [1] * len(ids)))
 
 
 class NullTokenizer:
@@ -159,13 +159,13 @@ class NullTokenizer:
         """
         return self.encode(text)
 
-    def encode_spans(self, text: str) -> Spans:
+    def encode_spans(self, text: str) -> TokenSpans:
         """The numbers in the text, and their digits' places.
 
         Raises:
             DataError: a word is not one of the ids.
         """
-        return Spans(self.encode(text), [word.span() for word in re.finditer(r"\S+", text)])
+        return TokenSpans(self.encode(text), [word.span() for word in re.finditer(r"\S+", text)])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The numbers in each text."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import LayerCache
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionView:
     """How many tokens a layer sees."""
 
     window: int | None = None
@@ -23,7 +23,7 @@ class Sight:
     def before(self, count: int) -> int:
         """How many of a document's first `count` tokens the next one sees.
 
-        >>> [Sight(4).before(6), Sight(4, chunked=True).before(6), Sight().before(6)]
+        >>> [AttentionView(4).before(6), AttentionView(4, chunked=True).before(6), AttentionView().before(6)]
         [3, 2, 6]
         """
         if self.window is None:
@@ -31,11 +31,11 @@ class Sight:
         return count % self.window if self.chunked else min(count, self.window - 1)
 
 
-EVERYTHING = Sight()
+EVERYTHING = AttentionView()
 
 FIRST_ROOM = 64
-"""Tokens that a new buffer has room for (guess); it doubles when they are used up, so each is
-copied about once."""
+"""PackedSeqParams that a new buffer has room for (guess); it doubles when they are used up, so
+each is copied about once."""
 
 
 class GrowingBuffer:
@@ -45,7 +45,7 @@ class GrowingBuffer:
     Only what later tokens see is sure to stay: with a window the last rows.
     """
 
-    def __init__(self, sight: Sight = EVERYTHING) -> None:
+    def __init__(self, sight: AttentionView = EVERYTHING) -> None:
         self._sight = sight
         self._rows: Tensor | None = None
         self._end = 0  # rows that are here; with a window the last ones of all
@@ -98,7 +98,7 @@ class PackedCache:
     def __init__(self, keys: Sequence[GrowingBuffer], values: Sequence[GrowingBuffer]) -> None:
         self._keys, self._values = keys, values
 
-    def extend(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
         """Keep k, v [t, g, d] of the tokens read now; give back those that they may see [t_kv, g,
         d]."""
         queries = [length for length, _ in tokens.lengths]
@@ -112,13 +112,13 @@ def _extend(buffers: Sequence[GrowingBuffer], rows: Tensor, queries: Sequence[in
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class KeyValueCache:
+class KVCache:
     """Keys and values of several sequences at all layers, by the sequences' numbers.
 
     `sights`: what each layer sees, and so keeps; unset: all see everything.
     """
 
-    def __init__(self, num_layers: int, sights: Sequence[Sight] = ()) -> None:
+    def __init__(self, num_layers: int, sights: Sequence[AttentionView] = ()) -> None:
         self._sights = list(sights) or [EVERYTHING] * num_layers
         self._buffers: dict[int, list[tuple[GrowingBuffer, GrowingBuffer]]] = {}
 
@@ -153,11 +153,11 @@ class KeyValueCache:
         return True
 
 
-class ReadText:
+class PrefixState:
     """What was read of one text, so that another which begins alike costs its other tokens only."""
 
-    def __init__(self, num_layers: int, sights: Sequence[Sight] = ()) -> None:
-        self.cache = KeyValueCache(num_layers, sights)
+    def __init__(self, num_layers: int, sights: Sequence[AttentionView] = ()) -> None:
+        self.cache = KVCache(num_layers, sights)
         self._ids: list[int] = []
 
     def resume(self, ids: Sequence[int], *, sequence: int) -> int:

@@ -8,15 +8,15 @@ from megalith.config.sample import SampleConfig
 from megalith.data.chat_template import ChatTemplate, Message, find_template
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
-from megalith.infer.cache import ReadText
+from megalith.infer.cache import PrefixState
 from megalith.infer.generate import generate, remember
-from megalith.infer.load import Writer
+from megalith.infer.load import TextGenerator
 from megalith.infer.text import Transcript
 from megalith.models.companions import own_template, turn_ends
 from megalith.models.pretrained import Pretrained
 
 
-class Until:
+class StopFilter:
     """Text that is shown up to where a certain text begins; what may be the beginning of it is held
     back."""
 
@@ -46,12 +46,12 @@ class Until:
 class Chat:
     """One conversation, which goes on turn by turn."""
 
-    writer: Writer
+    writer: TextGenerator
     template: ChatTemplate
     sample: SampleConfig
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
-    read: ReadText = field(init=False)
+    read: PrefixState = field(init=False)
     """What the model has read so far: a turn costs its own tokens only, as far as the template
     repeats the others."""
 
@@ -84,7 +84,7 @@ class Chat:
                 f"answer. Use /reset to begin again."
             )
         ends, end = turn_ends(self.template, tokenizer)
-        transcript, until = Transcript(prompt, ids, tokenizer), Until(end)
+        transcript, until = Transcript(prompt, ids, tokenizer), StopFilter(end)
         answer: list[str] = []
         stream = generate(
             self.writer.model, [ids], self.sample, stops=self.writer.stops | ends, before=self.read

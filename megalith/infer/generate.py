@@ -10,9 +10,9 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
-from megalith.infer.cache import EVERYTHING, KeyValueCache, ReadText, Sight
+from megalith.infer.cache import EVERYTHING, AttentionView, KVCache, PrefixState
 from megalith.infer.sample import choose
-from megalith.kernels.rope import turning_length
+from megalith.kernels.rope import rope_length
 from megalith.kernels.tokens import tokens_of_queries
 from megalith.models.decoder import Decoder
 
@@ -20,12 +20,12 @@ Finish = Literal["stop", "length", "context"]
 """Why a text ended: its end token, max_new_tokens, or the longest context the model reads."""
 
 STEP_TOKENS = 4096
-"""Tokens read in one forward; longer prompts are read in parts, so that activations stay small
-(guess)."""
+"""PackedSeqParams read in one forward; longer prompts are read in parts, so that activations
+stay small (guess)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class GeneratedToken:
     """One new token of one sequence."""
 
     sequence: int
@@ -44,7 +44,7 @@ class _Sequence:
     ids: list[int]
     prompt_length: int
     num_read: int = field(default=0)
-    """Tokens whose keys and values are in the cache."""
+    """PackedSeqParams whose keys and values are in the cache."""
 
 
 def generate(
@@ -54,8 +54,8 @@ def generate(
     *,
     stops: frozenset[int] = frozenset(),
     step_tokens: int = STEP_TOKENS,
-    before: ReadText | None = None,
-) -> Iterator[Written]:
+    before: PrefixState | None = None,
+) -> Iterator[GeneratedToken]:
     """Write on from every prompt; tokens come out as they are chosen, one of each unfinished
     sequence per round.
 
@@ -106,18 +106,18 @@ def generate(
                 active.remove(sequence)
                 if before is None:
                     kept.cache.drop(sequence.number)
-            yield Written(sequence.number, token, finish)
+            yield GeneratedToken(sequence.number, token, finish)
 
 
-def remember(model: ModelConfig) -> ReadText:
+def remember(model: ModelConfig) -> PrefixState:
     """Room for what a model reads."""
-    return ReadText(model.num_layers, sights_of_layers(model))
+    return PrefixState(model.num_layers, sights_of_layers(model))
 
 
 def _turns_by_length(model: ModelConfig, length: int) -> bool:
     """Whether keys of so long a text turn by angles that follow from its length: in another text
     they would others."""
-    return model.positions == "rope" and turning_length(model.rope, length) > 0
+    return model.positions == "rope" and rope_length(model.rope, length) > 0
 
 
 def _turns_anew(model: ModelConfig, length: int) -> bool:
@@ -126,16 +126,16 @@ def _turns_anew(model: ModelConfig, length: int) -> bool:
     return model.rope.scaling == "longrope" and _turns_by_length(model, length)
 
 
-def sights_of_layers(model: ModelConfig) -> list[Sight]:
+def sights_of_layers(model: ModelConfig) -> list[AttentionView]:
     """How many tokens each layer sees, and behind that how many of the memory, where it looks at
     one."""
-    own = Sight(model.attention.window, model.attention.chunked)
+    own = AttentionView(model.attention.window, model.attention.chunked)
     return [
         sight
         for layer in range(model.num_layers)
         for sight in (
             own if model.has_window(layer) else EVERYTHING,
-            *([EVERYTHING] if model.looks(layer) else []),
+            *([EVERYTHING] if model.uses_cross_layer_source(layer) else []),
         )
     ]
 
@@ -180,7 +180,7 @@ def divide_room(wanted: Sequence[int], room: int) -> list[int]:
 
 
 @torch.no_grad()
-def _read(model: Decoder, reading: Sequence[tuple[_Sequence, int]], cache: KeyValueCache) -> Tensor:
+def _read(model: Decoder, reading: Sequence[tuple[_Sequence, int]], cache: KVCache) -> Tensor:
     """Read the next `count` tokens of each sequence; scores [b, v] after the last token of those
     read to their end."""
     device = next(model.parameters()).device

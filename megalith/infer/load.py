@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
@@ -31,18 +31,18 @@ from megalith.plan.experts import expert_layout_problems
 from megalith.plan.grid import divisors
 from megalith.train.rules import key_value_heads_fit, model_problems
 
-FURTHER = ("mtp.*",)
-"""Parameters of layers that predict further ahead than the next token."""
+MTP_PARAMETERS = ("mtp.*",)
+"""Parameters of MTP layers than the next token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class TextGenerator:
     """What writing text needs."""
 
     model: Decoder
     tokenizer: Tokenizer
     stops: frozenset[int]
-    """Tokens that end a text."""
+    """PackedSeqParams that end a text."""
 
 
 def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
@@ -97,7 +97,7 @@ def writing_layout(model: ModelConfig, ranks: int) -> ParallelConfig:
     """How ranks share a model that writes: each has some of the features, and some of the
     experts where these divide evenly. All have all tokens, so that all take part in every
     exchange."""
-    whole_experts = model.moe is not None and model.moe.experts % ranks == 0
+    whole_experts = model.moe is not None and model.moe.num_experts % ranks == 0
     return ParallelConfig(tp=ranks, ep=ranks, etp=1) if whole_experts else ParallelConfig(tp=ranks)
 
 
@@ -112,7 +112,7 @@ def writing_problems(model: ModelConfig) -> list[str]:
     ]
 
 
-def load_writer(
+def load_text_generator(
     source: Pretrained,
     mesh: Mesh,
     device: torch.device,
@@ -120,7 +120,7 @@ def load_writer(
     *,
     kernels: Kernel = "auto",
     mlp_chunks: int = 1,
-) -> Writer:
+) -> TextGenerator:
     """Build this rank's slice of the model, which computes by `kernels` and reads prompts in
     `mlp_chunks`, and fill it. Collective over the mesh.
 
@@ -131,7 +131,7 @@ def load_writer(
     """
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
-    # Layers that predict further ahead are for training: text is written a token at a time.
+    # MTP layers are for training: text is written a token at a time.
     model = Decoder(replace(source.model, mtp=MTPConfig()), mesh, dtype=dtype)
     use_kernels([model], kernels, mesh)
     if mlp_chunks > 1 and read_prompts_in_chunks(model, mlp_chunks) == 0:
@@ -142,16 +142,16 @@ def load_writer(
         )
     allocate(model, device)
     entries = [
-        Entry(declared.shard, "param", getattr(module, name))
+        CheckpointEntry(declared.shard, "param", getattr(module, name))
         for declared, module, name in declared_parameters(model)
     ]
     fill_from(
         source,
         entries,
         mesh.world,
-        rules=CheckpointConfig(skip=FURTHER if source.model.mtp.depths else ()),
+        rules=CheckpointConfig(skip=MTP_PARAMETERS if source.model.mtp.num_layers else ()),
     )
-    return Writer(model.eval(), tokenizer, stop_ids(source, tokenizer))
+    return TextGenerator(model.eval(), tokenizer, stop_ids(source, tokenizer))
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: Path) -> None:

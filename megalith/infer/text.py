@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from megalith.config.sample import SampleConfig
 from megalith.data.tokenizer import StreamDecoder, Tokenizer, ends_texts_itself
 from megalith.errors import DataError
-from megalith.infer.generate import Finish, Written, generate
-from megalith.infer.load import Writer
+from megalith.infer.generate import Finish, GeneratedToken, generate
+from megalith.infer.load import TextGenerator
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -46,7 +46,7 @@ class Transcript:
         # is none to drop.
         self.echo = "".join(self._decoder.push(token) for token in prompt_ids)
 
-    def add(self, written: Written) -> None:
+    def add(self, written: GeneratedToken) -> None:
         """Take one token."""
         self.ids.append(written.token)
         self.finish = written.finish
@@ -57,7 +57,7 @@ class Transcript:
         self.text += new
 
 
-class InOrder:
+class OrderedPrinter:
     """Texts of several sequences that grow at once, shown one after the other: the first unfinished
     one streams."""
 
@@ -66,7 +66,7 @@ class InOrder:
         self._current = -1
         self._shown = 0  # characters of the current one
 
-    def news(self) -> str:
+    def unread_text(self) -> str:
         """What can be shown now: prompts and what follows them; with several, a line of its own
         before each."""
         parts = [self._next()] if self._current < 0 else []
@@ -102,8 +102,8 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]
     return encoded
 
 
-def write_texts(
-    writer: Writer,
+def generate_text(
+    writer: TextGenerator,
     prompts: Sequence[str],
     sample: SampleConfig,
     *,
@@ -123,9 +123,9 @@ def write_texts(
     transcripts = [
         Transcript(text, ids, writer.tokenizer) for text, ids in zip(prompts, encoded, strict=True)
     ]
-    stream = InOrder(transcripts)
+    stream = OrderedPrinter(transcripts)
     stops: frozenset[int] = frozenset() if ignore_eod else writer.stops
     for written in generate(writer.model, encoded, sample, stops=stops):
         transcripts[written.sequence].add(written)
-        show(stream.news())
+        show(stream.unread_text())
     return transcripts

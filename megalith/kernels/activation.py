@@ -16,10 +16,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megalith.config.kernels import Form
+from megalith.config.kernels import BackendName
 from megalith.config.model import Activation
 from megalith.kernels import cpu
-from megalith.kernels.engine import Engine, engine_for
+from megalith.kernels.engine import FusedBackend, select_backend
 from megalith.kernels.linear import Context
 
 QUICK = 1.702
@@ -30,7 +30,7 @@ ROOT_2_OVER_PI, CUBE = 0.7978845608028654, 0.044715
 """gelu_tanh is x / 2 * (1 + tanh(ROOT_2_OVER_PI * (x + CUBE * x^3)))."""
 
 
-class Gate(NamedTuple):
+class GatedActivation(NamedTuple):
     """How gate [t, f] and up [t, f] become `activation(min(gate, clamp)) * (clip(up, -clamp, clamp)
     + up_offset)`."""
 
@@ -41,24 +41,24 @@ class Gate(NamedTuple):
     up_offset: float = 0.0
 
 
-def activate(x: Tensor, activation: Activation, *, kernel: Form = "auto") -> Tensor:
+def activate(x: Tensor, activation: Activation, *, kernel: BackendName = "auto") -> Tensor:
     """The activation of every element: x [t, f] -> [t, f], computed in fp32 (float64 for float64),
     rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_activate(x, activation)
-    engine_for(
+    select_backend(
         kernel, x, op="activation", loops=False, triton=False
     )  # it has neither, and no other is meant
     y: Tensor = ActivationFunction.apply(x, activation)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-def gated(gate_up: Tensor, gate: Gate, *, kernel: Form = "auto") -> Tensor:
+def gated(gate_up: Tensor, gate: GatedActivation, *, kernel: BackendName = "auto") -> Tensor:
     """The gated features: gate_up [t, 2 f], the gate first -> [t, f], computed in fp32 or float64,
     rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_gated(gate_up, gate)
-    engine = engine_for(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
+    engine = select_backend(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
     y: Tensor = GatedFunction.apply(gate_up, gate, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -80,7 +80,7 @@ def reference_activate(x: Tensor, activation: Activation) -> Tensor:
     return REFERENCES[activation](x.to(wide_of(x))).to(x.dtype)
 
 
-def reference_gated(gate_up: Tensor, gate: Gate) -> Tensor:
+def reference_gated(gate_up: Tensor, gate: GatedActivation) -> Tensor:
     """What `gated` computes, in plain operations."""
     g, up = gate_up.to(wide_of(gate_up)).chunk(2, dim=-1)
     if gate.clamp is not None:
@@ -168,7 +168,9 @@ class GatedFunction(Function):
     reference = staticmethod(lambda gate_up, gate, engine: reference_gated(gate_up, gate))
 
     @staticmethod
-    def forward(ctx: Context, gate_up: Tensor, gate: Gate, engine: Engine) -> Tensor:
+    def forward(
+        ctx: Context, gate_up: Tensor, gate: GatedActivation, engine: FusedBackend
+    ) -> Tensor:
         """[t, 2 f] -> [t, f]."""
         ctx.save_for_backward(gate_up)
         ctx.gate, ctx.engine = gate, engine
@@ -188,18 +190,19 @@ def wide_of(x: Tensor) -> torch.dtype:
 
 
 def limited(wide: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
-    """Gate and up [t, f] within their limits; without any, parts of `wide` [t, 2 f] itself."""
+    """GatedActivation and up [t, f] within their limits; without any, parts of `wide` [t, 2 f]
+    itself."""
     g, up = wide.chunk(2, dim=-1)
     return (g, up) if clamp is None else (g.clamp(max=clamp), up.clamp(-clamp, clamp))
 
 
-def _forward(gate_up: Tensor, gate: Gate) -> Tensor:
+def _forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
     g, up = limited(gate_up.to(wide_of(gate_up)), gate.clamp)
     value = FORMULAS[gate.activation].value(g)
     return value.mul_(up + gate.up_offset if gate.up_offset else up).to(gate_up.dtype)
 
 
-def _backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
+def _backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
     """Both halves of the gradient, 0 for what was cut off."""
     wide = gate_up.to(wide_of(gate_up))
     g, up = limited(wide, gate.clamp)
@@ -212,7 +215,7 @@ def _backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
     return torch.cat(halves, dim=-1).to(gate_up.dtype)
 
 
-def _loop_forward(gate_up: Tensor, gate: Gate) -> Tensor:
+def _loop_forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
     """`_forward` in one pass."""
     gate_up = gate_up.contiguous()
     t, f = gate_up.shape[0], gate_up.shape[1] // 2
@@ -221,7 +224,7 @@ def _loop_forward(gate_up: Tensor, gate: Gate) -> Tensor:
     return y
 
 
-def _loop_backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
+def _loop_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
     """`_backward` in one pass."""
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     out = torch.empty_like(gate_up)
@@ -238,37 +241,37 @@ def _loop_backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
     return out
 
 
-def _triton_forward(gate_up: Tensor, gate: Gate) -> Tensor:
+def _triton_forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
     """`_forward` in one pass."""
     from megalith.kernels import triton_gated  # imports Triton
 
     return triton_gated.forward(gate_up, gate.activation, limits_of(gate), None)
 
 
-def _triton_backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
+def _triton_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
     """`_backward` in one pass."""
     from megalith.kernels import triton_gated
 
     return triton_gated.backward(dy, gate_up, gate.activation, limits_of(gate), None)[0]
 
 
-FORWARD: Mapping[Engine, Callable[[Tensor, Gate], Tensor]] = {
+FORWARD: Mapping[FusedBackend, Callable[[Tensor, GatedActivation], Tensor]] = {
     "torch": _forward,
-    "loops": _loop_forward,
+    "numba": _loop_forward,
     "triton": _triton_forward,
 }
-BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Gate], Tensor]] = {
+BACKWARD: Mapping[FusedBackend, Callable[[Tensor, Tensor, GatedActivation], Tensor]] = {
     "torch": _backward,
-    "loops": _loop_backward,
+    "numba": _loop_backward,
     "triton": _triton_backward,
 }
 
 
-def limits_of(gate: Gate) -> tuple[float, float]:
+def limits_of(gate: GatedActivation) -> tuple[float, float]:
     """The clamp, infinite where there is none, and the offset."""
     return float("inf") if gate.clamp is None else gate.clamp, gate.up_offset
 
 
-def numbers_of(gate: Gate) -> tuple[float, float, float, float]:
+def numbers_of(gate: GatedActivation) -> tuple[float, float, float, float]:
     """a and b of `SIGMOIDS`, the clamp and the offset."""
     return *SIGMOIDS[gate.activation], *limits_of(gate)

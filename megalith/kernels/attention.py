@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalith.config.kernels import Form, is_forced
+from megalith.config.kernels import BackendName, is_explicit_backend
 from megalith.kernels.dropout import DroppedWeights, weight_factors
 from megalith.kernels.engine import refuse
 from megalith.kernels.relative_bias import distance_biases
@@ -25,34 +25,34 @@ from megalith.kernels.scores import PLAIN, Scores, keys_seen, masked_attention
 from megalith.kernels.sdpa import Lengths, Mask, mask_for_torch, sdpa_attention, sdpa_masked
 from megalith.kernels.span_attention import span_attention
 from megalith.kernels.tiled_attention import TILED_LENGTHS, tiled_attention
-from megalith.kernels.tokens import Tokens
-from megalith.kernels.visible import SeenPairs, Visible
+from megalith.kernels.tokens import PackedSeqParams
+from megalith.kernels.visible import Visible, VisiblePairs
 from megalith.plan.context import spans_of_lengths
 
-Way = Literal["tiles", "torch", "spans", "varlen", "flex"]
+AttentionBackend = Literal["cpu_tiled", "torch", "split_kv", "varlen", "flex"]
 
 
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
     *,
-    kernel: Form = "auto",
+    kernel: BackendName = "auto",
 ) -> Tensor:
     """Softmax attention inside each document; every n/g query heads share one key/value head.
 
     q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], any strides -> [t, n, d_v]. A document's queries
-    are the last of its keys, so a key/value cache may stand in front of them; where neither
+    are the last of its keys, so a KV cache may stand in front of them; where neither
     causality nor a window asks for places, they may as well be other tokens, of another number.
     `sinks` [n]: see `masked_attention`. Masks of the tokens hide keys beside what `scores` hide.
     For bf16, scores and softmax are fp32. kernel="torch": torch's kernel where it knows such
     scores, else the plain definition.
     """
     lengths = tokens.lengths
-    if is_forced(kernel):
+    if is_explicit_backend(kernel):
         check_forced(kernel, q, k, v, tokens, scores, sinks)
     if tokens.visible is not None:
         return _with_masks(q, k, v, tokens, tokens.visible, scores, sinks, kernel)
@@ -70,15 +70,19 @@ def attention(
         return _pair_by_pair(q, k, v, lengths, tokens, scores, sinks, kernel)
     if kernel == "reference" or (kernel == "torch" and not known_to_torch(scores, sinks)):
         return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
-    way = way_of(q, v, lengths, scores, sinks) if kernel == "auto" else WAYS[kernel]
-    if way == "spans":
+    backend = (
+        select_attention_backend(q, v, lengths, scores, sinks)
+        if kernel == "auto"
+        else ATTENTION_BACKENDS[kernel]
+    )
+    if backend == "split_kv":
         # Planned on the host for the lengths at hand: a compiler would trace that, and once more
         # for all other lengths.
         run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
         return run(q, k, v, lengths, scores, sinks, dropped_between(tokens, scores))
-    if way in ("varlen", "flex"):
-        return _on_gpu(way, q, k, _alone_in_memory(v, q, k), lengths, scores, sinks)
-    if way == "tiles":
+    if backend in ("varlen", "flex"):
+        return _on_gpu(backend, q, k, _alone_in_memory(v, q, k), lengths, scores, sinks)
+    if backend == "cpu_tiled":
         return tiled_attention(
             q, k, v, row_of(lengths), scale=scores.factor(q.shape[2]), causal=scores.causal
         )
@@ -91,7 +95,7 @@ def reference_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -104,7 +108,7 @@ def _document_by_document(
     k: Tensor,
     v: Tensor,
     lengths: Lengths,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     scores: Scores,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -131,7 +135,7 @@ def _document_by_document(
     return torch.cat(outs)
 
 
-def _bias(tokens: Tokens, queries: int, keys: int, scores: Scores) -> Tensor | None:
+def _bias(tokens: PackedSeqParams, queries: int, keys: int, scores: Scores) -> Tensor | None:
     """What the scores of a document gain: [n, queries, keys]; None: nothing."""
     if scores.relative is None:
         return None
@@ -142,7 +146,7 @@ def _bias(tokens: Tokens, queries: int, keys: int, scores: Scores) -> Tensor | N
 
 
 def _masks(
-    tokens: Tokens, lengths: Lengths, scores: Scores, device: torch.device
+    tokens: PackedSeqParams, lengths: Lengths, scores: Scores, device: torch.device
 ) -> Iterator[Tensor | None]:
     """For each document, of whose keys the last may be left: what its queries see by `scores`
     and by its mask, bool [queries or 1, keys]; None: everything."""
@@ -157,7 +161,7 @@ def _masks(
         yield seen if mask is None else mask if seen is None else seen & mask
 
 
-def dropped_between(tokens: Tokens, scores: Scores) -> DroppedWeights | None:
+def dropped_between(tokens: PackedSeqParams, scores: Scores) -> DroppedWeights | None:
     """Which weights of these tokens among themselves are dropped; None: none."""
     if scores.dropout is None or tokens.dropout is None:
         return None
@@ -169,10 +173,10 @@ def _pair_by_pair(
     k: Tensor,
     v: Tensor,
     lengths: Lengths,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     scores: Scores,
     sinks: Tensor | None,
-    kernel: Form,
+    kernel: BackendName,
 ) -> Tensor:
     """Attention with masks or biases of pairs: by torch's kernel, unless it does not know the
     rest."""
@@ -197,7 +201,7 @@ def _pair_by_pair(
 
 
 def _masks_for_torch(
-    visible: Visible, tokens: Tokens, lengths: Lengths, scores: Scores, q: Tensor
+    visible: Visible, tokens: PackedSeqParams, lengths: Lengths, scores: Scores, q: Tensor
 ) -> list[Mask | None]:
     """`_masks`, made once for all layers that hide the same; of documents of one length as one."""
     hiding = visible.scores(scores)
@@ -227,11 +231,11 @@ def _with_masks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     visible: Visible,
     scores: Scores,
     sinks: Tensor | None,
-    kernel: Form,
+    kernel: BackendName,
 ) -> Tensor:
     """Attention where tokens have masks. No way that knows none is asked."""
     hiding = visible.scores(scores)
@@ -242,8 +246,12 @@ def _with_masks(
     )
     scores, hiding = replace(scores, window=window), replace(hiding, window=window)
     auto = kernel == "auto"
-    way = way_with_masks(q, v, kept, scores, sinks, visible) if auto else WAYS.get(kernel, "torch")
-    if way == "torch":
+    backend = (
+        select_masked_backend(q, v, kept, scores, sinks, visible)
+        if auto
+        else ATTENTION_BACKENDS.get(kernel, "torch")
+    )
+    if backend == "torch":
         return _pair_by_pair(q, k, v, kept, tokens, scores, sinks, kernel)
     lengths = kept
     if hiding.window is not None and hiding.chunked:
@@ -251,12 +259,12 @@ def _with_masks(
             lengths_of_chunks(kept, hiding.window),
             replace(hiding, window=None, chunked=False),
         )
-    seen = SeenPairs(
+    seen = VisiblePairs(
         visible,
         torch.arange(len(q), device=q.device),
         _numbers_of_keys(tokens.lengths, kept, q.device),
     )
-    if way == "flex":
+    if backend == "flex":
         from megalith.kernels.flex_attention import flexible_attention
 
         return flexible_attention(q, k, _alone_in_memory(v, q, k), lengths, hiding, sinks, seen)
@@ -266,9 +274,9 @@ def _with_masks(
     return run(q, k, v, lengths, hiding, sinks, dropped_between(tokens, scores), seen)
 
 
-def way_with_masks(
+def select_masked_backend(
     q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None, visible: Visible
-) -> Way:
+) -> AttentionBackend:
     """The fastest way that knows these scores and masks: torch's kernel has all pairs in its
     mask, so it is none for windows. Nor is it, on CPUs, for long documents of which nothing but
     padding is hidden beside causality: intervals cost them the same (2048 tokens, 8 heads: 1.01
@@ -280,10 +288,10 @@ def way_with_masks(
     if scores.relative is not None or (known_to_torch(scores, sinks) and not intervals):
         return "torch"
     if cpu:
-        return "spans"
+        return "split_kv"
     from megalith.kernels import flex_attention
 
-    return "flex" if flex_attention.takes(q, v, scores) else "spans"
+    return "flex" if flex_attention.takes(q, v, scores) else "split_kv"
 
 
 def seen_at_most(lengths: Lengths, scores: Scores) -> Lengths:
@@ -317,17 +325,17 @@ def _spans(
     scores: Scores,
     sinks: Tensor | None,
     dropped: DroppedWeights | None,
-    seen: SeenPairs | None = None,
+    seen: VisiblePairs | None = None,
 ) -> Tensor:
     spans = spans_of_lengths(lengths, scores.window, causal=scores.causal, right=scores.right)
     return span_attention(q, k, v, spans, scores, sinks, dropped, seen=seen)
 
 
-WAYS: Mapping[Form, Way] = {
+ATTENTION_BACKENDS: Mapping[BackendName, AttentionBackend] = {
     "torch": "torch",
     "sdpa": "torch",
-    "tiles": "tiles",
-    "spans": "spans",
+    "cpu_tiled": "cpu_tiled",
+    "split_kv": "split_kv",
     "varlen": "varlen",
     "flex": "flex",
 }
@@ -335,11 +343,11 @@ WAYS: Mapping[Form, Way] = {
 
 
 def check_forced(
-    kernel: Form,
+    kernel: BackendName,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     scores: Scores,
     sinks: Tensor | None,
 ) -> None:
@@ -353,12 +361,12 @@ def check_forced(
         fits = kernel == "sdpa" and known_to_torch(
             replace(scores, window=None, relative=None), sinks
         )
-    elif tokens.visible is not None and kernel in ("sdpa", "tiles", "varlen"):
+    elif tokens.visible is not None and kernel in ("sdpa", "cpu_tiled", "varlen"):
         fits = kernel == "sdpa" and known_to_torch(replace(scores, window=None), sinks)
-    elif kernel in ("sdpa", "tiles"):
+    elif kernel in ("sdpa", "cpu_tiled"):
         whole = all(queries == keys for queries, keys in tokens.lengths)
         fits = plain and (kernel == "sdpa" or (whole and q.device.type == "cpu"))
-    elif kernel == "spans":
+    elif kernel == "split_kv":
         fits = True
     else:
         from megalith.kernels import flex_attention, varlen_attention
@@ -369,7 +377,9 @@ def check_forced(
         refuse("attention", kernel, q)
 
 
-def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Way:
+def select_attention_backend(
+    q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None
+) -> AttentionBackend:
     """The fastest way that knows these scores; a window that reaches over whole documents is none.
 
     - spans: windows, caps, sinks and dropped weights, which torch's kernel does not know, or,
@@ -383,23 +393,23 @@ def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor
     On GPUs the choice is by what each way does, not by measurements: none was at hand.
     """
     if q.device.type != "cpu":
-        return _way_on_gpu(q, v, lengths, scores, sinks)
+        return _select_gpu_backend(q, v, lengths, scores, sinks)
     if not known_to_torch(scores, sinks):
-        return "spans"
+        return "split_kv"
     if torch.compiler.is_compiling():
         return "torch"
     whole = all(queries == keys for queries, keys in lengths)
     if whole and _tiles_pay(q.dtype, row_of(lengths)):
-        return "tiles"
+        return "cpu_tiled"
     unfused = v.shape[2] != q.shape[2] and any(
         keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths
     )
-    return "spans" if unfused else "torch"
+    return "split_kv" if unfused else "torch"
 
 
-def _way_on_gpu(
+def _select_gpu_backend(
     q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None
-) -> Way:
+) -> AttentionBackend:
     """On devices other than CPUs, by what their torch has."""
     from megalith.kernels import (
         flex_attention,
@@ -410,12 +420,12 @@ def _way_on_gpu(
     if not (known and alike) and varlen_attention.takes(q, v, scores, sinks):
         return "varlen"
     if not known:
-        return "flex" if flex_attention.takes(q, v, scores) else "spans"
+        return "flex" if flex_attention.takes(q, v, scores) else "split_kv"
     return "torch"
 
 
 def _on_gpu(
-    way: Way,
+    backend: AttentionBackend,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -426,7 +436,7 @@ def _on_gpu(
     from megalith.kernels.flex_attention import flexible_attention
     from megalith.kernels.varlen_attention import varlen_attention
 
-    if way == "varlen":
+    if backend == "varlen":
         return varlen_attention(q, k, v, lengths, scores)
     return flexible_attention(q, k, v, lengths, scores, sinks)
 

@@ -29,7 +29,7 @@ Loop = Literal[
     "dropout",
     "rope",
     "rope_part",
-    "rope_neighbours",
+    "rope_neighbors",
     "weighted_gated",
     "weighted_gated_backward",
     "weighted_squared_relu",

@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Form
+from megalith.config.kernels import BackendName
 from megalith.kernels import cpu
-from megalith.kernels.engine import Engine, engine_for
-from megalith.kernels.linear import Context, Sink, add_product_, input_grad, linear
+from megalith.kernels.engine import FusedBackend, select_backend
+from megalith.kernels.linear import Context, GradAccumulator, add_product_, input_grad, linear
 from megalith.kernels.linear import forward as linear_forward
-from megalith.parallel.autograd import leave, partial
+from megalith.parallel.autograd import mark_partial, reduce_from_tp
 from megalith.parallel.group import Group, all_reduce_, all_reduce_max_
 from megalith.plan.costs import loss_chunk
 
 
 @dataclass(frozen=True, slots=True)
-class Readout:
+class LogitTransform:
     """How the products of hidden states and vocabulary become scores: s = scale * product, then
     softcap * tanh(s / softcap). In fp32 or float64, unless nothing is to be done."""
 
@@ -35,11 +35,11 @@ class Readout:
     """The largest score there can be; unset: none. Source: Gemma Team 2024, arXiv:2408.00118,
     section 2."""
 
-    def scores(self, products: Tensor) -> Tensor:
+    def scores(self, matmul_ops: Tensor) -> Tensor:
         """What they become, in their memory where the dtype allows: [t, v] -> [t, v]."""
         if self == AS_THEY_ARE:
-            return products
-        wide = products.to(torch.promote_types(products.dtype, torch.float32)).mul_(self.scale)
+            return matmul_ops
+        wide = matmul_ops.to(torch.promote_types(matmul_ops.dtype, torch.float32)).mul_(self.scale)
         return wide if self.softcap is None else wide.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def slopes(self, scores: Tensor) -> Tensor | float | None:
@@ -50,7 +50,7 @@ class Readout:
         return None if self.scale == 1.0 else self.scale
 
 
-AS_THEY_ARE = Readout()
+AS_THEY_ARE = LogitTransform()
 
 
 class Measured(NamedTuple):
@@ -74,14 +74,14 @@ def linear_cross_entropy(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    readout: Readout = AS_THEY_ARE,
+    logit_transform: LogitTransform = AS_THEY_ARE,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
-    sink: Sink | None = None,
+    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
-    kernel: Form = "auto",
+    kernel: BackendName = "auto",
 ) -> Tensor:
-    """Sum over labelled tokens of -log softmax(readout(x @ W.T))[label], for the whole vocabulary
+    """Sum over labeled tokens of -log softmax(readout(x @ W.T))[label], for the whole vocabulary
     W: one fp32 or fp64.
 
     x [t, h], whole on every rank of `vocab`; weight [v_local, h], rows first_row ... of the padded
@@ -90,13 +90,13 @@ def linear_cross_entropy(
     is this rank's part of a sum over them.
 
     With `smoothing` a label is 1 - smoothing likely, and all other tokens of the vocabulary share
-    the rest evenly: see `spread_of`. With `z_loss` a labelled token adds z_loss *
-    logsumexp(scores)^2, which keeps scores near those of a normalised distribution (Chowdhery et
+    the rest evenly: see `spread_of`. With `z_loss` a labeled token adds z_loss *
+    logsumexp(scores)^2, which keeps scores near those of a normalized distribution (Chowdhery et
     al. 2022, arXiv:2204.02311, section 5).
 
     The gradients that are wanted are formed here, while a chunk's logits are at hand; backward only
-    scales them. Until then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`: tokens
-    at a time; kernel="reference" has all of them at once.
+    scales them. StopFilter then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`:
+    tokens at a time; kernel="reference" has all of them at once.
     """
     return _sum_of_losses(
         x,
@@ -105,10 +105,10 @@ def linear_cross_entropy(
         vocab,
         first_row,
         vocab_size,
-        readout,
+        logit_transform,
         smoothing,
         z_loss,
-        sink,
+        grad_accumulator,
         chunk,
         kernel,
         measures=False,
@@ -123,12 +123,12 @@ def measured_cross_entropy(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    readout: Readout = AS_THEY_ARE,
+    logit_transform: LogitTransform = AS_THEY_ARE,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
-    sink: Sink | None = None,
+    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
-    kernel: Form = "auto",
+    kernel: BackendName = "auto",
 ) -> Measured:
     """`linear_cross_entropy`, and with it what it saw of each token, through which nothing flows
     back."""
@@ -139,10 +139,10 @@ def measured_cross_entropy(
         vocab,
         first_row,
         vocab_size,
-        readout,
+        logit_transform,
         smoothing,
         z_loss,
-        sink,
+        grad_accumulator,
         chunk,
         kernel,
         measures=True,
@@ -157,12 +157,12 @@ def recomputed_measures(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    readout: Readout = AS_THEY_ARE,
+    logit_transform: LogitTransform = AS_THEY_ARE,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
-    sink: Sink | None = None,
+    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
-    kernel: Form = "auto",
+    kernel: BackendName = "auto",
 ) -> Measured:
     """`recomputed_cross_entropy`, and with it what it saw of each token; logsumexp may be
     differentiated."""
@@ -173,9 +173,9 @@ def recomputed_measures(
         vocab=vocab,
         first_row=first_row,
         vocab_size=vocab_size,
-        readout=readout,
+        logit_transform=logit_transform,
         smoothing=smoothing,
-        sink=sink,
+        grad_accumulator=grad_accumulator,
         chunk=chunk,
         kernel=kernel,
     )
@@ -190,12 +190,12 @@ def recomputed_cross_entropy(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    readout: Readout = AS_THEY_ARE,
+    logit_transform: LogitTransform = AS_THEY_ARE,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
-    sink: Sink | None = None,
+    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
-    kernel: Form = "auto",
+    kernel: BackendName = "auto",
 ) -> Tensor:
     """`linear_cross_entropy` whose backward computes logits again: one matmul more, and no
     gradients wait for it."""
@@ -206,10 +206,10 @@ def recomputed_cross_entropy(
         vocab=vocab,
         first_row=first_row,
         vocab_size=vocab_size,
-        readout=readout,
+        logit_transform=logit_transform,
         smoothing=smoothing,
         z_loss=z_loss,
-        sink=sink,
+        grad_accumulator=grad_accumulator,
         chunk=chunk,
         kernel=kernel,
     ).loss
@@ -222,27 +222,36 @@ def _sum_of_losses(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    readout: Readout,
+    logit_transform: LogitTransform,
     smoothing: float,
     z_loss: float,
-    sink: Sink | None,
+    grad_accumulator: GradAccumulator | None,
     chunk: int | None,
-    kernel: Form,
+    kernel: BackendName,
     *,
     measures: bool,
 ) -> Measured:
     head = Head.of(
-        weight, vocab, first_row, vocab_size, chunk, loops=kernel != "torch", readout=readout
+        weight,
+        vocab,
+        first_row,
+        vocab_size,
+        chunk,
+        loops=kernel != "torch",
+        logit_transform=logit_transform,
     )
     head = replace(head.smoothed(smoothing, vocab_size), z_loss=z_loss, form=kernel)
     if kernel == "reference":
-        each = _plain_losses(x, weight, labels, head, sink)
+        each = _plain_losses(x, weight, labels, head, grad_accumulator)
         return each._replace(loss=_with_z_loss(each, labels, z_loss).sum())
     grad = torch.is_grad_enabled()
     wanted = Wanted(
         x=grad and x.requires_grad, weight=grad and weight.requires_grad, measures=measures
     )
-    return Measured(*LossSumFunction.apply(x, weight, labels, vocab, head, wanted, sink))  # type: ignore[no-untyped-call]  # torch's own
+    losses = LossSumFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
+        x, weight, labels, vocab, head, wanted, grad_accumulator
+    )
+    return Measured(*losses)
 
 
 def _with_z_loss(each: Measured, labels: Tensor, z_loss: float) -> Tensor:
@@ -260,11 +269,11 @@ def token_losses(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    readout: Readout = AS_THEY_ARE,
+    logit_transform: LogitTransform = AS_THEY_ARE,
     smoothing: float = 0.0,
-    sink: Sink | None = None,
+    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
-    kernel: Form = "auto",
+    kernel: BackendName = "auto",
 ) -> Tensor:
     """The same loss of each token: [t], 0 where a token has none; fp32 or float64.
 
@@ -278,9 +287,9 @@ def token_losses(
         vocab=vocab,
         first_row=first_row,
         vocab_size=vocab_size,
-        readout=readout,
+        logit_transform=logit_transform,
         smoothing=smoothing,
-        sink=sink,
+        grad_accumulator=grad_accumulator,
         chunk=chunk,
         kernel=kernel,
     ).loss
@@ -294,21 +303,27 @@ def token_measures(
     vocab: Group,
     first_row: int,
     vocab_size: int,
-    readout: Readout = AS_THEY_ARE,
+    logit_transform: LogitTransform = AS_THEY_ARE,
     smoothing: float = 0.0,
-    sink: Sink | None = None,
+    grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
-    kernel: Form = "auto",
+    kernel: BackendName = "auto",
 ) -> Measured:
     """`token_losses`, and what they saw of each token; losses and logsumexp may both be
     differentiated."""
     head = Head.of(
-        weight, vocab, first_row, vocab_size, chunk, loops=kernel != "torch", readout=readout
+        weight,
+        vocab,
+        first_row,
+        vocab_size,
+        chunk,
+        loops=kernel != "torch",
+        logit_transform=logit_transform,
     )
     head = replace(head.smoothed(smoothing, vocab_size), form=kernel)
     if kernel == "reference":
-        return _plain_losses(x, weight, labels, head, sink)
-    return Measured(*TokenLossesFunction.apply(x, weight, labels, vocab, head, sink))  # type: ignore[no-untyped-call]  # torch's own
+        return _plain_losses(x, weight, labels, head, grad_accumulator)
+    return Measured(*TokenLossesFunction.apply(x, weight, labels, vocab, head, grad_accumulator))  # type: ignore[no-untyped-call]  # torch's own
 
 
 def spread_of(smoothing: float, vocab_size: int) -> float:
@@ -330,16 +345,16 @@ def reference_cross_entropy(
     labels: Tensor,
     *,
     vocab_size: int,
-    readout: Readout = AS_THEY_ARE,
+    logit_transform: LogitTransform = AS_THEY_ARE,
     smoothing: float = 0.0,
 ) -> Tensor:
     """What `token_losses` computes where one rank has the whole vocabulary, in plain operations:
     [t]."""
     logits = (x @ weight[:vocab_size].t()).to(
         torch.promote_types(x.dtype, torch.float32)
-    ) * readout.scale
-    if readout.softcap is not None:
-        logits = readout.softcap * torch.tanh(logits / readout.softcap)
+    ) * logit_transform.scale
+    if logit_transform.softcap is not None:
+        logits = logit_transform.softcap * torch.tanh(logits / logit_transform.softcap)
     spread = spread_of(smoothing, vocab_size)
     return torch.nn.functional.cross_entropy(
         logits, labels.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=spread
@@ -347,26 +362,34 @@ def reference_cross_entropy(
 
 
 def _plain_losses(
-    x: Tensor, weight: Tensor, labels: Tensor, head: "Head", sink: Sink | None
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    head: "Head",
+    grad_accumulator: GradAccumulator | None,
 ) -> Measured:
     """`reference_cross_entropy` where ranks share the vocabulary, or the weight's gradient goes
     to a sink, and what it saw of each token."""
     logits = (
-        linear(x, [weight], sink=sink).to(torch.promote_types(x.dtype, torch.float32))
-        * head.readout.scale
+        linear(x, [weight], grad_accumulator=grad_accumulator).to(
+            torch.promote_types(x.dtype, torch.float32)
+        )
+        * head.logit_transform.scale
     )
-    if head.readout.softcap is not None:
-        logits = head.readout.softcap * torch.tanh(logits / head.readout.softcap)
+    if head.logit_transform.softcap is not None:
+        logits = head.logit_transform.softcap * torch.tanh(logits / head.logit_transform.softcap)
     padding = torch.arange(weight.shape[0], device=x.device) >= head.rows
     logits = logits.masked_fill(padding, float("-inf"))
     largest = all_reduce_max_(logits.detach().amax(-1), head.group)
-    total = leave(partial((logits - largest.unsqueeze(1)).exp().sum(-1), head.group), head.group)
+    total = reduce_from_tp(
+        mark_partial((logits - largest.unsqueeze(1)).exp().sum(-1), head.group), head.group
+    )
     rows, mine = head.target(labels)
     target = torch.where(mine, logits.gather(1, rows), largest.unsqueeze(1)).squeeze(1) - largest
     if head.spread:
         every = (logits - largest.unsqueeze(1)).masked_fill(padding, 0.0).sum(-1)
         target = (1 - head.spread) * target + head.spread_each * every
-    losses = total.log() - leave(partial(target, head.group), head.group)
+    losses = total.log() - reduce_from_tp(mark_partial(target, head.group), head.group)
     return Measured(losses.masked_fill(labels < 0, 0.0), largest + total.log(), largest)
 
 
@@ -384,12 +407,12 @@ class Head:
     """My rows that are not padding; 0 on a rank that has only those."""
 
     chunk: int
-    """Tokens at a time."""
+    """PackedSeqParams at a time."""
 
     loops: bool
     """Use compiled loops or Triton programs where they serve."""
 
-    readout: Readout
+    logit_transform: LogitTransform
 
     spread: float = 0.0
     """Of what labels say, the part that all tokens share evenly."""
@@ -397,11 +420,11 @@ class Head:
     spread_each: float = 0.0
     """What each of them gets of it."""
 
-    form: Form = "auto"
+    form: BackendName = "auto"
     """Which loops or programs."""
 
     z_loss: float = 0.0
-    """What the square of a labelled token's logsumexp counts."""
+    """What the square of a labeled token's logsumexp counts."""
 
     def smoothed(self, smoothing: float, vocab_size: int) -> "Head":
         """The same head where other tokens share `smoothing` of what labels say."""
@@ -417,7 +440,7 @@ class Head:
         chunk: int | None,
         *,
         loops: bool,
-        readout: Readout = AS_THEY_ARE,
+        logit_transform: LogitTransform = AS_THEY_ARE,
     ) -> "Head":
         """The head whose matrix is `weight` [v_local, h]."""
         rows = max(0, min(weight.shape[0], vocab_size - first_row))
@@ -430,12 +453,12 @@ class Head:
             rows,
             chunk if chunk is not None else fitting,
             loops and rows > 0,
-            readout,
+            logit_transform,
         )
 
-    def engine(self, logits: Tensor) -> Engine:
+    def engine(self, logits: Tensor) -> FusedBackend:
         """What works on them."""
-        return engine_for(self.form if self.loops else "torch", logits, op="cross_entropy")
+        return select_backend(self.form if self.loops else "torch", logits, op="cross_entropy")
 
     def matrix(self, weight: Tensor) -> Tensor:
         """My rows without padding; one row of padding if there is only that, so that no rank leaves
@@ -445,7 +468,7 @@ class Head:
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [c, h] -> [c, rows], products rounded to x's dtype; -inf where there is only
         padding."""
-        logits = self.readout.scores(linear_forward(x, self.matrix(weight)))
+        logits = self.logit_transform.scores(linear_forward(x, self.matrix(weight)))
         return logits if self.rows else logits.fill_(float("-inf"))
 
     def target(self, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -529,9 +552,11 @@ def logit_gradient(
     engine = head.engine(logits)
     if engine == "triton":
         row = torch.where(mine, rows, -1).squeeze(1)
-        return _triton_gradient(logits, softmax.largest, factor, row, at_label, even, head.readout)
-    slopes = head.readout.slopes(logits)  # before the gradient takes their place
-    gradient = (_loop_scaled_exp if engine == "loops" else _scaled_exp)(
+        return _triton_gradient(
+            logits, softmax.largest, factor, row, at_label, even, head.logit_transform
+        )
+    slopes = head.logit_transform.slopes(logits)  # before the gradient takes their place
+    gradient = (_loop_scaled_exp if engine == "numba" else _scaled_exp)(
         logits, softmax.largest, factor
     )
     gradient = gradient if even is None else gradient.sub_(even.unsqueeze(1).to(gradient.dtype))
@@ -594,9 +619,9 @@ def _triton_row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     return triton_loss.row_sums(logits)
 
 
-ROW_SUMS: Mapping[Engine, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+ROW_SUMS: Mapping[FusedBackend, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "torch": _row_sums,
-    "loops": _loop_row_sums,
+    "numba": _loop_row_sums,
     "triton": _triton_row_sums,
 }
 
@@ -608,12 +633,12 @@ def _triton_gradient(
     row: Tensor,
     at_label: Tensor,
     even: Tensor | None,
-    readout: Readout,
+    logit_transform: LogitTransform,
 ) -> Tensor:
     """All of `logit_gradient` in one pass, in place."""
     from megalith.kernels import triton_loss
 
-    scale, cap = readout.scale, readout.softcap
+    scale, cap = logit_transform.scale, logit_transform.softcap
     return triton_loss.gradient_(
         logits, largest, factor, row, at_label, even, scale=scale, softcap=cap
     )
@@ -645,7 +670,7 @@ class LossSumFunction(Function):
         group: Group,
         head: Head,
         wanted: Wanted,
-        sink: Sink | None,
+        grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [t, h] -> scalar, and of each token, if measures are wanted, logsumexp and largest
         score, else empty ones; keeps dx and dw for a gradient of one."""
@@ -670,7 +695,7 @@ class LossSumFunction(Function):
                 dlogits = logit_gradient(logits, labels[rows], softmax, weights, head, more)
                 _add_gradients(dlogits, x[rows], weight, head, None if dx is None else dx[rows], dw)
         ctx.save_for_backward(dx, dw)
-        ctx.sink, ctx.dtype = sink, weight.dtype
+        ctx.grad_accumulator, ctx.dtype = grad_accumulator, weight.dtype
         logsumexp, largest = seen
         ctx.mark_non_differentiable(logsumexp, largest)
         return loss, logsumexp, largest
@@ -681,7 +706,7 @@ class LossSumFunction(Function):
         """Scale what forward left, in place: dw may be the largest tensor there is. A second
         backward is refused."""
         dx, dw = (None if saved is None else saved.mul_(dloss) for saved in ctx.saved_tensors)
-        return dx, _deliver(dw, ctx.sink, ctx.dtype), None, None, None, None, None
+        return dx, _deliver(dw, ctx.grad_accumulator, ctx.dtype), None, None, None, None, None
 
 
 class TokenLossesFunction(Function):
@@ -697,7 +722,7 @@ class TokenLossesFunction(Function):
         labels: Tensor,
         group: Group,
         head: Head,
-        sink: Sink | None,
+        grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [t, h] -> three times [t], as in `Measured`; keeps three numbers per token."""
         kept = x.new_empty(3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
@@ -706,7 +731,7 @@ class TokenLossesFunction(Function):
             softmax = softmax_over_ranks(head.logits(x[rows], weight), labels[rows], head)
             torch.stack(softmax, out=kept[:, rows])
         ctx.save_for_backward(x, weight, labels, kept)
-        ctx.head, ctx.sink = head, sink
+        ctx.head, ctx.grad_accumulator = head, grad_accumulator
         ctx.set_materialize_grads(False)  # None says that nobody asked for a logsumexp
         softmax = Softmax(*kept)
         largest = softmax.largest.clone()  # an output is no view of what is kept
@@ -732,14 +757,16 @@ class TokenLossesFunction(Function):
                 logits, labels[rows], Softmax(*kept[:, rows]), weights[rows], ctx.head, more
             )
             _add_gradients(dlogits, x[rows], weight, ctx.head, None if dx is None else dx[rows], dw)
-        return dx, _deliver(dw, ctx.sink, weight.dtype), None, None, None, None
+        return dx, _deliver(dw, ctx.grad_accumulator, weight.dtype), None, None, None, None
 
 
-def _deliver(dw: Tensor | None, sink: Sink | None, dtype: torch.dtype) -> Tensor | None:
+def _deliver(
+    dw: Tensor | None, grad_accumulator: GradAccumulator | None, dtype: torch.dtype
+) -> Tensor | None:
     """Hand dw to the sink, if there is one, else to autograd."""
     if dw is None:
         return None
-    if sink is None:
+    if grad_accumulator is None:
         return dw.to(dtype)
-    sink.gradient(dw)
+    grad_accumulator.gradient(dw)
     return None

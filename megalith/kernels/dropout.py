@@ -14,19 +14,25 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Form
+from megalith.config.kernels import BackendName
 from megalith.kernels import cpu
-from megalith.kernels.engine import engine_for
+from megalith.kernels.engine import select_backend
 from megalith.kernels.linear import Context
 from megalith.kernels.scores import WeightDropout
-from megalith.plan.context import Spans, Tile
+from megalith.plan.context import KeySpans, KeyTile
 
 STEP_64, MIX_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 STEP_32, MIX_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
 
 
 def dropout(
-    x: Tensor, p: float, key: int, numbers: Tensor, *, first_feature: int = 0, kernel: Form = "auto"
+    x: Tensor,
+    p: float,
+    key: int,
+    numbers: Tensor,
+    *,
+    first_feature: int = 0,
+    kernel: BackendName = "auto",
 ) -> Tensor:
     """Each feature is 0 with probability p, else divided by 1 - p: x [t, h], numbers int64 [t] ->
     [t, h].
@@ -39,7 +45,7 @@ def dropout(
         return x
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_dropout(x, p, key, numbers, first_feature)
-    loops = engine_for(kernel, x, op="dropout", triton=False) == "loops"
+    loops = select_backend(kernel, x, op="dropout", triton=False) == "numba"
     y: Tensor = DropoutFunction.apply(x, p, key, numbers, first_feature, loops)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -84,7 +90,7 @@ class DroppedWeights:
     keys: Tensor
     """int64 [t_k]: the same of the keys."""
 
-    def factors(self, spans: Spans, tile: Tile, heads: slice, q: Tensor) -> Tensor:
+    def factors(self, spans: KeySpans, tile: KeyTile, heads: slice, q: Tensor) -> Tensor:
         """What a tile's weights are multiplied by, [its heads, shared * rows, keys]; `heads`: those
         of the tile.
 

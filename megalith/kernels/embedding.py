@@ -5,11 +5,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.kernels.linear import Context, Sink
+from megalith.kernels.linear import Context, GradAccumulator
 
 
 def embedding(
-    ids: Tensor, weight: Tensor, *, first_row: int = 0, sink: Sink | None = None
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    first_row: int = 0,
+    grad_accumulator: GradAccumulator | None = None,
 ) -> Tensor:
     """Look up my rows; the other ranks' rows come out as zeros, so that the sum over ranks is the
     whole answer.
@@ -17,7 +21,7 @@ def embedding(
     ids [t] int64, weight [rows, h] = rows first_row ... first_row + rows - 1 of the table -> [t,
     h].
     """
-    y: Tensor = EmbeddingFunction.apply(ids, weight, first_row, sink)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = EmbeddingFunction.apply(ids, weight, first_row, grad_accumulator)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -44,17 +48,21 @@ class EmbeddingFunction(Function):
     """`embedding` as autograd sees it."""
 
     reference = staticmethod(
-        lambda ids, weight, first_row, sink: reference_embedding(ids, weight, first_row)
+        lambda ids, weight, first_row, grad_accumulator: reference_embedding(ids, weight, first_row)
     )
 
     @staticmethod
     def forward(
-        ctx: Context, ids: Tensor, weight: Tensor, first_row: int, sink: Sink | None
+        ctx: Context,
+        ids: Tensor,
+        weight: Tensor,
+        first_row: int,
+        grad_accumulator: GradAccumulator | None,
     ) -> Tensor:
         """ids [t] -> [t, h]."""
         rows, mine = _local_rows(ids, weight, first_row)
         ctx.save_for_backward(rows, mine)
-        ctx.shape, ctx.sink = weight.shape, sink
+        ctx.shape, ctx.grad_accumulator = weight.shape, grad_accumulator
         return weight.index_select(0, rows).mul_(mine.unsqueeze(1))
 
     @staticmethod
@@ -65,8 +73,8 @@ class EmbeddingFunction(Function):
         dy = dy * mine.unsqueeze(
             1
         )  # an id of another rank adds zeros to row 0, so that no shape depends on the data
-        if ctx.sink is not None:
-            ctx.sink.rows(rows, dy)
+        if ctx.grad_accumulator is not None:
+            ctx.grad_accumulator.rows(rows, dy)
             return None, None, None, None
         # In bf16 a frequent token's later rows would be swallowed by its sum: add in fp32, round
         # once.

@@ -6,17 +6,17 @@ from typing import Literal
 
 from torch import Tensor
 
-from megalith.config.kernels import Form, Op
+from megalith.config.kernels import BackendName, Op
 from megalith.errors import ConfigError
 from megalith.kernels import cpu, gpu
-from megalith.plan.kernels import backend_of
+from megalith.plan.kernels import find_backend_spec
 
-Engine = Literal["loops", "triton", "torch"]
+FusedBackend = Literal["numba", "triton", "torch"]
 
 
-def engine_for(
-    kernel: Form, *tensors: Tensor, op: Op, loops: bool = True, triton: bool = True
-) -> Engine:
+def select_backend(
+    kernel: BackendName, *tensors: Tensor, op: Op, loops: bool = True, triton: bool = True
+) -> FusedBackend:
     """The fastest form that works on these tensors; torch's, or one by name, where the caller asks
     for that.
 
@@ -27,36 +27,40 @@ def engine_for(
     """
     if kernel == "auto":
         if loops and cpu.takes(*tensors):
-            return "loops"
+            return "numba"
         if triton and gpu.takes(*tensors):
             return "triton"
-    elif kernel == "loops":
+    elif kernel == "numba":
         return kernel if loops and cpu.could_take(*tensors) else refuse(op, kernel, *tensors)
     elif kernel == "triton":
         return kernel if triton and gpu.takes(*tensors) else refuse(op, kernel, *tensors)
     return "torch"
 
 
-def refuse(op: Op, form: Form, *tensors: Tensor, works: Form = "torch") -> Engine:
+def refuse(
+    op: Op, form: BackendName, *tensors: Tensor, works: BackendName = "torch"
+) -> FusedBackend:
     """Say that a way that was asked for cannot be taken, and which can.
 
     Raises:
         ConfigError: always.
     """
-    first, lacking = tensors[0], missing_here()
+    first, lacking = tensors[0], unavailable_backends()
     given = f"{str(first.dtype).removeprefix('torch.')} {list(first.shape)} on {first.device.type}"
-    reason = lacking.get(form, f"it takes {backend_of(op, form).takes()}; it was given {given}")
+    reason = lacking.get(
+        form, f"it takes {find_backend_spec(op, form).takes()}; it was given {given}"
+    )
     raise ConfigError(
         f"kernels.{op}={form}: {reason}. Set kernels.{op} to {works}, which takes this, or to auto."
     )
 
 
-def missing_here() -> Mapping[str, str]:
+def unavailable_backends() -> Mapping[str, str]:
     """Ways that this machine cannot compute anything by, and why."""
     found = (
         {}
         if cpu.openmp() is not None
-        else {"loops": "torch has no OpenMP library here that loops could run on"}
+        else {"numba": "torch has no OpenMP library here that loops could run on"}
     )
     if not gpu.has_triton():
         found |= {

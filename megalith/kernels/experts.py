@@ -13,22 +13,27 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Form
+from megalith.config.kernels import BackendName
 from megalith.kernels.engine import refuse
 from megalith.kernels.grouped_linear import (
     BATCHED,
     FUSED,
     LOOP,
-    GroupedProducts,
-    GroupedSink,
+    GroupedGradAccumulator,
+    GroupedMatmulOps,
     Groups,
-    best_products,
     by_expert,
     fused_takes,
     grouped_linear,
+    select_grouped_matmul_ops,
 )
 from megalith.kernels.linear import Context
-from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt, value_of
+from megalith.kernels.rebuilt import (
+    LayerInput,
+    RecomputedOutput,
+    RecomputedOutputFactory,
+    output_tensor,
+)
 
 COLUMNS = 8
 """What weights of rows are repeated to, so that matmuls with them are aligned."""
@@ -47,20 +52,20 @@ class Matrix(NamedTuple):
     bias: Tensor | None = None
     """e o numbers."""
 
-    sink: GroupedSink | None = None
+    grad_accumulator: GroupedGradAccumulator | None = None
     """Takes the weight's gradient; unset: autograd does."""
 
 
 def experts(
-    rows: Input,
+    rows: LayerInput,
     weights: Tensor,
     groups: Groups,
     up: Matrix,
     down: Matrix,
     inner: Inner,
     *,
-    again: Rebuilding | None = Rebuilt,
-    kernel: Form = "auto",
+    again: RecomputedOutputFactory | None = RecomputedOutput,
+    kernel: BackendName = "auto",
 ) -> Tensor:
     """`down(inner(up(row), weight))` by the expert of each row: rows [r, h], weights [r] -> [r, h].
 
@@ -68,25 +73,40 @@ def experts(
     expert, each a plain MLP, of which backward keeps every step.
     """
     if kernel == "reference":
-        return reference_experts(value_of(rows), weights, groups, _sunk(up), _sunk(down), inner)
-    first = products_named(kernel, value_of(rows), up.weight, groups)
+        return reference_experts(
+            output_tensor(rows),
+            weights,
+            groups,
+            _accumulate_grad(up),
+            _accumulate_grad(down),
+            inner,
+        )
+    first = grouped_matmul_ops_by_name(kernel, output_tensor(rows), up.weight, groups)
     if first is LOOP:
         groups = groups.known_on_host()  # a GPU is waited for once, not by every product
     wide = with_bias(
-        grouped_linear(rows, up.weight, groups, sink=up.sink, products=first), up.bias, groups
+        grouped_linear(
+            rows, up.weight, groups, grad_accumulator=up.grad_accumulator, matmul_ops=first
+        ),
+        up.bias,
+        groups,
     )
     narrow = inner(wide, weights)
-    kept: Input = narrow if again is None else again(narrow, inner, (wide, weights))
-    last = products_named(kernel, narrow, down.weight, groups)
+    kept: LayerInput = narrow if again is None else again(narrow, inner, (wide, weights))
+    last = grouped_matmul_ops_by_name(kernel, narrow, down.weight, groups)
     return with_bias(
-        grouped_linear(kept, down.weight, groups, sink=down.sink, products=last),
+        grouped_linear(
+            kept, down.weight, groups, grad_accumulator=down.grad_accumulator, matmul_ops=last
+        ),
         down.bias,
         groups,
         weights,
     )
 
 
-def products_named(kernel: Form, x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
+def grouped_matmul_ops_by_name(
+    kernel: BackendName, x: Tensor, w: Tensor, groups: Groups
+) -> GroupedMatmulOps:
     """The matmuls of experts that are asked for, of x [r, i] and w [e o, i]; the fastest unless by
     name.
 
@@ -99,10 +119,10 @@ def products_named(kernel: Form, x: Tensor, w: Tensor, groups: Groups) -> Groupe
         return BATCHED if groups.equal else _refused(kernel, x)
     if kernel == "grouped":
         return FUSED if fused_takes(x, w, groups) else _refused(kernel, x)
-    return best_products(x, w, groups)
+    return select_grouped_matmul_ops(x, w, groups)
 
 
-def _refused(kernel: Form, x: Tensor) -> GroupedProducts:
+def _refused(kernel: BackendName, x: Tensor) -> GroupedMatmulOps:
     refuse("experts", kernel, x, works="loop")
     raise AssertionError(f"{kernel} was refused")
 
@@ -123,30 +143,30 @@ def reference_experts(
     return torch.cat(out)
 
 
-def _sunk(matrix: Matrix) -> Matrix:
+def _accumulate_grad(matrix: Matrix) -> Matrix:
     """The same for plain operations: what autograd finds of the weight's gradient goes to its
     sink."""
-    if matrix.sink is None:
+    if matrix.grad_accumulator is None:
         return matrix
-    return Matrix(SinkFunction.apply(matrix.weight, matrix.sink), matrix.bias)  # type: ignore[no-untyped-call]  # torch's own
+    return Matrix(AccumulateGradFunction.apply(matrix.weight, matrix.grad_accumulator), matrix.bias)  # type: ignore[no-untyped-call]  # torch's own
 
 
-class SinkFunction(Function):
+class AccumulateGradFunction(Function):
     """A weight as it is, whose gradient a sink takes."""
 
-    reference = staticmethod(lambda weight, sink: weight)
+    reference = staticmethod(lambda weight, grad_accumulator: weight)
 
     @staticmethod
-    def forward(ctx: Context, weight: Tensor, sink: GroupedSink) -> Tensor:
+    def forward(ctx: Context, weight: Tensor, grad_accumulator: GroupedGradAccumulator) -> Tensor:
         """[e o, i], the same memory."""
-        ctx.sink = sink
+        ctx.grad_accumulator = grad_accumulator
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dw: Tensor) -> tuple[None, None]:
         """dw [e o, i] -> the sink."""
-        ctx.sink.gradient(dw)
+        ctx.grad_accumulator.gradient(dw)
         return None, None
 
 
@@ -217,5 +237,7 @@ def _weighted_sums(dy: Tensor, weights: Tensor | None, groups: Groups) -> Tensor
     and in order."""
     column = dy.new_ones(len(dy)) if weights is None else weights.to(dy.dtype)
     columns = column.unsqueeze(1).expand(-1, COLUMNS).contiguous()
-    sums = best_products(columns, dy.new_empty(groups.experts * dy.shape[1], COLUMNS), groups)
+    sums = select_grouped_matmul_ops(
+        columns, dy.new_empty(groups.experts * dy.shape[1], COLUMNS), groups
+    )
     return sums.weight_grad(dy.contiguous(), columns, groups)[:, 0]

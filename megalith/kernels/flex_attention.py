@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from megalith.kernels.gpu import has_triton
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.sdpa import Lengths
-from megalith.kernels.visible import FREE, SeenPairs
+from megalith.kernels.visible import FREE, VisiblePairs
 
 BLOCK = 128
 """Queries, and keys, of a block: what torch's programs are tuned for."""
@@ -51,7 +51,7 @@ def flexible_attention(
     lengths: Lengths,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
-    seen: SeenPairs | None = None,
+    seen: VisiblePairs | None = None,
     *,
     compiled: bool = True,
 ) -> Tensor:
@@ -116,7 +116,7 @@ def intervals(lengths: Lengths, window: int | None, after: int | None) -> Ints:
     return np.stack([start + first, start + last], axis=1).astype(np.int32)
 
 
-class Blocks(NamedTuple):
+class QueryBlocks(NamedTuple):
     """Of each block of queries, the blocks of keys that it has to look at."""
 
     mixed: Ints
@@ -131,7 +131,9 @@ class Blocks(NamedTuple):
     whole_keys: Ints
 
 
-def plan_blocks(seen: Ints, num_keys: int, block: int = BLOCK, *, borders: bool = False) -> Blocks:
+def plan_blocks(
+    seen: Ints, num_keys: int, block: int = BLOCK, *, borders: bool = False
+) -> QueryBlocks:
     """From `intervals` [t, 2] to blocks: of t and num_keys tokens, the last block of either may be
     short. With `borders` there may be more of them in any block, and none is whole.
 
@@ -154,7 +156,7 @@ def plan_blocks(seen: Ints, num_keys: int, block: int = BLOCK, *, borders: bool 
         seen
     )  # the kernel takes a whole block for one without borders
     whole &= full_queries[:, None] & (edges + block <= num_keys)[None] & (not borders)
-    return Blocks(*_counted(touched & ~whole), *_counted(whole))
+    return QueryBlocks(*_counted(touched & ~whole), *_counted(whole))
 
 
 def _counted(blocks: NDArray[np.bool_]) -> tuple[Ints, Ints]:
@@ -191,7 +193,7 @@ def block_mask(
 
 
 def masked_blocks(
-    lengths: Lengths, window: int | None, after: int | None, seen: SeenPairs
+    lengths: Lengths, window: int | None, after: int | None, seen: VisiblePairs
 ) -> BlockMask:
     """The same where masks hide keys, too."""
     device, visible = seen.queries.device, seen.visible

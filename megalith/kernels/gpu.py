@@ -42,7 +42,7 @@ def takes(*tensors: Tensor) -> bool:
     )
 
 
-class Tile(NamedTuple):
+class ProgramTile(NamedTuple):
     """What a program takes at once: powers of two, as Triton wants them."""
 
     rows: int
@@ -55,20 +55,20 @@ class Tile(NamedTuple):
         return -(-rows // self.rows)
 
 
-def whole_rows(width: int) -> Tile:
+def whole_rows(width: int) -> ProgramTile:
     """Rows of `width` features, all of each: several where they are short.
 
     >>> whole_rows(100), whole_rows(5000)
     (Tile(rows=16, columns=128, warps=4), Tile(rows=1, columns=8192, warps=16))
     """
     columns = power_of_two(width)
-    return Tile(max(1, TILE // columns), columns, min(16, max(4, 4 * columns // TILE)))
+    return ProgramTile(max(1, TILE // columns), columns, min(16, max(4, 4 * columns // TILE)))
 
 
-def part_of_rows(width: int) -> Tile:
+def part_of_rows(width: int) -> ProgramTile:
     """The same, but no more of a wide row than a program of four warps takes."""
     columns = min(power_of_two(width), TILE)
-    return Tile(TILE // columns, columns, 4)
+    return ProgramTile(TILE // columns, columns, 4)
 
 
 def power_of_two(number: int) -> int:

@@ -17,17 +17,17 @@ from torch.autograd.function import once_differentiable
 from megalith.kernels.linear import (
     HAS_ONEDNN,
     Context,
-    Kept,
-    Sink,
+    GradAccumulator,
+    SavedInputPlan,
     add_product_,
     forward,
     input_grad,
-    kept_of,
+    plan_saved_input,
     save,
     saved_input,
 )
 from megalith.kernels.matmul import bmm, grouped_mm, is_upcast, mm
-from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.rebuilt import LayerInput, output_tensor
 
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 ALIGNED = 16
@@ -108,7 +108,7 @@ def equal_groups(experts: int, rows: int) -> Groups:
 # --- three products, each in three ways
 
 
-class GroupedProducts(NamedTuple):
+class GroupedMatmulOps(NamedTuple):
     """The three matmuls of experts; precision recipes replace them, never the layer."""
 
     forward: Callable[[Tensor, Tensor, Groups], Tensor]
@@ -184,7 +184,7 @@ def _each(
     return zip(dy.split(counts), x.split(counts), by_expert(total, len(counts)), strict=True)
 
 
-LOOP = GroupedProducts(loop_forward, loop_input_grad, loop_weight_grad)
+LOOP = GroupedMatmulOps(loop_forward, loop_input_grad, loop_weight_grad)
 """For every device and dtype."""
 
 
@@ -211,7 +211,7 @@ def batched_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
     return dw
 
 
-BATCHED = GroupedProducts(batched_forward, batched_input_grad, batched_weight_grad)
+BATCHED = GroupedMatmulOps(batched_forward, batched_input_grad, batched_weight_grad)
 """For groups of one size."""
 
 
@@ -247,12 +247,12 @@ def without_rows_zero_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
     return dw
 
 
-FUSED = GroupedProducts(fused_forward, fused_input_grad, fused_weight_grad)
+FUSED = GroupedMatmulOps(fused_forward, fused_input_grad, fused_weight_grad)
 """On GPUs one kernel, which reads the sizes of groups where they are; on CPUs a loop as `LOOP`, but
 not in Python."""
 
 
-def best_products(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
+def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
     """The fastest way for these: x [r, i], w [e o, i]."""
     if groups.equal:
         return BATCHED
@@ -281,7 +281,7 @@ def fused_takes(x: Tensor, w: Tensor, groups: Groups) -> bool:
 # --- where gradients go
 
 
-class GroupedSink(Sink, Protocol):
+class GroupedGradAccumulator(GradAccumulator, Protocol):
     """A sink that takes the gradient of all experts' matrices, as one parameter [e o, i]."""
 
     def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
@@ -296,7 +296,7 @@ def put_grouped_product_(
     groups: Groups,
     *,
     fresh: bool,
-    products: GroupedProducts | None = None,
+    matmul_ops: GroupedMatmulOps | None = None,
 ) -> Tensor:
     """`total += each expert's dy.T @ x` in place, or `total =` it if `fresh`: total [e o, i], of
     any dtype.
@@ -304,14 +304,14 @@ def put_grouped_product_(
     What most sinks do with a product. On CPUs an expert's product is added while it is still in a
     cache.
     """
-    if products is None:
-        products = (
+    if matmul_ops is None:
+        matmul_ops = (
             LOOP
             if total.device.type == "cpu" and not groups.equal
-            else best_products(x, total, groups)
+            else select_grouped_matmul_ops(x, total, groups)
         )
-    if products is not LOOP:
-        dw = products.weight_grad(dy, x, groups)
+    if matmul_ops is not LOOP:
+        dw = matmul_ops.weight_grad(dy, x, groups)
         return total.copy_(dw) if fresh else total.add_(dw)
     for part, inputs, out in _each(total, dy, x, groups.on_host()):
         if not fresh:
@@ -327,25 +327,27 @@ def put_grouped_product_(
 
 
 def grouped_linear(
-    x: Input,
+    x: LayerInput,
     w: Tensor,
     groups: Groups,
     *,
-    sink: GroupedSink | None = None,
-    products: GroupedProducts | None = None,
+    grad_accumulator: GroupedGradAccumulator | None = None,
+    matmul_ops: GroupedMatmulOps | None = None,
 ) -> Tensor:
     """Each expert's rows times its matrix: x [r, i], w [e o, i], the experts' matrices one below
     the other -> [r, o].
 
     Backward computes dx first. With a sink it then hands over (x, dy) once, and autograd sees none.
-    If x is `Rebuilt`, its inputs are kept instead of it; if w wants no gradient, neither.
+    If x is `RecomputedOutput`, its inputs are kept instead of it; if w wants no gradient, neither.
     `products`: unset, the fastest for x.
     """
-    value = value_of(x)
+    value = output_tensor(x)
     assert groups.counts is None or sum(groups.counts) == len(value), (groups, value.shape)
-    products = products or best_products(value, w, groups)
-    groups = groups.known_on_host() if products is LOOP else groups  # once for its three products
-    y: Tensor = GroupedLinearFunction.apply(value, kept_of(x, [w]), groups, sink, products, w)  # type: ignore[no-untyped-call]  # torch's own
+    matmul_ops = matmul_ops or select_grouped_matmul_ops(value, w, groups)
+    groups = groups.known_on_host() if matmul_ops is LOOP else groups  # once for its three products
+    y: Tensor = GroupedLinearFunction.apply(
+        value, plan_saved_input(x, [w]), groups, grad_accumulator, matmul_ops, w
+    )  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -363,23 +365,25 @@ class GroupedLinearFunction(Function):
     """`grouped_linear` as autograd sees it."""
 
     reference = staticmethod(
-        lambda x, kept, groups, sink, products, w: reference_grouped_linear(x, w, groups)
+        lambda x, kept, groups, grad_accumulator, matmul_ops, w: reference_grouped_linear(
+            x, w, groups
+        )
     )
 
     @staticmethod
     def forward(
         ctx: Context,
         x: Tensor,
-        kept: Kept,
+        kept: SavedInputPlan,
         groups: Groups,
-        sink: GroupedSink | None,
-        products: GroupedProducts,
+        grad_accumulator: GroupedGradAccumulator | None,
+        matmul_ops: GroupedMatmulOps,
         w: Tensor,
     ) -> Tensor:
         """x [r, i] -> y [r, o]."""
         save(ctx, kept, x, [w])
-        ctx.groups, ctx.sink, ctx.products = groups, sink, products
-        return products.forward(x, w, groups)
+        ctx.groups, ctx.grad_accumulator, ctx.matmul_ops = groups, grad_accumulator, matmul_ops
+        return matmul_ops.forward(x, w, groups)
 
     @staticmethod
     @once_differentiable
@@ -387,11 +391,11 @@ class GroupedLinearFunction(Function):
         """dy [r, o] -> dx [r, i], and dw to the sink or to w."""
         w, *inputs = ctx.saved_tensors
         dy = dy.contiguous()
-        dx = ctx.products.input_grad(dy, w, ctx.groups) if ctx.needs_input_grad[0] else None
+        dx = ctx.matmul_ops.input_grad(dy, w, ctx.groups) if ctx.needs_input_grad[0] else None
         x = saved_input(ctx, ctx.needs_input_grad[5:], tuple(inputs))
         dw = None
-        if x is not None and ctx.sink is not None:
-            ctx.sink.grouped_product(x, dy, ctx.groups)
+        if x is not None and ctx.grad_accumulator is not None:
+            ctx.grad_accumulator.grouped_product(x, dy, ctx.groups)
         elif x is not None:
-            dw = ctx.products.weight_grad(dy, x, ctx.groups)
+            dw = ctx.matmul_ops.weight_grad(dy, x, ctx.groups)
         return dx, None, None, None, None, dw

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.kernels.matmul import is_upcast, mm
-from megalith.kernels.rebuilt import Input, Rebuilt, rebuild, value_of
+from megalith.kernels.rebuilt import LayerInput, RecomputedOutput, output_tensor, recompute_output
 
 Context = Any  # what autograd passes as `ctx`: it takes any attribute
 
@@ -57,7 +57,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b.t())
 
 
-class Products(NamedTuple):
+class MatmulOps(NamedTuple):
     """The three matmuls of a linear layer; precision recipes and communication rings replace them,
     never the layer."""
 
@@ -66,10 +66,10 @@ class Products(NamedTuple):
     weight_grad: Callable[[Tensor, Tensor], Tensor] = weight_grad
 
 
-PLAIN = Products()
+PLAIN = MatmulOps()
 
 
-class Sink(Protocol):
+class GradAccumulator(Protocol):
     """Where the gradient of one weight matrix goes instead of autograd's `.grad`, now or later.
 
     A sink may keep what it is given and add it up afterwards, so nobody may write to those tensors
@@ -132,21 +132,28 @@ def _lie_below_one_another(parameters: Sequence[Tensor]) -> bool:
 
 
 def linear(
-    x: Input, parameters: Sequence[Tensor], *, sink: Sink | None = None, products: Products = PLAIN
+    x: LayerInput,
+    parameters: Sequence[Tensor],
+    *,
+    grad_accumulator: GradAccumulator | None = None,
+    matmul_ops: MatmulOps = PLAIN,
 ) -> Tensor:
     """`x @ W.T`, where W is the rows of `parameters` stacked (queries above keys and values, say).
 
     x [t, i], parameters [o_1, i], [o_2, i] ... -> [t, o_1 + o_2 ...]. Backward computes dx first.
     With a sink it then hands over (x, dy) once for the whole stack, if any parameter wants a
     gradient, and autograd sees none; without one, each parameter gets its rows of dw. If x is
-    `Rebuilt`, its inputs are kept instead of it; if no parameter wants a gradient, neither.
+    `RecomputedOutput`, its inputs are kept instead of it; if no parameter wants a gradient,
+    neither.
     """
-    kept = kept_of(x, parameters)
-    y: Tensor = LinearFunction.apply(value_of(x), kept, sink, products, *parameters)  # type: ignore[no-untyped-call]  # torch's own
+    kept = plan_saved_input(x, parameters)
+    y: Tensor = LinearFunction.apply(
+        output_tensor(x), kept, grad_accumulator, matmul_ops, *parameters
+    )  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-class Kept(NamedTuple):
+class SavedInputPlan(NamedTuple):
     """What backward gets x from."""
 
     wanted: bool
@@ -158,13 +165,17 @@ class Kept(NamedTuple):
     inputs: tuple[Tensor, ...] = ()
 
 
-def kept_of(x: Input, parameters: Sequence[Tensor]) -> Kept:
+def plan_saved_input(x: LayerInput, parameters: Sequence[Tensor]) -> SavedInputPlan:
     """What the backward of a linear layer gets its input from."""
     wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
-    return Kept(wanted, x.again, x.inputs) if isinstance(x, Rebuilt) else Kept(wanted)
+    return (
+        SavedInputPlan(wanted, x.again, x.inputs)
+        if isinstance(x, RecomputedOutput)
+        else SavedInputPlan(wanted)
+    )
 
 
-def save(ctx: Context, kept: Kept, x: Tensor, parameters: Sequence[Tensor]) -> None:
+def save(ctx: Context, kept: SavedInputPlan, x: Tensor, parameters: Sequence[Tensor]) -> None:
     """In a forward: keep the parameters, and x [t, i] or what it is rebuilt from, for
     `saved_input`."""
     inputs = kept.inputs if kept.again is not None else (x,)
@@ -177,7 +188,7 @@ def saved_input(ctx: Context, wanted: Sequence[bool], inputs: tuple[Tensor, ...]
     gradient."""
     if not any(wanted):
         return None
-    return inputs[0] if ctx.again is None else rebuild(ctx.again, inputs, like=ctx.like)
+    return inputs[0] if ctx.again is None else recompute_output(ctx.again, inputs, like=ctx.like)
 
 
 def weight_gradients(
@@ -187,10 +198,10 @@ def weight_gradients(
     without x, nothing."""
     if x is None:
         return [None] * len(parameters)
-    if ctx.sink is not None:
-        ctx.sink.product(x, dy)
+    if ctx.grad_accumulator is not None:
+        ctx.grad_accumulator.product(x, dy)
         return [None] * len(parameters)
-    parts = ctx.products.weight_grad(dy, x).split([p.shape[0] for p in parameters])
+    parts = ctx.matmul_ops.weight_grad(dy, x).split([p.shape[0] for p in parameters])
     return [part if want else None for part, want in zip(parts, wanted, strict=True)]
 
 
@@ -203,22 +214,22 @@ class LinearFunction(Function):
     """`linear` as autograd sees it."""
 
     reference = staticmethod(
-        lambda x, kept, sink, products, *parameters: reference_linear(x, parameters)
+        lambda x, kept, grad_accumulator, matmul_ops, *parameters: reference_linear(x, parameters)
     )
 
     @staticmethod
     def forward(
         ctx: Context,
         x: Tensor,
-        kept: Kept,
-        sink: Sink | None,
-        products: Products,
+        kept: SavedInputPlan,
+        grad_accumulator: GradAccumulator | None,
+        matmul_ops: MatmulOps,
         *parameters: Tensor,
     ) -> Tensor:
         """x [t, i] -> y [t, o]."""
         save(ctx, kept, x, parameters)
-        ctx.sink, ctx.products = sink, products
-        return products.forward(x, stacked(parameters))
+        ctx.grad_accumulator, ctx.matmul_ops = grad_accumulator, matmul_ops
+        return matmul_ops.forward(x, stacked(parameters))
 
     @staticmethod
     @once_differentiable
@@ -227,6 +238,6 @@ class LinearFunction(Function):
         wanted = ctx.needs_input_grad[4:]
         saved = ctx.saved_tensors
         parameters, inputs = saved[: len(wanted)], saved[len(wanted) :]
-        dx = ctx.products.input_grad(dy, stacked(parameters)) if ctx.needs_input_grad[0] else None
+        dx = ctx.matmul_ops.input_grad(dy, stacked(parameters)) if ctx.needs_input_grad[0] else None
         x = saved_input(ctx, wanted, inputs)
         return dx, None, None, None, *weight_gradients(ctx, parameters, wanted, x, dy)

@@ -567,7 +567,7 @@ def rope_part(block: Block) -> None:
                 same[j] = rest[j]
 
 
-def rope_neighbours(block: Block) -> None:
+def rope_neighbors(block: Block) -> None:
     """As `rope_part`, where pairs are features 2 j and 2 j + 1."""
     rows, n, d, pairs = count(block, 0), count(block, 1), count(block, 2), count(block, 3)
     row_stride, head_stride, sign = count(block, 4), count(block, 5), np.float32(count(block, 6))

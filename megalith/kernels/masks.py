@@ -10,14 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.errors import DataError
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.kernels.visible import FREE, Visible
 
 Lengths = Sequence[tuple[int, int]]
 """(queries, keys) of each document."""
 
 
-def with_masks(tokens: Tokens, masks: Sequence[Tensor | None], *, alone: bool = False) -> Tokens:
+def with_masks(
+    tokens: PackedSeqParams, masks: Sequence[Tensor | None], *, alone: bool = False
+) -> PackedSeqParams:
     """The tokens with a mask for each document: bool [queries, keys], True where a query may see a
     key; None: all.
 
@@ -30,7 +32,7 @@ def with_masks(tokens: Tokens, masks: Sequence[Tensor | None], *, alone: bool = 
     Raises:
         DataError: masks of another number, shape, type or device than the documents ask for.
     """
-    read, device = _as_read(tokens), tokens.positions.device
+    read, device = _as_read(tokens), tokens.position_ids.device
     if len(masks) != len(read):
         raise DataError(
             f"masks: {len(masks)} for {len(read)} documents. Pass one for each, or None where no "
@@ -69,7 +71,7 @@ def with_masks(tokens: Tokens, masks: Sequence[Tensor | None], *, alone: bool = 
     )
 
 
-def with_padding(tokens: Tokens, text: Tensor) -> Tokens:
+def with_padding(tokens: PackedSeqParams, text: Tensor) -> PackedSeqParams:
     """The tokens of which those are padding where `text`, bool [t_kv], is False: no query sees
     them.
 
@@ -80,7 +82,7 @@ def with_padding(tokens: Tokens, text: Tensor) -> Tokens:
     Raises:
         DataError: `text` is of another length, type or device than the keys.
     """
-    read, device = _as_read(tokens), tokens.positions.device
+    read, device = _as_read(tokens), tokens.position_ids.device
     _check(
         text, "text", (sum(keys for _, keys in read),), f"all keys of {len(read)} documents", device
     )
@@ -100,7 +102,7 @@ def with_padding(tokens: Tokens, text: Tensor) -> Tokens:
     return replace(tokens, valid=tokens.valid & mine)
 
 
-def for_one_pass(tokens: Tokens) -> Tokens:
+def for_one_pass(tokens: PackedSeqParams) -> PackedSeqParams:
     """The same tokens, for one way through some layers and back: what is made of their masks on
     it, as large as all pairs, lasts no longer. Microbatches themselves are there for the whole
     step."""
@@ -125,7 +127,7 @@ def rows_of(lengths: Lengths, starts: Sequence[int | None]) -> NDArray[np.int64]
     return np.where(start == FREE, FREE, start + place * keys[document] - first)
 
 
-def _as_read(tokens: Tokens) -> Lengths:
+def _as_read(tokens: PackedSeqParams) -> Lengths:
     """Documents of the microbatch, all ranks together, without the padding of those that ranks
     share."""
     context = tokens.context
@@ -166,7 +168,7 @@ def _extended(mask: Tensor, queries: int, keys: int) -> Tensor:
     return whole
 
 
-def _given(tokens: Tokens, visible: Visible) -> Tokens:
+def _given(tokens: PackedSeqParams, visible: Visible) -> PackedSeqParams:
     """The tokens with these masks, if they say anything; with all of them where ranks share
     tokens."""
     found = None if visible.pairs is None and visible.keys is None else visible

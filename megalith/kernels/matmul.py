@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.config.kernels import Form
+from megalith.config.kernels import BackendName
 
 
 def _probe_bf16_kernels() -> bool:
@@ -36,7 +36,7 @@ class _Selection:
     upcast = not HAS_BF16_KERNELS
 
 
-def select_bf16_matmul(form: Form) -> None:
+def select_bf16_matmul(form: BackendName) -> None:
     """Select how this process computes matmuls of bf16 operands on CPUs from now on.
 
     auto: upcast where this CPU has no bf16 kernels; upcast: always; any other: torch's own kernels.
@@ -45,7 +45,7 @@ def select_bf16_matmul(form: Form) -> None:
 
 
 @contextmanager
-def bf16_matmul(form: Form) -> Iterator[None]:
+def bf16_matmul(form: BackendName) -> Iterator[None]:
     """`select_bf16_matmul` inside a `with` block."""
     before = _Selection.upcast
     select_bf16_matmul(form)

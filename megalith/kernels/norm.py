@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba et al. 2016,
 arXiv:1607.06450).
 
-Each alone, or together with the residual addition before it. Zero-centred ones multiply by 1 +
+Each alone, or together with the residual addition before it. Zero-centered ones multiply by 1 +
 weight.
 """
 
@@ -12,26 +12,31 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Form
+from megalith.config.kernels import BackendName
 from megalith.kernels import cpu, gpu
-from megalith.kernels.engine import Engine, engine_for
+from megalith.kernels.engine import FusedBackend, select_backend
 from megalith.kernels.linear import Context
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False, kernel: Form = "auto"
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    kernel: BackendName = "auto",
 ) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`, row by row: x [t, h], weight [h] -> [t, h].
 
     Statistics are taken in fp32 (float64 for float64), and the normed row is rounded to x's dtype
-    before it meets the weight, as the published Llama weights expect. If `zero_centred`, it is
+    before it meets the weight, as the published Llama weights expect. If `zero_centered`, it is
     multiplied by 1 + weight and rounded after that, as Gemma's expect. Backward keeps x and one
     number per row.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
-        return reference_rms_norm(x, weight, eps, zero_centred=zero_centred)
+        return reference_rms_norm(x, weight, eps, zero_centered=zero_centered)
     engine = _engine(kernel, x, weight)
-    y: Tensor = RMSNormFunction.apply(x, weight, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = RMSNormFunction.apply(x, weight, eps, zero_centered, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -41,8 +46,8 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     *,
-    zero_centred: bool = False,
-    kernel: Form = "auto",
+    zero_centered: bool = False,
+    kernel: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The residual stream and its norm: (residual + x, rms_norm(residual + x)), all [t, h].
 
@@ -50,9 +55,9 @@ def add_rms_norm(
     computes one of them.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
-        return reference_add_rms_norm(x, residual, weight, eps, zero_centred=zero_centred)
+        return reference_add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
     engine = _engine(kernel, x, weight, residual=residual)
-    total, normed = AddRMSNormFunction.apply(x, residual, weight, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
+    total, normed = AddRMSNormFunction.apply(x, residual, weight, eps, zero_centered, engine)  # type: ignore[no-untyped-call]  # torch's own
     return total, normed
 
 
@@ -62,8 +67,8 @@ def layer_norm(
     bias: Tensor,
     eps: float,
     *,
-    zero_centred: bool = False,
-    kernel: Form = "auto",
+    zero_centered: bool = False,
+    kernel: BackendName = "auto",
 ) -> Tensor:
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, row by row: x [t, h], weight and bias
     [h] -> [t, h].
@@ -71,9 +76,9 @@ def layer_norm(
     All of it in fp32 (float64 for float64), rounded once. Backward keeps x and two numbers per row.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
-        return reference_layer_norm(x, weight, bias, eps, zero_centred=zero_centred)
+        return reference_layer_norm(x, weight, bias, eps, zero_centered=zero_centered)
     engine = _engine(kernel, x, weight, bias, loops=False)
-    y: Tensor = LayerNormFunction.apply(x, weight, bias, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = LayerNormFunction.apply(x, weight, bias, eps, zero_centered, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -84,58 +89,64 @@ def add_layer_norm(
     bias: Tensor,
     eps: float,
     *,
-    zero_centred: bool = False,
-    kernel: Form = "auto",
+    zero_centered: bool = False,
+    kernel: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The residual stream and its norm: (residual + x, layer_norm(residual + x)), all [t, h]."""
     if kernel == "reference" or torch.compiler.is_compiling():
-        return reference_add_layer_norm(x, residual, weight, bias, eps, zero_centred=zero_centred)
+        return reference_add_layer_norm(x, residual, weight, bias, eps, zero_centered=zero_centered)
     engine = _engine(kernel, x, weight, bias, residual=residual, loops=False)
-    total, normed = AddLayerNormFunction.apply(x, residual, weight, bias, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
+    total, normed = AddLayerNormFunction.apply(
+        x, residual, weight, bias, eps, zero_centered, engine
+    )  # type: ignore[no-untyped-call]  # torch's own
     return total, normed
 
 
 def _engine(
-    kernel: Form, x: Tensor, *affine: Tensor, residual: Tensor | None = None, loops: bool = True
-) -> Engine:
+    kernel: BackendName,
+    x: Tensor,
+    *affine: Tensor,
+    residual: Tensor | None = None,
+    loops: bool = True,
+) -> FusedBackend:
     """Triton programs give the sum the dtype of x, which is torch's only where the residual has it,
     too."""
     both = (x,) if residual is None else (x, residual)
     fits = x.shape[-1] <= gpu.WIDEST and both[-1].dtype == x.dtype
-    return engine_for(kernel, *both, *affine, op="norm", loops=loops, triton=fits)
+    return select_backend(kernel, *both, *affine, op="norm", loops=loops, triton=fits)
 
 
 # --- what they compute, in plain operations
 
 
 def reference_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
 ) -> Tensor:
     """What `rms_norm` computes, in plain operations."""
     wide = x.to(_wide(x))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if zero_centred:
+    if zero_centered:
         return (normed * (1 + weight.to(wide.dtype))).to(x.dtype)
     return (normed.to(x.dtype) * weight).to(x.dtype)
 
 
 def reference_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """What `add_rms_norm` computes, in plain operations."""
     total = residual + x
-    return total, reference_rms_norm(total, weight, eps, zero_centred=zero_centred)
+    return total, reference_rms_norm(total, weight, eps, zero_centered=zero_centered)
 
 
 def reference_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centred: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False
 ) -> Tensor:
     """What `layer_norm` computes, in plain operations."""
     wide = x.to(_wide(x))
-    centred = wide - wide.mean(-1, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    centered = wide - wide.mean(-1, keepdim=True)
+    normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
     scale = weight.to(wide.dtype)
-    return (normed * (1 + scale if zero_centred else scale) + bias.to(wide.dtype)).to(x.dtype)
+    return (normed * (1 + scale if zero_centered else scale) + bias.to(wide.dtype)).to(x.dtype)
 
 
 def reference_add_layer_norm(
@@ -145,11 +156,11 @@ def reference_add_layer_norm(
     bias: Tensor,
     eps: float,
     *,
-    zero_centred: bool = False,
+    zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """What `add_layer_norm` computes, in plain operations."""
     total = residual + x
-    return total, reference_layer_norm(total, weight, bias, eps, zero_centred=zero_centred)
+    return total, reference_layer_norm(total, weight, bias, eps, zero_centered=zero_centered)
 
 
 # --- as autograd sees them
@@ -159,17 +170,22 @@ class RMSNormFunction(Function):
     """`rms_norm` as autograd sees it."""
 
     reference = staticmethod(
-        lambda x, weight, eps, zero, engine: reference_rms_norm(x, weight, eps, zero_centred=zero)
+        lambda x, weight, eps, zero, engine: reference_rms_norm(x, weight, eps, zero_centered=zero)
     )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, engine: Engine
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        zero_centered: bool,
+        engine: FusedBackend,
     ) -> Tensor:
         """x [t, h] -> [t, h]."""
-        _, y, scale = FORWARD[engine](x, None, weight, eps, zero_centred)
+        _, y, scale = FORWARD[engine](x, None, weight, eps, zero_centered)
         ctx.save_for_backward(x, weight, scale)
-        ctx.engine, ctx.zero_centred = engine, zero_centred
+        ctx.engine, ctx.zero_centered = engine, zero_centered
         return y
 
     @staticmethod
@@ -184,7 +200,7 @@ class AddRMSNormFunction(Function):
 
     reference = staticmethod(
         lambda x, residual, weight, eps, zero, engine: reference_add_rms_norm(
-            x, residual, weight, eps, zero_centred=zero
+            x, residual, weight, eps, zero_centered=zero
         )
     )
 
@@ -195,13 +211,13 @@ class AddRMSNormFunction(Function):
         residual: Tensor,
         weight: Tensor,
         eps: float,
-        zero_centred: bool,
-        engine: Engine,
+        zero_centered: bool,
+        engine: FusedBackend,
     ) -> tuple[Tensor, Tensor]:
         """x, residual [t, h] -> (sum, normed)."""
-        total, y, scale = FORWARD[engine](x, residual, weight, eps, zero_centred)
+        total, y, scale = FORWARD[engine](x, residual, weight, eps, zero_centered)
         ctx.save_for_backward(total, weight, scale)
-        ctx.engine, ctx.zero_centred = engine, zero_centred
+        ctx.engine, ctx.zero_centered = engine, zero_centered
         return total, y
 
     @staticmethod
@@ -217,7 +233,7 @@ class LayerNormFunction(Function):
 
     reference = staticmethod(
         lambda x, weight, bias, eps, zero, engine: reference_layer_norm(
-            x, weight, bias, eps, zero_centred=zero
+            x, weight, bias, eps, zero_centered=zero
         )
     )
 
@@ -228,13 +244,13 @@ class LayerNormFunction(Function):
         weight: Tensor,
         bias: Tensor,
         eps: float,
-        zero_centred: bool,
-        engine: Engine,
+        zero_centered: bool,
+        engine: FusedBackend,
     ) -> Tensor:
         """x [t, h] -> [t, h]."""
-        _, y, scale, mean = LAYER_FORWARD[engine](x, None, weight, bias, eps, zero_centred)
+        _, y, scale, mean = LAYER_FORWARD[engine](x, None, weight, bias, eps, zero_centered)
         ctx.save_for_backward(x, weight, scale, mean)
-        ctx.engine, ctx.zero_centred = engine, zero_centred
+        ctx.engine, ctx.zero_centered = engine, zero_centered
         return y
 
     @staticmethod
@@ -249,7 +265,7 @@ class AddLayerNormFunction(Function):
 
     reference = staticmethod(
         lambda x, residual, weight, bias, eps, zero, engine: reference_add_layer_norm(
-            x, residual, weight, bias, eps, zero_centred=zero
+            x, residual, weight, bias, eps, zero_centered=zero
         )
     )
 
@@ -261,13 +277,13 @@ class AddLayerNormFunction(Function):
         weight: Tensor,
         bias: Tensor,
         eps: float,
-        zero_centred: bool,
-        engine: Engine,
+        zero_centered: bool,
+        engine: FusedBackend,
     ) -> tuple[Tensor, Tensor]:
         """x, residual [t, h] -> (sum, normed)."""
-        total, y, scale, mean = LAYER_FORWARD[engine](x, residual, weight, bias, eps, zero_centred)
+        total, y, scale, mean = LAYER_FORWARD[engine](x, residual, weight, bias, eps, zero_centered)
         ctx.save_for_backward(total, weight, scale, mean)
-        ctx.engine, ctx.zero_centred = engine, zero_centred
+        ctx.engine, ctx.zero_centered = engine, zero_centered
         return total, y
 
     @staticmethod
@@ -287,9 +303,9 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
     """What normed rows are multiplied by: the weight itself, or in fp32 one more."""
-    return weight.to(_wide(weight)) + 1 if zero_centred else weight
+    return weight.to(_wide(weight)) + 1 if zero_centered else weight
 
 
 def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
@@ -297,7 +313,7 @@ def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What is normed, its normed rows, and 1 / root mean square of each row [t, 1], in the
     statistics' dtype."""
@@ -305,15 +321,15 @@ def _forward(
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normed = torch.mul(x, scale)  # wide, because `scale` is
-    if zero_centred:
-        return x, normed.mul_(_factor(weight, zero_centred)).to(x.dtype), scale
+    if zero_centered:
+        return x, normed.mul_(_factor(weight, zero_centered)).to(x.dtype), scale
     return x, normed.to(x.dtype).mul_(weight), scale
 
 
 def _rms_gradients(ctx: Context, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor]:
     """dx [t, h] and dweight [h] in the dtypes of x and weight."""
     x, weight, scale = ctx.saved_tensors
-    factor = _factor(weight, ctx.zero_centred)
+    factor = _factor(weight, ctx.zero_centered)
     dx, dweight = BACKWARD[ctx.engine](dy, x, factor, scale, dtotal)
     return dx, dweight.to(weight.dtype)
 
@@ -337,17 +353,17 @@ def _backward(
 
 
 def _loop_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_forward` in one pass after the sum."""
-    x, factor = _sum(x, residual).contiguous(), _factor(weight, zero_centred).float().contiguous()
+    x, factor = _sum(x, residual).contiguous(), _factor(weight, zero_centered).float().contiguous()
     y, scale = torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32)
     cpu.run(
         "rms_norm",
         x.dtype,
         *x.shape,
         eps,
-        not zero_centred,
+        not zero_centered,
         x,
         factor,
         y,
@@ -387,14 +403,14 @@ def _loop_backward(
 
 
 def _triton_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_forward` in one pass."""
     from megalith.kernels import triton_norm  # imports Triton
 
-    factor = _factor(weight, zero_centred)
+    factor = _factor(weight, zero_centered)
     total, y, scale, _ = triton_norm.norm(
-        x, factor, None, eps, residual=residual, twice=not zero_centred
+        x, factor, None, eps, residual=residual, twice=not zero_centered
     )
     return total, y, scale
 
@@ -410,16 +426,16 @@ def _triton_backward(
 
 
 Three = tuple[Tensor, Tensor, Tensor]
-FORWARD: Mapping[Engine, Callable[[Tensor, Tensor | None, Tensor, float, bool], Three]] = {
+FORWARD: Mapping[FusedBackend, Callable[[Tensor, Tensor | None, Tensor, float, bool], Three]] = {
     "torch": _forward,
-    "loops": _loop_forward,
+    "numba": _loop_forward,
     "triton": _triton_forward,
 }
 BACKWARD: Mapping[
-    Engine, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    FusedBackend, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 ] = {
     "torch": _backward,
-    "loops": _loop_backward,
+    "numba": _loop_backward,
     "triton": _triton_backward,
 }
 
@@ -428,12 +444,17 @@ BACKWARD: Mapping[
 
 
 def _layer_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What is normed, its normed rows, and each row's 1 / standard deviation and mean [t, 1], in
     fp32 or float64."""
     x = _sum(x, residual)
-    factor = _factor(weight, zero_centred).to(_wide(x))
+    factor = _factor(weight, zero_centered).to(_wide(x))
     y, mean, scale = torch.native_layer_norm(
         _taken(x), [x.shape[-1]], factor, bias.to(factor.dtype), eps
     )
@@ -446,7 +467,7 @@ def _layer_gradients(
     """dx [t, h], with dtotal added if there is one, dweight [h] and dbias [h], in the dtypes of x
     and weight."""
     x, weight, scale, mean = ctx.saved_tensors
-    factor = _factor(weight, ctx.zero_centred).to(mean.dtype)
+    factor = _factor(weight, ctx.zero_centered).to(mean.dtype)
     dx, dweight, dbias = LAYER_BACKWARD[ctx.engine](dy, x, factor, scale, mean, dtotal)
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
@@ -481,13 +502,18 @@ def _taken(x: Tensor) -> Tensor:
 
 
 def _triton_layer_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`_layer_forward` in one pass, without copies in fp32."""
     from megalith.kernels import triton_norm
 
     total, y, scale, mean = triton_norm.norm(
-        x, _factor(weight, zero_centred), bias, eps, residual=residual
+        x, _factor(weight, zero_centered), bias, eps, residual=residual
     )
     assert mean is not None
     return total, y, scale, mean
@@ -505,13 +531,13 @@ def _triton_layer_backward(
 
 
 LAYER_FORWARD: Mapping[
-    Engine,
+    FusedBackend,
     Callable[
         [Tensor, Tensor | None, Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor, Tensor]
     ],
 ] = {"torch": _layer_forward, "triton": _triton_layer_forward}
 LAYER_BACKWARD: Mapping[
-    Engine, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Three]
+    FusedBackend, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Three]
 ] = {
     "torch": _layer_backward,
     "triton": _triton_layer_backward,

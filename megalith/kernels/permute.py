@@ -1,5 +1,5 @@
-"""Tokens to the rows that experts work on, sorted by expert, and back: index arithmetic first, then
-moves of tensors.
+"""PackedSeqParams to the rows that experts work on, sorted by expert, and back: index arithmetic
+first, then moves of tensors.
 
 Rows are gathered, and a token's rows are added up one after another in the order of its choices:
 nothing here depends on which thread comes first. The backward of either move is the other one.

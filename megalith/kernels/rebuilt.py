@@ -1,5 +1,5 @@
-"""`Rebuilt`: a tensor that its readers need not keep for backward, since it can be computed again
-from other ones.
+"""`RecomputedOutput`: a tensor that its readers need not keep for backward, since it can be
+computed again from other ones.
 
 A norm's output from its input, which the norm keeps anyway; all tokens from each rank's part; a
 whole tensor from slices. Readers keep the `inputs` through `save_for_backward`, so whatever looks
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
+class RecomputedOutput:
     """A tensor with its place in the graph, and how to get the same bits again."""
 
     value: Tensor
@@ -28,19 +28,25 @@ class Rebuilt:
     inputs: tuple[Tensor, ...]
     """What has to be kept for that."""
 
-    def then(self, value: Tensor, function: Callable[[Tensor], Tensor]) -> "Rebuilt":
+    def then(self, value: Tensor, function: Callable[[Tensor], Tensor]) -> "RecomputedOutput":
         """`value`, which is `function` of mine, rebuilt by one call after the other."""
-        return Rebuilt(value, partial(_one_after_the_other, self.again, function), self.inputs)
+        return RecomputedOutput(
+            value, partial(_one_after_the_other, self.again, function), self.inputs
+        )
 
 
-Rebuilding = Callable[[Tensor, Callable[..., Tensor], tuple[Tensor, ...]], Rebuilt]
-"""How a layer that can rebuild its result makes it known: `Rebuilt` or `checked`."""
+RecomputedOutputFactory = Callable[
+    [Tensor, Callable[..., Tensor], tuple[Tensor, ...]], RecomputedOutput
+]
+"""How a layer that can rebuild its result makes it known: `RecomputedOutput` or `checked`."""
 
 
-def checked(value: Tensor, again: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Rebuilt:
-    """`Rebuilt`, and each time the value is computed again its bits are compared with the first
-    time's."""
-    return Rebuilt(value, Comparison(again, fingerprint(value)), inputs)
+def recompute_checked(
+    value: Tensor, again: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+) -> RecomputedOutput:
+    """`RecomputedOutput`, and each time the value is computed again its bits are compared with
+    the first time's."""
+    return RecomputedOutput(value, BitwiseComparison(again, fingerprint(value)), inputs)
 
 
 def fingerprint(x: Tensor) -> Tensor:
@@ -53,7 +59,7 @@ def fingerprint(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BitwiseComparison:
     """A function whose results must have the bits of one that is known."""
 
     function: Callable[..., Tensor]
@@ -74,27 +80,27 @@ class Comparison:
         return y
 
 
-Input = Tensor | Rebuilt
+LayerInput = Tensor | RecomputedOutput
 """What layers take whose backward needs their input."""
 
 
-def value_of(x: Input) -> Tensor:
+def output_tensor(x: LayerInput) -> Tensor:
     """The tensor itself, for readers that keep nothing, or keep it whole."""
-    return x.value if isinstance(x, Rebuilt) else x
+    return x.value if isinstance(x, RecomputedOutput) else x
 
 
-def rebuilt(x: Input) -> Rebuilt:
+def as_recomputed(x: LayerInput) -> RecomputedOutput:
     """Any input, as one: a tensor is rebuilt from itself."""
-    return x if isinstance(x, Rebuilt) else Rebuilt(x, _itself, (x,))
+    return x if isinstance(x, RecomputedOutput) else RecomputedOutput(x, _itself, (x,))
 
 
-def in_parts(x: Input, count: int) -> Sequence[Input]:
+def split_rows(x: LayerInput, count: int) -> Sequence[LayerInput]:
     """The rows of x [t, ...] in `count` parts, the first of them one row longer where they do not
     divide.
 
     A part of what is rebuilt is cut from the whole, which is rebuilt for each.
     """
-    each, longer = divmod(value_of(x).shape[0], count)
+    each, longer = divmod(output_tensor(x).shape[0], count)
     sizes = [each + (number < longer) for number in range(count)]
     if isinstance(x, Tensor):
         return x.split(sizes)
@@ -105,7 +111,7 @@ def in_parts(x: Input, count: int) -> Sequence[Input]:
     return [x.then(part, cut) for part, cut in zip(x.value.split(sizes), cuts, strict=True)]
 
 
-def rebuild(
+def recompute_output(
     again: Callable[..., Tensor], inputs: Sequence[Tensor], *, like: tuple[torch.Size, torch.dtype]
 ) -> Tensor:
     """The value once more, in backward; it must have the shape and dtype it had."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.plan.context import Tile
+from megalith.plan.context import KeyTile
 
 
 def buckets_of(distances: Tensor, *, num_buckets: int, max_distance: int, causal: bool) -> Tensor:
@@ -88,7 +88,7 @@ class Distances:
         """Of all pairs of one of equal rows, counted from -reach: int64 [queries, keys]."""
         return self._between(*(x[: len(x) // rows] for x in (self.queries, self.keys)))
 
-    def of_tile(self, tile: Tile) -> Tensor:
+    def of_tile(self, tile: KeyTile) -> Tensor:
         """The same of a tile's pairs; of a row alike, those of the first are asked: int64 [its
         queries, its keys]."""
         return self._between(
@@ -108,14 +108,14 @@ class PairBiases:
 
     distances: Distances
 
-    def of_tile(self, tile: Tile, heads: Tensor, shared: int) -> Tensor:
+    def of_tile(self, tile: KeyTile, heads: Tensor, shared: int) -> Tensor:
         """For a tile's scores: [heads, shared * rows, keys]; heads: key/value heads, which `shared`
         queries share."""
         values = self.values.unflatten(0, (-1, shared))[heads]
         return values[:, :, self.distances.of_tile(tile)].flatten(1, 2)
 
     def add_gradient(
-        self, into: Tensor, dscores: Tensor, tile: Tile, heads: Tensor, shared: int
+        self, into: Tensor, dscores: Tensor, tile: KeyTile, heads: Tensor, shared: int
     ) -> None:
         """Add what a tile's dscores [heads, shared * rows, keys] contribute to that of the values,
         `into`."""

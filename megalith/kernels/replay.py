@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.errors import DataError
 
 
-class Seen(NamedTuple):
+class RoutingCapture(NamedTuple):
     """What a router read of one microbatch, and what it made of it: of my own tokens."""
 
     layer: str
@@ -46,7 +46,7 @@ class Routing:
     followed: bool = False
     """Routers choose what is here; otherwise they write down what they choose."""
 
-    watch: Callable[[Seen], None] | None = None
+    watch: Callable[[RoutingCapture], None] | None = None
     """Who is shown what routers read and make of it, once more in recomputation; None: nobody."""
 
     def again(self) -> "Routing":
@@ -108,7 +108,9 @@ class Route(NamedTuple):
     ) -> None:
         """Show a watcher what a layer's router read and made of it, as in `Seen`."""
         if self.routing.watch is not None:
-            self.routing.watch(Seen(layer, self.microbatch, hidden, logits, weights, routers))
+            self.routing.watch(
+                RoutingCapture(layer, self.microbatch, hidden, logits, weights, routers)
+            )
 
     def recall(self, layer: str, shape: tuple[int, int]) -> Tensor:
         """What a layer chose, int64 [t, k].

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Form
+from megalith.config.kernels import BackendName
 from megalith.config.rope import RopeConfig
 from megalith.kernels import cpu
-from megalith.kernels.engine import Engine, engine_for
+from megalith.kernels.engine import FusedBackend, select_backend
 from megalith.kernels.linear import Context
 
 
@@ -33,7 +33,7 @@ def rope_frequencies(
     frequencies = 1.0 / wavelengths
     match config.scaling:
         case "longrope":
-            long = turning_length(config, length) > 0
+            long = rope_length(config, length) > 0
             return 1.0 / (
                 torch.tensor(config.long_factors if long else config.short_factors, dtype=dtype)
                 * wavelengths
@@ -60,19 +60,19 @@ def rope_frequencies(
 
 def _theta(config: RopeConfig, size: int, length: int) -> float:
     """The base of the wavelengths for rows of `length` tokens."""
-    if config.scaling != "dynamic" or turning_length(config, length) == 0:
+    if config.scaling != "dynamic" or rope_length(config, length) == 0:
         return config.theta
     stretch: float = config.factor * length / config.original_max_position - (config.factor - 1)
     return config.theta * stretch ** (size / (size - 2))
 
 
-def turning_length(config: RopeConfig, length: int) -> int:
+def rope_length(config: RopeConfig, length: int) -> int:
     """The shortest document, if not shorter than the first training's rows, that turns as one of
     `length` tokens does; 0 for all that turn as those rows did.
 
     >>> scalings = ("yarn", "dynamic", "longrope")
     >>> kinds = [RopeConfig(scaling=kind, original_max_position=8) for kind in scalings]
-    >>> [turning_length(rope, 11) for rope in kinds]
+    >>> [rope_length(rope, 11) for rope in kinds]
     [0, 11, 9]
     """
     if config.scaling not in ("dynamic", "longrope") or length <= config.original_max_position:
@@ -135,7 +135,7 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, kernel: Form = "auto"
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, kernel: BackendName = "auto"
 ) -> Tensor:
     """Turn every head: x [t, n, d], any strides; cos, sin [t, pairs] -> [t, n, d]. Backward turns
     back, saving no x.
@@ -145,7 +145,7 @@ def apply_rope(
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rope(x, cos, sin, interleaved)
-    engine = engine_for(kernel, x, cos, sin, op="rope")
+    engine = select_backend(kernel, x, cos, sin, op="rope")
     y: Tensor = RopeFunction.apply(x, cos, sin, interleaved, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -177,11 +177,11 @@ class RopeFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, engine: Engine
+        ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, engine: FusedBackend
     ) -> Tensor:
         """x [t, n, d] -> [t, n, d]."""
         ctx.save_for_backward(cos, sin)
-        ctx.turn = partial(TURN[engine], interleaved=interleaved)
+        ctx.turn = partial(ROTATE[engine], interleaved=interleaved)
         y: Tensor = ctx.turn(x, cos, sin, sign=1)
         return y
 
@@ -192,7 +192,7 @@ class RopeFunction(Function):
         return ctx.turn(dy, *ctx.saved_tensors, sign=-1), None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
     """Turn by the tables' angles (sign 1) or back (sign -1)."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     out = x.new_empty(x.shape)
@@ -204,7 +204,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) 
     return out
 
 
-def _loop_turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
+def _numba_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
     """`_turn` in one pass."""
     x = x if x.stride(2) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
@@ -213,21 +213,21 @@ def _loop_turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: b
     if 2 * pairs == x.shape[2] and not interleaved:
         cpu.run("rope", x.dtype, *x.shape, *strides, sign, x, *tables, out, elements=x.numel())
     else:
-        loop: cpu.Loop = "rope_neighbours" if interleaved else "rope_part"
+        loop: cpu.Loop = "rope_neighbors" if interleaved else "rope_part"
         cpu.run(loop, x.dtype, *x.shape, pairs, *strides, sign, x, *tables, out, elements=x.numel())
     return out
 
 
-def _triton_turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
+def _triton_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
     """`_turn` in one pass."""
     from megalith.kernels import triton_rope  # imports Triton
 
-    return triton_rope.turn(x, cos, sin, sign=sign, interleaved=interleaved)
+    return triton_rope.rotate(x, cos, sin, sign=sign, interleaved=interleaved)
 
 
-TURN: Mapping[Engine, Callable[..., Tensor]] = {
-    "torch": _turn,
-    "loops": _loop_turn,
-    "triton": _triton_turn,
+ROTATE: Mapping[FusedBackend, Callable[..., Tensor]] = {
+    "torch": _rotate,
+    "numba": _numba_rotate,
+    "triton": _triton_rotate,
 }
 """(x, cos, sin, *, sign, interleaved) -> turned."""

@@ -12,8 +12,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.moe import Drop, RouterConfig, Score
-from megalith.kernels.linear import Context, Kept, Sink, kept_of, save, saved_input
-from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.linear import (
+    Context,
+    GradAccumulator,
+    SavedInputPlan,
+    plan_saved_input,
+    save,
+    saved_input,
+)
+from megalith.kernels.rebuilt import LayerInput, output_tensor
 
 NOWHERE = -1
 """The number of an expert that a token would have gone to, but was refused by."""
@@ -40,13 +47,21 @@ class Choice(NamedTuple):
 # --- logits
 
 
-def gate(x: Input, weight: Tensor, *, dtype: torch.dtype, sink: Sink | None = None) -> Tensor:
+def gate(
+    x: LayerInput,
+    weight: Tensor,
+    *,
+    dtype: torch.dtype,
+    grad_accumulator: GradAccumulator | None = None,
+) -> Tensor:
     """How much each expert suits each token: x [t, h], weight [E, h] -> logits [t, E], computed in
     `dtype`.
 
     Backward keeps x and the weight as they are, and widens them once more.
     """
-    logits: Tensor = GateFunction.apply(value_of(x), kept_of(x, [weight]), sink, dtype, weight)  # type: ignore[no-untyped-call]  # torch's own
+    logits: Tensor = GateFunction.apply(
+        output_tensor(x), plan_saved_input(x, [weight]), grad_accumulator, dtype, weight
+    )  # type: ignore[no-untyped-call]  # torch's own
     return logits
 
 
@@ -54,16 +69,21 @@ class GateFunction(Function):
     """`gate` as autograd sees it."""
 
     reference = staticmethod(
-        lambda x, kept, sink, dtype, weight: x.to(dtype) @ weight.to(dtype).t()
+        lambda x, kept, grad_accumulator, dtype, weight: x.to(dtype) @ weight.to(dtype).t()
     )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, kept: Kept, sink: Sink | None, dtype: torch.dtype, weight: Tensor
+        ctx: Context,
+        x: Tensor,
+        kept: SavedInputPlan,
+        grad_accumulator: GradAccumulator | None,
+        dtype: torch.dtype,
+        weight: Tensor,
     ) -> Tensor:
         """x [t, h] -> [t, E]."""
         save(ctx, kept, x, [weight])
-        ctx.sink, ctx.dtype = sink, dtype
+        ctx.grad_accumulator, ctx.dtype = grad_accumulator, dtype
         return x.to(dtype) @ weight.to(dtype).t()
 
     @staticmethod
@@ -76,9 +96,9 @@ class GateFunction(Function):
         if x is None:
             return dx, None, None, None, None
         dw = dy.t() @ x.to(ctx.dtype)
-        if ctx.sink is None:
+        if ctx.grad_accumulator is None:
             return dx, None, None, None, dw.to(weight.dtype)
-        ctx.sink.gradient(dw)
+        ctx.grad_accumulator.gradient(dw)
         return dx, None, None, None, None
 
 
@@ -109,12 +129,14 @@ def choose_experts(
 def weigh(logits: Tensor, scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
     """What the answers of `experts` [t, k] count, whoever chose them: logits and scores [t, E] ->
     [t, k]."""
-    if router.renormalise and router.score == "softmax":
+    if router.norm_topk_prob and router.score == "softmax":
         chosen = logits.gather(1, experts).to(scores.dtype).softmax(1)
     else:
         chosen = scores.gather(1, experts)
-        chosen = chosen / (chosen.sum(1, keepdim=True) + 1e-20) if router.renormalise else chosen
-    return (chosen if router.scale == 1.0 else chosen * router.scale).to(logits.dtype)
+        chosen = chosen / (chosen.sum(1, keepdim=True) + 1e-20) if router.norm_topk_prob else chosen
+    return (
+        chosen if router.routed_scaling_factor == 1.0 else chosen * router.routed_scaling_factor
+    ).to(logits.dtype)
 
 
 def score_experts(logits: Tensor, score: Score) -> Tensor:
@@ -182,15 +204,15 @@ def best(scores: Tensor, count: int) -> Tensor:
 
 def among_groups(scores: Tensor, router: RouterConfig, top_k: int) -> Tensor:
     """Scores [t, E] with -inf outside each token's best groups."""
-    if router.groups is None or router.top_groups is None:
+    if router.num_groups is None or router.topk_groups is None:
         return scores
-    inside = scores.view(len(scores), router.groups, -1)
+    inside = scores.view(len(scores), router.num_groups, -1)
     if router.group_score == "max":
         of_groups = inside.amax(2)
     else:
-        of_groups = inside.topk(top_k // router.top_groups, dim=2).values.sum(2)
+        of_groups = inside.topk(top_k // router.topk_groups, dim=2).values.sum(2)
     chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(
-        1, best(of_groups, router.top_groups), True
+        1, best(of_groups, router.topk_groups), True
     )
     return inside.masked_fill(~chosen.unsqueeze(2), -math.inf).flatten(1)
 
@@ -278,8 +300,8 @@ def coarse(weights: Tensor) -> Tensor:
     """Weights with fewer digits: float64 as fp32, fp32 with 16 significant bits, others as they
     are.
 
-    Tokens that begin documents alike weigh alike, and layouts round them differently: these digits
-    must not say who gets the last seat.
+    PackedSeqParams that begin documents alike weigh alike, and layouts round them differently:
+    these digits must not say who gets the last seat.
     """
     if weights.dtype == torch.float64:
         return weights.float()
@@ -294,7 +316,7 @@ def without(choice: Choice, taken: Tensor) -> Choice:
 
 
 def capacity_of(factor: float, tokens: int, top_k: int, experts: int) -> int:
-    """Tokens that an expert takes of a microbatch: at most all of them."""
+    """PackedSeqParams that an expert takes of a microbatch: at most all of them."""
     return min(
         tokens, math.ceil(Fraction(str(factor)) * tokens * top_k / experts)
     )  # 1.1 · 100 is 110, not a bit more

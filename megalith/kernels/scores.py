@@ -98,7 +98,7 @@ def masked_attention(
     `visible`, bool [q, kv], says which keys a query sees, None that it sees all; window, causality
     and dropout of `scores` are not looked at. `sinks` [n] are scores that take part in softmax and
     stand for no key (Xiao et al. 2023, arXiv:2309.17453, of which those of OpenAI 2025,
-    arXiv:2508.10925, are learnt). Scores and softmax are fp32 or float64. A query that sees no key
+    arXiv:2508.10925, are learned). Scores and softmax are fp32 or float64. A query that sees no key
     gives 0. `bias` [n, q, kv]: added to the scores; `factors` [n, q, kv]: what weights are
     multiplied by after softmax.
     """

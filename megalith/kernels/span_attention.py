@@ -37,8 +37,8 @@ from megalith.kernels.matmul import bmm
 from megalith.kernels.relative_bias import Distances, PairBiases
 from megalith.kernels.scores import PLAIN, Scores, masked_attention
 from megalith.kernels.tiled_attention import TILE_SCORES, by_head, by_token, wide
-from megalith.kernels.visible import SeenPairs
-from megalith.plan.context import Spans, Tile
+from megalith.kernels.visible import VisiblePairs
+from megalith.plan.context import KeySpans, KeyTile
 
 
 class Result(NamedTuple):
@@ -74,12 +74,12 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spans: Spans,
+    spans: KeySpans,
     result: Result,
     scores: Scores = PLAIN,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: SeenPairs | None = None,
+    seen: VisiblePairs | None = None,
 ) -> None:
     """Let queries see these keys, too: merges into `result`, in place. What `scores` hide is in
     the spans, which weights are dropped in `dropped`, what scores gain in `biases`, and which
@@ -134,12 +134,12 @@ def attend_backward(
     lse: Tensor,
     dout: Tensor,
     delta: Tensor,
-    spans: Spans,
+    spans: KeySpans,
     into: Gradients,
     scores: Scores = PLAIN,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: SeenPairs | None = None,
+    seen: VisiblePairs | None = None,
 ) -> None:
     """Add what these keys contribute to the gradients, given the lse over all keys and `delta` =
     sum of dout · out.
@@ -191,7 +191,7 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return share.mul_(delta).sum(-1).view(-1, sinks.numel()).sum(0).neg_().to(sinks.dtype)
 
 
-def _work(q: Tensor, spans: Spans) -> Iterator[tuple[Tile, slice]]:
+def _work(q: Tensor, spans: KeySpans) -> Iterator[tuple[KeyTile, slice]]:
     """Every tile, for as many heads at a time as keep its scores in a cache; none where there are
     no numbers."""
     for tile in () if q.is_meta else spans.tiles:
@@ -201,12 +201,12 @@ def _work(q: Tensor, spans: Spans) -> Iterator[tuple[Tile, slice]]:
             yield tile, slice(head, head + together)
 
 
-def _kv_heads(heads: slice, q: Tensor, spans: Spans) -> Tensor:
+def _kv_heads(heads: slice, q: Tensor, spans: KeySpans) -> Tensor:
     """Which key/value heads those of a tile are: their numbers begin anew in every row."""
     return torch.arange(*heads.indices(q.shape[0]), device=q.device) % (q.shape[0] // spans.repeats)
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, heads: slice, scores: Scores) -> Tensor:
+def _scores(q: Tensor, k: Tensor, tile: KeyTile, heads: slice, scores: Scores) -> Tensor:
     """Scores of a tile [heads, shared * rows, keys], scaled and capped; of keys that are not seen,
     too."""
     rows, keys = q[heads, :, tile.start : tile.stop].flatten(1, 2), k[heads, tile.first : tile.last]
@@ -227,7 +227,7 @@ def _slope(s: Tensor, cap: float) -> Tensor:
 
 
 def _exponentials(
-    scores: Tensor, tile: Tile, dtype: torch.dtype, mask: Tensor | None
+    scores: Tensor, tile: KeyTile, dtype: torch.dtype, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """exp(score - largest) of the keys seen in `dtype`, 0 elsewhere; the largest; the sum.
     Overwrites the scores."""
@@ -245,7 +245,7 @@ def _exponentials(
 
 
 def _probabilities(
-    scores: Tensor, tile: Tile, lse: Tensor, dtype: torch.dtype, mask: Tensor | None
+    scores: Tensor, tile: KeyTile, lse: Tensor, dtype: torch.dtype, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """exp(score - lse) of the keys seen, 0 elsewhere: as it is, and in `dtype`. Overwrites the
     scores."""
@@ -258,7 +258,13 @@ def _probabilities(
 
 
 def _loop(
-    scores: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor, total: Tensor, *, known: bool
+    scores: Tensor,
+    tile: KeyTile,
+    dtype: torch.dtype,
+    largest: Tensor,
+    total: Tensor,
+    *,
+    known: bool,
 ) -> Tensor:
     """exp(score - largest) in one compiled pass, in `dtype`; finds largest and total unless they
     are `known`."""
@@ -286,7 +292,7 @@ def _loop(
     return p
 
 
-def _hide(scores: Tensor, tile: Tile, mask: Tensor | None) -> None:
+def _hide(scores: Tensor, tile: KeyTile, mask: Tensor | None) -> None:
     """Set the scores of keys that a query does not see to -inf: outside its interval, and where
     its `mask`, bool [heads, 1, rows or 1, keys], is False."""
     if mask is not None:
@@ -318,13 +324,13 @@ class SpanAttention(Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        spans: Spans,
+        spans: KeySpans,
         scores: Scores,
         sinks: Tensor | None,
         dropped: DroppedWeights | None,
         values: Tensor | None,
         distances: Distances | None,
-        seen: SeenPairs | None,
+        seen: VisiblePairs | None,
     ) -> Tensor:
         """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n], values [n, distances] -> [t, n,
         d_v]."""
@@ -399,12 +405,12 @@ def span_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spans: Spans,
+    spans: KeySpans,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: SeenPairs | None = None,
+    seen: VisiblePairs | None = None,
 ) -> Tensor:
     """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d]
     -> [t, n, d_v].
@@ -425,12 +431,12 @@ def reference_span_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spans: Spans,
+    spans: KeySpans,
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
     dropped: DroppedWeights | None = None,
     biases: PairBiases | None = None,
-    seen: SeenPairs | None = None,
+    seen: VisiblePairs | None = None,
 ) -> Tensor:
     """The same in plain operations, row by row, with the intervals as a mask."""
     visible = None

@@ -8,18 +8,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Form
+from megalith.config.kernels import BackendName
 from megalith.kernels import cpu
-from megalith.kernels.engine import Engine, engine_for
+from megalith.kernels.engine import FusedBackend, select_backend
 from megalith.kernels.linear import Context
 
 
-def swiglu(gate_up: Tensor, *, kernel: Form = "auto") -> Tensor:
+def swiglu(gate_up: Tensor, *, kernel: BackendName = "auto") -> Tensor:
     """`silu(gate) * up`: gate_up [t, 2 f], the gate first -> [t, f]. Backward keeps gate_up and
     computes silu again."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_swiglu(gate_up)
-    y: Tensor = SwigluFunction.apply(gate_up, engine_for(kernel, gate_up, op="activation"))  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = SwigluFunction.apply(gate_up, select_backend(kernel, gate_up, op="activation"))  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -35,7 +35,7 @@ class SwigluFunction(Function):
     reference = staticmethod(lambda gate_up, engine: reference_swiglu(gate_up))
 
     @staticmethod
-    def forward(ctx: Context, gate_up: Tensor, engine: Engine) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, engine: FusedBackend) -> Tensor:
         """[t, 2 f] -> [t, f]."""
         ctx.save_for_backward(gate_up)
         ctx.engine = engine
@@ -100,13 +100,13 @@ def _triton_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 UNLIMITED = math.inf, 0.0
 """No clamp, nothing added to up."""
 
-FORWARD: Mapping[Engine, Callable[[Tensor], Tensor]] = {
+FORWARD: Mapping[FusedBackend, Callable[[Tensor], Tensor]] = {
     "torch": _forward,
-    "loops": _loop_forward,
+    "numba": _loop_forward,
     "triton": _triton_forward,
 }
-BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor], Tensor]] = {
+BACKWARD: Mapping[FusedBackend, Callable[[Tensor, Tensor], Tensor]] = {
     "torch": _backward,
-    "loops": _loop_backward,
+    "numba": _loop_backward,
     "triton": _triton_backward,
 }

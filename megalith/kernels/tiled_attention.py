@@ -48,7 +48,7 @@ def tiled_attention(
     return out
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """Queries `start` to `stop` of some key/value heads, with the keys `first` to `last`.
 
     The documents lie one after the other; the first is that of query `start`.
@@ -72,7 +72,9 @@ class Tile(NamedTuple):
         return self.heads, slice(self.first, self.last)
 
 
-def _tiles(heads: int, shared: int, lengths: Sequence[int], causal: bool) -> Iterator[Tile]:
+def _tiles(
+    heads: int, shared: int, lengths: Sequence[int], causal: bool
+) -> Iterator[AttentionTile]:
     """Every tile of `heads` key/value heads, each used by `shared` query heads, over documents of
     these lengths."""
     total, starts = sum(lengths), [0, *accumulate(lengths)]
@@ -82,7 +84,7 @@ def _tiles(heads: int, shared: int, lengths: Sequence[int], causal: bool) -> Ite
             stop = min(start + TILE_ROWS, total)
             before, after = bisect_right(starts, start), bisect_left(starts, stop)
             last, inside = stop if causal else starts[after], tuple(starts[before:after])
-            yield Tile(
+            yield AttentionTile(
                 slice(head, head + together), starts[before - 1], start, stop, last, inside, causal
             )
 
@@ -98,12 +100,14 @@ def by_token(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(0, (-1, kv_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
-def _rows(x: Tensor, tile: Tile) -> Tensor:
+def _rows(x: Tensor, tile: AttentionTile) -> Tensor:
     """A tile's query rows as one matrix per key/value head: [heads, shared * rows, d]."""
     return x[tile.heads, :, tile.start : tile.stop].flatten(1, 2)
 
 
-def _probabilities(q: Tensor, k: Tensor, tile: Tile, scale: float, dtype: torch.dtype) -> Tensor:
+def _probabilities(
+    q: Tensor, k: Tensor, tile: AttentionTile, scale: float, dtype: torch.dtype
+) -> Tensor:
     """softmax(scale · q k^T) of a tile: q [heads, shared, length, d], k [heads, length, d] in fp32
     or float64.
 
@@ -120,7 +124,7 @@ def _probabilities(q: Tensor, k: Tensor, tile: Tile, scale: float, dtype: torch.
     return torch.softmax(scores, -1, out=scores).to(dtype)
 
 
-def _loop_softmax(scores: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+def _loop_softmax(scores: Tensor, tile: AttentionTile, dtype: torch.dtype) -> Tensor:
     """Softmax over the keys that each query sees, in one pass; overwrites the scores [heads, shared
     * rows, keys]."""
     p = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
@@ -139,7 +143,7 @@ def _loop_softmax(scores: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
     return p
 
 
-def _visible_keys(tile: Tile) -> Tensor:
+def _visible_keys(tile: AttentionTile) -> Tensor:
     """The first key that each of a tile's queries sees, and one past the last, counted from its
     first: [rows, 2]."""
     visible = torch.zeros(tile.stop - tile.start, 2, dtype=torch.int64)
@@ -154,7 +158,7 @@ def _visible_keys(tile: Tile) -> Tensor:
     return visible
 
 
-def _hidden(tile: Tile, like: Tensor) -> Tensor:
+def _hidden(tile: AttentionTile, like: Tensor) -> Tensor:
     """-inf where a query may not see a key, 0 elsewhere: [rows, keys], or of the last keys if all
     others are seen."""
     size, keys = tile.stop - tile.start, tile.last - tile.first

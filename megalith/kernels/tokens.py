@@ -1,5 +1,5 @@
-"""`Tokens`: which document each token belongs to and where; the only thing that knows about
-documents."""
+"""`PackedSeqParams`: which document each token belongs to and where; the only thing that knows
+about documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,39 +12,39 @@ from torch import Tensor
 
 from megalith.kernels.replay import Decided, Route
 from megalith.kernels.visible import Visible
-from megalith.plan.context import Numbers, Slices, Slicing, Spans, plan_spans
+from megalith.plan.context import KeySpans, Numbers, Slices, Slicing, plan_spans
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class PackedSeqParams:
     """What travels beside activations [t, h]: t tokens, row after row, cut into documents.
 
     Attention stays inside a document. The Python values are known on the host, so that nothing
     waits for a device.
     """
 
-    cu_q: Tensor
+    cu_seqlens_q: Tensor
     """int32 [documents + 1]: where each document's queries start; begins with 0, ends with t."""
 
-    cu_kv: Tensor
+    cu_seqlens_kv: Tensor
     """int32 [documents + 1]: the same for keys, which are more than the queries when a cache holds
     earlier ones."""
 
-    max_q: int
+    max_seqlen_q: int
     """Longest document, in queries."""
 
-    max_kv: int
+    max_seqlen_kv: int
     """Longest document, in keys."""
 
     uniform: int | None
     """Length of every document when all have the same and queries and keys are the same tokens;
     else None."""
 
-    positions: Tensor
+    position_ids: Tensor
     """int64 [t]: place of each token within its document; or [3, t]: its places in time, height
     and width, as tokens of pictures have them (see `with_places`)."""
 
-    document: Tensor
+    document_ids: Tensor
     """int32 [t]: number of the document a token belongs to."""
 
     valid: Tensor
@@ -66,7 +66,7 @@ class Tokens:
     parameter of the model, filled in once per forward, where it has relative positions."""
 
     memory: Tensor | None = None
-    """Hidden states [t, h] of these tokens after an earlier layer, as the region has tokens,
+    """Hidden states [t, h] of these tokens after an earlier layer, in the layout of `tp_comm`,
     normed: for layers that look at them, filled in by the model where it takes them."""
 
     dropout: "DropoutKey | None" = None
@@ -87,16 +87,16 @@ class Tokens:
     more is hidden than layers hide. Where ranks share tokens, `whole` alone has it."""
 
     context: "Context | None" = None
-    """Which tokens of the microbatch these are, when ranks share it. `cu_q` and `lengths` then
-    count queries that are here, and keys wherever they are."""
+    """Which tokens of the microbatch these are, when ranks share it. `cu_seqlens_q` and
+    `lengths` then count queries that are here, and keys wherever they are."""
 
     @property
     def num_tokens(self) -> int:
         """t."""
-        return int(self.positions.shape[-1])
+        return int(self.position_ids.shape[-1])
 
     @property
-    def whole(self) -> "Tokens":
+    def whole(self) -> "PackedSeqParams":
         """All tokens of the microbatch, when ranks share it; else these."""
         return self if self.context is None else self.context.whole
 
@@ -158,17 +158,17 @@ class Context:
     slices: Slices
     rank: int
 
-    whole: Tokens
+    whole: PackedSeqParams
     """All of them, padding included."""
 
     everyone: Join
     """Of all ranks."""
 
-    neighbours: Join
+    neighbors: Join
     """Of those that exchange heads before a ring goes across them; of me alone where there are
     none."""
 
-    seen: dict[tuple[int, int | None, int | None, bool, bool], tuple[Spans, ...]] = field(
+    seen: dict[tuple[int, int | None, int | None, bool, bool], tuple[KeySpans, ...]] = field(
         default_factory=dict, repr=False
     )
     """What has been planned so far, since all layers ask the same."""
@@ -177,7 +177,7 @@ class Context:
     """The same of `numbers_of_groups`."""
 
     def numbers_of_groups(self, near: int) -> tuple[Tensor, ...]:
-        """Which tokens, in natural order, each group of `near` neighbours has: int64 [near * t]."""
+        """Which tokens, in natural order, each group of `near` neighbors has: int64 [near * t]."""
         if near not in self.numbered:
             parts, device = self.slices.joined(near), self.everyone.order.device
             on_host = tuple(torch.from_numpy(part) for part in parts)
@@ -196,8 +196,8 @@ class Context:
         right: int | None = None,
         causal: bool = True,
         chunked: bool = False,
-    ) -> tuple[Spans, ...]:
-        """What the tokens of my group of `near` neighbours see of those of every such group."""
+    ) -> tuple[KeySpans, ...]:
+        """What the tokens of my group of `near` neighbors see of those of every such group."""
         asked = near, window, right, causal, chunked
         if asked not in self.seen:
             parts = self.slices.joined(near)
@@ -214,7 +214,7 @@ class Context:
         right: int | None = None,
         causal: bool = True,
         chunked: bool = False,
-    ) -> Spans:
+    ) -> KeySpans:
         """What my tokens see of all tokens in natural order."""
         asked = 0, window, right, causal, chunked
         if asked not in self.seen:
@@ -230,7 +230,7 @@ class Context:
         right: int | None = None,
         causal: bool = True,
         chunked: bool = False,
-    ) -> Spans:
+    ) -> KeySpans:
         """What all tokens, in natural order, see of one another; unlike `whole`, without the
         padding that follows."""
         asked = -1, window, right, causal, chunked
@@ -249,7 +249,7 @@ class Context:
         right: int | None,
         causal: bool,
         chunked: bool,
-    ) -> Spans:
+    ) -> KeySpans:
         slices, starts = self.slices, self.slices.starts()
         ends, repeats = None if causal else slices.ends(), slices.repeats
         if ends is not None and len(set((ends - starts).tolist())) > 1:
@@ -268,12 +268,14 @@ class Context:
         )
 
 
-def tokens_of_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Tokens:
+def tokens_of_rows(
+    rows: int, length: int, *, device: torch.device | str = "cpu"
+) -> PackedSeqParams:
     """`rows` rows of `length` tokens, each row one document."""
     return tokens_of_lengths([length] * rows, device=device)
 
 
-def tokens_of_lengths(lengths: list[int], *, device: torch.device | str = "cpu") -> Tokens:
+def tokens_of_lengths(lengths: list[int], *, device: torch.device | str = "cpu") -> PackedSeqParams:
     """Documents of the given lengths, one after the other, each read from its first token."""
     return tokens_of_queries([(length, length) for length in lengths], device=device)
 
@@ -283,25 +285,25 @@ def tokens_of_queries(
     *,
     reach: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
-) -> Tokens:
+) -> PackedSeqParams:
     """Documents of which only the last `queries` of `keys` tokens are read now: (queries, keys)
     for each; `reach`: what each will have when all of it is read."""
     queries = np.array([q for q, _ in lengths], dtype=np.int32)
     keys = np.array([k for _, k in lengths], dtype=np.int32)
-    cu_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-    cu_kv = np.concatenate([[0], np.cumsum(keys)]).astype(np.int32)
+    cu_seqlens_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    cu_seqlens_kv = np.concatenate([[0], np.cumsum(keys)]).astype(np.int32)
     document = np.repeat(np.arange(len(lengths), dtype=np.int32), queries)
     first = (keys - queries)[document]
-    positions = np.arange(int(cu_q[-1]), dtype=np.int64) - cu_q[document] + first
+    positions = np.arange(int(cu_seqlens_q[-1]), dtype=np.int64) - cu_seqlens_q[document] + first
     same = len(set(lengths)) == 1 and lengths[0][0] == lengths[0][1]
-    return Tokens(
-        cu_q=torch.from_numpy(cu_q).to(device),
-        cu_kv=torch.from_numpy(cu_kv).to(device),
-        max_q=int(queries.max()),
-        max_kv=int(keys.max()),
+    return PackedSeqParams(
+        cu_seqlens_q=torch.from_numpy(cu_seqlens_q).to(device),
+        cu_seqlens_kv=torch.from_numpy(cu_seqlens_kv).to(device),
+        max_seqlen_q=int(queries.max()),
+        max_seqlen_kv=int(keys.max()),
         uniform=lengths[0][0] if same else None,
-        positions=torch.from_numpy(positions).to(device),
-        document=torch.from_numpy(document).to(device),
+        position_ids=torch.from_numpy(positions).to(device),
+        document_ids=torch.from_numpy(document).to(device),
         valid=torch.ones(len(document), dtype=torch.bool, device=device),
         lengths=tuple(lengths),
         reach=None if reach is None else tuple(reach),
@@ -310,13 +312,13 @@ def tokens_of_queries(
 
 def tokens_of_slices(
     slices: Slices, slicing: Slicing, *, device: torch.device | str = "cpu"
-) -> Tokens:
+) -> PackedSeqParams:
     """One rank's tokens of documents that several ranks share; documents and positions count over
     all of them."""
     mine, document, starts = slices.numbers[slicing.rank], slices.document(), slices.starts()
     lengths = [int(length) for length in slices.lengths]
     queries = np.bincount(document[mine], minlength=len(lengths))
-    cu_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    cu_seqlens_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     whole = tokens_of_lengths(lengths, device=device)
     first = slicing.rank // slicing.near * slicing.near
     context = Context(
@@ -326,36 +328,38 @@ def tokens_of_slices(
         _join(slices.numbers, device),
         _join(slices.numbers[first : first + slicing.near], device),
     )
-    return Tokens(
-        cu_q=torch.from_numpy(cu_q).to(device),
-        cu_kv=whole.cu_kv,
-        max_q=int(queries.max()),
-        max_kv=whole.max_kv,
+    return PackedSeqParams(
+        cu_seqlens_q=torch.from_numpy(cu_seqlens_q).to(device),
+        cu_seqlens_kv=whole.cu_seqlens_kv,
+        max_seqlen_q=int(queries.max()),
+        max_seqlen_kv=whole.max_seqlen_kv,
         uniform=None,
-        positions=torch.from_numpy(mine - starts[mine]).to(device),
-        document=torch.from_numpy(document[mine]).to(device),
+        position_ids=torch.from_numpy(mine - starts[mine]).to(device),
+        document_ids=torch.from_numpy(document[mine]).to(device),
         valid=torch.from_numpy(slices.as_read(slicing.rank) >= 0).to(device),
         lengths=tuple(zip(queries.tolist(), lengths)),
         context=context,
     )
 
 
-def with_places(tokens: Tokens, places: NDArray[np.int64]) -> Tokens:
+def with_places(tokens: PackedSeqParams, places: NDArray[np.int64]) -> PackedSeqParams:
     """The tokens with `places` [3, t] in time, height and width, given for all that were read;
     filler is at 0.
 
     Source: Wang et al. 2024, arXiv:2409.12191, section 2.1.
     """
-    context, device = tokens.context, tokens.positions.device
+    context, device = tokens.context, tokens.position_ids.device
     if context is None:
-        return replace(tokens, positions=torch.from_numpy(places).to(device))
+        return replace(tokens, position_ids=torch.from_numpy(places).to(device))
     slices = context.slices
     mine, everyone = slices.as_read(context.rank), slices.source
     mine = np.where(mine >= 0, places[:, mine], 0)
     every = places if everyone is None else np.where(everyone >= 0, places[:, everyone], 0)
-    whole = replace(context.whole, positions=torch.from_numpy(every).to(device))
+    whole = replace(context.whole, position_ids=torch.from_numpy(every).to(device))
     return replace(
-        tokens, positions=torch.from_numpy(mine).to(device), context=replace(context, whole=whole)
+        tokens,
+        position_ids=torch.from_numpy(mine).to(device),
+        context=replace(context, whole=whole),
     )
 
 

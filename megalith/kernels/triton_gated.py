@@ -20,7 +20,7 @@ Count = Any  # inside a program: an integer
 Tensors = Any  # inside a program: numbers of many threads
 
 Limits = tuple[float, float]
-"""The clamp and what is added to up: see `Gate`."""
+"""The clamp and what is added to up: see `GatedActivation`."""
 
 CUBES = {
     "silu": (1.0, 0.0),

@@ -12,14 +12,14 @@ Pointer = Any  # inside a program: where a tensor begins
 Count = Any  # inside a program: an integer
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
     """Turn by the tables' angles (sign 1) or back (sign -1): x [t, n, d], any strides; cos, sin [t,
     pairs]."""
     x = x if x.stride(2) == 1 else x.contiguous()
     (t, n, d), pairs = x.shape, cos.shape[1]
     y, columns = x.new_empty(x.shape), power_of_two(max(pairs, d - 2 * pairs))
     heads = min(power_of_two(n), max(1, TILE // columns))
-    _turn[(t, -(-n // heads))](
+    _rotate[(t, -(-n // heads))](
         x,
         cos.contiguous(),
         sin.contiguous(),
@@ -39,7 +39,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x_at: "Pointer",
     cos_at: "Pointer",
     sin_at: "Pointer",

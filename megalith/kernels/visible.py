@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.kernels.scores import Scores
 from megalith.kernels.sdpa import Mask
-from megalith.plan.context import Spans, Tile
+from megalith.plan.context import KeySpans, KeyTile
 
 FREE = -(2**62)
 """Where the row of a query begins whose document has no mask."""
@@ -79,7 +79,7 @@ class Visible:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SeenPairs:
+class VisiblePairs:
     """The same of some queries and some keys, as span attention orders them."""
 
     visible: Visible
@@ -90,7 +90,7 @@ class SeenPairs:
     keys: Tensor
     """int64 [t_k]: which of all keys these are."""
 
-    def of_tile(self, spans: Spans, tile: Tile, heads: slice, q: Tensor) -> Tensor:
+    def of_tile(self, spans: KeySpans, tile: KeyTile, heads: slice, q: Tensor) -> Tensor:
         """For a tile's scores: bool [its heads, 1, rows or 1, keys].
 
         q [heads, shared, length, d], as span attention orders it: key/value heads of row after row.

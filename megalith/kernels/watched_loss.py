@@ -11,8 +11,8 @@ from megalith.kernels.cross_entropy import Measured
 
 
 @dataclass(slots=True)
-class SeenScores:
-    """What a head saw of labelled tokens since it was last asked, on the device where it saw it."""
+class LogitStats:
+    """What a head saw of labeled tokens since it was last asked, on the device where it saw it."""
 
     z: Tensor | None = None
     """float64: sum of z_loss * logsumexp^2; None: nothing was seen."""
@@ -38,16 +38,16 @@ class SeenScores:
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedLoss:
+class LossWithLogitStats:
     """A summed loss that notes what it saw; takes what `compute` takes, and gives its loss
     alone."""
 
     compute: Callable[..., Measured]
     z_loss: float = 0.0
-    seen: SeenScores = field(default_factory=SeenScores)
+    seen: LogitStats = field(default_factory=LogitStats)
 
     def __call__(self, x: Tensor, weight: Tensor, labels: Tensor, **others: object) -> Tensor:
-        """Sum over labelled tokens of -log p(label) + z_loss * logsumexp^2."""
+        """Sum over labeled tokens of -log p(label) + z_loss * logsumexp^2."""
         measured = self.compute(x, weight, labels, z_loss=self.z_loss, **others)
         with torch.no_grad():
             self.seen.note(measured, labels, self.z_loss)

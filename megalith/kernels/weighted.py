@@ -12,25 +12,25 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Form
+from megalith.config.kernels import BackendName
 from megalith.config.model import Activation
 from megalith.kernels import cpu
 from megalith.kernels.activation import (
     FORMULAS,
     REFERENCES,
     SIGMOIDS,
-    Gate,
+    GatedActivation,
     limited,
     limits_of,
     numbers_of,
     wide_of,
 )
-from megalith.kernels.engine import Engine, engine_for
+from megalith.kernels.engine import FusedBackend, select_backend
 from megalith.kernels.linear import Context
 
 
 def weighted_gated(
-    gate_up: Tensor, weights: Tensor, gate: Gate, *, kernel: Form = "auto"
+    gate_up: Tensor, weights: Tensor, gate: GatedActivation, *, kernel: BackendName = "auto"
 ) -> Tensor:
     """`gated(gate_up) * weights`: gate_up [t, 2 f], the gate first, weights [t] -> [t, f] in
     gate_up's dtype.
@@ -41,19 +41,19 @@ def weighted_gated(
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_gated(gate_up, weights, gate)
-    engine = engine_for(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
+    engine = select_backend(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
     y: Tensor = WeightedGatedFunction.apply(gate_up, weights, gate, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
 def weighted_activate(
-    x: Tensor, weights: Tensor, activation: Activation, *, kernel: Form = "auto"
+    x: Tensor, weights: Tensor, activation: Activation, *, kernel: BackendName = "auto"
 ) -> Tensor:
     """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; the rest as in
     `weighted_gated`."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_activate(x, weights, activation)
-    engine = engine_for(kernel, x, op="activation", loops=activation == "squared_relu")
+    engine = select_backend(kernel, x, op="activation", loops=activation == "squared_relu")
     y: Tensor = WeightedActivationFunction.apply(x, weights, activation, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -61,7 +61,7 @@ def weighted_activate(
 # --- what they compute, in plain operations
 
 
-def reference_weighted_gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
+def reference_weighted_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
     """What `weighted_gated` computes, in plain operations."""
     wide = gate_up.to(wide_of(gate_up))
     g, up = limited(wide, gate.clamp)
@@ -87,7 +87,7 @@ class WeightedGatedFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, gate_up: Tensor, weights: Tensor, gate: Gate, engine: Engine
+        ctx: Context, gate_up: Tensor, weights: Tensor, gate: GatedActivation, engine: FusedBackend
     ) -> Tensor:
         """gate_up [t, 2 f], weights [t] -> [t, f]."""
         ctx.save_for_backward(gate_up, weights)
@@ -111,7 +111,7 @@ class WeightedActivationFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weights: Tensor, activation: Activation, engine: Engine
+        ctx: Context, x: Tensor, weights: Tensor, activation: Activation, engine: FusedBackend
     ) -> Tensor:
         """x [t, f], weights [t] -> [t, f]."""
         ctx.save_for_backward(x, weights)
@@ -129,7 +129,7 @@ class WeightedActivationFunction(Function):
 # --- in torch's operations
 
 
-def _gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
+def _gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
     wide = gate_up.to(wide_of(gate_up))
     g, up = limited(wide, gate.clamp)
     y = FORMULAS[gate.activation].value(g).mul_(up + gate.up_offset if gate.up_offset else up)
@@ -137,7 +137,7 @@ def _gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
 
 
 def _gated_backward(
-    dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate
+    dy: Tensor, gate_up: Tensor, weights: Tensor, gate: GatedActivation
 ) -> tuple[Tensor, Tensor]:
     """Both halves of the features' gradient, 0 for what was cut off, and the weights'."""
     wide = gate_up.to(wide_of(gate_up))
@@ -171,7 +171,7 @@ def _activated_backward(
 # --- as compiled loops, in one pass
 
 
-def _loop_gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
+def _loop_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
     gate_up, w = gate_up.contiguous(), weights.float().contiguous()
     y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     cpu.run(
@@ -181,7 +181,7 @@ def _loop_gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
 
 
 def _loop_gated_backward(
-    dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate
+    dy: Tensor, gate_up: Tensor, weights: Tensor, gate: GatedActivation
 ) -> tuple[Tensor, Tensor]:
     dy, gate_up, w = dy.contiguous(), gate_up.contiguous(), weights.float().contiguous()
     out, dw = torch.empty_like(gate_up), torch.empty_like(w)
@@ -222,14 +222,14 @@ def _loop_squares_backward(
 # --- as Triton programs, in one pass
 
 
-def _triton_gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
+def _triton_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
     from megalith.kernels import triton_gated  # imports Triton
 
     return triton_gated.forward(gate_up, gate.activation, limits_of(gate), weights)
 
 
 def _triton_gated_backward(
-    dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate
+    dy: Tensor, gate_up: Tensor, weights: Tensor, gate: GatedActivation
 ) -> tuple[Tensor, Tensor]:
     from megalith.kernels import triton_gated
 
@@ -256,23 +256,23 @@ def _triton_activated_backward(
 
 Pair = tuple[Tensor, Tensor]
 
-GATED: Mapping[Engine, Callable[[Tensor, Tensor, Gate], Tensor]] = {
+GATED: Mapping[FusedBackend, Callable[[Tensor, Tensor, GatedActivation], Tensor]] = {
     "torch": _gated,
-    "loops": _loop_gated,
+    "numba": _loop_gated,
     "triton": _triton_gated,
 }
-GATED_BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Tensor, Gate], Pair]] = {
+GATED_BACKWARD: Mapping[FusedBackend, Callable[[Tensor, Tensor, Tensor, GatedActivation], Pair]] = {
     "torch": _gated_backward,
-    "loops": _loop_gated_backward,
+    "numba": _loop_gated_backward,
     "triton": _triton_gated_backward,
 }
-ACTIVATED: Mapping[Engine, Callable[[Tensor, Tensor, Activation], Tensor]] = {
+ACTIVATED: Mapping[FusedBackend, Callable[[Tensor, Tensor, Activation], Tensor]] = {
     "torch": _activated,
-    "loops": _loop_squares,
+    "numba": _loop_squares,
     "triton": _triton_activated,
 }
-ACTIVATED_BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Tensor, Activation], Pair]] = {
+ACTIVATED_BACKWARD: Mapping[FusedBackend, Callable[[Tensor, Tensor, Tensor, Activation], Pair]] = {
     "torch": _activated_backward,
-    "loops": _loop_squares_backward,
+    "numba": _loop_squares_backward,
     "triton": _triton_activated_backward,
 }

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from megalith.checkpoint.boxes import Entry, lengths, pieces
+from megalith.checkpoint.boxes import CheckpointEntry, lengths, pieces
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.safetensors import DTYPES, TensorInfo, read_box, read_header, show_names
 from megalith.config.lora import (
@@ -23,7 +23,7 @@ from megalith.config.lora import (
     matrix_of,
 )
 from megalith.config.model import ModelConfig
-from megalith.config.tree import from_dict, parse_yaml
+from megalith.config.tree import from_dict, parse_stored_settings
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.hf import PIECE_NBYTES, Weights
 from megalith.models.names import Family, TensorRule
@@ -79,7 +79,7 @@ class AdaptedWeights:
             dtype
         )  # never into the base
 
-    def fill(self, entries: Sequence[Entry]) -> None:
+    def fill(self, entries: Sequence[CheckpointEntry]) -> None:
         """Fill the tensors of `entries`, a piece at a time."""
         for entry in entries:
             for piece in pieces(entry, max_numel=PIECE_NBYTES // 8):
@@ -144,7 +144,7 @@ def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
         CheckpointError: its config.yaml does not describe them.
     """
     try:
-        lora = from_dict(LoraConfig, parse_yaml(checkpoint.config_text)["lora"])
+        lora = from_dict(LoraConfig, parse_stored_settings(checkpoint.config_text)["lora"])
     except (yaml.YAMLError, ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint.path / 'config.yaml'} does not describe adapters "

@@ -1,4 +1,4 @@
-"""What leaves with weights: tokenizer files, generation settings, licences, and the template they
+"""What leaves with weights: tokenizer files, generation settings, licenses, and the template they
 were tuned with.
 
 A run on conversations decides two things that no file of its base says: the chat template, and
@@ -16,11 +16,11 @@ from megalith.data.chat_template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate
 from megalith.data.huggingface import HuggingFaceTokenizer
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError
-from megalith.models.hf import COMPANIONS, GENERATION, TOKENIZER_FILES
+from megalith.models.hf import AUXILIARY_FILES, GENERATION, TOKENIZER_FILES
 from megalith.models.pretrained import Pretrained
 
 
-def carried(
+def copy_auxiliary_files(
     source: Pretrained, token_ids: dict[str, Any], *, theirs: bool
 ) -> dict[str, bytes]:  # Any: JSON
     """Contents of the files that go with a model, by name; `theirs`: for a Hugging Face folder.
@@ -30,7 +30,7 @@ def carried(
     Raises:
         DataError: the tokenizer that the model was trained with is gone, or the template.
     """
-    files = {name: _intact(file) for name, file in source.companions().items()}
+    files = {name: _intact(file) for name, file in source.auxiliary_files().items()}
     copied = (
         not theirs
         and source.checkpoint is not None
@@ -39,7 +39,9 @@ def carried(
     if not copied and (
         made := _of_gpt2(source, files)
     ):  # else its config.yaml names the two files, which go with it
-        files = made | {name: contents for name, contents in files.items() if name in COMPANIONS}
+        files = made | {
+            name: contents for name, contents in files.items() if name in AUXILIARY_FILES
+        }
     if source.tokenizer.kind == "null" or not source.tuning():
         return files
     tokenizer = build_tokenizer(source.tokenizer)
@@ -148,7 +150,7 @@ def _plain(token_ids: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_ends(before: Any, ends: frozenset[int]) -> Any:  # JSON: a number, several, or none
-    """Tokens that end a text, with those that end a turn."""
+    """PackedSeqParams that end a text, with those that end a turn."""
     known = before if isinstance(before, list) else [] if before is None else [before]
     both = [*known, *sorted(ends - set(known))]
     return before if both == known else both[0] if len(both) == 1 else both

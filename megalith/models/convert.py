@@ -15,11 +15,11 @@ from megalith.config.checkpoint import NewRows
 from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.models.adapters import ADAPTER_CONFIG, AdaptedWeights, fingerprint
-from megalith.models.companions import carried
+from megalith.models.companions import copy_auxiliary_files
 from megalith.models.hf import CONFIG, HuggingFaceFolder, Weights, write_folder
 from megalith.models.journal import Attempt, Recipe
 from megalith.models.names import TensorRule, dtype_to_write
-from megalith.models.pretrained import FORCED, HF_SOURCE, Pretrained, find_family_of
+from megalith.models.pretrained import FORCE_LOAD_BALANCING, HF_SOURCE, Pretrained, find_family_of
 from megalith.models.release import parameters, release_run, write_release
 from megalith.plan.shards import Shard
 
@@ -39,7 +39,7 @@ class Move:
     """As a tensor of the Hugging Face folder has it; of the parameter, where there is none."""
 
     source_dtype: str
-    """`bfloat16`, or `fp8 dequantised`."""
+    """`bfloat16`, or `fp8 dequantized`."""
 
     target_dtype: str
     nbytes: int
@@ -177,7 +177,7 @@ def convert(
         DataError: its tokenizer is gone.
     """
     ids = token_ids(source)
-    companions = carried(source, dict(ids), theirs=to == "huggingface")
+    auxiliary_files = copy_auxiliary_files(source, dict(ids), theirs=to == "huggingface")
     if to == "huggingface":
         return write_folder(
             target,
@@ -190,13 +190,17 @@ def convert(
             if source.hf_source is None
             else source.hf_source.activation_names,
             extra=ids,
-            companions=companions,
+            auxiliary_files=auxiliary_files,
             wrote=wrote,
             workers=workers,
             attempt=attempt,
         )
     state: dict[str, Any] = {"token_ids": ids}  # Any: JSON
-    state |= {FORCED: list(source.forced)} if source.forced else {}
+    state |= (
+        {FORCE_LOAD_BALANCING: list(source.force_load_balancing)}
+        if source.force_load_balancing
+        else {}
+    )
     state |= {} if source.hf_source is None else {HF_SOURCE: source.hf_source.as_json()}
     return write_release(
         target,
@@ -205,7 +209,7 @@ def convert(
         config_text=_release_config(source, target),
         dtype=dtype,
         state=state,
-        companions=companions,
+        auxiliary_files=auxiliary_files,
         wrote=wrote,
         workers=workers,
         attempt=attempt,
@@ -239,7 +243,10 @@ def recipe_of(
 def _files_of(source: Pretrained) -> str:
     """A hash of what is known of a source's files without reading them."""
     folders = dict.fromkeys(
-        (source.path, *source.origins()[: 1 if isinstance(source.weights, AdaptedWeights) else 0])
+        (
+            source.path,
+            *source.source_folders()[: 1 if isinstance(source.weights, AdaptedWeights) else 0],
+        )
     )
     known = []
     for folder in folders:

@@ -20,11 +20,11 @@ from megalith.models.usual import (
     NORMS,
     ROTARY_BUFFERS,
     attention_rules,
+    check_all_fields_exported,
     mlp_rules,
-    read_usual,
-    said,
+    read_common_fields,
     whole_heads,
-    write_usual,
+    write_common_fields,
 )
 
 COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -52,8 +52,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields({**raw, **own})
     fields.problems += blocks.problems
     fields.ignore("block_configs")
-    usual = read_usual(fields)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    common_fields = read_common_fields(fields)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     mlp_bias = fields.flag("mlp_bias")
     if mlp_bias and "linear" in blocks.layers.mlp:
         fields.problems.append(
@@ -63,7 +63,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             "no MLP has biases."
         )
     fields.finish()
-    return ModelConfig(**usual, rope=rope, mlp_bias=mlp_bias, layers=blocks.layers)
+    return ModelConfig(**common_fields, rope=rope, mlp_bias=mlp_bias, layers=blocks.layers)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -84,9 +84,13 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
             ]
         )
     blocks = [_block(config, layer) for layer in range(config.num_layers)]
-    raw = {**write_usual(config, DECILM), "mlp_bias": config.mlp_bias, "block_configs": blocks}
+    raw = {
+        **write_common_fields(config, DECILM),
+        "mlp_bias": config.mlp_bias,
+        "block_configs": blocks,
+    }
     raw |= dict.fromkeys(("num_key_value_heads", "intermediate_size"))  # the blocks' to say
-    return said(raw, _plainly_said(config), read_config, DECILM)
+    return check_all_fields_exported(raw, _plainly_said(config), read_config, DECILM)
 
 
 def _block(config: ModelConfig, layer: int) -> dict[str, Any]:

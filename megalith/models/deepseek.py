@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3 as Hugging Face knows them: config.json and tensors.
 
-Latent attention, pairs of neighbouring features that turn, a mixture of experts beside shared ones
-in all layers but the first few, and in V3 layers that predict further ahead, numbered after the
+Latent attention, pairs of neighboring features that turn, a mixture of experts beside shared ones
+in all layers but the first few, and in V3 MTP layers, numbered after the
 last. Source: DeepSeek-AI 2024, arXiv:2405.04434 (V2) and arXiv:2412.19437 (V3).
 """
 
@@ -27,7 +27,14 @@ from megalith.models.experts import (
 from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import read_rope, write_rope
-from megalith.models.usual import HEAD, NORMS, ROTARY_BUFFERS, SIZES, mlp_rules, said
+from megalith.models.usual import (
+    HEAD,
+    NORMS,
+    ROTARY_BUFFERS,
+    SIZES,
+    check_all_fields_exported,
+    mlp_rules,
+)
 
 # --- config.json
 
@@ -110,7 +117,7 @@ def read_config(raw: Mapping[str, Any], *, kind: str) -> ModelConfig:
             **latent, q_rank=q_rank, yarn_mscale=_mscale(raw) if rope.scaling == "yarn" else None
         ),
         activation=fields.activation(),
-        mtp=MTPConfig(depths=depths),
+        mtp=MTPConfig(num_layers=depths),
         moe=moe,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         init_std=fields.number("initializer_range", 0.02, zero=True),
@@ -152,18 +159,18 @@ def _read_experts(fields: Fields, layers: int, kind: str) -> MoEConfig | None:
         shared = 1
     router = RouterConfig(
         score="sigmoid" if third else "softmax",
-        balancing_bias=third,
-        renormalise=fields.flag("norm_topk_prob", third),
-        scale=fields.number("routed_scaling_factor", 2.5 if third else 1.0),
+        expert_bias=third,
+        norm_topk_prob=fields.flag("norm_topk_prob", third),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 2.5 if third else 1.0),
         **_read_groups(fields, chosen, kind),
     )
-    if not third and router.renormalise:
+    if not third and router.norm_topk_prob:
         fields.problems.append(
             "norm_topk_prob=True is not supported: transformers does not look at it here. Use "
             "False."
         )
     return MoEConfig(
-        experts=count,
+        num_experts=count,
         top_k=chosen,
         ffn_hidden_size=width,
         shared_ffn_hidden_size=shared * width,
@@ -202,7 +209,7 @@ def _read_groups(fields: Fields, chosen: int, kind: str) -> dict[str, Any]:
         )
     return {
         "groups": groups,
-        "top_groups": best,
+        "topk_groups": best,
         "group_score": "top" if kind == "deepseek_v3" else "max",
     }
 
@@ -221,22 +228,22 @@ def _write_experts(config: ModelConfig, kind: str) -> dict[str, Any]:
         "noaux_tc"
         if kind == "deepseek_v3"
         else "greedy"
-        if router.groups is None
+        if router.num_groups is None
         else "group_limited_greedy"
     )
     return {
         "first_k_dense_replace": dense,
         "moe_layer_freq": 1,
-        "n_routed_experts": moe.experts,
+        "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.ffn_hidden_size,
         "n_shared_experts": (moe.shared_ffn_hidden_size or 0) // moe.ffn_hidden_size or 1,
         "scoring_func": router.score,
         "topk_method": method,
-        "n_group": router.groups or 1,
-        "topk_group": router.top_groups or 1,
-        "norm_topk_prob": router.renormalise,
-        "routed_scaling_factor": router.scale,
+        "n_group": router.num_groups or 1,
+        "topk_group": router.topk_groups or 1,
+        "norm_topk_prob": router.norm_topk_prob,
+        "routed_scaling_factor": router.routed_scaling_factor,
     }
 
 
@@ -246,7 +253,7 @@ def _read_rope(fields: Fields, length: int) -> RopeConfig:
     if rope.scaling not in (
         "none",
         "yarn",
-    ):  # transformers sharpens under all of them, the authors know these two
+    ):  # transformers has_attention_temperature under all of them, the authors know these two
         fields.problems.append(
             f"rotary positions with rope_type={rope.scaling!r} are not supported in a DeepSeek: "
             "rope_type must be "
@@ -256,7 +263,7 @@ def _read_rope(fields: Fields, length: int) -> RopeConfig:
 
 
 def _mscale(raw: Mapping[str, Any]) -> float | None:
-    """mscale_all_dim, which sharpens the scores where it is given and not 0."""
+    """mscale_all_dim, which has_attention_temperature the scores where it is given and not 0."""
     parts = [
         part
         for name in ("rope_parameters", "rope_scaling")
@@ -269,7 +276,7 @@ def _mscale(raw: Mapping[str, Any]) -> float | None:
 
 
 def _depths(fields: Fields) -> int:
-    """Layers that predict further ahead: by the release's name of the field, or that of
+    """MTP layers: by the release's name of the field, or that of
     transformers 5."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     values = [fields.value(name) for name in names]
@@ -286,7 +293,7 @@ def _depths(fields: Fields) -> int:
 
 
 def settle(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """The layers that predict further ahead, only if their tensors are there: transformers saves a
+    """The MTP layers, only if their tensors are there: transformers saves a
     model without."""
     there = any(name.startswith(f"model.layers.{config.num_layers}.") for name in names)
     return config if there else replace(config, mtp=MTPConfig())
@@ -317,7 +324,7 @@ def write_config(config: ModelConfig, *, family: str) -> dict[str, Any]:
                 "this one as it is."
             ]
         )
-    depths = {"num_nextn_predict_layers": config.mtp.depths} if family == "deepseek_v3" else {}
+    depths = {"num_nextn_predict_layers": config.mtp.num_layers} if family == "deepseek_v3" else {}
     raw = {
         "architectures": [kind.architecture],
         "model_type": kind.model_type,
@@ -339,10 +346,10 @@ def write_config(config: ModelConfig, *, family: str) -> dict[str, Any]:
         "use_cache": True,
     }
     weighed = MTPConfig(
-        depths=config.mtp.depths
+        num_layers=config.mtp.num_layers
     )  # how much the further losses count is a choice of each run
     used = replace(config, num_kv_heads=config.num_heads, head_dim=None, mtp=weighed)
-    return said(raw, used, partial(read_config, kind=family), kind)
+    return check_all_fields_exported(raw, used, partial(read_config, kind=family), kind)
 
 
 def _write_rope(rope: RopeConfig, mla: MLAConfig) -> dict[str, Any]:
@@ -384,7 +391,7 @@ def _rules(config: ModelConfig, experts: LayerRules) -> list[TensorRule]:
     found.append(_vector("model.norm.weight", "norm.weight", h))
     if not config.tied_embeddings:
         found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
-    for depth in range(config.mtp.depths):
+    for depth in range(config.mtp.num_layers):
         theirs, ours = f"model.layers.{config.num_layers + depth}", f"mtp.{depth}"
         found += [
             _vector(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight", h),
@@ -397,13 +404,13 @@ def _rules(config: ModelConfig, experts: LayerRules) -> list[TensorRule]:
 
 
 def copies(config: ModelConfig) -> list[TensorRule]:
-    """The embedding and the head, once more with every layer that predicts further ahead, as in
+    """The embedding and the head, once more with every MTP layer, as in
     published files."""
     size, head = (
         (config.vocab_size, config.hidden_size),
         "embed.weight" if config.tied_embeddings else "head.weight",
     )
-    names = [f"model.layers.{config.num_layers + depth}" for depth in range(config.mtp.depths)]
+    names = [f"model.layers.{config.num_layers + depth}" for depth in range(config.mtp.num_layers)]
     both = {"embed_tokens": "embed.weight", "shared_head.head": head}
     return [
         rule(f"{name}.{theirs}.weight", ours, size, shape=size)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.errors import ConfigError
 from megalith.models.fields import Fields
 from megalith.models.names import TensorRule, piece, rule
@@ -66,12 +66,12 @@ def read_mixture(
     having = sparse_layers(fields, layers) if sparse else (True,) * layers
     chosen = fields.whole("num_experts_per_tok", top_k)
     return MoEConfig(
-        experts=read_count(fields, experts),
+        num_experts=read_count(fields, experts),
         top_k=chosen,
         ffn_hidden_size=width,
         layers=pattern(having),
-        router=RouterConfig(renormalise=fields.flag("norm_topk_prob")),
-        balance=read_balance(fields, top_k=chosen, layers=sum(having), default=coefficient),
+        router=RouterConfig(norm_topk_prob=fields.flag("norm_topk_prob")),
+        aux_loss=read_balance(fields, top_k=chosen, layers=sum(having), default=coefficient),
         **others,
     )
 
@@ -79,16 +79,16 @@ def read_mixture(
 def write_mixture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     """The same in the other direction, but for width and layers."""
     return {
-        "num_experts": moe.experts,
+        "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
-        "norm_topk_prob": moe.router.renormalise,
+        "norm_topk_prob": moe.router.norm_topk_prob,
         **write_balance(config, moe),
     }
 
 
 def read_balance(
     fields: Fields, *, top_k: int, layers: int, default: float = 0.001
-) -> BalanceConfig:
+) -> AuxLossConfig:
     """The loss that transformers adds while training, if output_router_logits says so: each of so
     many `layers` with experts has its share.
 
@@ -99,8 +99,8 @@ def read_balance(
     none = name in fields.raw and fields.value(name) is None
     weight = 0.0 if none else fields.number(name, default, zero=True)
     if not fields.flag("output_router_logits") or not layers:
-        return BalanceConfig()
-    return BalanceConfig(batch=float(f"{weight * top_k / layers:.12g}"))
+        return AuxLossConfig()
+    return AuxLossConfig(batch_coeff=float(f"{weight * top_k / layers:.12g}"))
 
 
 def write_balance(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def write_balance(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     output_router_logits turns off."""
     layers, weight = (
         sum(config.has_experts(layer) for layer in range(config.num_layers)),
-        moe.balance.batch,
+        moe.aux_loss.batch_coeff,
     )
     coefficient = (
         {"router_aux_loss_coef": float(f"{weight * layers / moe.top_k:.10g}")} if weight else {}
@@ -166,17 +166,17 @@ def canonical_experts(config: ModelConfig) -> ModelConfig:
         moe.router,
         dtype="fp32",
         jitter=0.0,
-        forced_balance=False,
-        forced_bias=0.0,
-        balancing_rate=1e-3,
+        force_load_balancing=False,
+        force_biased=0.0,
+        expert_bias_update_rate=1e-3,
     )
-    balance = BalanceConfig(
-        quantile=moe.balance.quantile
+    balance = AuxLossConfig(
+        quantile=moe.aux_loss.quantile
     )  # whose offsets choose outside of training, too
     kept = replace(
         moe,
         layers=() if all(flags) else flags,
-        balance=balance,
+        aux_loss=balance,
         capacity=CapacityConfig(),
         router=router,
     )
@@ -212,14 +212,23 @@ def joined_rules(words: Words) -> LayerRules:
 def router_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
     """The gate, and the bias that balances."""
     moe, h = _experts(config), config.hidden_size
-    found = [rule(f"{theirs}.weight", f"{ours}.router", (moe.experts, h), shape=(moe.experts, h))]
+    found = [
+        rule(f"{theirs}.weight", f"{ours}.router", (moe.num_experts, h), shape=(moe.num_experts, h))
+    ]
     if moe.router.bias:
         found.append(
-            rule(f"{theirs}.bias", f"{ours}.router_bias", (moe.experts,), shape=(moe.experts,))
+            rule(
+                f"{theirs}.bias",
+                f"{ours}.router_bias",
+                (moe.num_experts,),
+                shape=(moe.num_experts,),
+            )
         )
-    if moe.router.balancing_bias:
+    if moe.router.expert_bias:
         name = f"{theirs}.e_score_correction_bias"
-        found.append(rule(name, f"{ours}.balancing_bias", (moe.experts,), shape=(moe.experts,)))
+        found.append(
+            rule(name, f"{ours}.balancing_bias", (moe.num_experts,), shape=(moe.num_experts,))
+        )
     return found
 
 
@@ -227,7 +236,7 @@ def expert_rules(config: ModelConfig, theirs: str, ours: str, words: Words) -> l
     """Gate, up and down of every expert."""
     moe, h = _experts(config), config.hidden_size
     f, found = moe.ffn_hidden_size, []
-    for e in range(moe.experts):
+    for e in range(moe.num_experts):
         for half, word in enumerate((words.gate, words.up)):
             box = ((e, e + 1), (half, half + 1), (0, f), (0, h))
             name = f"{theirs}.{e}.{word}.weight"
@@ -247,7 +256,7 @@ def expert_rules(config: ModelConfig, theirs: str, ours: str, words: Words) -> l
 def joined_expert_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
     """The same in two tensors."""
     moe, h = _experts(config), config.hidden_size
-    e, f = moe.experts, moe.ffn_hidden_size
+    e, f = moe.num_experts, moe.ffn_hidden_size
     every = ((0, e), (0, 2), (0, f), (0, h))
     return [
         piece(

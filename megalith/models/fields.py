@@ -282,13 +282,13 @@ THEIRS: Mapping[str, tuple[str, ...]] = {
     "mla.nope_dim": ("qk_nope_head_dim",),
     "mla.rope_dim": ("qk_rope_head_dim",),
     "mla.value_dim": ("v_head_dim",),
-    "moe.experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+    "moe.num_experts": ("num_local_experts", "n_routed_experts", "num_experts"),
     "moe.top_k": ("num_experts_per_tok",),
     "moe.ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
-    "moe.router.groups": ("n_group",),
-    "moe.router.top_groups": ("topk_group",),
-    "moe.router.scale": ("routed_scaling_factor",),
-    "moe.router.renormalise": ("norm_topk_prob",),
+    "moe.router.num_groups": ("n_group",),
+    "moe.router.topk_groups": ("topk_group",),
+    "moe.router.routed_scaling_factor": ("routed_scaling_factor",),
+    "moe.router.norm_topk_prob": ("norm_topk_prob",),
 }
 """Our settings below `model` that hold the very value of a field of theirs -> the names that field
 has."""
@@ -301,7 +301,7 @@ def in_their_words(text: str, raw: Mapping[str, Any]) -> str:
     """A text about settings of ours, with the names of a config.json in their place where it has
     one for the same.
 
-    >>> in_their_words("model.moe.top_k=9 is more than model.moe.experts=8.", {"num_experts": 8})
+    >>> in_their_words("model.moe.top_k=9 is more than model.moe.num_experts=8.", {"num_experts": 8})
     'num_experts_per_tok=9 is more than num_experts=8.'
     """
     return re.sub(

@@ -11,7 +11,14 @@ from megalith.config.model import ModelConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, write_usual
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
+    write_common_fields,
+)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -23,14 +30,16 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """
     fields = Fields({**raw, "hidden_act": _activation(raw)})
     fields.ignore("hidden_activation")
-    usual = read_usual(fields, max_seq_len=8192, kv_heads=16, head_dim=256, tied=True)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    common_fields = read_common_fields(
+        fields, max_seq_len=8192, kv_heads=16, head_dim=256, tied=True
+    )
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     fields.finish()
     return ModelConfig(
-        **usual,
+        **common_fields,
         rope=rope,
-        norm_zero_centred=True,
-        embedding_scale=usual["hidden_size"] ** 0.5,
+        zero_centered_gamma=True,
+        embedding_scale=common_fields["hidden_size"] ** 0.5,
     )
 
 
@@ -40,9 +49,9 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be a Gemma of theirs.
     """
-    raw = write_usual(config, GEMMA)
+    raw = write_common_fields(config, GEMMA)
     raw["hidden_activation"] = raw["hidden_act"]  # transformers 4 reads the one, 5 the other
-    return said(raw, config, read_config, GEMMA)
+    return check_all_fields_exported(raw, config, read_config, GEMMA)
 
 
 def _activation(raw: Mapping[str, Any]) -> Any:  # JSON
@@ -55,7 +64,7 @@ def _activation(raw: Mapping[str, Any]) -> Any:  # JSON
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config)
+    return common_rules(config)
 
 
 GEMMA = Family(

@@ -16,13 +16,13 @@ from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
     SIZE_REMEDY,
-    read_usual,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
     read_windows,
-    said,
-    usual_rules,
     whole_heads,
     windowed,
-    write_usual,
+    write_common_fields,
     write_windows,
 )
 
@@ -43,7 +43,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(
+    common_fields = read_common_fields(
         fields,
         max_seq_len=8192,
         kv_heads=4,
@@ -52,8 +52,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         activation="hidden_activation",
     )
     fields.ignore("hidden_act")  # transformers looks at the other word alone
-    layers = usual["num_layers"]
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    layers = common_fields["num_layers"]
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
     fields.only("sliding_window_size", window)  # the first releases say it twice
     default = [layer % 2 == 0 for layer in range(layers)]
@@ -65,12 +65,12 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     logit_cap = fields.number_or_none("final_logit_softcapping", 30.0)
     fields.finish()
     return ModelConfig(
-        **usual,
+        **common_fields,
         rope=rope,
         attention=AttentionConfig(scale=scale, softcap=cap, **windows),
-        norm_zero_centred=True,
+        zero_centered_gamma=True,
         norm_placement="around",
-        embedding_scale=usual["hidden_size"] ** 0.5,
+        embedding_scale=common_fields["hidden_size"] ** 0.5,
         logit_softcap=logit_cap,
     )
 
@@ -83,14 +83,14 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     whole_heads(config)
     raw = {
-        **write_usual(config, GEMMA2, activation="hidden_activation"),
+        **write_common_fields(config, GEMMA2, activation="hidden_activation"),
         "query_pre_attn_scalar": scalar_of(config),
         "attn_logit_softcapping": config.attention.softcap,
         "final_logit_softcapping": config.logit_softcap,
         "sliding_window": config.attention.window,
         "layer_types": write_windows(config),
     }
-    return said(raw, config, read_config, GEMMA2)
+    return check_all_fields_exported(raw, config, read_config, GEMMA2)
 
 
 def scalar_of(config: ModelConfig) -> int:
@@ -102,7 +102,7 @@ def scalar_of(config: ModelConfig) -> int:
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config, norms=NORMS)
+    return common_rules(config, norms=NORMS)
 
 
 GEMMA2 = Family(

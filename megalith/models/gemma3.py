@@ -20,13 +20,13 @@ from megalith.models.usual import (
     ROTARY_BUFFERS,
     SIZE_REMEDY,
     SLIDING,
-    read_usual,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
     read_windows,
-    said,
-    usual_rules,
     whole_heads,
     windowed,
-    write_usual,
+    write_common_fields,
     write_windows,
 )
 
@@ -39,7 +39,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(
+    common_fields = read_common_fields(
         fields,
         max_seq_len=131_072,
         kv_heads=4,
@@ -48,14 +48,14 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         activation="hidden_activation",
     )
     fields.ignore("hidden_act")  # transformers looks at the other word alone
-    layers = usual["num_layers"]
+    layers = common_fields["num_layers"]
     every = fields.whole("sliding_window_pattern", 6)
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
     default = [(layer + 1) % every != 0 for layer in range(layers)]
     windows = windowed(
         window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY)
     )
-    rope = _read_rope(fields, usual["max_seq_len"], windows=bool(windows))
+    rope = _read_rope(fields, common_fields["max_seq_len"], windows=bool(windows))
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     if fields.value("attn_logit_softcapping") is not None:
         fields.problems.append(
@@ -65,12 +65,12 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     logit_cap = fields.number_or_none("final_logit_softcapping")
     fields.finish()
     return ModelConfig(
-        **usual,
+        **common_fields,
         rope=rope,
         attention=AttentionConfig(qk_norm="head", scale=scale, **windows),
-        norm_zero_centred=True,
+        zero_centered_gamma=True,
         norm_placement="around",
-        embedding_scale=usual["hidden_size"] ** 0.5,
+        embedding_scale=common_fields["hidden_size"] ** 0.5,
         logit_softcap=logit_cap,
     )
 
@@ -83,7 +83,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     whole_heads(config)
     raw = {
-        **write_usual(config, GEMMA3, activation="hidden_activation"),
+        **write_common_fields(config, GEMMA3, activation="hidden_activation"),
         **_write_rope(config.rope),
         "query_pre_attn_scalar": scalar_of(config),
         "attn_logit_softcapping": None,
@@ -92,7 +92,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         or 4096,  # transformers wants one even where no layer has it
         "layer_types": write_windows(config),
     }
-    return said(raw, config, read_config, GEMMA3)
+    return check_all_fields_exported(raw, config, read_config, GEMMA3)
 
 
 def _read_rope(fields: Fields, max_position: int, *, windows: bool) -> RopeConfig:
@@ -130,7 +130,7 @@ def _write_rope(rope: RopeConfig) -> dict[str, Any]:
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config, norms=NORMS)
+    return common_rules(config, norms=NORMS)
 
 
 GEMMA3 = Family(

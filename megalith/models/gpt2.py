@@ -13,7 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.pieces import layer_norm_rules
-from megalith.models.usual import HEAD, said, whole_heads
+from megalith.models.usual import HEAD, check_all_fields_exported, whole_heads
 
 # --- config.json
 
@@ -98,7 +98,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
     }
-    return said(raw, config, read_config, GPT2)
+    return check_all_fields_exported(raw, config, read_config, GPT2)
 
 
 # --- tensors

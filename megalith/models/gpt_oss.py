@@ -21,11 +21,11 @@ from megalith.models.usual import (
     ROTARY_BUFFERS,
     SIZE_REMEDY,
     attention_rules,
-    read_usual,
+    check_all_fields_exported,
+    read_common_fields,
     read_windows,
-    said,
     windowed,
-    write_usual,
+    write_common_fields,
     write_windows,
 )
 
@@ -38,10 +38,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(
+    common_fields = read_common_fields(
         fields, max_seq_len=131_072, norm_eps=1e-5, head_dim=64, kv_heads=8, switch=False
     )
-    layers = usual["num_layers"]
+    layers = common_fields["num_layers"]
     fields.only(
         "hidden_act", "silu"
     )  # which is not what the experts compute, whatever the config says
@@ -63,17 +63,17 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"chosen experts. Set both to the same."
         )
     moe = MoEConfig(
-        experts=fields.whole("num_local_experts", 128),
+        num_experts=fields.whole("num_local_experts", 128),
         top_k=next(iter(several), 4),
         biases=True,
-        ffn_hidden_size=usual["ffn_hidden_size"],
+        ffn_hidden_size=common_fields["ffn_hidden_size"],
         router=RouterConfig(bias=True),
-        balance=read_balance(fields, top_k=next(iter(several), 4), layers=layers),
+        aux_loss=read_balance(fields, top_k=next(iter(several), 4), layers=layers),
     )
     fields.ignore("initial_context_length", "num_experts")
     found = ModelConfig(
-        **usual | {"activation": "quick_gelu"},
-        rope=_read_rope(fields, usual["max_seq_len"]),
+        **common_fields | {"activation": "quick_gelu"},
+        rope=_read_rope(fields, common_fields["max_seq_len"]),
         attention=AttentionConfig(sinks=True, **windows),
         activation_clamp=fields.number("swiglu_limit", 7.0),
         up_offset=1.0,
@@ -103,19 +103,19 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     moe = experts_of(config, GPT_OSS.architecture)
     raw = {
-        **write_usual(config, GPT_OSS),
+        **write_common_fields(config, GPT_OSS),
         "hidden_act": "silu",
         "intermediate_size": moe.ffn_hidden_size,
         "sliding_window": config.attention.window,
         "layer_types": write_windows(config),
-        "num_local_experts": moe.experts,
+        "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "experts_per_token": moe.top_k,
         "swiglu_limit": config.activation_clamp,
         "attention_bias": config.qkv_bias,
         **write_balance(config, moe),
     }
-    return said(raw, config, read_config, GPT_OSS)
+    return check_all_fields_exported(raw, config, read_config, GPT_OSS)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
@@ -137,7 +137,7 @@ def rules(config: ModelConfig) -> list[TensorRule]:
                 f"{theirs}.{NORMS['mlp_norm']}.weight", f"{ours}.mlp_norm.weight", (h,), shape=(h,)
             ),
             *router_rules(config, f"{theirs}.mlp.router", f"{ours}.moe"),
-            *_expert_rules(config, f"{theirs}.mlp.experts", f"{ours}.moe.experts"),
+            *_expert_rules(config, f"{theirs}.mlp.experts", f"{ours}.moe.num_experts"),
         ]
     found.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
     if not config.tied_embeddings:
@@ -150,7 +150,7 @@ def _expert_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRul
     moe, h = config.moe, config.hidden_size
     if moe is None:
         return []
-    e, f = moe.experts, moe.ffn_hidden_size
+    e, f = moe.num_experts, moe.ffn_hidden_size
     wide, both, back, vector = (
         tuple((0, n) for n in shape) for shape in ((e, 2, f, h), (e, 2, f), (e, h, f), (e, h))
     )

@@ -12,7 +12,14 @@ from megalith.config.model import ModelConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, write_usual
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
+    write_common_fields,
+)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -23,8 +30,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    common_fields = read_common_fields(fields)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     mlp_bias = fields.flag("mlp_bias")
     embedding, residual = (
         fields.number("embedding_multiplier", 1.0),
@@ -36,7 +43,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
     fields.finish()
     return ModelConfig(
-        **usual,
+        **common_fields,
         rope=rope,
         attention=AttentionConfig(scale=scale),
         mlp_bias=mlp_bias,
@@ -54,19 +61,19 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     scale = config.attention.scale
     raw = {
-        **write_usual(config, GRANITE),
+        **write_common_fields(config, GRANITE),
         "mlp_bias": config.mlp_bias,
         "embedding_multiplier": config.embedding_scale,
         "residual_multiplier": config.residual_scale,
         "attention_multiplier": config.head_size() ** -0.5 if scale is None else scale,
         "logits_scaling": 1 / config.logit_scale,
     }
-    return said(raw, config, read_config, GRANITE)
+    return check_all_fields_exported(raw, config, read_config, GRANITE)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config)
+    return common_rules(config)
 
 
 GRANITE = Family(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.boxes import (
-    Entry,
-    Piece,
+    CheckpointEntry,
+    TensorPiece,
     divide,
     inner_view,
     laid_out,
@@ -54,7 +54,7 @@ from megalith.models.gpt2 import GPT2
 from megalith.models.gpt_oss import GPT_OSS
 from megalith.models.granite import GRANITE
 from megalith.models.jobs import batches, done_in_order
-from megalith.models.journal import Attempt, Journal
+from megalith.models.journal import Attempt, ConversionJournal
 from megalith.models.llama import LLAMA
 from megalith.models.llama4 import LLAMA4
 from megalith.models.mistral import MISTRAL
@@ -79,7 +79,7 @@ from megalith.models.olmo2 import OLMO2
 from megalith.models.olmoe import OLMOE
 from megalith.models.phi3 import PHI3
 from megalith.models.quantised import FIELD as QUANTISED
-from megalith.models.quantised import Dequantised, dequantised
+from megalith.models.quantised import DequantizedTensor, dequantize
 from megalith.models.qwen2 import QWEN2
 from megalith.models.qwen2_moe import QWEN2_MOE
 from megalith.models.qwen3 import QWEN3
@@ -87,7 +87,7 @@ from megalith.models.qwen3_moe import QWEN3_MOE
 from megalith.models.smollm3 import SMOLLM3
 from megalith.models.staging import publish, work_on
 from megalith.models.starcoder2 import STARCODER2
-from megalith.models.usual import Unsaid
+from megalith.models.usual import UnexportedFieldsError
 from megalith.plan.network import network_problems
 from megalith.plan.shards import Box, Shard, intersect
 
@@ -139,10 +139,10 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
+LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
 """Files that go with whatever is made from the weights."""
 
-COMPANIONS = (*TOKENIZER_FILES, GENERATION, *LICENCES)
+AUXILIARY_FILES = (*TOKENIZER_FILES, GENERATION, *LICENSES)
 """Files that go with the weights as they are."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -256,7 +256,7 @@ class HuggingFaceFolder:
             )
         except ConfigError as error:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
-        tensors = dequantised(self.raw, _stored(path), path)
+        tensors = dequantize(self.raw, _stored(path), path)
         self.others = (
             {}
             if outer is None
@@ -292,15 +292,15 @@ class HuggingFaceFolder:
         return reduce(torch.promote_types, dtypes)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Of one tensor, by their name; where that is dequantised, what it is then."""
+        """Of one tensor, by their name; where that is dequantized, what it is then."""
         return DTYPES[self._tensors[self._name(name)].dtype]
 
     def stored_as(self, name: str) -> str:
         """What the folder has it in: a dtype, which of a part that is not read may be any word
-        of a header, or how few bits are dequantised."""
+        of a header, or how few bits are dequantized."""
         stored = self.others.get(name) or self._tensors[self._name(name)]
-        if isinstance(stored, Dequantised):
-            return f"{stored.kind} dequantised"
+        if isinstance(stored, DequantizedTensor):
+            return f"{stored.kind} dequantized"
         return show_dtype(READABLE[stored.dtype]) if stored.dtype in READABLE else stored.dtype
 
     def _name(self, name: str) -> str:
@@ -313,10 +313,10 @@ class HuggingFaceFolder:
         if len(parts) == 1 and intersect(parts[0].box, box) == box:
             return self._stored_box(parts[0], box).to(dtype)
         values = torch.empty(lengths(box), dtype=dtype)
-        self._fill_piece(parameter, Piece(box, values))
+        self._fill_piece(parameter, TensorPiece(box, values))
         return values
 
-    def fill(self, entries: Sequence[Entry]) -> None:
+    def fill(self, entries: Sequence[CheckpointEntry]) -> None:
         """Fill the tensors of `entries`, reading only their boxes, a piece at a time; rows that the
         folder lacks become what `new_rows` says.
 
@@ -329,7 +329,7 @@ class HuggingFaceFolder:
             for piece in pieces(entry, max_numel=PIECE_NBYTES // wide):
                 self._fill_piece(entry.shard.name, piece)
 
-    def _fill_piece(self, parameter: str, piece: Piece) -> None:
+    def _fill_piece(self, parameter: str, piece: TensorPiece) -> None:
         left = numel(piece.box)
         parts = [
             (rule, both)
@@ -349,7 +349,7 @@ class HuggingFaceFolder:
         tables = [shard for shard in shards if shard.name in PADDED and shard.name in self._rules]
         return sum(max(0, shard.shape[0] - extent(self._rules[shard.name])[0]) for shard in tables)
 
-    def _fill_new_rows(self, parameter: str, piece: Piece) -> None:
+    def _fill_new_rows(self, parameter: str, piece: TensorPiece) -> None:
         """Rows behind the folder's own are the mean of those."""
         rows = extent(self._rules[parameter])[0]
         (start, stop), *columns = piece.box
@@ -379,7 +379,9 @@ class HuggingFaceFolder:
     def _read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """A box of one of their tensors."""
         info = self._tensors[name]
-        return info.read(part) if isinstance(info, Dequantised) else read_box(name, info, part)
+        return (
+            info.read(part) if isinstance(info, DequantizedTensor) else read_box(name, info, part)
+        )
 
     def _check_wanted(self, shards: Sequence[Shard]) -> None:
         problems = []
@@ -583,7 +585,7 @@ def family_for(config: ModelConfig) -> Family:
 def _number_lacking(refusal: ConfigError) -> float:
     """How many settings a family has no words for; without end where the whole model is of another
     kind."""
-    return len(refusal.settings) if isinstance(refusal, Unsaid) else math.inf
+    return len(refusal.settings) if isinstance(refusal, UnexportedFieldsError) else math.inf
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -697,7 +699,7 @@ def write_folder(
     family: Family | None = None,
     activation_names: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,  # JSON
-    companions: Mapping[str, bytes] | None = None,
+    auxiliary_files: Mapping[str, bytes] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
     attempt: Attempt | None = None,
@@ -707,10 +709,10 @@ def write_folder(
 
     `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the
     model. `activation_names` replace other names of the same function in config.json (`gelu_new`).
-    `extra` goes into config.json (token ids), `companions` are files beside it, by name; `wrote` is
-    told the bytes of each tensor, by any of the `workers`, threads that have a few of the source's
-    bytes in memory each. With an `attempt`, what an earlier one of the same kind left is gone on
-    with.
+    `extra` goes into config.json (token ids), `auxiliary_files` are files beside it, by name;
+    `wrote` is told the bytes of each tensor, by any of the `workers`, threads that have a few of
+    the source's bytes in memory each. With an `attempt`, what an earlier one of the same kind left
+    is gone on with.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -743,7 +745,7 @@ def write_folder(
     with work_on(path, attempt) as work:
         staging = work.folder / "folder"
         total = _write_weights(staging, files, weights, wrote, workers, work.journal)
-        for name, contents in (companions or {}).items():
+        for name, contents in (auxiliary_files or {}).items():
             storage.write_new(staging / name, contents)
         for name, document in {CONFIG: raw, GENERATION: _generation(raw)}.items():
             if not (staging / name).exists():
@@ -774,7 +776,7 @@ def _write_weights(
     weights: Weights,
     wrote: Callable[[int], None],
     workers: int,
-    journal: Journal,
+    journal: ConversionJournal,
 ) -> int:
     """Every file of weights, and the index when there are several; returns the bytes of all
     tensors."""
@@ -829,7 +831,7 @@ def _begun_files(staging: Path, plans: Mapping[str, Sequence[Planned]]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Some neighbours in a file of weights, which are written at once."""
+    """Some neighbors in a file of weights, which are written at once."""
 
     file: Path
     start: int
@@ -845,7 +847,9 @@ class _Job:
         return sum(planned.nbytes for _, planned in self.content)
 
 
-def _do(job: _Job, weights: Weights, wrote: Callable[[int], None], journal: Journal) -> int:
+def _do(
+    job: _Job, weights: Weights, wrote: Callable[[int], None], journal: ConversionJournal
+) -> int:
     """Write some tensors, unless they are there; returns their bytes."""
     if job.before is not None and job.before == part_checksum(job.file, job.start, job.nbytes):
         wrote(job.nbytes)
@@ -897,14 +901,14 @@ def _generation(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"_from_model_config": True, **ids}
 
 
-def companion_files(folder: Path) -> dict[str, Path]:
+def list_auxiliary_files(folder: Path) -> dict[str, Path]:
     """The files of a folder that go with its weights.
 
     Raises:
         CheckpointError: one of them is a link that leads out of the folder.
     """
-    check_links(folder, COMPANIONS)
-    return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+    check_links(folder, AUXILIARY_FILES)
+    return {name: folder / name for name in AUXILIARY_FILES if (folder / name).is_file()}
 
 
 def check_links(folder: Path, names: Iterable[str]) -> None:

@@ -33,7 +33,7 @@ class Attempt:
     any case."""
 
 
-class Journal:
+class ConversionJournal:
     """The pieces that are whole, by name. Threads may add some at the same time."""
 
     def __init__(
@@ -45,12 +45,12 @@ class Journal:
     def __len__(self) -> int:
         return len(self._done)
 
-    def moved_to(self, folder: Path) -> "Journal":
+    def moved_to(self, folder: Path) -> "ConversionJournal":
         """The same, in a folder that was renamed; a line that was cut short is ended, and nobody's
         then."""
         if storage.read_bytes(folder / NAME)[-1:] != b"\n":
             storage.append_line(folder / NAME, b"")
-        return Journal(folder / NAME, self._done)
+        return ConversionJournal(folder / NAME, self._done)
 
     def found(self, name: str) -> Any | None:  # JSON
         """What was written down of a piece."""
@@ -70,13 +70,13 @@ class Journal:
             self._done[name] = record
 
 
-def begin_journal(folder: Path, recipe: Recipe) -> Journal:
+def begin_journal(folder: Path, recipe: Recipe) -> ConversionJournal:
     """An empty one in a new folder."""
     storage.append_line(folder / NAME, json.dumps(dict(recipe)).encode())
-    return Journal(folder / NAME)
+    return ConversionJournal(folder / NAME)
 
 
-def read_journal(folder: Path) -> tuple[Recipe, Journal] | None:
+def read_journal(folder: Path) -> tuple[Recipe, ConversionJournal] | None:
     """The one that a conversion left, as far as its lines are whole; None: it left none that can be
     read."""
     try:
@@ -95,7 +95,9 @@ def read_journal(folder: Path) -> tuple[Recipe, Journal] | None:
         except (ValueError, TypeError):
             continue
         done[str(name)] = record
-    return {str(name): str(value) for name, value in recipe.items()}, Journal(folder / NAME, done)
+    return {str(name): str(value) for name, value in recipe.items()}, ConversionJournal(
+        folder / NAME, done
+    )
 
 
 def changed(before: Recipe, now: Recipe) -> list[str]:

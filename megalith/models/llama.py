@@ -14,11 +14,11 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
-    read_usual,
-    said,
-    usual_rules,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
     whole_heads,
-    write_usual,
+    write_common_fields,
 )
 
 
@@ -30,11 +30,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    common_fields = read_common_fields(fields)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     mlp_bias = fields.flag("mlp_bias")
     fields.finish()
-    return ModelConfig(**usual, rope=rope, mlp_bias=mlp_bias)
+    return ModelConfig(**common_fields, rope=rope, mlp_bias=mlp_bias)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -44,13 +44,13 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         ConfigError: the model cannot be a Llama of theirs.
     """
     whole_heads(config)
-    raw = {**write_usual(config, LLAMA), "mlp_bias": config.mlp_bias}
-    return said(raw, config, read_config, LLAMA)
+    raw = {**write_common_fields(config, LLAMA), "mlp_bias": config.mlp_bias}
+    return check_all_fields_exported(raw, config, read_config, LLAMA)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of a Llama of theirs, in the order of the forward pass."""
-    return usual_rules(config)
+    return common_rules(config)
 
 
 LLAMA = Family(

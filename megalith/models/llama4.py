@@ -1,5 +1,5 @@
 """Llama 4 as Hugging Face knows it, its text alone: most layers attend in chunks and turn pairs of
-neighbours, every fourth has no positions and sees everything; one expert of many beside a shared
+neighbors, every fourth has no positions and sees everything; one expert of many beside a shared
 one, weighed by what it reads.
 
 Source: Meta 2025, the Llama 4 release; layers without positions: Yang et al. 2025,
@@ -23,12 +23,12 @@ from megalith.models.usual import (
     FULL,
     HEAD,
     ROTARY_BUFFERS,
-    read_usual,
-    said,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
     shortest,
-    usual_rules,
     windowed,
-    write_usual,
+    write_common_fields,
 )
 
 CHUNKED, BLOCK = "chunked_attention", "feed_forward"
@@ -52,22 +52,24 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """
     fields = Fields(raw)
     size = None if "head_dim" in raw else 128
-    usual = read_usual(fields, max_seq_len=131_072, norm_eps=1e-5, head_dim=size, kv_heads=8)
-    layers = usual["num_layers"]
-    moe = _read_experts(fields, usual)
-    usual["ffn_hidden_size"] = fields.whole("intermediate_size_mlp", 16_384)
+    common_fields = read_common_fields(
+        fields, max_seq_len=131_072, norm_eps=1e-5, head_dim=size, kv_heads=8
+    )
+    layers = common_fields["num_layers"]
+    moe = _read_experts(fields, common_fields)
+    common_fields["ffn_hidden_size"] = fields.whole("intermediate_size_mlp", 16_384)
     turned = _read_turned(fields, layers)
-    rope = _read_rope(fields, usual["max_seq_len"], turned)
+    rope = _read_rope(fields, common_fields["max_seq_len"], turned)
     attention = AttentionConfig(**_read_chunks(fields, turned), **_read_norms(fields, turned))
     fields.only("for_llm_compressor", False)
     fields.ignore(*OF_EXPERTS)
     fields.finish()
-    return ModelConfig(**usual, rope=rope, attention=attention, moe=moe)
+    return ModelConfig(**common_fields, rope=rope, attention=attention, moe=moe)
 
 
-def _read_experts(fields: Fields, usual: Mapping[str, Any]) -> MoEConfig | None:
+def _read_experts(fields: Fields, common_fields: Mapping[str, Any]) -> MoEConfig | None:
     """The mixture of every so many layers, or of those that are listed."""
-    layers, step = usual["num_layers"], fields.whole("interleave_moe_layer_step", 1)
+    layers, step = common_fields["num_layers"], fields.whole("interleave_moe_layer_step", 1)
     listed = fields.value("moe_layers")
     if listed is not None and not (
         isinstance(listed, list) and all(type(one) is int and one >= 0 for one in listed)
@@ -83,14 +85,14 @@ def _read_experts(fields: Fields, usual: Mapping[str, Any]) -> MoEConfig | None:
     if not any(having):
         return None
     fields.only("num_experts_per_tok", 1)
-    width = usual["ffn_hidden_size"]
+    width = common_fields["ffn_hidden_size"]
     return MoEConfig(
-        experts=fields.whole("num_local_experts", 16),
+        num_experts=fields.whole("num_local_experts", 16),
         top_k=1,
         ffn_hidden_size=width,
         shared_ffn_hidden_size=width,
-        weigh_input=True,
-        router=RouterConfig(score="sigmoid", renormalise=False),
+        apply_router_weight_on_input=True,
+        router=RouterConfig(score="sigmoid", norm_topk_prob=False),
         layers=pattern(having),
     )
 
@@ -155,14 +157,14 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     layers, moe, kind = range(config.num_layers), config.moe, config.attention
     width, mixed = config.ffn_hidden_size, [layer for layer in layers if config.has_experts(layer)]
-    turned = [config.turns(layer) for layer in layers]
+    turned = [config.uses_rope(layer) for layer in layers]
     raw = {
-        **write_usual(config, LLAMA4),
+        **write_common_fields(config, LLAMA4),
         "intermediate_size": width if moe is None else moe.ffn_hidden_size,
         "intermediate_size_mlp": width,
         "moe_layers": mixed,
         "interleave_moe_layer_step": mixed[0] + 1 if mixed else 1,
-        "num_local_experts": 1 if moe is None else moe.experts,
+        "num_local_experts": 1 if moe is None else moe.num_experts,
         "num_experts_per_tok": 1 if moe is None else moe.top_k,
         "no_rope_layers": [int(flag) for flag in turned],
         "use_qk_norm": kind.qk_norm == "l2" and any(turned),
@@ -172,19 +174,19 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "attn_scale": config.rope.skip_growth or 0.1,
         "floor_scale": config.rope.skip_step,
     }
-    return said(raw, config, read_config, LLAMA4)
+    return check_all_fields_exported(raw, config, read_config, LLAMA4)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config, experts=_mixture_rules, mlp=BLOCK)
+    return common_rules(config, experts=_mixture_rules, mlp=BLOCK)
 
 
 def _mixture_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
     """Router, all experts in two tensors with inputs before outputs, and the shared expert."""
     moe, h, block = config.moe, config.hidden_size, f"{theirs}.{BLOCK}"
     assert moe is not None, "asked for a layer with experts"
-    e, f = moe.experts, moe.ffn_hidden_size
+    e, f = moe.num_experts, moe.ffn_hidden_size
     wide, back = ((0, e), (0, 2), (0, f), (0, h)), ((0, e), (0, h), (0, f))
     up, down = f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"
     return [

@@ -14,11 +14,11 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
-    read_usual,
-    said,
-    usual_rules,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
     windowed,
-    write_usual,
+    write_common_fields,
 )
 
 
@@ -30,11 +30,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, switch=False, max_seq_len=131_072, kv_heads=8)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    common_fields = read_common_fields(fields, switch=False, max_seq_len=131_072, kv_heads=8)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
     fields.finish()
-    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(**windowed(window, (True,))))
+    return ModelConfig(
+        **common_fields, rope=rope, attention=AttentionConfig(**windowed(window, (True,)))
+    )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -43,13 +45,16 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be a Mistral of theirs.
     """
-    raw = {**write_usual(config, MISTRAL, switch=False), "sliding_window": config.attention.window}
-    return said(raw, config, read_config, MISTRAL)
+    raw = {
+        **write_common_fields(config, MISTRAL, switch=False),
+        "sliding_window": config.attention.window,
+    }
+    return check_all_fields_exported(raw, config, read_config, MISTRAL)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config)
+    return common_rules(config)
 
 
 MISTRAL = Family(

@@ -16,11 +16,11 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
-    read_usual,
+    check_all_fields_exported,
+    read_common_fields,
     rules_with_experts,
-    said,
     windowed,
-    write_usual,
+    write_common_fields,
 )
 
 
@@ -32,19 +32,21 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, switch=False, max_seq_len=131_072, norm_eps=1e-5, kv_heads=8)
-    rope = read_rope(fields, max_position=usual["max_seq_len"], theta=1_000_000.0)
+    common_fields = read_common_fields(
+        fields, switch=False, max_seq_len=131_072, norm_eps=1e-5, kv_heads=8
+    )
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"], theta=1_000_000.0)
     window = windowed(fields.whole_or_none("sliding_window"), (True,))
     chosen = fields.whole("num_experts_per_tok", 2)
     moe = MoEConfig(
-        experts=fields.whole("num_local_experts", 8),
+        num_experts=fields.whole("num_local_experts", 8),
         top_k=chosen,
-        ffn_hidden_size=usual["ffn_hidden_size"],
-        balance=read_balance(fields, top_k=chosen, layers=usual["num_layers"]),
+        ffn_hidden_size=common_fields["ffn_hidden_size"],
+        aux_loss=read_balance(fields, top_k=chosen, layers=common_fields["num_layers"]),
     )
     fields.ignore("router_jitter_noise")  # theirs is on what experts read, too
     fields.finish()
-    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(**window), moe=moe)
+    return ModelConfig(**common_fields, rope=rope, attention=AttentionConfig(**window), moe=moe)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -55,14 +57,14 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     moe = experts_of(config, MIXTRAL.architecture)
     raw = {
-        **write_usual(config, MIXTRAL, switch=False),
+        **write_common_fields(config, MIXTRAL, switch=False),
         "intermediate_size": moe.ffn_hidden_size,
         "sliding_window": config.attention.window,
-        "num_local_experts": moe.experts,
+        "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         **write_balance(config, moe),
     }
-    return said(raw, config, read_config, MIXTRAL)
+    return check_all_fields_exported(raw, config, read_config, MIXTRAL)
 
 
 rules, joined = rules_with_experts(

@@ -14,7 +14,7 @@ from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.pieces import layer_norm_rules, ungated_rules
 from megalith.models.rope import read_rope, write_rope
-from megalith.models.usual import SIZES, said, whole_heads
+from megalith.models.usual import SIZES, check_all_fields_exported, whole_heads
 
 HEAD = "embed_out.weight"
 
@@ -93,7 +93,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
     }
-    return said(raw, config, read_config, NEOX)
+    return check_all_fields_exported(raw, config, read_config, NEOX)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:

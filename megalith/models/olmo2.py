@@ -12,7 +12,14 @@ from megalith.config.model import ModelConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, write_usual
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
+    write_common_fields,
+)
 
 NORMS = {
     "attention_post_norm": "post_attention_layernorm",
@@ -29,11 +36,14 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, norm_eps=1e-5)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    common_fields = read_common_fields(fields, norm_eps=1e-5)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     fields.finish()
     return ModelConfig(
-        **usual, rope=rope, attention=AttentionConfig(qk_norm="whole"), norm_placement="after"
+        **common_fields,
+        rope=rope,
+        attention=AttentionConfig(qk_norm="whole"),
+        norm_placement="after",
     )
 
 
@@ -43,12 +53,12 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be an OLMo 2 of theirs.
     """
-    return said(write_usual(config, OLMO2), config, read_config, OLMO2)
+    return check_all_fields_exported(write_common_fields(config, OLMO2), config, read_config, OLMO2)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config, norms=NORMS)
+    return common_rules(config, norms=NORMS)
 
 
 OLMO2 = Family(

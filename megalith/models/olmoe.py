@@ -16,11 +16,11 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
-    read_usual,
+    check_all_fields_exported,
+    read_common_fields,
     rules_with_experts,
-    said,
     whole_heads,
-    write_usual,
+    write_common_fields,
 )
 
 
@@ -32,13 +32,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, max_seq_len=4096, norm_eps=1e-5)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    common_fields = read_common_fields(fields, max_seq_len=4096, norm_eps=1e-5)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     fields.only("clip_qkv", None)
-    width = usual["ffn_hidden_size"]
+    width = common_fields["ffn_hidden_size"]
     moe = read_mixture(
         fields,
-        usual["num_layers"],
+        common_fields["num_layers"],
         experts=64,
         top_k=8,
         width=width,
@@ -46,7 +46,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         coefficient=0.01,
     )
     fields.finish()
-    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(qk_norm="whole"), moe=moe)
+    return ModelConfig(
+        **common_fields, rope=rope, attention=AttentionConfig(qk_norm="whole"), moe=moe
+    )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -58,11 +60,11 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     moe = experts_of(config, OLMOE.architecture)
     whole_heads(config)
     raw = {
-        **write_usual(config, OLMOE),
+        **write_common_fields(config, OLMOE),
         "intermediate_size": moe.ffn_hidden_size,
         **write_mixture(config, moe),
     }
-    return said(raw, config, read_config, OLMOE)
+    return check_all_fields_exported(raw, config, read_config, OLMOE)
 
 
 rules, joined = rules_with_experts(Words())

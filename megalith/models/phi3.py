@@ -20,10 +20,10 @@ from megalith.models.usual import (
     HEAD,
     NORMS,
     ROTARY_BUFFERS,
-    read_usual,
-    said,
+    check_all_fields_exported,
+    read_common_fields,
     whole_heads,
-    write_usual,
+    write_common_fields,
 )
 
 
@@ -35,8 +35,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(_renamed(raw))
-    usual = read_usual(fields, max_seq_len=4096, norm_eps=1e-5, switch=False)
-    rope = read_rope(fields, max_position=usual["max_seq_len"], fraction=1.0)
+    common_fields = read_common_fields(fields, max_seq_len=4096, norm_eps=1e-5, switch=False)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"], fraction=1.0)
     if rope.scaling not in ("none", "longrope"):  # transformers refuses all others
         fields.problems.append(
             f"rotary positions with rope_type={rope.scaling!r} are not supported in a Phi-3: "
@@ -48,14 +48,16 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         fields.number("embd_pdrop", 0.0, zero=True),
         fields.number("resid_pdrop", 0.0, zero=True),
     )
-    usual["dropout"] = replace(usual["dropout"], embedding=embedding, residual=residual)
+    common_fields["dropout"] = replace(
+        common_fields["dropout"], embedding=embedding, residual=residual
+    )
     fields.only("attention_bias", False)
     fields.ignore("original_max_position_embeddings")
     fields.only("full_attn_mod", 1)
     fields.only("lm_head_bias", False)
     fields.only("interpolate_factor", 1)
     fields.finish()
-    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(window=window))
+    return ModelConfig(**common_fields, rope=rope, attention=AttentionConfig(window=window))
 
 
 def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     whole_heads(config)
     raw = {
-        **write_usual(config, PHI3, switch=False),
+        **write_common_fields(config, PHI3, switch=False),
         **_write_rope(config.rope),
         "sliding_window": config.attention.window,
         ROWS: config.rope.original_max_position
@@ -91,7 +93,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "embd_pdrop": config.dropout.embedding,
         "resid_pdrop": config.dropout.residual,
     }
-    return said(raw, config, read_config, PHI3)
+    return check_all_fields_exported(raw, config, read_config, PHI3)
 
 
 def _write_rope(rope: RopeConfig) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import yaml
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.agree import together
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.agree import raise_on_all_ranks
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.format import MANIFEST, step_folders
 from megalith.checkpoint.load import STRICT, Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.strictness import (
@@ -30,7 +30,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import differences as differences_of
-from megalith.config.tree import from_dict, parse_yaml
+from megalith.config.tree import from_dict, parse_stored_settings
 from megalith.data.huggingface import is_gpt2
 from megalith.data.sentencepiece import is_sentencepiece
 from megalith.data.tokenizer import brought_along, main_file
@@ -48,14 +48,14 @@ from megalith.models.adapters import (
 from megalith.models.hf import (
     CONFIG,
     GENERATION,
-    LICENCES,
+    LICENSES,
     TOKEN_IDS,
     TOKENIZER_FILES,
     HFSource,
     HuggingFaceFolder,
     Weights,
-    companion_files,
     family_for,
+    list_auxiliary_files,
     parse_hf_source,
     read_json,
 )
@@ -68,7 +68,7 @@ from megalith.plan.shards import Box
 
 RUNS = Path("runs")
 
-FORCED = "forced_choices"
+FORCE_LOAD_BALANCING = "forced_choices"
 """In the state of a checkpoint: settings under which chance chose experts, in any step that led to
 its weights."""
 
@@ -120,7 +120,7 @@ class Pretrained:
     settings: Mapping[str, Any] = field(default_factory=dict)  # JSON
     """config.yaml of the run that made it, as it is there; empty where it is none of ours."""
 
-    forced: tuple[str, ...] = ()
+    force_load_balancing: tuple[str, ...] = ()
     """Settings under which chance chose experts while it was trained."""
 
     hf_source: HFSource | None = None
@@ -134,9 +134,9 @@ class Pretrained:
 
     def warnings(self) -> list[str]:
         """What anybody who uses the model should know of it, a line each."""
-        if not self.forced:
+        if not self.force_load_balancing:
             return []
-        how = ", ".join(self.forced)
+        how = ", ".join(self.force_load_balancing)
         return [
             f"chance chose its experts while it was trained ({how}): use it to measure speed alone"
         ]
@@ -149,7 +149,7 @@ class Pretrained:
         )
         return sft if isinstance(sft, dict) and used else {}
 
-    def origins(self) -> list[Path]:
+    def source_folders(self) -> list[Path]:
         """Folders of the models that this one was trained from, nearest first, as far as they are
         still there."""
         load = _within_settings(self.settings, "checkpoint", "load")
@@ -173,7 +173,9 @@ class Pretrained:
             CheckpointError: a field of it has an invalid value.
         """
         found = [
-            folder for folder in (self.path, *self.origins()) if (folder / GENERATION).is_file()
+            folder
+            for folder in (self.path, *self.source_folders())
+            if (folder / GENERATION).is_file()
         ]
         if not found or not self._reads_like(found[0]):
             return None
@@ -185,32 +187,34 @@ class Pretrained:
         return file
 
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end a text, as the folder itself says: chat models have several."""
+        """PackedSeqParams that end a text, as the folder itself says: chat models have several."""
         found, file = [self.token_ids.get("eos_token_id")], self.generation_file()
         if file is not None:
             found.append(read_json(file).get("eos_token_id"))
         ids = [item for value in found for item in (value if isinstance(value, list) else [value])]
         return frozenset(item for item in ids if type(item) is int)
 
-    def companions(self) -> dict[str, Path]:
-        """Files that go with the weights: tokenizer, generation_config.json, licences of all they
+    def auxiliary_files(self) -> dict[str, Path]:
+        """Files that go with the weights: tokenizer, generation_config.json, licenses of all they
         were made from.
 
         Raises:
             DataError: the tokenizer that the model was trained with is gone.
         """
-        files = companion_files(self.path)
+        files = list_auxiliary_files(self.path)
         main = main_file(self.tokenizer)
         if main is not None and main.name not in files:
             beside = {
                 name: file
-                for name, file in companion_files(main.parent).items()
+                for name, file in list_auxiliary_files(main.parent).items()
                 if name in TOKENIZER_FILES
             }
             files = beside | {main.name: main} | files
-        for folder in self.origins():
+        for folder in self.source_folders():
             files = {
-                name: file for name, file in companion_files(folder).items() if name in LICENCES
+                name: file
+                for name, file in list_auxiliary_files(folder).items()
+                if name in LICENSES
             } | files
         generation = self.generation_file()
         return files if generation is None else files | {GENERATION: generation}
@@ -329,16 +333,18 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
         CheckpointWeights(checkpoint),
         known,
         _raw_settings(path),
-        forced_in(checkpoint, model),
+        trained_with_forced_balancing(checkpoint, model),
         read_hf_source(checkpoint),
     )
 
 
-def forced_in(checkpoint: Checkpoint | None, model: ModelConfig) -> tuple[str, ...]:
+def trained_with_forced_balancing(
+    checkpoint: Checkpoint | None, model: ModelConfig
+) -> tuple[str, ...]:
     """Settings under which chance chose experts before a checkpoint, and those under which it does
     in `model`."""
-    before = [] if checkpoint is None else checkpoint.state.get(FORCED, [])
-    now = () if model.moe is None else model.moe.router.forced()
+    before = [] if checkpoint is None else checkpoint.state.get(FORCE_LOAD_BALANCING, [])
+    now = () if model.moe is None else model.moe.router.forced_settings()
     return tuple(dict.fromkeys((*(map(str, before) if isinstance(before, list) else ()), *now)))
 
 
@@ -366,7 +372,7 @@ class LoadedWeights(NamedTuple):
 
 
 def load_pretrained(
-    entries: Sequence[Entry],
+    entries: Sequence[CheckpointEntry],
     source: str,
     world: Group,
     *,
@@ -386,7 +392,7 @@ def load_pretrained(
 
 
 def take_weights(
-    entries: Sequence[Entry],
+    entries: Sequence[CheckpointEntry],
     source: str,
     world: Group,
     *,
@@ -396,7 +402,7 @@ def take_weights(
 ) -> LoadedWeights:
     """The same, which also returns where the weights come from; with `padded` the vocabulary may
     be padded to another multiple than there."""
-    path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
+    path = raise_on_all_ranks(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     opened = open_pretrained(path)
     notes = compare_models(opened, model, allow=rules.allow_model_changes, padded=padded)
@@ -404,7 +410,9 @@ def take_weights(
     if rules.new_rows != "zero":
         add_rows(opened, model, rules.new_rows, setting=f"checkpoint.new_rows={rules.new_rows}")
     fill_from(opened, entries, world, rules=rules, vocab_size=model.vocab_size if same else None)
-    return LoadedWeights([*opened.warnings(), *notes], opened.forced, opened.hf_source)
+    return LoadedWeights(
+        [*opened.warnings(), *notes], opened.force_load_balancing, opened.hf_source
+    )
 
 
 def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRows, *, setting: str) -> None:
@@ -429,7 +437,7 @@ def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRows, *, setting: 
 
 def fill_from(
     opened: Pretrained,
-    entries: Sequence[Entry],
+    entries: Sequence[CheckpointEntry],
     world: Group,
     *,
     rules: CheckpointConfig = STRICT,
@@ -453,7 +461,7 @@ def fill_from(
 
 
 def _fill_from_folder(
-    entries: Sequence[Entry],
+    entries: Sequence[CheckpointEntry],
     folder: HuggingFaceFolder | AdaptedWeights,
     world: Group,
     rules: CheckpointConfig,
@@ -465,20 +473,20 @@ def _fill_from_folder(
         or of other shapes.
     """
     theirs = {f"{MODEL}{shard.name}" for shard in parameters(folder.model_config)}
-    asked = together(
+    asked = raise_on_all_ranks(
         lambda: [(entry.key, weights_of(entry.key), entry.shard.shape) for entry in entries], world
     )
     wanted = {key: (weights, shape) for part in asked for key, weights, shape in part}
     check_patterns(rules.skip, wanted.keys(), theirs)
     report = left_out(wanted, theirs, skip=rules.skip, purpose="start")
     wrong = refused(report, rules, "start")
-    if wrong.missing or wrong.surplus:
+    if wrong.missing_keys or wrong.unexpected_keys:
         raise CheckpointError(
             f"{folder.path} is another model:\n{differences([], wrong)}\nTo load it, set model.* "
             f"to what {folder.path / CONFIG} says."
         )
-    filled = [entry for entry in entries if entry.key not in report.missing + report.skipped]
-    together(lambda: folder.fill(filled), world)
+    filled = [entry for entry in entries if entry.key not in report.missing_keys + report.skipped]
+    raise_on_all_ranks(lambda: folder.fill(filled), world)
     if world.rank == 0:
         announce(report, rules, folder.path)
 
@@ -499,8 +507,8 @@ def compare_models(
         padded and opened.checkpoint is not None
     )
     if not read_anew:  # else padding is decided here
-        theirs = replace(theirs, vocab_multiple=opened.model.vocab_multiple)
-        ours = replace(ours, vocab_multiple=model.vocab_multiple)
+        theirs = replace(theirs, pad_vocab_to_multiple_of=opened.model.pad_vocab_to_multiple_of)
+        ours = replace(ours, pad_vocab_to_multiple_of=model.pad_vocab_to_multiple_of)
     changed = [
         (f"model.{path}", old, new)
         for path, old, new in differences_of(theirs, ours)
@@ -653,14 +661,18 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     adapters = checkpoint_adapters(checkpoint)
     check_names(adapters, adapters.lora, model)
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
-    forced = tuple(dict.fromkeys((*base.forced, *forced_in(checkpoint, model))))
+    forced = tuple(
+        dict.fromkeys(
+            (*base.force_load_balancing, *trained_with_forced_balancing(checkpoint, model))
+        )
+    )
     return Pretrained(
         checkpoint.path,
         model,
         tokenizer,
         weights,
         base.token_ids,
-        parse_yaml(checkpoint.config_text),
+        parse_stored_settings(checkpoint.config_text),
         forced,
         base.hf_source,
     )
@@ -681,7 +693,7 @@ def _open_peft(path: Path, where: str | None) -> Pretrained:
         tokenizer,
         weights,
         base.token_ids,
-        forced=base.forced,
+        force_load_balancing=base.force_load_balancing,
         hf_source=base.hf_source,
     )
 
@@ -744,7 +756,7 @@ def _raw_settings(path: Path) -> Mapping[str, Any]:  # JSON
     """config.yaml of a checkpoint; empty where there is none."""
     file = path / "config.yaml"
     try:
-        raw = parse_yaml(storage.read_bytes(file)) if file.is_file() else None
+        raw = parse_stored_settings(storage.read_bytes(file)) if file.is_file() else None
     except yaml.YAMLError:  # whoever needs what it says about the model has refused it
         raw = None
     return raw if isinstance(raw, dict) else {}
@@ -761,7 +773,7 @@ def _settings(checkpoint: Checkpoint) -> tuple[ModelConfig, TokenizerConfig]:
     """What the checkpoint's config.yaml says about model and tokenizer; the rest of it is not
     looked at."""
     try:
-        raw = parse_yaml(checkpoint.config_text)
+        raw = parse_stored_settings(checkpoint.config_text)
         return from_dict(ModelConfig, raw["model"]), from_dict(
             TokenizerConfig, raw.get("tokenizer", {})
         )

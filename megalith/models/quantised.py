@@ -39,7 +39,7 @@ powers of two: the tensors themselves show the first and the last."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantised:
+class DequantizedTensor:
     """A tensor in few bits: what it would be in bf16, and how to read a box of it."""
 
     name: str
@@ -100,9 +100,9 @@ def _blocks(span: tuple[int, int], size: int) -> tuple[slice, Tensor]:
     return slice(first, stop), torch.arange(*span) // size - first
 
 
-def dequantised(
+def dequantize(
     raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path
-) -> dict[str, TensorInfo | Dequantised]:
+) -> dict[str, TensorInfo | DequantizedTensor]:
     """A folder's tensors, those in few bits with their scales as one each; `raw` is its
     config.json.
 
@@ -122,9 +122,11 @@ def dequantised(
             "first."
         )
     problems = _config_problems(config)
-    find: Callable[[str, Mapping[str, TensorInfo], Mapping[str, Any]], Dequantised | str | None]
+    find: Callable[
+        [str, Mapping[str, TensorInfo], Mapping[str, Any]], DequantizedTensor | str | None
+    ]
     find = _fp8_of if kind == FP8 else _mxfp4_of
-    found: dict[str, TensorInfo | Dequantised] = dict(tensors)
+    found: dict[str, TensorInfo | DequantizedTensor] = dict(tensors)
     for name in [] if problems else sorted(tensors):
         one = find(name, tensors, config)
         if isinstance(one, str):
@@ -169,7 +171,7 @@ def _config_problems(config: Mapping[str, Any]) -> list[str]:
 
 def _fp8_of(
     name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
-) -> Dequantised | str | None:
+) -> DequantizedTensor | str | None:
     """The tensor that FP8 numbers make with their scales; or what is wrong with it; None for any
     other."""
     values = tensors[name]
@@ -180,7 +182,7 @@ def _fp8_of(
         return f"{name} is {list(values.shape)}, expected a matrix"
     wanted = tuple(-(-size // length) for size, length in zip(values.shape, block, strict=True))
     return _joined(
-        Dequantised(name, FP8, values.shape, values, values, block),
+        DequantizedTensor(name, FP8, values.shape, values, values, block),
         tensors,
         wanted,
         ("F32", "BF16"),
@@ -189,7 +191,7 @@ def _fp8_of(
 
 def _mxfp4_of(
     name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
-) -> Dequantised | str | None:
+) -> DequantizedTensor | str | None:
     """The experts that blocks make with their scales."""
     whole, values = name.removesuffix("_blocks"), tensors[name]
     if whole == name or values.dtype != "U8":
@@ -197,16 +199,16 @@ def _mxfp4_of(
     if len(values.shape) != 4 or values.shape[3] * 2 != RUN:
         return f"{name} is {list(values.shape)}, expected [experts, rows, runs, {RUN // 2}]"
     experts, rows, runs, _ = values.shape
-    one = Dequantised(whole, MXFP4, (experts, runs * RUN, rows), values, values)
+    one = DequantizedTensor(whole, MXFP4, (experts, runs * RUN, rows), values, values)
     return _joined(one, tensors, (experts, rows, runs), ("U8",))
 
 
 def _joined(
-    one: Dequantised,
+    one: DequantizedTensor,
     tensors: Mapping[str, TensorInfo],
     wanted: tuple[int, ...],
     dtypes: tuple[str, ...],
-) -> Dequantised | str:
+) -> DequantizedTensor | str:
     """With its scales; or what is wrong with them."""
     name = _names(one.name, one.kind)[1]
     scales = tensors.get(name)

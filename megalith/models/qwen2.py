@@ -14,12 +14,12 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
     read_switched_windows,
-    read_usual,
-    said,
-    usual_rules,
+    write_common_fields,
     write_switched_windows,
-    write_usual,
 )
 
 
@@ -31,11 +31,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, switch=False, max_seq_len=32_768, kv_heads=32)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
-    windows = read_switched_windows(fields, usual["num_layers"])
+    common_fields = read_common_fields(fields, switch=False, max_seq_len=32_768, kv_heads=32)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
+    windows = read_switched_windows(fields, common_fields["num_layers"])
     fields.finish()
-    return ModelConfig(**usual, rope=rope, qkv_bias=True, attention=AttentionConfig(**windows))
+    return ModelConfig(
+        **common_fields, rope=rope, qkv_bias=True, attention=AttentionConfig(**windows)
+    )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -44,8 +46,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be a Qwen2 of theirs.
     """
-    return said(
-        {**write_usual(config, QWEN2, switch=False), **write_switched_windows(config)},
+    return check_all_fields_exported(
+        {**write_common_fields(config, QWEN2, switch=False), **write_switched_windows(config)},
         config,
         read_config,
         QWEN2,
@@ -54,7 +56,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config, all_biases=False)
+    return common_rules(config, all_biases=False)
 
 
 QWEN2 = Family(

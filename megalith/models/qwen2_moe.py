@@ -21,11 +21,11 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
-    read_usual,
+    check_all_fields_exported,
+    read_common_fields,
     read_windows,
     rules_with_experts,
-    said,
-    write_usual,
+    write_common_fields,
 )
 
 
@@ -37,23 +37,23 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, switch=False, max_seq_len=32_768)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    common_fields = read_common_fields(fields, switch=False, max_seq_len=32_768)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     biases = fields.flag("qkv_bias", True)
     fields.only("use_sliding_window", False)
     moe = read_mixture(
         fields,
-        usual["num_layers"],
+        common_fields["num_layers"],
         experts=60,
         top_k=4,
         width=fields.whole("moe_intermediate_size", 1408),
         shared_ffn_hidden_size=fields.whole("shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )
-    read_windows(fields, usual["num_layers"], (False,), window=None)
+    read_windows(fields, common_fields["num_layers"], (False,), window=None)
     fields.ignore("max_window_layers", "sliding_window")
     fields.finish()
-    return ModelConfig(**usual, rope=rope, qkv_bias=biases, moe=moe)
+    return ModelConfig(**common_fields, rope=rope, qkv_bias=biases, moe=moe)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     moe = experts_of(config, QWEN2_MOE.architecture)
     raw = {
-        **write_usual(config, QWEN2_MOE, switch=False),
+        **write_common_fields(config, QWEN2_MOE, switch=False),
         "qkv_bias": config.qkv_bias,
         "use_sliding_window": False,
         "moe_intermediate_size": moe.ffn_hidden_size,
@@ -72,7 +72,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         **write_mixture(config, moe),
         **write_sparse_layers(config),
     }
-    return said(raw, config, read_config, QWEN2_MOE)
+    return check_all_fields_exported(raw, config, read_config, QWEN2_MOE)
 
 
 rules, joined = rules_with_experts(Words(), all_biases=False)

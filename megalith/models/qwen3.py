@@ -14,12 +14,12 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
     read_switched_windows,
-    read_usual,
-    said,
-    usual_rules,
+    write_common_fields,
     write_switched_windows,
-    write_usual,
 )
 
 
@@ -31,12 +31,12 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, max_seq_len=32_768, kv_heads=32, head_dim=128)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
-    windows = read_switched_windows(fields, usual["num_layers"])
+    common_fields = read_common_fields(fields, max_seq_len=32_768, kv_heads=32, head_dim=128)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
+    windows = read_switched_windows(fields, common_fields["num_layers"])
     fields.finish()
     attention = AttentionConfig(qk_norm="head", **windows)
-    return ModelConfig(**usual, rope=rope, attention=attention)
+    return ModelConfig(**common_fields, rope=rope, attention=attention)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -45,13 +45,13 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be a Qwen3 of theirs.
     """
-    raw = {**write_usual(config, QWEN3), **write_switched_windows(config)}
-    return said(raw, config, read_config, QWEN3)
+    raw = {**write_common_fields(config, QWEN3), **write_switched_windows(config)}
+    return check_all_fields_exported(raw, config, read_config, QWEN3)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config)
+    return common_rules(config)
 
 
 QWEN3 = Family(

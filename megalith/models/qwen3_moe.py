@@ -21,11 +21,11 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
-    read_usual,
+    check_all_fields_exported,
+    read_common_fields,
     rules_with_experts,
-    said,
     windowed,
-    write_usual,
+    write_common_fields,
 )
 
 
@@ -37,16 +37,16 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, max_seq_len=32_768, kv_heads=4)
-    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    common_fields = read_common_fields(fields, max_seq_len=32_768, kv_heads=4)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
     window = window if fields.flag("use_sliding_window") else None
     width = fields.whole("moe_intermediate_size", 768)
-    moe = read_mixture(fields, usual["num_layers"], experts=128, top_k=8, width=width)
+    moe = read_mixture(fields, common_fields["num_layers"], experts=128, top_k=8, width=width)
     fields.ignore("max_window_layers")
     fields.finish()
     attention = AttentionConfig(qk_norm="head", **windowed(window, (True,)))
-    return ModelConfig(**usual, rope=rope, attention=attention, moe=moe)
+    return ModelConfig(**common_fields, rope=rope, attention=attention, moe=moe)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -57,14 +57,14 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     moe, window = experts_of(config, QWEN3_MOE.architecture), config.attention.window
     raw = {
-        **write_usual(config, QWEN3_MOE),
+        **write_common_fields(config, QWEN3_MOE),
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "moe_intermediate_size": moe.ffn_hidden_size,
         **write_mixture(config, moe),
         **write_sparse_layers(config),
     }
-    return said(raw, config, read_config, QWEN3_MOE)
+    return check_all_fields_exported(raw, config, read_config, QWEN3_MOE)
 
 
 rules, joined = rules_with_experts(Words())

@@ -18,7 +18,7 @@ from megalith.checkpoint.format import (
     merge_tensors,
     sha256,
 )
-from megalith.checkpoint.save import BOX_NBYTES, BoxFile, Written, commit, dtype_name
+from megalith.checkpoint.save import BOX_NBYTES, BoxFile, WrittenFiles, commit, dtype_name
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
@@ -28,7 +28,7 @@ from megalith.config.train import LoopConfig, TrainRun
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.hf import Weights, require_room
 from megalith.models.jobs import batches, done_in_order
-from megalith.models.journal import Attempt, Journal
+from megalith.models.journal import Attempt, ConversionJournal
 from megalith.models.names import dtype_to_write
 from megalith.models.staging import publish, work_on
 from megalith.parallel.mesh import mesh_of_one
@@ -64,7 +64,7 @@ def write_release(
     config_text: str,
     dtype: torch.dtype | None = None,
     state: Mapping[str, Any] | None = None,  # JSON
-    companions: Mapping[str, bytes] | None = None,
+    auxiliary_files: Mapping[str, bytes] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
     attempt: Attempt | None = None,
@@ -72,10 +72,10 @@ def write_release(
     """Write the checkpoint folder `path`; returns its bytes of weights. It appears whole or not at
     all.
 
-    `dtype` unset keeps that of each parameter; `companions` are files beside them; `wrote` is told
-    the bytes of each parameter, by any of the `workers`, threads that have a few of the source's
-    bytes in memory each. With an `attempt`, what an earlier one of the same kind left is gone on
-    with.
+    `dtype` unset keeps that of each parameter; `auxiliary_files` are files beside them; `wrote` is
+    told the bytes of each parameter, by any of the `workers`, threads that have a few of the
+    source's bytes in memory each. With an `attempt`, what an earlier one of the same kind left is
+    gone on with.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -102,18 +102,20 @@ def write_release(
             for name, batch in found
         ]
         parts = list(done_in_order(jobs, workers))
-        written = Written(
+        written = WrittenFiles(
             merge_tensors(part.tensors for part in parts),
             {k: v for part in parts for k, v in part.files.items()},
         )
-        for name, contents in (companions or {}).items():
+        for name, contents in (auxiliary_files or {}).items():
             storage.write_new(staging / name, contents)
         finished, _ = commit(staging, 0, [written], dict(state or {}), config_text)
         publish(work, finished, path)
     return sum(map(_nbytes, content))
 
 
-def _files_before(staging: Path, names: Collection[str], journal: Journal) -> dict[str, Written]:
+def _files_before(
+    staging: Path, names: Collection[str], journal: ConversionJournal
+) -> dict[str, WrittenFiles]:
     """The files of parameters that an earlier attempt had written whole, if it says so; anything
     else is removed."""
     finished = staging.with_suffix("")
@@ -130,7 +132,7 @@ def _files_before(staging: Path, names: Collection[str], journal: Journal) -> di
     }
 
 
-def _recorded(name: str, record: Any) -> Written | None:  # JSON
+def _recorded(name: str, record: Any) -> WrittenFiles | None:  # JSON
     """What a line of a journal says of a file; None: nothing."""
     try:
         tensors = {
@@ -143,12 +145,12 @@ def _recorded(name: str, record: Any) -> Written | None:  # JSON
             )
             for key, (shape, dtype, boxes) in record["tensors"].items()
         }
-        return Written(tensors, {name: StoredFile(record["nbytes"])})
+        return WrittenFiles(tensors, {name: StoredFile(record["nbytes"])})
     except (TypeError, KeyError, ValueError):  # no such line, or none that this build writes
         return None
 
 
-def _record(part: Written, name: str) -> dict[str, Any]:  # JSON
+def _record(part: WrittenFiles, name: str) -> dict[str, Any]:  # JSON
     """The same for the journal."""
     tensors = {
         key: (
@@ -161,7 +163,7 @@ def _record(part: Written, name: str) -> dict[str, Any]:  # JSON
     return {"nbytes": part.files[name].nbytes, "tensors": tensors}
 
 
-def _is_whole(file: Path, part: Written) -> bool:
+def _is_whole(file: Path, part: WrittenFiles) -> bool:
     """Whether a file holds what was written into it."""
     boxes = [box for tensor in part.tensors.values() for box in tensor.boxes]
     return storage.file_nbytes(file) == part.files[file.name].nbytes and all(
@@ -182,9 +184,9 @@ def _write_batch(
     batch: Sequence[Item],
     weights: Weights,
     wrote: Callable[[int], None],
-    journal: Journal,
-    before: Written | None,
-) -> Written:
+    journal: ConversionJournal,
+    before: WrittenFiles | None,
+) -> WrittenFiles:
     """One file of parameters, unless it is there already, as `before` says."""
     if before is not None and _is_whole(path, before):
         wrote(sum(map(_nbytes, batch)))
@@ -202,7 +204,7 @@ def _write_batch(
                 shard.shape, dtype_name(dtype), tuple(boxes)
             )
             wrote(shard.numel * dtype.itemsize)
-    part = Written(tensors, {file.name: StoredFile(file.nbytes)})
+    part = WrittenFiles(tensors, {file.name: StoredFile(file.nbytes)})
     journal.add(file.name, _record(part, file.name))
     return part
 

@@ -17,13 +17,13 @@ from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
     SWITCH_REMEDY,
-    read_usual,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
     read_windows,
-    said,
     shortest,
-    usual_rules,
     windowed,
-    write_usual,
+    write_common_fields,
     write_windows,
 )
 
@@ -36,12 +36,12 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, max_seq_len=32_768, kv_heads=4, tied=True)
-    layers = usual["num_layers"]
+    common_fields = read_common_fields(fields, max_seq_len=32_768, kv_heads=4, tied=True)
+    layers = common_fields["num_layers"]
     every = fields.whole("no_rope_layer_interval", 4)
     skip = fields.flags_of_layers("no_rope_layers", layers, {1: False, 0: True})
     skip = skip or tuple((layer + 1) % every == 0 for layer in range(layers))
-    rope = read_rope(fields, max_position=usual["max_seq_len"], theta=2_000_000.0)
+    rope = read_rope(fields, max_position=common_fields["max_seq_len"], theta=2_000_000.0)
     rope = replace(rope, skip=shortest(skip) if any(skip) else ())
     window, switched = fields.whole_or_none("sliding_window"), fields.flag("use_sliding_window")
     window = window if switched else None
@@ -52,7 +52,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields.ignore("max_window_layers")
     mlp_bias = fields.flag("mlp_bias")
     fields.finish()
-    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(**windows), mlp_bias=mlp_bias)
+    return ModelConfig(
+        **common_fields, rope=rope, attention=AttentionConfig(**windows), mlp_bias=mlp_bias
+    )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -62,19 +64,19 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         ConfigError: the model cannot be a SmolLM3 of theirs.
     """
     raw = {
-        **write_usual(config, SMOLLM3),
+        **write_common_fields(config, SMOLLM3),
         "mlp_bias": config.mlp_bias,
-        "no_rope_layers": [int(config.turns(layer)) for layer in range(config.num_layers)],
+        "no_rope_layers": [int(config.uses_rope(layer)) for layer in range(config.num_layers)],
         "use_sliding_window": config.attention.window is not None,
         "sliding_window": config.attention.window,
         "layer_types": write_windows(config),
     }
-    return said(raw, config, read_config, SMOLLM3)
+    return check_all_fields_exported(raw, config, read_config, SMOLLM3)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config)
+    return common_rules(config)
 
 
 SMOLLM3 = Family(

@@ -17,7 +17,7 @@ from typing import Literal
 from megalith import storage
 from megalith.checkpoint.format import MANIFEST
 from megalith.errors import CheckpointError
-from megalith.models.journal import Attempt, Journal, begin_journal, changed, read_journal
+from megalith.models.journal import Attempt, ConversionJournal, begin_journal, changed, read_journal
 
 INSIDES = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
 """Files of which a folder of weights has one; a manifest may be anybody's, a web page's for one."""
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StagingWork:
     """A folder to write in, and what of it is whole already."""
 
     folder: Path
     """Its contents are moved to the target at the end, and it is removed."""
 
-    journal: Journal
+    journal: ConversionJournal
 
 
 @contextmanager
-def work_on(path: Path, attempt: Attempt | None) -> Iterator[Work]:
+def work_on(path: Path, attempt: Attempt | None) -> Iterator[StagingWork]:
     """A place to write what will be `path`; what an earlier attempt of the same kind left is gone
     on with.
 
@@ -55,7 +55,7 @@ def work_on(path: Path, attempt: Attempt | None) -> Iterator[Work]:
         has other settings.
     """
     left = None if attempt is None or attempt.restart else _left_for(path, attempt)
-    folder, journal = staging_of(path, left[0] if left else None), Journal(None)
+    folder, journal = staging_of(path, left[0] if left else None), ConversionJournal(None)
     kept = False
     try:
         if left is not None:
@@ -68,7 +68,7 @@ def work_on(path: Path, attempt: Attempt | None) -> Iterator[Work]:
         else:
             storage.make_folder(folder)
             journal = journal if attempt is None else begin_journal(folder, attempt.recipe)
-        yield Work(folder, journal)
+        yield StagingWork(folder, journal)
     except (OSError, CheckpointError, KeyboardInterrupt) as error:
         keep = attempt is not None and (attempt.keep or left is not None)
         kept = keep and len(journal) > 0 and not os.path.lexists(path)  # else nobody could go on
@@ -86,7 +86,7 @@ def work_on(path: Path, attempt: Attempt | None) -> Iterator[Work]:
             storage.remove_tree(folder)
 
 
-def publish(work: Work, finished: Path, path: Path) -> None:
+def publish(work: StagingWork, finished: Path, path: Path) -> None:
     """Give what is finished its name, which is on the disk when this returns; nothing else is left.
 
     Raises:
@@ -98,7 +98,7 @@ def publish(work: Work, finished: Path, path: Path) -> None:
     storage.sync_folder(path.parent)
 
 
-def _left_for(path: Path, attempt: Attempt) -> tuple[Path, Journal] | None:
+def _left_for(path: Path, attempt: Attempt) -> tuple[Path, ConversionJournal] | None:
     """What there is to go on with: the furthest of several.
 
     Raises:

@@ -20,7 +20,7 @@ from megalith.models.usual import (
     ROTARY_BUFFERS,
     SIZES,
     attention_rules,
-    said,
+    check_all_fields_exported,
     whole_heads,
 )
 
@@ -100,7 +100,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
     }
-    return said(raw, config, read_config, STARCODER2)
+    return check_all_fields_exported(raw, config, read_config, STARCODER2)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:

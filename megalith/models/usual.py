@@ -39,7 +39,7 @@ SIZES = {
 """Theirs -> ours; a config without one of them is not complete."""
 
 
-def read_usual(
+def read_common_fields(
     fields: Fields,
     *,
     max_seq_len: int = 2048,
@@ -79,7 +79,7 @@ def read_usual(
     }
 
 
-def write_usual(
+def write_common_fields(
     config: ModelConfig, family: Family, *, activation: str = "hidden_act", switch: bool = True
 ) -> dict[str, Any]:
     """The same in the other direction, and rotary positions. With the switch, biases that ours
@@ -212,7 +212,7 @@ def windowed(window: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
 Read = Callable[[Mapping[str, Any]], ModelConfig]
 
 
-class Unsaid(ConfigError):
+class UnexportedFieldsError(ConfigError):
     """A family has no words for some settings of a model."""
 
     def __init__(self, text: str, settings: Sequence[str] = ()) -> None:
@@ -220,13 +220,13 @@ class Unsaid(ConfigError):
         self.settings = tuple(settings)
 
 
-def said(
+def check_all_fields_exported(
     raw: dict[str, Any], config: ModelConfig, read_config: Read, family: Family
 ) -> dict[str, Any]:
     """`raw`, what a family wrote about a model, if reading it gives the same model.
 
     Raises:
-        Unsaid: the family has no words for something; each setting is named.
+        UnexportedFieldsError: the family has no words for something; each setting is named.
     """
     if (biases := raw.get("attention_bias")) is not None:  # one switch for all four
         config = replace(config, qkv_bias=biases, output_bias=biases)
@@ -241,7 +241,7 @@ def said(
             ]
         )
     except ConfigError as error:
-        raise Unsaid(str(error), [field for field, _, _ in lost]) from None
+        raise UnexportedFieldsError(str(error), [field for field, _, _ in lost]) from None
     return raw
 
 
@@ -252,7 +252,7 @@ def canonical(config: ModelConfig) -> ModelConfig:
     windows = tuple(config.has_window(layer) for layer in range(config.num_layers))
     window = windowed(kind.window, shortest(windows))
     if config.positions == "rope":
-        turned = shortest(tuple(not config.turns(layer) for layer in range(config.num_layers)))
+        turned = shortest(tuple(not config.uses_rope(layer) for layer in range(config.num_layers)))
         rope = canonical_rope(config.rope, windows=any(windows), skip=turned if any(turned) else ())
     scale = size**-0.5 if kind.scale is None and config.mla is None else kind.scale
     normed = tuple(
@@ -275,12 +275,12 @@ def canonical(config: ModelConfig) -> ModelConfig:
     }
     kept = replace(
         config,
-        vocab_multiple=1,
+        pad_vocab_to_multiple_of=1,
         dropout=DropoutConfig(),
         rope=rope,
         attention=replace(kind, qk_norm_eps=own_eps, **rounded),
         logit_scale=float(f"{config.logit_scale:.12g}"),
-        mtp=MTPConfig(depths=config.mtp.depths),
+        mtp=MTPConfig(num_layers=config.mtp.num_layers),
         init="normal",
         embedding_init_std=None,
         init_overrides=(),
@@ -343,7 +343,7 @@ ROTARY_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_fre
 """Tensors of old files that hold nothing to keep: conversions of 2023 stored the frequencies."""
 
 
-def usual_rules(
+def common_rules(
     config: ModelConfig,
     *,
     norms: Mapping[str, str] = NORMS,
@@ -389,11 +389,11 @@ def usual_rules(
 def rules_with_experts(words: Words, *, all_biases: bool = True) -> tuple[Rules, Rules]:
     """`Family.rules` and `Family.joined`: every expert has tensors of its own, or those of a layer
     share two."""
-    each, together = (
-        partial(usual_rules, all_biases=all_biases, experts=kind(words))
+    each, raise_on_all_ranks = (
+        partial(common_rules, all_biases=all_biases, experts=kind(words))
         for kind in (mixture_rules, joined_rules)
     )
-    return each, together
+    return each, raise_on_all_ranks
 
 
 def attention_rules(

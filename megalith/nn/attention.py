@@ -8,21 +8,29 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
-from megalith.kernels.rebuilt import Input
+from megalith.kernels.rebuilt import LayerInput
 from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.qk_norm import build_qk_norms
-from megalith.nn.rope import sharpening_of_layer, turn_of_layer
+from megalith.nn.rope import build_apply_rope, build_attention_temperature
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear, declare
-from megalith.plan.shards import HeadSplit, Shard, cut_dim, split_heads, whole
+from megalith.parallel.tensor import (
+    ZEROS,
+    ColumnLinear,
+    Init,
+    ParameterSpec,
+    RowLinear,
+    TPComm,
+    register_param,
+)
+from megalith.plan.shards import HeadSplit, Shard, split_heads
 
 
 class LayerCache(Protocol):
     """Keys and values of earlier tokens, for one layer, while text is generated."""
 
-    def extend(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
         """Keep k, v [t, g, d] of the tokens read now; give back those of all tokens of each
         document [t_kv, g, d]."""
 
@@ -40,7 +48,7 @@ class Attention(nn.Module):
         name: str,
         config: ModelConfig,
         mesh: Mesh,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
         index: int = 0,
@@ -49,7 +57,10 @@ class Attention(nn.Module):
         """`index`: its number over all stages, which decides about positions and windows."""
         super().__init__()
         self.core, self.scores = core, scores_of_layer(config, index)
-        self.turn, self.sharpen = turn_of_layer(config, index), sharpening_of_layer(config, index)
+        self.apply_rope, self.attention_temperature = (
+            build_apply_rope(config, index),
+            build_attention_temperature(config, index),
+        )
         self.head_dim = config.head_size()
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads = heads.queries[mesh.tp.rank]
@@ -58,9 +69,9 @@ class Attention(nn.Module):
         weights = _input_shards(name, config, mesh, heads, columns=config.hidden_size)
         biases = _input_shards(name, config, mesh, heads, columns=None) if config.qkv_bias else []
         self.qkv = ColumnLinear(
-            [Declared(weight, start) for weight in weights],
-            [Declared(bias, ZEROS) for bias in biases],
-            region,
+            [ParameterSpec(weight, start) for weight in weights],
+            [ParameterSpec(bias, ZEROS) for bias in biases],
+            tp_comm,
             dtype=dtype,
         )
         self.norms = build_qk_norms(name, config, mesh, heads, dtype=dtype)
@@ -68,9 +79,11 @@ class Attention(nn.Module):
             Sinks(name, config, mesh, heads, dtype=dtype) if config.attention.sinks else no_sinks
         )
         self.gate = sigmoid_gate if config.attention.gated else no_gate
-        self.out = output_linear(name, config, heads.queries, mesh, region, dtype=dtype)
+        self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
 
-    def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
+    ) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         projected = self.qkv(x)
@@ -79,8 +92,8 @@ class Attention(nn.Module):
         )
         q, k = self.norms(q.unflatten(-1, (n, d)), k.unflatten(-1, (g, d)))
         q, k, v = (
-            self.sharpen(self.turn(q, tokens), tokens),
-            self.turn(k, tokens),
+            self.attention_temperature(self.apply_rope(q, tokens), tokens),
+            self.apply_rope(k, tokens),
             v.unflatten(-1, (g, d)),
         )
         if cache is not None:
@@ -94,19 +107,23 @@ def output_linear(
     config: ModelConfig,
     heads: list[int],
     mesh: Mesh,
-    region: Region,
+    tp_comm: TPComm,
     *,
     dtype: torch.dtype,
 ) -> RowLinear:
     """From what my heads found back to the residual stream: o [h, n, d_v], `heads` of it on each tp
     rank."""
-    o = whole(f"{name}.o", (config.hidden_size, config.num_heads, config.value_size()), inputs=2)
-    o = cut_dim(o, 1, heads, mesh.tp.rank, mesh.tp.axes)
-    bias = whole(f"{name}.o_bias", (config.hidden_size,), invariant=region.invariant, inputs=0)
+    o = Shard.full(
+        f"{name}.o", (config.hidden_size, config.num_heads, config.value_size()), inputs=2
+    )
+    o = o.split_dim(1, heads, mesh.tp.rank, mesh.tp.axes)
+    bias = Shard.full(
+        f"{name}.o_bias", (config.hidden_size,), invariant=tp_comm.invariant, inputs=0
+    )
     return RowLinear(
-        Declared(o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
-        Declared(bias, ZEROS) if config.output_bias else None,
-        region,
+        ParameterSpec(o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
+        ParameterSpec(bias, ZEROS) if config.output_bias else None,
+        tp_comm,
         dtype=dtype,
     )
 
@@ -129,7 +146,7 @@ def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
 
 
 class Sinks(nn.Module):
-    """A learnt score per head that takes part in softmax and stands for no token: -> [n_tp], my
+    """A learned score per head that takes part in softmax and stands for no token: -> [n_tp], my
     heads'.
 
     Source: Xiao et al. 2023, arXiv:2309.17453.
@@ -141,9 +158,9 @@ class Sinks(nn.Module):
         self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        shard = whole(f"{name}.sinks", (config.num_heads,), inputs=0)
-        shard = cut_dim(shard, 0, heads.queries, mesh.tp.rank, mesh.tp.axes)
-        declare(self, "weight", Declared(shard, Init(config.init_std)), dtype=dtype)
+        shard = Shard.full(f"{name}.sinks", (config.num_heads,), inputs=0)
+        shard = shard.split_dim(0, heads.queries, mesh.tp.rank, mesh.tp.axes)
+        register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
 
     def forward(self) -> Tensor:
         """The scores."""
@@ -176,12 +193,14 @@ def _input_shards(
     """
     d = config.head_size()
     inputs, suffix = ((columns,), "") if columns is not None else ((), "_bias")
-    holders = mesh.over("tp_kv")
+    replica_ranks = mesh.over("tp_kv")
 
     def of_queries(word: str) -> Shard:
-        shard = whole(f"{name}.{word}{suffix}", (config.num_heads, d, *inputs), inputs=len(inputs))
-        return cut_dim(shard, 0, heads.queries, mesh.tp.rank, mesh.tp.axes)
+        shard = Shard.full(
+            f"{name}.{word}{suffix}", (config.num_heads, d, *inputs), inputs=len(inputs)
+        )
+        return shard.split_dim(0, heads.queries, mesh.tp.rank, mesh.tp.axes)
 
-    kv = whole(f"{name}.kv{suffix}", (2, config.num_kv_heads, d, *inputs), inputs=len(inputs))
-    kv = cut_dim(kv, 1, heads.keys, holders.rank, holders.axes)
+    kv = Shard.full(f"{name}.kv{suffix}", (2, config.num_kv_heads, d, *inputs), inputs=len(inputs))
+    kv = kv.split_dim(1, heads.keys, replica_ranks.rank, replica_ranks.axes)
     return [of_queries("q"), kv, *([of_queries("gate")] if config.attention.gated else [])]

@@ -12,22 +12,27 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import DispatcherName
 from megalith.config.recompute import RecomputeConfig
 from megalith.kernels.attention import attention
-from megalith.kernels.rebuilt import Rebuilding, Rebuilt, checked, value_of
+from megalith.kernels.rebuilt import (
+    RecomputedOutput,
+    RecomputedOutputFactory,
+    output_tensor,
+    recompute_checked,
+)
 from megalith.kernels.scores import PLAIN, Scores
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import Attention, LayerCache
-from megalith.nn.cross_attention import LookingBack
+from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.dropout import Step, dropping, with_dropped_weights
 from megalith.nn.mla import Find, LatentAttention, kept
 from megalith.nn.mlp import MLP, GatedMLP, build_mlp
 from megalith.nn.moe.layer import MoE, itself
 from megalith.nn.norm import Norm, build_norm
-from megalith.nn.square import Square
+from megalith.nn.square import LinearReplacement
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import Recomputed, RecomputedInChunks
-from megalith.parallel.tensor import Region
+from megalith.parallel.tensor import TPComm
 from megalith.plan.recompute import modules_again
 
 KEEP_ALL = RecomputeConfig()
@@ -37,21 +42,21 @@ class Layer(nn.Module):
     """What every kind of layer is made of; how its parts are put together is its `forward`."""
 
     attentions = 1
-    """How many attentions have a cache of keys and values each while text is generated."""
+    """How many attentions have a KV cache each while text is generated."""
 
     def __init__(
         self,
         name: str,
         config: ModelConfig,
         mesh: Mesh,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
         index: int = 0,
         number: int | None = None,
         core: Attend = attention,
         recompute: RecomputeConfig = KEEP_ALL,
-        dispatcher: DispatcherName = "exchange",
+        dispatcher: DispatcherName = "alltoall",
     ) -> None:
         """`index`: its number over all stages, which decides its kind; `number`: what dropout
         knows it by, unless by that; `core`: how attention sees other tokens; `recompute`: parts
@@ -59,8 +64,10 @@ class Layer(nn.Module):
         super().__init__()
         config, number = config.at(index), index if number is None else number
         again, check = modules_again(recompute), recompute.check
-        rebuilding: Rebuilding = checked if check else Rebuilt
-        act = rebuilding if "mlp_act" in again else None
+        recomputed_output: RecomputedOutputFactory = (
+            recompute_checked if check else RecomputedOutput
+        )
+        act = recomputed_output if "mlp_act" in again else None
 
         def attend(place: str, *, inside: bool = False) -> Attend:
             dropped = with_dropped_weights(core, config, number, mesh, place=place)
@@ -71,41 +78,43 @@ class Layer(nn.Module):
             )
 
         def norm(
-            word: str, *, again: Rebuilding | None = rebuilding if "norm" in again else None
+            word: str,
+            *,
+            again: RecomputedOutputFactory | None = recomputed_output if "norm" in again else None,
         ) -> Norm:
-            size, invariant = config.hidden_size, region.invariant
+            size, invariant = config.hidden_size, tp_comm.invariant
             return build_norm(
                 f"{name}.{word}", size, config, invariant=invariant, dtype=dtype, again=again
             )
 
-        def branch(word: str) -> Branch:
+        def branch(word: str) -> ResidualBranch:
             own = norm(f"{word}_post_norm", again=None) if after else None
-            return Branch(
-                own, config.residual_scale, dropping(word, number, config.dropout.residual, region)
+            return ResidualBranch(
+                own, config.residual_scale, dropping(word, number, config.dropout.residual, tp_comm)
             )
 
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         if config.attention_part(index) != "none":
-            self.attention_norm = norm("attention_norm") if before else Unnormed(dtype)
+            self.attention_norm = norm("attention_norm") if before else IdentityNorm(dtype)
             up = "mla_up_proj" in again
             self.attention = _attention(
                 f"{name}.attention",
                 config,
                 mesh,
-                region,
+                tp_comm,
                 dtype=dtype,
                 index=index,
                 core=attend("weights", inside=up),
                 around=partial(Recomputed, check=check, turns=True) if up else kept,
             )
             self.attention_out = branch("attention")
-        if config.looks(index):
-            self.cross_norm = norm("cross_norm") if before else Unnormed(dtype)
-            self.cross = LookingBack(
+        if config.uses_cross_layer_source(index):
+            self.cross_norm = norm("cross_norm") if before else IdentityNorm(dtype)
+            self.cross = CrossLayerAttention(
                 f"{name}.cross",
                 config,
                 mesh,
-                region,
+                tp_comm,
                 dtype=dtype,
                 causal=config.attention.causal,
                 core=attend("cross weights"),
@@ -113,7 +122,7 @@ class Layer(nn.Module):
             self.cross_out = branch("cross")
         if config.mlp_part(index) != "none":
             own = before and config.block != "parallel_one_norm"
-            self.mlp_norm = norm("mlp_norm") if own else Unnormed(dtype)
+            self.mlp_norm = norm("mlp_norm") if own else IdentityNorm(dtype)
             mlp: nn.Module
             if config.moe is not None and config.has_experts(index):
                 mlp = MoE(
@@ -121,7 +130,7 @@ class Layer(nn.Module):
                     config,
                     config.moe,
                     mesh,
-                    region,
+                    tp_comm,
                     dtype=dtype,
                     act_again=act,
                     dispatcher=dispatcher,
@@ -132,7 +141,7 @@ class Layer(nn.Module):
                 )
             else:
                 mlp = _mlp(
-                    f"{name}.mlp", config, mesh, region, dtype=dtype, index=index, act_again=act
+                    f"{name}.mlp", config, mesh, tp_comm, dtype=dtype, index=index, act_again=act
                 )
             self.mlp = _again(mlp, recompute) if "mlp" in again else mlp
             self.mlp_out = branch("mlp")
@@ -150,20 +159,20 @@ def _attention(
     name: str,
     config: ModelConfig,
     mesh: Mesh,
-    region: Region,
+    tp_comm: TPComm,
     *,
     dtype: torch.dtype,
     index: int,
     core: Attend,
     around: Callable[[Find], Find],
-) -> Attention | LatentAttention | Square:
+) -> Attention | LatentAttention | LinearReplacement:
     """What a layer that is not without it has for attention."""
     if config.attention_part(index) == "linear":
-        return Square(name, config, region, bias=config.output_bias, dtype=dtype)
+        return LinearReplacement(name, config, tp_comm, bias=config.output_bias, dtype=dtype)
     if config.mla is None:
-        return Attention(name, config, mesh, region, dtype=dtype, index=index, core=core)
+        return Attention(name, config, mesh, tp_comm, dtype=dtype, index=index, core=core)
     return LatentAttention(
-        name, config, mesh, region, dtype=dtype, index=index, core=core, around=around
+        name, config, mesh, tp_comm, dtype=dtype, index=index, core=core, around=around
     )
 
 
@@ -171,22 +180,24 @@ def _mlp(
     name: str,
     config: ModelConfig,
     mesh: Mesh,
-    region: Region,
+    tp_comm: TPComm,
     *,
     dtype: torch.dtype,
     index: int,
-    act_again: Rebuilding | None,
-) -> GatedMLP | MLP | Square:
+    act_again: RecomputedOutputFactory | None,
+) -> GatedMLP | MLP | LinearReplacement:
     """What a layer that is not without it has for its MLP."""
     if config.mlp_part(index) == "linear":
-        return Square(name, config, region, bias=config.mlp_bias, dtype=dtype)
-    return build_mlp(name, config, mesh, region, dtype=dtype, act_again=act_again)
+        return LinearReplacement(name, config, tp_comm, bias=config.mlp_bias, dtype=dtype)
+    return build_mlp(name, config, mesh, tp_comm, dtype=dtype, act_again=act_again)
 
 
-class Block(Layer):
+class SequentialBlock(Layer):
     """Attention is added to x, and then what the MLP makes of the sum: x [t, h] -> x [t, h]."""
 
-    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
+    ) -> Tensor:
         """x [t, h] -> [t, h]."""
         attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
         x, normed = self.mlp_norm.after_adding(attended, x)
@@ -204,7 +215,7 @@ class CrossBlock(Layer):
     def forward(
         self,
         x: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         cache: LayerCache | None = None,
         of_memory: LayerCache | None = None,
     ) -> Tensor:
@@ -224,7 +235,9 @@ class ParallelBlock(Layer):
     section 2.
     """
 
-    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
+    ) -> Tensor:
         """x [t, h] -> [t, h]."""
         attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
         return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
@@ -233,7 +246,9 @@ class ParallelBlock(Layer):
 class OneNormBlock(Layer):
     """A parallel layer with one norm for both: x [t, h] -> x [t, h]."""
 
-    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
+    ) -> Tensor:
         """x [t, h] -> [t, h]."""
         normed = self.attention_norm(x)
         attended = self.attention_out(self.attention(normed, tokens, cache), tokens)
@@ -243,7 +258,9 @@ class OneNormBlock(Layer):
 class AttentionBlock(Layer):
     """A layer without an MLP: x [t, h] -> x [t, h]."""
 
-    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
+    ) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x + self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
 
@@ -251,13 +268,15 @@ class AttentionBlock(Layer):
 class MLPBlock(Layer):
     """A layer without attention: x [t, h] -> x [t, h]."""
 
-    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
+    ) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
 
 
 BLOCKS: dict[str, type[Layer]] = {
-    "sequential": Block,
+    "sequential": SequentialBlock,
     "parallel": ParallelBlock,
     "parallel_one_norm": OneNormBlock,
 }
@@ -270,10 +289,10 @@ def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
         return MLPBlock
     if config.mlp_part(layer) == "none":
         return AttentionBlock
-    return CrossBlock if config.looks(layer) else BLOCKS[config.block]
+    return CrossBlock if config.uses_cross_layer_source(layer) else BLOCKS[config.block]
 
 
-class Unnormed(nn.Module):
+class IdentityNorm(nn.Module):
     """Where a layer has no norm: x as it is, in the dtype of what reads it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -290,7 +309,7 @@ class Unnormed(nn.Module):
         return total, total.to(self.dtype)
 
 
-class Branch(nn.Module):
+class ResidualBranch(nn.Module):
     """What attention or MLP gives, on its way to the residual stream: normed, scaled and dropped,
     as the model says."""
 
@@ -300,9 +319,9 @@ class Branch(nn.Module):
         self.scale = (Scaled(scale),) if scale != 1.0 else ()
         self.dropped = tuple(dropped)
 
-    def forward(self, y: Tensor, tokens: Tokens) -> Tensor:
+    def forward(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
         """y [t, h] -> [t, h]."""
-        y = value_of(self.norm(y))
+        y = output_tensor(self.norm(y))
         for step in (*self.scale, *self.dropped):
             y = step(y, tokens)
         return y
@@ -314,7 +333,7 @@ class Scaled:
 
     factor: float
 
-    def __call__(self, y: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
         """y [t, h] -> [t, h]."""
         return y * self.factor
 
@@ -331,7 +350,7 @@ class RecomputedCore:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
@@ -344,6 +363,12 @@ class RecomputedCore:
         )
 
     def _attend(
-        self, tokens: Tokens, scores: Scores, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor
+        self,
+        tokens: PackedSeqParams,
+        scores: Scores,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *sinks: Tensor,
     ) -> Tensor:
         return self.core(q, k, v, tokens, scores=scores, sinks=sinks[0] if sinks else None)

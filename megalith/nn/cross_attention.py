@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.masks import with_masks
-from megalith.kernels.rebuilt import Input
+from megalith.kernels.rebuilt import LayerInput
 from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.kernels.visible import Visible
 from megalith.nn.attention import LayerCache, output_linear
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region
-from megalith.plan.shards import Shard, cut_dim, split_heads, whole
+from megalith.parallel.tensor import ZEROS, ColumnLinear, Init, ParameterSpec, TPComm
+from megalith.plan.shards import Shard, split_heads
 
 
-class Remembered(NamedTuple):
+class EncodedKeys(NamedTuple):
     """Keys and values of what is looked at: computed once, however many tokens look at them while a
     text is written."""
 
@@ -30,15 +30,15 @@ class Remembered(NamedTuple):
     """[t_kv, g, d], of this rank's heads."""
 
     v: Tensor
-    tokens: Tokens
+    tokens: PackedSeqParams
     """Its documents, the n-th for the n-th of those that look; of any lengths, also empty."""
 
 
-class Looking(nn.Module):
+class CrossLayerState(nn.Module):
     """Queries come from x, keys and values from a memory; neither knows positions.
 
-    Both are as the region has tokens: under sequence parallelism each rank's part of either. Scores
-    are scaled and capped as in the model's other attention; queries and keys are not normed.
+    Both are in the layout of `tp_comm`: under sequence parallelism each rank's part of either.
+    Scores are scaled and capped as in the model's other attention; queries and keys are not normed.
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3.
     """
 
@@ -47,7 +47,7 @@ class Looking(nn.Module):
         name: str,
         config: ModelConfig,
         mesh: Mesh,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
         memory_size: int | None = None,
@@ -64,7 +64,7 @@ class Looking(nn.Module):
             heads.queries[mesh.tp.rank],
             heads.keys[mesh.over("tp_kv").rank],
         )
-        n, g, d, holders = (
+        n, g, d, replica_ranks = (
             config.num_heads,
             config.num_kv_heads,
             config.head_size(),
@@ -72,36 +72,36 @@ class Looking(nn.Module):
         )
 
         def queries(suffix: str, *inputs: int) -> Shard:
-            shard = whole(f"{name}.q{suffix}", (n, d, *inputs), inputs=len(inputs))
-            return cut_dim(shard, 0, heads.queries, mesh.tp.rank, mesh.tp.axes)
+            shard = Shard.full(f"{name}.q{suffix}", (n, d, *inputs), inputs=len(inputs))
+            return shard.split_dim(0, heads.queries, mesh.tp.rank, mesh.tp.axes)
 
         def keys(suffix: str, *inputs: int) -> Shard:
-            shard = whole(f"{name}.kv{suffix}", (2, g, d, *inputs), inputs=len(inputs))
-            return cut_dim(shard, 1, heads.keys, holders.rank, holders.axes)
+            shard = Shard.full(f"{name}.kv{suffix}", (2, g, d, *inputs), inputs=len(inputs))
+            return shard.split_dim(1, heads.keys, replica_ranks.rank, replica_ranks.axes)
 
         def column(weight: Shard, bias: Shard) -> ColumnLinear:
-            biases = [Declared(bias, ZEROS)] if config.qkv_bias else []
+            biases = [ParameterSpec(bias, ZEROS)] if config.qkv_bias else []
             return ColumnLinear(
-                [Declared(weight, Init(config.init_std))], biases, region, dtype=dtype
+                [ParameterSpec(weight, Init(config.init_std))], biases, tp_comm, dtype=dtype
             )
 
         self.queries = column(queries("", config.hidden_size), queries("_bias"))
         self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
-        self.out = output_linear(name, config, heads.queries, mesh, region, dtype=dtype)
+        self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
 
-    def remember(self, memory: Input, tokens: Tokens) -> Remembered:
+    def remember(self, memory: LayerInput, tokens: PackedSeqParams) -> EncodedKeys:
         """Keys and values of memory [t_kv, m], to look at as often as need be."""
         k, v = self.keys(memory).chunk(2, dim=-1)
         g = self.num_kv_heads
-        return Remembered(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), tokens)
+        return EncodedKeys(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), tokens)
 
-    def attend(self, x: Input, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    def attend(self, x: LayerInput, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h], k and v [t_kv, g, d]; tokens: of both -> [t, h]."""
         q = self.queries(x).unflatten(-1, (self.num_heads, -1))
         return self.out(self.core(q, k, v, tokens, scores=self.scores).flatten(1))
 
 
-class CrossAttention(Looking):
+class CrossAttention(CrossLayerState):
     """Each token looks at a whole document of a memory of other tokens: x [t, h], memory [t_kv, m]
     -> [t, h].
 
@@ -111,10 +111,10 @@ class CrossAttention(Looking):
 
     def forward(
         self,
-        x: Input,
-        tokens: Tokens,
+        x: LayerInput,
+        tokens: PackedSeqParams,
         memory: Tensor,
-        memory_tokens: Tokens,
+        memory_tokens: PackedSeqParams,
         masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """x [t, h], memory [t_kv, m] -> [t, h]."""
@@ -122,9 +122,9 @@ class CrossAttention(Looking):
 
     def look(
         self,
-        x: Input,
-        tokens: Tokens,
-        memory: Remembered,
+        x: LayerInput,
+        tokens: PackedSeqParams,
+        memory: EncodedKeys,
         masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """x [t, h] -> [t, h].
@@ -138,7 +138,7 @@ class CrossAttention(Looking):
         )
 
 
-class LookingBack(Looking):
+class CrossLayerAttention(CrossLayerState):
     """Each token looks at what an earlier layer made of itself and of earlier tokens: x [t, h] ->
     [t, h].
 
@@ -146,7 +146,9 @@ class LookingBack(Looking):
     share them; so it is seen as the tokens are in self-attention, over cp, too.
     """
 
-    def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
+    ) -> Tensor:
         """x [t, h] -> [t, h]; cache: keys and values of the memory of earlier tokens."""
         assert tokens.memory is not None, "the model gives its memory to the tokens"
         k, v, _ = self.remember(tokens.memory, tokens)
@@ -155,7 +157,7 @@ class LookingBack(Looking):
         return self.attend(x, k, v, tokens)
 
 
-def across(tokens: Tokens, memory: Tokens) -> Tokens:
+def across(tokens: PackedSeqParams, memory: PackedSeqParams) -> PackedSeqParams:
     """Queries of some tokens with keys of others, document by document; of masks only the others'
     padding counts."""
     assert len(tokens.lengths) == len(memory.lengths), (
@@ -174,8 +176,8 @@ def across(tokens: Tokens, memory: Tokens) -> Tokens:
     return replace(
         tokens,
         lengths=lengths,
-        cu_kv=memory.cu_q,
-        max_kv=memory.max_q,
+        cu_seqlens_kv=memory.cu_seqlens_q,
+        max_seqlen_kv=memory.max_seqlen_q,
         uniform=None,
         biases=None,
         dropout=dropout,

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.dropout import dropout
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Region
+from megalith.parallel.tensor import TPComm
 from megalith.plan.keys import key
 from megalith.plan.shards import split_evenly, split_heads
 
-Step = Callable[[Tensor, Tokens], Tensor]
-"""x [t, h], as the region has tokens -> [t, h]."""
+Step = Callable[[Tensor, PackedSeqParams], Tensor]
+"""x [t, h], in the layout of `tp_comm` -> [t, h]."""
 
 key_of = torch.compiler.assume_constant_result(key)
 """`key`, which a compiler takes for the number that it is."""
@@ -32,19 +32,19 @@ class Dropout(nn.Module):
     divided by 1 - p. Source: Srivastava et al. 2014, JMLR 15(56).
     """
 
-    def __init__(self, place: str, layer: int, p: float, region: Region) -> None:
+    def __init__(self, place: str, layer: int, p: float, tp_comm: TPComm) -> None:
         """`place` and `layer`, numbered over all stages, keep apart the masks of one token."""
         super().__init__()
-        self.place, self.layer, self.p, self.region, self.drop = place, layer, p, region, dropout
+        self.place, self.layer, self.p, self.tp_comm, self.drop = place, layer, p, tp_comm, dropout
 
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h], of the tokens that I have outside divided work -> [t, h]; x itself where
         nothing is trained."""
         if tokens.dropout is None:
             return x
         seed, numbers = tokens.dropout.seed, tokens.dropout.numbers
         return self.drop(
-            x, self.p, key_of(seed, "dropout", self.place, self.layer), self.region.mine(numbers)
+            x, self.p, key_of(seed, "dropout", self.place, self.layer), self.tp_comm.mine(numbers)
         )
 
 
@@ -69,7 +69,7 @@ class DroppingAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
@@ -99,6 +99,6 @@ def with_dropped_weights(
     return DroppingAttention(core, layer, p, sum(heads[: mesh.tp.rank]), place)
 
 
-def dropping(place: str, layer: int, p: float, region: Region) -> list[Step]:
+def dropping(place: str, layer: int, p: float, tp_comm: TPComm) -> list[Step]:
     """`Dropout` as the one step it is, and no step where p is 0."""
-    return [Dropout(place, layer, p, region)] if p else []
+    return [Dropout(place, layer, p, tp_comm)] if p else []

@@ -1,4 +1,4 @@
-"""What becomes of the embeddings before the first layer: a learnt vector for every place, a scale,
+"""What becomes of the embeddings before the first layer: a learned vector for every place, a scale,
 dropout."""
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.errors import DataError
 from megalith.kernels.embedding import embedding
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.dropout import Step, dropping
 from megalith.nn.norm import stream_dtype
-from megalith.parallel.tensor import Declared, Init, Region, declare
-from megalith.plan.shards import whole
+from megalith.parallel.tensor import Init, ParameterSpec, TPComm, register_param
+from megalith.plan.shards import Shard
 
 
 class LearnedPositions(nn.Module):
@@ -31,7 +31,7 @@ class LearnedPositions(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
         ahead: int = 0,
@@ -39,69 +39,72 @@ class LearnedPositions(nn.Module):
     ) -> None:
         """`shared`: the table, where this rank has it already."""
         super().__init__()
-        self.region, self.ahead = region, ahead
-        shard = whole(
-            "positions.weight", (config.max_seq_len, config.hidden_size), invariant=region.invariant
+        self.tp_comm, self.ahead = tp_comm, ahead
+        shard = Shard.full(
+            "positions.weight",
+            (config.max_seq_len, config.hidden_size),
+            invariant=tp_comm.invariant,
         )
         if shared is None:
-            declare(self, "weight", Declared(shard, Init(config.init_std)), dtype=dtype)
+            register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
         else:
             self.register_parameter("weight", shared)
 
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h].
 
         Raises:
             DataError: a document has more places than the table.
         """
         # Rows that ranks share may end with filler beyond the table, which is given zeros.
-        if tokens.context is None and tokens.max_kv > len(self.weight):
+        if tokens.context is None and tokens.max_seqlen_kv > len(self.weight):
             raise DataError(
-                f"a document of {tokens.max_kv} tokens with model.positions=learned, which knows "
+                f"a document of {tokens.max_seqlen_kv} tokens with model.positions=learned, which "
+                "knows "
                 f"{len(self.weight)} "
                 f"places. Use documents of at most {len(self.weight)} tokens, or set "
                 "model.max_seq_len to as many."
             )
-        places = tokens.positions + self.ahead if self.ahead else tokens.positions
-        return x + embedding(self.region.mine(places), self.weight)
+        places = tokens.position_ids + self.ahead if self.ahead else tokens.position_ids
+        return x + embedding(self.tp_comm.mine(places), self.weight)
 
 
-class Entrance(nn.Module):
-    """From embeddings to the residual stream: x [t, h] -> [t, h], as the region has tokens."""
+class InputEmbedding(nn.Module):
+    """From embeddings to the residual stream: x [t, h] -> [t, h], in the layout of `tp_comm`."""
 
     positions: LearnedPositions
-    """Only with learnt positions."""
+    """Only with learned positions."""
 
     def __init__(
         self,
         config: ModelConfig,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
         number: int = 0,
         places: nn.Parameter | None = None,
     ) -> None:
         """`number`: how far ahead the tokens are whose embeddings it gets, and what dropout
-        knows it by, where a model has several; `places`: the table of learnt positions, where
+        knows it by, where a model has several; `places`: the table of learned positions, where
         this rank has it already."""
         super().__init__()
         steps: list[Step] = []
         if config.positions == "learned":
             self.positions = LearnedPositions(
-                config, region, dtype=dtype, ahead=number, shared=places
+                config, tp_comm, dtype=dtype, ahead=number, shared=places
             )
             steps.append(self.positions)
         if config.embedding_scale != 1.0:
             steps.append(Scale(config.embedding_scale, dtype))
         if config.fp32_residual:
             steps.append(Widened(stream_dtype(config, dtype)))
-        self.steps = (*steps, *dropping("embedding", number, config.dropout.embedding, region))
+        self.steps = (*steps, *dropping("embedding", number, config.dropout.embedding, tp_comm))
 
     def places(self) -> nn.Parameter | None:
-        """The table of learnt positions, if there is one."""
+        """The table of learned positions, if there is one."""
         return self.positions.weight if hasattr(self, "positions") else None
 
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]."""
         for step in self.steps:
             x = step(x, tokens)
@@ -114,7 +117,7 @@ class Widened:
 
     dtype: torch.dtype
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x.to(self.dtype)
 
@@ -126,6 +129,6 @@ class Scale:
     def __init__(self, factor: float, dtype: torch.dtype) -> None:
         self.factor = torch.tensor(factor, dtype=dtype).item()
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]."""
         return x * self.factor

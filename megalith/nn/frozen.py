@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
-from megalith.kernels.tokens import Tokens
-from megalith.parallel.recompute import LayerRunner, Remember
+from megalith.kernels.tokens import PackedSeqParams
+from megalith.parallel.recompute import LayerRunner, SpanHook
 from megalith.plan.frozen import first_trained_layer, tables_trained
 
 
@@ -28,9 +28,9 @@ class BelowTrained:
         self,
         layers: Sequence[nn.Module],
         x: Tensor,
-        tokens: Tokens,
-        remember: Remember | None = None,
-    ) -> tuple[Tensor, Tokens]:
+        tokens: PackedSeqParams,
+        remember: SpanHook | None = None,
+    ) -> tuple[Tensor, PackedSeqParams]:
         """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on
         the way."""
         training = torch.is_grad_enabled()
@@ -48,17 +48,17 @@ class BelowTrained:
         )
 
 
-class Start(nn.Module):
+class BackwardEnd(nn.Module):
     """What enters the layers, as the place where backward ends: frozen embeddings give nothing
     that wants a gradient, and regions that are computed again would have no backward."""
 
-    def __init__(self, entrance: nn.Module) -> None:
+    def __init__(self, input_embedding: nn.Module) -> None:
         super().__init__()
-        self.entrance = entrance
+        self.input_embedding = input_embedding
 
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]."""
-        x = self.entrance(x, tokens)
+        x = self.input_embedding(x, tokens)
         return x.requires_grad_() if torch.is_grad_enabled() else x
 
 
@@ -68,7 +68,7 @@ def end_backward_at(chunk: Any, layer: int) -> None:  # a `Decoder`, which is bu
     if below:
         chunk.run_layers = BelowTrained(chunk.run_layers, below)
     elif chunk.stage.embedding:
-        chunk.entrance = Start(chunk.entrance)
+        chunk.input_embedding = BackwardEnd(chunk.input_embedding)
 
 
 def freeze(chunks: Sequence[Any], model: ModelConfig, optim: OptimConfig) -> None:

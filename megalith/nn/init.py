@@ -16,7 +16,7 @@ TILE = (128, 512)
 numbers."""
 
 
-def fill(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
+def init_param_(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
     """Write the first values of my box, or of my flat range of it, into `parameter`, in place.
 
     The global tensor is cut into tiles; a tile comes from a fresh generator keyed by (seed, name,

@@ -1,8 +1,8 @@
 """How a whole model computes: its layers hold the operations that they compute with, and each can
 be told how to.
 
-Matmuls of bf16 on CPUs are selected for the whole process. Looking up embeddings and moving rows to
-experts have one form, and stay as they are.
+Matmuls of bf16 on CPUs are selected for the whole process. CrossLayerState up embeddings and moving
+rows to experts have one form, and stay as they are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from megalith.config.kernels import Form, KernelsConfig, KernelSetting, Op, kernels_of
+from megalith.config.kernels import BackendName, KernelsConfig, KernelSetting, Op, kernels_of
 from megalith.kernels.matmul import select_bf16_matmul
 from megalith.kernels.span_attention import reference_span_attention
-from megalith.parallel.context import Gathered, HeadExchange, HeadsThenRing, Ring
+from megalith.parallel.context import AllGatherAttend, HeadExchange, HeadsThenRing, Ring
 from megalith.parallel.mesh import Mesh
 
 Held = Any  # whatever an attribute of a layer is
@@ -59,9 +59,9 @@ def with_kernel(held: Held, config: KernelsConfig, mesh: Mesh) -> Held:
     if isinstance(held, nn.Module):  # one that its owner has not registered, as steps of a tuple
         use_kernels([held], config, mesh)
         return held
-    if isinstance(held, Ring | Gathered | HeadExchange | HeadsThenRing):
+    if isinstance(held, Ring | AllGatherAttend | HeadExchange | HeadsThenRing):
         plain = config.of("attention") in ("torch", "reference")
-        return Gathered(mesh.cp, reference_span_attention) if plain else held
+        return AllGatherAttend(mesh.cp, reference_span_attention) if plain else held
     if isinstance(held, FunctionType):
         return _told(held, config)
     parts = _parts(held)
@@ -79,7 +79,7 @@ def _told(function: FunctionType, config: KernelsConfig) -> Held:
     """An operation with its form; any other function as it is."""
     if "kernel" not in (function.__kwdefaults__ or {}):
         return function
-    form: Form = config.of(OPERATIONS[function.__module__.rpartition(".")[2]])
+    form: BackendName = config.of(OPERATIONS[function.__module__.rpartition(".")[2]])
     return function if form == "auto" else partial(function, kernel=form)
 
 

@@ -21,22 +21,22 @@ from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers
 from megalith.config.model import ModelConfig
 from megalith.kernels.dropout import dropout
 from megalith.kernels.linear import Context, linear
-from megalith.kernels.rebuilt import Input, rebuilt, value_of
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.rebuilt import LayerInput, as_recomputed, output_tensor
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.dropout import key_of
 from megalith.nn.frozen import end_backward_at
 from megalith.nn.mla import Find, LatentAttention
-from megalith.parallel.autograd import partial
+from megalith.parallel.autograd import mark_partial
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import (
     ZEROS,
     ColumnLinear,
-    Declared,
     Init,
-    Region,
+    ParameterSpec,
     RowLinear,
+    TPComm,
     WholeLinear,
-    declare,
+    register_param,
 )
 from megalith.plan.shards import Shard
 
@@ -53,28 +53,30 @@ class ColumnLora(nn.Module):
     ) -> None:
         """`names`: of those matrices, in the base's order."""
         super().__init__()
-        self.base, self.region, self.scale, self.rank, self.names = (
+        self.base, self.tp_comm, self.scale, self.rank, self.names = (
             base,
-            base.region,
+            base.tp_comm,
             lora.scale,
             lora.rank,
             names,
         )
         for name in names:
-            a, b = column_adapter(_shard_of(base, name), lora, base.region)
-            _declare_pair(self, name, a, b, dtype=dtype)
-        self.drop = InputDropout(_shard_of(base, names[0]).name, lora.dropout, base.region.mine)
+            a, b = column_adapter(_shard_of(base, name), lora, base.tp_comm)
+            _register_pair(self, name, a, b, dtype=dtype)
+        self.drop = InputDropout(_shard_of(base, names[0]).name, lora.dropout, base.tp_comm.mine)
 
-    def forward(self, x: Input) -> Tensor:
-        """x [t, i], as the region has it -> [t, f_tp]."""
+    def forward(self, x: LayerInput) -> Tensor:
+        """x [t, i], in the layout of `tp_comm` -> [t, f_tp]."""
         y = self.base(x)
         z = (
             linear(self.drop(x), [getattr(self, f"{name}_lora_a") for name in self.names])
             * self.scale
         )
-        features = iter(value_of(self.region.enter(z)).split(self.rank, dim=-1))
+        features = iter(output_tensor(self.tp_comm.prepare_input(z)).split(self.rank, dim=-1))
         starts, added, end = [], [], 0
-        for name, weight in zip(self.base.weight_names, self.base.sunk(), strict=True):
+        for name, weight in zip(
+            self.base.weight_names, self.base.accumulated_parameters(), strict=True
+        ):
             start, end = end, end + weight.shape[0]
             if name in self.names:
                 parts = getattr(self, f"{name}_lora_b").chunk(STACKED.get(name, 1))
@@ -83,11 +85,13 @@ class ColumnLora(nn.Module):
         found: Tensor = AddColumns.apply(y, starts, *added)  # type: ignore[no-untyped-call]  # torch's own
         return found
 
-    def sunk(self) -> list[Tensor]:
+    def accumulated_parameters(self) -> list[Tensor]:
         """My rows of every matrix as it acts, W + scale · B · A: for readers that multiply in
         another order."""
         found: list[Tensor] = []
-        for name, weight in zip(self.base.weight_names, self.base.sunk(), strict=True):
+        for name, weight in zip(
+            self.base.weight_names, self.base.accumulated_parameters(), strict=True
+        ):
             if name not in self.names:
                 found.append(weight)
                 continue
@@ -130,7 +134,7 @@ class AddColumns(Function):
 
 
 class RowLora(nn.Module):
-    """A `RowLinear` with an adapter: x [t, i_tp] -> y [t, o] as the region has tokens.
+    """A `RowLinear` with an adapter: x [t, i_tp] -> y [t, o] in the layout of `tp_comm`.
 
     A is cut as the matrix's columns, so its r features are partial sums, which leave divided work;
     B is whole.
@@ -138,41 +142,41 @@ class RowLora(nn.Module):
 
     def __init__(self, base: RowLinear, lora: LoraConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.base, self.region, self.scale, self.name = (
+        self.base, self.tp_comm, self.scale, self.name = (
             base,
-            base.region,
+            base.tp_comm,
             lora.scale,
             base.weight_name,
         )
         weight = _shard_of(base, self.name)
-        a, b = row_adapter(weight, lora, base.region)
-        _declare_pair(self, self.name, a, b, dtype=dtype)
+        a, b = row_adapter(weight, lora, base.tp_comm)
+        _register_pair(self, self.name, a, b, dtype=dtype)
         self.drop = InputDropout(
             weight.name, lora.dropout, _all_of_them, first_feature=first_input(weight)
         )
 
-    def forward(self, x: Input) -> Tensor:
+    def forward(self, x: LayerInput) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
         y = self.base(x)
         z = linear(self.drop(x), [getattr(self, f"{self.name}_lora_a")])
-        z = self.region.leave(partial(z, self.region.group))
+        z = self.tp_comm.reduce_output(mark_partial(z, self.tp_comm.group))
         return y + linear(z * self.scale, [getattr(self, f"{self.name}_lora_b")])
 
 
 class WholeLora(nn.Module):
-    """A `WholeLinear` with an adapter: x [t, i], as the region has it -> y [t, o]. A and B are
-    whole, as W is."""
+    """A `WholeLinear` with an adapter: x [t, i], in the layout of `tp_comm` -> y [t, o]. A and B
+    are whole, as W is."""
 
     def __init__(
-        self, base: WholeLinear, region: Region, lora: LoraConfig, *, dtype: torch.dtype
+        self, base: WholeLinear, tp_comm: TPComm, lora: LoraConfig, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.base, self.scale, self.name = base, lora.scale, base.weight_name
         weight = _shard_of(base, self.name)
-        _declare_pair(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
-        self.drop = InputDropout(weight.name, lora.dropout, region.mine)
+        _register_pair(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
+        self.drop = InputDropout(weight.name, lora.dropout, tp_comm.mine)
 
-    def forward(self, x: Input) -> Tensor:
+    def forward(self, x: LayerInput) -> Tensor:
         """x [t, i] -> [t, o]."""
         y = self.base(x)
         z = linear(self.drop(x), [getattr(self, f"{self.name}_lora_a")]) * self.scale
@@ -200,11 +204,11 @@ class InputDropout(nn.Module):
             first_feature,
             dropout,
         )
-        self.tokens: Tokens | None = None
+        self.tokens: PackedSeqParams | None = None
         """Given by the attention or the MLP around, each time it begins: linear layers are not told
         of tokens."""
 
-    def forward(self, x: Input) -> Input:
+    def forward(self, x: LayerInput) -> LayerInput:
         """x itself where nothing is trained. Backward computes the mask again, from what x is
         rebuilt from."""
         if self.p == 0.0:
@@ -220,10 +224,10 @@ class InputDropout(nn.Module):
             numbers=self.mine(seen.numbers),
             first_feature=self.first_feature,
         )
-        return rebuilt(x).then(again(value_of(x)), again)
+        return as_recomputed(x).then(again(output_tensor(x)), again)
 
 
-def column_adapter(weight: Shard, lora: LoraConfig, region: Region) -> tuple[Shard, Shard]:
+def column_adapter(weight: Shard, lora: LoraConfig, tp_comm: TPComm) -> tuple[Shard, Shard]:
     """A [r, i] or [2, r, i], whole, and B [*outputs, r], cut as the outputs of `weight`.
 
     Ranks that all have all tokens repeat each other's work with A, and have its whole gradient.
@@ -237,7 +241,7 @@ def column_adapter(weight: Shard, lora: LoraConfig, region: Region) -> tuple[Sha
         shape=a_shape,
         box=tuple((0, n) for n in a_shape),
         cut=(),
-        invariant=region.invariant,
+        invariant=tp_comm.invariant,
     )
     b = replace(
         weight,
@@ -249,7 +253,7 @@ def column_adapter(weight: Shard, lora: LoraConfig, region: Region) -> tuple[Sha
     return a, b
 
 
-def row_adapter(weight: Shard, lora: LoraConfig, region: Region) -> tuple[Shard, Shard]:
+def row_adapter(weight: Shard, lora: LoraConfig, tp_comm: TPComm) -> tuple[Shard, Shard]:
     """A [r, *inputs], cut as the inputs of `weight`, and B [o, r], whole."""
     outputs = len(weight.shape) - weight.inputs
     a = replace(
@@ -265,7 +269,7 @@ def row_adapter(weight: Shard, lora: LoraConfig, region: Region) -> tuple[Shard,
         shape=shape,
         box=tuple((0, n) for n in shape),
         cut=(),
-        invariant=region.invariant,
+        invariant=tp_comm.invariant,
         inputs=1,
     )
     return a, b
@@ -294,7 +298,7 @@ def first_input(weight: Shard) -> int:
 
 def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig | None) -> None:
     """Freeze what the chunks of a model on the meta device have, and put adapters beside the
-    matrices of their layers; None: leave them as they are. Layers that predict further ahead get
+    matrices of their layers; None: leave them as they are. MTP layers get
     none.
 
     Chunks: `Decoder`s, which are built of what is here, so that this file cannot name them.
@@ -305,16 +309,16 @@ def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig 
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
         for layer in chunk.layers:
-            _attach(layer, chunk.region, model, lora)
+            _attach(layer, chunk.tp_comm, model, lora)
         end_backward_at(chunk, lora_layers(lora, model)[0])
 
 
-def _attach(layer: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig) -> None:
+def _attach(layer: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraConfig) -> None:
     """Put adapters into one layer, and let attentions and MLP say which tokens they are called
     with."""
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
-            if (adapted := _adapted(child, region, model, lora)) is not None:
+            if (adapted := _adapted(child, tp_comm, model, lora)) is not None:
                 setattr(parent, name, adapted)
     for part in (
         child for name, child in layer.named_children() if name in ("attention", "cross", "mlp")
@@ -345,10 +349,10 @@ def _around_telling(
 def _tell_and_find(
     drops: Sequence[InputDropout],
     find: Find,
-    short: Input,
+    short: LayerInput,
     latent: Tensor,
     k_turned: Tensor,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
 ) -> Tensor:
     for drop in drops:
         drop.tokens = tokens
@@ -356,7 +360,7 @@ def _tell_and_find(
 
 
 def _adapted(
-    module: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig
+    module: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraConfig
 ) -> nn.Module | None:
     """The module with adapters; None: it gets none."""
     if not isinstance(module, ColumnLinear | RowLinear | WholeLinear):
@@ -365,12 +369,12 @@ def _adapted(
     names = [name for name in names if has_adapters(_shard_of(module, name).name, lora, model)]
     if not names:
         return None
-    dtype = module.sunk()[0].dtype
+    dtype = module.accumulated_parameters()[0].dtype
     if isinstance(module, ColumnLinear):
         return ColumnLora(module, names, lora, dtype=dtype)
     if isinstance(module, RowLinear):
         return RowLora(module, lora, dtype=dtype)
-    return WholeLora(module, region, lora, dtype=dtype)
+    return WholeLora(module, tp_comm, lora, dtype=dtype)
 
 
 def _all_of_them(values: Tensor) -> Tensor:
@@ -379,16 +383,18 @@ def _all_of_them(values: Tensor) -> Tensor:
 
 
 def _shard_of(layer: nn.Module, name: str) -> Shard:
-    declared: dict[str, Declared] = layer.__dict__["declared"]
+    declared: dict[str, ParameterSpec] = layer.__dict__["declared"]
     return declared[name].shard
 
 
-def _declare_pair(module: nn.Module, name: str, a: Shard, b: Shard, *, dtype: torch.dtype) -> None:
+def _register_pair(module: nn.Module, name: str, a: Shard, b: Shard, *, dtype: torch.dtype) -> None:
     """A starts normal with the variance that torch's linear layers (uniform in ±1/sqrt(inputs))
     start with; B at zero.
 
     PEFT starts A as those layers are; its `gaussian` has another variance.
     """
     inputs = math.prod(a.shape[len(a.shape) - a.inputs :])
-    declare(module, f"{name}_lora_a", Declared(a, Init(1 / math.sqrt(3 * inputs))), dtype=dtype)
-    declare(module, f"{name}_lora_b", Declared(b, ZEROS), dtype=dtype)
+    register_param(
+        module, f"{name}_lora_a", ParameterSpec(a, Init(1 / math.sqrt(3 * inputs))), dtype=dtype
+    )
+    register_param(module, f"{name}_lora_b", ParameterSpec(b, ZEROS), dtype=dtype)

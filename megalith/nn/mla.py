@@ -16,16 +16,16 @@ from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.matmul import einsum
-from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
 from megalith.nn.norm import build_norm
-from megalith.nn.rope import turn_of_layer
+from megalith.nn.rope import build_apply_rope
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ColumnLinear, Declared, Init, Region, WholeLinear
-from megalith.plan.shards import cut_dim, split_evenly, whole
+from megalith.parallel.tensor import ColumnLinear, Init, ParameterSpec, TPComm, WholeLinear
+from megalith.plan.shards import Shard, split_evenly
 
 
 class Parts(NamedTuple):
@@ -38,17 +38,17 @@ class Parts(NamedTuple):
     """[t, n, rope_dim]."""
 
     latent: Tensor
-    """[t_kv, r]: the short vectors; in training as the region has tokens."""
+    """[t_kv, r]: the short vectors; in training in the layout of `tp_comm`."""
 
     k_turned: Tensor
     """[t_kv, 1, rope_dim]: the key that all heads share."""
 
 
-Form = Callable[["LatentAttention", Parts, Tokens], Tensor]
+Form = Callable[["LatentAttention", Parts, PackedSeqParams], Tensor]
 """A way to compute what each head finds: [t, n, value_dim]. They give the same numbers."""
 
 
-def expanded(layer: "LatentAttention", parts: Parts, tokens: Tokens) -> Tensor:
+def expanded(layer: "LatentAttention", parts: Parts, tokens: PackedSeqParams) -> Tensor:
     """Every head has keys and values of its own, made from the short vectors."""
     kv = layer.kv_up(parts.latent).unflatten(-1, (layer.num_heads, -1))
     k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)
@@ -57,12 +57,12 @@ def expanded(layer: "LatentAttention", parts: Parts, tokens: Tokens) -> Tensor:
     return layer.core(q, k, v, tokens, scores=layer.scores)
 
 
-def absorbed(layer: "LatentAttention", parts: Parts, tokens: Tokens) -> Tensor:
+def absorbed(layer: "LatentAttention", parts: Parts, tokens: PackedSeqParams) -> Tensor:
     """The short vectors serve all heads as keys and as values.
 
     The projection up to keys is applied to the queries, that up to values to what attention finds.
     """
-    (weight,) = layer.kv_up.sunk()
+    (weight,) = layer.kv_up.accumulated_parameters()
     up = weight.unflatten(0, (layer.num_heads, -1))
     up_keys, up_values = up.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=1)
     q = torch.cat([einsum("tnd,ndr->tnr", parts.q_plain, up_keys), parts.q_turned], dim=-1)
@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
         name: str,
         config: ModelConfig,
         mesh: Mesh,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
         index: int = 0,
@@ -129,10 +129,10 @@ class LatentAttention(nn.Module):
         `around`: what becomes of everything between the short vectors and what heads find."""
         super().__init__()
         assert config.mla is not None
-        self.core, self.region, self.turn, self.sizes = (
+        self.core, self.tp_comm, self.apply_rope, self.sizes = (
             core,
-            region,
-            turn_of_layer(config, index),
+            tp_comm,
+            build_apply_rope(config, index),
             config.mla,
         )
         self.scores, self.reading, self.around = latent_scores(config, index), reading, around
@@ -142,18 +142,17 @@ class LatentAttention(nn.Module):
         start = Init(config.init_std)
 
         def of_heads(word: str, features: int, columns: int) -> ColumnLinear:
-            shard = cut_dim(
-                whole(f"{name}.{word}", (n, features, columns)),
+            shard = Shard.full(f"{name}.{word}", (n, features, columns)).split_dim(
                 0,
                 heads,
                 mesh.tp.rank,
                 mesh.tp.axes,
             )
-            return ColumnLinear([Declared(shard, start)], [], region, dtype=dtype)
+            return ColumnLinear([ParameterSpec(shard, start)], [], tp_comm, dtype=dtype)
 
         def short(word: str, rank: int, extra: int = 0) -> tuple[WholeLinear, nn.Module]:
-            shard = whole(f"{name}.{word}", (rank + extra, h), invariant=region.invariant)
-            down = WholeLinear(Declared(shard, start), dtype=dtype)
+            shard = Shard.full(f"{name}.{word}", (rank + extra, h), invariant=tp_comm.invariant)
+            down = WholeLinear(ParameterSpec(shard, start), dtype=dtype)
             if not sizes.norms:
                 return down, nn.Identity()
             return down, build_norm(
@@ -161,7 +160,7 @@ class LatentAttention(nn.Module):
                 rank,
                 config,
                 eps=sizes.norm_eps,
-                invariant=region.invariant,
+                invariant=tp_comm.invariant,
                 dtype=dtype,
             )
 
@@ -174,45 +173,49 @@ class LatentAttention(nn.Module):
             )
         self.kv_down, self.kv_norm = short("kv_down", sizes.kv_rank, sizes.rope_dim)
         self.kv_up = of_heads("kv_up", sizes.nope_dim + sizes.value_dim, sizes.kv_rank)
-        self.out = output_linear(name, config, heads, mesh, region, dtype=dtype)
+        self.out = output_linear(name, config, heads, mesh, tp_comm, dtype=dtype)
 
-    def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
+    ) -> Tensor:
         """x [t, h] -> [t, h]."""
-        short: Input = x
+        short: LayerInput = x
         for step in list(self.queries)[:-1]:  # down to short vectors, where queries have some
             short = step(short)
         latent, k_turned = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
-        latent = value_of(self.kv_norm(latent.contiguous()))
+        latent = output_tensor(self.kv_norm(latent.contiguous()))
         if cache is None:
             return self.out(self.around(self.find)(short, latent, k_turned, tokens).flatten(1))
         return self.out(self.find(short, latent, k_turned, tokens, cache).flatten(1))
 
     def find(
         self,
-        short: Input,
+        short: LayerInput,
         latent: Tensor,
         k_turned: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """What heads find: short vectors of queries, or x, [t, rq], those of keys and values [t,
-        r] and the shared key [t, rope_dim], all as the region has tokens -> [t, n, value_dim] of
+        r] and the shared key [t, rope_dim], all in the layout of `tp_comm` -> [t, n, value_dim] of
         all tokens."""
         form: Form = expanded
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
         q_plain, q_turned = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
-        k_turned = self.turn(
-            value_of(self.region.enter(k_turned.contiguous())).unsqueeze(1), tokens
+        k_turned = self.apply_rope(
+            output_tensor(self.tp_comm.prepare_input(k_turned.contiguous())).unsqueeze(1), tokens
         )
         if cache is not None:
             k_turned, cached = cache.extend(k_turned, latent.unsqueeze(1), tokens)
             latent, form = cached.squeeze(1), self.reading(self.sizes, tokens.lengths)
-        return form(self, Parts(q_plain, self.turn(q_turned, tokens), latent, k_turned), tokens)
+        return form(
+            self, Parts(q_plain, self.apply_rope(q_turned, tokens), latent, k_turned), tokens
+        )
 
 
 def latent_scores(config: ModelConfig, index: int) -> Scores:
     """What becomes of the scores: by default divided by the root of both parts' features, and
-    sharpened under yarn."""
+    scaled by the temperature under yarn."""
     scores, sizes = scores_of_layer(config, index), config.mla
     assert sizes is not None
     if config.attention.scale is not None:

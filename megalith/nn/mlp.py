@@ -8,15 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.activation import Gate, activate, gated
-from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt, in_parts, value_of
+from megalith.kernels.activation import GatedActivation, activate, gated
+from megalith.kernels.rebuilt import (
+    LayerInput,
+    RecomputedOutput,
+    RecomputedOutputFactory,
+    output_tensor,
+    split_rows,
+)
 from megalith.kernels.swiglu import swiglu
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear
-from megalith.plan.shards import cut_dim, split_evenly, whole
+from megalith.parallel.tensor import ZEROS, ColumnLinear, Init, ParameterSpec, RowLinear, TPComm
+from megalith.plan.shards import Shard, split_evenly
 
-Inner = Callable[[Tensor], Input]
+Inner = Callable[[Tensor], LayerInput]
 """What lies between the two matmuls: an activation [t, f] -> [t, f], or a gate [t, 2 f] -> [t,
 f]."""
 
@@ -30,7 +36,7 @@ class GatedMLP(nn.Module):
         name: str,
         config: ModelConfig,
         mesh: Mesh,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
         activation: Inner = swiglu,
@@ -38,10 +44,10 @@ class GatedMLP(nn.Module):
         """`activation`: what becomes of gate and up, side by side."""
         super().__init__()
         self.activation = activation
-        self.gate_up = _up(f"{name}.gate_up", (2,), config, mesh, region, dtype)
-        self.down = _down(f"{name}.down", config, mesh, region, dtype)
+        self.gate_up = _up(f"{name}.gate_up", (2,), config, mesh, tp_comm, dtype)
+        self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
 
-    def forward(self, x: Input, tokens: Tokens | None = None) -> Tensor:
+    def forward(self, x: LayerInput, tokens: PackedSeqParams | None = None) -> Tensor:
         """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of
         their features."""
         return self.down(self.activation(self.gate_up(x)))
@@ -56,17 +62,17 @@ class MLP(nn.Module):
         name: str,
         config: ModelConfig,
         mesh: Mesh,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
         activation: Inner,
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.up = _up(f"{name}.up", (), config, mesh, region, dtype)
-        self.down = _down(f"{name}.down", config, mesh, region, dtype)
+        self.up = _up(f"{name}.up", (), config, mesh, tp_comm, dtype)
+        self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
 
-    def forward(self, x: Input, tokens: Tokens | None = None) -> Tensor:
+    def forward(self, x: LayerInput, tokens: PackedSeqParams | None = None) -> Tensor:
         """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of
         their features."""
         return self.down(self.activation(self.up(x)))
@@ -76,17 +82,17 @@ def build_mlp(
     name: str,
     config: ModelConfig,
     mesh: Mesh,
-    region: Region,
+    tp_comm: TPComm,
     *,
     dtype: torch.dtype,
-    act_again: Rebuilding | None = None,
+    act_again: RecomputedOutputFactory | None = None,
 ) -> GatedMLP | MLP:
     """The MLP that the config describes. `act_again`: backward computes the activation again
     instead of keeping it."""
     plain = choose_activation(config)
     kind = GatedMLP if config.gated else MLP
     inner: Inner = plain if act_again is None else partial(computed_again, act_again, plain)
-    return kind(name, config, mesh, region, dtype=dtype, activation=inner)
+    return kind(name, config, mesh, tp_comm, dtype=dtype, activation=inner)
 
 
 class PromptInChunks(nn.Module):
@@ -101,10 +107,10 @@ class PromptInChunks(nn.Module):
         super().__init__()
         self.mlp, self.chunks = mlp, chunks
 
-    def forward(self, x: Input, tokens: Tokens) -> Tensor:
+    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]; fewer chunks where there are fewer tokens."""
-        count = min(self.chunks, value_of(x).shape[0]) if tokens.max_q > 1 else 1
-        return torch.cat([self.mlp(part, tokens) for part in in_parts(x, count)])
+        count = min(self.chunks, output_tensor(x).shape[0]) if tokens.max_seqlen_q > 1 else 1
+        return torch.cat([self.mlp(part, tokens) for part in split_rows(x, count)])
 
 
 def read_prompts_in_chunks(model: nn.Module, chunks: int) -> int:
@@ -125,11 +131,13 @@ def choose_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """What the config says lies between the matmuls, by the fastest kernel that there is for it."""
     if not config.gated:
         return partial(activate, activation=config.activation)
-    gate = Gate(config.activation, config.activation_clamp, config.up_offset)
-    return swiglu if gate == Gate("silu") else partial(gated, gate=gate)
+    gate = GatedActivation(config.activation, config.activation_clamp, config.up_offset)
+    return swiglu if gate == GatedActivation("silu") else partial(gated, gate=gate)
 
 
-def computed_again(again: Rebuilding, activation: Callable[[Tensor], Tensor], x: Tensor) -> Rebuilt:
+def computed_again(
+    again: RecomputedOutputFactory, activation: Callable[[Tensor], Tensor], x: Tensor
+) -> RecomputedOutput:
     """`activation(x)`, of which backward keeps x alone, as the activation does anyway."""
     return again(activation(x), activation, (x,))
 
@@ -139,31 +147,33 @@ def _up(
     stack: tuple[int, ...],
     config: ModelConfig,
     mesh: Mesh,
-    region: Region,
+    tp_comm: TPComm,
     dtype: torch.dtype,
 ) -> ColumnLinear:
     """My inner features of one matrix [f, h], or of several, [*stack, f, h]."""
     h, f = config.hidden_size, config.ffn_hidden_size
     cut = split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
-    weight = cut_dim(whole(name, (*stack, f, h)), len(stack), *cut)
-    bias = cut_dim(whole(f"{name}_bias", (*stack, f), inputs=0), len(stack), *cut)
-    biases = [Declared(bias, ZEROS)] if config.mlp_bias else []
-    return ColumnLinear([Declared(weight, Init(config.init_std))], biases, region, dtype=dtype)
+    weight = Shard.full(name, (*stack, f, h)).split_dim(len(stack), *cut)
+    bias = Shard.full(f"{name}_bias", (*stack, f), inputs=0).split_dim(len(stack), *cut)
+    biases = [ParameterSpec(bias, ZEROS)] if config.mlp_bias else []
+    return ColumnLinear(
+        [ParameterSpec(weight, Init(config.init_std))], biases, tp_comm, dtype=dtype
+    )
 
 
 def _down(
-    name: str, config: ModelConfig, mesh: Mesh, region: Region, dtype: torch.dtype
+    name: str, config: ModelConfig, mesh: Mesh, tp_comm: TPComm, dtype: torch.dtype
 ) -> RowLinear:
     """Back to [h] from my inner features."""
     h, f = config.hidden_size, config.ffn_hidden_size
-    weight = cut_dim(
-        whole(name, (h, f)), 1, split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
+    weight = Shard.full(name, (h, f)).split_dim(
+        1, split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
     )
-    bias = whole(f"{name}_bias", (h,), invariant=region.invariant, inputs=0)
+    bias = Shard.full(f"{name}_bias", (h,), invariant=tp_comm.invariant, inputs=0)
     start = Init(config.init_std / math.sqrt(2 * config.num_layers))
     return RowLinear(
-        Declared(weight, start),
-        Declared(bias, ZEROS) if config.mlp_bias else None,
-        region,
+        ParameterSpec(weight, start),
+        ParameterSpec(bias, ZEROS) if config.mlp_bias else None,
+        tp_comm,
         dtype=dtype,
     )

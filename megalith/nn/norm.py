@@ -1,4 +1,4 @@
-"""Normalisation of each token's features."""
+"""Normalization of each token's features."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megalith.kernels.rebuilt import Input, Rebuilding
-from megalith.parallel.tensor import ONES, ZEROS, Declared, declare
-from megalith.plan.shards import whole
+from megalith.kernels.rebuilt import LayerInput, RecomputedOutputFactory
+from megalith.parallel.tensor import ONES, ZEROS, ParameterSpec, register_param
+from megalith.plan.shards import Shard
 
 
 class Norm(nn.Module):
@@ -32,31 +32,33 @@ class Norm(nn.Module):
         *,
         invariant: frozenset[str],
         dtype: torch.dtype,
-        zero_centred: bool,
-        again: Rebuilding | None,
+        zero_centered: bool,
+        again: RecomputedOutputFactory | None,
     ) -> None:
         """`again`: the layer that reads the result computes it again in backward instead of keeping
         it."""
         super().__init__()
         self.again = again
-        shard = whole(f"{name}.weight", (size,), invariant=invariant, inputs=0)
-        declare(self, "weight", Declared(shard, ZEROS if zero_centred else ONES), dtype=dtype)
+        shard = Shard.full(f"{name}.weight", (size,), invariant=invariant, inputs=0)
+        register_param(
+            self, "weight", ParameterSpec(shard, ZEROS if zero_centered else ONES), dtype=dtype
+        )
 
     def affine(self) -> tuple[Tensor, ...]:
         """What normed features are multiplied by, and what is added to them."""
         return (self.weight,)
 
-    def forward(self, x: Tensor) -> Input:
+    def forward(self, x: Tensor) -> LayerInput:
         """x [t, h] -> [t, h]."""
         return self._result(self.norm(x, *self.affine()), x)
 
-    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Input]:
+    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, LayerInput]:
         """x, residual [t, h] -> their sum, and the norm of the sum; in one function, backward has
         one pass less."""
         total, normed = self.add_norm(x, residual, *self.affine())
         return total, self._result(normed, total)
 
-    def _result(self, normed: Tensor, x: Tensor) -> Input:
+    def _result(self, normed: Tensor, x: Tensor) -> LayerInput:
         if self.again is None:
             return normed
         return self.again(normed, self.norm, (x, *self.affine()))
@@ -77,15 +79,15 @@ class RMSNorm(Norm):
         eps: float,
         invariant: frozenset[str],
         dtype: torch.dtype,
-        zero_centred: bool = False,
-        again: Rebuilding | None = None,
+        zero_centered: bool = False,
+        again: RecomputedOutputFactory | None = None,
     ) -> None:
-        """`zero_centred`: scale by 1 + weight, which starts at 0."""
+        """`zero_centered`: scale by 1 + weight, which starts at 0."""
         super().__init__(
-            name, size, invariant=invariant, dtype=dtype, zero_centred=zero_centred, again=again
+            name, size, invariant=invariant, dtype=dtype, zero_centered=zero_centered, again=again
         )
-        self.norm = partial(rms_norm, eps=eps, zero_centred=zero_centred)
-        self.add_norm = partial(add_rms_norm, eps=eps, zero_centred=zero_centred)
+        self.norm = partial(rms_norm, eps=eps, zero_centered=zero_centered)
+        self.add_norm = partial(add_rms_norm, eps=eps, zero_centered=zero_centered)
 
 
 class LayerNorm(Norm):
@@ -105,17 +107,17 @@ class LayerNorm(Norm):
         eps: float,
         invariant: frozenset[str],
         dtype: torch.dtype,
-        zero_centred: bool = False,
-        again: Rebuilding | None = None,
+        zero_centered: bool = False,
+        again: RecomputedOutputFactory | None = None,
     ) -> None:
-        """`zero_centred`: scale by 1 + weight, which starts at 0."""
+        """`zero_centered`: scale by 1 + weight, which starts at 0."""
         super().__init__(
-            name, size, invariant=invariant, dtype=dtype, zero_centred=zero_centred, again=again
+            name, size, invariant=invariant, dtype=dtype, zero_centered=zero_centered, again=again
         )
-        shard = whole(f"{name}.bias", (size,), invariant=invariant, inputs=0)
-        declare(self, "bias", Declared(shard, ZEROS), dtype=dtype)
-        self.norm = partial(layer_norm, eps=eps, zero_centred=zero_centred)
-        self.add_norm = partial(add_layer_norm, eps=eps, zero_centred=zero_centred)
+        shard = Shard.full(f"{name}.bias", (size,), invariant=invariant, inputs=0)
+        register_param(self, "bias", ParameterSpec(shard, ZEROS), dtype=dtype)
+        self.norm = partial(layer_norm, eps=eps, zero_centered=zero_centered)
+        self.add_norm = partial(add_layer_norm, eps=eps, zero_centered=zero_centered)
 
     def affine(self) -> tuple[Tensor, ...]:
         """Scale and shift."""
@@ -129,7 +131,7 @@ def build_norm(
     *,
     invariant: frozenset[str],
     dtype: torch.dtype,
-    again: Rebuilding | None = None,
+    again: RecomputedOutputFactory | None = None,
     eps: float | None = None,
 ) -> Norm:
     """The norm that a model uses everywhere, over `size` features; `eps`: unless its own. See
@@ -141,7 +143,7 @@ def build_norm(
         eps=config.norm_eps if eps is None else eps,
         invariant=invariant,
         dtype=dtype,
-        zero_centred=config.norm_zero_centred,
+        zero_centered=config.zero_centered_gamma,
         again=again,
     )
     if config.fp32_residual:

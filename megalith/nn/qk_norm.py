@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.rebuilt import value_of
+from megalith.kernels.rebuilt import output_tensor
 from megalith.nn.norm import build_norm
-from megalith.parallel.autograd import all_reduce
-from megalith.parallel.autograd import partial as part_of_sum
+from megalith.parallel.autograd import all_reduce, mark_partial
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ONES, ZEROS, Declared, declare
-from megalith.plan.shards import HeadSplit, cut_dim, whole
+from megalith.parallel.tensor import ONES, ZEROS, ParameterSpec, register_param
+from megalith.plan.shards import HeadSplit, Shard
 
 QKNorms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """q [t, n, d], k [t, g, d] -> the same, normed."""
@@ -30,7 +29,7 @@ def build_qk_norms(
     """What a layer does to queries and keys, before it turns them by their positions."""
     match config.attention.qk_norm:
         case "none":
-            return unnormed
+            return no_qk_norms
         case "l2":
             return partial(l2_normed, eps=config.qk_norm_eps())
         case "head":
@@ -39,7 +38,7 @@ def build_qk_norms(
             return WholeNorms(name, config, mesh, heads, dtype=dtype)
 
 
-def unnormed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def no_qk_norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """As they are."""
     return q, k
 
@@ -73,7 +72,7 @@ class HeadNorms(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [t, n, d], k [t, g, d] -> the same, normed."""
         normed = (
-            value_of(norm(x.flatten(0, 1))) for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            output_tensor(norm(x.flatten(0, 1))) for norm, x in ((self.q_norm, q), (self.k_norm, k))
         )
         q, k = (y.view(x.shape) for y, x in zip(normed, (q, k), strict=True))
         return q, k
@@ -129,13 +128,13 @@ class WholeNorm(nn.Module):
             config.qk_norm_eps(),
             num_heads * config.head_size(),
         )
-        self.zero_centred = config.norm_zero_centred
-        shard = whole(f"{name}.weight", (num_heads, config.head_size()), inputs=0)
-        shard = cut_dim(shard, 0, sizes, group.rank, group.axes)
-        declare(
+        self.zero_centered = config.zero_centered_gamma
+        shard = Shard.full(f"{name}.weight", (num_heads, config.head_size()), inputs=0)
+        shard = shard.split_dim(0, sizes, group.rank, group.axes)
+        register_param(
             self,
             "weight",
-            Declared(shard, ZEROS if config.norm_zero_centred else ONES),
+            ParameterSpec(shard, ZEROS if config.zero_centered_gamma else ONES),
             dtype=dtype,
         )
 
@@ -143,10 +142,10 @@ class WholeNorm(nn.Module):
         """x [t, n_tp, d] -> [t, n_tp, d]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = all_reduce(
-            part_of_sum(wide.square().sum((1, 2), keepdim=True), self.group), self.group
+            mark_partial(wide.square().sum((1, 2), keepdim=True), self.group), self.group
         )
         normed = wide * torch.rsqrt(squares / self.features + self.eps)
         weight = self.weight.view(x.shape[1:])
-        if self.zero_centred:  # in fp32: 1 + weight has fewer digits of the weight than the weight
+        if self.zero_centered:  # in fp32: 1 + weight has fewer digits of the weight than the weight
             return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
         return normed.to(x.dtype) * weight

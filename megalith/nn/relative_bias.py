@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Declared, Init, declare
-from megalith.plan.shards import cut_dim, split_heads, whole
+from megalith.parallel.tensor import Init, ParameterSpec, register_param
+from megalith.plan.shards import Shard, split_heads
 
 
 class RelativeBias(nn.Module):
@@ -35,19 +35,18 @@ class RelativeBias(nn.Module):
             config.num_heads,
             split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size).queries,
         )
-        shard = cut_dim(
-            whole("relative.weight", (config.relative.buckets, n)),
+        shard = Shard.full("relative.weight", (config.relative.buckets, n)).split_dim(
             1,
             heads,
             mesh.tp.rank,
             mesh.tp.axes,
         )
         if shared is None:
-            declare(self, "weight", Declared(shard, Init(config.init_std)), dtype=dtype)
+            register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
         else:
             self.register_parameter("weight", shared)
 
-    def given_to(self, tokens: Tokens) -> Tokens:
+    def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
         """The tokens with my heads' biases. The parameter itself, so that layers that run again
         read it anew."""
         return replace(tokens, biases=self.weight)
@@ -56,6 +55,6 @@ class RelativeBias(nn.Module):
 class NoBias(nn.Module):
     """Scores as they are."""
 
-    def given_to(self, tokens: Tokens) -> Tokens:
+    def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
         """The tokens as they are."""
         return tokens

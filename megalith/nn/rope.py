@@ -15,12 +15,12 @@ from megalith.kernels.rope import (
     apply_rope,
     attention_factor,
     rope_frequencies,
+    rope_length,
     rope_tables,
-    turning_length,
 )
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 
-Turn = Callable[[Tensor, Tokens], Tensor]
+ApplyRope = Callable[[Tensor, PackedSeqParams], Tensor]
 """What a layer does to its queries and keys [t, n, d] -> [t, n, d], so that they know their
 places."""
 
@@ -29,7 +29,7 @@ class Angles(NamedTuple):
     """How documents of one kind turn, on the device where tokens are."""
 
     length: int
-    """What `turning_length` says about the documents."""
+    """What `rope_length` says about the documents."""
 
     frequencies: Tensor
     """Radians per token of each pair: [pairs]."""
@@ -41,7 +41,7 @@ class Angles(NamedTuple):
     """The same."""
 
 
-class Rotations:
+class RotaryEmbedding:
     """Gives tokens the tables that layers turn by: one pair, and a second where windowed layers
     have their own.
 
@@ -59,7 +59,7 @@ class Rotations:
         # piles up.
         self._made: dict[tuple[RopeConfig, bool], Angles] = {}
 
-    def given_to(self, tokens: Tokens) -> Tokens:
+    def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
         """The tokens with (cos, sin) [t, pairs] for every kind of layer, unless they have them.
 
         `dynamic` and `longrope` look at the length of each document, as far as it is known.
@@ -69,9 +69,9 @@ class Rotations:
         """
         if tokens.rotary:
             return tokens
-        if tokens.positions.ndim == 2 and len(tokens.positions) != len(self.sections):
+        if tokens.position_ids.ndim == 2 and len(tokens.position_ids) != len(self.sections):
             raise DataError(
-                f"tokens with {len(tokens.positions)} positions each for "
+                f"tokens with {len(tokens.position_ids)} positions each for "
                 f"model.rope.sections={list(self.sections)}: "
                 "set model.rope.sections to one count of pairs for each, or give tokens one "
                 "position each."
@@ -79,34 +79,35 @@ class Rotations:
         pairs = [self._pair(rope, tokens) for rope in self.kinds]
         return replace(tokens, rotary=tuple(table for pair in pairs for table in pair))
 
-    def _pair(self, rope: RopeConfig, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def _pair(self, rope: RopeConfig, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
         """(cos, sin) [t, pairs] of one kind of layers."""
         lengths = [
-            turning_length(rope, end)
-            for end in tokens.reach or (keys for _, keys in tokens.lengths)
+            rope_length(rope, end) for end in tokens.reach or (keys for _, keys in tokens.lengths)
         ]
         if len(set(lengths)) > 1:
             each = torch.stack(
                 [rope_frequencies(rope, self.size, length=length) for length in lengths]
             )
             return self._computed(
-                rope, tokens.positions, each.to(tokens.document.device)[tokens.document.long()]
+                rope,
+                tokens.position_ids,
+                each.to(tokens.document_ids.device)[tokens.document_ids.long()],
             )
         angles = self._angles(rope, lengths[0], tokens)
-        if tokens.positions.ndim == 2:
-            return self._computed(rope, tokens.positions, angles.frequencies)
-        return angles.cos[tokens.positions], angles.sin[tokens.positions]
+        if tokens.position_ids.ndim == 2:
+            return self._computed(rope, tokens.position_ids, angles.frequencies)
+        return angles.cos[tokens.position_ids], angles.sin[tokens.position_ids]
 
-    def _angles(self, rope: RopeConfig, length: int, tokens: Tokens) -> Angles:
+    def _angles(self, rope: RopeConfig, length: int, tokens: PackedSeqParams) -> Angles:
         """As made before, if they reach as far as these tokens, on the same device."""
-        made, device = self._made.get((rope, length > 0)), tokens.positions.device
+        made, device = self._made.get((rope, length > 0)), tokens.position_ids.device
         room = 0
         if made is not None and made.length == length and made.cos.device == device:
-            if len(made.cos) >= tokens.max_kv:
+            if len(made.cos) >= tokens.max_seqlen_kv:
                 return made
             room = 2 * len(made.cos)  # documents that grow token by token make few tables
         frequencies = rope_frequencies(rope, self.size, length=length).to(device)
-        positions = torch.arange(max(tokens.max_kv, room), device=device)
+        positions = torch.arange(max(tokens.max_seqlen_kv, room), device=device)
         made = Angles(length, frequencies, *self._computed(rope, positions, frequencies))
         self._made[rope, length > 0] = made
         return made
@@ -121,8 +122,8 @@ class Rotations:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
-    """Turns queries and keys by one pair of the tables."""
+class LayerRope:
+    """DualBatchOverlap queries and keys by one pair of the tables."""
 
     first: int
     """Where the pair begins among them."""
@@ -130,27 +131,27 @@ class Turned:
     interleaved: bool
     rotate: Callable[..., Tensor] = apply_rope
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, n, d] -> [t, n, d]."""
         cos, sin = tokens.rotary[self.first : self.first + 2]
         return self.rotate(x, cos, sin, interleaved=self.interleaved)
 
 
-def unturned(x: Tensor, tokens: Tokens) -> Tensor:
+def no_rope(x: Tensor, tokens: PackedSeqParams) -> Tensor:
     """A layer that knows no positions."""
     return x
 
 
-def turn_of_layer(config: ModelConfig, layer: int) -> Turn:
+def build_apply_rope(config: ModelConfig, layer: int) -> ApplyRope:
     """How a layer, numbered over all stages, turns its queries and keys."""
-    if not config.turns(layer):
-        return unturned
+    if not config.uses_rope(layer):
+        return no_rope
     own = config.rope.local_theta is not None and config.has_window(layer)
-    return Turned(2 if own else 0, config.rope.interleaved)
+    return LayerRope(2 if own else 0, config.rope.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
-class Sharpened:
+class AttentionTemperature:
     """Multiplies queries by what grows with their position, so that attention among many tokens
     stays sharp.
 
@@ -159,11 +160,11 @@ class Sharpened:
 
     growth: float
     step: int
-    """Tokens."""
+    """PackedSeqParams."""
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, n, d] -> [t, n, d]: times 1 + growth * ln(1 + floor((position + 1) / step))."""
-        time = tokens.positions.view(-1, tokens.num_tokens)[
+        time = tokens.position_ids.view(-1, tokens.num_tokens)[
             0
         ]  # of tokens of pictures, that in time
         steps = torch.div(time + 1, self.step, rounding_mode="floor")
@@ -173,8 +174,8 @@ class Sharpened:
         return (x * factor[:, None, None]).to(x.dtype)
 
 
-def sharpening_of_layer(config: ModelConfig, layer: int) -> Turn:
-    """How a layer, numbered over all stages, sharpens its queries."""
-    if not config.sharpens(layer):
-        return unturned
-    return Sharpened(config.rope.skip_growth, config.rope.skip_step)
+def build_attention_temperature(config: ModelConfig, layer: int) -> ApplyRope:
+    """How a layer, numbered over all stages, has_attention_temperature its queries."""
+    if not config.has_attention_temperature(layer):
+        return no_rope
+    return AttentionTemperature(config.rope.skip_growth, config.rope.skip_step)

@@ -1,4 +1,4 @@
-"""One matrix in place of attention or of an MLP, in layers that have learnt to do with so
+"""One matrix in place of attention or of an MLP, in layers that have learned to do with so
 little."""
 
 import math
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.rebuilt import Input
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.rebuilt import LayerInput
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import LayerCache
-from megalith.parallel.tensor import ZEROS, Declared, Init, Region, WholeLinear, declare
-from megalith.plan.shards import whole
+from megalith.parallel.tensor import ZEROS, Init, ParameterSpec, TPComm, WholeLinear, register_param
+from megalith.plan.shards import Shard
 
 
-class Square(nn.Module):
+class LinearReplacement(nn.Module):
     """`y = x @ W.T`, or with a bias `y = x @ W.T + b`: x [t, h] -> [t, h], of the tokens that the
     region has.
 
@@ -23,16 +23,18 @@ class Square(nn.Module):
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, region: Region, *, bias: bool, dtype: torch.dtype
+        self, name: str, config: ModelConfig, tp_comm: TPComm, *, bias: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
         h, start = config.hidden_size, Init(config.init_std / math.sqrt(2 * config.num_layers))
-        weight = whole(f"{name}.linear", (h, h), invariant=region.invariant)
-        self.linear = WholeLinear(Declared(weight, start), dtype=dtype)
-        self.shift = Shift(f"{name}.linear_bias", h, region, dtype=dtype) if bias else nn.Identity()
+        weight = Shard.full(f"{name}.linear", (h, h), invariant=tp_comm.invariant)
+        self.linear = WholeLinear(ParameterSpec(weight, start), dtype=dtype)
+        self.shift = (
+            Shift(f"{name}.linear_bias", h, tp_comm, dtype=dtype) if bias else nn.Identity()
+        )
 
     def forward(
-        self, x: Input, tokens: Tokens | None = None, cache: LayerCache | None = None
+        self, x: LayerInput, tokens: PackedSeqParams | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """x [t, h] -> [t, h]; which tokens these are, and what came before them, is nothing to
         it."""
@@ -41,14 +43,14 @@ class Square(nn.Module):
 
 
 class Shift(nn.Module):
-    """Adds a learnt vector [h]: x [t, h] -> [t, h]."""
+    """Adds a learned vector [h]: x [t, h] -> [t, h]."""
 
     weight: nn.Parameter
 
-    def __init__(self, name: str, size: int, region: Region, *, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, size: int, tp_comm: TPComm, *, dtype: torch.dtype) -> None:
         super().__init__()
-        shard = whole(name, (size,), invariant=region.invariant, inputs=0)
-        declare(self, "weight", Declared(shard, ZEROS), dtype=dtype)
+        shard = Shard.full(name, (size,), invariant=tp_comm.invariant, inputs=0)
+        register_param(self, "weight", ParameterSpec(shard, ZEROS), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, h] -> [t, h]."""

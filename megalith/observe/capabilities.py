@@ -87,8 +87,9 @@ def _of_torch() -> dict[str, Capability]:
         ),
         "symmetric memory": Capability(
             present=has_symmetric_memory(),
-            purpose="parallel.ring_products=fused, on GPUs that read each other's memory",
-            fix="use parallel.ring_products=messages, or a CUDA build of torch on a machine with "
+            purpose="parallel.collective_matmul=fused, on GPUs that read each other's memory",
+            fix="use parallel.collective_matmul=ring_exchange, or a CUDA build of torch on a "
+            "machine with "
             "GPUs",
         ),
         "bf16 instructions": Capability(

@@ -23,7 +23,7 @@ MEASURED_FORMATS: tuple[Format, ...] = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class DeviceRates:
     """What was measured on one device."""
 
     device: str
@@ -37,11 +37,11 @@ class Rates:
     bandwidth_gb_per_second: float
 
 
-def measure(device: str) -> Rates:
+def measure(device: str) -> DeviceRates:
     """Measure one device; a CPU with as many threads as torch uses by itself."""
     name = "" if device == "cpu" else torch.cuda.get_device_name(device)
     peaks = {key: peak_flops(name, DTYPES[key]) for key in MEASURED_FORMATS}
-    return Rates(
+    return DeviceRates(
         device=device,
         threads=torch.get_num_threads() if device == "cpu" else None,
         tflops={
@@ -52,7 +52,7 @@ def measure(device: str) -> Rates:
     )
 
 
-def advise(machine: Machine, found: dict[str, Capability], rates: list[Rates]) -> list[str]:
+def advise(machine: Machine, found: dict[str, Capability], rates: list[DeviceRates]) -> list[str]:
     """What this machine is good for and what it lacks, in sentences."""
     memory = max([gpu.memory_gib for gpu in machine.gpus], default=machine.memory_gib)
     largest = (

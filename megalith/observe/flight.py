@@ -42,7 +42,7 @@ _PLUMBING = (
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CollectiveRecord:
     """One collective or message that this rank entered."""
 
     op: str
@@ -108,9 +108,9 @@ class Flight:
     sent anywhere."""
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque(maxlen=RECORDED)
+        self.entries: deque[CollectiveRecord] = deque(maxlen=RECORDED)
         self.counts: dict[str, int] = {}
-        self.compare: Callable[[Entry], None] | None = None
+        self.compare: Callable[[CollectiveRecord], None] | None = None
         """Asks the other ranks whether they are about to do the same
         (parallel.check_collectives)."""
 
@@ -125,19 +125,21 @@ class Flight:
         dtype: str = "",
         peer: int | None = None,
         rows: tuple[Sequence[int], Sequence[int]] | None = None,
-    ) -> Entry:
+    ) -> CollectiveRecord:
         """Note that this rank is about to enter an operation; the caller marks it done, or gives it
         its handle."""
         number = self.counts.get(lane, 0)
         self.counts[lane] = number + 1
         size = None if shape is None else tuple(shape)
-        entry = Entry(op, axes, ranks, lane, number, size, dtype, call_site(), peer, rows)
+        entry = CollectiveRecord(
+            op, axes, ranks, lane, number, size, dtype, call_site(), peer, rows
+        )
         self.entries.append(entry)
         if self.compare is not None:
             self.compare(entry)
         return entry
 
-    def unfinished(self) -> list[Entry]:
+    def unfinished(self) -> list[CollectiveRecord]:
         """Operations that this rank entered and that are not over, oldest first."""
         return [entry for entry in list(self.entries) if not entry.finished]
 
@@ -151,7 +153,7 @@ class Flight:
         since = self.entries[-1].started if self.entries else time.monotonic()
         site = frame.f_code.co_filename, frame.f_lineno
         self.entries.append(
-            Entry(
+            CollectiveRecord(
                 "torch's own collective", ("all",), ranks, "torch", 0, None, "", site, started=since
             )
         )
@@ -162,7 +164,7 @@ class Flight:
             self.entries.remove(entry)
         self.counts.pop("torch", None)
 
-    def place(self, rank: int) -> "Place":
+    def place(self, rank: int) -> "RankSnapshot":
         """Where this rank is now, for the others to read."""
         now = time.monotonic()
         recent = list(self.entries)
@@ -183,12 +185,12 @@ class Flight:
             )
             for entry in told
         ]
-        return Place(rank, dict(self.counts), events, doing())
+        return RankSnapshot(rank, dict(self.counts), events, doing())
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An `Entry` as it is told to other ranks."""
+    """An `CollectiveRecord` as it is told to other ranks."""
 
     name: str
     text: str
@@ -202,7 +204,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankSnapshot:
     """Where one rank is: how often it entered each lane, its last operations, and what it
     computes."""
 
@@ -218,13 +220,13 @@ class Place:
         return next((event for event in self.events if not event.finished), None)
 
     @staticmethod
-    def from_json(told: dict[str, Any]) -> "Place":  # Any: JSON
+    def from_json(told: dict[str, Any]) -> "RankSnapshot":  # Any: JSON
         """The inverse of `dataclasses.asdict`."""
         events = [Event(**event | {"ranks": tuple(event["ranks"])}) for event in told["events"]]
-        return Place(told["rank"], told["counts"], events, told["doing"])
+        return RankSnapshot(told["rank"], told["counts"], events, told["doing"])
 
 
-def missing_from(event: Event, rank: int, places: Mapping[int, Place]) -> list[int]:
+def missing_from(event: Event, rank: int, places: Mapping[int, RankSnapshot]) -> list[int]:
     """Ranks that have not entered the operation that `rank` is in; one without a place has not told
     where it is."""
     lane = event.lane if event.peer is None else reverse_lane(event.lane, rank)
@@ -248,7 +250,7 @@ def reverse_lane(lane: str, rank: int) -> str:
 
 
 def describe_hang(
-    places: Mapping[int, Place],
+    places: Mapping[int, RankSnapshot],
     world: int,
     *,
     timeout_seconds: float,
@@ -291,7 +293,7 @@ def describe_hang(
 
 
 def _never_ends(
-    event: Event, rank: int, places: Mapping[int, Place], where: Callable[[int], str]
+    event: Event, rank: int, places: Mapping[int, RankSnapshot], where: Callable[[int], str]
 ) -> str:
     """All ranks have entered it: either with something else in mind, or something below Python is
     stuck."""
@@ -311,7 +313,7 @@ def _never_ends(
 
 
 def _lines_of_ranks(
-    places: Mapping[int, Place],
+    places: Mapping[int, RankSnapshot],
     absent: Mapping[int, list[int]],
     world: int,
     where: Callable[[int], str],
@@ -331,7 +333,7 @@ def _lines_of_ranks(
     return [*lines, f"  and {left_out} more"] if left_out else lines
 
 
-def _line(place: Place | None) -> str:
+def _line(place: RankSnapshot | None) -> str:
     if place is None:
         return "does not answer: dead, stopped, or holding Python's lock"
     now = f"; now at {' < '.join(place.doing)}" if place.doing else ""

@@ -44,7 +44,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class NetworkLink:
     """One network interface to other machines."""
 
     name: str
@@ -73,7 +73,7 @@ class Machine:
     """How many files a process may hold open; None: no limit."""
 
     gpus: tuple[Gpu, ...]
-    links: tuple[Link, ...]
+    links: tuple[NetworkLink, ...]
 
 
 def read_machine(folder: str | Path = ".") -> Machine:
@@ -114,13 +114,13 @@ def _gpus() -> tuple[Gpu, ...]:
     )
 
 
-def _links() -> tuple[Link, ...]:
+def _links() -> tuple[NetworkLink, ...]:
     network = Path(
         "/sys/class/net"
     )  # Linux: an interface with a device is hardware, the others are made by software
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     names = [name for name in names if (network / name / "device").exists() or not network.exists()]
-    return tuple(Link(name=name, gbit_per_second=_link_speed(name)) for name in names)
+    return tuple(NetworkLink(name=name, gbit_per_second=_link_speed(name)) for name in names)
 
 
 def _link_speed(name: str) -> float | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megalith.config.train import TrainRun
 from megalith.config.tree import load_yaml
 from megalith.observe.metrics import read_metrics
-from megalith.observe.routing import Foresight, Use
+from megalith.observe.routing import ExpertLoad, RoutingPredictability
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,10 +111,10 @@ def plot_experts(folder: Path) -> Path | None:
     )
     run = _run_of(folder)
     if run is not None and run.model.moe is not None:
-        collapse = run.model.moe.experts / run.model.moe.top_k
+        collapse = run.model.moe.num_experts / run.model.moe.top_k
         text = (
             f"collapse: all tokens choose the same {run.model.moe.top_k} of "
-            f"{run.model.moe.experts} experts"
+            f"{run.model.moe.num_experts} experts"
         )
         load.axhline(collapse, color="red", linewidth=1.2, linestyle=":", label=text)
     load.set_title(
@@ -138,8 +138,8 @@ def plot_experts(folder: Path) -> Path | None:
 
 def plot_routing(
     folder: Path,
-    uses: Sequence[Use],
-    pairs: Sequence[Foresight],
+    uses: Sequence[ExpertLoad],
+    pairs: Sequence[RoutingPredictability],
     found: Mapping[tuple[str, str], float],
 ) -> Path:
     """Draw `plots/routing.png`: the load of each layer's experts, and how well each layer predicts
@@ -200,7 +200,7 @@ def _finish_panels(figure: "Figure", panels: Iterable["Axes"]) -> None:
 def _run_of(folder: Path) -> TrainRun | None:
     """The settings of the run, if its folder has them."""
     file = folder / "config.yaml"
-    return load_yaml(file, TrainRun) if file.is_file() else None
+    return load_yaml(file, TrainRun, stored=True) if file.is_file() else None
 
 
 def describe_run(run: TrainRun) -> str:
@@ -208,7 +208,9 @@ def describe_run(run: TrainRun) -> str:
     layout."""
     model, train, parallel = run.model, run.train, run.parallel
     size = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", f"{model.num_heads} heads"]
-    size += [f"{model.moe.experts} experts, top {model.moe.top_k}"] if model.moe is not None else []
+    size += (
+        [f"{model.moe.num_experts} experts, top {model.moe.top_k}"] if model.moe is not None else []
+    )
     batch = f"{train.global_batch_size} x {train.seq_len} tokens"
     work = [f"{train.steps} steps of {batch}", f"lr {run.schedule.lr:g}", run.precision.params]
     degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep", "dp")}

@@ -38,12 +38,12 @@ class Chosen(NamedTuple):
     experts: NDArray[np.int16]
     """[tokens, k], best first."""
 
-    sidecar: Path | None
+    capture_file: Path | None
     """What lies beside it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ExpertLoad:
     """How often a layer's experts were chosen."""
 
     layer: str
@@ -72,7 +72,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Foresight:
+class RoutingPredictability:
     """How far choices of a layer tell those of the next; shares, found on tokens that were not
     counted."""
 
@@ -159,7 +159,7 @@ def _row(row: dict[str, Any], folder: Path) -> Chosen:  # Any: JSON
 
 
 def in_order(layers: Iterable[str]) -> list[str]:
-    """Layers by number, and after them those that predict further ahead."""
+    """Layers by number, and after them MTP layers."""
     return sorted(
         layers, key=lambda layer: (not layer.startswith("layers."), int(layer.split(".")[1]))
     )
@@ -169,7 +169,7 @@ def in_order(layers: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class LayerPairCounts:
     """Counts of what tokens chose in a layer and in the next, by the half of the tokens."""
 
     best: Counts
@@ -190,12 +190,14 @@ class Pair:
 
 
 def halves(tokens: int) -> tuple[slice, slice]:
-    """The first half of a microbatch's tokens, and the second: neighbours, who are alike, are in
+    """The first half of a microbatch's tokens, and the second: neighbors, who are alike, are in
     the same."""
     return slice(0, tokens // 2), slice(tokens // 2, tokens)
 
 
-def study_trace(folder: Path, *, experts: int) -> tuple[list[Use], list[Foresight]]:
+def study_trace(
+    folder: Path, *, experts: int
+) -> tuple[list[ExpertLoad], list[RoutingPredictability]]:
     """How choices concentrate, layer by layer, and how far each layer's tell the next one's; reads
     the trace twice.
 
@@ -203,7 +205,7 @@ def study_trace(folder: Path, *, experts: int) -> tuple[list[Use], list[Foresigh
         DataError: there is no trace, a line of it is damaged, or it has other experts.
     """
     counts: dict[str, Counts] = {}
-    pairs: dict[tuple[str, str], Pair] = {}
+    pairs: dict[tuple[str, str], LayerPairCounts] = {}
     top_k = 1
     for step, layers in steps_of_trace(folder):
         for layer, rows in layers.items():
@@ -212,15 +214,16 @@ def study_trace(folder: Path, *, experts: int) -> tuple[list[Use], list[Foresigh
                 if row.experts.size and not 0 <= row.experts.min() <= row.experts.max() < experts:
                     wrong = row.experts.min() if row.experts.min() < 0 else row.experts.max()
                     raise DataError(
-                        f"{folder}: step {step}, {layer}: expert {wrong} of {experts}. Use the "
+                        f"{folder}: step {step}, {layer}: expert {wrong} of {experts}. ExpertLoad "
+                        "the "
                         "trace of a run with "
-                        f"model.moe.experts={experts}."
+                        f"model.moe.num_experts={experts}."
                     )
                 mine = counts.setdefault(layer, np.zeros(experts, dtype=np.int64))
                 mine += np.bincount(row.experts.ravel(), minlength=experts)
-        for here, there, before, after in neighbours(layers):
+        for here, there, before, after in neighbors(layers):
             zeros = np.zeros((2, 2, experts, experts), dtype=np.int64)
-            pairs.setdefault((here, there), Pair(zeros[0], zeros[1])).add(
+            pairs.setdefault((here, there), LayerPairCounts(zeros[0], zeros[1])).add(
                 before.experts, after.experts
             )
     if not counts:
@@ -230,10 +233,12 @@ def study_trace(folder: Path, *, experts: int) -> tuple[list[Use], list[Foresigh
         )
     uses = [_use(layer, counts[layer], top_k) for layer in in_order(counts)]
     hits = _hits_of_all(folder, pairs)
-    return uses, [_foresight(names, pairs[names], hits[names]) for names in pairs_in_order(pairs)]
+    return uses, [
+        _routing_predictability(names, pairs[names], hits[names]) for names in pairs_in_order(pairs)
+    ]
 
 
-def neighbours(
+def neighbors(
     layers: Mapping[str, dict[Place, Chosen]],
 ) -> Iterator[tuple[str, str, Chosen, Chosen]]:
     """Each layer of a step and the next, and what the same tokens chose in both."""
@@ -252,12 +257,14 @@ def pairs_in_order(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return sorted(found, key=lambda pair: (order.index(pair[1]), order.index(pair[0])))
 
 
-def _use(layer: str, counts: Counts, top_k: int) -> Use:
+def _use(layer: str, counts: Counts, top_k: int) -> ExpertLoad:
     shares = counts / max(int(counts.sum()), 1)
-    return Use(layer, int(counts.sum()) // top_k, tuple(float(share) for share in shares))
+    return ExpertLoad(layer, int(counts.sum()) // top_k, tuple(float(share) for share in shares))
 
 
-def _foresight(names: tuple[str, str], pair: Pair, hits: tuple[float, float]) -> Foresight:
+def _routing_predictability(
+    names: tuple[str, str], pair: LayerPairCounts, hits: tuple[float, float]
+) -> RoutingPredictability:
     tokens = pair.best.sum((1, 2))
     right = blind = saved = whole = 0.0
     for half in (0, 1):
@@ -268,7 +275,7 @@ def _foresight(names: tuple[str, str], pair: Pair, hits: tuple[float, float]) ->
         whole, saved = whole + before, saved + before - after
     total = int(tokens.sum())
     of = 1.0 / max(total, 1)
-    return Foresight(
+    return RoutingPredictability(
         *names,
         total,
         information=max(0.0, saved / whole) if whole > 0 else 0.0,
@@ -307,7 +314,7 @@ def surprise(seen: Counts, asked: Counts) -> tuple[float, float]:
 
 
 def _hits_of_all(
-    folder: Path, pairs: Mapping[tuple[str, str], Pair]
+    folder: Path, pairs: Mapping[tuple[str, str], LayerPairCounts]
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """Which part of their k choices tokens have among the k likeliest after those before, and among
     the commonest."""
@@ -317,7 +324,7 @@ def _hits_of_all(
     }
     found = {names: np.zeros(3) for names in pairs}
     for _, layers in steps_of_trace(folder):
-        for here, there, before, after in neighbours(layers):
+        for here, there, before, after in neighbors(layers):
             for half, part in enumerate(halves(len(before.experts))):
                 after_each, commonest = tables[here, there][half]
                 actual = after.experts[part]

@@ -14,7 +14,7 @@ from megalith.plan.live import peak_held
 from megalith.plan.schedule import Kind
 from megalith.plan.simulate import Simulation
 
-COLOURS: dict[Kind, str] = {"F": "#4c8bd6", "B": "#5aa469", "I": "#5aa469", "W": "#d9a441"}
+COLORS: dict[Kind, str] = {"F": "#4c8bd6", "B": "#5aa469", "I": "#5aa469", "W": "#d9a441"}
 """Blue forward, green backward (towards the input), yellow for the weights."""
 
 FILL: dict[Kind, str] = {"F": "-", "B": "=", "I": "=", "W": "~"}
@@ -162,11 +162,11 @@ def html_timeline(simulation: Simulation) -> str:
     rows = "\n".join(
         f"<p><b>rank {rank}</b><span>{''.join(lane)}</span></p>" for rank, lane in enumerate(lanes)
     )
-    colours = "".join(f".{kind}{{background:{colour}}}" for kind, colour in COLOURS.items())
+    colors = "".join(f".{kind}{{background:{color}}}" for kind, color in COLORS.items())
     head = html.escape(title(simulation))
     scale = max(1.0, 1200 / float(simulation.makespan))
     return PAGE.format(
-        title=head, colours=colours, rows=rows, scale=scale, length=float(simulation.makespan)
+        title=head, colors=colors, rows=rows, scale=scale, length=float(simulation.makespan)
     )
 
 
@@ -180,7 +180,7 @@ b{{flex:0 0 5em;position:sticky;left:0;background:#fff;z-index:1}}
 span{{position:relative;flex:0 0 auto;height:22px;width:calc(var(--s)*{length:g});background:#eee}}
 i{{position:absolute;left:calc(var(--s)*var(--l));width:calc(var(--s)*var(--w));height:22px;box-sizing:border-box;
 border:1px solid #fff;overflow:hidden;text-align:center;font-style:normal;line-height:20px}}
-{colours}
+{colors}
 </style>
 <h3>{title}</h3>
 <label>zoom <input type="range" min="-3" max="5" step="0.1" value="0"
@@ -208,7 +208,7 @@ def plot_timeline(simulation: Simulation, target: Path) -> None:
         axes.broken_barh(
             bar,
             (box.rank - 0.4, 0.8),
-            color=COLOURS[box.kind],
+            color=COLORS[box.kind],
             alpha=shade,
             edgecolor="white",
             lw=0.5,

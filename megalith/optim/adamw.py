@@ -9,7 +9,14 @@ from torch import Tensor
 
 from megalith.config.optim import OptimConfig
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.optim.slots import RatesOf, Slot, build_slot, by_rates, round_masters, same_rates
+from megalith.optim.slots import (
+    OptimizerSlot,
+    RatesOf,
+    build_slot,
+    by_rates,
+    round_master_weights,
+    same_rates,
+)
 from megalith.plan.shards import Shard
 
 HAS_FUSED = hasattr(torch, "_fused_adamw_")
@@ -54,7 +61,7 @@ class AdamW:
             self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
         ):
             self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)
-        round_masters(self.slots)
+        round_master_weights(self.slots)
 
     def set_updates(self, updates: int) -> None:
         """Continue as after this many updates; the moments are loaded elsewhere."""
@@ -63,7 +70,7 @@ class AdamW:
 
     def _update(
         self,
-        slots: list[Slot],
+        slots: list[OptimizerSlot],
         gradients: list[Tensor],
         lr: float,
         weight_decay: float,
@@ -107,7 +114,7 @@ class AdamW:
 
 
 def update(
-    slot: Slot,
+    slot: OptimizerSlot,
     gradient: Tensor,
     config: OptimConfig,
     *,

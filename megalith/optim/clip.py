@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.parallel.mesh import Mesh
-from megalith.plan.shards import Shard, is_first_holder
+from megalith.plan.shards import Shard, is_first_replica
 
 ROW = 64
 """Elements whose squares are added in fp32; rows are added in float64. Rows are counted from the
@@ -21,7 +21,7 @@ def counted(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Tenso
     """The gradients that this rank counts: those of which no rank before it holds the same
     slice."""
     here = mesh.coordinates
-    return [gradient for shard, gradient in gradients if is_first_holder(shard, here)]
+    return [gradient for shard, gradient in gradients if is_first_replica(shard, here)]
 
 
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from megalith.config.optim import OptimConfig
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.optim.slots import RatesOf, Slot, build_slot, by_rates, round_masters, same_rates
+from megalith.optim.slots import (
+    OptimizerSlot,
+    RatesOf,
+    build_slot,
+    by_rates,
+    round_master_weights,
+    same_rates,
+)
 from megalith.plan.shards import Shard
 
 
@@ -47,7 +54,7 @@ class SGD:
             self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups
         ):
             self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)
-        round_masters(self.slots)
+        round_master_weights(self.slots)
 
     def set_updates(self, updates: int) -> None:
         """Continue as after this many updates; the momentum is loaded elsewhere."""
@@ -55,23 +62,23 @@ class SGD:
 
     def _update(
         self,
-        slots: list[Slot],
+        slots: list[OptimizerSlot],
         gradients: list[Tensor],
         lr: float,
         weight_decay: float,
         scale: Tensor | None,
     ) -> None:
-        momentum, masters = self.config.momentum, [slot.master for slot in slots]
+        momentum, master_weights = self.config.momentum, [slot.master for slot in slots]
         if scale is not None:
             torch._foreach_mul_(gradients, scale)
         if weight_decay:
-            torch._foreach_add_(gradients, masters, alpha=weight_decay)
+            torch._foreach_add_(gradients, master_weights, alpha=weight_decay)
         if not momentum:
-            torch._foreach_add_(masters, gradients, alpha=-lr)
+            torch._foreach_add_(master_weights, gradients, alpha=-lr)
             return
         kept = [slot.state["momentum"] for slot in slots]
         torch._foreach_mul_(kept, momentum)
         torch._foreach_add_(kept, gradients)
         if self.config.nesterov:
             torch._foreach_add_(gradients, kept, alpha=momentum)
-        torch._foreach_add_(masters, gradients if self.config.nesterov else kept, alpha=-lr)
+        torch._foreach_add_(master_weights, gradients if self.config.nesterov else kept, alpha=-lr)

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.plan.initial import PLAIN, Rates
+from megalith.plan.initial import PLAIN, ParameterRates
 from megalith.plan.shards import Shard
 
-RatesOf = Callable[[Shard], Rates]
+RatesOf = Callable[[Shard], ParameterRates]
 """What the optimizer's settings are multiplied by for a parameter."""
 
 
-def same_rates(shard: Shard) -> Rates:
+def same_rates(shard: Shard) -> ParameterRates:
     """All parameters learn alike."""
     return PLAIN
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class OptimizerSlot:
     """One slice as the optimizer holds it."""
 
     shard: Shard
@@ -35,14 +35,14 @@ class Slot:
     state: Mapping[str, Tensor]
     """The rule's tensors by role, like the master."""
 
-    rates: Rates = PLAIN
+    rates: ParameterRates = PLAIN
     """What the optimizer's settings are multiplied by here."""
 
 
 class Optimizer(Protocol):
     """An update rule over slices of parameters; every rank holds the slots of what it owns."""
 
-    slots: list[Slot]
+    slots: list[OptimizerSlot]
     updates: int
     """Steps so far."""
 
@@ -63,49 +63,53 @@ class Optimizer(Protocol):
         """Continue as after this many updates; tensors are loaded elsewhere."""
 
 
-def build_slot(shard: Shard, weight: Tensor, roles: Sequence[str], rates: Rates = PLAIN) -> Slot:
+def build_slot(
+    shard: Shard, weight: Tensor, roles: Sequence[str], rates: ParameterRates = PLAIN
+) -> OptimizerSlot:
     """A slot whose state is zero."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     master = weight if weight.dtype == wide else weight.to(wide)
-    return Slot(shard, weight, master, {role: torch.zeros_like(master) for role in roles}, rates)
+    return OptimizerSlot(
+        shard, weight, master, {role: torch.zeros_like(master) for role in roles}, rates
+    )
 
 
-def round_masters(slots: Sequence[Slot]) -> None:
-    """Write the weights anew from their masters, where they are apart."""
+def round_master_weights(slots: Sequence[OptimizerSlot]) -> None:
+    """Write the weights anew from their master weights, where they are apart."""
     apart = [slot for slot in slots if slot.master is not slot.weight]
     if apart:
         torch._foreach_copy_([slot.weight for slot in apart], [slot.master for slot in apart])
 
 
-class Part(NamedTuple):
+class SlotGroup(NamedTuple):
     """Slots that are updated alike, and how."""
 
-    slots: list[Slot]
+    slots: list[OptimizerSlot]
     gradients: list[Tensor]
     lr: float
     weight_decay: float
 
 
 def by_rates(
-    slots: Sequence[Slot],
+    slots: Sequence[OptimizerSlot],
     gradients: Sequence[Tensor],
     *,
     lr: float,
     weight_decay: float,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
-) -> list[Part]:
+) -> list[SlotGroup]:
     """Slots with gradients, rate and decay: what decays, matrices as a rule, then what does not
     (norms, biases)."""
     parts = []
     for decays in (True, False):
-        alike: dict[Rates, list[int]] = {}
+        alike: dict[ParameterRates, list[int]] = {}
         for number, slot in enumerate(slots):
             if (slot.shard.inputs > 0 or slot.rates.vector_decays) == decays:
                 alike.setdefault(slot.rates, []).append(number)
         for rates, part in alike.items():
             decay = groups[rates.decay_of].weight_decay if rates.decay_of else weight_decay
             parts.append(
-                Part(
+                SlotGroup(
                     [slots[i] for i in part],
                     [gradients[i] for i in part],
                     (groups[rates.lr_of].lr if rates.lr_of else lr) * rates.lr,

@@ -16,7 +16,7 @@ Places = Mapping[str, str]
 """By parameter, in the order in which a rank has them: where it lies, in words."""
 
 
-def require_alike(places: Places, group: Group) -> None:
+def check_consistent_across_ranks(places: Places, group: Group) -> None:
     """Make sure that every rank of `group` has the same parameters, in one order, at the same
     places; collective.
 
@@ -37,7 +37,7 @@ def require_alike(places: Places, group: Group) -> None:
     _refuse(found[0], found[place], (group.ranks[0], group.ranks[place]))
 
 
-def require_alike_where_shared(places: Places, group: Group) -> None:
+def check_shared_consistent_across_ranks(places: Places, group: Group) -> None:
     """The same for ranks that have other parameters otherwise: those of which several have one lie
     alike.
 

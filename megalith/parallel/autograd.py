@@ -20,17 +20,17 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from megalith.observe.flight import Entry
+from megalith.observe.flight import CollectiveRecord
 from megalith.parallel.group import Group, all_gathered, finished, my_range, note, stands_still_for
 from megalith.plan.shards import split_evenly
 
 _ops = torch.ops._c10d_functional
 Moves = tuple[str, str]
-Meanwhile = Callable[[], None]
+OverlapFn = Callable[[], None]
 """Called when a message is on its way, before it is waited for; returns when its time has come."""
 
 
-def _wait(started: Tensor, entry: Entry | None) -> Tensor:
+def _wait(started: Tensor, entry: CollectiveRecord | None) -> Tensor:
     y: Tensor = _ops.wait_tensor(started)
     finished(entry)
     return y
@@ -82,7 +82,7 @@ def _slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     return x.narrow(dim, start, stop - start).contiguous()
 
 
-class Enter(torch.autograd.Function):
+class CopyToTP(torch.autograd.Function):
     """I -> R: nothing forward, sum backward."""
 
     moves: ClassVar[Moves] = ("I", "R")
@@ -97,7 +97,7 @@ class Enter(torch.autograd.Function):
         return _sum(dy, ctx.group), None
 
 
-class Leave(torch.autograd.Function):
+class ReduceFromTP(torch.autograd.Function):
     """P -> I: sum forward, nothing backward."""
 
     moves: ClassVar[Moves] = ("P", "I")
@@ -126,7 +126,7 @@ class AllReduce(torch.autograd.Function):
         return _sum(dy, ctx.group), None
 
 
-class Gather(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
     """V -> R: all-gather forward, reduce-scatter backward."""
 
     moves: ClassVar[Moves] = ("V", "R")
@@ -156,7 +156,7 @@ class ReduceScatter(torch.autograd.Function):
         return _gather(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
-class GatherSame(torch.autograd.Function):
+class AllGatherInvariant(torch.autograd.Function):
     """V -> I: all-gather forward, my slice backward."""
 
     moves: ClassVar[Moves] = ("V", "I")
@@ -171,7 +171,7 @@ class GatherSame(torch.autograd.Function):
         return _slice(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
 
 
-class Split(torch.autograd.Function):
+class ScatterToSP(torch.autograd.Function):
     """I -> V: my slice forward, all-gather backward."""
 
     moves: ClassVar[Moves] = ("I", "V")
@@ -203,27 +203,27 @@ class AllToAll(torch.autograd.Function):
         return _exchange(dy, ctx.group, ctx.receive, ctx.send), None, None, None
 
 
-def at_once() -> None:
+def no_overlap() -> None:
     """Nothing to do meanwhile."""
 
 
 @dataclass(slots=True)
-class Crossing:
+class AsyncAllToAll:
     """One `all_to_all` whose beginning and end are two functions, with other work between; backward
     as well."""
 
     group: Group
     send: Sequence[int]
     receive: Sequence[int]
-    meanwhile: Meanwhile = at_once
+    overlap_fn: OverlapFn = no_overlap
     coming: Tensor | None = None
     """Rows on their way in forward; not to be read yet."""
 
-    entry: Entry | None = None
+    entry: CollectiveRecord | None = None
     """Of the message that is on its way."""
 
     def start(self, x: Tensor, *, back: bool) -> Tensor:
-        """Start it in one direction; what is given must not be read before `wait`."""
+        """InitialValues it in one direction; what is given must not be read before `wait`."""
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
         self.entry = note(self.group, "all_to_all", x, rows=(send, receive))
         started: Tensor = _ops.all_to_all_single(
@@ -234,51 +234,55 @@ class Crossing:
 
     def wait(self, started: Tensor) -> Tensor:
         """The same tensor, once it is there."""
-        self.meanwhile()
+        self.overlap_fn()
         stands_still_for(self.entry)
         return _wait(started, self.entry)
 
 
-class Depart(torch.autograd.Function):
+class StartAllToAll(torch.autograd.Function):
     """V -> V: start an exchange forward, wait for the one of gradients backward.
 
     Gives something that looks like x, takes no memory, and stands for the rows on their way: these
-    have another shape, so autograd would not let the gradients' message, which `Arrive` starts,
-    pass for their gradient.
+    have another shape, so autograd would not let the gradients' message, which `WaitAllToAll`
+    starts, pass for their gradient.
     """
 
     moves: ClassVar[Moves] = ("V", "V")
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        crossing.coming = crossing.start(x, back=False)
+    def forward(ctx: Any, x: Tensor, group: Group, async_all_to_all: AsyncAllToAll) -> Tensor:
+        ctx.async_all_to_all = async_all_to_all
+        async_all_to_all.coming = async_all_to_all.start(x, back=False)
         return x.new_empty(()).expand(x.shape)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.crossing.wait(dx), None, None
+        return ctx.async_all_to_all.wait(dx), None, None
 
 
-class Arrive(torch.autograd.Function):
+class WaitAllToAll(torch.autograd.Function):
     """V -> V: wait for an exchange forward, start the one of gradients backward."""
 
     moves: ClassVar[Moves] = ("V", "V")
-    ends: ClassVar[type[torch.autograd.Function]] = Depart
+    ends: ClassVar[type[torch.autograd.Function]] = StartAllToAll
     """Together they are one collective."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, crossing: Crossing) -> Tensor:
-        assert crossing.coming is not None, "nothing has departed"
-        ctx.crossing, started, crossing.coming = crossing, crossing.coming, None
-        return crossing.wait(started)
+    def forward(ctx: Any, x: Tensor, group: Group, async_all_to_all: AsyncAllToAll) -> Tensor:
+        assert async_all_to_all.coming is not None, "nothing has departed"
+        ctx.async_all_to_all, started, async_all_to_all.coming = (
+            async_all_to_all,
+            async_all_to_all.coming,
+            None,
+        )
+        return async_all_to_all.wait(started)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.crossing.start(dy, back=True), None, None
+        return ctx.async_all_to_all.start(dy, back=True), None, None
 
 
-class Partial(torch.autograd.Function):
+class MarkPartial(torch.autograd.Function):
     """V -> P: a declaration that a sum is pending; the numbers stay."""
 
     moves: ClassVar[Moves] = ("V", "P")
@@ -297,16 +301,16 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     return y
 
 
-def enter(x: Tensor, group: Group) -> Tensor:
+def copy_to_tp(x: Tensor, group: Group) -> Tensor:
     """Begin work that `group` divides: I -> R. x is the same on every rank; backward sums its
     gradients."""
-    return x if group.size == 1 else _apply(Enter, x, group)
+    return x if group.size == 1 else _apply(CopyToTP, x, group)
 
 
-def leave(x: Tensor, group: Group) -> Tensor:
+def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
     """Finish divided work: P -> I. Sums the ranks' parts; backward hands every rank the same
     gradient."""
-    return x if group.size == 1 else _apply(Leave, x, group)
+    return x if group.size == 1 else _apply(ReduceFromTP, x, group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -314,15 +318,17 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _apply(AllReduce, x, group)
 
 
-def gather(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+def all_gather(
+    x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Join the ranks' parts along `dim`: V -> R. `sizes`: each rank's length, when they differ."""
     if group.size == 1:
         return x
-    return _apply(Gather, x, group, dim, sizes or [x.shape[dim]] * group.size)
+    return _apply(AllGather, x, group, dim, sizes or [x.shape[dim]] * group.size)
 
 
-def gathered_again(x: Tensor, group: Group) -> Tensor:
-    """What `gather` gave along dim 0, for a backward that has kept x alone; no gradient."""
+def regather(x: Tensor, group: Group) -> Tensor:
+    """What `all_gather` gave along dim 0, for a backward that has kept x alone; no gradient."""
     return x if group.size == 1 else _gather(x, group, 0, [x.shape[0]] * group.size)
 
 
@@ -336,21 +342,23 @@ def reduce_scatter(
     return _apply(ReduceScatter, x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
 
 
-def gather_same(
+def all_gather_invariant(
     x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """Join the ranks' parts for work that every rank repeats: V -> I; backward keeps my slice."""
     if group.size == 1:
         return x
-    return _apply(GatherSame, x, group, dim, sizes or [x.shape[dim]] * group.size)
+    return _apply(AllGatherInvariant, x, group, dim, sizes or [x.shape[dim]] * group.size)
 
 
-def split(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+def scatter_to_sp(
+    x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Keep my slice along `dim` of a tensor that every rank has: I -> V; backward joins the
     slices."""
     if group.size == 1:
         return x
-    return _apply(Split, x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
+    return _apply(ScatterToSP, x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
 
 
 def all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -358,25 +366,33 @@ def all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequenc
     return x if group.size == 1 else _apply(AllToAll, x, group, send, receive)
 
 
-def depart(x: Tensor, crossing: Crossing) -> Tensor:
-    """Begin an `all_to_all` of x and go on: V -> V. What is given is for `arrive` alone.
+def start_all_to_all(x: Tensor, async_all_to_all: AsyncAllToAll) -> Tensor:
+    """Begin an `all_to_all` of x and go on: V -> V. What is given is for `wait_all_to_all` alone.
 
     Autograd runs backward through what was done later first. So what lies between the two, if the
     rows that arrive do not depend on it, lies between the beginning and the end of the gradients'
     message too.
     """
-    return x if crossing.group.size == 1 else _apply(Depart, x, crossing.group, crossing)
+    return (
+        x
+        if async_all_to_all.group.size == 1
+        else _apply(StartAllToAll, x, async_all_to_all.group, async_all_to_all)
+    )
 
 
-def arrive(x: Tensor, crossing: Crossing) -> Tensor:
+def wait_all_to_all(x: Tensor, async_all_to_all: AsyncAllToAll) -> Tensor:
     """End it: the rows that the ranks have sent me, V -> V."""
-    return x if crossing.group.size == 1 else _apply(Arrive, x, crossing.group, crossing)
+    return (
+        x
+        if async_all_to_all.group.size == 1
+        else _apply(WaitAllToAll, x, async_all_to_all.group, async_all_to_all)
+    )
 
 
-def partial(x: Tensor, group: Group) -> Tensor:
+def mark_partial(x: Tensor, group: Group) -> Tensor:
     """State that `x` is my part of a sum over `group`: V -> P. Written where a cut dimension is
     contracted.
 
     Free: only on meta tensors, where types are checked, does it leave a trace.
     """
-    return _apply(Partial, x, group) if group.size > 1 and x.is_meta else x
+    return _apply(MarkPartial, x, group) if group.size > 1 and x.is_meta else x

@@ -8,7 +8,7 @@ values of the others:
   into the rest;
 - gather: every rank gets all keys and values, and its queries see what is theirs to see;
 - a2a: ranks exchange tokens for heads, and each computes all tokens of some heads;
-- a2a+ring: an exchange of heads among neighbours, and a ring across the groups of neighbours.
+- a2a+ring: an exchange of heads among neighbors, and a ring across the groups of neighbors.
 
 Sources: ring: Liu et al. 2023, arXiv:2310.01889; a2a: Jacobs et al. 2023, arXiv:2309.14509; both:
 Fang and Zhao 2024, arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
@@ -42,15 +42,15 @@ from megalith.kernels.span_attention import (
     zeros_for,
 )
 from megalith.kernels.tiled_attention import by_token
-from megalith.kernels.tokens import Context, Join, Tokens
-from megalith.kernels.visible import SeenPairs
-from megalith.parallel.autograd import Moves, all_to_all, gather
+from megalith.kernels.tokens import Context, Join, PackedSeqParams
+from megalith.kernels.visible import VisiblePairs
+from megalith.parallel.autograd import Moves, all_gather, all_to_all
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.rings import Started, start_passing
-from megalith.plan.context import Slicing, Spans, kind_of_layer
+from megalith.plan.context import KeySpans, Slicing, kind_of_layer
 
-Pair = TypeVar("Pair", DroppedWeights, PairBiases, SeenPairs)
+Pair = TypeVar("Pair", DroppedWeights, PairBiases, VisiblePairs)
 
 
 class Attend(Protocol):
@@ -62,7 +62,7 @@ class Attend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
@@ -85,7 +85,7 @@ def build_attend(context: ContextConfig, layer: int, mesh: Mesh, *, overlap: boo
         case "ring":
             return Ring(mesh.cp, overlap=overlap)
         case "gather":
-            return Gathered(mesh.cp)
+            return AllGatherAttend(mesh.cp)
         case "a2a":
             return HeadExchange(mesh.cp)
         case "a2a+ring":
@@ -115,7 +115,7 @@ class Ring:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
@@ -131,7 +131,7 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class AllGatherAttend:
     """Every rank of `group` gets all keys and values: see `Attend`."""
 
     group: Group
@@ -142,7 +142,7 @@ class Gathered:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
@@ -150,7 +150,7 @@ class Gathered:
         """One all-gather; backward sums what ranks found for the same keys and hands each its
         own."""
         context = _context(tokens)
-        everything = reorder(gather(torch.cat([k, v], -1), self.group), context.everyone)
+        everything = reorder(all_gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
         spans, dropped = context.spans_of_all(**sight(scores, context)), None
         if scores.dropout is not None and tokens.dropout is not None:
@@ -174,7 +174,7 @@ class HeadExchange:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
@@ -212,14 +212,14 @@ class HeadsThenRing:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         *,
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """The neighbours' chunks together are the two chunks of a coarser ring."""
+        """The neighbors' chunks together are the two chunks of a coarser ring."""
         context = _context(tokens)
-        q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbours)
+        q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbors)
         spans = context.spans_of_groups(self.near.size, **sight(scores, context))
         scores, sinks = (
             scores_of_my_heads(scores, self.near, q.shape[1]),
@@ -234,15 +234,15 @@ class HeadsThenRing:
         out = ring_attention(
             q, k, v, self.ring, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap
         )
-        return tokens_for_heads(out, self.near, context.neighbours)
+        return tokens_for_heads(out, self.near, context.neighbors)
 
 
-def _context(tokens: Tokens) -> Context:
+def _context(tokens: PackedSeqParams) -> Context:
     assert tokens.context is not None, "tokens were not sliced over cp: the loader does that"
     return tokens.context
 
 
-class Sight(TypedDict):
+class AttentionRange(TypedDict):
     """Which earlier and later tokens of its document a token sees, as `Context` is asked for
     spans."""
 
@@ -252,11 +252,11 @@ class Sight(TypedDict):
     chunked: bool
 
 
-def sight(scores: Scores, context: Context) -> Sight:
+def sight(scores: Scores, context: Context) -> AttentionRange:
     """What scores say of it, but for what masks say in their place."""
     visible = context.whole.visible
     scores = scores if visible is None else visible.scores(scores)
-    return Sight(
+    return AttentionRange(
         window=scores.window, right=scores.right, causal=scores.causal, chunked=scores.chunked
     )
 
@@ -264,39 +264,41 @@ def sight(scores: Scores, context: Context) -> Sight:
 # --- masks: every rank has those of whole documents, and looks at its own queries' rows
 
 
-def seen_of_groups(context: Context, near: int) -> list[SeenPairs] | None:
-    """Which pairs of my group of `near` neighbours' tokens with those of every such group masks let
+def seen_of_groups(context: Context, near: int) -> list[VisiblePairs] | None:
+    """Which pairs of my group of `near` neighbors' tokens with those of every such group masks let
     see; None: all."""
     visible = context.whole.visible
     if visible is None:
         return None
     parts = context.numbers_of_groups(near)
-    return [SeenPairs(visible, parts[context.rank // near], keys) for keys in parts]
+    return [VisiblePairs(visible, parts[context.rank // near], keys) for keys in parts]
 
 
-def seen_of_all(context: Context) -> SeenPairs | None:
+def seen_of_all(context: Context) -> VisiblePairs | None:
     """The same of my tokens with all tokens, in natural order."""
     visible = context.whole.visible
     if visible is None:
         return None
-    return SeenPairs(visible, context.numbers_of_groups(1)[context.rank], _every_number(context))
+    return VisiblePairs(visible, context.numbers_of_groups(1)[context.rank], _every_number(context))
 
 
-def seen_of_whole(context: Context) -> SeenPairs | None:
+def seen_of_whole(context: Context) -> VisiblePairs | None:
     """The same of all tokens among themselves, in natural order."""
     visible = context.whole.visible
     return (
         None
         if visible is None
-        else SeenPairs(visible, _every_number(context), _every_number(context))
+        else VisiblePairs(visible, _every_number(context), _every_number(context))
     )
 
 
 # --- dropped weights: the hash of a pair needs the numbers of both tokens, wherever they are
 
 
-def dropped_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[DroppedWeights] | None:
-    """Which weights of my group of `near` neighbours' tokens with those of every such group are
+def dropped_of_groups(
+    tokens: PackedSeqParams, scores: Scores, near: int
+) -> list[DroppedWeights] | None:
+    """Which weights of my group of `near` neighbors' tokens with those of every such group are
     dropped; None: none."""
     if scores.dropout is None or tokens.dropout is None or tokens.dropout.numbers.is_meta:
         return None
@@ -327,8 +329,8 @@ def scores_of_my_heads(scores: Scores, group: Group, heads: int) -> Scores:
 # are
 
 
-def biases_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[PairBiases] | None:
-    """What scores of my group of `near` neighbours' tokens with those of every such group gain;
+def biases_of_groups(tokens: PackedSeqParams, scores: Scores, near: int) -> list[PairBiases] | None:
+    """What scores of my group of `near` neighbors' tokens with those of every such group gain;
     None: nothing."""
     context = _context(tokens)
     values = _values(tokens.biases, context, scores)
@@ -339,7 +341,7 @@ def biases_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[PairBias
     return [PairBiases(values, Distances(mine, keys, reach)) for keys in parts]
 
 
-def biases_of_all(tokens: Tokens, scores: Scores) -> PairBiases | None:
+def biases_of_all(tokens: PackedSeqParams, scores: Scores) -> PairBiases | None:
     """What scores of my tokens with all tokens, in natural order, gain; None: nothing."""
     context = _context(tokens)
     return _with_everyone(
@@ -347,7 +349,7 @@ def biases_of_all(tokens: Tokens, scores: Scores) -> PairBiases | None:
     )
 
 
-def biases_of_whole(whole: Tokens, context: Context, scores: Scores) -> PairBiases | None:
+def biases_of_whole(whole: PackedSeqParams, context: Context, scores: Scores) -> PairBiases | None:
     """What scores of all tokens among themselves, in natural order, gain; None: nothing."""
     return _with_everyone(whole.biases, _every_number(context), context, scores)
 
@@ -370,7 +372,7 @@ def _values(table: Tensor | None, context: Context, scores: Scores) -> Tensor | 
     if scores.relative is None:
         return None
     assert table is not None, "the model gives its table of biases to the tokens"
-    reach = min(scores.relative, context.whole.max_kv - 1)
+    reach = min(scores.relative, context.whole.max_seqlen_kv - 1)
     return biases_by_distance(table, reach, max_distance=scores.relative, causal=scores.causal)
 
 
@@ -457,12 +459,12 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     group: Group,
-    spans: Sequence[Spans],
+    spans: Sequence[KeySpans],
     scores: Scores = PLAIN,
     sinks: Tensor | None = None,
     dropped: Sequence[DroppedWeights] | None = None,
     biases: Sequence[PairBiases] | None = None,
-    seen: Sequence[SeenPairs] | None = None,
+    seen: Sequence[VisiblePairs] | None = None,
     *,
     overlap: bool = True,
 ) -> Tensor:
@@ -511,13 +513,13 @@ class RingAttention(Function):
         k: Tensor,
         v: Tensor,
         group: Group,
-        spans: Sequence[Spans],
+        spans: Sequence[KeySpans],
         scores: Scores,
         sinks: Tensor | None,
         dropped: Sequence[DroppedWeights] | None,
         values: Tensor | None,
         biases: Sequence[PairBiases] | None,
-        seen: Sequence[SeenPairs] | None,
+        seen: Sequence[VisiblePairs] | None,
         overlap: bool,
     ) -> Tensor:
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
@@ -612,7 +614,7 @@ class _Pairs:
     dvalues: Tensor | None
     """The gradient of the values: the sum so far."""
 
-    seen: Sequence[SeenPairs] | None
+    seen: Sequence[VisiblePairs] | None
 
     def biases(self, rank: int) -> PairBiases | None:
         """With the keys of one rank."""
@@ -638,7 +640,7 @@ class _Finder:
 
     pairs: _Pairs
 
-    def __call__(self, kv: Tensor, spans: Spans, sums: Tensor, owner: int) -> Tensor:
+    def __call__(self, kv: Tensor, spans: KeySpans, sums: Tensor, owner: int) -> Tensor:
         """Add it to `sums`, the gradient of the kv [heads, keys, d + d_v] of a rank, to dq and to
         that of biases."""
         into = Gradients(self.dq, *_both(sums, self.widths), self.pairs.dvalues)
@@ -664,7 +666,7 @@ def _both(kv: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _halves(spans: Spans) -> tuple[Spans, Spans]:
+def _halves(spans: KeySpans) -> tuple[KeySpans, KeySpans]:
     """The work of my own keys in two parts: the keys' first journey hides behind one, their
     gradients' last behind the other."""
     middle = (len(spans.tiles) + 1) // 2

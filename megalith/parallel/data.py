@@ -20,13 +20,13 @@ from megalith.kernels.embedding import add_rows_
 from megalith.kernels.grouped_linear import Groups, put_grouped_product_
 from megalith.kernels.linear import add_product_, weight_grad
 from megalith.kernels.matmul import mm
-from megalith.parallel.alike import require_alike
+from megalith.parallel.alike import check_consistent_across_ranks
 from megalith.parallel.engine import (
     SHARD_AXES,
-    Owned,
     Parameters,
+    ShardedParam,
+    check_slices_consistent_across_ranks,
     divide_frozen,
-    require_alike_slices,
     sum_of_bytes,
     sum_shared_slices,
     tensor_axes,
@@ -34,11 +34,17 @@ from megalith.parallel.engine import (
 )
 from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.publish import Publication
+from megalith.parallel.publish import ParamAllGather
 from megalith.parallel.recompute import passes_of
 from megalith.parallel.slices import SliceSum, start_sum
 from megalith.parallel.tensor import TensorParallel
-from megalith.plan.buckets import BucketPlan, Part, owned_parts, plan_buckets, slice_of
+from megalith.plan.buckets import (
+    BucketPlan,
+    BucketSlice,
+    local_bucket_parts,
+    plan_buckets,
+    slice_of,
+)
 from megalith.plan.shards import Shard
 
 SLICES_OVER = {"dense": SHARD_AXES, "expert": ("edp_shard",)}
@@ -99,14 +105,14 @@ class Frozen:
     rows: int
 
 
-class FlatSink:
+class BucketGradAccumulator:
     """Puts the gradient of one layer's weights straight into their slots of the flat buffer.
 
     The first contribution of a step overwrites what the step before left there, so that nothing has
     to be zeroed.
     """
 
-    def __init__(self, parts: Sequence[Stack | Frozen], engine: "DataParallel") -> None:
+    def __init__(self, parts: Sequence[Stack | Frozen], engine: "BucketedDataParallel") -> None:
         """`parts`: the rows of the layer's matrix, in order."""
         self.stacks, self.engine = tuple(part for part in parts if isinstance(part, Stack)), engine
         self.columns = self.stacks[0].columns
@@ -160,7 +166,7 @@ class FlatSink:
         )
 
 
-class DataParallel:
+class BucketedDataParallel:
     """Holds a model's weights and gradients in flat buffers and sums the gradients over every rank
     with the same slice.
 
@@ -200,8 +206,8 @@ class DataParallel:
         watch: bool = False,
     ) -> None:
         """`reduce_dtype`: what gradients travel in; None: what they are. `chunks`: the parts of
-        the model whose forward is called; without any, `publish` waits. `watch`: note which
-        gradients are not finite before they are summed."""
+        the model whose forward is called; without any, `all_gather_params` waits. `watch`: note
+        which gradients are not finite before they are summed."""
         self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
         trained, frozen = divide_frozen(parameters)
         self.shards = [shard for shard, _, _ in trained]
@@ -219,7 +225,9 @@ class DataParallel:
         }
         kinds = [self._kind(shard) for shard in self.shards]
         runs = {
-            layer: _runs([number_of.get(id(weight)) for weight in layer.sunk()], kinds)
+            layer: _runs(
+                [number_of.get(id(weight)) for weight in layer.accumulated_parameters()], kinds
+            )
             for layer in layers
         }
         self.plan: BucketPlan = plan_buckets(
@@ -246,7 +254,7 @@ class DataParallel:
         self.frozen = [(shard, one.data) for (shard, _, _), one in zip(frozen, still, strict=True)]
         self.kept, numel = self._places_of_gradients()
         self.gradients = torch.zeros(numel, dtype=gradient_dtype, device=device)
-        self.owned = self._owned()
+        self.local_params = self._build_local_params()
         self._compare_layouts()
         self._buffers: list[Tensor | None] = [
             None if self.drops_gradients else self.gradients[bucket.start : bucket.stop]
@@ -261,11 +269,11 @@ class DataParallel:
         self._running: list[dist.Work] = []
         self._told = False
         slices = [self._division(index).slices for index in range(len(self.plan.buckets))]
-        self.publication = Publication(self.weights, self.plan, slices)
+        self.param_all_gather = ParamAllGather(self.weights, self.plan, slices)
         self._waits_in_forward = self.divided and overlap and bool(chunks)
         if self._waits_in_forward:
             for chunk in chunks:
-                self.publication.wait_in(chunk, self.parameters)
+                self.param_all_gather.wait_in(chunk, self.parameters)
 
     # --- one step
 
@@ -310,7 +318,7 @@ class DataParallel:
             if not self.overlap:
                 self._complete(0)
 
-    def finish(self) -> Sequence[Owned]:
+    def finish(self) -> Sequence[ShardedParam]:
         """Wait for all sums; every slice of mine with its whole gradient.
 
         A parameter that had no part in the loss gets zeros, and takes part in the sums like any
@@ -319,7 +327,7 @@ class DataParallel:
         way at once, so that the link does not wait between two.
         """
         # a layer that forward left out has not waited, and its weights are about to be overwritten
-        self.settle()
+        self.wait_params()
         while self._next < len(self.plan.buckets) * self._rounds:
             self._start_next()
         self._complete(0)
@@ -331,8 +339,8 @@ class DataParallel:
         for work in self._running:
             work.wait()
         self._running.clear()
-        sum_shared_slices(self.owned, self.mesh)
-        return self.owned
+        sum_shared_slices(self.local_params, self.mesh)
+        return self.local_params
 
     def _check_counts(self) -> None:
         """A contribution that came after its bucket was on its way would be lost, or lose
@@ -350,7 +358,7 @@ class DataParallel:
         )
 
     def _start_next(self) -> None:
-        """Start the next sum; parameters of its bucket that had no part are zero."""
+        """InitialValues the next sum; parameters of its bucket that had no part are zero."""
         index = self._next % len(self.plan.buckets)
         buffer, members = self._buffer(index), self.plan.buckets[index].members
         for number in members:
@@ -413,24 +421,24 @@ class DataParallel:
 
     # --- weights
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         """Send my slices of the updated weights to the ranks that compute with them; forward waits
         where it reads."""
-        self.settle()
+        self.wait_params()
         if not self.divided:
             return  # the weights were updated where they are read
-        self.publication.start()
+        self.param_all_gather.start()
         if not self._waits_in_forward:
-            self.settle()
+            self.wait_params()
 
-    def settle(self) -> None:
+    def wait_params(self) -> None:
         """Wait until the weights of all slices have arrived."""
-        self.publication.settle()
+        self.param_all_gather.wait_params()
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
         """Sums over the bytes of the weights; ranks that compute other tokens with them have the
         same."""
-        self.settle()
+        self.wait_params()
         weights = [
             (shard, one.data) for shard, one in zip(self.shards, self.parameters, strict=True)
         ]
@@ -466,10 +474,10 @@ class DataParallel:
         ]
         return list(accumulate(lengths, initial=0))[:-1], sum(lengths)
 
-    def _owned(self) -> list[Owned]:
+    def _build_local_params(self) -> list[ShardedParam]:
         if not self.divided:
             return [
-                Owned(
+                ShardedParam(
                     shard,
                     parameter.data,
                     self.gradients[slot.start : slot.stop].view(shard.matrix_shape),
@@ -480,8 +488,8 @@ class DataParallel:
             ]
         places = [self._division(index).slices for index in range(len(self.plan.buckets))]
         return [
-            self._owned_part(part)
-            for part in owned_parts(self.plan, [(one.rank, one.size) for one in places])
+            self._local_part(part)
+            for part in local_bucket_parts(self.plan, [(one.rank, one.size) for one in places])
         ]
 
     def _compare_layouts(self) -> None:
@@ -503,20 +511,20 @@ class DataParallel:
                         f"at elements {slot.start - start} to {slot.stop - start} of bucket {count}"
                     )
                     places[self.shards[number].name] = here
-            require_alike(places, self._alike(grid))
-        require_alike_slices(self.owned, self.mesh)
+            check_consistent_across_ranks(places, self._alike(grid))
+        check_slices_consistent_across_ranks(self.local_params, self.mesh)
 
     def _alike(self, grid: str) -> Group:
         """Ranks that compute other tokens with the same slices of what lies on a grid."""
         return self.mesh.over(*SLICES_OVER[grid], *REPLICAS_OVER[grid])
 
-    def _owned_part(self, part: Part) -> Owned:
+    def _local_part(self, part: BucketSlice) -> ShardedParam:
         shard = self.shards[part.number]
         mine = replace(shard, flat=part.flat, cut=(*shard.cut, *SLICES_OVER[shard.grid]))
         kept, first = self._slice(part.bucket)
         start = kept + part.start - first
         gradient = self.gradients[start : start + part.stop - part.start]
-        return Owned(mine, self.weights[part.start : part.stop], gradient)
+        return ShardedParam(mine, self.weights[part.start : part.stop], gradient)
 
     def _slice(self, index: int) -> tuple[int, int]:
         """Where my slice of a bucket starts: in `gradients`, and in the flat buffer of all
@@ -555,7 +563,7 @@ class DataParallel:
         inside = {id(self.parameters[number]) for run in runs for number in run[1:]}
         return [
             self._stack(run_from[id(weight)]) if id(weight) in run_from else Frozen(weight.shape[0])
-            for weight in layer.sunk()
+            for weight in layer.accumulated_parameters()
             if id(weight) not in inside
         ]
 
@@ -573,8 +581,10 @@ class DataParallel:
         )
         for layer, parts in layers.items():
             if sinks:
-                layer.sink = FlatSink(parts, self)
-                for number in (number for stack in layer.sink.stacks for number in stack.numbers):
+                layer.grad_accumulator = BucketGradAccumulator(parts, self)
+                for number in (
+                    number for stack in layer.grad_accumulator.stacks for number in stack.numbers
+                ):
                     uses[number] += passes.get(layer, 1)
         held = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
         for number, parameter in enumerate(self.parameters):

@@ -12,7 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalith.parallel.alike import require_alike, require_alike_where_shared
+from megalith.parallel.alike import (
+    check_consistent_across_ranks,
+    check_shared_consistent_across_ranks,
+)
 from megalith.parallel.group import Group, all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.slices import sum_over_members_
@@ -28,7 +31,7 @@ TENSOR_SUMS = (("tp_copy",), ("tp_kv",), ("tp_kv", "tp_copy"))
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class ShardedParam:
     """What this rank updates of a parameter: its slice, its weights and its fp32 or float64
     gradient, in one layout."""
 
@@ -37,17 +40,18 @@ class Owned:
     gradient: Tensor
 
 
-class Engine(Protocol):
+class GradSync(Protocol):
     """What training asks of data parallelism, however weights, gradients and optimizer state are
     divided.
 
     One step: `begin_step`; forward and backward of every microbatch; `finish`; the optimizer writes
-    `Owned.weight`; `publish`. Optimizer, clipping and checkpoints see (Shard, tensor) pairs only.
-    Every method is collective: all ranks of the mesh call it at the same place of their program.
+    `ShardedParam.weight`; `all_gather_params`. Optimizer, clipping and checkpoints see (Shard,
+    tensor) pairs only. Every method is collective: all ranks of the mesh call it at the same place
+    of their program.
     """
 
     @property
-    def owned(self) -> Sequence[Owned]:
+    def local_params(self) -> Sequence[ShardedParam]:
         """Every slice that this rank updates, in the order of registration; empty ones are left
         out.
 
@@ -61,21 +65,22 @@ class Engine(Protocol):
         """What this rank holds of the parameters that are not trained, in the order of
         registration; empty slices are left out. Those are the parameters whose `requires_grad`
         was False when the engine was built: they have no gradient, no optimizer state and no
-        part in the norm. Written only by whoever fills or loads weights, before `publish`."""
+        part in the norm. Written only by whoever fills or loads weights, before
+        `all_gather_params`."""
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many backward passes before `finish`."""
 
-    def finish(self) -> Sequence[Owned]:
-        """Wait for the gradients of the step: `owned`, each gradient summed over every rank that
-        holds the same box."""
+    def finish(self) -> Sequence[ShardedParam]:
+        """Wait for the gradients of the step: `local_params`, each gradient summed over every
+        rank that holds the same box."""
 
-    def publish(self) -> None:
-        """Give the weights in `owned` to all ranks that compute with them. May return before
+    def all_gather_params(self) -> None:
+        """Give the weights in `local_params` to all ranks that compute with them. May return before
         they have arrived: the layers wait for what they read. After every update, and after
         anything else has written them."""
 
-    def settle(self) -> None:
+    def wait_params(self) -> None:
         """Wait until every weight of the model is the one that was published; needed by readers
         other than forward."""
 
@@ -107,7 +112,7 @@ def divides(mesh: Mesh) -> bool:
     )
 
 
-def sum_shared_slices(owned: Sequence[Owned], mesh: Mesh) -> None:
+def sum_shared_slices(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
     """Sum gradients over the tensor-parallel ranks, then over the stages, that hold the same
     slices.
 
@@ -116,35 +121,35 @@ def sum_shared_slices(owned: Sequence[Owned], mesh: Mesh) -> None:
     """
     for axes in TENSOR_SUMS:
         group = mesh.over(*axes)
-        shared = [o.gradient for o in owned if tensor_axes(o.shard) == axes]
+        shared = [o.gradient for o in local_params if tensor_axes(o.shard) == axes]
         if group.size == 1 or not shared:
             continue
         message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
         for gradient, part in zip(shared, message.split([g.numel() for g in shared]), strict=True):
             gradient.copy_(part.view_as(gradient))
     for one in sorted(
-        owned, key=lambda one: one.shard.name
+        local_params, key=lambda one: one.shard.name
     ):  # stages have their tables in other orders
         sum_over_members_(one.gradient, mesh.pp, _stages(one.shard))
 
 
-def require_alike_slices(owned: Sequence[Owned], mesh: Mesh) -> None:
+def check_slices_consistent_across_ranks(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
     """Make sure that the ranks of `sum_shared_slices` add up the same slices of the same
     parameters; collective.
 
     Raises:
         PlanError: they do not.
     """
-    mine = [(o.shard, f"elements {o.shard.flat or (0, o.shard.numel)}") for o in owned]
+    mine = [(o.shard, f"elements {o.shard.flat or (0, o.shard.numel)}") for o in local_params]
     for axes in TENSOR_SUMS:
         summed = {shard.name: place for shard, place in mine if tensor_axes(shard) == axes}
-        require_alike(summed, mesh.over(*axes))
+        check_consistent_across_ranks(summed, mesh.over(*axes))
     shared = {
         shard.name: f"{place}, held by stages {shard.stages}"
         for shard, place in mine
         if _stages(shard)[1:]
     }
-    require_alike_where_shared(shared, mesh.pp)
+    check_shared_consistent_across_ranks(shared, mesh.pp)
 
 
 def warn_of_zeros(unused: Sequence[str]) -> bool:

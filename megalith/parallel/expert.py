@@ -30,18 +30,18 @@ from megalith.kernels.permute import (
     unpermute,
     weights_of_rows,
 )
-from megalith.kernels.rebuilt import Input, rebuilt, value_of
+from megalith.kernels.rebuilt import LayerInput, as_recomputed, output_tensor
 from megalith.kernels.routing import NOWHERE, Choice, capacity_of
 from megalith.parallel.autograd import (
-    Crossing,
-    Meanwhile,
-    arrive,
-    at_once,
-    depart,
-    gather,
-    gathered_again,
-    partial,
+    AsyncAllToAll,
+    OverlapFn,
+    all_gather,
+    mark_partial,
+    no_overlap,
     reduce_scatter,
+    regather,
+    start_all_to_all,
+    wait_all_to_all,
 )
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
@@ -49,10 +49,10 @@ from megalith.plan.exchange import ExchangePlan, Table, plan_exchange
 from megalith.plan.shards import split_evenly
 
 
-class Sent(NamedTuple):
+class DispatchedTokens(NamedTuple):
     """What arrived at the experts of this rank."""
 
-    rows: Input
+    rows: LayerInput
     """[r, d]: tokens, expert after expert; rebuilt from the tokens where no message lies
     between."""
 
@@ -63,30 +63,30 @@ class Sent(NamedTuple):
     """How many rows each of my experts has."""
 
 
-class Way(Protocol):
+class Combiner(Protocol):
     """How rows went, which is how their answers come back."""
 
-    def back(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """Answers [r, d], my part of a sum over etp -> the sum of each token's answers [t, d].
         Collective."""
 
 
-class Leaving(Protocol):
+class PendingDispatch(Protocol):
     """Rows on their way to experts, while the rank may do something else."""
 
-    def arrive(self) -> tuple[Sent, Way]:
+    def wait(self) -> tuple[DispatchedTokens, Combiner]:
         """What my experts work on, and the way back. Collective."""
 
 
 class Dispatcher(Protocol):
     """Brings tokens to their experts."""
 
-    def __call__(self, x: Input, choice: Choice) -> Leaving:
+    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
         """Send my tokens x [t, d] where their choices [t, k] are. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ExpertCapacity:
     """Rows that every expert gets of a rank's tokens, whatever they chose: as many as may be taken
     of them."""
 
@@ -111,25 +111,27 @@ def build_dispatcher(
     mesh: Mesh,
     num_experts: int,
     *,
-    refusing: bool = False,
-    room: Room | None = None,
+    drops_tokens: bool = False,
+    room: ExpertCapacity | None = None,
 ) -> Dispatcher:
     """The dispatcher of that name; where one rank holds all experts whole, tokens stay.
-    `refusing`: experts may refuse choices, so that how many rows there are is known only once
+    `drops_tokens`: experts may refuse choices, so that how many rows there are is known only once
     they are made; unless each has `room` for so many."""
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
     if both.size == 1:
-        return Stay(num_experts, refusing, room)
-    if name == "exchange":
-        return Exchange(num_experts, room, ep, etp, both)
+        return LocalDispatcher(num_experts, drops_tokens, room)
+    if name == "alltoall":
+        return AllToAllDispatcher(num_experts, room, ep, etp, both)
     assert room is None, "a gather takes what tokens chose"
-    return Gather(num_experts, ep, both)
+    return AllGatherDispatcher(num_experts, ep, both)
 
 
-def calling(dispatcher: Dispatcher, meanwhile: Meanwhile) -> Dispatcher:
+def calling(dispatcher: Dispatcher, overlap_fn: OverlapFn) -> Dispatcher:
     """The dispatcher, which does something else while its messages travel, if they do."""
     return (
-        replace(dispatcher, meanwhile=meanwhile) if isinstance(dispatcher, Exchange) else dispatcher
+        replace(dispatcher, overlap_fn=overlap_fn)
+        if isinstance(dispatcher, AllToAllDispatcher)
+        else dispatcher
     )
 
 
@@ -137,44 +139,52 @@ def calling(dispatcher: Dispatcher, meanwhile: Meanwhile) -> Dispatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class LocalDispatcher:
     """All experts are here."""
 
     num_experts: int
-    refusing: bool
-    room: Room | None = None
+    drops_tokens: bool
+    room: ExpertCapacity | None = None
 
-    def __call__(self, x: Input, choice: Choice) -> Leaving:
+    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
         """No message."""
-        order, t = order_of(choice, self.num_experts, self.refusing, self.room), len(choice.experts)
+        order, t = (
+            order_of(choice, self.num_experts, self.drops_tokens, self.room),
+            len(choice.experts),
+        )
         groups = (
             groups_here(order)
             if self.room is None
             else equal_groups(self.num_experts, self.room.of(t))
         )
-        rows = rebuilt(x).then(permute(value_of(x), order), partial_of(gather_rows, order=order))
-        return Arrived(Sent(rows, weights_of_rows(choice.weights, order), groups), Stayed(order))
+        rows = as_recomputed(x).then(
+            permute(output_tensor(x), order), partial_of(gather_rows, order=order)
+        )
+        return CompletedDispatch(
+            DispatchedTokens(rows, weights_of_rows(choice.weights, order), groups),
+            LocalCombiner(order),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class CompletedDispatch:
     """Nothing is on its way any more."""
 
-    sent: Sent
-    way: Way
+    sent: DispatchedTokens
+    way: Combiner
 
-    def arrive(self) -> tuple[Sent, Way]:
+    def wait(self) -> tuple[DispatchedTokens, Combiner]:
         """At once."""
         return self.sent, self.way
 
 
 @dataclass(frozen=True, slots=True)
-class Stayed:
-    """The way back of `Stay`."""
+class LocalCombiner:
+    """The way back of `LocalDispatcher`."""
 
     order: Order
 
-    def back(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """Added up by token."""
         return unpermute(rows, self.order)
 
@@ -183,25 +193,25 @@ class Stayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class AllToAllDispatcher:
     """All-to-all: each row goes to the rank that has its expert; the ranks along etp then share
     what they received."""
 
     num_experts: int
-    room: Room | None
+    room: ExpertCapacity | None
     ep: Group
     etp: Group
 
     both: Group
     """Ranks that together hold every expert once."""
 
-    meanwhile: Meanwhile = at_once
+    overlap_fn: OverlapFn = no_overlap
     """What the rank does while rows are on their way."""
 
-    def __call__(self, x: Input, choice: Choice) -> Leaving:
+    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
         """Two messages each way and, unless every expert has room for as many rows, one with the
         counts; along etp, two gathers there and a sum back."""
-        x = value_of(x)
+        x = output_tensor(x)
         if (
             self.room is None
         ):  # how many rows there are is told with the counts, which a GPU is waited for anyway
@@ -212,61 +222,71 @@ class Exchange:
         else:  # all ranks have equally many tokens
             order = order_padded(choice.experts, self.num_experts, capacity=self.room.of(len(x)))
             table = [[[self.room.of(len(x))] * self.num_experts] * self.ep.size] * self.etp.size
-        way = Exchanged(
+        way = AllToAllCombiner(
             self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank)
         )
         groups = Groups(way.plan.counts, equal=self.room is not None)
         groups = groups.known_on(x.device)  # now, as a GPU has just been waited for
         # Rows last: so theirs is the message that backward waits for first, and does something else
         # before.
-        second = Crossing(self.ep, way.plan.sent, way.plan.received)
-        weights = depart(weights_of_rows(choice.weights, order), second)
-        first = Crossing(self.ep, way.plan.sent, way.plan.received, self.meanwhile)
-        return Exchanging(way, depart(permute(x, order), first), weights, groups, first, second)
+        second = AsyncAllToAll(self.ep, way.plan.sent, way.plan.received)
+        weights = start_all_to_all(weights_of_rows(choice.weights, order), second)
+        first = AsyncAllToAll(self.ep, way.plan.sent, way.plan.received, self.overlap_fn)
+        return PendingAllToAll(
+            way, start_all_to_all(permute(x, order), first), weights, groups, first, second
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanging:
+class PendingAllToAll:
     """Rows and their weights on the way to my experts."""
 
-    way: "Exchanged"
+    way: "AllToAllCombiner"
     rows: Tensor
     weights: Tensor
     groups: Groups
-    first: Crossing
+    first: AsyncAllToAll
     """Of rows."""
 
-    second: Crossing
+    second: AsyncAllToAll
     """Of weights."""
 
-    def arrive(self) -> tuple[Sent, Way]:
+    def wait(self) -> tuple[DispatchedTokens, Combiner]:
         """Expert after expert."""
-        rows = self.way.shared(arrive(self.rows, self.first))
-        return Sent(rows, self.way.shared(arrive(self.weights, self.second)), self.groups), self.way
+        rows = self.way.shared(wait_all_to_all(self.rows, self.first))
+        return DispatchedTokens(
+            rows, self.way.shared(wait_all_to_all(self.weights, self.second)), self.groups
+        ), self.way
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
-    """What one `Exchange` did, and the way back."""
+class AllToAllCombiner:
+    """What one `AllToAllDispatcher` did, and the way back."""
 
-    by: Exchange
+    by: AllToAllDispatcher
     order: Order
     plan: ExchangePlan
 
     def shared(self, rows: Tensor) -> Tensor:
         """Rows as they came -> those of all ranks along etp, expert after expert."""
-        rows = gather(rows, self.by.etp, sizes=self.plan.gathered)
+        rows = all_gather(rows, self.by.etp, sizes=self.plan.gathered)
         return (
             rows if self._sorted() else sort_chunks(rows, self.plan.chunks, self._experts_first())
         )
 
-    def back(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """The same messages, the other way round."""
         if not self._sorted():
             rows = sort_chunks(rows, *undone(self.plan.chunks, self._experts_first()))
-        rows = reduce_scatter(partial(rows, self.by.etp), self.by.etp, sizes=self.plan.gathered)
-        crossing = Crossing(self.by.ep, self.plan.received, self.plan.sent, self.by.meanwhile)
-        return unpermute(arrive(depart(rows, crossing), crossing), self.order)
+        rows = reduce_scatter(
+            mark_partial(rows, self.by.etp), self.by.etp, sizes=self.plan.gathered
+        )
+        async_all_to_all = AsyncAllToAll(
+            self.by.ep, self.plan.received, self.plan.sent, self.by.overlap_fn
+        )
+        return unpermute(
+            wait_all_to_all(start_all_to_all(rows, async_all_to_all), async_all_to_all), self.order
+        )
 
     def _sorted(self) -> bool:
         """Whether what arrives rank after rank lies expert after expert."""
@@ -280,7 +300,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class AllGatherDispatcher:
     """All-gather: every rank gets all tokens, and takes those of its experts; answers are summed on
     the way back.
 
@@ -294,38 +314,42 @@ class Gather:
     both: Group
     """Ranks that together hold every expert once."""
 
-    def __call__(self, x: Input, choice: Choice) -> Leaving:
+    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
         """Three gathers: tokens, choices and weights."""
         each = self.num_experts // self.ep.size
-        chosen = gathered_again(choice.experts, self.both) - self.ep.rank * each
+        chosen = regather(choice.experts, self.both) - self.ep.rank * each
         here = torch.where((chosen >= 0) & (chosen < each), chosen, NOWHERE)
         order = order_choices(here, each, num_rows=len(here) if here.is_meta else None)
-        weights = weights_of_rows(gather(choice.weights, self.both), order)
-        rows = permute(gather(value_of(x), self.both), order)
-        return Arrived(Sent(rows, weights, groups_here(order)), Gathered(self, order))
+        weights = weights_of_rows(all_gather(choice.weights, self.both), order)
+        rows = permute(all_gather(output_tensor(x), self.both), order)
+        return CompletedDispatch(
+            DispatchedTokens(rows, weights, groups_here(order)), AllGatherCombiner(self, order)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """The way back of a `Gather`."""
+class AllGatherCombiner:
+    """The way back of a `AllGatherDispatcher`."""
 
-    by: Gather
+    by: AllGatherDispatcher
     order: Order
 
-    def back(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """A sum over the ranks, of which each gets its own tokens'."""
-        return reduce_scatter(partial(unpermute(rows, self.order), self.by.both), self.by.both)
+        return reduce_scatter(mark_partial(unpermute(rows, self.order), self.by.both), self.by.both)
 
 
 # --- how many rows
 
 
-def order_of(choice: Choice, num_experts: int, refusing: bool, room: Room | None = None) -> Order:
+def order_of(
+    choice: Choice, num_experts: int, drops_tokens: bool, room: ExpertCapacity | None = None
+) -> Order:
     """The order of all rows; if none may be refused, or there is room for so many, their number
     is known and no device is waited for."""
     if room is not None:
         return order_padded(choice.experts, num_experts, capacity=room.of(len(choice.experts)))
-    known = None if refusing and not choice.experts.is_meta else choice.experts.numel()
+    known = None if drops_tokens and not choice.experts.is_meta else choice.experts.numel()
     return order_choices(choice.experts, num_experts, num_rows=known)
 
 
@@ -334,7 +358,7 @@ def counts_of_all(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group)
     [etp][ep][E]."""
     if counts.is_meta:
         return [[on_host(counts, rows)] * ep.size] * etp.size
-    every = gathered_again(counts, both).view(both.size, -1).tolist()
+    every = regather(counts, both).view(both.size, -1).tolist()
     along_ep, along_etp = steps_in_both(ep, etp)
     return [
         [every[one * along_ep + other * along_etp] for one in range(ep.size)]
@@ -343,7 +367,7 @@ def counts_of_all(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group)
 
 
 def steps_in_both(ep: Group, etp: Group) -> tuple[int, int]:
-    """How far apart neighbours along ep, and along etp, lie in the group of both, which is in the
+    """How far apart neighbors along ep, and along etp, lie in the group of both, which is in the
     order of ranks."""
     first = ep.size > 1 and etp.size > 1 and ep.ranks[1] - ep.ranks[0] < etp.ranks[1] - etp.ranks[0]
     return (1, ep.size) if first else (etp.size, 1)

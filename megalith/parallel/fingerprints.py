@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch._C._distributed_c10d import Store
 
 from megalith.errors import CollectiveError
-from megalith.observe.flight import Entry, axes_name, short_path
+from megalith.observe.flight import CollectiveRecord, axes_name, short_path
 from megalith.parallel.watch import wait_for
 
 PATIENCE_SECONDS = 1.0
@@ -30,7 +30,7 @@ class Fingerprints:
     def __init__(self, store: Store, rank: int, where: Callable[[int], str] = str) -> None:
         self.store, self.rank, self.where = store, rank, where
 
-    def compare(self, entry: Entry) -> None:
+    def compare(self, entry: CollectiveRecord) -> None:
         """Return when every rank of the group is about to do the same.
 
         A message is compared by whichever end comes second, so that it may be sent before anybody
@@ -50,11 +50,11 @@ class Fingerprints:
             self.store.delete_key(f"{entry.lane}/{entry.number - 2}/{self.rank}")
         self._wait_for_all(entry)
         found = {rank: json.loads(self.store.get(_key(entry, rank))) for rank in entry.ranks}
-        if not agree(found, entry.ranks):
+        if not fingerprints_match(found, entry.ranks):
             what = f"number {entry.number} over {axes_name(entry.axes)}"
             self._refuse(found, what)
 
-    def _compare_message(self, entry: Entry, peer: int) -> None:
+    def _compare_message(self, entry: CollectiveRecord, peer: int) -> None:
         group, sends = entry.lane.rsplit(" ", 2)[0], entry.op == "send"
         ends = (self.rank, peer) if sends else (peer, self.rank)
         keys = [f"{group}/{ends[0]} to {ends[1]}/{entry.number}/{end}" for end in ends]
@@ -71,7 +71,7 @@ class Fingerprints:
         if any(found[self.rank][name] != found[peer][name] for name in ("shape", "dtype")):
             self._refuse(found, f"message {entry.number} between them")
 
-    def _wait_for_all(self, entry: Entry) -> None:
+    def _wait_for_all(self, entry: CollectiveRecord) -> None:
         keys = [_key(entry, rank) for rank in entry.ranks]
         told_of = False
         suspected: dict[int, str] | None = None
@@ -144,7 +144,7 @@ class Fingerprints:
         )
 
 
-def fingerprint(entry: Entry) -> Fingerprint:
+def fingerprint(entry: CollectiveRecord) -> Fingerprint:
     """What has to be the same on all ranks of a collective."""
     site = f"{short_path(entry.site[0])}:{entry.site[1]}"
     rows = None if entry.rows is None else [list(part) for part in entry.rows]
@@ -160,7 +160,7 @@ def fingerprint(entry: Entry) -> Fingerprint:
     }
 
 
-def agree(found: Mapping[int, Fingerprint], ranks: Sequence[int]) -> bool:
+def fingerprints_match(found: Mapping[int, Fingerprint], ranks: Sequence[int]) -> bool:
     """Whether the fingerprints of `ranks`, in group order, fit together.
 
     Where ranks exchange uneven parts, each must send every other as many rows as that one expects.
@@ -175,5 +175,5 @@ def agree(found: Mapping[int, Fingerprint], ranks: Sequence[int]) -> bool:
     return all(sent[i][j] == received[j][i] for i in range(len(ranks)) for j in range(len(ranks)))
 
 
-def _key(entry: Entry, rank: int) -> str:
+def _key(entry: CollectiveRecord, rank: int) -> str:
     return f"{entry.lane}/{entry.number}/{rank}"

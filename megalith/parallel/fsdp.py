@@ -27,19 +27,19 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from megalith.errors import PlanError
-from megalith.kernels.rebuilt import Rebuilt
-from megalith.parallel.alike import require_alike
+from megalith.kernels.rebuilt import RecomputedOutput
+from megalith.parallel.alike import check_consistent_across_ranks
 from megalith.parallel.data import SLICES_OVER, Division, division_of
 from megalith.parallel.engine import (
-    Owned,
     Parameters,
+    ShardedParam,
+    check_slices_consistent_across_ranks,
     divide_frozen,
-    require_alike_slices,
     sum_of_bytes,
     sum_shared_slices,
     warn_of_zeros,
 )
-from megalith.parallel.expert import Sent
+from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import VocabEmbedding, VocabHead
@@ -55,8 +55,8 @@ Divisions = Mapping[str, Division]
 """Of each grid."""
 
 
-class FullySharded:
-    """The engine of parallel.zero=3; what training asks of it is written at `Engine` in
+class FullyShardedDataParallel:
+    """The engine of parallel.zero=3; what training asks of it is written at `GradSync` in
     parallel/engine.py.
 
     The layers, their experts, the embedding and the head are each gathered together; the last norm,
@@ -97,7 +97,7 @@ class FullySharded:
                 unit_of.setdefault(id(module), unit)
         trained, frozen = divide_frozen(parameters)
         for part in (trained, frozen):
-            _require_alike(part, mesh)
+            _check_consistent_across_ranks(part, mesh)
         _divide(
             chunks,
             parameters,
@@ -110,7 +110,7 @@ class FullySharded:
         for shard, module, name in trained:
             mine = _mine(shard, self.divisions[shard.grid])
             places.setdefault(id(unit_of[id(module)]), []).append((mine, getattr(module, name)))
-        found: dict[str, Owned] = {}
+        found: dict[str, ShardedParam] = {}
         for unit in self.units:
             found |= unit.connect(
                 places.get(id(unit), []), gradient_dtype=gradient_dtype, watch=watch
@@ -118,9 +118,9 @@ class FullySharded:
         self.sums.units = _as_backward_ends(self.units, chunks)
         for chunk in chunks if not overlap else ():
             _gather_nothing_ahead(chunk)
-        self.owned = [found[shard.name] for shard, _, _ in trained if shard.name in found]
+        self.local_params = [found[shard.name] for shard, _, _ in trained if shard.name in found]
         self.frozen = _my_rows(frozen, self.divisions)
-        require_alike_slices(self.owned, mesh)
+        check_slices_consistent_across_ranks(self.local_params, mesh)
         self._told = False
 
     def begin_step(self, microbatches: int) -> None:
@@ -129,7 +129,7 @@ class FullySharded:
         for unit in self.units:
             unit.begin_step(microbatches)
 
-    def finish(self) -> Sequence[Owned]:
+    def finish(self) -> Sequence[ShardedParam]:
         """My rows of every gradient, summed over every rank that holds the same box; zeros where
         there was none.
 
@@ -144,15 +144,15 @@ class FullySharded:
         self.sums.start(ready_only=False)
         self.sums.wait()
         self._free()
-        sum_shared_slices(self.owned, self.mesh)
-        return self.owned
+        sum_shared_slices(self.local_params, self.mesh)
+        return self.local_params
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         """Let the next forward gather the weights anew: the optimizer wrote to the rows that are
         sent."""
         self._free()
 
-    def settle(self) -> None:
+    def wait_params(self) -> None:
         """Nothing to wait for: weights are gathered where they are used."""
 
     def nonfinite(self) -> list[str]:
@@ -165,7 +165,10 @@ class FullySharded:
     def checksums(self) -> Sequence[tuple[int, Group]]:
         """A sum over the bytes of my rows of what lies on each grid; replicas have the same."""
         held: dict[str, list[Tensor]] = {grid: [] for grid in self.divisions}
-        for shard, rows in (*((owned.shard, owned.weight) for owned in self.owned), *self.frozen):
+        for shard, rows in (
+            *((local_params.shard, local_params.weight) for local_params in self.local_params),
+            *self.frozen,
+        ):
             held[shard.grid].append(rows)
         return [(sum_of_bytes(rows), self.divisions[grid].replicas) for grid, rows in held.items()]
 
@@ -185,7 +188,7 @@ class SumsInOrder:
         self._running: list[dist.Work] = []
 
     def start(self, *, ready_only: bool) -> None:
-        """Start what is next, as far as units are ready, or all that is left."""
+        """InitialValues what is next, as far as units are ready, or all that is left."""
         while self.started < len(self.units) and not (
             ready_only and not self.units[self.started].ready
         ):
@@ -199,7 +202,7 @@ class SumsInOrder:
             self.started += 1
 
     def wait(self) -> None:
-        """Until all are there."""
+        """StopFilter all are there."""
         for work in self._running:
             work.wait()
         self._running.clear()
@@ -226,7 +229,7 @@ class Unit:
         *,
         gradient_dtype: torch.dtype,
         watch: bool,
-    ) -> dict[str, Owned]:
+    ) -> dict[str, ShardedParam]:
         """Let the gradients of these parameters come here, one after the other in one buffer. By
         name: what is mine, empty rows left out."""
         self._watch = watch
@@ -241,7 +244,7 @@ class Unit:
         for mine, parameter in parameters:
             parameter.register_post_accumulate_grad_hook(_calling(self, mine))
         return {
-            mine.name: Owned(
+            mine.name: ShardedParam(
                 mine, weights[mine.name], self._parts[mine.name].view_as(weights[mine.name])
             )
             for mine, _ in parameters
@@ -292,7 +295,7 @@ class Unit:
             self.sums.start(ready_only=True)
 
 
-class Gathered(Unit):
+class ShardedUnit(Unit):
     """Parameters that ranks divide and gather together, and the gradient of my rows of them."""
 
     def __init__(self, module: nn.Module, division: Division, sums: SumsInOrder) -> None:
@@ -313,14 +316,14 @@ class Gathered(Unit):
         *,
         gradient_dtype: torch.dtype,
         watch: bool,
-    ) -> dict[str, Owned]:
+    ) -> dict[str, ShardedParam]:
         """Let FSDP2 sum the gradients of these rows, through us; weights are where FSDP2 sends them
         from."""
         group = self.division.slices
-        self.fsdp.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
-        owned = super().connect(parameters, gradient_dtype=gradient_dtype, watch=watch)
+        self.fsdp.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # theirs is a private class
+        local_params = super().connect(parameters, gradient_dtype=gradient_dtype, watch=watch)
         if not parameters:
-            return owned
+            return local_params
         for mine, _ in parameters:
             numel = self._parts[mine.name].numel()
             assert mine.flat is not None and mine.flat[1] - mine.flat[0] == numel, (mine, numel)
@@ -329,9 +332,9 @@ class Gathered(Unit):
         self.fsdp.set_reduce_scatter_unused_params(
             True
         )  # else what is sent depends on what forward used
-        self.fsdp.set_custom_reduce_scatter(Sum(group, self if watch else None))  # type: ignore[arg-type]  # the same
+        self.fsdp.set_custom_reduce_scatter(ReduceGradients(group, self if watch else None))  # type: ignore[arg-type]  # the same
         self.fsdp.set_all_reduce_hook(self._arrived)
-        return owned
+        return local_params
 
     def unused(self) -> list[str]:
         """Names of its parameters, if none of them has had a gradient in this step."""
@@ -384,7 +387,7 @@ def _calling(unit: Unit, mine: Shard) -> Callable[[Tensor], None]:
     return add
 
 
-class Gather:
+class AllGatherParams:
     """FSDP2's all-gather, noted for the report of a hang."""
 
     def __init__(self, group: Group) -> None:
@@ -410,10 +413,10 @@ class Gather:
         return work
 
 
-class Sum:
+class ReduceGradients:
     """FSDP2's reduce-scatter, noted for the report of a hang."""
 
-    def __init__(self, group: Group, watched_by: Gathered | None) -> None:
+    def __init__(self, group: Group, watched_by: ShardedUnit | None) -> None:
         self.group, self.watched_by = group, watched_by
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -469,7 +472,7 @@ def fully_shard_chunk(
             continue
         cut(module, mesh=over, reshard_after_forward=not keep_gathered)
         if _grid_of(module) == "expert":
-            _show_what_is_rebuilt(module)
+            _expose_recomputed_outputs(module)
         plain = isinstance(module, VocabHead) and module.reads_table_again
         if (
             isinstance(module, VocabEmbedding | VocabHead)
@@ -499,11 +502,11 @@ def _ranks(group: Group, device: torch.device) -> DeviceMesh:
 class _Aside:
     """Something that FSDP2 does not look into."""
 
-    def __init__(self, rows: Rebuilt) -> None:
+    def __init__(self, rows: RecomputedOutput) -> None:
         self.rows = rows
 
 
-def _show_what_is_rebuilt(experts: nn.Module) -> None:
+def _expose_recomputed_outputs(experts: nn.Module) -> None:
     """Let FSDP2 see the rows that experts read, also where they are rebuilt in backward: it
     sends a unit's gradients when those of all tensors among the unit's inputs are there, and
     would take the rows' weights for all of them."""
@@ -511,13 +514,17 @@ def _show_what_is_rebuilt(experts: nn.Module) -> None:
     def take_apart(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         (sent,) = args
         rows = sent.rows
-        return (sent._replace(rows=rows.value), _Aside(rows)) if isinstance(rows, Rebuilt) else args
+        return (
+            (sent._replace(rows=rows.value), _Aside(rows))
+            if isinstance(rows, RecomputedOutput)
+            else args
+        )
 
     def put_together(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if len(args) == 1:
             return args
         sent, aside = args
-        assert isinstance(sent, Sent) and isinstance(sent.rows, Tensor)
+        assert isinstance(sent, DispatchedTokens) and isinstance(sent.rows, Tensor)
         return (sent._replace(rows=replace(aside.rows, value=sent.rows)),)
 
     experts.register_forward_pre_hook(take_apart, prepend=True)  # before FSDP2's own
@@ -540,15 +547,15 @@ def divide_for_forward(
     device: torch.device,
     keep_gathered: bool = False,
 ) -> list[tuple[Shard, Tensor]]:
-    """Divide the weights of a model on the meta device over the ranks that `FullySharded` divides
-    them over, for forward passes alone.
+    """Divide the weights of a model on the meta device over the ranks that
+    `FullyShardedDataParallel` divides them over, for forward passes alone.
 
     Returns my rows of each, for the caller to fill; weights of which I have no row are left out.
-    Unlike `FullySharded` it makes no room for gradients, and no backward may follow.
+    Unlike `FullyShardedDataParallel` it makes no room for gradients, and no backward may follow.
     `keep_gathered`: as there.
     """
     divisions = divisions_of(parameters, mesh)
-    _require_alike(parameters, mesh)
+    _check_consistent_across_ranks(parameters, mesh)
     _divide(
         chunks,
         parameters,
@@ -560,7 +567,7 @@ def divide_for_forward(
     for module in (part for chunk in chunks for part in (*_inner_parts(chunk), chunk)):
         if isinstance(module, FSDPModule):
             group = divisions[_grid_of(module)].slices
-            module.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
+            module.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # theirs is a private class
     return _my_rows(parameters, divisions)
 
 
@@ -623,7 +630,7 @@ def _my_rows(parameters: Parameters, divisions: Divisions) -> list[tuple[Shard, 
     return [(shard, rows) for shard, rows in held if rows.numel()]
 
 
-def _require_alike(parameters: Parameters, mesh: Mesh) -> None:
+def _check_consistent_across_ranks(parameters: Parameters, mesh: Mesh) -> None:
     """Make sure that ranks that divide something have the same of it; collective."""
     for grid, group in (
         ("dense", mesh.dp_cp),
@@ -634,7 +641,7 @@ def _require_alike(parameters: Parameters, mesh: Mesh) -> None:
             for shard, _, _ in parameters
             if shard.grid == grid
         }
-        require_alike(texts, group)
+        check_consistent_across_ranks(texts, group)
 
 
 def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
@@ -644,7 +651,7 @@ def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
         raise PlanError(
             f"parallel.zero=3 with {len(chunks)} chunks on one rank that share the table of the "
             "vocabulary: each chunk "
-            "is cut by itself. Set model.tied_embeddings=false and model.mtp.depths=0, "
+            "is cut by itself. Set model.tied_embeddings=false and model.mtp.num_layers=0, "
             "parallel.pipeline.vpp=1, or "
             f"parallel.zero=2."
         )
@@ -653,7 +660,7 @@ def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
 def _unit(module: nn.Module, divisions: Divisions, sums: SumsInOrder) -> Unit:
     """What gathers the parameters of a part, or has them."""
     division = divisions[_grid_of(module)]
-    return (Gathered if division.slices.size > 1 else Unit)(module, division, sums)
+    return (ShardedUnit if division.slices.size > 1 else Unit)(module, division, sums)
 
 
 def _as_backward_ends(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> list[Unit]:
@@ -687,7 +694,7 @@ def _inner_parts(chunk: nn.Module) -> Iterator[nn.Module]:
 
 
 def _experts_apart(chunk: nn.Module) -> list[nn.Module]:
-    """Experts outside its layers: of layers that predict further ahead."""
+    """Experts outside its layers: of MTP layers."""
     inside = {id(part) for unit in _inner_units(chunk) for part in _experts_in(unit)}
     return [part for part in _experts_in(chunk) if id(part) not in inside]
 

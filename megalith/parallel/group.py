@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.observe.flight import Entry, Flight, message_lane
+from megalith.observe.flight import CollectiveRecord, Flight, message_lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def note(
     x: Tensor | None = None,
     *,
     rows: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> Entry | None:
+) -> CollectiveRecord | None:
     """Write down that this rank is about to enter a collective; call it before every one, and
     `finished` after it.
 
@@ -75,7 +75,9 @@ def note(
     )
 
 
-def note_message(group: Group, x: Tensor, peer: int, *, sends: bool, tag: int = 0) -> Entry | None:
+def note_message(
+    group: Group, x: Tensor, peer: int, *, sends: bool, tag: int = 0
+) -> CollectiveRecord | None:
     """The same for a message of `x` to, or from, rank number `peer` of the group; those of one tag
     keep their order."""
     if group.flight is None:
@@ -92,13 +94,13 @@ def note_message(group: Group, x: Tensor, peer: int, *, sends: bool, tag: int = 
     )
 
 
-def finished(entry: Entry | None) -> None:
+def finished(entry: CollectiveRecord | None) -> None:
     """Note that an operation of `note` is over."""
     if entry is not None:
         entry.done = True
 
 
-def stands_still_for(entry: Entry | None) -> None:
+def stands_still_for(entry: CollectiveRecord | None) -> None:
     """Note that this rank now waits for an operation of `note` that it called finished when it left
     it to itself.
 
@@ -109,7 +111,7 @@ def stands_still_for(entry: Entry | None) -> None:
         entry.started, entry.done = time.monotonic(), False
 
 
-def on_its_way(entry: Entry | None, work: dist.Work | None) -> dist.Work:
+def on_its_way(entry: CollectiveRecord | None, work: dist.Work | None) -> dist.Work:
     """Note that an operation of `note` is over when `work`, which is given back, is."""
     assert work is not None, "this process is not in the group"
     if entry is not None:
@@ -128,8 +130,8 @@ def all_reduce_(x: Tensor, group: Group) -> Tensor:
 
 
 def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
-    """Start summing `x` over `group` in place; the result may be read after `.wait()`. None:
-    already done."""
+    """InitialValues summing `x` over `group` in place; the result may be read after `.wait()`.
+    None: already done."""
     if group.size == 1:
         return None
     entry = note(group, "all_reduce", x)
@@ -165,7 +167,7 @@ def all_gathered(x: Tensor, group: Group) -> Tensor:
 def start_send(
     x: Tensor, group: Group, to: int, *, tag: int = 0, handle: dist.ProcessGroup | None = None
 ) -> dist.Work:
-    """Start sending `x` to rank number `to` of the group; it must not be written to before
+    """InitialValues sending `x` to rank number `to` of the group; it must not be written to before
     `.wait()`.
 
     `handle`: the process group to use, if it is not the group's own.
@@ -177,8 +179,8 @@ def start_send(
 def start_receive(
     x: Tensor, group: Group, source: int, *, tag: int = 0, handle: dist.ProcessGroup | None = None
 ) -> dist.Work:
-    """Start receiving into `x` what rank number `source` of the group sends; it may be read after
-    `.wait()`."""
+    """InitialValues receiving into `x` what rank number `source` of the group sends; it may be
+    read after `.wait()`."""
     entry = note_message(group, x, source, sends=False, tag=tag)
     return on_its_way(entry, dist.irecv(x, group=handle or group.handle, group_src=source, tag=tag))
 

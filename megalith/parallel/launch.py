@@ -269,7 +269,7 @@ class _Crew:
     """Whether we have sent them SIGTERM."""
 
     def start(self) -> None:
-        """Start every rank."""
+        """InitialValues every rank."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             for rank in range(self.nproc):
                 self._start_rank(rank, server)
@@ -460,7 +460,7 @@ def _blocked_signals() -> Iterator[None]:
     """Block our signals in this thread and in a process that it starts, which unblocks them in
     `worker_main`.
 
-    Until then a signal to a rank stays pending: it could only end the start of Python with a
+    StopFilter then a signal to a rank stays pending: it could only end the start of Python with a
     traceback.
     """
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -52,7 +52,7 @@ class Spec(NamedTuple):
 Specs = tuple[Spec, ...]
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """One crossing of one boundary."""
 
     direction: Direction
@@ -133,7 +133,7 @@ def specs_of(tensors: Sequence[Tensor]) -> Specs:
     return tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
-class Link:
+class StageLink:
     """The messages of one rank in one step; a context, which ends when everything has been sent.
 
     `announce`: send what tensors look like before them, and refuse those that are not as expected;
@@ -158,9 +158,9 @@ class Link:
     def __exit__(self, kind: object, *_: object) -> None:
         self._outbox.close(wait=kind is None)
 
-    def send(self, message: Message, tensors: Tensors, target: int) -> None:
-        """Start sending; the tensors are kept until they have been sent, and must not be written to
-        before."""
+    def send(self, message: StageMessage, tensors: Tensors, target: int) -> None:
+        """InitialValues sending; the tensors are kept until they have been sent, and must not be
+        written to before."""
         handle, tag = self._handle(message, self._rank, target), message.tag(self.num_microbatches)
         parts = [tensor.contiguous() for tensor in tensors]
         if self.announce:
@@ -168,8 +168,8 @@ class Link:
         for part in parts:
             self._outbox.keep(start_send(part, self._group, target, tag=tag, handle=handle), part)
 
-    def post(self, message: Message, specs: Specs | None, source: int) -> "Posted":
-        """Start receiving; `specs`: what to expect, None: wait for the announcement."""
+    def post(self, message: StageMessage, specs: Specs | None, source: int) -> "Posted":
+        """InitialValues receiving; `specs`: what to expect, None: wait for the announcement."""
         handle, tag = self._handle(message, source, self._rank), message.tag(self.num_microbatches)
         posted = Posted(message, source, self._group, handle, tag, specs, self.device)
         if self.announce:
@@ -188,7 +188,7 @@ class Link:
     def _rank(self) -> int:
         return self._group.rank
 
-    def _handle(self, message: Message, source: int, target: int) -> dist.ProcessGroup:
+    def _handle(self, message: StageMessage, source: int, target: int) -> dist.ProcessGroup:
         assert self.handles is not None, "a pipeline of one rank sends nothing"
         assert self.handles.tags or not self.announce, "announcements need tags, which NCCL has not"
         return self.handles.of(message.direction, source, target)
@@ -198,7 +198,7 @@ class Link:
 class Posted:
     """A receive that was started."""
 
-    message: Message
+    message: StageMessage
     source: int
     group: Group
     handle: dist.ProcessGroup
@@ -210,14 +210,14 @@ class Posted:
     works: tuple[dist.Work, ...] = ()
 
     def expect(self, specs: Specs) -> None:
-        """Start receiving tensors that look like this."""
+        """InitialValues receiving tensors that look like this."""
         self.buffers = tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
         )
         self.works = tuple(self._receive(buffer) for buffer in self.buffers)
 
     def expect_announcement(self) -> None:
-        """Start receiving what the tensors will look like."""
+        """InitialValues receiving what the tensors will look like."""
         self.header = torch.empty(ANNOUNCED, dtype=torch.int64, device=self.device)
         self.works = (self._receive(self.header),)
 

@@ -47,7 +47,7 @@ EXPERT_SPANS: tuple[tuple[str, ...], ...] = (
 )
 """The same in a model with experts."""
 
-WAYS_TO_EXPERTS = frozenset({"ep", "etp"})
+EXPERT_AXES_OUTER_FIRST = frozenset({"ep", "etp"})
 """Axes along which tokens travel while sums of gradients do. Messages of one process group wait
 for one another, so groups along these are never those of other axes, even where their ranks are
 the same."""
@@ -124,7 +124,7 @@ def build_mesh(
     groups = {}
     for span in spans_of(grid):
         every = tuple(grid.groups(span))
-        wanted = {*span} <= WAYS_TO_EXPERTS, every
+        wanted = {*span} <= EXPERT_AXES_OUTER_FIRST, every
         if wanted not in made:
             made[wanted] = _new_groups(every, rank, "_".join(span), timeout_seconds)
         if rank in grid.ranks:

@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalith.parallel.link import Handles, Link, Message, Posted, Specs, Tensors
-from megalith.parallel.postpone import Postponed
-from megalith.parallel.turns import Turns
-from megalith.plan.pairs import together
+from megalith.parallel.link import Handles, Posted, Specs, StageLink, StageMessage, Tensors
+from megalith.parallel.postpone import WeightGradStore
+from megalith.parallel.turns import DualBatchOverlap
+from megalith.plan.pairs import concurrent_actions
 from megalith.plan.schedule import Action, Schedule
-from megalith.plan.transfers import Direction, neighbour
+from megalith.plan.transfers import Direction, neighbor
 
 Boundary = Callable[[int, int], Specs]
 """By stage and microbatch: the tensors that cross the boundary before that stage."""
@@ -52,10 +52,10 @@ class Pipeline:
     announce: bool = False
     """Announce and compare it anyway."""
 
-    weights: Sequence[Postponed] = ()
+    weights: Sequence[WeightGradStore] = ()
     """By chunk: the weight gradients that schedules with a W put aside."""
 
-    turns: Turns = field(default_factory=Turns)
+    dual_batch: DualBatchOverlap = field(default_factory=DualBatchOverlap)
     """How a forward and a backward that are computed together take turns: what their exchanges call
     meanwhile."""
 
@@ -71,19 +71,19 @@ class Pipeline:
         """
         boundary = boundary or self.boundary
         announce = self.announce or boundary is None
-        with Link(
+        with StageLink(
             self.handles,
             num_microbatches=schedule.num_microbatches,
             announce=announce,
             device=self.device,
         ) as link:
             step = _Step(schedule, self.rank, chunks, self.weights, link, boundary)
-            for actions in together(schedule, self.rank):
+            for actions in concurrent_actions(schedule, self.rank):
                 if len(actions) == 1:
                     step.obey(*actions)
                 else:
                     forward, backward = (partial(step.obey, action) for action in actions)
-                    self.turns.both(forward, backward)
+                    self.dual_batch.both(forward, backward)
         step.check_done()
 
 
@@ -109,8 +109,8 @@ class _Step:
     schedule: Schedule
     rank: int
     chunks: Sequence[Chunk]
-    weights: Sequence[Postponed]
-    link: Link
+    weights: Sequence[WeightGradStore]
+    link: StageLink
     boundary: Boundary | None
     alive: dict[tuple[int, int], _Alive] = field(default_factory=dict)
     posted: dict[tuple[Direction, int, int], Posted] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class _Step:
             case "I":
                 self._backward(chunk, microbatch, put_aside=True)
             case "W":
-                self.weights[chunk].add_up(microbatch)
+                self.weights[chunk].run_deferred(microbatch)
             case "send_forward":
                 self._send("forward", chunk, microbatch, peer)
             case "send_backward":
@@ -159,7 +159,7 @@ class _Step:
         if training:
             received = tuple(x.requires_grad_() if x.is_floating_point() else x for x in received)
         outputs = self.chunks[chunk](microbatch, received)
-        last = neighbour(self.schedule, self.rank, chunk, "forward") is None
+        last = neighbor(self.schedule, self.rank, chunk, "forward") is None
         if training:
             edges = tuple(
                 get_gradient_edge(y) if y.requires_grad else None
@@ -177,7 +177,7 @@ class _Step:
         roots = [
             (edge, dy) for edge, dy in zip(one.edges, gradients, strict=True) if edge is not None
         ]
-        with self.weights[chunk].putting_aside(microbatch) if put_aside else nullcontext():
+        with self.weights[chunk].defer(microbatch) if put_aside else nullcontext():
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [dy for _, dy in roots])
         inputs = [x for x in one.received if x.is_floating_point()]
@@ -188,7 +188,7 @@ class _Step:
 
     def _hand_on(self, direction: Direction, chunk: int, microbatch: int, tensors: Tensors) -> None:
         """Keep a result for its send, or for another chunk of this rank."""
-        place = neighbour(self.schedule, self.rank, chunk, direction)
+        place = neighbor(self.schedule, self.rank, chunk, direction)
         if place is not None and place[0] == self.rank:
             self.here[direction, place[1], microbatch] = tensors
         elif place is not None:
@@ -205,11 +205,11 @@ class _Step:
     def _send(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
         stage = self.schedule.stage_of(self.rank, chunk) + (1 if direction == "forward" else -1)
         tensors = self.computed.pop((direction, chunk, microbatch))
-        self.link.send(Message(direction, stage, microbatch), tensors, peer)
+        self.link.send(StageMessage(direction, stage, microbatch), tensors, peer)
 
     def _receive(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
         stage = self.schedule.stage_of(self.rank, chunk)
-        message = Message(direction, stage, microbatch)
+        message = StageMessage(direction, stage, microbatch)
         after = stage if direction == "forward" else stage + 1
         specs = None if self.boundary is None else self.boundary(after, microbatch)
         if specs is not None and direction == "backward":

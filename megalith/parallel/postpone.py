@@ -14,41 +14,41 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalith.kernels.grouped_linear import GroupedSink, Groups
+from megalith.kernels.grouped_linear import GroupedGradAccumulator, Groups
 
 
-class Sinking(Protocol):
+class HasGradAccumulator(Protocol):
     """A layer whose weight gradients go to a sink."""
 
-    sink: GroupedSink | None
+    grad_accumulator: GroupedGradAccumulator | None
 
 
-class Postponed:
+class WeightGradStore:
     """The weight gradients of one chunk: added at once, or put aside for their microbatch's W."""
 
-    def __init__(self, layers: Iterable[Sinking]) -> None:
-        self._aside: dict[int, list[Callable[[], None]]] = {}
+    def __init__(self, layers: Iterable[HasGradAccumulator]) -> None:
+        self._deferred: dict[int, list[Callable[[], None]]] = {}
         self._now: list[Callable[[], None]] | None = None
         for layer in layers:
-            if layer.sink is not None:
-                layer.sink = PostponingSink(layer.sink, self)
+            if layer.grad_accumulator is not None:
+                layer.grad_accumulator = DeferredGradAccumulator(layer.grad_accumulator, self)
 
     @contextmanager
-    def putting_aside(self, microbatch: int) -> Iterator[None]:
+    def defer(self, microbatch: int) -> Iterator[None]:
         """Inside, nothing is added; parameters count as ready only when it is."""
-        self._now = self._aside[microbatch] = []
+        self._now = self._deferred[microbatch] = []
         try:
             yield
         finally:
             self._now = None
 
-    def add_up(self, microbatch: int) -> None:
+    def run_deferred(self, microbatch: int) -> None:
         """Add what was put aside for a microbatch, and let go of it."""
         with torch.no_grad():
-            for add in self._aside.pop(microbatch):
+            for add in self._deferred.pop(microbatch):
                 add()
 
-    def do(self, add: Callable[[], None]) -> None:
+    def accumulate(self, add: Callable[[], None]) -> None:
         """Add now, or put it aside."""
         if self._now is None:
             add()
@@ -58,29 +58,31 @@ class Postponed:
     @property
     def microbatches(self) -> tuple[int, ...]:
         """Those that still wait for their W."""
-        return tuple(self._aside)
+        return tuple(self._deferred)
 
 
-class PostponingSink:
+class DeferredGradAccumulator:
     """Stands before the sink of one layer."""
 
-    def __init__(self, sink: GroupedSink, chunk: Postponed) -> None:
-        self.sink, self.chunk = sink, chunk
+    def __init__(self, grad_accumulator: GroupedGradAccumulator, chunk: WeightGradStore) -> None:
+        self.grad_accumulator, self.chunk = grad_accumulator, chunk
 
     def product(self, x: Tensor, dy: Tensor) -> None:
         """Add `dy.T @ x`, now or later: x [t, i], dy [t, o]."""
-        self.chunk.do(
-            partial(self.sink.product, x.detach(), dy.detach())
+        self.chunk.accumulate(
+            partial(self.grad_accumulator.product, x.detach(), dy.detach())
         )  # the graph that made x may go
 
     def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
         """Add each expert's `dy.T @ x`, now or later: x [r, i], dy [r, o]."""
-        self.chunk.do(partial(self.sink.grouped_product, x.detach(), dy.detach(), groups))
+        self.chunk.accumulate(
+            partial(self.grad_accumulator.grouped_product, x.detach(), dy.detach(), groups)
+        )
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready, now or later: dw [o, i]."""
-        self.chunk.do(partial(self.sink.gradient, dw))
+        self.chunk.accumulate(partial(self.grad_accumulator.gradient, dw))
 
     def rows(self, rows: Tensor, dy: Tensor) -> None:
         """Add row i of dy [t, i] to row `rows[i]`, now or later."""
-        self.chunk.do(partial(self.sink.rows, rows, dy))
+        self.chunk.accumulate(partial(self.grad_accumulator.rows, rows, dy))

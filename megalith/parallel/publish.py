@@ -10,7 +10,7 @@ from megalith.parallel.slices import Works, start_gather
 from megalith.plan.buckets import BucketPlan
 
 
-class Publication:
+class ParamAllGather:
     """Makes a flat buffer whole again, of each bucket of which every rank of a group has updated
     its own slice.
 
@@ -35,7 +35,7 @@ class Publication:
             ]  # autograd need not count this as a change
             self.arriving[index] = start_gather(weights, self.slices[index], tag=2 * index + 1)
 
-    def settle(self) -> None:
+    def wait_params(self) -> None:
         """Wait until the weights of all slices have arrived."""
         self._arrive(list(self.arriving))
 

@@ -1,8 +1,8 @@
 """Recomputation: regions of the model that keep their inputs for backward and run once more there.
 
 `recompute` is the one primitive; `LayerRunner` applies it to whole layers. What only a single
-reader keeps is dropped more cheaply: by a `Rebuilt` input, see kernels/rebuilt.py. Source: Chen et
-al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+reader keeps is dropped more cheaply: by a `RecomputedOutput` input, see kernels/rebuilt.py. Source:
+Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.rebuilt import (
-    Comparison,
-    Input,
-    Rebuilt,
+    BitwiseComparison,
+    LayerInput,
+    RecomputedOutput,
     fingerprint,
-    in_parts,
-    rebuild,
-    value_of,
+    output_tensor,
+    recompute_output,
+    split_rows,
 )
 from megalith.kernels.replay import Decided
-from megalith.kernels.tokens import Tokens
-from megalith.parallel.autograd import gathered_again
+from megalith.kernels.tokens import PackedSeqParams
+from megalith.parallel.autograd import regather
 from megalith.parallel.group import Group
 from megalith.parallel.offload import HostMemory, OffloadedPass, fetch_when_backward_reaches
 from megalith.plan.recompute import Span, layer_spans
@@ -34,7 +34,7 @@ from megalith.plan.recompute import Span, layer_spans
 Function = Callable[..., Tensor]
 
 
-def recompute(function: Function, x: Input, *others: Tensor, check: bool = False) -> Tensor:
+def recompute(function: Function, x: LayerInput, *others: Tensor, check: bool = False) -> Tensor:
     """`function(x, *others)`, of which only x, or what it is rebuilt from, and `others` are kept
     for backward.
 
@@ -45,9 +45,11 @@ def recompute(function: Function, x: Input, *others: Tensor, check: bool = False
     bits of the first.
     """
     if not torch.is_grad_enabled():
-        return function(value_of(x), *others)
+        return function(output_tensor(x), *others)
     function = _Compared(function) if check else function
-    region, inputs = (_Again(function, x), x.inputs) if isinstance(x, Rebuilt) else (function, (x,))
+    region, inputs = (
+        (_Again(function, x), x.inputs) if isinstance(x, RecomputedOutput) else (function, (x,))
+    )
     with set_checkpoint_early_stop(
         not check
     ):  # the second pass ends with what is saved last, unless it is compared
@@ -66,7 +68,7 @@ class _Compared:
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         if self.first is not None:
-            return Comparison(self.function, self.first)(*tensors)
+            return BitwiseComparison(self.function, self.first)(*tensors)
         y = self.function(*tensors)
         self.first = fingerprint(y)
         return y
@@ -76,7 +78,7 @@ class _Again:
     """Runs a region on the tensor it is given first, and from then on on what that is rebuilt
     from."""
 
-    def __init__(self, function: Function, x: Rebuilt) -> None:
+    def __init__(self, function: Function, x: RecomputedOutput) -> None:
         self.function, self.again, self.num_inputs = function, x.again, len(x.inputs)
         self.first: Tensor | None = x.value
         self.like, self.requires_grad = (x.value.shape, x.value.dtype), x.value.requires_grad
@@ -85,7 +87,9 @@ class _Again:
         inputs, others = tensors[: self.num_inputs], tensors[self.num_inputs :]
         x, self.first = self.first, None
         if x is None:
-            x = rebuild(self.again, inputs, like=self.like).requires_grad_(self.requires_grad)
+            x = recompute_output(self.again, inputs, like=self.like).requires_grad_(
+                self.requires_grad
+            )
         return self.function(x, *others)
 
 
@@ -99,18 +103,24 @@ class Recomputed(nn.Module):
         super().__init__()
         self.function, self.check, self.turns = function, check, turns
 
-    def forward(self, x: Input, *others: Tensor | Tokens) -> Tensor:
+    def forward(self, x: LayerInput, *others: Tensor | PackedSeqParams) -> Tensor:
         """The same result; `others` may end with the tokens."""
         # Made contiguous: a part of a larger tensor would keep all of it (values, of queries, keys
         # and values).
         tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
-        last = [replace(other, decided=Decided()) for other in others if isinstance(other, Tokens)]
+        last = [
+            replace(other, decided=Decided())
+            for other in others
+            if isinstance(other, PackedSeqParams)
+        ]
         tables = [table for tokens in last for table in tokens.rotary] if self.turns else []
         run = partial(_call, self.function, last, len(tables))
         return recompute(run, x, *tensors, *tables, check=self.check)
 
 
-def _call(function: Function, last: Sequence[Tokens], num_tables: int, *first: Tensor) -> Tensor:
+def _call(
+    function: Function, last: Sequence[PackedSeqParams], num_tables: int, *first: Tensor
+) -> Tensor:
     """The function of some tensors, of which the last so many are tables that the tokens come
     with."""
     if num_tables:
@@ -132,10 +142,10 @@ class RecomputedInChunks(Recomputed):
         super().__init__(function, check=check)
         self.chunks = chunks
 
-    def forward(self, x: Input, *others: Tensor | Tokens) -> Tensor:
+    def forward(self, x: LayerInput, *others: Tensor | PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]; the function is given all tokens that others tell of beside each
         chunk."""
-        parts = in_parts(x, self.chunks)
+        parts = split_rows(x, self.chunks)
         return torch.cat([Recomputed.forward(self, part, *others) for part in parts])
 
 
@@ -152,7 +162,7 @@ def passes_of(model: nn.Module) -> Mapping[nn.Module, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Remember:
+class SpanHook:
     """Where hidden states are taken that later layers look at."""
 
     before: int
@@ -161,7 +171,7 @@ class Remember:
     how: Callable[[Tensor], Tensor]
     """What is remembered of them."""
 
-    def after(self, count: int) -> "Remember":
+    def after(self, count: int) -> "SpanHook":
         """The same for the layers from number `count` on."""
         return replace(self, before=self.before - count)
 
@@ -184,9 +194,9 @@ class LayerRunner:
         self,
         layers: Sequence[nn.Module],
         x: Tensor,
-        tokens: Tokens,
-        remember: Remember | None = None,
-    ) -> tuple[Tensor, Tokens]:
+        tokens: PackedSeqParams,
+        remember: SpanHook | None = None,
+    ) -> tuple[Tensor, PackedSeqParams]:
         """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on
         the way."""
         spans = self._spans(len(layers), None if remember is None else remember.before)
@@ -208,7 +218,7 @@ class LayerRunner:
         return layer_spans(RecomputeConfig(), OffloadConfig(), count, cut=cut)
 
     def _run_span(
-        self, span: Span, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens
+        self, span: Span, layers: Sequence[nn.Module], x: Tensor, tokens: PackedSeqParams
     ) -> Tensor:
         if not span.recomputed:
             return _run(layers, tokens, x)
@@ -217,12 +227,14 @@ class LayerRunner:
         return recompute(run, kept, *_shared(tokens), check=self.recompute.check)
 
 
-def _shared(tokens: Tokens) -> tuple[Tensor, ...]:
+def _shared(tokens: PackedSeqParams) -> tuple[Tensor, ...]:
     """What comes with the tokens and is the same tensor for many layers."""
     return (*tokens.rotary, *(() if tokens.memory is None else (tokens.memory,)))
 
 
-def _run(layers: Sequence[nn.Module], tokens: Tokens, x: Tensor, *shared: Tensor) -> Tensor:
+def _run(
+    layers: Sequence[nn.Module], tokens: PackedSeqParams, x: Tensor, *shared: Tensor
+) -> Tensor:
     """One layer after the other, with what they share given apart where it has to be kept as
     tensors."""
     if shared:
@@ -233,7 +245,7 @@ def _run(layers: Sequence[nn.Module], tokens: Tokens, x: Tensor, *shared: Tensor
     return x
 
 
-def sharded(x: Tensor, group: Group) -> Rebuilt:
+def sharded(x: Tensor, group: Group) -> RecomputedOutput:
     """x, the same on every rank of `group`, rebuilt from equal slices of which each rank keeps one.
 
     The slices are of its elements in order, the last one padded with zeros. One all-gather when it
@@ -245,8 +257,8 @@ def sharded(x: Tensor, group: Group) -> Rebuilt:
         mine = x.new_zeros(length)
         part = flat[group.rank * length : (group.rank + 1) * length]
         mine[: part.numel()] = part
-    return Rebuilt(x, partial(_join, group=group, shape=x.shape), (mine,))
+    return RecomputedOutput(x, partial(_join, group=group, shape=x.shape), (mine,))
 
 
 def _join(mine: Tensor, *, group: Group, shape: torch.Size) -> Tensor:
-    return gathered_again(mine, group)[: shape.numel()].view(shape)
+    return regather(mine, group)[: shape.numel()].view(shape)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalith.observe.flight import Entry
+from megalith.observe.flight import CollectiveRecord
 from megalith.parallel.group import Group, all_gathered, finished, note
 
 _ops = torch.ops._c10d_functional
@@ -25,7 +25,7 @@ class Started(NamedTuple):
     """A tensor on its way."""
 
     x: Tensor
-    entry: Entry | None = None
+    entry: CollectiveRecord | None = None
     """The note of it, for the report of a hang."""
 
     def wait(self) -> Tensor:
@@ -36,28 +36,29 @@ class Started(NamedTuple):
 
 
 def start_sum(x: Tensor, group: Group) -> Started:
-    """Start adding up `x` over the group."""
+    """InitialValues adding up `x` over the group."""
     entry = note(group, "all_reduce", x)
     return Started(_ops.all_reduce(x.contiguous(), "sum", group.name), entry)
 
 
 def start_gather(x: Tensor, group: Group) -> Started:
-    """Start joining the ranks' equal parts [t, ...]: [ranks * t, ...]."""
+    """InitialValues joining the ranks' equal parts [t, ...]: [ranks * t, ...]."""
     entry = note(group, "all_gather", x)
     return Started(all_gathered(x.contiguous(), group), entry)
 
 
 def start_scatter(x: Tensor, group: Group) -> Started:
-    """Start adding up `x` [ranks * t, ...] over the group, of which I get my part [t, ...]."""
+    """InitialValues adding up `x` [ranks * t, ...] over the group, of which I get my part [t,
+    ...]."""
     entry = note(group, "reduce_scatter", x)
     return Started(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name), entry)
 
 
 def start_passing(x: Tensor, group: Group) -> Started:
-    """Start sending `x` [t, ...] to the next rank of the ring, and receiving as much from the one
-    before.
+    """InitialValues sending `x` [t, ...] to the next rank of the ring, and receiving as much from
+    the one before.
 
-    An exchange in which only neighbours have something to say: it needs no order of sends and
+    An exchange in which only neighbors have something to say: it needs no order of sends and
     receives.
     """
     send, receive = [0] * group.size, [0] * group.size
@@ -100,7 +101,7 @@ def product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Ten
     return mine
 
 
-class RingProducts(NamedTuple):
+class CollectiveMatmul(NamedTuple):
     """The two products of a ring; what they are fused with depends on the device, never what they
     compute."""
 
@@ -111,5 +112,5 @@ class RingProducts(NamedTuple):
     """(x, w, group, product) -> the sum of products, for my tokens: see `product_scatter`."""
 
 
-MESSAGES = RingProducts(gather_product, product_scatter)
+RING_EXCHANGE = CollectiveMatmul(gather_product, product_scatter)
 """On any device and backend."""

@@ -25,7 +25,7 @@ class Works:
     started: list[dist.Work]
 
     def wait(self) -> None:
-        """Until all have arrived; once."""
+        """StopFilter all have arrived; once."""
         for work in self.started:
             work.wait()
         self.started.clear()
@@ -58,8 +58,8 @@ class SliceSum:
 def start_sum(
     bucket: Tensor, group: Group, *, tag: int, dtype: torch.dtype | None = None
 ) -> SliceSum:
-    """Start adding up `bucket` over `group`; each rank gets the sum of its slice, the `rank`-th of
-    equal ones.
+    """InitialValues adding up `bucket` over `group`; each rank gets the sum of its slice, the
+    `rank`-th of equal ones.
 
     The bucket belongs to the sum until `wait`; afterwards only my slice of it means anything.
     `dtype`: what travels, when it is not what the bucket holds; a rank adds what it receives in the
@@ -87,7 +87,8 @@ def start_sum(
 
 
 def start_gather(bucket: Tensor, group: Group, *, tag: int) -> Works:
-    """Start filling `bucket` from all ranks, each of which has its own slice of it up to date."""
+    """InitialValues filling `bucket` from all ranks, each of which has its own slice of it up to
+    date."""
     slices = bucket.view(group.size, -1)
     if bucket.device.type == "cpu":
         return _exchange(slices[group.rank].expand_as(slices), slices, group, tag)

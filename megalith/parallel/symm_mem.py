@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.config.parallel import RingProductsName
+from megalith.config.parallel import CollectiveMatmulName
 from megalith.errors import ConfigError
 from megalith.kernels.linear import forward, input_grad
 from megalith.observe.capabilities import has_symmetric_memory
 from megalith.parallel.group import Group, finished, gather_objects, note
-from megalith.parallel.rings import MESSAGES, Product, RingProducts
+from megalith.parallel.rings import RING_EXCHANGE, CollectiveMatmul, Product
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def fused_product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) 
     return mine
 
 
-FUSED = RingProducts(fused_gather_product, fused_product_scatter)
+FUSED = CollectiveMatmul(fused_gather_product, fused_product_scatter)
 
 
 def _factor(w: Tensor, product: Product) -> Tensor:
@@ -75,7 +75,7 @@ def _operators() -> Any:  # operators that torch describes at run time
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankDevice:
     """Where one rank computes, as far as it matters for reading the memory of others."""
 
     rank: int
@@ -90,7 +90,7 @@ class Place:
     has_operators: bool = True
 
 
-def why_not_fused(places: Sequence[Place]) -> str | None:
+def why_not_fused(places: Sequence[RankDevice]) -> str | None:
     """What keeps a group from fused products; None: nothing does. The same on every rank, given
     everyone's place."""
     first = places[0]
@@ -118,7 +118,9 @@ def why_not_fused(places: Sequence[Place]) -> str | None:
     return None
 
 
-def choose_products(wanted: RingProductsName, group: Group, device: torch.device) -> RingProducts:
+def choose_collective_matmul(
+    wanted: CollectiveMatmulName, group: Group, device: torch.device
+) -> CollectiveMatmul:
     """How the rings of `group` multiply on `device`; every rank of the group calls this, and all
     get the same answer.
 
@@ -126,39 +128,39 @@ def choose_products(wanted: RingProductsName, group: Group, device: torch.device
         ConfigError: on every rank of the group: fused products are asked for, and something keeps
         it from them.
     """
-    if wanted == "messages" or group.size == 1 or (wanted == "auto" and device.type != _GPU):
-        return MESSAGES
+    if wanted == "ring_exchange" or group.size == 1 or (wanted == "auto" and device.type != _GPU):
+        return RING_EXCHANGE
     places = gather_objects(my_place(group.ranks[group.rank], device), group)
-    reason = why_not_fused([place for place in places if isinstance(place, Place)])
+    reason = why_not_fused([place for place in places if isinstance(place, RankDevice)])
     if reason is not None and wanted == "fused":
         raise ConfigError(
-            f"parallel.ring_products={wanted} cannot serve the ranks {list(group.ranks)}: "
-            f"{reason}. Set parallel.ring_products to auto or messages."
+            f"parallel.collective_matmul={wanted} cannot serve the ranks {list(group.ranks)}: "
+            f"{reason}. Set parallel.collective_matmul to auto or ring_exchange."
         )
     if group.rank == 0:
-        found = "fused" if reason is None else f"messages, because {reason}"
+        found = "fused" if reason is None else f"ring_exchange, because {reason}"
         _log.info(
-            "parallel.ring_products=%s: the rings of ranks %s use %s",
+            "parallel.collective_matmul=%s: the rings of ranks %s use %s",
             wanted,
             list(group.ranks),
             found,
         )
     if reason is not None:
-        return MESSAGES
+        return RING_EXCHANGE
     _introduce(group)
     return FUSED
 
 
-def my_place(rank: int, device: torch.device) -> Place:
+def my_place(rank: int, device: torch.device) -> RankDevice:
     """Where this process computes."""
     if device.type != _GPU:
-        return Place(rank, device.type)
+        return RankDevice(rank, device.type)
     gpu = torch.cuda.current_device() if device.index is None else device.index
     others = (other for other in range(torch.cuda.device_count()) if other != gpu)
     # Without this question the first product would end the process on machines whose GPUs cannot
     # reach each other.
     reads = tuple(other for other in others if torch.cuda.can_device_access_peer(gpu, other))
-    return Place(rank, device.type, socket.gethostname(), gpu, reads, has_symmetric_memory())
+    return RankDevice(rank, device.type, socket.gethostname(), gpu, reads, has_symmetric_memory())
 
 
 def _introduce(group: Group) -> None:

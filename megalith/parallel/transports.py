@@ -26,15 +26,15 @@ from megalith.kernels.permute import (
     unpermute,
 )
 from megalith.kernels.permute import weights_of_rows as weights_of
-from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.routing import NOWHERE, Choice
-from megalith.parallel.autograd import all_to_all, gathered_again
+from megalith.parallel.autograd import all_to_all, regather
 from megalith.parallel.expert import (
-    Arrived,
+    CompletedDispatch,
+    DispatchedTokens,
     Dispatcher,
-    Leaving,
-    Room,
-    Sent,
+    ExpertCapacity,
+    PendingDispatch,
     build_dispatcher,
     on_host,
     steps_in_both,
@@ -48,13 +48,13 @@ class Transport(Protocol):
     """Makes a dispatcher; what an entry point of the group `megalith.transports` is."""
 
     def __call__(
-        self, *, num_experts: int, ep: Group, etp: Group, both: Group, refusing: bool
+        self, *, num_experts: int, ep: Group, etp: Group, both: Group, drops_tokens: bool
     ) -> Dispatcher:
         """For layers of so many experts, in order: rank r along `ep` has the r-th part of them, and
         ranks along `etp` a part of each. `both`: the ranks that together hold every expert once;
         there are several.
 
-        `refusing`: choices may be -1, of experts that took no more.
+        `drops_tokens`: choices may be -1, of experts that took no more.
         """
 
 
@@ -63,8 +63,8 @@ def build_transport(
     mesh: Mesh,
     num_experts: int,
     *,
-    refusing: bool = False,
-    room: Room | None = None,
+    drops_tokens: bool = False,
+    room: ExpertCapacity | None = None,
 ) -> Dispatcher:
     """The dispatcher of that name, of this library or of another package: see `build_dispatcher`.
 
@@ -72,11 +72,11 @@ def build_transport(
         ConfigError: the package that brings it cannot be loaded.
     """
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
-    if both.size == 1 or name in ("exchange", "gather"):
-        return build_dispatcher(name, mesh, num_experts, refusing=refusing, room=room)
+    if both.size == 1 or name in ("alltoall", "allgather"):
+        return build_dispatcher(name, mesh, num_experts, drops_tokens=drops_tokens, room=room)
     assert room is None, "only an exchange sends filler: plan/experts.py refuses others"
-    make = Reference if name in BUILT_IN else load_transport(name)
-    return make(num_experts=num_experts, ep=ep, etp=etp, both=both, refusing=refusing)
+    make = ReferenceDispatcher if name in BUILT_IN else load_transport(name)
+    return make(num_experts=num_experts, ep=ep, etp=etp, both=both, drops_tokens=drops_tokens)
 
 
 def load_transport(name: str) -> Transport:
@@ -96,7 +96,7 @@ def load_transport(name: str) -> Transport:
         raise ConfigError(
             f"parallel.dispatcher={name}: {point.value} does not load ({type(error).__name__}: "
             f"{error}). Install what "
-            f"it needs, or set parallel.dispatcher=exchange."
+            f"it needs, or set parallel.dispatcher=alltoall."
         ) from error
     return made
 
@@ -105,7 +105,7 @@ def load_transport(name: str) -> Transport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class ReferenceDispatcher:
     """One all-to-all over all ranks that hold experts, with a copy of each row for every rank along
     etp.
 
@@ -116,19 +116,19 @@ class Reference:
     ep: Group
     etp: Group
     both: Group
-    refusing: bool
+    drops_tokens: bool
 
-    def __call__(self, x: Input, choice: Choice) -> Leaving:
+    def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
         """A message with counts, one with rows, and one with their weights."""
-        x = value_of(x)
+        x = output_tensor(x)
         each, ranks, me = self.num_experts // self.ep.size, self.both.size, self.both.rank
         places = self.places(choice.experts, each)
-        known = None if self.refusing and not x.is_meta else places.numel()
+        known = None if self.drops_tokens and not x.is_meta else places.numel()
         order = order_choices(places, ranks * each, num_rows=known)
         sent = self._counts(order)
         own = slice(me * each, (me + 1) * each)
         chunks = [count for row in sent for count in row[own]]
-        way = Referred(
+        way = ReferenceCombiner(
             self.both,
             order,
             chunks,
@@ -138,8 +138,8 @@ class Reference:
         )
         copies = choice.weights.repeat_interleave(self.etp.size, dim=1)
         counts = tuple(sum(chunks[expert::each]) for expert in range(each))
-        return Arrived(
-            Sent(
+        return CompletedDispatch(
+            DispatchedTokens(
                 way.there(permute(x, order)), way.there(weights_of(copies, order)), Groups(counts)
             ),
             way,
@@ -159,14 +159,14 @@ class Reference:
         if order.counts.is_meta:
             return [on_host(order.counts, len(order.choices))] * self.both.size
         found: list[Sequence[int]] = (
-            gathered_again(order.counts, self.both).view(self.both.size, -1).tolist()
+            regather(order.counts, self.both).view(self.both.size, -1).tolist()
         )
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class Referred:
-    """The way back of a `Reference`."""
+class ReferenceCombiner:
+    """The way back of a `ReferenceDispatcher`."""
 
     both: Group
     order: Order
@@ -184,7 +184,7 @@ class Referred:
         rows = all_to_all(rows, self.both, send=self.sent, receive=self.received)
         return sort_chunks(rows, self.chunks, self.sorting)
 
-    def back(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """The other way round; a token's answers, and the parts of each, are one sum."""
         rows = sort_chunks(rows, *undone(self.chunks, self.sorting))
         return unpermute(

@@ -20,8 +20,8 @@ import torch
 
 from megalith.observe.flight import BACKWARD_LANE
 
-Lane = Literal["forward", "backward"]
-OTHER: dict[Lane, Lane] = {"forward": "backward", "backward": "forward"}
+DualBatchThread = Literal["forward", "backward"]
+OTHER: dict[DualBatchThread, DualBatchThread] = {"forward": "backward", "backward": "forward"}
 PATIENCE_SECONDS = 5.0
 """How long a lane that failed waits for the other to stop; it may hang in a collective that other
 ranks have left."""
@@ -32,7 +32,7 @@ class Stopped(BaseException):
     holds it up."""
 
 
-class Turns:
+class DualBatchOverlap:
     """Runs pairs of lanes; called by a lane, it hands over, and returns when it is that lane's turn
     again.
 
@@ -92,13 +92,16 @@ class _Pair:
 
     change: threading.Condition = field(default_factory=threading.Condition)
     forward_thread: int = field(default_factory=threading.get_ident)
-    turn: Lane = "forward"
-    over: set[Lane] = field(default_factory=set)
+    turn: DualBatchThread = "forward"
+    over: set[DualBatchThread] = field(default_factory=set)
     error: BaseException | None = None
     """What the first lane that failed raised."""
 
     def run(
-        self, lane: Lane, work: Callable[[], None], stream: AbstractContextManager[object]
+        self,
+        lane: DualBatchThread,
+        work: Callable[[], None],
+        stream: AbstractContextManager[object],
     ) -> None:
         """One lane from its first turn to its end."""
         try:
@@ -115,14 +118,16 @@ class _Pair:
 
     def hand_over(self) -> None:
         """Let the other lane go on, until it hands back or is over."""
-        lane: Lane = "forward" if threading.get_ident() == self.forward_thread else "backward"
+        lane: DualBatchThread = (
+            "forward" if threading.get_ident() == self.forward_thread else "backward"
+        )
         with self.change:
             if OTHER[lane] not in self.over:
                 self._give_to(OTHER[lane])
         self._await(lane)
 
     def fail(self, error: BaseException) -> None:
-        """Remember what went wrong first; the other lane stops where it hands over, or is over."""
+        """SpanHook what went wrong first; the other lane stops where it hands over, or is over."""
         with self.change:
             self.error = error if self.error is None else self.error
             self.change.notify_all()
@@ -138,11 +143,11 @@ class _Pair:
     def _failed(self) -> bool:
         return self.error is not None
 
-    def _give_to(self, lane: Lane) -> None:
+    def _give_to(self, lane: DualBatchThread) -> None:
         self.turn = lane
         self.change.notify_all()
 
-    def _await(self, lane: Lane) -> None:
+    def _await(self, lane: DualBatchThread) -> None:
         with self.change:
             self.change.wait_for(lambda: self.turn == lane or self._failed())
             if self._failed():

@@ -23,7 +23,13 @@ from typing import TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from megalith.observe.flight import Entry, Flight, Place, describe_hang, inside_torch
+from megalith.observe.flight import (
+    CollectiveRecord,
+    Flight,
+    RankSnapshot,
+    describe_hang,
+    inside_torch,
+)
 from megalith.parallel.failure import STOPPED_IN_A_HANG, Failure
 from megalith.plan.grid import Grid
 
@@ -43,7 +49,7 @@ ALARM, REPORT = "alarm", "report"
 
 
 @dataclass(slots=True)
-class Watch:
+class HangWatch:
     """Looks after one rank."""
 
     flight: Flight
@@ -66,7 +72,7 @@ class Watch:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     inside_torch: int = 0
     """Looks in a row that found the main thread in torch.distributed."""
-    on_device: Entry | None = None
+    on_device: CollectiveRecord | None = None
     """What the device was still at when this watch last looked, and the host past it."""
 
     alarms: int = 0
@@ -160,7 +166,7 @@ class Watch:
         keys = [self._key(f"place/{rank}") for rank in range(self.world)]
         wait_for(self.store, keys, patience)  # the report names those that did not answer
         told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
-        places = {place.rank: place for place in map(Place.from_json, told)}
+        places = {place.rank: place for place in map(RankSnapshot.from_json, told)}
         return describe_hang(
             places, self.world, timeout_seconds=self.timeout_seconds, where=self.where
         )
@@ -315,7 +321,7 @@ def name_rank(grid: Grid, rank: int) -> str:
 
 
 @contextmanager
-def watching(watch: Watch) -> Iterator[None]:
+def watching(watch: HangWatch) -> Iterator[None]:
     """Run the watch on a thread of its own while this lasts."""
     thread = threading.Thread(target=watch.run, name="watch", daemon=True)
     thread.start()

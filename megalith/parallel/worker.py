@@ -234,7 +234,7 @@ def machine_problem(grid: Grid, local_world: int) -> str | None:
     )
 
 
-def agree(settings: Mapping[str, object], group: Group) -> None:
+def check_consistent_settings(settings: Mapping[str, object], group: Group) -> None:
     """Make sure that all ranks were started with the same settings, before a difference becomes a
     hang.
 

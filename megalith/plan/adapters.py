@@ -8,7 +8,7 @@ from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers,
 from megalith.config.model import ModelConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.plan.costs import attention_flops, layer_flops, met, step_flops
-from megalith.plan.frozen import Seen, frozen_layer_flops, frozen_step_flops
+from megalith.plan.frozen import TokenCounts, frozen_layer_flops, frozen_step_flops
 from megalith.plan.parameters import HeldParameter, layer_parameters
 
 FROM_X = ("q", "kv", "gate", "q_down", "kv_down")
@@ -71,15 +71,15 @@ def trained_step_flops(
     what follows an adapter. A and B cost all six, but for the gradient of what A reads in that
     layer, which backward computes all the same and nobody uses.
     """
-    seen = Seen(tokens, squared_lengths, windowed)
+    seen = TokenCounts(tokens, squared_lengths, windowed)
     whole = step_flops(config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed)
     if lora is None:
         return whole if optim.trains_all() else frozen_step_flops(config, optim, seen)
     numbers = range(config.num_layers)
     rest = whole - sum(
         _layer(config, layer, seen) for layer in numbers
-    )  # head, and predictions further ahead
-    core = config.mtp.depths * _core(config, config.num_layers - 1, seen)
+    )  # head, and multi-token predictions
+    core = config.mtp.num_layers * _core(config, config.num_layers - 1, seen)
     return (
         sum(_trained_layer(config, lora, layer, seen) for layer in numbers)
         + (rest - core) * 2 // 3
@@ -97,7 +97,7 @@ def trained_layer_flops(
     squared_lengths: int,
 ) -> int:
     """The same of one layer, numbered over all stages."""
-    seen = Seen(tokens, squared_lengths, None)
+    seen = TokenCounts(tokens, squared_lengths, None)
     if lora is not None:
         return _trained_layer(config, lora, layer, seen)
     return (
@@ -107,7 +107,7 @@ def trained_layer_flops(
     )
 
 
-def _layer(config: ModelConfig, layer: int, seen: Seen) -> int:
+def _layer(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
     return layer_flops(
         config,
         layer,
@@ -117,7 +117,7 @@ def _layer(config: ModelConfig, layer: int, seen: Seen) -> int:
     )
 
 
-def _core(config: ModelConfig, layer: int, seen: Seen) -> int:
+def _core(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
     return attention_flops(
         config,
         layer,
@@ -127,7 +127,7 @@ def _core(config: ModelConfig, layer: int, seen: Seen) -> int:
     )
 
 
-def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: Seen) -> int:
+def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: TokenCounts) -> int:
     whole, core, first = (
         _layer(config, layer, seen),
         _core(config, layer, seen),

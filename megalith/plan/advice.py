@@ -12,8 +12,8 @@ from megalith.config.tree import Override, apply_overrides
 from megalith.errors import UserError
 from megalith.plan.costs import mlp_flops, step_flops
 from megalith.plan.devices import GIB, USABLE, Device
-from megalith.plan.kernels import setting_in_words
-from megalith.plan.memory import chunk_kept, memory_ledger, worst
+from megalith.plan.kernels import describe_kernel_setting
+from megalith.plan.memory import chunk_activations, memory_ledger, worst
 from megalith.plan.pairs import pairing_problems
 from megalith.plan.recompute import modules_again
 from megalith.plan.times import layer_share, work_seconds
@@ -194,7 +194,7 @@ def host_seconds(workload: Workload, device: Device) -> tuple[float, float] | No
     if work is None or not device.host_gbs:
         return None
     kept = sum(
-        chunk_kept(workload, stage, 0, accelerator=True).host for stage in workload.chunks(0)
+        chunk_activations(workload, stage, 0, accelerator=True).host for stage in workload.chunks(0)
     )
     return kept / (device.host_gbs * 1e9), work / 3 / workload.num_microbatches
 
@@ -234,7 +234,8 @@ def notes(workload: Workload, device: Device) -> list[str]:
     found += _expert_notes(workload, device)
     if switch_of(run.kernels) == "reference":
         found.append(
-            f"kernels={setting_in_words(run.kernels)}: plain definitions keep all scores, all "
+            f"kernels={describe_kernel_setting(run.kernels)}: plain definitions keep all scores, "
+            "all "
             "logits and every step "
             "between matmuls, and take longer; these figures are for kernels=auto. Use that to "
             "run as estimated."
@@ -246,7 +247,7 @@ def notes(workload: Workload, device: Device) -> list[str]:
             f"have train.seq_len={run.train.seq_len} tokens; shorter ones need fewer microbatches. "
             f"Use a smaller train.seq_len to see a usual step."
         )
-    if run.data.documents and workload.document_multiple > 1:
+    if run.data.document_masking and workload.document_multiple > 1:
         found.append(_padding_note(workload))
     return [*found, *_offload_notes(workload, device)]
 
@@ -276,7 +277,7 @@ def _expert_notes(workload: Workload, device: Device) -> list[str]:
             "parallel.pp for the "
             f"rest, where memory allows{', or parallel.overlap_experts=true' if able else ''}."
         )
-    if moe is not None and etp > 1 and moe.experts % (p.ep * etp) == 0:
+    if moe is not None and etp > 1 and moe.num_experts % (p.ep * etp) == 0:
         found.append(
             f"parallel.etp={etp} sends every row to as many ranks. Set parallel.etp=1 and "
             f"parallel.ep to {p.ep * etp}, "

@@ -11,7 +11,7 @@ from megalith.plan.grid import divisors
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BucketSlot:
     """Where one parameter's gradient lies: elements `start` to `stop` of the flat buffer."""
 
     bucket: int
@@ -38,7 +38,7 @@ class BucketPlan:
     Elements of a bucket that belong to no slot are padding and stay zero.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
     buckets: tuple[Bucket, ...]
 
     @property
@@ -48,7 +48,7 @@ class BucketPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BucketSlice:
     """What one rank owns of one parameter, when every bucket is cut into equal slices."""
 
     number: int
@@ -74,7 +74,7 @@ def slice_of(bucket: Bucket, rank: int, ranks: int) -> tuple[int, int]:
     return bucket.start + rank * length, bucket.start + (rank + 1) * length
 
 
-def owned_parts(plan: BucketPlan, places: Sequence[tuple[int, int]]) -> list[Part]:
+def local_bucket_parts(plan: BucketPlan, places: Sequence[tuple[int, int]]) -> list[BucketSlice]:
     """The parts of parameters in a rank's slices, in the order of registration; a part is never
     empty.
 
@@ -89,7 +89,7 @@ def owned_parts(plan: BucketPlan, places: Sequence[tuple[int, int]]) -> list[Par
             start, stop = max(slot.start, first), min(slot.stop, last)
             if start < stop:
                 parts.append(
-                    Part(number, index, start, stop, (start - slot.start, stop - slot.start))
+                    BucketSlice(number, index, start, stop, (start - slot.start, stop - slot.start))
                 )
     return sorted(parts, key=lambda part: part.number)
 
@@ -133,12 +133,12 @@ def plan_buckets(
         packed += _pack(
             [unit for unit in units if kinds[unit[1][0]] == kind], sizes, bucket_numel, align, alone
         )
-    slots: list[Slot | None] = [None] * len(sizes)
+    slots: list[BucketSlot | None] = [None] * len(sizes)
     buckets: list[Bucket] = []
     start = 0
     for bucket in sorted(packed, key=lambda bucket: bucket.finished):
         for number, offset in bucket.offsets.items():
-            slots[number] = Slot(len(buckets), start + offset, start + offset + sizes[number])
+            slots[number] = BucketSlot(len(buckets), start + offset, start + offset + sizes[number])
         stop = start + _round_up(bucket.length, quantum)
         buckets.append(Bucket(start, stop, tuple(bucket.offsets)))
         start = stop
@@ -256,17 +256,20 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
     """Ways to divide optimizer state, gradients and weights over `dp` ranks that cannot work: one
     text each."""
     p, problems = parallel, []
-    if p.replicas > 1 and p.zero == 0:
+    if p.dp_replicate > 1 and p.zero == 0:
         problems.append(
-            f"parallel.replicas={p.replicas} with parallel.zero={p.zero}, where every rank holds "
-            f"everything and nothing is divided. Set parallel.zero=1, or remove parallel.replicas."
+            f"parallel.dp_replicate={p.dp_replicate} with parallel.zero={p.zero}, where every rank "
+            "holds "
+            "everything and nothing is divided. Set parallel.zero=1, or remove "
+            "parallel.dp_replicate."
         )
-    elif p.replicas < 1 or dp % p.replicas:
+    elif p.dp_replicate < 1 or dp % p.dp_replicate:
         fits = divisors(dp)
         problems.append(
-            f"parallel.replicas={p.replicas} does not divide dp={dp}: each replica is an equal "
+            f"parallel.dp_replicate={p.dp_replicate} does not divide dp={dp}: each replica is an "
+            "equal "
             "number of ranks. "
-            f"Set parallel.replicas to one of {fits}."
+            f"Set parallel.dp_replicate to one of {fits}."
         )
     if p.reduce_dtype == "bf16" and p.zero == 0:
         problems.append(
@@ -276,13 +279,13 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
             "parallel.zero=1, or "
             f"parallel.reduce_dtype=fp32."
         )
-    elif p.reduce_dtype == "bf16" and dp * p.cp == p.replicas:
+    elif p.reduce_dtype == "bf16" and dp * p.cp == p.dp_replicate:
         problems.append(
             f"parallel.reduce_dtype={p.reduce_dtype} with dp={dp}, parallel.cp={p.cp} and "
-            "parallel.replicas="
-            f"{p.replicas}: one rank owns all of each gradient, so none travels in bf16. Set "
+            "parallel.dp_replicate="
+            f"{p.dp_replicate}: one rank owns all of each gradient, so none travels in bf16. Set "
             "parallel.reduce_dtype=fp32"
-            f"{'' if p.replicas == 1 else ', or parallel.replicas=1'}."
+            f"{'' if p.dp_replicate == 1 else ', or parallel.dp_replicate=1'}."
         )
     return problems
 
@@ -291,10 +294,10 @@ def zero_notes(parallel: ParallelConfig, dp: int) -> list[str]:
     """What a run over `dp` ranks says at its start when ZeRO has nothing to divide; the same run
     may start on more."""
     p = parallel
-    if p.zero == 0 or dp * p.cp > p.replicas:
+    if p.zero == 0 or dp * p.cp > p.dp_replicate:
         return []
     return [
         f"parallel.zero={p.zero} divides nothing here: with dp={dp}, parallel.cp={p.cp} and "
-        "parallel.replicas="
-        f"{p.replicas}, one rank owns everything"
+        "parallel.dp_replicate="
+        f"{p.dp_replicate}, one rank owns everything"
     ]

@@ -46,7 +46,7 @@ class Slicing:
     parallelism."""
 
     near: int = 1
-    """Neighbours that exchange heads before a ring goes across them."""
+    """Neighbors that exchange heads before a ring goes across them."""
 
 
 WHOLE = Slicing()
@@ -57,7 +57,7 @@ WHOLE = Slicing()
 class Slices:
     """Which tokens of one microbatch each rank has.
 
-    Tokens are numbered with the padding that slicing by document needs.
+    PackedSeqParams are numbered with the padding that slicing by document needs.
     """
 
     numbers: Numbers
@@ -108,7 +108,7 @@ class Slices:
         return mine if self.source is None else self.source[mine]
 
     def joined(self, near: int) -> Numbers:
-        """[ranks / near, near · t / ranks]: the tokens that each group of `near` neighbours has
+        """[ranks / near, near · t / ranks]: the tokens that each group of `near` neighbors has
         together, ascending."""
         return np.sort(self.numbers.reshape(self.ranks // near, -1), axis=1)
 
@@ -190,7 +190,7 @@ def undo(parts: NDArray[np.generic], slices: Slices) -> NDArray[np.generic]:
 # --- what sees what
 
 
-class Tile(NamedTuple):
+class KeyTile(NamedTuple):
     """Some queries, and all keys that any of them sees."""
 
     start: int
@@ -205,7 +205,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spans:
+class KeySpans:
     """Which of some keys each query sees: an interval of them, the same in each of a number of
     rows."""
 
@@ -215,7 +215,7 @@ class Spans:
     visible: Numbers
     """[queries of a row, 2]: the first key that each sees, and the one past the last."""
 
-    tiles: tuple[Tile, ...]
+    tiles: tuple[KeyTile, ...]
     """The same as work; queries that see nothing are in none."""
 
 
@@ -229,7 +229,7 @@ def plan_spans(
     window: int | None = None,
     right: int | None = None,
     chunked: bool = False,
-) -> Spans:
+) -> KeySpans:
     """What tokens number `queries` see of tokens number `keys`, both ascending, when documents
     begin at `starts` [t].
 
@@ -251,7 +251,7 @@ def plan_spans(
         )
     first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, beyond)
     visible = np.stack([first, np.maximum(first, last)], axis=1)
-    return Spans(repeats, visible, tuple(_tiles(visible, _borders(queries))))
+    return KeySpans(repeats, visible, tuple(_tiles(visible, _borders(queries))))
 
 
 @lru_cache(
@@ -263,7 +263,7 @@ def spans_of_lengths(
     *,
     causal: bool = True,
     right: int | None = None,
-) -> Spans:
+) -> KeySpans:
     """What queries see when documents of (queries, keys) lie one after the other, queries being the
     last of their keys.
 
@@ -290,21 +290,21 @@ def spans_of_lengths(
     )
 
 
-def _spans_of_whole_documents(counts: Numbers, first: Numbers, last: Numbers) -> Spans:
+def _spans_of_whole_documents(counts: Numbers, first: Numbers, last: Numbers) -> KeySpans:
     """Each document's queries see all of its keys, of which there may be fewer than queries."""
     alike = len(set(zip(counts.tolist(), (last - first).tolist()))) == 1
     repeats = len(counts) if alike else 1
     visible = np.repeat(np.stack([first, last], axis=1), counts, axis=0)[: counts.sum() // repeats]
     borders = np.unique([0, *np.cumsum(counts)[: len(counts) // repeats]]).tolist()
-    return Spans(repeats, visible, tuple(_tiles(visible, borders)))
+    return KeySpans(repeats, visible, tuple(_tiles(visible, borders)))
 
 
 def _borders(queries: Numbers) -> list[int]:
-    """Where runs of neighbouring tokens begin, and the end."""
+    """Where runs of neighboring tokens begin, and the end."""
     return [0, *(np.flatnonzero(np.diff(queries) != 1) + 1).tolist(), len(queries)]
 
 
-def _tiles(visible: Numbers, borders: Sequence[int]) -> list[Tile]:
+def _tiles(visible: Numbers, borders: Sequence[int]) -> list[KeyTile]:
     """Cut the queries into tiles; where a run of tokens ends, too, if the tile is at least half
     full or the next run sees something else."""
     cuts = [0]
@@ -339,7 +339,7 @@ def _num_scores(visible: Numbers, start: int, stop: int) -> int:
     return (stop - start) * int(visible[stop - 1, 1] - visible[start, 0])
 
 
-def _tile(visible: Numbers, start: int, stop: int) -> Tile | None:
+def _tile(visible: Numbers, start: int, stop: int) -> KeyTile | None:
     rows = visible[start:stop]
     seeing = rows[rows[:, 1] > rows[:, 0]]
     if not len(seeing):
@@ -349,8 +349,8 @@ def _tile(visible: Numbers, start: int, stop: int) -> Tile | None:
         (seeing[:, 0] == first).all() and (seeing[:, 1] == last).all()
     )
     if dense:
-        return Tile(start, stop, first, last, None)
-    return Tile(start, stop, first, last, np.clip(rows - first, 0, last - first))
+        return KeyTile(start, stop, first, last, None)
+    return KeyTile(start, stop, first, last, np.clip(rows - first, 0, last - first))
 
 
 # --- what cannot work
@@ -427,7 +427,7 @@ def _exchange_problems(parallel: ParallelConfig, model: ModelConfig) -> list[str
         problems.append(
             f"parallel.context.layers has a2a+ring, but parallel.context.kind={context.kind} makes "
             "no groups of "
-            "neighbours. Set parallel.context.kind to a2a+ring and parallel.context.a2a to one of "
+            "neighbors. Set parallel.context.kind to a2a+ring and parallel.context.a2a to one of "
             f"{_proper(cp)}."
         )
     elif context.kind == "a2a+ring" and (
@@ -435,7 +435,7 @@ def _exchange_problems(parallel: ParallelConfig, model: ModelConfig) -> list[str
     ):
         problems.append(
             f"parallel.context.a2a={context.a2a} does not divide parallel.cp={cp}: with a2a+ring "
-            "so many neighbours "
+            "so many neighbors "
             f"exchange heads. Set parallel.context.a2a to one of {_proper(cp)}."
         )
     elif context.kind != "a2a+ring" and context.a2a is not None:
@@ -488,5 +488,5 @@ def _multiple_of(model: ModelConfig, parts: int) -> int:
 
 
 def _proper(number: int) -> list[int]:
-    """Sizes that leave both a group of neighbours and a ring, if there are any."""
+    """Sizes that leave both a group of neighbors and a ring, if there are any."""
     return divisors(number)[1:-1] or divisors(number)

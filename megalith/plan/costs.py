@@ -41,7 +41,7 @@ def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
 def _held(config: ModelConfig, tp: int, rank: int) -> int:
     ends = held_parameters(config, tp=tp, tp_rank=rank, layers=(), embedding=True, loss=True)
     numel = sum(one.numel for one in ends if one.counts)
-    if config.positions == "relative" and not config.mtp.depths:  # else it is among the ends
+    if config.positions == "relative" and not config.mtp.num_layers:  # else it is among the ends
         numel += bias_table(config, tp=tp, tp_rank=rank).numel
     numel += sum(one.numel for one in memory_norm(config))
     for first, count in _kinds(config).items():
@@ -55,14 +55,14 @@ def active_parameters(config: ModelConfig) -> int:
     moe, last = config.moe, config.num_layers - 1
     if moe is None:
         return num_parameters(config)
-    layers = [*range(config.num_layers), *[last] * config.mtp.depths]
+    layers = [*range(config.num_layers), *[last] * config.mtp.num_layers]
     routed = sum(
         one.numel
         for layer in layers
         for one in layer_parameters(config, layer)
         if one.grid == "expert"
     )
-    return num_parameters(config) - routed // moe.experts * (moe.experts - moe.top_k)
+    return num_parameters(config) - routed // moe.num_experts * (moe.num_experts - moe.top_k)
 
 
 def _kinds(config: ModelConfig) -> dict[int, int]:
@@ -70,7 +70,7 @@ def _kinds(config: ModelConfig) -> dict[int, int]:
     firsts: dict[tuple[ModelConfig, bool, bool], int] = {}
     counts: Counter[int] = Counter()
     for layer in range(config.num_layers):
-        kind = config.at(layer), config.has_experts(layer), config.looks(layer)
+        kind = config.at(layer), config.has_experts(layer), config.uses_cross_layer_source(layer)
         counts[firsts.setdefault(kind, layer)] += 1
     return counts
 
@@ -96,9 +96,9 @@ def step_flops(
     before it is trained (plan/adapters.py). Source: Narayanan et al. 2021, arXiv:2104.04473,
     appendix; there attention is counted whole.
     """
-    seen = _Seen(tokens, squared_lengths, windowed)
+    seen = _DocumentCounts(tokens, squared_lengths, windowed)
     layers = sum(_layer_flops(config, layer, seen) for layer in range(config.num_layers))
-    return layers + _further_flops(config, seen) + head_flops(config, tokens)
+    return layers + _mtp_flops(config, seen) + head_flops(config, tokens)
 
 
 def layer_flops(
@@ -110,7 +110,7 @@ def layer_flops(
     windowed: int | None = None,
 ) -> int:
     """The same of one layer, numbered over all stages."""
-    return _layer_flops(config, layer, _Seen(tokens, squared_lengths, windowed))
+    return _layer_flops(config, layer, _DocumentCounts(tokens, squared_lengths, windowed))
 
 
 def head_flops(config: ModelConfig, tokens: int) -> int:
@@ -128,7 +128,7 @@ def attention_flops(
 ) -> int:
     """The same of one layer's scores and their products with values: 6 · pairs · n · (d + d_v);
     once more, without a window, in a layer that looks at the memory."""
-    return _core_flops(config, layer, _Seen(tokens, squared_lengths, windowed))
+    return _core_flops(config, layer, _DocumentCounts(tokens, squared_lengths, windowed))
 
 
 def latent_flops(
@@ -188,7 +188,7 @@ def pairs_seen(length: int, kind: AttentionConfig) -> int:
     return (before + pairs_in_window(length, kind.window_right + 1)) // 2
 
 
-class _Seen(NamedTuple):
+class _DocumentCounts(NamedTuple):
     """Some documents."""
 
     tokens: int
@@ -206,15 +206,15 @@ class _Seen(NamedTuple):
         return min(self.squared_lengths, round(pairs * self.tokens / typical))
 
 
-def _layer_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
+def _layer_flops(config: ModelConfig, layer: int, seen: _DocumentCounts) -> int:
     return 6 * seen.tokens * _matrices(config, layer) + _core_flops(config, layer, seen)
 
 
-def _further_flops(config: ModelConfig, seen: _Seen) -> int:
+def _mtp_flops(config: ModelConfig, seen: _DocumentCounts) -> int:
     """What multi-token prediction adds."""
     h, last = config.hidden_size, config.num_layers - 1
     own = 6 * seen.tokens * 2 * h * h + head_flops(config, seen.tokens)
-    return config.mtp.depths * (own + _layer_flops(config, last, seen))
+    return config.mtp.num_layers * (own + _layer_flops(config, last, seen))
 
 
 def _matrices(config: ModelConfig, layer: int, inside: str = "") -> int:
@@ -229,14 +229,14 @@ def met(config: ModelConfig, one: HeldParameter) -> int:
     to."""
     if config.moe is None or one.grid == "dense":
         return one.numel
-    return one.numel // config.moe.experts * config.moe.top_k
+    return one.numel // config.moe.num_experts * config.moe.top_k
 
 
-def _core_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
+def _core_flops(config: ModelConfig, layer: int, seen: _DocumentCounts) -> int:
     own = seen.doubled_pairs(config.attention if config.has_window(layer) else None)
     pairs = own * (config.attention_part(layer) == "full") + seen.doubled_pairs(
         None
-    ) * config.looks(layer)
+    ) * config.uses_cross_layer_source(layer)
     pairs = pairs if config.attention.causal else 2 * pairs
     return 3 * pairs * config.num_heads * (config.key_size() + config.value_size())
 
@@ -252,7 +252,7 @@ def tflops_per_device(flops: float, *, seconds: float, devices: int) -> float:
     return flops / (seconds * devices * 1e12)
 
 
-def model_flops_utilisation(
+def model_flops_utilization(
     flops: float, *, seconds: float, devices: int, peak_tflops: float
 ) -> float:
     """MFU: the part of the devices' peak rate that went into useful operations.
@@ -283,8 +283,8 @@ CHUNK_LOGITS = 1 << 21
 """Logits that the head of one rank forms at once: 8 MiB in fp32, which stay in cache."""
 
 CHUNK_TOKENS = 512
-"""Tokens that it takes at once at least, because each chunk passes once over dw, which is as large
-as the head.
+"""PackedSeqParams that it takes at once at least, because each chunk passes once over dw, which is
+as large as the head.
 
 Measured at vocabularies of 4,096 and 32,000 on one core: within 2 % of the best chunk, and 11 to 31
 % faster than 64 tokens.
@@ -292,12 +292,12 @@ Measured at vocabularies of 4,096 and 32,000 on one core: within 2 % of the best
 
 
 def loss_chunk(vocab_size: int, *, ranks: int) -> int:
-    """Tokens whose logits the head forms at once, its vocabulary split over `ranks`; the same
-    number on all of them."""
+    """PackedSeqParams whose logits the head forms at once, its vocabulary split over `ranks`;
+    the same number on all of them."""
     return max(CHUNK_TOKENS, CHUNK_LOGITS * ranks // vocab_size)
 
 
 def tokens_of_loss(run: TrainRun) -> int:
-    """Tokens whose logits a run has at a time."""
+    """PackedSeqParams whose logits a run has at a time."""
     chunk = run.train.loss_chunk
     return loss_chunk(run.model.vocab_size, ranks=run.parallel.tp) if chunk is None else chunk

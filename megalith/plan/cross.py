@@ -53,16 +53,17 @@ def _kind_problems(model: ModelConfig, own: CrossConfig) -> Iterator[str]:
             "values per head. Remove "
             f"model.mla, or model.cross."
         )
-    if model.mtp.depths > 0:
+    if model.mtp.num_layers > 0:
         yield (
-            f"{given} with model.mtp.depths={model.mtp.depths}: layers that predict further ahead "
+            f"{given} with model.mtp.num_layers={model.mtp.num_layers}: MTP layers "
             "read other tokens "
-            f"than the memory has. Set model.mtp.depths=0, or remove model.cross."
+            f"than the memory has. Set model.mtp.num_layers=0, or remove model.cross."
         )
     lacking = [
         layer
         for layer in range(own.memory, model.num_layers)
-        if model.looks(layer) and "none" in (model.attention_part(layer), model.mlp_part(layer))
+        if model.uses_cross_layer_source(layer)
+        and "none" in (model.attention_part(layer), model.mlp_part(layer))
     ]
     if lacking:
         yield (

@@ -26,7 +26,8 @@ from megalith.plan.fill import fill_in_order
 from megalith.plan.schedule import pipeline_in_use, schedule_name, schedule_problems
 
 FILLER = 64
-"""Tokens of a document of filler: attention to what nobody reads then costs next to nothing."""
+"""PackedSeqParams of a document of filler: attention to what nobody reads then costs next to
+nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def document_cost(model: ModelConfig) -> DocumentCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class BatchAssignment:
     """Which documents of a step share a pack, and which rank has it."""
 
     packs: tuple[tuple[int, ...], ...]
@@ -116,10 +117,10 @@ class Budget:
     """What decides how the documents of a step are packed and dealt, besides their lengths."""
 
     capacity: int
-    """Tokens of a pack, over the ranks that share it."""
+    """PackedSeqParams of a pack, over the ranks that share it."""
 
     longest: int
-    """Tokens of a document at most."""
+    """PackedSeqParams of a document at most."""
 
     multiple: int = 1
     """What every document is padded to a multiple of."""
@@ -129,10 +130,12 @@ class Budget:
     pp: int = 1
 
     def padded(self, length: int) -> int:
-        """Tokens that a document takes of a pack."""
+        """PackedSeqParams that a document takes of a pack."""
         return length + -length % self.multiple
 
-    def deal(self, lengths: Sequence[int], dp: int, *, forward_only: bool = False) -> Deal:
+    def assign_batches(
+        self, lengths: Sequence[int], dp: int, *, forward_only: bool = False
+    ) -> BatchAssignment:
         """Pack documents in order and deal the packs to `dp` ranks; a pure function of its
         arguments.
 
@@ -151,7 +154,7 @@ class Budget:
         )
         costs = [self.cost(length) for length in lengths]
         packs = _divided(packs, costs, count * dp)
-        return _dealt(packs, [sum(costs[number] for number in pack) for pack in packs], dp)
+        return _assign_packs(packs, [sum(costs[number] for number in pack) for pack in packs], dp)
 
     def filler(self, length: int) -> tuple[int, ...]:
         """The lengths of the documents that fill `length` tokens up."""
@@ -185,7 +188,7 @@ def _halves(pack: tuple[int, ...], costs: Sequence[int]) -> tuple[tuple[int, ...
     return pack[:cut], pack[cut:]
 
 
-def _dealt(packs: list[tuple[int, ...]], costs: list[int], dp: int) -> Deal:
+def _assign_packs(packs: list[tuple[int, ...]], costs: list[int], dp: int) -> BatchAssignment:
     """Microbatch after microbatch, costliest first, to the ranks in the order of how little they
     have so far.
 
@@ -200,16 +203,16 @@ def _dealt(packs: list[tuple[int, ...]], costs: list[int], dp: int) -> Deal:
         for rank, number in zip(ranks, order[start : start + dp], strict=True):
             totals[rank] += costs[number]
             places[start + rank] = number
-    return Deal(tuple(packs[number] for number in places), dp, tuple(totals))
+    return BatchAssignment(tuple(packs[number] for number in places), dp, tuple(totals))
 
 
-def deal_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> list[list[int]]:
+def assign_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> list[list[int]]:
     """Rows that are full already, `rows` to a microbatch: those of microbatch m and rank r at m ·
     dp + r.
 
     In order, or `balanced` as packs are.
 
-    >>> deal_rows([9, 1, 8, 2], dp=2, rows=1, balanced=True)
+    >>> assign_rows([9, 1, 8, 2], dp=2, rows=1, balanced=True)
     [[0], [2], [1], [3]]
 
     Raises:
@@ -222,7 +225,7 @@ def deal_rows(costs: Sequence[int], *, dp: int, rows: int, balanced: bool) -> li
         )
     if not balanced:
         return [list(range(start, start + rows)) for start in range(0, len(costs), rows)]
-    single = _dealt([(number,) for number in range(len(costs))], list(costs), dp)
+    single = _assign_packs([(number,) for number in range(len(costs))], list(costs), dp)
     each = [[pack[0] for pack in single.of(rank)] for rank in range(dp)]
     return [
         each[rank][start : start + rows]
@@ -343,7 +346,7 @@ def _rows_problems(train: LoopConfig, data: DataConfig) -> list[str]:
 
 def _other_kinds(data: DataConfig, usual: DataConfig) -> Iterator[str]:
     """Settings of rows, which whole documents have no use for."""
-    for field_name in ("documents", "eod_mask_loss", "keep_partial_valid", "sampler"):
+    for field_name in ("document_masking", "eod_mask_loss", "keep_partial_valid", "sampler"):
         value = getattr(data, field_name)
         if value != getattr(usual, field_name) and not data.sft.used():  # of which there is a rule
             yield (

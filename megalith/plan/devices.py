@@ -48,9 +48,9 @@ DEVICES = {
         name="b200", host_gbs=55, memory=178 * GIB, tflops=2250, near_gbs=900, far_gbs=50
     ),
 }
-"""SXM modules with one network interface each. Rates are the makers' dense ones (their "sparse"
-figures are twice these); memory is what torch reports of the 80, 80, 141 and 180 GB on the
-label."""
+"""SXM modules with one network interface each. ParameterRates are the makers' dense ones (their
+"sparse" figures are twice these); memory is what torch reports of the 80, 80, 141 and 180 GB on
+the label."""
 
 MOST_GIB = 1 << 20
 """Of one device: a PiB is more than anything that is built, and a slip of the finger."""

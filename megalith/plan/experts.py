@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, has_balance_losses
+from megalith.config.moe import AuxLossConfig, MoEConfig, has_aux_losses
 from megalith.config.parallel import ParallelConfig
 from megalith.plan.grid import (
     Grid,
@@ -36,15 +36,15 @@ def moe_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
 def moe_count_problems(moe: MoEConfig) -> list[str]:
     """Counts below 1."""
     counts = {
-        "experts": moe.experts,
+        "num_experts": moe.num_experts,
         "top_k": moe.top_k,
         "ffn_hidden_size": moe.ffn_hidden_size,
         "shared_ffn_hidden_size": moe.shared_ffn_hidden_size,
         "latent_size": moe.latent_size,
-        "router.groups": moe.router.groups,
-        "router.top_groups": moe.router.top_groups,
+        "router.num_groups": moe.router.num_groups,
+        "router.topk_groups": moe.router.topk_groups,
     }
-    unset = {"shared_ffn_hidden_size", "latent_size", "router.groups", "router.top_groups"}
+    unset = {"shared_ffn_hidden_size", "latent_size", "router.num_groups", "router.topk_groups"}
     return [
         f"model.moe.{name}={value} must be at least 1. Use 1 or "
         f"more{', or null for none' if name in unset else ''}."
@@ -55,9 +55,9 @@ def moe_count_problems(moe: MoEConfig) -> list[str]:
 
 def moe_number_problems(moe: MoEConfig) -> list[str]:
     """Numbers out of their range, nan and infinity among them."""
-    losses = [field.name for field in fields(BalanceConfig) if field.name != "quantile_ema"]
-    weights = {f"balance.{name}": getattr(moe.balance, name) for name in losses} | {
-        "router.forced_bias": moe.router.forced_bias
+    losses = [field.name for field in fields(AuxLossConfig) if field.name != "quantile_ema"]
+    weights = {f"aux_loss.{name}": getattr(moe.aux_loss, name) for name in losses} | {
+        "router.force_biased": moe.router.force_biased
     }
     problems = [
         f"model.moe.{name}={value} must be a finite number of at least 0. Use 0.01, or 0 to leave "
@@ -66,8 +66,8 @@ def moe_number_problems(moe: MoEConfig) -> list[str]:
         if not isinstance(value, bool) and not 0 <= value < math.inf
     ]
     above = {
-        "router.scale": (moe.router.scale, 1.0),
-        "router.balancing_rate": (moe.router.balancing_rate, 1e-3),
+        "router.routed_scaling_factor": (moe.router.routed_scaling_factor, 1.0),
+        "router.expert_bias_update_rate": (moe.router.expert_bias_update_rate, 1e-3),
         "capacity.factor": (moe.capacity.factor, 1.25),
     }
     problems += [
@@ -77,7 +77,7 @@ def moe_number_problems(moe: MoEConfig) -> list[str]:
     ]
     shares = {
         "router.jitter": (moe.router.jitter, 0.01),
-        "balance.quantile_ema": (moe.balance.quantile_ema, 0.9),
+        "aux_loss.quantile_ema": (moe.aux_loss.quantile_ema, 0.9),
     }
     problems += [
         f"model.moe.{name}={value} must be at least 0 and below 1. Use {usual}."
@@ -92,77 +92,79 @@ def moe_number_problems(moe: MoEConfig) -> list[str]:
 
 def tokens_choose_among_all(moe: MoEConfig) -> str | None:
     """No token goes to more experts than there are."""
-    if moe.top_k <= moe.experts:
+    if moe.top_k <= moe.num_experts:
         return None
     return (
-        f"model.moe.top_k={moe.top_k} is more than model.moe.experts={moe.experts}. Set "
+        f"model.moe.top_k={moe.top_k} is more than model.moe.num_experts={moe.num_experts}. Set "
         "model.moe.top_k to "
-        f"{moe.experts} or less."
+        f"{moe.num_experts} or less."
     )
 
 
 def one_choice_has_a_weight(moe: MoEConfig) -> str | None:
     """A single weight divided by itself is 1, and the router would never learn."""
-    if moe.top_k > 1 or not moe.router.renormalise:
+    if moe.top_k > 1 or not moe.router.norm_topk_prob:
         return None
     return (
-        f"model.moe.top_k={moe.top_k} with model.moe.router.renormalise=true: the weight of a "
+        f"model.moe.top_k={moe.top_k} with model.moe.router.norm_topk_prob=true: the weight of a "
         "single expert would "
-        f"always be 1, and the router have no gradient. Set model.moe.router.renormalise=false."
+        f"always be 1, and the router have no gradient. Set model.moe.router.norm_topk_prob=false."
     )
 
 
 def biases_move_single_scores(moe: MoEConfig) -> str | None:
     """Balancing biases belong to scores that do not depend on one another."""
-    if not moe.router.balancing_bias or moe.router.score != "softmax":
+    if not moe.router.expert_bias or moe.router.score != "softmax":
         return None
     return (
-        f"model.moe.router.balancing_bias=true with model.moe.router.score={moe.router.score}: a "
+        f"model.moe.router.expert_bias=true with model.moe.router.score={moe.router.score}: a "
         "bias is added to each "
         f"expert's own score. Set model.moe.router.score to one of sigmoid, sqrt_softplus, or "
-        f"model.moe.router.balancing_bias=false."
+        f"model.moe.router.expert_bias=false."
     )
 
 
 def groups_are_whole(moe: MoEConfig) -> str | None:
     """Groups come with how many of them are chosen, and are of one size."""
-    groups, chosen = moe.router.groups, moe.router.top_groups
+    groups, chosen = moe.router.num_groups, moe.router.topk_groups
     if groups is None and chosen is None:
         return None
     if groups is None or chosen is None:
         return (
-            f"model.moe.router.groups={_null(groups)} with "
-            f"model.moe.router.top_groups={_null(chosen)}: set both, as 8 "
+            f"model.moe.router.num_groups={_null(groups)} with "
+            f"model.moe.router.topk_groups={_null(chosen)}: set both, as 8 "
             f"and 4, or neither."
         )
-    if moe.experts % groups:
+    if moe.num_experts % groups:
         return (
-            f"model.moe.router.groups={groups} does not divide model.moe.experts={moe.experts}: "
+            f"model.moe.router.num_groups={groups} does not divide "
+            f"model.moe.num_experts={moe.num_experts}: "
             "groups have equally "
-            f"many experts. Set model.moe.router.groups to one of {divisors(moe.experts)}."
+            f"many experts. Set model.moe.router.num_groups to one of {divisors(moe.num_experts)}."
         )
     if chosen > groups:
         return (
-            f"model.moe.router.top_groups={chosen} is more than model.moe.router.groups={groups}. "
+            f"model.moe.router.topk_groups={chosen} is more than "
+            f"model.moe.router.num_groups={groups}. "
             f"Set it to {groups} or less."
         )
     return _groups_have_enough(moe, groups, chosen)
 
 
 def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
-    each = moe.experts // groups
+    each = moe.num_experts // groups
     if chosen * each < moe.top_k:
         return (
-            f"model.moe.top_k={moe.top_k} experts are not in model.moe.router.top_groups={chosen} "
+            f"model.moe.top_k={moe.top_k} experts are not in model.moe.router.topk_groups={chosen} "
             f"groups of {each}. "
-            f"Set model.moe.router.top_groups to {-(-moe.top_k // each)} or more."
+            f"Set model.moe.router.topk_groups to {-(-moe.top_k // each)} or more."
         )
     if moe.router.group_score == "top" and moe.top_k % chosen:
         fits = [n for n in divisors(moe.top_k) if n <= groups and n * each >= moe.top_k]
         return (
-            f"model.moe.router.top_groups={chosen} does not divide model.moe.top_k={moe.top_k}: a "
+            f"model.moe.router.topk_groups={chosen} does not divide model.moe.top_k={moe.top_k}: a "
             "group is judged by "
-            "its best top_k / top_groups experts. Set model.moe.router.top_groups to one of "
+            "its best top_k / topk_groups experts. Set model.moe.router.topk_groups to one of "
             f"{fits}, or model.moe.router.group_score=max."
         )
     return None
@@ -170,60 +172,61 @@ def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
 
 def plans_go_alone(moe: MoEConfig) -> str | None:
     """What makes use equal by itself needs no help, and knows of no groups."""
-    chosen = [name for name in ("sinkhorn", "quantile") if getattr(moe.balance, name)]
+    chosen = [name for name in ("sinkhorn", "quantile") if getattr(moe.aux_loss, name)]
     if not chosen:
         return None
     losses = {
-        f"balance.{name}": getattr(moe.balance, name)
-        for name in ("sequence", "batch", "global_batch")
+        f"aux_loss.{name}": getattr(moe.aux_loss, name)
+        for name in ("sequence_coeff", "batch_coeff", "global_batch_coeff")
     }
     odd = {name: value for name, value in losses.items() if value}
-    odd |= {"balance.quantile": "true"} if len(chosen) > 1 else {}
-    odd |= {"router.groups": moe.router.groups} if moe.router.groups is not None else {}
-    odd |= {"router.balancing_bias": "true"} if moe.router.balancing_bias else {}
+    odd |= {"aux_loss.quantile": "true"} if len(chosen) > 1 else {}
+    odd |= {"router.num_groups": moe.router.num_groups} if moe.router.num_groups is not None else {}
+    odd |= {"router.expert_bias": "true"} if moe.router.expert_bias else {}
     odd |= {"capacity.factor": moe.capacity.factor} if moe.capacity.factor is not None else {}
     if not odd:
         return None
     given = ", ".join(f"model.moe.{name}={value}" for name, value in odd.items())
     return (
-        f"{given} with model.moe.balance.{chosen[0]}=true: it makes experts equally busy by "
+        f"{given} with model.moe.aux_loss.{chosen[0]}=true: it makes experts equally busy by "
         "itself, of all experts. "
-        f"Remove {'them' if len(odd) > 1 else 'it'}, or set model.moe.balance.{chosen[0]}=false."
+        f"Remove {'them' if len(odd) > 1 else 'it'}, or set model.moe.aux_loss.{chosen[0]}=false."
     )
 
 
 def offsets_leave_a_choice(moe: MoEConfig) -> str | None:
     """Where tokens go to all experts, none is wanted more than the next."""
-    if not moe.balance.quantile or moe.top_k < moe.experts:
+    if not moe.aux_loss.quantile or moe.top_k < moe.num_experts:
         return None
     return (
-        f"model.moe.balance.quantile=true with model.moe.top_k={moe.top_k} of "
-        f"model.moe.experts={moe.experts}: tokens "
-        "go to all experts already. Set model.moe.balance.quantile=false, or model.moe.top_k to "
+        f"model.moe.aux_loss.quantile=true with model.moe.top_k={moe.top_k} of "
+        f"model.moe.num_experts={moe.num_experts}: tokens "
+        "go to all experts already. Set model.moe.aux_loss.quantile=false, or model.moe.top_k to "
         "less."
     )
 
 
 def inputs_have_one_weight(moe: MoEConfig) -> str | None:
     """A token that is weighed before its expert goes to one."""
-    if not moe.weigh_input or moe.top_k == 1:
+    if not moe.apply_router_weight_on_input or moe.top_k == 1:
         return None
     return (
-        f"model.moe.weigh_input=true with model.moe.top_k={moe.top_k}: a token is multiplied by "
+        f"model.moe.apply_router_weight_on_input=true with model.moe.top_k={moe.top_k}: a token is "
+        "multiplied by "
         "the weight of its one "
-        f"expert. Set model.moe.top_k=1, or model.moe.weigh_input=false."
+        f"expert. Set model.moe.top_k=1, or model.moe.apply_router_weight_on_input=false."
     )
 
 
 def noises_of_one_kind(moe: MoEConfig) -> str | None:
     """Experts cannot be made equally and unequally busy at once."""
-    if not moe.router.forced_balance or moe.router.forced_bias == 0:
+    if not moe.router.force_load_balancing or moe.router.force_biased == 0:
         return None
     return (
-        "model.moe.router.forced_balance=true with "
-        f"model.moe.router.forced_bias={moe.router.forced_bias}: one makes "
-        "experts equally busy, the other does not. Set model.moe.router.forced_bias=0, or "
-        "forced_balance=false."
+        "model.moe.router.force_load_balancing=true with "
+        f"model.moe.router.force_biased={moe.router.force_biased}: one makes "
+        "experts equally busy, the other does not. Set model.moe.router.force_biased=0, or "
+        "force_load_balancing=false."
     )
 
 
@@ -255,7 +258,7 @@ OF_TRAINING: tuple[Rule, ...] = (
     offsets_leave_a_choice,
     noises_of_one_kind,
 )
-"""Those of routers that learn: one that has learnt, or is not to, computes all the same."""
+"""Those of routers that learn: one that has learned, or is not to, computes all the same."""
 
 
 # --- ranks
@@ -279,7 +282,7 @@ def expert_layout_problems(
         _biases_are_whole(moe, etp),
     ]
     checks += [_filler_is_sent(moe, p), *transport_problems(p.dispatcher)]
-    checks += [_replicas_divide(p, grid)] if p.replicas > 1 else []
+    checks += [_replicas_divide(p, grid)] if p.dp_replicate > 1 else []
     checks += [_tokens_are_divided(p)] if trains else []
     problems = [text for text in checks if text is not None]
     if world % (p.tp * p.cp * p.pp):
@@ -290,7 +293,7 @@ def expert_layout_problems(
 
 
 def _experts_are_there(p: ParallelConfig) -> list[str]:
-    given = {"ep": (p.ep, 1), "etp": (p.etp, None), "dispatcher": (p.dispatcher, "exchange")}
+    given = {"ep": (p.ep, 1), "etp": (p.etp, None), "dispatcher": (p.dispatcher, "alltoall")}
     odd = [f"parallel.{name}={value}" for name, (value, usual) in given.items() if value != usual]
     if not odd:
         return []
@@ -301,11 +304,12 @@ def _experts_are_there(p: ParallelConfig) -> list[str]:
 
 
 def _experts_divide(moe: MoEConfig, ep: int) -> str | None:
-    if moe.experts % ep == 0:
+    if moe.num_experts % ep == 0:
         return None
     return (
-        f"parallel.ep={ep} does not divide model.moe.experts={moe.experts}: every rank has equally "
-        f"many. Set parallel.ep to one of {divisors(moe.experts)}."
+        f"parallel.ep={ep} does not divide model.moe.num_experts={moe.num_experts}: every rank has "
+        "equally "
+        f"many. Set parallel.ep to one of {divisors(moe.num_experts)}."
     )
 
 
@@ -329,23 +333,24 @@ def _biases_are_whole(moe: MoEConfig, etp: int) -> str | None:
 
 
 def _filler_is_sent(moe: MoEConfig, p: ParallelConfig) -> str | None:
-    if not moe.capacity.pad or p.dispatcher == "exchange":
+    if not moe.capacity.pad or p.dispatcher == "alltoall":
         return None
     return (
         f"parallel.dispatcher={p.dispatcher} with model.moe.capacity.pad=true: only an exchange "
-        "sends filler to experts that too few chose. Set parallel.dispatcher=exchange, or "
+        "sends filler to experts that too few chose. Set parallel.dispatcher=alltoall, or "
         "model.moe.capacity.pad=false."
     )
 
 
 def _replicas_divide(p: ParallelConfig, grid: Grid) -> str | None:
     edp = grid.size("edp")
-    if edp % p.replicas == 0:
+    if edp % p.dp_replicate == 0:
         return None
     return (
-        f"parallel.replicas={p.replicas} does not divide the {edp} ranks that hold the same "
+        f"parallel.dp_replicate={p.dp_replicate} does not divide the {edp} ranks that hold the "
+        "same "
         "experts (edp). "
-        f"Set parallel.replicas to one of {divisors(edp)}, or parallel.ep to less than {p.ep}."
+        f"Set parallel.dp_replicate to one of {divisors(edp)}, or parallel.ep to less than {p.ep}."
     )
 
 
@@ -374,11 +379,11 @@ def balance_notes(model: ModelConfig) -> list[str]:
 
 def _forced_notes(moe: MoEConfig) -> list[str]:
     forced = {
-        "forced_balance=true": moe.router.forced_balance,
-        "forced_bias": moe.router.forced_bias > 0,
+        "force_load_balancing=true": moe.router.force_load_balancing,
+        "force_biased": moe.router.force_biased > 0,
     }
     said = [
-        name if "=" in name else f"{name}={moe.router.forced_bias}"
+        name if "=" in name else f"{name}={moe.router.force_biased}"
         for name, given in forced.items()
         if given
     ]
@@ -390,40 +395,42 @@ def _forced_notes(moe: MoEConfig) -> list[str]:
 
 
 def _coarse_notes(moe: MoEConfig) -> list[str]:
-    if moe.router.dtype != "model" or moe.experts < FEW_EXPERTS:
+    if moe.router.dtype != "model" or moe.num_experts < FEW_EXPERTS:
         return []
     return [
-        f"model.moe.router.dtype=model: in bf16 logits of {moe.experts} experts are often equal, "
+        f"model.moe.router.dtype=model: in bf16 logits of {moe.num_experts} experts are often "
+        "equal, "
         "and who is chosen is "
         f"up to their order: set model.moe.router.dtype=fp32"
     ]
 
 
 def _single_notes(moe: MoEConfig) -> list[str]:
-    if moe.experts == 1 or one_choice_has_a_weight(moe) is None:
+    if moe.num_experts == 1 or one_choice_has_a_weight(moe) is None:
         return []
     return [
-        "model.moe.top_k=1 with model.moe.router.renormalise=true: the weight of a single expert "
+        "model.moe.top_k=1 with model.moe.router.norm_topk_prob=true: the weight of a single "
+        "expert "
         "is always 1, as in "
         "the code of others for such a model, and its loss gives routers no gradient: only "
-        "balance.* move them"
+        "aux_loss.* move them"
     ]
 
 
 def _idle_notes(moe: MoEConfig) -> list[str]:
-    chance = moe.router.forced_balance or moe.router.forced_bias > 0
+    chance = moe.router.force_load_balancing or moe.router.force_biased > 0
     kept = (
-        moe.router.balancing_bias
-        or moe.balance.sinkhorn
-        or moe.balance.quantile
-        or has_balance_losses(moe.balance)
+        moe.router.expert_bias
+        or moe.aux_loss.sinkhorn
+        or moe.aux_loss.quantile
+        or has_aux_losses(moe.aux_loss)
     )
-    if moe.experts == 1 or chance or kept:
+    if moe.num_experts == 1 or chance or kept:
         return []
     return [
         "nothing keeps the experts equally busy, and few of them may end up with all tokens: set "
-        "model.moe.balance.batch=0.01, or with router.score=sigmoid "
-        "model.moe.router.balancing_bias=true"
+        "model.moe.aux_loss.batch_coeff=0.01, or with router.score=sigmoid "
+        "model.moe.router.expert_bias=true"
     ]
 
 
@@ -433,9 +440,9 @@ def _idle_notes(moe: MoEConfig) -> list[str]:
 def router_text(moe: MoEConfig) -> str:
     """How tokens choose experts, what balances these, and whom they refuse.
 
-    >>> balanced = BalanceConfig(batch=0.01)
-    >>> print(*router_text(MoEConfig(experts=8, ffn_hidden_size=4, balance=balanced)).split("; "))
-    softmax scores in fp32, weights renormalised balanced by balance.batch=0.01 nobody is refused
+    >>> balanced = AuxLossConfig(batch_coeff=0.01)
+    >>> router_text(MoEConfig(num_experts=8, ffn_hidden_size=4, aux_loss=balanced)).split("; ")[1]
+    'balanced by aux_loss.batch_coeff=0.01'
     """
     router, capacity = moe.router, moe.capacity
     how = [
@@ -443,18 +450,20 @@ def router_text(moe: MoEConfig) -> str:
         f"{'the dtype of the model' if router.dtype == 'model' else router.dtype}"
     ]
     how += (
-        [f"of the best {router.top_groups} of {router.groups} groups"]
-        if router.groups is not None
+        [f"of the best {router.topk_groups} of {router.num_groups} groups"]
+        if router.num_groups is not None
         else []
     )
-    how += ["weights renormalised" if router.renormalise else "weights as scored"]
-    how[-1] += f" times {router.scale:g}" if router.scale != 1.0 else ""
+    how += ["weights renormalized" if router.norm_topk_prob else "weights as scored"]
+    how[-1] += (
+        f" times {router.routed_scaling_factor:g}" if router.routed_scaling_factor != 1.0 else ""
+    )
     how += [
         f"{name}={value:g}"
-        for name in ("jitter", "forced_bias")
+        for name in ("jitter", "force_biased")
         if (value := getattr(router, name)) > 0
     ]
-    how += ["at random (forced_balance)"] if router.forced_balance else []
+    how += ["at random (force_load_balancing)"] if router.force_load_balancing else []
     refused = "nobody is refused"
     if capacity.factor is not None:
         who = "those of least weight" if capacity.drop == "least" else "the last"
@@ -463,10 +472,15 @@ def router_text(moe: MoEConfig) -> str:
 
 
 def _balanced_by(moe: MoEConfig) -> list[str]:
-    losses = {name: getattr(moe.balance, name) for name in ("sequence", "batch", "global_batch")}
-    found = [f"balance.{name}={weight:g}" for name, weight in losses.items() if weight > 0]
-    found += [f"balance.{name}" for name in ("sinkhorn", "quantile") if getattr(moe.balance, name)]
-    return found + (["router.balancing_bias"] if moe.router.balancing_bias else [])
+    losses = {
+        name: getattr(moe.aux_loss, name)
+        for name in ("sequence_coeff", "batch_coeff", "global_batch_coeff")
+    }
+    found = [f"aux_loss.{name}={weight:g}" for name, weight in losses.items() if weight > 0]
+    found += [
+        f"aux_loss.{name}" for name in ("sinkhorn", "quantile") if getattr(moe.aux_loss, name)
+    ]
+    return found + (["router.expert_bias"] if moe.router.expert_bias else [])
 
 
 def _null(value: int | None) -> str:

@@ -44,7 +44,7 @@ OF_EXPERTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("edp",), "hold the same of experts, and sum its gradients"),
     (("edp_shard",), "divide what ZeRO divides of experts"),
 )
-"""Spans of axes, and what the ranks of such a group do together."""
+"""KeySpans of axes, and what the ranks of such a group do together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class AxisRow:
     axis: str
     size: int
     stride: int
-    """Rank numbers between neighbours."""
+    """Rank numbers between neighbors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class StageRow:
     flops_share: float
     """Of the step's matrix work; all stages together 1."""
 
-    further: int = 0
-    """Layers that predict further ahead."""
+    num_mtp_layers: int = 0
+    """MTP layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def kind_text(model: ModelConfig) -> str:
     words.append(positions.get(model.positions, f"{model.positions} positions"))
     words.append(f"{'gated ' * model.gated}{model.activation}")
     words += [*_mixture_text(model), *_cross_text(model), *_unlike_text(model)]
-    words += [f"{model.mtp.depths} further predictions"] if model.mtp.depths else []
+    words += [f"{model.mtp.num_layers} multi-token predictions"] if model.mtp.num_layers else []
     return ", ".join(words + (["dropout"] if model.dropout.drops() else []))
 
 
@@ -248,7 +248,7 @@ def _mixture_text(model: ModelConfig) -> Iterator[str]:
         return
     count = sum(model.has_experts(layer) for layer in range(layers))
     where = "" if count == layers else f" in {count} of {layers} layers"
-    yield f"{moe.top_k} of {moe.experts} experts of {moe.ffn_hidden_size} features{where}"
+    yield f"{moe.top_k} of {moe.num_experts} experts of {moe.ffn_hidden_size} features{where}"
     if moe.shared_ffn_hidden_size is not None:
         yield f"{moe.shared_ffn_hidden_size} features for all tokens"
     if moe.latent_size is not None:
@@ -259,7 +259,7 @@ def _cross_text(model: ModelConfig) -> Iterator[str]:
     """Which layers look at a memory."""
     if model.cross is not None:
         count, taken = (
-            sum(model.looks(layer) for layer in range(model.num_layers)),
+            sum(model.uses_cross_layer_source(layer) for layer in range(model.num_layers)),
             model.cross.memory,
         )
         yield f"a look at what enters layer {taken} in {count} of {model.num_layers} layers"
@@ -317,7 +317,7 @@ def _rope_text(model: ModelConfig) -> str:
     rope, layers = model.rope, model.num_layers
     words = ["rope"] + ([rope.scaling] if rope.scaling != "none" else [])
     words += [f"of {model.rotary_size()} features"] if rope.fraction < 1 else []
-    skipped = layers - sum(model.turns(layer) for layer in range(layers))
+    skipped = layers - sum(model.uses_rope(layer) for layer in range(layers))
     return " ".join(words + ([f"but in {skipped} of {layers} layers"] if skipped else []))
 
 
@@ -356,13 +356,13 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
     held = [one for one in workload.parameters(most, 0) if one.grid == "expert"]
     part, numel = workload.expert_part(most, 0), sum(one.numel for one in held)
     one = mixture_of(workload, 0)
-    exchanges, others = run.parallel.dispatcher != "gather", part.ep * part.etp - 1
+    exchanges, others = run.parallel.dispatcher != "allgather", part.ep * part.etp - 1
     row = one.features * WIDTHS[run.precision.params].value
     return ExpertsRow(
         layers=sum(model.has_experts(layer) for layer in range(model.num_layers))
-        + model.mtp.depths * _last_has(model),
-        experts=model.moe.experts,
-        experts_here=model.moe.experts // part.ep,
+        + model.mtp.num_layers * _last_has(model),
+        experts=model.moe.num_experts,
+        experts_here=model.moe.num_experts // part.ep,
         top_k=model.moe.top_k,
         router=router_text(model.moe),
         active=active_parameters(model),
@@ -385,7 +385,7 @@ def _has(workload: Workload, pp_rank: int) -> list[bool]:
 
 
 def _last_has(model: ModelConfig) -> bool:
-    """Whether predictions further ahead, which are as the last layer, have experts."""
+    """Whether multi-token predictions, which are as the last layer, have experts."""
     return model.has_experts(model.num_layers - 1)
 
 
@@ -446,7 +446,7 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
             embedding=stage.embedding,
             loss=stage.loss,
             norm=stage.norm,
-            further=stage.further,
+            num_mtp_layers=stage.num_mtp_layers,
         )
         yield StageRow(
             stage=number,
@@ -455,13 +455,13 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
             layers=layers_text(stage.layers),
             embedding=stage.embedding,
             loss=stage.loss,
-            further=stage.further,
+            num_mtp_layers=stage.num_mtp_layers,
             parameters=sum(one.numel for one in held if one.counts),
             trained=_num_trained(run, held),
             flops_share=(
                 sum(each[layer] for layer in stage.layers)
                 + stage.loss * head
-                + (stage.further > 0) * (ends - head)
+                + (stage.num_mtp_layers > 0) * (ends - head)
             )
             / whole,
         )
@@ -476,13 +476,13 @@ def _num_trained(run: TrainRun, held: Sequence[HeldParameter]) -> int:
 
 
 def _head_work(run: TrainRun, ends: int) -> int:
-    """The head's part of what is done outside of layers; further predictions have the rest."""
+    """The head's part of what is done outside of layers; multi-token predictions have the rest."""
     c, length = run.model, run.train.seq_len
     own = run.lora is None and run.optim.trains(
         "embed.weight" if c.tied_embeddings else "head.weight"
     )
-    head = (1 + c.mtp.depths) * head_flops(c, length) * (3 if own else 2) // 3
-    return min(ends, head) if c.mtp.depths else ends
+    head = (1 + c.mtp.num_layers) * head_flops(c, length) * (3 if own else 2) // 3
+    return min(ends, head) if c.mtp.num_layers else ends
 
 
 def layers_text(layers: range) -> str:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megalith.errors import PlanError
 
 
-class Filled(NamedTuple):
+class PackedDocuments(NamedTuple):
     """Rows of whole documents."""
 
     documents: NDArray[np.int64]
@@ -29,7 +29,7 @@ class Filled(NamedTuple):
         return len(self.starts) - 1
 
 
-def fill_in_order(lengths: Sequence[int], room: int) -> Filled:
+def fill_in_order(lengths: Sequence[int], room: int) -> PackedDocuments:
     """Documents one after the other; a row ends where the next does not fit.
 
     >>> [row.tolist() for row in map(fill_in_order([3, 5, 1, 4], 6).row, range(3))]
@@ -50,7 +50,7 @@ def fill_in_order(lengths: Sequence[int], room: int) -> Filled:
     return _joined(rows)
 
 
-def fill_best(lengths: Sequence[int], room: int) -> Filled:
+def fill_best(lengths: Sequence[int], room: int) -> PackedDocuments:
     """Longest first, each into the row that it leaves the least room in; of equal lengths the
     earlier one first.
 
@@ -87,7 +87,7 @@ def fill_best(lengths: Sequence[int], room: int) -> Filled:
     return _joined(sorted((sorted(row) for row in rows), key=lambda row: row[0]))
 
 
-def fill_first(lengths: Sequence[int], room: int) -> Filled:
+def fill_first(lengths: Sequence[int], room: int) -> PackedDocuments:
     """Longest first, each into the first row that has room for it; of equal lengths the earlier one
     first.
 
@@ -116,7 +116,7 @@ def fill_first(lengths: Sequence[int], room: int) -> Filled:
     return _joined([sorted(row) for row in rows if row])
 
 
-def fill_apart(lengths: Sequence[int]) -> Filled:
+def fill_apart(lengths: Sequence[int]) -> PackedDocuments:
     """Every document by itself.
 
     >>> fill_apart([3, 5]).starts.tolist()
@@ -125,8 +125,8 @@ def fill_apart(lengths: Sequence[int]) -> Filled:
     return _joined([[number] for number in range(len(lengths))])
 
 
-def fill_by_group(lengths: Sequence[int], groups: Sequence[Hashable], room: int) -> Filled:
-    """Neighbours of one group share rows of their own: one, or as many as they need.
+def fill_by_group(lengths: Sequence[int], groups: Sequence[Hashable], room: int) -> PackedDocuments:
+    """Neighbors of one group share rows of their own: one, or as many as they need.
 
     >>> [row.tolist() for row in map(fill_by_group([3, 2, 1], [7, 7, 9], 6).row, range(2))]
     [[0, 1], [2]]
@@ -155,7 +155,7 @@ def _check(lengths: Sequence[int], room: int) -> None:
         )
 
 
-def _joined(rows: Sequence[Sequence[int]]) -> Filled:
+def _joined(rows: Sequence[Sequence[int]]) -> PackedDocuments:
     documents = np.array([number for row in rows for number in row], dtype=np.int64)
     starts = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-    return Filled(documents, starts)
+    return PackedDocuments(documents, starts)

@@ -72,7 +72,7 @@ def _reaches(name: str, model: ModelConfig) -> int:
 # --- operations
 
 
-class Seen(NamedTuple):
+class TokenCounts(NamedTuple):
     """Some documents, as `step_flops` is told of them."""
 
     tokens: int
@@ -80,7 +80,7 @@ class Seen(NamedTuple):
     windowed: int | None
 
 
-def frozen_step_flops(config: ModelConfig, optim: OptimConfig, seen: Seen) -> int:
+def frozen_step_flops(config: ModelConfig, optim: OptimConfig, seen: TokenCounts) -> int:
     """`step_flops` where some parameters are not trained.
 
     Of the six operations for each element of a matrix and token, forward is two; the input's
@@ -97,11 +97,13 @@ def frozen_step_flops(config: ModelConfig, optim: OptimConfig, seen: Seen) -> in
     return (
         layers
         + heads
-        + sum(_further(config, optim, depth, seen, heads) for depth in range(config.mtp.depths))
+        + sum(_mtp(config, optim, depth, seen, heads) for depth in range(config.mtp.num_layers))
     )
 
 
-def frozen_layer_flops(config: ModelConfig, optim: OptimConfig, layer: int, seen: Seen) -> int:
+def frozen_layer_flops(
+    config: ModelConfig, optim: OptimConfig, layer: int, seen: TokenCounts
+) -> int:
     """The same of one layer, numbered over all stages."""
     first = first_trained_layer(config, optim)
     if first < layer or tables_trained(config, optim):
@@ -118,8 +120,8 @@ def frozen_layer_flops(config: ModelConfig, optim: OptimConfig, layer: int, seen
     return total
 
 
-def _further(config: ModelConfig, optim: OptimConfig, depth: int, seen: Seen, head: int) -> int:
-    """Of one depth that predicts further ahead: a layer as the last one, 2·h·h and the head. Its
+def _mtp(config: ModelConfig, optim: OptimConfig, depth: int, seen: TokenCounts, head: int) -> int:
+    """Of one MTP depths: a layer as the last one, 2·h·h and the head. Its
     inputs have gradients: whoever trains nothing before it or in it has no use for it."""
     last = config.num_layers - 1
     total = _core(config, last, seen) + head
@@ -132,7 +134,7 @@ def _further(config: ModelConfig, optim: OptimConfig, depth: int, seen: Seen, he
     )
 
 
-def _core(config: ModelConfig, layer: int, seen: Seen) -> int:
+def _core(config: ModelConfig, layer: int, seen: TokenCounts) -> int:
     return attention_flops(
         config,
         layer,

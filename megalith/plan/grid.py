@@ -31,7 +31,7 @@ def anything_fits(degrees: Mapping[str, int], world: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Factored:
-    """An axis that was cut into two: neighbours along `inner` are neighbours along `axis`."""
+    """An axis that was cut into two: neighbors along `inner` are neighbors along `axis`."""
 
     axis: str
     outer: str
@@ -44,7 +44,7 @@ class Grid:
     over the axes.
 
     The stride of an axis is the product of the sizes before it, so the first axis joins
-    neighbouring ranks.
+    neighboring ranks.
     """
 
     axes: tuple[str, ...]
@@ -87,7 +87,7 @@ class Grid:
         if self.experts is not None and self._is_of_experts((axis,)):
             return self.experts.strides(axis)
         parts = self._parts((axis,))
-        first = self.axes.index(parts[0])  # the parts of a factored axis are neighbours in `axes`
+        first = self.axes.index(parts[0])  # the parts of a factored axis are neighbors in `axes`
         return prod(self.sizes[first : first + len(parts)]), prod(self.sizes[:first])
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -168,7 +168,7 @@ class Grid:
     def factor(self, *, axis: str, outer: tuple[str, int], inner: tuple[str, int]) -> "Grid":
         """The same grid with one axis seen as two; `axis` still names the two together.
 
-        With 2 key/value heads on tp = 4, neighbours hold the same head: outer ("tp_kv", 2) tells
+        With 2 key/value heads on tp = 4, neighbors hold the same head: outer ("tp_kv", 2) tells
         the heads apart and inner ("tp_copy", 2) the copies.
 
         Raises:
@@ -205,7 +205,7 @@ class Grid:
         )
 
     def _is_of_experts(self, axes: Sequence[str]) -> bool:
-        """Whether only the experts' factorisation of the ranks has all of these axes."""
+        """Whether only the experts' factorization of the ranks has all of these axes."""
         if self.experts is None:
             return False
         return all(axis in self.experts.names for axis in axes) and not all(

@@ -14,7 +14,7 @@ from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
 from megalith.plan.frozen import first_trained_layer, trained_names
-from megalith.plan.initial import Rates, rates_of
+from megalith.plan.initial import ParameterRates, rates_of
 from megalith.plan.parameters import HeldParameter, held_parameters
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -34,7 +34,7 @@ def is_trained(one: HeldParameter, optim: OptimConfig, lora: LoraConfig | None) 
     return optim.trains(one.name) if lora is None else not one.frozen
 
 
-def rates_in(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> Rates:
+def rates_in(model: ModelConfig, optim: OptimConfig, name: str, inputs: int) -> ParameterRates:
     """The rates of a parameter with so many dims of inputs: those of its groups, times what muP
     makes of them."""
     rate, decay = _deciding(optim.groups, name, _rate), _deciding(optim.groups, name, _decay)
@@ -129,22 +129,22 @@ def _balance_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[str]:
         trained = trained_names(model, optim)
         routers += [
             f"mtp.{depth}.layer.moe.router"
-            for depth in range(model.mtp.depths)
+            for depth in range(model.mtp.num_layers)
             if any(_before_router(name, depth) for name in trained)
         ]
     still = next((name for name in routers if not optim.trains(name)), None)
-    for name in ("sequence", "batch", "global_batch", "z"):
-        weight = getattr(model.moe.balance, name)
+    for name in ("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff"):
+        weight = getattr(model.moe.aux_loss, name)
         if weight > 0 and still is not None:
             yield (
-                f"model.moe.balance.{name}={weight} where {still} is not trained: the loss would "
+                f"model.moe.aux_loss.{name}={weight} where {still} is not trained: the loss would "
                 "move what comes "
-                f"before it instead. Set model.moe.balance.{name}=0, or train the router."
+                f"before it instead. Set model.moe.aux_loss.{name}=0, or train the router."
             )
 
 
 def _before_router(name: str, depth: int) -> bool:
-    """Whether the router of a depth that predicts further ahead reads what a parameter has a
+    """Whether the router of a MTP depths reads what a parameter has a
     part in: the depth before it, or the model as far as its last norm, and its own layer as far
     as attention."""
     if not name.startswith("mtp."):

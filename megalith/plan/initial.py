@@ -17,7 +17,7 @@ STACKED = ("kv", "kv_bias", "gate_up", "gate_up_bias")
 """Two matrices of the same shape, one after the other."""
 
 
-class Start(NamedTuple):
+class InitialValues(NamedTuple):
     """How the values of a parameter are spread."""
 
     std: float
@@ -25,7 +25,7 @@ class Start(NamedTuple):
     """From -sqrt(3) std to sqrt(3) std; else normal."""
 
 
-class Rates(NamedTuple):
+class ParameterRates(NamedTuple):
     """What an optimizer's settings are multiplied by for one parameter."""
 
     lr: float = 1.0
@@ -43,12 +43,12 @@ class Rates(NamedTuple):
     """Of a vector: it decays as matrices do."""
 
 
-PLAIN = Rates()
+PLAIN = ParameterRates()
 
 
 def start_of(
     model: ModelConfig, name: str, shape: tuple[int, ...], inputs: int, std: float
-) -> Start:
+) -> InitialValues:
     """How a parameter of this global shape starts, whose layer says `std`; its last `inputs` dims
     are inputs.
 
@@ -58,15 +58,15 @@ def start_of(
     """
     given = next((own for pattern, own in model.init_overrides if fnmatchcase(name, pattern)), None)
     if given is not None:
-        return Start(given)
+        return InitialValues(given)
     if std == 0 or inputs == 0 or name in TABLES[len(EMBEDDINGS) :]:
-        return Start(std)
+        return InitialValues(std)
     table = model.init_std if model.embedding_init_std is None else model.embedding_init_std
     if name in EMBEDDINGS or (name == "head.weight" and model.mup is not None):
-        return Start(table)
+        return InitialValues(table)
     if model.init == "xavier_uniform":
-        return Start(math.sqrt(2 / sum(_fans(name, shape, inputs))), uniform=True)
-    return Start(std if name == "head.weight" else std / math.sqrt(model.width_factor()))
+        return InitialValues(math.sqrt(2 / sum(_fans(name, shape, inputs))), uniform=True)
+    return InitialValues(std if name == "head.weight" else std / math.sqrt(model.width_factor()))
 
 
 def _fans(name: str, shape: tuple[int, ...], inputs: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def _fans(name: str, shape: tuple[int, ...], inputs: int) -> tuple[int, int]:
     return math.prod(shape[-inputs:]), math.prod(outputs)
 
 
-def rates_of(model: ModelConfig, optimizer: str, name: str, inputs: int) -> Rates:
+def rates_of(model: ModelConfig, optimizer: str, name: str, inputs: int) -> ParameterRates:
     """What muP makes of rate and eps for a parameter with so many dims of inputs; adapters learn at
     the given rate.
 
@@ -85,10 +85,10 @@ def rates_of(model: ModelConfig, optimizer: str, name: str, inputs: int) -> Rate
     al. 2022, arXiv:2203.03466, table 8; eps: Wortsman et al. 2023, arXiv:2309.14322, section 3.4.
     """
     m, kept = model.width_factor(), name in EMBEDDINGS and model.embedding_init_std is not None
-    plain = Rates(decay=0.0) if kept else PLAIN
+    plain = ParameterRates(decay=0.0) if kept else PLAIN
     if m == 1 or name.rsplit(".", 1)[1] in ("lora_a", "lora_b"):
         return plain
     hidden = inputs > 0 and name not in (*TABLES, "head.weight")
     if optimizer == "sgd":
         return plain if hidden else plain._replace(lr=m)
-    return Rates(lr=1 / m, eps=1 / m) if hidden else plain
+    return ParameterRates(lr=1 / m, eps=1 / m) if hidden else plain

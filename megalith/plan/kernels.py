@@ -4,7 +4,15 @@ use."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megalith.config.kernels import OPS, Form, KernelSetting, Op, is_forced, kernels_of, switch_of
+from megalith.config.kernels import (
+    OPS,
+    BackendName,
+    KernelSetting,
+    Op,
+    is_explicit_backend,
+    kernels_of,
+    switch_of,
+)
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
 
@@ -25,10 +33,10 @@ def takes_all(model: ModelConfig) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class BackendSpec:
     """One way to compute an operation."""
 
-    name: Form
+    name: BackendName
     device: str | None
     """Kind of device; None: any."""
 
@@ -127,27 +135,27 @@ def _unequal_groups(model: ModelConfig) -> str | None:
     )
 
 
-def _one_pass(loops: Backend, triton: Backend) -> tuple[Backend, ...]:
-    return loops, triton, Backend("torch", None), Backend("reference", None)
+def _one_pass(loops: BackendSpec, triton: BackendSpec) -> tuple[BackendSpec, ...]:
+    return loops, triton, BackendSpec("torch", None), BackendSpec("reference", None)
 
 
-BACKENDS: Mapping[Op, tuple[Backend, ...]] = {
+BACKENDS: Mapping[Op, tuple[BackendSpec, ...]] = {
     "norm": _one_pass(
-        Backend(
-            "loops",
+        BackendSpec(
+            "numba",
             CPU,
             NARROW,
             "RMSNorm, all tensors of one dtype",
             why_not=_no_loop_of_layer_norm,
         ),
-        Backend("triton", GPU, ALL, f"rows of up to {WIDEST} features", why_not=_too_wide),
+        BackendSpec("triton", GPU, ALL, f"rows of up to {WIDEST} features", why_not=_too_wide),
     ),
-    "rope": _one_pass(Backend("loops", CPU, NARROW), Backend("triton", GPU, ALL)),
+    "rope": _one_pass(BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)),
     "activation": _one_pass(
-        Backend(
-            "loops", CPU, NARROW, f"gates of {', '.join(SIGMOIDS)}", why_not=_no_loop_of_activation
+        BackendSpec(
+            "numba", CPU, NARROW, f"gates of {', '.join(SIGMOIDS)}", why_not=_no_loop_of_activation
         ),
-        Backend(
+        BackendSpec(
             "triton",
             GPU,
             ALL,
@@ -155,16 +163,20 @@ BACKENDS: Mapping[Op, tuple[Backend, ...]] = {
             why_not=_no_program_without_gate,
         ),
     ),
-    "dropout": (Backend("loops", CPU, NARROW), Backend("torch", None), Backend("reference", None)),
+    "dropout": (
+        BackendSpec("numba", CPU, NARROW),
+        BackendSpec("torch", None),
+        BackendSpec("reference", None),
+    ),
     "attention": (
-        Backend(
-            "tiles",
+        BackendSpec(
+            "cpu_tiled",
             CPU,
             (),
             "whole documents without a cache or masks, plain scores",
             why_not=_not_plain,
         ),
-        Backend(
+        BackendSpec(
             "varlen",
             GPU,
             HALVES,
@@ -172,30 +184,32 @@ BACKENDS: Mapping[Op, tuple[Backend, ...]] = {
             False,
             _not_windowed,
         ),
-        Backend("flex", GPU, ALL, "heads of 16 features or more", False, _not_flexible),
-        Backend("sdpa", None, (), "plain scores, or masks of pairs", False, _not_plain),
-        Backend("spans", None, (), "no masks but those of tokens", why_not=_biased),
-        Backend("torch", None, deterministic=False),
-        Backend("reference", None),
+        BackendSpec("flex", GPU, ALL, "heads of 16 features or more", False, _not_flexible),
+        BackendSpec("sdpa", None, (), "plain scores, or masks of pairs", False, _not_plain),
+        BackendSpec("split_kv", None, (), "no masks but those of tokens", why_not=_biased),
+        BackendSpec("torch", None, deterministic=False),
+        BackendSpec("reference", None),
     ),
     "experts": (
-        Backend("grouped", None, NARROW, "rows of a multiple of 16 bytes; on GPUs bf16"),
-        Backend("batched", None, (), "equally many rows for every expert", why_not=_unequal_groups),
-        Backend("loop", None),
-        Backend("torch", None),
-        Backend("reference", None),
+        BackendSpec("grouped", None, NARROW, "rows of a multiple of 16 bytes; on GPUs bf16"),
+        BackendSpec(
+            "batched", None, (), "equally many rows for every expert", why_not=_unequal_groups
+        ),
+        BackendSpec("loop", None),
+        BackendSpec("torch", None),
+        BackendSpec("reference", None),
     ),
-    "cross_entropy": _one_pass(Backend("loops", CPU, NARROW), Backend("triton", GPU, ALL)),
+    "cross_entropy": _one_pass(BackendSpec("numba", CPU, NARROW), BackendSpec("triton", GPU, ALL)),
     "matmul": (
-        Backend("upcast", CPU, ("bf16",), "fp32 on upcast operands"),
-        Backend("torch", None),
-        Backend("reference", None),
+        BackendSpec("upcast", CPU, ("bf16",), "fp32 on upcast operands"),
+        BackendSpec("torch", None),
+        BackendSpec("reference", None),
     ),
 }
 """Of every operation, what is fastest where it can be had first."""
 
 
-def backend_of(op: Op, form: Form) -> Backend:
+def find_backend_spec(op: Op, form: BackendName) -> BackendSpec:
     """The row of the table."""
     return next(backend for backend in BACKENDS[op] if backend.name == form)
 
@@ -217,7 +231,7 @@ def used_ops(model: ModelConfig, *, bf16_on_cpu: bool = False) -> tuple[Op, ...]
 
 
 def why_not(
-    backend: Backend, dtype: str, device: str | None, missing: Mapping[str, str]
+    backend: BackendSpec, dtype: str, device: str | None, missing: Mapping[str, str]
 ) -> str | None:
     """Why a run cannot use it, whatever its model; None: it can. `device`: None where that is
     not known yet; `missing`: what this machine lacks, by the name of a way."""
@@ -231,7 +245,7 @@ def why_not(
     return None if device is None else missing.get(backend.name)
 
 
-def forced_problems(
+def explicit_backend_problems(
     run: TrainRun, device: str | None = None, missing: Mapping[str, str] | None = None
 ) -> list[str]:
     """Ways that are asked for by name and cannot be had, as messages for the user, each with one
@@ -239,19 +253,21 @@ def forced_problems(
     config, found = kernels_of(run.kernels), []
     for op in OPS:
         form = config.of(op)
-        reason = _refused(op, form, run, device, missing or {}) if is_forced(form) else None
+        reason = (
+            _refused(op, form, run, device, missing or {}) if is_explicit_backend(form) else None
+        )
         if reason is not None:
             found.append(f"kernels.{op}={form}: {reason}. Set kernels.{op} to {_works(op, run)}.")
     return found
 
 
 def _refused(
-    op: Op, form: Form, run: TrainRun, device: str | None, missing: Mapping[str, str]
+    op: Op, form: BackendName, run: TrainRun, device: str | None, missing: Mapping[str, str]
 ) -> str | None:
-    backend, shared = backend_of(op, form), run.parallel.cp
+    backend, shared = find_backend_spec(op, form), run.parallel.cp
     if absent := _absent(op, run):
         return absent
-    if op == "attention" and shared > 1 and form != "spans":
+    if op == "attention" and shared > 1 and form != "split_kv":
         return (
             f"ranks of parallel.cp={shared} share tokens, and compute attention by intervals "
             "of keys"
@@ -259,7 +275,7 @@ def _refused(
     if op not in UNCOMPILED and run.train.compile:
         return "train.compile=true compiles layers from plain definitions"
     reason = backend.why_not(run.model) or (
-        _meets_padding(run) if form in ("tiles", "varlen") else None
+        _meets_padding(run) if form in ("cpu_tiled", "varlen") else None
     )
     return reason or why_not(backend, run.precision.params, device, missing)
 
@@ -297,7 +313,7 @@ def _absent(op: Op, run: TrainRun) -> str | None:
 def _works(op: Op, run: TrainRun) -> str:
     """What to set instead."""
     if op == "attention" and run.parallel.cp > 1 and not run.train.compile:
-        return "spans, or to auto"
+        return "split_kv, or to auto"
     return (
         "auto" if run.train.compile or op == "experts" or _absent(op, run) else "torch, or to auto"
     )
@@ -306,7 +322,7 @@ def _works(op: Op, run: TrainRun) -> str:
 NO_BF16_KERNELS = "torch has no bf16 kernels for this CPU, so bf16 matmuls are computed in fp32"
 
 
-def lines_of_kernels(
+def describe_kernels(
     run: TrainRun, device: str, missing: Mapping[str, str], *, bf16_kernels: bool = True
 ) -> list[str]:
     """Which way every operation takes, in one line; and one for every reason why it is not the
@@ -352,22 +368,22 @@ def _automatic(
         elif op not in ("attention", "experts"):
             told[backend.name] = f"{backend.name}: {reason}"
     if op == "attention" and run.parallel.cp > 1:
-        return "spans across ranks", {}
+        return "split_kv across ranks", {}
     return " or ".join(found) or "torch", told
 
 
-def table_of_backends() -> list[tuple[Op, Form, str, str]]:
+def list_backend_specs() -> list[tuple[Op, BackendName, str, str]]:
     """Operation, way, what it takes, and whether the same bits come out every time: for people."""
     return [
         (op, backend.name, backend.takes(), "yes" if backend.deterministic else "no promise")
         for op, backends in BACKENDS.items()
         for backend in backends
-        if is_forced(backend.name)
+        if is_explicit_backend(backend.name)
     ]
 
 
-def setting_in_words(setting: KernelSetting) -> str:
-    """As one would write it: `reference`, or `auto, norm=loops`."""
+def describe_kernel_setting(setting: KernelSetting) -> str:
+    """As one would write it: `reference`, or `auto, norm=numba`."""
     config = kernels_of(setting)
     own = [f"{op}={getattr(config, op)}" for op in OPS if getattr(config, op) != "auto"]
     return ", ".join([config.all, *own])

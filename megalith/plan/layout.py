@@ -22,7 +22,7 @@ def model_grid(
     grid = dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, offset=offset)
     heads = key_value_ranks(model.num_kv_heads, p.tp)
     a2a = {"a2a": p.cp, "a2a+ring": p.context.a2a or 1}.get(p.context.kind, 1) if p.cp > 1 else 1
-    inner = {"tp": p.tp // heads, "cp": a2a, "dp": grid.size("dp") // p.replicas}
+    inner = {"tp": p.tp // heads, "cp": a2a, "dp": grid.size("dp") // p.dp_replicate}
     for axis, size in inner.items():
         outer_name, inner_name = PARTS[axis]
         grid = grid.factor(
@@ -46,7 +46,9 @@ def grid_of_experts(parallel: ParallelConfig, world: int, *, offset: int = 0) ->
     grid = expert_grid(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order, offset=offset)
     replica, shard = EXPERT_PARTS["edp"]
     return grid.factor(
-        axis="edp", outer=(replica, p.replicas), inner=(shard, grid.size("edp") // p.replicas)
+        axis="edp",
+        outer=(replica, p.dp_replicate),
+        inner=(shard, grid.size("edp") // p.dp_replicate),
     )
 
 
@@ -58,8 +60,8 @@ def fewest_ranks(parallel: ParallelConfig) -> int:
     rest will do.
     """
     p = parallel
-    dense = p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.replicas, 1))
-    experts = p.ep * (p.tp if p.etp is None else p.etp) * p.pp * max(p.replicas, 1)
+    dense = p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.dp_replicate, 1))
+    experts = p.ep * (p.tp if p.etp is None else p.etp) * p.pp * max(p.dp_replicate, 1)
     return max(
         1, dense if p.dp is not None or (p.ep == 1 and p.etp is None) else lcm(dense, experts)
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megalith.plan.schedule import Action, Kind, Schedule
-from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Direction, neighbour
+from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Direction, neighbor
 
 # What has happened to a microbatch in a chunk, as bits of one number.
 FORWARD, INPUT, WEIGHT, CAME_FORWARD, CAME_BACKWARD, SENT_FORWARD, SENT_BACKWARD = (
@@ -126,12 +126,12 @@ def _transfer_rules(
 ) -> dict[tuple[Kind, int], _Rule]:
     """What one chunk sends and receives in one direction."""
     rules: dict[tuple[Kind, int], _Rule] = {}
-    target = neighbour(schedule, rank, chunk, direction)
+    target = neighbor(schedule, rank, chunk, direction)
     if target is not None and target[0] != rank:
         rules[SENDS[direction], chunk] = _Rule(
             DONE[direction], SENT[direction], SENT[direction], target[0]
         )
-    source = neighbour(schedule, rank, chunk, AGAINST[direction])
+    source = neighbor(schedule, rank, chunk, AGAINST[direction])
     if source is not None and source[0] != rank:
         rules[RECEIVES[direction], chunk] = _Rule(0, CAME[direction], CAME[direction], source[0])
     return rules

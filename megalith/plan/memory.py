@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from megalith.config.context import ContextKind
 from megalith.config.model import ModelConfig
-from megalith.plan.activations import Setting, stage_kept, total
+from megalith.plan.activations import ActivationSetting, stage_activations, total
 from megalith.plan.adapters import trained
-from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets
+from megalith.plan.buckets import BucketPlan, local_bucket_parts, plan_buckets
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, tokens_of_loss
 from megalith.plan.devices import (
@@ -28,12 +28,12 @@ from megalith.plan.devices import (
     Device,
 )
 from megalith.plan.mixtures import Mixture
-from megalith.plan.pairs import together
+from megalith.plan.pairs import concurrent_actions
 from megalith.plan.parameters import ExpertPart, HeldParameter, distinct_ranks, tensor_part
 from megalith.plan.schedule import Kind
 from megalith.plan.shards import split_evenly
-from megalith.plan.stages import Stage, crossing
-from megalith.plan.transfers import SENDS, Direction, neighbour
+from megalith.plan.stages import Stage, stage_boundary
+from megalith.plan.transfers import SENDS, Direction, neighbor
 from megalith.plan.workload import Workload
 
 WIRE_BYTES = {"fp32": 4, "bf16": 2}
@@ -57,7 +57,7 @@ class RankMemory:
     """AdamW's two running means, 8 · N, or SGD's momentum, 4 · N; N / D with zero >= 1."""
 
     activations: int
-    """Kept by the layers from forward to backward, for all microbatches in flight."""
+    """ChunkActivations by the layers from forward to backward, for all microbatches in flight."""
 
     loss: int
     """Of the output head: the gradients it forms in forward, and a chunk of logits."""
@@ -103,7 +103,7 @@ class PlaceMemory:
     """Bytes of activations that wait in host memory, at most; no part of the ledger."""
 
 
-class Kept(NamedTuple):
+class ChunkActivations(NamedTuple):
     """Activations of one microbatch in one chunk, in bytes."""
 
     layers: int
@@ -263,7 +263,7 @@ def _state(
     still, moving = [one for one in parameters if one.frozen], trained(parameters)
     apart = sum(one.numel * (width.value if one.counts else width.sums) for one in still)
     if zero == 3:
-        buffer = gradients = owned = sum(_kept(workload, one, sharer) for one in moving)
+        buffer = gradients = num_local = sum(_kept(workload, one, sharer) for one in moving)
         apart = sum(
             _kept(workload, one, sharer) * (width.value if one.counts else width.sums)
             for one in still
@@ -280,18 +280,18 @@ def _state(
             sum(n // s for n, s in zip(lengths, slices, strict=True)) if zero == 2 else buffer
         )
         ranks = [numbers[moving[bucket.members[0]].grid] for bucket in plan.buckets]
-        owned = sum(
+        num_local = sum(
             part.stop - part.start
-            for part in owned_parts(plan, list(zip(ranks, slices, strict=True)))
+            for part in local_bucket_parts(plan, list(zip(ranks, slices, strict=True)))
         )
         if zero == 0:
-            owned = sum(one.numel for one in moving)
+            num_local = sum(one.numel for one in moving)
     states = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind]
     return RankMemory(
         weights=width.value * buffer + apart,
         gradients=width.sums * gradients,
-        master=width.master * owned,
-        moments=width.sums * states * owned,
+        master=width.master * num_local,
+        moments=width.sums * states * num_local,
         activations=0,
         loss=0,
         working=_sharding_bytes(workload, pp_rank, parameters, accelerator=accelerator),
@@ -344,14 +344,14 @@ def _kept(workload: Workload, one: HeldParameter, sharer: Sharer) -> int:
     if one.frozen and not one.matrix:
         return one.numel
     rank = sharer.shard_rank if one.grid == "dense" else sharer.expert_rank
-    return kept_rows(one, rank, workload.shards_of(one)) * one.columns
+    return saved_activation_rows(one, rank, workload.shards_of(one)) * one.columns
 
 
-def kept_rows(one: HeldParameter, rank: int, ranks: int) -> int:
+def saved_activation_rows(one: HeldParameter, rank: int, ranks: int) -> int:
     """Rows of a matrix, or elements of a vector, that a rank keeps under zero=3; the last ranks
     keep what is left.
 
-    >>> [kept_rows(HeldParameter("w", 5, 4, cut=False), rank, 4) for rank in range(4)]
+    >>> [saved_activation_rows(HeldParameter("w", 5, 4, cut=False), rank, 4) for rank in range(4)]
     [2, 2, 1, 0]
     """
     each = -(-one.rows // ranks)
@@ -396,13 +396,13 @@ def gathered_units(
 
 
 def _used_once(workload: Workload, pp_rank: int) -> set[str]:
-    """Tables of the vocabulary that a rank uses in one place: each depth of further predictions
+    """Tables of the vocabulary that a rank uses in one place: each depth of multi-token predictions
     uses the embedding's once, inside a larger part, and the head once more where the loss is."""
     model, stages = workload.run.model, workload.chunks(pp_rank)
-    depths, head = model.mtp.depths, "embed.weight" if model.tied_embeddings else "head.weight"
+    depths, head = model.mtp.num_layers, "embed.weight" if model.tied_embeddings else "head.weight"
     uses = Counter({"embed.weight": 0, "head.weight": 0})
     for stage in stages:
-        uses["embed.weight"] += stage.embedding + 2 * (stage.further > 0)
+        uses["embed.weight"] += stage.embedding + 2 * (stage.num_mtp_layers > 0)
         uses[head] += (1 + depths) * stage.loss
     return {name for name, count in uses.items() if count == 1}
 
@@ -418,10 +418,10 @@ def keeps_gathered(workload: Workload) -> bool:
 
 def setting_of(
     workload: Workload, tp_rank: int, *, kind: ContextKind, accelerator: bool, first_layer: int = 0
-) -> Setting:
+) -> ActivationSetting:
     """What decides the activations of one rank; every row counts as one document."""
     run = workload.run
-    return Setting(
+    return ActivationSetting(
         model=run.model,
         dtype=run.precision.params,
         lengths=workload.lengths,
@@ -441,7 +441,9 @@ def setting_of(
     )
 
 
-def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: bool) -> Kept:
+def chunk_activations(
+    workload: Workload, stage: Stage, tp_rank: int, *, accelerator: bool
+) -> ChunkActivations:
     """What one microbatch leaves in one chunk. Where layers exchange keys in different ways, each
     counts its share."""
     kinds = Counter(
@@ -455,19 +457,19 @@ def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: b
         setting = setting_of(
             workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=first
         )
-        kept = stage_kept(
+        kept = stage_activations(
             setting,
             num_layers=len(stage.layers),
             embedding=stage.embedding,
             loss=stage.loss,
             norm=stage.norm,
-            further=stage.further,
+            num_mtp_layers=stage.num_mtp_layers,
         )
         part = count / kinds.total()
         head = total([row for row in kept.ends if row.what.startswith("gradient of the head")])
         layers, loss = layers + part * (kept.nbytes - head), loss + part * head
         again, host = max(again, kept.transient), host + part * kept.host_bytes
-    return Kept(
+    return ChunkActivations(
         round(layers),
         _for_weights(workload, stage, tp_rank),
         round(loss),
@@ -477,24 +479,24 @@ def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: b
 
 
 def all_layers(workload: Workload, stage: Stage) -> list[int]:
-    """The layers of a stage, by number; those that predict further ahead are as the last of all."""
-    return [*stage.layers, *[workload.run.model.num_layers - 1] * stage.further]
+    """The layers of a stage, by number; MTP layers are as the last of all."""
+    return [*stage.layers, *[workload.run.model.num_layers - 1] * stage.num_mtp_layers]
 
 
 def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
     """Inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) a layer (2 f
-    without a gate); the head's own gradient. A layer that predicts further ahead has t · 4 h
+    without a gate); the head's own gradient. A MTP layer has t · 4 h
     more of what is before it."""
     c, t, width = workload.run.model, workload.tokens, WIDTHS[workload.run.precision.params]
     layers = all_layers(workload, stage)
     features = sum(
         _features_at_weights(c, layer, workload.run.parallel.tp, tp_rank) for layer in layers
     )
-    features += (stage.embedding + 4 * stage.further) * c.hidden_size
+    features += (stage.embedding + 4 * stage.num_mtp_layers) * c.hidden_size
     routed = sum(map(c.has_experts, layers)) * _values_at_experts(workload, tp_rank)
     rows = (features * t + routed) * width.value
     vocab = tensor_part(c, tp=workload.run.parallel.tp, rank=tp_rank).vocab
-    return rows + stage.loss * (1 + c.mtp.depths) * vocab * c.hidden_size * width.sums
+    return rows + stage.loss * (1 + c.mtp.num_layers) * vocab * c.hidden_size * width.sums
 
 
 def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) -> int:
@@ -507,7 +509,7 @@ def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) 
     )
     kinds = (own.attention_part(layer), attention), (own.mlp_part(layer), mlp)
     inside = sum(features for kind, features in kinds if kind == "full")
-    looking = (attention + 3 * own.hidden_size) * own.looks(layer)
+    looking = (attention + 3 * own.hidden_size) * own.uses_cross_layer_source(layer)
     return inside + looking + 2 * own.hidden_size * sum(kind != "none" for kind, _ in kinds)
 
 
@@ -531,7 +533,7 @@ def _values_at_experts(workload: Workload, tp_rank: int) -> int:
         return 0
     m = mixture_of(workload, tp_rank)
     inner = (3 if m.model.gated else 2) * m.inner
-    return m.rows * (2 * m.features + inner) + m.tokens * m.moe.experts
+    return m.rows * (2 * m.features + inner) + m.tokens * m.moe.num_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,7 +556,9 @@ class _Height:
 def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool) -> _Height:
     """Walk through what the rank does in a step and note when most is held."""
     stages = workload.chunks(pp_rank)
-    kept = [chunk_kept(workload, stage, tp_rank, accelerator=accelerator) for stage in stages]
+    kept = [
+        chunk_activations(workload, stage, tp_rank, accelerator=accelerator) for stage in stages
+    ]
     kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
     working = {
         kind: [
@@ -568,7 +572,7 @@ def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
     # What is done in turns with another: each is somewhere in the middle while the other works.
     needed = [
         sum(working[kind][chunk] for kind, chunk, _, _ in actions)
-        for actions in together(workload.schedule, pp_rank)
+        for actions in concurrent_actions(workload.schedule, pp_rank)
         for _ in actions
     ]
     for number, (kind, chunk, microbatch, _) in enumerate(workload.schedule.ranks[pp_rank]):
@@ -627,7 +631,7 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
     others = parts * keys * width.value * t if run.parallel.cp > 1 else 0
     if kind != "F":
         largest = max((_gradients_of_mlp(workload, layer, tp_rank) for layer in layers), default=0)
-        streams = 2 + any(map(c.looks, layers))
+        streams = 2 + any(map(c.uses_cross_layer_source, layers))
         return (largest + streams * c.hidden_size * t) * width.value + others if layers else 0
     logits = min(t, tokens_of_loss(run)) * part.vocab * (width.value + width.sums)
     head = t * c.hidden_size * width.value + logits if stage.loss else 0
@@ -649,20 +653,20 @@ def _gradients_of_mlp(workload: Workload, layer: int, tp_rank: int) -> int:
 def boundary_tensors(workload: Workload, stage: int) -> list[int]:
     """Bytes of what goes over the boundary before a stage with one microbatch: t · h, of which
     each rank has 1/tp under sp, and once more where later layers look at a memory that was taken
-    before, or for each depth of further predictions, from where they are made to where their
+    before, or for each depth of multi-token predictions, from where they are made to where their
     losses are."""
-    run, over = workload.run, crossing(workload.run.model, workload.stages, stage)
+    run, over = workload.run, stage_boundary(workload.run.model, workload.stages, stage)
     numel = workload.tokens // (run.parallel.tp if run.parallel.sp else 1) * run.model.hidden_size
     width = WIDTHS[run.precision.params]
     x = numel * (width.sums if run.model.fp32_residual and not over.normed else width.value)
-    return [x, *[numel * width.value] * (over.memory + over.ahead)]
+    return [x, *[numel * width.value] * (over.memory + over.num_mtp_hidden)]
 
 
 def borders(workload: Workload, pp_rank: int, direction: Direction) -> list[int]:
     """The boundaries over which this rank sends in a direction, by the stages behind them."""
     schedule, found = workload.schedule, list[int]()
     for chunk in range(schedule.num_chunks):
-        target = neighbour(schedule, pp_rank, chunk, direction)
+        target = neighbor(schedule, pp_rank, chunk, direction)
         if target is not None and target[0] != pp_rank:
             found.append(schedule.stage_of(pp_rank, chunk) + (direction == "forward"))
     return found

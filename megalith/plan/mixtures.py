@@ -31,7 +31,7 @@ from megalith.config.parallel import DispatcherName
 from megalith.plan.parameters import ExpertPart
 
 
-class KeptTensor(NamedTuple):
+class SavedActivation(NamedTuple):
     """One tensor that is kept."""
 
     region: str
@@ -55,7 +55,7 @@ class Mixture:
     """Ranks that share the tokens of a microbatch."""
 
     experts: ExpertPart
-    dispatcher: DispatcherName = "exchange"
+    dispatcher: DispatcherName = "alltoall"
     element: int
     """e."""
 
@@ -94,15 +94,15 @@ class Mixture:
     def rows_stay(self) -> bool:
         """Whether experts' rows are gathered from this rank's tokens once more in backward, and not
         kept."""
-        return self.ranks == 1 and not self.moe.weigh_input
+        return self.ranks == 1 and not self.moe.apply_router_weight_on_input
 
     @property
     def limit(self) -> int | None:
-        """Tokens of a microbatch that an expert takes."""
+        """PackedSeqParams of a microbatch that an expert takes."""
         if self.moe.capacity.factor is None:
             return None
         together, factor = self.tokens * self.sharing, Fraction(str(self.moe.capacity.factor))
-        return min(together, ceil(factor * together * self.moe.top_k / self.moe.experts))
+        return min(together, ceil(factor * together * self.moe.top_k / self.moe.num_experts))
 
     @property
     def room(self) -> int | None:
@@ -117,7 +117,9 @@ class Mixture:
     @property
     def sent(self) -> int:
         """Rows that this rank's tokens make, for all experts."""
-        return self.tokens * self.moe.top_k if self.room is None else self.moe.experts * self.room
+        return (
+            self.tokens * self.moe.top_k if self.room is None else self.moe.num_experts * self.room
+        )
 
     @property
     def rows(self) -> int:
@@ -126,7 +128,7 @@ class Mixture:
         Crowded, each of all tokens has a row for each of its choices that can be of this rank's
         experts.
         """
-        every, here = self.tokens * self.ranks, self.moe.experts // self.experts.ep
+        every, here = self.tokens * self.ranks, self.moe.num_experts // self.experts.ep
         if (room := self.room) is not None:
             return here * room * self.ranks
         if not self.crowded:
@@ -137,105 +139,113 @@ class Mixture:
         return min(most, here * each * self.ranks // self.sharing)
 
 
-def mixture_tensors(m: Mixture) -> Iterator[KeptTensor]:
+def mixture_tensors(m: Mixture) -> Iterator[SavedActivation]:
     """All of one layer's, but what its input and the experts for all tokens keep."""
     yield from _router(m)
     if m.moe.capacity.factor is not None:
         choices = m.tokens * m.moe.top_k
-        yield KeptTensor("router", "choices that were taken", choices, choices)
+        yield SavedActivation("router", "choices that were taken", choices, choices)
     yield from _losses(m)
     yield from _order(m)
     yield from _experts(m)
     if m.moe.latent_size is not None:
         numel = m.tokens * m.features
-        yield KeptTensor("widen", "input", numel, numel * m.element)
+        yield SavedActivation("widen", "input", numel, numel * m.element)
 
 
-def _router(m: Mixture) -> Iterator[KeptTensor]:
+def _router(m: Mixture) -> Iterator[SavedActivation]:
     """Logits or scores that weights are made of, and the weights."""
-    router, every, chosen = m.moe.router, m.tokens * m.moe.experts, m.tokens * m.moe.top_k
+    router, every, chosen = m.moe.router, m.tokens * m.moe.num_experts, m.tokens * m.moe.top_k
     if router.jitter > 0:
         numel = m.tokens * m.model.hidden_size
-        yield KeptTensor("router", "jitter", numel, numel * m.element)
-        yield KeptTensor("router.gate", "input with jitter", numel, numel * m.element)
-    yield KeptTensor("router", "choices", chosen, 8 * chosen)
-    if router.renormalise and router.score == "softmax":
-        yield KeptTensor("router", "logits", every, every * m.logit)
-        yield KeptTensor("router", "weights", chosen, chosen * m.score)
+        yield SavedActivation("router", "jitter", numel, numel * m.element)
+        yield SavedActivation("router.gate", "input with jitter", numel, numel * m.element)
+    yield SavedActivation("router", "choices", chosen, 8 * chosen)
+    if router.norm_topk_prob and router.score == "softmax":
+        yield SavedActivation("router", "logits", every, every * m.logit)
+        yield SavedActivation("router", "weights", chosen, chosen * m.score)
         return
-    yield KeptTensor("router", "scores", every, every * m.score)
+    yield SavedActivation("router", "scores", every, every * m.score)
     if router.score == "sqrt_softplus":
-        yield KeptTensor("router", "logits", every, every * m.score)
-    if router.renormalise:
-        yield KeptTensor("router", "scores that were chosen", chosen, chosen * m.score)
-        yield KeptTensor("router", "their sums", m.tokens, m.tokens * m.score)
+        yield SavedActivation("router", "logits", every, every * m.score)
+    if router.norm_topk_prob:
+        yield SavedActivation("router", "scores that were chosen", chosen, chosen * m.score)
+        yield SavedActivation("router", "their sums", m.tokens, m.tokens * m.score)
     elif m.moe.capacity.factor is not None:
-        yield KeptTensor("router", "weights", chosen, chosen * m.logit)
+        yield SavedActivation("router", "weights", chosen, chosen * m.logit)
 
 
-def _losses(m: Mixture) -> Iterator[KeptTensor]:
+def _losses(m: Mixture) -> Iterator[SavedActivation]:
     """Of balance."""
-    losses, every = m.moe.balance, m.tokens * m.moe.experts
-    of_shares = [losses.sequence, losses.batch, losses.global_batch]
+    losses, every = m.moe.aux_loss, m.tokens * m.moe.num_experts
+    of_shares = [losses.sequence_coeff, losses.batch_coeff, losses.global_batch_coeff]
     score = m.moe.router.score
     single, softplus = score != "softmax", score == "sqrt_softplus"
-    keeps_logits = m.logit == m.score and (softplus or (m.moe.router.renormalise and not single))
-    if not keeps_logits and ((single and any(of_shares)) or losses.z):
-        yield KeptTensor("router", "logits, for losses", every, every * m.score)
+    keeps_logits = m.logit == m.score and (softplus or (m.moe.router.norm_topk_prob and not single))
+    if not keeps_logits and ((single and any(of_shares)) or losses.z_loss_coeff):
+        yield SavedActivation("router", "logits, for losses", every, every * m.score)
     if any(of_shares):
-        yield KeptTensor("router", "shares", every, every * m.score)
+        yield SavedActivation("router", "shares", every, every * m.score)
         if score == "sigmoid":
-            yield KeptTensor("router", "logs of sigmoids", every, every * m.score)
-    for loss in (losses.sequence, losses.batch):
+            yield SavedActivation("router", "logs of sigmoids", every, every * m.score)
+    for loss in (losses.sequence_coeff, losses.batch_coeff):
         if loss:
-            yield KeptTensor("router", "factors", every, every * m.score)
-    if losses.global_batch:
-        yield KeptTensor("router", "factors of the step", m.moe.experts, m.moe.experts * m.score)
-    if losses.z:
-        yield KeptTensor("router", "sizes of logits", m.tokens, m.tokens * m.score)
-        yield KeptTensor("router", "number of tokens", 1, 8)
+            yield SavedActivation("router", "factors", every, every * m.score)
+    if losses.global_batch_coeff:
+        yield SavedActivation(
+            "router", "factors of the step", m.moe.num_experts, m.moe.num_experts * m.score
+        )
+    if losses.z_loss_coeff:
+        yield SavedActivation("router", "sizes of logits", m.tokens, m.tokens * m.score)
+        yield SavedActivation("router", "number of tokens", 1, 8)
 
 
-def _order(m: Mixture) -> Iterator[KeptTensor]:
+def _order(m: Mixture) -> Iterator[SavedActivation]:
     """Which row is whose: int64, of the tokens whose choices this rank puts in order."""
     if m.room is not None:
-        yield from _padded_order(m, m.moe.experts * m.room)
+        yield from _padded_order(m, m.moe.num_experts * m.room)
         return
-    gathers = m.dispatcher == "gather" and m.ranks > 1
+    gathers = m.dispatcher == "allgather" and m.ranks > 1
     tokens = m.tokens * (m.ranks if gathers else 1)
-    rows, mine = tokens * m.moe.top_k, m.moe.experts // (m.experts.ep if gathers else 1)
-    yield KeptTensor("", "choice of each row", rows, 8 * rows)
+    rows, mine = tokens * m.moe.top_k, m.moe.num_experts // (m.experts.ep if gathers else 1)
+    yield SavedActivation("", "choice of each row", rows, 8 * rows)
     sent = m.rows if gathers else rows
     ends = 0 if m.ranks > 1 and not gathers else 4 * mine
-    yield KeptTensor("order", "token of each row", sent, 8 * sent)
-    yield KeptTensor("order", "rows of each token", sent, 8 * sent)
-    yield KeptTensor(
+    yield SavedActivation("order", "token of each row", sent, 8 * sent)
+    yield SavedActivation("order", "rows of each token", sent, 8 * sent)
+    yield SavedActivation(
         "order", "first of them, and counts", tokens + mine, 8 * (tokens + mine) + ends
     )
 
 
-def _padded_order(m: Mixture, rows: int) -> Iterator[KeptTensor]:
+def _padded_order(m: Mixture, rows: int) -> Iterator[SavedActivation]:
     """The same where every expert has as many rows."""
-    choices, others = m.tokens * m.moe.top_k, m.tokens + m.moe.experts
-    yield KeptTensor("", "choice of each row", rows, 8 * rows)
-    yield KeptTensor("", "rows that are filler", rows, rows)
-    yield KeptTensor("order", "token of each row", rows, 8 * rows)
-    yield KeptTensor("order", "rows of each token, and which are missing", choices, 9 * choices)
-    yield KeptTensor("order", "first of them, and counts", others, 8 * others)
+    choices, others = m.tokens * m.moe.top_k, m.tokens + m.moe.num_experts
+    yield SavedActivation("", "choice of each row", rows, 8 * rows)
+    yield SavedActivation("", "rows that are filler", rows, rows)
+    yield SavedActivation("order", "token of each row", rows, 8 * rows)
+    yield SavedActivation(
+        "order", "rows of each token, and which are missing", choices, 9 * choices
+    )
+    yield SavedActivation("order", "first of them, and counts", others, 8 * others)
 
 
-def _experts(m: Mixture) -> Iterator[KeptTensor]:
+def _experts(m: Mixture) -> Iterator[SavedActivation]:
     """Their rows, what up gave, and what each row counts."""
     numel, wide = m.rows * m.features, m.rows * m.inner * (2 if m.model.gated else 1)
     if m.rows_stay:
         tokens = m.tokens * m.features if m.moe.latent_size is not None else 0
         yield from (
-            [KeptTensor("experts", "tokens of rows", tokens, tokens * m.element)] if tokens else []
+            [SavedActivation("experts", "tokens of rows", tokens, tokens * m.element)]
+            if tokens
+            else []
         )
     else:
-        yield KeptTensor("experts", "rows", numel, numel * m.element)
-    yield KeptTensor("experts", "gate and up" if m.model.gated else "up", wide, wide * m.element)
-    yield KeptTensor("experts", "weights", m.rows, m.rows * m.logit)
-    if m.moe.weigh_input:
-        yield KeptTensor("experts", "rows before their weights", numel, numel * m.element)
-        yield KeptTensor("experts", "weights of inputs", m.rows, m.rows * m.element)
+        yield SavedActivation("experts", "rows", numel, numel * m.element)
+    yield SavedActivation(
+        "experts", "gate and up" if m.model.gated else "up", wide, wide * m.element
+    )
+    yield SavedActivation("experts", "weights", m.rows, m.rows * m.logit)
+    if m.moe.apply_router_weight_on_input:
+        yield SavedActivation("experts", "rows before their weights", numel, numel * m.element)
+        yield SavedActivation("experts", "weights of inputs", m.rows, m.rows * m.element)

@@ -54,7 +54,7 @@ def count_problems(model: ModelConfig) -> list[str]:
             "ffn_hidden_size",
             "head_dim",
             "max_seq_len",
-            "vocab_multiple",
+            "pad_vocab_to_multiple_of",
         )
     }
     counts |= {
@@ -85,9 +85,10 @@ def count_problems(model: ModelConfig) -> list[str]:
         for name, pattern in patterns.items()
         if min(pattern, default=1) < 1
     ]
-    if model.mtp.depths < 0:
+    if model.mtp.num_layers < 0:
         problems.append(
-            f"model.mtp.depths={model.mtp.depths} must be at least 0. Use 0 to predict the next "
+            f"model.mtp.num_layers={model.mtp.num_layers} must be at least 0. Use 0 to predict the "
+            "next "
             "token only."
         )
     return problems
@@ -184,13 +185,13 @@ def whole_norms_are_rms(model: ModelConfig) -> str | None:
 
 
 def one_score_stands_for_no_token(model: ModelConfig) -> str | None:
-    """Beside the tokens' scores softmax has a learnt one, or one of 0."""
+    """Beside the tokens' scores softmax has a learned one, or one of 0."""
     if not (model.attention.sinks and model.attention.off_by_one):
         return None
     return (
         "model.attention.sinks=true with model.attention.off_by_one=true: softmax has one score "
         "that stands for no "
-        "token, learnt or 0. Set one of them to false."
+        "token, learned or 0. Set one of them to false."
     )
 
 

@@ -28,7 +28,7 @@ class PackedLayout:
     """[t]: number of the document a token belongs to."""
 
     max_length: int
-    """Tokens of the longest document; 0 without tokens."""
+    """PackedSeqParams of the longest document; 0 without tokens."""
 
     uniform: int | None
     """Length of every document when all have the same, else None."""
@@ -87,11 +87,11 @@ def labels_inside_documents(ids: NDArray[np.integer], eod: int) -> NDArray[np.bo
     return inside
 
 
-def tokens_further_on(lengths: Sequence[int], distance: int) -> NDArray[np.int64]:
+def shift_tokens_within_documents(lengths: Sequence[int], distance: int) -> NDArray[np.int64]:
     """[t]: number of the token `distance` places further on in the same document, and -1 where the
     document ends first.
 
-    >>> tokens_further_on([3, 1, 4], 2).tolist()
+    >>> shift_tokens_within_documents([3, 1, 4], 2).tolist()
     [2, -1, -1, -1, 6, 7, -1, -1]
     """
     ends = np.repeat(np.cumsum(lengths), lengths)

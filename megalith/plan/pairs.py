@@ -18,7 +18,7 @@ PAIRED_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "dualpipe-v
 """Schedules in which forwards and backwards take turns."""
 
 
-def in_pairs(schedule: Schedule) -> Schedule:
+def pair_forward_backward(schedule: Schedule) -> Schedule:
     """The schedule with its forwards and backwards in pairs, where they take turns.
 
     dualpipe-v is made of pairs as it is. In the others a forward comes next to the backward of the
@@ -36,8 +36,8 @@ def in_pairs(schedule: Schedule) -> Schedule:
     for rank, actions in enumerate(schedule.ranks):
         forwards = [action for action in actions if action.kind == "F"]
         backwards = [action for action in actions if action.kind == "B"]
-        further = schedule.num_ranks - 1 - rank if schedule.name == "1f1b" else 0
-        first = min(actions.index(backwards[0]) + further, len(forwards))
+        num_mtp_layers = schedule.num_ranks - 1 - rank if schedule.name == "1f1b" else 0
+        first = min(actions.index(backwards[0]) + num_mtp_layers, len(forwards))
         ranks.append(tuple(in_turns(forwards, backwards, first)))
         pairs.append(frozenset((action.chunk, action.microbatch) for action in forwards[first:]))
     return replace(schedule, ranks=tuple(ranks), pairs=tuple(pairs))
@@ -54,7 +54,7 @@ def _pairs_of_chunks(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
     )
 
 
-def together(schedule: Schedule, rank: int) -> Iterator[tuple[Action, ...]]:
+def concurrent_actions(schedule: Schedule, rank: int) -> Iterator[tuple[Action, ...]]:
     """What a rank does, in order: single actions, and pairs of a forward and the backward that
     comes next.
 
@@ -62,7 +62,7 @@ def together(schedule: Schedule, rank: int) -> Iterator[tuple[Action, ...]]:
     own, and a forward no backward.
 
     >>> from megalith.plan.schedule import build_schedule
-    >>> schedule = in_pairs(build_schedule("1f1b", num_ranks=1, num_microbatches=3))
+    >>> schedule = pair_forward_backward(build_schedule("1f1b", num_ranks=1, num_microbatches=3))
     >>> [
     ...     "+".join(f"{action.kind}{action.microbatch}" for action in each)
     ...     for each in together(schedule, 0)
@@ -102,13 +102,13 @@ def pairing_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
         problems.append(
             f"{needed} with parallel.ep={p.ep}: no rank sends tokens to another one's experts. Set "
             "parallel.ep to a "
-            f"divisor of model.moe.experts={model.moe.experts} above 1, or "
+            f"divisor of model.moe.num_experts={model.moe.num_experts} above 1, or "
             "parallel.overlap_experts=false."
         )
-    if p.dispatcher != "exchange":
+    if p.dispatcher != "alltoall":
         problems.append(
             f"{needed} with parallel.dispatcher={p.dispatcher}: only an exchange can be left to "
-            "travel. Set parallel.dispatcher=exchange, or parallel.overlap_experts=false."
+            "travel. Set parallel.dispatcher=alltoall, or parallel.overlap_experts=false."
         )
     if p.zero == 3:
         problems.append(

@@ -42,7 +42,7 @@ class HeldParameter:
     """It has no gradient and no optimizer state."""
 
     grid: Literal["dense", "expert"] = "dense"
-    """Which factorisation of the world decides the ranks that hold the same."""
+    """Which factorization of the world decides the ranks that hold the same."""
 
     counts: bool = True
     """Whether it is one of a model's parameters; a bias that evens out the use of experts is
@@ -140,11 +140,11 @@ def layer_parameters(
 ) -> list[HeldParameter]:
     """The parameters of layer number `index`, counted over all stages; `experts`: see
     `held_parameters`."""
-    return _under(f"layers.{index}", _layer(model, index, _Place(tp, tp_rank, experts)))
+    return _under(f"layers.{index}", _layer(model, index, _LayerRank(tp, tp_rank, experts)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LayerRank:
     """A rank among those that divide a layer."""
 
     tp: int
@@ -161,7 +161,7 @@ def _under(prefix: str, parameters: Iterator[HeldParameter]) -> list[HeldParamet
     return [replace(one, name=f"{prefix}.{one.name}") for one in parameters]
 
 
-def _layer(model: ModelConfig, index: int, place: _Place) -> Iterator[HeldParameter]:
+def _layer(model: ModelConfig, index: int, place: _LayerRank) -> Iterator[HeldParameter]:
     """A layer's: norms, attention and MLP in the order in which x meets them."""
     model = model.at(index)
     part = tensor_part(model, tp=place.tp, rank=place.rank)
@@ -178,7 +178,7 @@ def _layer(model: ModelConfig, index: int, place: _Place) -> Iterator[HeldParame
             )
         if after:
             yield from _norm("attention_post_norm", model)
-    if model.looks(index):
+    if model.uses_cross_layer_source(index):
         yield from _looking(model, part, before=before, after=after)
     if thinks != "none":
         if before and model.block != "parallel_one_norm":
@@ -297,18 +297,18 @@ def _mlp(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
         yield HeldParameter("mlp.down_bias", h)
 
 
-def _mixture(model: ModelConfig, part: TensorPart, place: _Place) -> Iterator[HeldParameter]:
+def _mixture(model: ModelConfig, part: TensorPart, place: _LayerRank) -> Iterator[HeldParameter]:
     """Router E·h; experts E·(2 + 1)·d·f with a gate, else E·2·d·f, d = latent_size or h; shared
     experts as an MLP."""
     moe, h = model.moe, model.hidden_size
     assert moe is not None
     if moe.router.bias:
-        yield HeldParameter("moe.router_bias", moe.experts)
-    if moe.router.balancing_bias:
-        yield HeldParameter("moe.balancing_bias", moe.experts, frozen=True, counts=False)
-    if moe.balance.quantile:
-        yield HeldParameter("moe.balancing_offset", moe.experts, frozen=True, counts=False)
-    yield HeldParameter("moe.router", moe.experts, h)
+        yield HeldParameter("moe.router_bias", moe.num_experts)
+    if moe.router.expert_bias:
+        yield HeldParameter("moe.balancing_bias", moe.num_experts, frozen=True, counts=False)
+    if moe.aux_loss.quantile:
+        yield HeldParameter("moe.balancing_offset", moe.num_experts, frozen=True, counts=False)
+    yield HeldParameter("moe.router", moe.num_experts, h)
     for one in _experts(model, moe, place.of_experts):
         yield replace(one, name=f"moe.experts.{one.name}", cut=True, grid="expert")
     if moe.latent_size is not None:
@@ -326,7 +326,7 @@ def _mixture(model: ModelConfig, part: TensorPart, place: _Place) -> Iterator[He
 def _experts(model: ModelConfig, moe: MoEConfig, part: ExpertPart) -> Iterator[HeldParameter]:
     """My part of all experts' matrices, which lie one below the other."""
     mine, inner, d = (
-        moe.experts // part.ep,
+        moe.num_experts // part.ep,
         part.features(moe.ffn_hidden_size),
         moe.latent_size or model.hidden_size,
     )
@@ -348,27 +348,27 @@ def held_parameters(
     embedding: bool,
     loss: bool,
     norm: bool | None = None,
-    further: int | None = None,
+    num_mtp_layers: int | None = None,
     experts: ExpertPart | None = None,
 ) -> list[HeldParameter]:
     """Everything of some layers, of the embedding if it is here, and of what follows the layers if
     the loss is here.
 
-    A tied head, and the tables that further predictions read, are the embedding's parameters; on a
-    stage without the embedding they are second copies of them. Every stage with layers has a copy
-    of the table of relative positions, and the one that takes a memory its norm. norm, further:
-    whether the last norm is here, and how many layers that predict further ahead; unset: with the
-    loss. experts: this rank's part of them; unset: all of them, each divided over tp.
+    A tied head, and the tables that multi-token predictions read, are the embedding's parameters;
+    on a stage without the embedding they are second copies of them. Every stage with layers has a
+    copy of the table of relative positions, and the one that takes a memory its norm. norm,
+    further: whether the last norm is here, and how many MTP layers; unset: with the loss. experts:
+    this rank's part of them; unset: all of them, each divided over tp.
     """
     norm = loss if norm is None else norm
-    further = model.mtp.depths * loss if further is None else further
+    num_mtp_layers = model.mtp.num_layers * loss if num_mtp_layers is None else num_mtp_layers
     part, h = tensor_part(model, tp=tp, rank=tp_rank), model.hidden_size
     table = HeldParameter("embed.weight", part.vocab, h, cut=True)
     places = HeldParameter("positions.weight", model.max_seq_len, h, cut=False)
     held = [table] if embedding else []
     if embedding and model.positions == "learned":
         held.append(places)
-    if model.needs_biases(layers=len(layers) + further):
+    if model.needs_biases(layers=len(layers) + num_mtp_layers):
         held.append(bias_table(model, tp=tp, tp_rank=tp_rank))
     for index in layers:
         held += layer_parameters(model, index, tp=tp, tp_rank=tp_rank, experts=experts)
@@ -378,12 +378,12 @@ def held_parameters(
         held += _norm("norm", model)
     if loss and not model.tied_embeddings:
         held.append(HeldParameter("head.weight", part.vocab, h, cut=True))
-    if not embedding and (further or (loss and model.tied_embeddings)):
+    if not embedding and (num_mtp_layers or (loss and model.tied_embeddings)):
         held.append(table)
-    if not embedding and further and model.positions == "learned":
+    if not embedding and num_mtp_layers and model.positions == "learned":
         held.append(places)
-    for depth in range(further):
-        held += _under(f"mtp.{depth}", _further(model, _Place(tp, tp_rank, experts)))
+    for depth in range(num_mtp_layers):
+        held += _under(f"mtp.{depth}", _mtp(model, _LayerRank(tp, tp_rank, experts)))
     return held
 
 
@@ -399,7 +399,7 @@ def bias_table(model: ModelConfig, *, tp: int, tp_rank: int) -> HeldParameter:
     return HeldParameter("relative.weight", model.relative.buckets, heads, cut=True)
 
 
-def _further(model: ModelConfig, place: _Place) -> Iterator[HeldParameter]:
+def _mtp(model: ModelConfig, place: _LayerRank) -> Iterator[HeldParameter]:
     """One depth of multi-token prediction: a layer, 2·h·h, and three norms."""
     for word in ("embed_norm", "hidden_norm", "norm"):
         yield from _norm(word, model)

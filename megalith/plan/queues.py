@@ -26,10 +26,10 @@ from megalith.plan.transfers import (
     Channel,
     Direction,
     channels,
-    neighbour,
+    neighbor,
 )
 
-Place = tuple[int, int]
+RankAction = tuple[int, int]
 """(rank, index) of an action."""
 
 
@@ -46,10 +46,10 @@ def queue_problems(
     if not has_transfers(schedule):
         return []
     own = {channel: number for number, channel in enumerate(channels(schedule))}
-    return _Run(schedule, communicators or own).play()
+    return _QueueRun(schedule, communicators or own).play()
 
 
-class _Way(NamedTuple):
+class _MessageChannel(NamedTuple):
     """What a (kind, chunk) that sends or receives needs to know; equal but for `sends` and the
     queues at both ends."""
 
@@ -67,12 +67,12 @@ class _Way(NamedTuple):
 class _Operation(NamedTuple):
     """A send or receive in its queue."""
 
-    place: Place
+    place: RankAction
     microbatch: int
-    way: _Way
+    way: _MessageChannel
 
 
-class _Computing(NamedTuple):
+class _QueuedCompute(NamedTuple):
     """What a (kind, chunk) that computes waits for, and what it lets another chunk of this rank go
     on with."""
 
@@ -80,7 +80,7 @@ class _Computing(NamedTuple):
     gives: bytearray | None
 
 
-class _Run:
+class _QueueRun:
     """How far every rank and every queue has come."""
 
     def __init__(self, schedule: Schedule, communicators: Mapping[Channel, int]) -> None:
@@ -163,14 +163,14 @@ class _Run:
 
     # --- what each (kind, chunk) of a rank needs
 
-    def _computing(self, rank: int) -> dict[tuple[Kind, int], _Computing]:
-        steps: dict[tuple[Kind, int], _Computing] = {}
+    def _computing(self, rank: int) -> dict[tuple[Kind, int], _QueuedCompute]:
+        steps: dict[tuple[Kind, int], _QueuedCompute] = {}
         for chunk in range(self.schedule.num_chunks):
             stage = self.schedule.stage_of(rank, chunk)
-            steps["W", chunk] = _Computing(None, None)
+            steps["W", chunk] = _QueuedCompute(None, None)
             for direction, kinds in COMPUTES.items():
-                source = neighbour(self.schedule, rank, chunk, AGAINST[direction])
-                target = neighbour(self.schedule, rank, chunk, direction)
+                source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
+                target = neighbor(self.schedule, rank, chunk, direction)
                 needs = None if source is None else self.came[direction, stage]
                 here = target is not None and target[0] == rank
                 gives = (
@@ -178,20 +178,20 @@ class _Run:
                     if target is not None and here
                     else None
                 )
-                steps |= {(kind, chunk): _Computing(needs, gives) for kind in kinds}
+                steps |= {(kind, chunk): _QueuedCompute(needs, gives) for kind in kinds}
         return steps
 
-    def _ways(self, rank: int) -> dict[tuple[Kind, int], _Way]:
-        ways: dict[tuple[Kind, int], _Way] = {}
+    def _ways(self, rank: int) -> dict[tuple[Kind, int], _MessageChannel]:
+        ways: dict[tuple[Kind, int], _MessageChannel] = {}
         for chunk in range(self.schedule.num_chunks):
             for direction in COMPUTES:
-                target = neighbour(self.schedule, rank, chunk, direction)
+                target = neighbor(self.schedule, rank, chunk, direction)
                 if target is not None and target[0] != rank:
                     channel = Channel(rank, target[0], direction)
                     ways[SENDS[direction], chunk] = self._way(
                         channel, rank, self.schedule.stage_of(*target)
                     )
-                source = neighbour(self.schedule, rank, chunk, AGAINST[direction])
+                source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
                     channel = Channel(source[0], rank, direction)
                     ways[RECEIVES[direction], chunk] = self._way(
@@ -199,13 +199,15 @@ class _Run:
                     )
         return ways
 
-    def _way(self, channel: Channel, rank: int, stage: int) -> _Way:
+    def _way(self, channel: Channel, rank: int, stage: int) -> _MessageChannel:
         number, sends = self.communicators[channel], channel.source == rank
         mine, theirs = (
             self.queues[number, rank],
             self.queues[number, channel.target if sends else channel.source],
         )
-        return _Way(channel, sends, mine, theirs, stage, self.came[channel.direction, stage])
+        return _MessageChannel(
+            channel, sends, mine, theirs, stage, self.came[channel.direction, stage]
+        )
 
     # --- who waits for whom
 
@@ -218,7 +220,7 @@ class _Run:
         waiting = [queue[0].place for queue in self.queues.values() if queue]
         if not standing + waiting:
             return []
-        place, seen = (standing + waiting)[0], dict[Place, str]()
+        place, seen = (standing + waiting)[0], dict[RankAction, str]()
         while place not in seen:
             seen[place], place = self._awaited(place)
         circle = list(seen)[list(seen).index(place) :]
@@ -230,7 +232,7 @@ class _Run:
             "first of these"
         ]
 
-    def _awaited(self, place: Place) -> tuple[str, Place]:
+    def _awaited(self, place: RankAction) -> tuple[str, RankAction]:
         """(how it waits, for what) of an action that is not over."""
         rank, index = place
         kind, chunk, microbatch, peer = self.schedule.ranks[rank][index]
@@ -238,7 +240,7 @@ class _Run:
             return "comes after", (rank, self.at[rank])
         if peer < 0:
             direction: Direction = "forward" if kind == "F" else "backward"
-            source = neighbour(self.schedule, rank, chunk, AGAINST[direction])
+            source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
             assert source is not None  # else it would not wait
             keys = (
                 [(RECEIVES[direction], chunk)]
@@ -263,7 +265,7 @@ class _Run:
             index for index, action in enumerate(self.schedule.ranks[rank]) if action[:3] in wanted
         )
 
-    def _text(self, place: Place) -> str:
+    def _text(self, place: RankAction) -> str:
         return action_text(self.schedule, *place)
 
 

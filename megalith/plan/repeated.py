@@ -23,8 +23,8 @@ def repeated_flops(
     windowed: int | None = None,
 ) -> int:
     """Operations of a step that are no new work: a second forward of whole layers or of the parts
-    that are named, those of further predictions among them; a third of what `step_flops` counts for
-    them, whose arguments these are.
+    that are named, those of multi-token predictions among them; a third of what `step_flops` counts
+    for them, whose arguments these are.
 
     stages: of the whole pipeline. What lies below everything that is trained has no backward, so
     nothing of it runs again; adapters' own products, few beside a layer's, are not counted. Source:
@@ -32,7 +32,7 @@ def repeated_flops(
     """
     if run.recompute.granularity == "none":
         return 0
-    seen = _Seen(run.model, tokens, squared_lengths, windowed)
+    seen = _RepeatedTokens(run.model, tokens, squared_lengths, windowed)
     if run.recompute.granularity == "full":
         return sum(seen.layer(layer) for layer in _layers_again(run, stages)) // 3
     modules = modules_again(run.recompute)
@@ -40,18 +40,21 @@ def repeated_flops(
         one for one in modules if one != "core_attention" or "mla_up_proj" not in modules
     )  # it is inside
     layers = (layer for stage in stages for layer in _with_backward(stage.layers, run))
-    further = [run.model.num_layers - 1] * run.model.mtp.depths
-    return sum(seen.part(module, layer) for layer in (*layers, *further) for module in modules) // 3
+    num_mtp_layers = [run.model.num_layers - 1] * run.model.mtp.num_layers
+    return (
+        sum(seen.part(module, layer) for layer in (*layers, *num_mtp_layers) for module in modules)
+        // 3
+    )
 
 
 def _layers_again(run: TrainRun, stages: Sequence[Stage]) -> list[int]:
     """Numbers of the layers that run again, over all stages; the last layer's once more for each
-    further prediction."""
+    multi-token prediction."""
     found = []
     for stage in stages:
         layers = _with_backward(stage.layers, run)
         found += _chosen(run.recompute, layers)
-    return found + _chosen(run.recompute, [run.model.num_layers - 1]) * run.model.mtp.depths
+    return found + _chosen(run.recompute, [run.model.num_layers - 1]) * run.model.mtp.num_layers
 
 
 def _chosen(recompute: RecomputeConfig, layers: Sequence[int]) -> list[int]:
@@ -69,7 +72,7 @@ def _with_backward(layers: range, run: TrainRun) -> list[int]:
     return [layer for layer in layers if layer >= first]
 
 
-class _Seen(NamedTuple):
+class _RepeatedTokens(NamedTuple):
     """Some documents that a model reads."""
 
     model: ModelConfig

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 
 from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
-from megalith.plan.activations import Setting, layer_rows, stage_kept, total, whole_layer
+from megalith.plan.activations import (
+    ActivationSetting,
+    layer_rows,
+    stage_activations,
+    total,
+    whole_layer,
+)
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import (
     attention_flops,
@@ -33,7 +39,7 @@ class Saving:
     """Operations that are done a second time, as a part of all useful ones."""
 
 
-def savings(setting: Setting, *, num_layers: int) -> list[Saving]:
+def savings(setting: ActivationSetting, *, num_layers: int) -> list[Saving]:
     """What each setting saves and costs in a stage of so many layers; parts of layers in the order
     they are named."""
     if setting.recompute.granularity == "full":
@@ -54,7 +60,7 @@ def savings(setting: Setting, *, num_layers: int) -> list[Saving]:
     return [*found, *_offloaded(setting, num_layers)]
 
 
-def saving_lines(setting: Setting, *, num_layers: int) -> list[str]:
+def saving_lines(setting: ActivationSetting, *, num_layers: int) -> list[str]:
     """The same in words, with everything that is worth one; nothing where everything is kept."""
     lines = recompute_notes(setting.recompute, stage_layers=num_layers)
     for saving in savings(setting, num_layers=num_layers):
@@ -75,8 +81,8 @@ def saving_lines(setting: Setting, *, num_layers: int) -> list[str]:
             )
     if not lines:
         return []
-    kept = stage_kept(setting, num_layers=num_layers)
-    plain = stage_kept(replace(setting, recompute=RecomputeConfig()), num_layers=num_layers)
+    kept = stage_activations(setting, num_layers=num_layers)
+    plain = stage_activations(replace(setting, recompute=RecomputeConfig()), num_layers=num_layers)
     everything = plain.nbytes + plain.host_bytes
     return [
         *lines,
@@ -102,11 +108,11 @@ def run_lines(
     return saving_lines(setting, num_layers=len(layers))
 
 
-def _full(setting: Setting, num_layers: int) -> Saving:
+def _full(setting: ActivationSetting, num_layers: int) -> Saving:
     spans = layer_spans(setting.recompute, setting.offload, num_layers)
     again = sum(span.stop - span.start for span in spans if span.recomputed)
     here = replace(setting, offload=replace(setting.offload, layers=0))
-    kept = stage_kept(here, num_layers=num_layers)
+    kept = stage_activations(here, num_layers=num_layers)
     first = setting.first_layer
     whole = sum(total(whole_layer(setting, layer)) for layer in range(first, first + num_layers))
     freed = whole - sum(total(rows) for rows in kept.layers)
@@ -115,13 +121,15 @@ def _full(setting: Setting, num_layers: int) -> Saving:
     )
 
 
-def _offloaded(setting: Setting, num_layers: int) -> Sequence[Saving]:
+def _offloaded(setting: ActivationSetting, num_layers: int) -> Sequence[Saving]:
     if not setting.offload.layers:
         return []
-    return [Saving("host memory", stage_kept(setting, num_layers=num_layers).host_bytes, 0.0)]
+    return [
+        Saving("host memory", stage_activations(setting, num_layers=num_layers).host_bytes, 0.0)
+    ]
 
 
-def _share(setting: Setting, module: str) -> float:
+def _share(setting: ActivationSetting, module: str) -> float:
     """A second forward pass of this part, in every layer of the model, as a part of a step's useful
     operations."""
     c, tokens, squares = (

@@ -55,7 +55,7 @@ class Shard:
     it)."""
 
     grid: Literal["dense", "expert"] = "dense"
-    """Which factorisation of the world the axes belong to."""
+    """Which factorization of the world the axes belong to."""
 
     flat: tuple[int, int] | None = None
     """Elements [start, stop) of my box, in row-major order, when only these are mine; None: all."""
@@ -88,25 +88,33 @@ class Shard:
         rows = len(shape) - self.inputs
         return math.prod(shape[:rows]), math.prod(shape[rows:])
 
+    @classmethod
+    def full(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        invariant: frozenset[str] = frozenset(),
+        inputs: int = 1,
+    ) -> "Shard":
+        """Return the shard of a parameter that every rank holds in full."""
+        return cls(
+            name=name,
+            shape=shape,
+            box=tuple((0, n) for n in shape),
+            invariant=invariant,
+            inputs=inputs,
+        )
 
-def whole(
-    name: str, shape: tuple[int, ...], *, invariant: frozenset[str] = frozenset(), inputs: int = 1
-) -> Shard:
-    """A parameter that every rank holds in full."""
-    return Shard(
-        name=name, shape=shape, box=tuple((0, n) for n in shape), invariant=invariant, inputs=inputs
-    )
-
-
-def cut_dim(shard: Shard, dim: int, sizes: list[int], rank: int, axes: tuple[str, ...]) -> Shard:
-    """`shard` with its `dim` divided into parts of `sizes` over `axes`, of which this is part
-    number `rank`."""
-    assert sum(sizes) == shard.shape[dim], (shard.name, shard.shape, sizes)
-    start = sum(sizes[:rank])
-    box = tuple(
-        (start, start + sizes[rank]) if d == dim else span for d, span in enumerate(shard.box)
-    )
-    return replace(shard, box=box, cut=(*shard.cut, *axes))
+    def split_dim(self, dim: int, sizes: list[int], rank: int, axes: tuple[str, ...]) -> "Shard":
+        """Return part number `rank` of this shard when `dim` is split into parts of `sizes` over
+        `axes`."""
+        assert sum(sizes) == self.shape[dim], (self.name, self.shape, sizes)
+        start = sum(sizes[:rank])
+        box = tuple(
+            (start, start + sizes[rank]) if d == dim else span for d, span in enumerate(self.box)
+        )
+        return replace(self, box=box, cut=(*self.cut, *axes))
 
 
 def copies(shard: Shard) -> tuple[str, ...]:
@@ -121,7 +129,7 @@ def summed_over(shard: Shard) -> tuple[str, ...]:
     return tuple(axis for axis in copies(shard) if axis not in shard.invariant)
 
 
-def is_first_holder(shard: Shard, here: Mapping[str, int]) -> bool:
+def is_first_replica(shard: Shard, here: Mapping[str, int]) -> bool:
     """Whether no rank before the one at these coordinates holds the same slice: it counts and
     writes the slice."""
     return here["pp"] == shard.stages[0] and all(here[axis] == 0 for axis in copies(shard))
@@ -190,11 +198,11 @@ def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> HeadSplit:
     HeadSplit(queries=[2, 2, 2, 2], keys=[1, 1])
     """
     per_key = num_heads // num_kv_heads
-    holders = key_value_ranks(num_kv_heads, tp)
-    keys = split_evenly(num_kv_heads, holders)
-    if holders == tp:
+    replica_ranks = key_value_ranks(num_kv_heads, tp)
+    keys = split_evenly(num_kv_heads, replica_ranks)
+    if replica_ranks == tp:
         return HeadSplit([count * per_key for count in keys], keys)
-    return HeadSplit(split_evenly(per_key, tp // holders) * holders, keys)
+    return HeadSplit(split_evenly(per_key, tp // replica_ranks) * replica_ranks, keys)
 
 
 def split_evenly(total: int, parts: int) -> list[int]:

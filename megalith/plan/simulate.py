@@ -21,7 +21,7 @@ from megalith.plan.transfers import (
     Channel,
     Direction,
     channels,
-    neighbour,
+    neighbor,
 )
 
 Number = int | float | Fraction
@@ -70,7 +70,7 @@ def even_costs(
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class SimulatedMessage:
     """One transfer as it happened."""
 
     channel: Channel
@@ -131,17 +131,19 @@ class Simulation:
         after = self.makespan - self.end(rank, computing[-1])
         return before, self.idle[rank] - before - after, after
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[SimulatedMessage]:
         """Every transfer, by channel."""
         found = []
         for direction, rows in self.arrived.items():
             for stage, row in enumerate(rows):
                 rank, chunk = self.schedule.place_of(stage)
-                source = neighbour(self.schedule, rank, chunk, AGAINST[direction])
+                source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
                     channel, takes = Channel(source[0], rank, direction), self.costs.transfer
                     times = ((m, at) for m, at in enumerate(row) if at is not None)
-                    found += [Message(channel, m, stage, at - takes, at) for m, at in times]
+                    found += [
+                        SimulatedMessage(channel, m, stage, at - takes, at) for m, at in times
+                    ]
         return found
 
 
@@ -160,7 +162,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """
     problems = matching_problems(schedule)
     if not problems:
-        run = _Run(schedule, costs or even_costs(schedule.num_stages))
+        run = _SimulationRun(schedule, costs or even_costs(schedule.num_stages))
         problems = run.play()
     if problems:
         raise PlanError(_refusal(schedule, problems))
@@ -173,10 +175,13 @@ def find_problems(schedule: Schedule) -> list[str]:
 
     Empty when they can be. Without tags: `plan/queues.queue_problems`.
     """
-    return matching_problems(schedule) or _Run(schedule, even_costs(schedule.num_stages)).play()
+    return (
+        matching_problems(schedule)
+        or _SimulationRun(schedule, even_costs(schedule.num_stages)).play()
+    )
 
 
-class _Computing(NamedTuple):
+class _SimulatedCompute(NamedTuple):
     """One (kind, chunk) of a rank: waits for its microbatch in `inputs`, and may hand its result on
     itself."""
 
@@ -200,7 +205,7 @@ class _Transfer(NamedTuple):
     wakes: int
 
 
-class _Run:
+class _SimulationRun:
     """The state of a simulation: how far each rank has come, and which messages are there."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -281,18 +286,18 @@ class _Run:
     def _rows(self) -> list[Row]:
         return [[None] * self.schedule.num_microbatches for _ in range(self.schedule.num_stages)]
 
-    def _computing(self, rank: int, ready: Row) -> dict[tuple[Kind, int], _Computing]:
-        steps: dict[tuple[Kind, int], _Computing] = {}
+    def _computing(self, rank: int, ready: Row) -> dict[tuple[Kind, int], _SimulatedCompute]:
+        steps: dict[tuple[Kind, int], _SimulatedCompute] = {}
         for chunk in range(self.schedule.num_chunks):
             stage = self.schedule.stage_of(rank, chunk)
-            steps["W", chunk] = _Computing(ready, self.costs.of("W", stage), None, 0, -1)
+            steps["W", chunk] = _SimulatedCompute(ready, self.costs.of("W", stage), None, 0, -1)
             for direction, kinds in COMPUTES.items():
                 inputs, passed = (
                     self.arrived[direction][stage],
                     self._handed_on(rank, chunk, direction),
                 )
                 steps |= {
-                    (kind, chunk): _Computing(inputs, self.costs.of(kind, stage), *passed)
+                    (kind, chunk): _SimulatedCompute(inputs, self.costs.of(kind, stage), *passed)
                     for kind in kinds
                 }
         return steps
@@ -301,7 +306,7 @@ class _Run:
         self, rank: int, chunk: int, direction: Direction
     ) -> tuple[Row | None, Number, int]:
         """Where a result goes without a message in the lists: (row, delay, rank to wake)."""
-        target = neighbour(self.schedule, rank, chunk, direction)
+        target = neighbor(self.schedule, rank, chunk, direction)
         if target is None or (target[0] != rank and self.linked):
             return None, 0, -1
         row = self.arrived[direction][self.schedule.stage_of(*target)]
@@ -311,7 +316,7 @@ class _Run:
         steps: dict[tuple[Kind, int], _Transfer] = {}
         for chunk in range(self.schedule.num_chunks):
             for direction in SENDS:
-                target = neighbour(self.schedule, rank, chunk, direction)
+                target = neighbor(self.schedule, rank, chunk, direction)
                 if target is not None and target[0] != rank:
                     sent, posted, arrived = self._rows_of(
                         direction, self.schedule.stage_of(*target)
@@ -320,7 +325,7 @@ class _Run:
                     steps[SENDS[direction], chunk] = _Transfer(
                         sent, posted, arrived, free, target[0]
                     )
-                source = neighbour(self.schedule, rank, chunk, AGAINST[direction])
+                source = neighbor(self.schedule, rank, chunk, AGAINST[direction])
                 if source is not None and source[0] != rank:
                     sent, posted, arrived = self._rows_of(
                         direction, self.schedule.stage_of(rank, chunk)
@@ -350,7 +355,7 @@ class _Run:
         waits for."""
         kind, chunk, microbatch, _ = self.schedule.ranks[rank][len(self.starts[rank])]
         direction: Direction = "forward" if kind == "F" else "backward"
-        place = neighbour(self.schedule, rank, chunk, AGAINST[direction])
+        place = neighbor(self.schedule, rank, chunk, AGAINST[direction])
         assert place is not None  # the first stage's F and the last one's B wait for nobody
         kinds = (SENDS[direction],) if self.linked and place[0] != rank else COMPUTES[direction]
         keys = [(its_kind, place[1], microbatch) for its_kind in kinds]

@@ -1,5 +1,5 @@
-"""Pipeline stages: which layers each has, and where the embedding, further predictions and the loss
-are."""
+"""Pipeline stages: which layers each has, and where the embedding, multi-token predictions and
+the loss are."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,27 +31,27 @@ class Stage:
     norm: bool = False
     """The last norm is here."""
 
-    further: int = 0
-    """Layers that predict further ahead, behind the last norm: all there are, or none."""
+    num_mtp_layers: int = 0
+    """MTP layers, behind the last norm: all there are, or none."""
 
     def reads_table(self, model: ModelConfig) -> bool:
-        """Whether something here reads the embedding's table: itself, further predictions, or a
+        """Whether something here reads the embedding's table: itself, multi-token predictions, or a
         tied head."""
-        return self.embedding or self.further > 0 or (self.loss and model.tied_embeddings)
+        return self.embedding or self.num_mtp_layers > 0 or (self.loss and model.tied_embeddings)
 
     def reads_places(self, model: ModelConfig) -> bool:
-        """Whether something here reads the table of learnt positions."""
-        return model.positions == "learned" and (self.embedding or self.further > 0)
+        """Whether something here reads the table of learned positions."""
+        return model.positions == "learned" and (self.embedding or self.num_mtp_layers > 0)
 
     def reads_biases(self, model: ModelConfig) -> bool:
         """Whether something here reads the table of biases by distance."""
-        return model.needs_biases(layers=len(self.layers) + self.further)
+        return model.needs_biases(layers=len(self.layers) + self.num_mtp_layers)
 
 
 def whole_model(num_layers: int, depths: int = 0) -> Stage:
     """The one stage of a model that is not divided; `depths`: its layers that predict further
     ahead."""
-    return Stage(range(num_layers), embedding=True, loss=True, norm=True, further=depths)
+    return Stage(range(num_layers), embedding=True, loss=True, norm=True, num_mtp_layers=depths)
 
 
 def plan_stages(
@@ -95,7 +95,7 @@ def stage_of_layer(stages: Sequence[Stage], layer: int) -> int:
     return next(number for number, stage in enumerate(stages) if layer in stage.layers)
 
 
-def table_holders(
+def table_stages(
     model: ModelConfig, stages: Sequence[Stage], pipeline: PipelineConfig, *, pp: int
 ) -> dict[str, tuple[int, ...]]:
     """Pipeline ranks that hold each table which several stages may read, ascending; all but one
@@ -118,7 +118,7 @@ def table_holders(
     }
 
 
-class Crossing(NamedTuple):
+class StageBoundary(NamedTuple):
     """What goes over the boundary before a stage with each microbatch, beside hidden states of all
     tokens."""
 
@@ -128,11 +128,11 @@ class Crossing(NamedTuple):
     memory: bool
     """A memory that later layers look at, of the same shape."""
 
-    ahead: int
-    """Hidden states, as many times, of layers that predict further ahead."""
+    num_mtp_hidden: int
+    """Hidden states, as many times, of MTP layers."""
 
 
-def crossing(model: ModelConfig, stages: Sequence[Stage], number: int) -> Crossing:
+def stage_boundary(model: ModelConfig, stages: Sequence[Stage], number: int) -> StageBoundary:
     """What goes over the boundary before stage `number`.
 
     The losses of all depths need the head, of which there is one: what depths make goes to it, as
@@ -140,20 +140,25 @@ def crossing(model: ModelConfig, stages: Sequence[Stage], number: int) -> Crossi
     """
     before = stages[:number]
     done = sum(len(stage.layers) for stage in before)
-    return Crossing(
-        any(s.norm for s in before), model.needs_memory(done), sum(s.further for s in before)
+    return StageBoundary(
+        any(s.norm for s in before),
+        model.needs_cross_layer_source(done),
+        sum(s.num_mtp_layers for s in before),
     )
 
 
 def layout_of(stages: Sequence[Stage]) -> str:
     """The stages as a layout string.
 
-    >>> last = Stage(range(5, 6), further=1, loss=True)
+    >>> last = Stage(range(5, 6), num_mtp_layers=1, loss=True)
     >>> layout_of([Stage(range(3), embedding=True), Stage(range(3, 5)), last])
     'Et*3|tt|tmL'
     """
     return show_layout(
-        ["E" * s.embedding + "t" * len(s.layers) + "m" * s.further + "L" * s.loss for s in stages]
+        [
+            "E" * s.embedding + "t" * len(s.layers) + "m" * s.num_mtp_layers + "L" * s.loss
+            for s in stages
+        ]
     )
 
 
@@ -182,7 +187,7 @@ def proposed_layout(num_layers: int, num_stages: int, depths: int = 0) -> str:
 def stages_problems(
     pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: int = 0
 ) -> list[str]:
-    """Everything that keeps layers, and `depths` more that predict further ahead, from being
+    """Everything that keeps layers, and `depths` more that predict further tokens, from being
     divided as asked, as messages for the user; empty when they can be."""
     num_stages = pp * pipeline.vpp
     if min(pp, pipeline.vpp) < 1 or num_stages == 1:
@@ -305,7 +310,7 @@ def _ends_problems(pipeline: PipelineConfig, pp: int, num_layers: int, example: 
 
 
 def _stages(counts: Sequence[int], depths: int, *, place: int | None = None) -> tuple[Stage, ...]:
-    """Stages with so many layers; `place`: that with the layers that predict further ahead, unset:
+    """Stages with so many layers; `place`: that with the MTP layers, unset:
     the last."""
     starts, last = [0, *accumulate(counts[:-1])], len(counts) - 1
     norm = (
@@ -319,7 +324,7 @@ def _stages(counts: Sequence[int], depths: int, *, place: int | None = None) -> 
             embedding=stage == 0,
             loss=stage == last,
             norm=stage == norm,
-            further=depths if stage == (last if place is None else place) else 0,
+            num_mtp_layers=depths if stage == (last if place is None else place) else 0,
         )
         for stage, (start, count) in enumerate(zip(starts, counts, strict=True))
     )
@@ -358,10 +363,10 @@ def _layout_problems(text: str, pp: int, vpp: int, num_layers: int, depths: int)
             f"{num_layers}, as in "
             f"{example}."
         )
-    return problems + _further_problems(text, stages, depths, example)
+    return problems + _mtp_problems(text, stages, depths, example)
 
 
-def _further_problems(
+def _mtp_problems(
     text: str, stages: Sequence[Sequence[Item]], depths: int, example: str
 ) -> list[str]:
     """As many m as there are depths, all behind the last layer, on one stage, which is not the
@@ -372,13 +377,13 @@ def _further_problems(
         what = "this model has no multi-token prediction layers"
         return [
             f"{mistake(text, found[0].position, what)}Use no m, or set "
-            f"model.mtp.depths={len(found)}."
+            f"model.mtp.num_layers={len(found)}."
         ]
     problems = []
     if len(found) != depths:
         problems.append(
-            f"{FIELD}={text} has {len(found)} layers that predict further ahead (m), but "
-            f"model.mtp.depths={depths}. "
+            f"{FIELD}={text} has {len(found)} MTP layers (m), but "
+            f"model.mtp.num_layers={depths}. "
             f"Use {depths}, as in {example}."
         )
     holding = [stage for stage in stages if any(item.kind == "m" for item in stage)]

@@ -106,7 +106,7 @@ def layer_share(run: TrainRun) -> float:
     """The layers' part of a step's work; the head has the rest."""
     c, length = run.model, run.train.seq_len
     whole = step_flops(c, tokens=length, squared_lengths=length**2)
-    return 1 - (1 + c.mtp.depths) * head_flops(c, length) / whole
+    return 1 - (1 + c.mtp.num_layers) * head_flops(c, length) / whole
 
 
 def repeated_share(workload: Workload) -> float:

@@ -34,8 +34,8 @@ from megalith.plan.memory import (
     divides,
     gathered_units,
     keeps_gathered,
-    kept_rows,
     mixture_of,
+    saved_activation_rows,
 )
 from megalith.plan.parameters import tensor_part
 from megalith.plan.recompute import layer_spans, mlp_in_chunks, modules_again
@@ -112,7 +112,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     """t · h in and out of every attention and every MLP, forward and backward; and the head's few
     numbers per token.
 
-    What enters a latent attention is shorter: see `entered_features`.
+    What enters a latent attention is shorter: see `gathered_input_features`.
     """
     run, t, many = workload.run, workload.tokens, workload.num_microbatches
     tp, width, h = run.parallel.tp, WIDTHS[run.precision.params], run.model.hidden_size
@@ -126,12 +126,15 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     )
     parts = sum(divided_parts(run.model, stage.layers) for stage in stages)
     entered = [
-        x for stage in stages for layer in stage.layers for x in entered_features(run.model, layer)
+        x
+        for stage in stages
+        for layer in stage.layers
+        for x in gathered_input_features(run.model, layer)
     ]
     more, left, alone = list[int](), 0, modules_again(run.recompute)  # once more
     for stage, counts in zip(stages, again, strict=True):
         repeated = stage.layers[: sum(counts)]
-        more += [x for layer in repeated for x in entered_features(run.model, layer)]
+        more += [x for layer in repeated for x in gathered_input_features(run.model, layer)]
         left += divided_parts(run.model, repeated) - _sums_at_ends(run.model, stage, counts)
         gates = sum(_gates(run.model, layer) for layer in stage.layers)
         left += gates if {"mlp", "shared_experts"} & {*alone} else 0
@@ -148,7 +151,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
             nbytes=inputs_again * one,
         )
     behind = "matmuls" if run.parallel.overlap else ""
-    ring = "matmuls" if run.parallel.rings else ""
+    ring = "matmuls" if run.parallel.tp_comm_overlap else ""
     if run.parallel.sp:
         inside = sum(
             _mlp_again(run.model, layer, alone) for stage in stages for layer in stage.layers
@@ -157,7 +160,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
             x
             for stage in stages
             for layer in stage.layers
-            for x in entered_features(run.model, layer, read=True)
+            for x in gathered_input_features(run.model, layer, read=True)
         ]
         rows: list[tuple[str, Collective, list[int], str]] = [
             (GATHERED, "all_gather", [*entered, *more, *[h] * (inside + losses)], ring),
@@ -174,11 +177,11 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     divided = sum(
         mlp_in_chunks(run.recompute, run.model, layer) for stage in stages for layer in stage.layers
     )
-    further = divided * (run.recompute.mlp_chunks - 1)
+    num_mtp_layers = divided * (run.recompute.mlp_chunks - 1)
     for what, kind, features, hidden in rows:
         nbytes, calls = (
             sum(features) * many * t * width.value,
-            len(features) + further * (1 + (what == GATHERED)),
+            len(features) + num_mtp_layers * (1 + (what == GATHERED)),
         )
         yield _row("tp", what, kind, ranks=tp, calls=calls * many, nbytes=nbytes, behind=hidden)
     chunks = -(-t // tokens_of_loss(run))
@@ -193,21 +196,25 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
 
 
 def runs_of_layers(workload: Workload, pp_rank: int) -> list[Stage]:
-    """A rank's chunks; and of each depth that predicts further ahead a layer like the last one
+    """A rank's chunks; and of each MTP depths a layer like the last one
     behind an embedding of its own, and a loss, where these are."""
     chunks, model = workload.chunks(pp_rank), workload.run.model
     last = model.num_layers - 1
-    layers = [Stage(range(last, last + 1), embedding=True)] * sum(chunk.further for chunk in chunks)
-    losses = [Stage(range(0), loss=True)] * (model.mtp.depths * sum(chunk.loss for chunk in chunks))
+    layers = [Stage(range(last, last + 1), embedding=True)] * sum(
+        chunk.num_mtp_layers for chunk in chunks
+    )
+    losses = [Stage(range(0), loss=True)] * (
+        model.mtp.num_layers * sum(chunk.loss for chunk in chunks)
+    )
     return [*chunks, *layers, *losses]
 
 
-def entered_features(model: ModelConfig, layer: int, *, read: bool = False) -> list[int]:
+def gathered_input_features(model: ModelConfig, layer: int, *, read: bool = False) -> list[int]:
     """Features of everything that goes from whole to divided work in a layer: h for each part;
     into latent attention short vectors, and the key that all heads share, which no weight reads
     (`read`: without it)."""
     h = model.hidden_size
-    looking = [h, h] * model.looks(layer)  # what looks, and the memory
+    looking = [h, h] * model.uses_cross_layer_source(layer)  # what looks, and the memory
     return attention_features(model, layer, read=read) + looking + [h] * divides_mlp(model, layer)
 
 
@@ -231,12 +238,15 @@ def divides_mlp(model: ModelConfig, layer: int) -> bool:
 def divided_parts(model: ModelConfig, layers: Sequence[int]) -> int:
     """Attentions and MLPs of some layers, which tensor-parallel ranks divide."""
     return sum(
-        (model.attention_part(n) == "full") + model.looks(n) + divides_mlp(model, n) for n in layers
+        (model.attention_part(n) == "full")
+        + model.uses_cross_layer_source(n)
+        + divides_mlp(model, n)
+        for n in layers
     )
 
 
 def _sums_at_ends(model: ModelConfig, stage: Stage, counts: Sequence[int]) -> int:
-    """Spans of so many layers, from a stage's first on, whose last act is the sum of a divided
+    """KeySpans of so many layers, from a stage's first on, whose last act is the sum of a divided
     part."""
     lasts = [] if _normed_after(model) else [stage.layers[end - 1] for end in accumulate(counts)]
     return sum(
@@ -263,7 +273,7 @@ def spans_again(workload: Workload, stage: Stage) -> list[int]:
     again."""
     if not stage.layers:
         return []
-    run, cut = workload.run, workload.run.model.remembers_before(stage.layers)
+    run, cut = workload.run, workload.run.model.has_cross_layer_source_before(stage.layers)
     spans = layer_spans(run.recompute, run.offload, len(stage.layers), cut=cut)
     return [span.stop - span.start for span in spans if span.recomputed]
 
@@ -314,7 +324,9 @@ def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator
     for stage in runs_of_layers(workload, pp_rank):
         repeated = stage.layers[: sum(spans_again(workload, stage))]
         for layer in stage.layers:
-            attentions = (run.model.attention_part(layer) == "full") + run.model.looks(layer)
+            attentions = (
+                run.model.attention_part(layer) == "full"
+            ) + run.model.uses_cross_layer_source(layer)
             heads = tensor_part(run.model.at(layer), tp=run.parallel.tp, rank=tp_rank).kv_heads
             sort = kind_of_layer(run.parallel.context, layer), heads
             layers[sort] += attentions
@@ -420,12 +432,12 @@ def _expert_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         return
     passes = _mixtures(workload, pp_rank)
     if grid.size("ep") * grid.size("etp") > 1:
-        gathers = run.parallel.dispatcher == "gather"  # any other is taken for an exchange
+        gathers = run.parallel.dispatcher == "allgather"  # any other is taken for an exchange
         yield from (_gather_rows if gathers else _exchange_rows)(workload, model.moe, passes)
     yield from _choices_together(workload, model.moe, passes)
-    if model.moe.router.balancing_bias and passes.all:
+    if model.moe.router.expert_bias and passes.all:
         ranks = workload.dp * run.parallel.cp * run.parallel.tp
-        counts = passes.all // workload.num_microbatches * model.moe.experts
+        counts = passes.all // workload.num_microbatches * model.moe.num_experts
         yield _row(
             "dp_cp_tp",
             "counts of choices, for biases",
@@ -434,9 +446,9 @@ def _expert_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
             calls=1,
             nbytes=8 * counts,
         )
-    if model.moe.balance.quantile and passes.all:
+    if model.moe.aux_loss.quantile and passes.all:
         ranks = workload.dp * run.parallel.cp * run.parallel.tp
-        offsets = passes.all // workload.num_microbatches * (model.moe.experts + 1)
+        offsets = passes.all // workload.num_microbatches * (model.moe.num_experts + 1)
         yield _row(
             "dp_cp_tp", "offsets of experts", "all_reduce", ranks=ranks, calls=1, nbytes=8 * offsets
         )
@@ -505,7 +517,7 @@ def _exchange_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Ite
         "all_gather",
         ranks=ep * etp,
         calls=counts,
-        nbytes=counts * ep * etp * moe.experts * 8,
+        nbytes=counts * ep * etp * moe.num_experts * 8,
     )
     yield _row(
         "ep",
@@ -578,9 +590,17 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
     """What ranks that share a microbatch tell each other about choices: counts for the losses of
     balance, and choices where experts refuse some, once; and what all ranks do for the global
     batch."""
-    p, losses, forwards = workload.run.parallel, moe.balance, passes.all + passes.again
-    sharing, everyone, each = p.cp * p.tp, p.cp * p.tp * workload.dp, 8 * moe.experts
-    if max(losses.sequence, losses.batch, losses.global_batch, losses.z) > 0:
+    p, losses, forwards = workload.run.parallel, moe.aux_loss, passes.all + passes.again
+    sharing, everyone, each = p.cp * p.tp, p.cp * p.tp * workload.dp, 8 * moe.num_experts
+    if (
+        max(
+            losses.sequence_coeff,
+            losses.batch_coeff,
+            losses.global_batch_coeff,
+            losses.z_loss_coeff,
+        )
+        > 0
+    ):
         rows = len(workload.lengths)
         yield _row(
             "cp_tp",
@@ -590,7 +610,7 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
             calls=forwards,
             nbytes=forwards * rows * each,
         )
-    if losses.global_batch > 0:
+    if losses.global_batch_coeff > 0:
         yield _row(
             "dp_cp_tp",
             "counts of choices",
@@ -599,9 +619,9 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
             calls=forwards,
             nbytes=forwards * each,
         )
-    if moe.balance.quantile:
+    if moe.aux_loss.quantile:
         together = forwards * sharing * own_tokens(workload)
-        logits = moe.experts * _sizes(workload, moe)[1]
+        logits = moe.num_experts * _sizes(workload, moe)[1]
         yield _row(
             "cp_tp", "logits", "all_gather", ranks=sharing, calls=forwards, nbytes=together * logits
         )
@@ -649,15 +669,20 @@ def _tables(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         "positions.weight": ("gradient of the positions", run.model.max_seq_len * h),
         "relative.weight": ("gradient of the biases", run.model.relative.buckets * part.heads),
     }
-    for name, holders in workload.shared_tables().items():
+    for name, replica_ranks in workload.shared_tables().items():
         what, numel = sizes[name]
         nbytes, others = (
             numel * WIDTHS[run.precision.params].sums // workload.shards,
-            len(holders) - 1,
+            len(replica_ranks) - 1,
         )
-        if pp_rank in holders:
+        if pp_rank in replica_ranks:
             yield _row(
-                "pp", what, "message", ranks=len(holders), calls=others, nbytes=others * nbytes
+                "pp",
+                what,
+                "message",
+                ranks=len(replica_ranks),
+                calls=others,
+                nbytes=others * nbytes,
             )
 
 
@@ -684,9 +709,11 @@ def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Tr
         some = [bucket for bucket in plan.buckets if moving[bucket.members[0]].grid == sort]
         if sort == "expert" and grid.experts is None:
             continue
-        holders = grid.size("edp") if sort == "expert" else workload.dp * workload.run.parallel.cp
+        replica_ranks = (
+            grid.size("edp") if sort == "expert" else workload.dp * workload.run.parallel.cp
+        )
         numel = sum(bucket.stop - bucket.start for bucket in some)
-        yield from _sums(workload, _Sums(axis, len(some), numel, ranks, holders // ranks))
+        yield from _sums(workload, _Sums(axis, len(some), numel, ranks, replica_ranks // ranks))
 
 
 class _Sums(NamedTuple):
@@ -778,7 +805,8 @@ def _sharded_traffic(
     width, grid = WIDTHS[run.precision.params], workload.grid
     padded, summed = (
         [
-            sum(kept_rows(one, 0, ranks) * one.columns for one in some(unit.parameters)) * ranks
+            sum(saved_activation_rows(one, 0, ranks) * one.columns for one in some(unit.parameters))
+            * ranks
             for unit in units
         ]
         for some in (list, trained)

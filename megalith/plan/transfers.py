@@ -7,7 +7,7 @@ one order, the one in which the source computes them, and each channel needs a q
 process group, or tags on gloo): two channels between the same two ranks, as with two ranks in all
 or in a V, may interleave differently on both sides. `plan/queues` proves both on paper.
 
-Stages that are neighbours on one rank (the turn of a V, or a single rank) pass tensors without a
+Stages that are neighbors on one rank (the turn of a V, or a single rank) pass tensors without a
 message.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from megalith.plan.pairs import together
+from megalith.plan.pairs import concurrent_actions
 from megalith.plan.schedule import Action, Kind, Schedule
 
 Direction = Literal["forward", "backward"]
@@ -28,7 +28,7 @@ COMPUTES: dict[Direction, tuple[Kind, ...]] = {"forward": ("F",), "backward": ("
 """The computing that takes what comes in a direction and gives what goes on in it."""
 
 AGAINST: dict[Direction, Direction] = {"forward": "backward", "backward": "forward"}
-"""Where messages of a direction come from: forward ones from the neighbour that lies backward."""
+"""Where messages of a direction come from: forward ones from the neighbor that lies backward."""
 
 
 class Channel(NamedTuple):
@@ -39,7 +39,7 @@ class Channel(NamedTuple):
     direction: Direction
 
 
-def neighbour(
+def neighbor(
     schedule: Schedule, rank: int, chunk: int, direction: Direction
 ) -> tuple[int, int] | None:
     """(rank, chunk) that gets what this one computes: the next stage forward, the one before
@@ -54,7 +54,7 @@ def channels(schedule: Schedule) -> tuple[Channel, ...]:
     for rank in range(schedule.num_ranks):
         for chunk in range(schedule.num_chunks):
             for direction in SENDS:
-                target = neighbour(schedule, rank, chunk, direction)
+                target = neighbor(schedule, rank, chunk, direction)
                 if target is not None and target[0] != rank:
                     found.add(Channel(rank, target[0], direction))
     return tuple(sorted(found))
@@ -78,7 +78,7 @@ def with_transfers(schedule: Schedule, *, overlap: bool = True) -> Schedule:
         links = _links(schedule, rank)
         listed: list[Action] = []
         posted = 0
-        for index, actions in enumerate(together(schedule, rank)):
+        for index, actions in enumerate(concurrent_actions(schedule, rank)):
             while posted < len(slots) and slots[posted] == index:
                 listed.append(receives[posted])
                 posted += 1
@@ -105,7 +105,7 @@ def _links(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _Link]:
     links: dict[tuple[Kind, int], _Link] = {}
     for direction, producers in COMPUTES.items():
         for chunk in range(schedule.num_chunks):
-            place = neighbour(schedule, rank, chunk, direction)
+            place = neighbor(schedule, rank, chunk, direction)
             if place is not None and place[0] != rank:
                 links |= {(kind, chunk): _Link(direction, *place) for kind in producers}
     return links
@@ -145,7 +145,7 @@ def _needed_at(schedule: Schedule, rank: int) -> dict[Kind, list[list[int]]]:
     takes = {
         kind: rows[RECEIVES[direction]] for direction, kinds in COMPUTES.items() for kind in kinds
     }
-    for index, actions in enumerate(together(schedule, rank)):
+    for index, actions in enumerate(concurrent_actions(schedule, rank)):
         for kind, chunk, microbatch, _ in actions:
             if kind in takes:
                 takes[kind][chunk][microbatch] = index

@@ -13,7 +13,7 @@ from megalith.config.suggest import did_you_mean
 
 GROUP = "megalith.transports"
 
-BUILT_IN = ("exchange", "gather", "reference")
+BUILT_IN = ("alltoall", "allgather", "reference")
 """What is here; a package cannot take these names."""
 
 

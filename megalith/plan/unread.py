@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megalith.config.fields import Plain, describe
 from megalith.config.model import ModelConfig
-from megalith.config.moe import has_balance_losses
+from megalith.config.moe import has_aux_losses
 from megalith.config.tree import flatten
 
 ANY_SCALING = ("linear", "dynamic", "llama3", "yarn", "longrope")
@@ -121,7 +121,7 @@ BELONGS: tuple[Belongs, ...] = (
         ("rope.attention_factor",),
         "rope.scaling",
         _scaled("yarn", "longrope"),
-        "what a scaling sharpens by",
+        "what a scaling has_attention_temperature by",
         "model.rope.scaling=yarn",
     ),
     Belongs(
@@ -200,32 +200,32 @@ BELONGS: tuple[Belongs, ...] = (
         "model.gated=true",
     ),
     Belongs(
-        ("moe.router.balancing_rate",),
-        "moe.router.balancing_bias",
-        lambda model: model.moe is not None and model.moe.router.balancing_bias,
+        ("moe.router.expert_bias_update_rate",),
+        "moe.router.expert_bias",
+        lambda model: model.moe is not None and model.moe.router.expert_bias,
         "how far a bias moves",
-        "model.moe.router.balancing_bias=true",
+        "model.moe.router.expert_bias=true",
     ),
     Belongs(
-        ("moe.balance.quantile_ema",),
-        "moe.balance.quantile",
-        lambda model: model.moe is not None and model.moe.balance.quantile,
+        ("moe.aux_loss.quantile_ema",),
+        "moe.aux_loss.quantile",
+        lambda model: model.moe is not None and model.moe.aux_loss.quantile,
         "what remains of offsets",
-        "model.moe.balance.quantile=true",
+        "model.moe.aux_loss.quantile=true",
     ),
     Belongs(
-        ("moe.balance.of_choices",),
-        "moe.balance.batch",
-        lambda model: model.moe is not None and has_balance_losses(model.moe.balance),
+        ("moe.aux_loss.of_choices",),
+        "moe.aux_loss.batch_coeff",
+        lambda model: model.moe is not None and has_aux_losses(model.moe.aux_loss),
         "what a loss of balance counts",
-        "model.moe.balance.batch=0.01",
+        "model.moe.aux_loss.batch_coeff=0.01",
     ),
     Belongs(
         ("moe.router.group_score",),
-        "moe.router.groups",
-        lambda model: model.moe is not None and model.moe.router.groups is not None,
+        "moe.router.num_groups",
+        lambda model: model.moe is not None and model.moe.router.num_groups is not None,
         "how groups are judged",
-        "model.moe.router.groups to 8 or so",
+        "model.moe.router.num_groups to 8 or so",
     ),
     Belongs(
         ("moe.capacity.drop", "moe.capacity.pad"),
@@ -243,10 +243,10 @@ BELONGS: tuple[Belongs, ...] = (
     ),
     Belongs(
         ("mtp.loss_weight",),
-        "mtp.depths",
-        lambda model: model.mtp.depths > 0,
-        "the weight of further predictions",
-        "model.mtp.depths to 1 or more",
+        "mtp.num_layers",
+        lambda model: model.mtp.num_layers > 0,
+        "the weight of multi-token predictions",
+        "model.mtp.num_layers to 1 or more",
     ),
 )
 

@@ -45,7 +45,7 @@ def _has_weights(run: TrainRun) -> bool:
 def _all_turn_locally(run: TrainRun, world: int) -> bool:
     """Whether no layer turns by the angles that are for layers without a window."""
     model = run.model
-    turning = [layer for layer in range(model.num_layers) if model.turns(layer)]
+    turning = [layer for layer in range(model.num_layers) if model.uses_rope(layer)]
     return model.rope.local_theta is not None and all(model.has_window(layer) for layer in turning)
 
 
@@ -66,9 +66,9 @@ UNUSED: tuple[Unused, ...] = (
         "with parallel.pp=1 and parallel.pipeline.vpp=1 there is one stage",
     ),
     Unused(
-        ("parallel.ring_products",),
-        lambda run, world: not run.parallel.rings,
-        "with parallel.rings=false nothing goes round",
+        ("parallel.collective_matmul",),
+        lambda run, world: not run.parallel.tp_comm_overlap,
+        "with parallel.tp_comm_overlap=false nothing goes round",
     ),
     Unused(
         ("parallel.dispatcher",),

@@ -9,10 +9,10 @@ from megalith.plan.deal import document_multiple, microbatches_of_longest
 from megalith.plan.frozen import with_frozen
 from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid
-from megalith.plan.pairs import in_pairs
+from megalith.plan.pairs import pair_forward_backward
 from megalith.plan.parameters import ExpertPart, HeldParameter, held_parameters
 from megalith.plan.schedule import Schedule, build_schedule, pipeline_in_use, schedule_name
-from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_holders
+from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class Workload:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row with its padding, counted as one document: how many it really has, only
-        the data knows."""
+        """PackedSeqParams of a row with its padding, counted as one document: how many it really
+        has, only the data knows."""
         length = self.run.train.seq_len
         return length + -length % self.document_multiple
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch that one rank computes, padding included."""
+        """PackedSeqParams of a microbatch that one rank computes, padding included."""
         return sum(self.lengths) // self.run.parallel.cp
 
     @property
@@ -88,19 +88,19 @@ class Workload:
         return (row,) * whole + ((rest,) if rest else ())
 
     @property
-    def holders(self) -> dict[str, tuple[int, ...]]:
+    def replica_ranks(self) -> dict[str, tuple[int, ...]]:
         """Pipeline ranks that hold each table which several stages may read."""
         p = self.run.parallel
-        return table_holders(self.run.model, self.stages, p.pipeline, pp=p.pp)
+        return table_stages(self.run.model, self.stages, p.pipeline, pp=p.pp)
 
     @property
-    def table_holders(self) -> tuple[int, ...]:
+    def table_stages(self) -> tuple[int, ...]:
         """Of these, those that hold the embedding's table."""
-        return self.holders["embed.weight"]
+        return self.replica_ranks["embed.weight"]
 
     def shared_tables(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several pipeline ranks hold, and those ranks."""
-        return {name: ranks for name, ranks in self.holders.items() if ranks[1:]}
+        return {name: ranks for name, ranks in self.replica_ranks.items() if ranks[1:]}
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of one pipeline rank, by chunk number."""
@@ -139,7 +139,7 @@ class Workload:
                 embedding=stage.embedding,
                 loss=stage.loss,
                 norm=stage.norm,
-                further=stage.further,
+                num_mtp_layers=stage.num_mtp_layers,
                 experts=experts,
             ):
                 held.setdefault(one.name, one)
@@ -170,8 +170,8 @@ def plan_workload(run: TrainRun, world: int) -> Workload:
         group=used.group,
     )
     if p.overlap_experts:
-        schedule = in_pairs(schedule)
+        schedule = pair_forward_backward(schedule)
     stages = plan_stages(
-        p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths
+        p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.num_layers
     )
     return Workload(run, grid, stages, schedule)

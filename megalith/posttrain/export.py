@@ -21,7 +21,7 @@ from megalith.models.adapters import (
     PeftPart,
     peft_parts,
 )
-from megalith.models.companions import carried
+from megalith.models.companions import copy_auxiliary_files
 from megalith.models.convert import Move
 from megalith.models.hf import TOKENIZER_FILES
 from megalith.models.pretrained import Pretrained, find_family_of
@@ -79,7 +79,7 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
     """
     parts = plan_peft(source)
     weights = source.weights
-    carried_along = carried(source, {}, theirs=True) if source.tuning() else {}
+    carried_along = copy_auxiliary_files(source, {}, theirs=True) if source.tuning() else {}
     assert isinstance(weights, AdaptedWeights)
     kept = dtype or torch.float32
     plan = _planned(parts, weights.adapters.lora.rank, kept)

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalith.checkpoint.agree import together
-from megalith.checkpoint.boxes import Entry, pieces
+from megalith.checkpoint.agree import raise_on_all_ranks
+from megalith.checkpoint.boxes import CheckpointEntry, pieces
 from megalith.checkpoint.format import MANIFEST
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig
@@ -17,11 +17,11 @@ from megalith.models.pretrained import (
     adapters_in,
     base_of_adapters,
     base_record,
-    forced_in,
     load_pretrained,
     locate,
     open_pretrained,
     require_base,
+    trained_with_forced_balancing,
 )
 from megalith.parallel.group import Group
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_base(
-    entries: Sequence[Entry],
+    entries: Sequence[CheckpointEntry],
     rules: CheckpointConfig,
     world: Group,
     *,
@@ -47,9 +47,11 @@ def load_base(
     """
     assert rules.load is not None, "a rule asks for it"
     source = rules.load
-    together(lambda: _is_there(source) if world.rank == 0 else None, world)
+    raise_on_all_ranks(lambda: _is_there(source) if world.rank == 0 else None, world)
     notes = load_pretrained(entries, source, world, model=model, rules=rules)
-    record = together(lambda: _record(source, saved) if world.rank == 0 else None, world)[0]
+    record = raise_on_all_ranks(lambda: _record(source, saved) if world.rank == 0 else None, world)[
+        0
+    ]
     assert record is not None
     return record, notes
 
@@ -73,7 +75,7 @@ def _record(source: str, saved: Checkpoint | None) -> dict[str, str]:
 
 
 def load_adapters(
-    entries: Sequence[Entry],
+    entries: Sequence[CheckpointEntry],
     lora: LoraConfig,
     world: Group,
     *,
@@ -90,11 +92,15 @@ def load_adapters(
     """
     source = lora.load
     assert source is not None
-    path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
+    path = raise_on_all_ranks(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
-    together(lambda: _same_base(path, record) if world.rank == 0 else None, world)
-    together(lambda: _fill(entries, adapters_in(path, base=record["base"]), lora, model), world)
-    return forced_in(open_checkpoint(path) if (path / MANIFEST).exists() else None, model)
+    raise_on_all_ranks(lambda: _same_base(path, record) if world.rank == 0 else None, world)
+    raise_on_all_ranks(
+        lambda: _fill(entries, adapters_in(path, base=record["base"]), lora, model), world
+    )
+    return trained_with_forced_balancing(
+        open_checkpoint(path) if (path / MANIFEST).exists() else None, model
+    )
 
 
 def _same_base(path: Path, record: dict[str, str]) -> None:
@@ -115,7 +121,9 @@ def _same_base(path: Path, record: dict[str, str]) -> None:
         )
 
 
-def _fill(entries: Sequence[Entry], found: Adapters, lora: LoraConfig, model: ModelConfig) -> None:
+def _fill(
+    entries: Sequence[CheckpointEntry], found: Adapters, lora: LoraConfig, model: ModelConfig
+) -> None:
     if differences := same_adapters(found, lora, model):
         raise CheckpointError(
             f"lora.load={lora.load}: other adapters than this run's: {'; '.join(differences)}. Set "

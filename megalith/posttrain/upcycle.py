@@ -20,9 +20,9 @@ from megalith.models.convert import Move, added
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.hf import Weights
 from megalith.models.pretrained import Pretrained
-from megalith.nn.init import fill
+from megalith.nn.init import init_param_
 from megalith.parallel.mesh import mesh_of_one
-from megalith.parallel.tensor import Declared
+from megalith.parallel.tensor import ParameterSpec
 from megalith.plan.experts import moe_problems
 from megalith.plan.grid import divisors
 from megalith.plan.shards import Box
@@ -54,7 +54,8 @@ def upcycle_problems(dense: ModelConfig, moe: MoEConfig) -> list[str]:
     """Every reason why a dense model cannot become this mixture, as texts."""
     if dense.moe is not None:
         return [
-            f"model.moe.experts={dense.moe.experts} in the source: it is a mixture of experts "
+            f"model.moe.num_experts={dense.moe.num_experts} in the source: it is a mixture of "
+            "experts "
             "already. Use a dense "
             f"model, or remove --upcycle."
         ]
@@ -98,12 +99,13 @@ def _same_biases(dense: ModelConfig, moe: MoEConfig) -> str | None:
 
 
 def _weighed_answers(moe: MoEConfig) -> str | None:
-    if not moe.weigh_input:
+    if not moe.apply_router_weight_on_input:
         return None
     return (
-        "model.moe.weigh_input=true: an expert that reads a token times its weight answers "
+        "model.moe.apply_router_weight_on_input=true: an expert that reads a token times its "
+        "weight answers "
         "something else than the "
-        "dense MLP. Set model.moe.weigh_input=false."
+        "dense MLP. Set model.moe.apply_router_weight_on_input=false."
     )
 
 
@@ -128,7 +130,7 @@ def _parts_are_whole(model: ModelConfig, moe: MoEConfig) -> list[str | None]:
         ]
     parts = width // moe.ffn_hidden_size
     made = f"model.moe.ffn_hidden_size={moe.ffn_hidden_size} makes {parts} experts of each MLP"
-    counts = {"experts": moe.experts, "top_k": moe.top_k}
+    counts = {"experts": moe.num_experts, "top_k": moe.top_k}
     found: list[str | None] = [
         f"model.moe.{name}={count} is no multiple of {parts}: {made}, and a token goes to all of "
         f"one. Set model.moe.{name} to {-(-count // parts) * parts}, or "
@@ -136,13 +138,14 @@ def _parts_are_whole(model: ModelConfig, moe: MoEConfig) -> list[str | None]:
         for name, count in counts.items()
         if count % parts
     ]
-    groups = moe.router.groups
-    if groups is not None and not found and (moe.experts // groups) % parts:
-        fits = [n for n in divisors(moe.experts // parts) if n > 1] or "null"
+    groups = moe.router.num_groups
+    if groups is not None and not found and (moe.num_experts // groups) % parts:
+        fits = [n for n in divisors(moe.num_experts // parts) if n > 1] or "null"
         found.append(
-            f"model.moe.router.groups={groups} has {moe.experts // groups} experts in a group: "
+            f"model.moe.router.num_groups={groups} has {moe.num_experts // groups} experts in a "
+            "group: "
             f"{made}, which must not "
-            f"be torn apart. Set model.moe.router.groups to one of {fits}."
+            f"be torn apart. Set model.moe.router.num_groups to one of {fits}."
         )
     return found
 
@@ -157,14 +160,16 @@ def _widths(model: ModelConfig) -> list[int]:
 
 
 def expected_weight(moe: MoEConfig) -> float:
-    """What the weights of a token's experts add up to, on average, while the router has learnt
+    """What the weights of a token's experts add up to, on average, while the router has learned
     nothing."""
-    if moe.router.renormalise:
-        return moe.router.scale
-    each = {"softmax": 1 / moe.experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}[
-        moe.router.score
-    ]
-    return moe.top_k * each * moe.router.scale
+    if moe.router.norm_topk_prob:
+        return moe.router.routed_scaling_factor
+    each = {
+        "softmax": 1 / moe.num_experts,
+        "sigmoid": 0.5,
+        "sqrt_softplus": math.sqrt(math.log(2)),
+    }[moe.router.score]
+    return moe.top_k * each * moe.router.routed_scaling_factor
 
 
 def factors_of(model: ModelConfig, moe: MoEConfig, parts: int, scale: Scale) -> Factors:
@@ -220,7 +225,7 @@ class UpcycledWeights:
     parts: int
     factors: Factors
 
-    fresh: Mapping[str, Declared]
+    fresh: Mapping[str, ParameterSpec]
     """Parameters that no dense model has."""
 
     seed: int
@@ -230,17 +235,17 @@ class UpcycledWeights:
         layer, _, rest = parameter.partition(".moe.")
         if not rest:
             return self.dense.dtype(parameter)
-        return self.dense.dtype(self.origin(parameter) or f"{layer}.mlp.down")
+        return self.dense.dtype(self.source_parameter(parameter) or f"{layer}.mlp.down")
 
-    def origin(self, parameter: str) -> str | None:
+    def source_parameter(self, parameter: str) -> str | None:
         """The dense parameter that it is made of; None: it is new."""
         if parameter in self.fresh:
             return None
-        return parameter.replace(".moe.experts.", ".mlp.")
+        return parameter.replace(".moe.num_experts.", ".mlp.")
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
         """A box of it, on the host."""
-        source = self.origin(parameter)
+        source = self.source_parameter(parameter)
         if source is None:
             return self._first_values(parameter, box).to(dtype)
         if source == parameter:
@@ -271,10 +276,10 @@ class UpcycledWeights:
         return _drawn(declared, box, self.seed)
 
 
-def _drawn(declared: Declared, box: Box, seed: int) -> Tensor:
+def _drawn(declared: ParameterSpec, box: Box, seed: int) -> Tensor:
     """Random first values in a box of a parameter."""
     values = torch.empty([stop - start for start, stop in box])
-    fill(values, replace(declared.shard, box=box), declared.init, seed=seed)
+    init_param_(values, replace(declared.shard, box=box), declared.init, seed=seed)
     return values
 
 
@@ -293,7 +298,7 @@ def upcycle(
     fresh = {
         one.shard.name: one
         for one, _, _ in declared_parameters(Decoder(model, mesh_of_one()))
-        if ".moe." in one.shard.name and ".moe.experts." not in one.shard.name
+        if ".moe." in one.shard.name and ".moe.num_experts." not in one.shard.name
     }
     weights = UpcycledWeights(
         source.weights,
@@ -308,7 +313,7 @@ def upcycle(
     )  # the dense model's family has no experts
 
 
-def told_origins(source: Pretrained, moves: Sequence[Move]) -> list[Move]:
+def describe_upcycled_sources(source: Pretrained, moves: Sequence[Move]) -> list[Move]:
     """The moves of an upcycled model, each with the dense parameter that it reads."""
     weights = source.weights
     if not isinstance(weights, UpcycledWeights):
@@ -318,7 +323,7 @@ def told_origins(source: Pretrained, moves: Sequence[Move]) -> list[Move]:
 
 def _origin(parameter: str, weights: UpcycledWeights) -> str:
     """The dense parameter, and what adapters add to it."""
-    source = weights.origin(parameter)
+    source = weights.source_parameter(parameter)
     return "new" if source is None else source + added(source, weights.dense)
 
 

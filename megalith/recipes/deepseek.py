@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -37,13 +37,13 @@ def deepseek_v2_lite() -> TrainRun:
         rope=RopeConfig(interleaved=True),
         mla=MLAConfig(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
         moe=MoEConfig(
-            experts=64,
+            num_experts=64,
             top_k=6,
             ffn_hidden_size=1408,
             layers=(False, *(True,) * 26),
             shared_ffn_hidden_size=2 * 1408,
-            router=RouterConfig(renormalise=False),
-            balance=BalanceConfig(sequence=1e-3),
+            router=RouterConfig(norm_topk_prob=False),
+            aux_loss=AuxLossConfig(sequence_coeff=1e-3),
         ),
     )
     parallel = ParallelConfig(ep=8, zero=1)
@@ -73,15 +73,19 @@ def deepseek_v2() -> TrainRun:
         rope=RopeConfig(interleaved=True),
         mla=MLAConfig(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, value_dim=128),
         moe=MoEConfig(
-            experts=160,
+            num_experts=160,
             top_k=6,
             ffn_hidden_size=1536,
             layers=(False, *(True,) * 59),
             shared_ffn_hidden_size=2 * 1536,
             router=RouterConfig(
-                renormalise=False, scale=16.0, groups=8, top_groups=3, group_score="max"
+                norm_topk_prob=False,
+                routed_scaling_factor=16.0,
+                num_groups=8,
+                topk_groups=3,
+                group_score="max",
             ),
-            balance=BalanceConfig(sequence=3e-3),
+            aux_loss=AuxLossConfig(sequence_coeff=3e-3),
         ),
     )
     # A token costs in the head what it does in one layer and a half.
@@ -97,7 +101,7 @@ def deepseek_v3() -> TrainRun:
     """DeepSeek-V3 over 1024 GPUs or more: 4 of the 256 experts of each layer on each of 64, the
     layers in 16 stages.
 
-    A token meets 37.6 of 671.0 billion parameters, those of the further prediction not counted.
+    A token meets 37.6 of 671.0 billion parameters, those of the multi-token prediction not counted.
     Batch, learning rate and balance as in sections 4.2 and 4.3 of the report, which trained on 2048
     GPUs and held the rate for long before it fell. As there, rows are 4096 tokens long before
     positions are stretched.
@@ -115,17 +119,21 @@ def deepseek_v3() -> TrainRun:
         rope=RopeConfig(interleaved=True),
         mla=MLAConfig(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, value_dim=128),
         moe=MoEConfig(
-            experts=256,
+            num_experts=256,
             top_k=8,
             ffn_hidden_size=2048,
             layers=(*(False,) * 3, *(True,) * 58),
             shared_ffn_hidden_size=2048,
             router=RouterConfig(
-                score="sigmoid", scale=2.5, groups=8, top_groups=4, balancing_bias=True
+                score="sigmoid",
+                routed_scaling_factor=2.5,
+                num_groups=8,
+                topk_groups=4,
+                expert_bias=True,
             ),
-            balance=BalanceConfig(sequence=1e-4),
+            aux_loss=AuxLossConfig(sequence_coeff=1e-4),
         ),
-        mtp=MTPConfig(depths=1, loss_weight=0.3),
+        mtp=MTPConfig(num_layers=1, loss_weight=0.3),
     )
     # The last stage has one layer beside the head and the prediction, which is a layer and the head
     # once more.

@@ -8,7 +8,7 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def gpt2_124m() -> TrainRun:
-    """GPT-2 small: learnt positions, LayerNorm, biases, dropout.
+    """GPT-2 small: learned positions, LayerNorm, biases, dropout.
 
     The learning rate, which the authors did not tell, is that of the same size in Brown et al.
     2020, arXiv:2005.14165, table 2.1.

@@ -2,7 +2,7 @@
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
@@ -38,12 +38,12 @@ def gpt_oss_20b() -> TrainRun:
         qkv_bias=True,
         output_bias=True,
         moe=MoEConfig(
-            experts=32,
+            num_experts=32,
             top_k=4,
             ffn_hidden_size=2880,
             biases=True,
             router=RouterConfig(bias=True),
-            balance=BalanceConfig(batch=0.01),
+            aux_loss=AuxLossConfig(batch_coeff=0.01),
         ),
     )
     parallel = ParallelConfig(ep=8, zero=1)

@@ -2,7 +2,7 @@
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
@@ -46,13 +46,13 @@ def llama4_scout() -> TrainRun:
             chunked=True,
         ),
         moe=MoEConfig(
-            experts=16,
+            num_experts=16,
             top_k=1,
             ffn_hidden_size=8192,
             shared_ffn_hidden_size=8192,
-            weigh_input=True,
-            router=RouterConfig(score="sigmoid", renormalise=False),
-            balance=BalanceConfig(batch=0.001),
+            apply_router_weight_on_input=True,
+            router=RouterConfig(score="sigmoid", norm_topk_prob=False),
+            aux_loss=AuxLossConfig(batch_coeff=0.001),
         ),
     )
     parallel = ParallelConfig(tp=4, sp=True, ep=16, etp=1, pp=4, zero=1)

@@ -1,7 +1,7 @@
 """Mixtral 8x7B, in the size that its paper gives. Source: Jiang et al. 2024, arXiv:2401.04088."""
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
@@ -24,7 +24,7 @@ def mixtral_8x7b() -> TrainRun:
         max_seq_len=32_768,
         rope=RopeConfig(theta=1_000_000.0),
         moe=MoEConfig(
-            experts=8, top_k=2, ffn_hidden_size=14_336, balance=BalanceConfig(batch=0.02)
+            num_experts=8, top_k=2, ffn_hidden_size=14_336, aux_loss=AuxLossConfig(batch_coeff=0.02)
         ),
     )
     parallel = ParallelConfig(ep=8, pp=4, zero=1)

@@ -3,7 +3,7 @@
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
@@ -28,7 +28,7 @@ def moe_tiny() -> TrainRun:
             max_seq_len=512,
             tied_embeddings=True,
             moe=MoEConfig(
-                experts=8,
+                num_experts=8,
                 top_k=2,
                 ffn_hidden_size=128,
                 shared_ffn_hidden_size=128,
@@ -39,7 +39,7 @@ def moe_tiny() -> TrainRun:
                     True,
                     True,
                 ),  # as DeepSeek-V3: the first layer's tokens are not told apart yet
-                balance=BalanceConfig(batch=0.01, z=1e-3),
+                aux_loss=AuxLossConfig(batch_coeff=0.01, z_loss_coeff=1e-3),
             ),
         ),
         parallel=ParallelConfig(ep=2),

@@ -2,7 +2,7 @@
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.recipes.published import pretraining, warmed_cosine
@@ -24,11 +24,11 @@ def olmoe_7b() -> TrainRun:
         max_seq_len=4096,
         attention=AttentionConfig(qk_norm="whole"),
         moe=MoEConfig(
-            experts=64,
+            num_experts=64,
             top_k=8,
             ffn_hidden_size=1024,
-            router=RouterConfig(renormalise=False),
-            balance=BalanceConfig(batch=0.01, z=0.001),
+            router=RouterConfig(norm_topk_prob=False),
+            aux_loss=AuxLossConfig(batch_coeff=0.01, z_loss_coeff=0.001),
         ),
     )
     parallel = ParallelConfig(ep=8, zero=1)

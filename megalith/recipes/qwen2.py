@@ -5,7 +5,7 @@ The authors told no learning rates; those here are ours.
 """
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
@@ -51,13 +51,13 @@ def qwen1_5_moe_a2_7b() -> TrainRun:
         rope=RopeConfig(theta=1_000_000.0),
         qkv_bias=True,
         moe=MoEConfig(
-            experts=60,
+            num_experts=60,
             top_k=4,
             ffn_hidden_size=1408,
             shared_ffn_hidden_size=5632,
             shared_gate=True,
-            router=RouterConfig(renormalise=False),
-            balance=BalanceConfig(batch=0.001),
+            router=RouterConfig(norm_topk_prob=False),
+            aux_loss=AuxLossConfig(batch_coeff=0.001),
         ),
     )
     parallel = ParallelConfig(ep=4, pp=2, zero=1)

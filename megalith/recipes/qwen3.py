@@ -2,7 +2,7 @@
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
@@ -71,7 +71,10 @@ def qwen3_30b_a3b() -> TrainRun:
         rope=RopeConfig(theta=1_000_000.0),
         attention=AttentionConfig(qk_norm="head"),
         moe=MoEConfig(
-            experts=128, top_k=8, ffn_hidden_size=768, balance=BalanceConfig(global_batch=1e-3)
+            num_experts=128,
+            top_k=8,
+            ffn_hidden_size=768,
+            aux_loss=AuxLossConfig(global_batch_coeff=1e-3),
         ),
     )
     parallel = ParallelConfig(ep=8, pp=2, zero=1)

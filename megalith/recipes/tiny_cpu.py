@@ -8,7 +8,7 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def tiny_cpu() -> TrainRun:
-    """Counting, learnt in half a minute on a CPU.
+    """Counting, learned in half a minute on a CPU.
 
     The data is made up, so there is no file to fetch.
     """

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megalith.plan.shards import whole
+from megalith.plan.shards import Shard
 
 
 class Odd(nn.Module):
@@ -11,10 +11,10 @@ class Odd(nn.Module):
     buckets would fit in."""
 
     SHARDS = (
-        whole("one", (1,), inputs=0),
-        whole("matrix", (2, 3)),
-        whole("unused", (5,), inputs=0),
-        whole("long", (300,), inputs=0),
+        Shard.full("one", (1,), inputs=0),
+        Shard.full("matrix", (2, 3)),
+        Shard.full("unused", (5,), inputs=0),
+        Shard.full("long", (300,), inputs=0),
     )
 
     one: nn.Parameter

@@ -64,7 +64,7 @@ def run_ranks(
     """Call `fn(rank, world, *args)` on `world` processes joined by gloo, and return what each rank
     returned.
 
-    `fn` is a function of a module or test file; it finds the default process group initialised.
+    `fn` is a function of a module or test file; it finds the default process group initialized.
     Arguments and results are pickled; tensors travel by value.
 
     Raises:

@@ -12,7 +12,7 @@ from megalith.parallel import symm_mem
 
 @contextmanager
 def fused_on_cpus() -> Iterator[None]:
-    """In this process, parallel.ring_products=fused is served on CPUs, too.
+    """In this process, parallel.collective_matmul=fused is served on CPUs, too.
 
     The operators are called as on GPUs, by name and with the same arguments; behind them, a gather
     and a matmul, or a matmul and a reduce-scatter, one after the other. So it proves what we ask of

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.train import TrainRun
 from megalith.models.decoder import Decoder, declared_parameters
-from megalith.nn.init import fill
+from megalith.nn.init import init_param_
 from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.slots import Optimizer
-from megalith.parallel.data import DataParallel
-from megalith.parallel.engine import Engine, divides
+from megalith.parallel.data import BucketedDataParallel
+from megalith.parallel.engine import GradSync, divides
 from megalith.parallel.mesh import Mesh
 from megalith.plan.groups import rates_in
-from megalith.plan.initial import Rates
-from megalith.plan.shards import Shard, is_first_holder
-from megalith.train.staged import Staged, build_staged, with_postponed
+from megalith.plan.initial import ParameterRates
+from megalith.plan.shards import Shard, is_first_replica
+from megalith.train.staged import PipelineModel, build_pipeline_model, with_weight_grad_stores
 
 DTYPES = {
     "fp32": torch.float32,
@@ -36,8 +36,8 @@ class Trainer:
     run: TrainRun
     mesh: Mesh
     device: torch.device
-    staged: Staged
-    data: Engine
+    pipeline_model: PipelineModel
+    data: GradSync
     optimizer: Optimizer
     loss_scale: LossScale | None
     """Set for fp16."""
@@ -45,7 +45,7 @@ class Trainer:
     @property
     def model(self) -> Decoder:
         """The model, where it is not divided into several chunks."""
-        (model,) = self.staged.chunks
+        (model,) = self.pipeline_model.chunks
         return model
 
 
@@ -58,27 +58,35 @@ def build_trainer(
     `fill=False` leaves weights at zero, for a checkpoint to fill; `fill_frozen=False` those that
     are not trained.
     """
-    staged = build_staged(run, mesh, device, dtype=DTYPES[run.precision.params])
-    model = staged.modules
-    data = build_engine(run, model, mesh, device)
+    pipeline_model = build_pipeline_model(run, mesh, device, dtype=DTYPES[run.precision.params])
+    model = pipeline_model.modules
+    data = build_grad_sync(run, model, mesh, device)
     if fill:
         _give_first_weights(model, data, seed=run.seed, frozen=fill_frozen)
-    for chunk in staged.chunks if run.train.compile else ():
+    for chunk in pipeline_model.chunks if run.train.compile else ():
         for layer in chunk.layers:
             layer.compile()
 
-    def rates(shard: Shard) -> Rates:
+    def rates(shard: Shard) -> ParameterRates:
         return rates_in(run.model, run.optim, shard.name, shard.inputs)
 
     optimizer = build_optimizer(
-        [(owned.shard, owned.weight) for owned in data.owned], run.optim, rates
+        [(owned.shard, owned.weight) for owned in data.local_params], run.optim, rates
     )
     return Trainer(
-        run, mesh, device, with_postponed(staged), data, optimizer, build_loss_scale(run.precision)
+        run,
+        mesh,
+        device,
+        with_weight_grad_stores(pipeline_model),
+        data,
+        optimizer,
+        build_loss_scale(run.precision),
     )
 
 
-def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.device) -> Engine:
+def build_grad_sync(
+    run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.device
+) -> GradSync:
     """Give the parameters of my chunks memory, and a way for their gradients to be summed over
     ranks.
 
@@ -92,10 +100,10 @@ def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.
     sums, watch = torch.promote_types(dtype, torch.float32), run.optim.nonfinite_grad == "raise"
     if p.zero == 3 and divides(mesh):
         from megalith.parallel.fsdp import (
-            FullySharded,
+            FullyShardedDataParallel,
         )  # here, because torch's part of it takes half a second to load
 
-        return FullySharded(
+        return FullyShardedDataParallel(
             list(model),
             parameters,
             mesh,
@@ -105,7 +113,7 @@ def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.
             watch=watch,
             overlap=p.overlap,
         )
-    return DataParallel(
+    return BucketedDataParallel(
         model,
         parameters,
         mesh,
@@ -121,27 +129,27 @@ def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.
     )
 
 
-def _give_first_weights(model: nn.Module, data: Engine, *, seed: int, frozen: bool) -> None:
+def _give_first_weights(model: nn.Module, data: GradSync, *, seed: int, frozen: bool) -> None:
     """Each rank draws the slices that it owns, and gets the others from their owners: the same
     under every layout."""
     init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
     for shard, weight in (
-        *((owned.shard, owned.weight) for owned in data.owned),
+        *((owned.shard, owned.weight) for owned in data.local_params),
         *(data.frozen if frozen else ()),
     ):
-        fill(weight, shard, init_of[shard.name], seed=seed)
-    data.publish()
-    data.settle()
+        init_param_(weight, shard, init_of[shard.name], seed=seed)
+    data.all_gather_params()
+    data.wait_params()
 
 
-def publish_loaded(trainer: Trainer) -> None:
+def all_gather_loaded_params(trainer: Trainer) -> None:
     """After tensors of `checkpoint_entries` were filled: let every rank compute with the weights
     that its peers own."""
-    trainer.data.publish()
-    trainer.data.settle()
+    trainer.data.all_gather_params()
+    trainer.data.wait_params()
 
 
-def checkpoint_entries(trainer: Trainer) -> list[Entry]:
+def checkpoint_entries(trainer: Trainer) -> list[CheckpointEntry]:
     """Every tensor that a checkpoint holds, with the slice of it that this rank has; each slice is
     written once.
 
@@ -154,16 +162,19 @@ def checkpoint_entries(trainer: Trainer) -> list[Entry]:
         tensors: dict[str, Tensor] = {"param": slot.weight, **slot.state}
         if slot.master is not slot.weight:
             tensors["master"] = slot.master
-        mine = is_first_holder(slot.shard, here)
-        entries += [Entry(slot.shard, role, tensor, mine) for role, tensor in tensors.items()]
+        mine = is_first_replica(slot.shard, here)
+        entries += [
+            CheckpointEntry(slot.shard, role, tensor, mine) for role, tensor in tensors.items()
+        ]
     return entries + (
         weight_entries(trainer.data.frozen, trainer.mesh) if trainer.run.lora is None else []
     )
 
 
-def weight_entries(parameters: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Entry]:
+def weight_entries(parameters: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[CheckpointEntry]:
     """Weights alone, of what is not trained."""
     here = mesh.coordinates
     return [
-        Entry(shard, "param", tensor, is_first_holder(shard, here)) for shard, tensor in parameters
+        CheckpointEntry(shard, "param", tensor, is_first_replica(shard, here))
+        for shard, tensor in parameters
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import list_complete_checkpoints
 from megalith.optim.loss_scale import LossScale
 from megalith.train.step import StepResult
@@ -22,14 +22,14 @@ def is_divergent(result: StepResult, loss_scale: LossScale | None) -> bool:
     """
     if result.empty:
         return False
-    if not all(map(math.isfinite, (result.loss, *result.further_losses))):
+    if not all(map(math.isfinite, (result.loss, *result.mtp_losses))):
         return True
     return not result.updated and (
         loss_scale is None or not loss_scale.dynamic or loss_scale.stuck > 0
     )
 
 
-def find_nonfinite_parameters(entries: Sequence[Entry]) -> list[str]:
+def find_nonfinite_parameters(entries: Sequence[CheckpointEntry]) -> list[str]:
     """Return the names of the parameters whose weights or master weights, as far as this rank
     saves them, are NaN or infinite somewhere. The host waits for the device once."""
     weights = [e for e in entries if e.role in ("param", "master") and e.mine and e.tensor.numel()]
@@ -65,5 +65,5 @@ def describe_last_good_checkpoint(folder: Path, last_update: int, lr: float) -> 
     return (
         f"The last checkpoint from before that is {good}: to continue from it, run the same "
         f"command again {change}, "
-        f"and with --run NAME --checkpoint.load {good} --checkpoint.take everything."
+        f"and with --run NAME --checkpoint.load {good} --checkpoint.load_mode all."
     )

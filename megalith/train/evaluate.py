@@ -29,7 +29,7 @@ from megalith.plan.deal import Budget, budget_of
 from megalith.plan.shards import Shard
 from megalith.train.build import DTYPES, weight_entries
 from megalith.train.folder import RunFolder
-from megalith.train.staged import Staged, build_staged
+from megalith.train.staged import PipelineModel, build_pipeline_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,17 @@ class Evaluation:
     text."""
 
     num_labels: int
-    """Tokens it was measured on."""
+    """PackedSeqParams it was measured on."""
 
-    further_losses: tuple[float, ...] = ()
-    """The loss of every depth that predicts further ahead."""
+    mtp_losses: tuple[float, ...] = ()
+    """The loss of every MTP depth."""
 
-    accepted: tuple[float, ...] = ()
+    acceptance_rates: tuple[float, ...] = ()
     """How often the best token of every such depth is the one that came."""
 
-    accepted_length: float | None = None
-    """Tokens per forward for a reader who takes the next token, and after it guesses of depth
-    after depth as long as they are those that came; None where no depth predicts."""
+    acceptance_length: float | None = None
+    """PackedSeqParams per forward for a reader who takes the next token, and after it guesses of
+    depth after depth as long as they are those that came; None where no depth predicts."""
 
     @property
     def perplexity(self) -> float:
@@ -62,15 +62,16 @@ class Evaluation:
         return math.exp(min(self.loss, 700.0))
 
     def of_depths(self) -> dict[str, float | None]:
-        """What a metrics row says of depths that predict further ahead."""
-        if not self.accepted:
+        """What a metrics row says of MTP depths."""
+        if not self.acceptance_rates:
             return {}
-        both = enumerate(zip(self.further_losses, self.accepted, strict=True), start=1)
+        both = enumerate(zip(self.mtp_losses, self.acceptance_rates, strict=True), start=1)
         found = {f"eval_mtp_{depth}_loss": loss for depth, (loss, _) in both}
         found |= {
-            f"mtp_{depth}_accepted": share for depth, share in enumerate(self.accepted, start=1)
+            f"mtp_{depth}_acceptance_rate": share
+            for depth, share in enumerate(self.acceptance_rates, start=1)
         }
-        return {**found, "mtp_accepted_length": self.accepted_length}
+        return {**found, "mtp_acceptance_length": self.acceptance_length}
 
     def depths_text(self) -> str:
         """The same in a line for people; empty where there are none.
@@ -78,10 +79,10 @@ class Evaluation:
         >>> Evaluation(2.0, None, 9, (2.5, 3.0), (0.5, 0.25), 1.625).depths_text()
         ', further tokens guessed 50.0 %, 25.0 %, 1.62 tokens at once'
         """
-        if not self.accepted:
+        if not self.acceptance_rates:
             return ""
-        shares = ", ".join(f"{share:.1%}".replace("%", " %") for share in self.accepted)
-        return f", further tokens guessed {shares}, {self.accepted_length:.2f} tokens at once"
+        shares = ", ".join(f"{share:.1%}".replace("%", " %") for share in self.acceptance_rates)
+        return f", further tokens guessed {shares}, {self.acceptance_length:.2f} tokens at once"
 
 
 AT_ONCE = 8
@@ -98,7 +99,7 @@ def nothing(rows: int) -> None:
 
 
 def evaluate(
-    staged: Staged,
+    pipeline_model: PipelineModel,
     dataset: Dataset,
     masks: Masks,
     *,
@@ -117,16 +118,21 @@ def evaluate(
     are documents, which are packed and dealt out some at a time. What is counted comes from the
     last stage. `tell` hears how many rows all ranks have read, as far as this one knows.
     """
-    mesh, device, depths, read = staged.mesh, staged.device, staged.run.model.mtp.depths, 0
+    mesh, device, depths, read = (
+        pipeline_model.mesh,
+        pipeline_model.device,
+        pipeline_model.run.model.mtp.num_layers,
+        0,
+    )
     sums = torch.zeros(2 + 2 * depths if depths else 1, dtype=torch.float64, device=device)
     counts = torch.zeros(3 + depths, dtype=torch.float64)
-    tells = staged.has_loss and mesh.tp.rank == 0
+    tells = pipeline_model.has_loss and mesh.tp.rank == 0
     if budget is None:
         batches = _batches(dataset, masks, mesh, samples, rows, device, slicing, depths)
     else:
         batches = _packs(dataset, budget, mesh, samples, device, slicing, depths)
     while some := list(islice(batches, 1 if mesh.pp.size == 1 else AT_ONCE * mesh.pp.size)):
-        found = staged.forward(some)
+        found = pipeline_model.forward(some)
         if tells:
             sums += found
             counts += sum(_counts(batch, tokenizer) for batch in some)
@@ -140,24 +146,24 @@ def evaluate(
 
 
 def _counts(batch: Batch, tokenizer: Tokenizer) -> Tensor:
-    """Bytes and labels, labels of every further depth, and tokens with all of these: float64 [3 +
+    """Bytes and labels, labels of every MTP depth, and tokens with all of these: float64 [3 +
     depths]."""
-    mine, further = (
+    mine, mtp_inputs = (
         batch.labels[batch.labels >= 0].tolist(),
-        [labels for _, labels in batch.further],
+        [labels for _, labels in batch.mtp_inputs],
     )
-    places = int(complete(further).sum()) if further else 0
-    labels = [int((labels >= 0).sum()) for labels in further]
+    places = int(complete(mtp_inputs).sum()) if mtp_inputs else 0
+    labels = [int((labels >= 0).sum()) for labels in mtp_inputs]
     return torch.tensor(
         [tokenizer.num_bytes(mine), len(mine), *labels, places], dtype=torch.float64
     )
 
 
 def _summary(sums: Sequence[float], counts: Sequence[float], depths: int) -> Evaluation:
-    """From what `Decoder.judged` sums and `_counts` counts, over all ranks."""
+    """From what `Decoder.evaluate` sums and `_counts` counts, over all ranks."""
     num_bytes, *labels, places = counts
     bits = sums[0] / math.log(2) / num_bytes if num_bytes else None
-    loss, *further = (
+    loss, *mtp_inputs = (
         total / max(1.0, count) for total, count in zip(sums[: 1 + depths], labels, strict=True)
     )
     right = tuple(
@@ -165,7 +171,7 @@ def _summary(sums: Sequence[float], counts: Sequence[float], depths: int) -> Eva
         for total, count in zip(sums[1 + depths : -1], labels[1:], strict=True)
     )
     length = 1 + sums[-1] / max(1.0, places) if depths else None
-    return Evaluation(loss, bits, int(labels[0]), tuple(further), right, length)
+    return Evaluation(loss, bits, int(labels[0]), tuple(mtp_inputs), right, length)
 
 
 def run_evaluation(
@@ -210,11 +216,11 @@ def run_evaluation(
             "has some."
         )
     merged = replace(run, lora=None)  # adapters are added to the weights as these are read
-    staged = build_staged(merged, mesh, device, dtype=DTYPES[run.precision.params])
+    pipeline_model = build_pipeline_model(merged, mesh, device, dtype=DTYPES[run.precision.params])
     rules = CheckpointConfig(
         allow_model_changes=run.checkpoint.allow_model_changes
     )  # all weights are needed here
-    entries = weight_entries(held_weights(staged), mesh)
+    entries = weight_entries(held_weights(pipeline_model), mesh)
     notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
     masks = masks_of(run.data, run.model, tokenizer.eod)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
@@ -224,7 +230,7 @@ def run_evaluation(
             progress.say(f"{folder.path}: {line}")
         progress.say(f"reading {count:,} rows of {split}")
         return evaluate(
-            staged,
+            pipeline_model,
             dataset,
             masks,
             samples=count,
@@ -236,14 +242,14 @@ def run_evaluation(
         )
 
 
-def held_weights(staged: Staged) -> list[tuple[Shard, Tensor]]:
+def held_weights(pipeline_model: PipelineModel) -> list[tuple[Shard, Tensor]]:
     """Give the weights of my chunks memory, still to be filled: with parallel.zero=3 my rows of
     each, else all of it.
 
     Collective over the mesh with parallel.zero=3. Nothing is there for gradients.
     """
-    mesh, device, p = staged.mesh, staged.device, staged.run.parallel
-    model = staged.modules
+    mesh, device, p = pipeline_model.mesh, pipeline_model.device, pipeline_model.run.parallel
+    model = pipeline_model.modules
     parameters = [
         (declared.shard, module, name) for declared, module, name in declared_parameters(model)
     ]
@@ -253,11 +259,11 @@ def held_weights(staged: Staged) -> list[tuple[Shard, Tensor]]:
         )  # here: torch's part of it takes half a second to load
 
         return divide_for_forward(
-            staged.chunks,
+            pipeline_model.chunks,
             parameters,
             mesh,
             device=device,
-            keep_gathered=len(staged.chunks) * p.pp > 1,
+            keep_gathered=len(pipeline_model.chunks) * p.pp > 1,
         )
     allocate(model, device)
     return [(shard, getattr(module, name).data) for shard, module, name in parameters]
@@ -287,7 +293,7 @@ def _batches(
             masks,
             device=device,
             slicing=slicing,
-            further=depths,
+            num_mtp_layers=depths,
         )
 
 
@@ -306,12 +312,14 @@ def _packs(
     together = DOCUMENTS * mesh.dp.size
     for first in range(0, samples, together):
         lengths = [sum(dataset.lengths_of(k)) for k in range(first, min(first + together, samples))]
-        for pack in budget.deal(lengths, mesh.dp.size, forward_only=True).of(mesh.dp.rank):
+        for pack in budget.assign_batches(lengths, mesh.dp.size, forward_only=True).of(
+            mesh.dp.rank
+        ):
             yield build_pack(
                 dataset,
                 [first + number for number in pack],
                 budget,
                 device=device,
                 slicing=slicing,
-                further=depths,
+                num_mtp_layers=depths,
             )

@@ -26,7 +26,9 @@ def learning(model: nn.Module) -> Iterator[tuple[Router, Record]]:
     """Routers that are trained and have counted something, and what."""
     for router in routers_of(model):
         record = router.balance.record
-        if record is not None and any(weight.requires_grad for weight in router.gate.sunk()):
+        if record is not None and any(
+            weight.requires_grad for weight in router.gate.accumulated_parameters()
+        ):
             yield router, record
 
 
@@ -48,7 +50,7 @@ def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
         torch.stack([record.counts.sum(0) for _, _, record in counted]), mesh.over("dp", "cp", "tp")
     )
     for (router, bias, _), count in zip(counted, counts, strict=True):
-        rate = router.moe.router.balancing_rate
+        rate = router.moe.router.expert_bias_update_rate
         bias.data.add_((count.mean() - count).sign().to(bias.dtype), alpha=rate)
 
 
@@ -72,7 +74,7 @@ def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
         mesh.over("dp", "cp", "tp"),
     )
     for (router, offset, _), row in zip(counted, sums, strict=True):
-        kept = router.moe.balance.quantile_ema
+        kept = router.moe.aux_loss.quantile_ema
         fresh = kept * offset.data.double() + (1 - kept) * row[:-1] / row[-1].clamp(min=1)
         offset.data.copy_(fresh - fresh.mean())
 
@@ -90,14 +92,14 @@ def with_routing(batches: Sequence[Batch], routing: Routing) -> list[Batch]:
     ]
 
 
-class LayerUse(NamedTuple):
+class LayerExpertLoad(NamedTuple):
     """What the experts of one layer did in a step."""
 
     layer: str
     """As its parameters are named: `layers.3`."""
 
     counts: tuple[float, ...]
-    """Tokens that went to each expert."""
+    """PackedSeqParams that went to each expert."""
 
     refused: float
     """Choices that were refused."""
@@ -109,7 +111,7 @@ class LayerUse(NamedTuple):
     """Largest balancing bias less the smallest; 0 without."""
 
 
-def use_of_experts(model: nn.Module, mesh: Mesh) -> list[LayerUse]:
+def collect_expert_load(model: nn.Module, mesh: Mesh) -> list[LayerExpertLoad]:
     """What all layers did in the last step, in their order, the same on every rank. Collective; two
     messages.
 
@@ -142,16 +144,16 @@ def _rows_of(router: Router) -> Tensor:
     )
 
 
-def _use_of(router: Router, row: Sequence[float], mesh: Mesh) -> LayerUse:
-    experts = router.moe.experts
+def _use_of(router: Router, row: Sequence[float], mesh: Mesh) -> LayerExpertLoad:
+    experts = router.moe.num_experts
     bias = router.moved
     spread = 0.0 if bias is None else float(bias.max() - bias.min())
     losses = tuple(value / mesh.dp.size for value in row[experts + 1 :])
-    return LayerUse(router.layer, tuple(row[:experts]), row[experts], losses, spread)
+    return LayerExpertLoad(router.layer, tuple(row[:experts]), row[experts], losses, spread)
 
 
 def in_order(layer: str) -> tuple[bool, int]:
-    """Layers by number, and after them those that predict further ahead."""
+    """Layers by number, and after them MTP layers."""
     kind, number = layer.split(".")[:2]
     return kind != "layers", int(number)
 
@@ -167,8 +169,8 @@ def _entropy(counts: Sequence[float]) -> float:
     )
 
 
-def row_of_use(
-    uses: Sequence[LayerUse], weights: Sequence[float], *, per_layer: bool = False
+def expert_load_metrics(
+    uses: Sequence[LayerExpertLoad], weights: Sequence[float], *, per_layer: bool = False
 ) -> dict[str, Value]:
     """What metrics.jsonl tells of it; `weights`: of the losses in the config, of which the others
     are left out.
@@ -187,18 +189,18 @@ def row_of_use(
     row["moe_max_load"] = round(max(loads.values()), 4)
     row["moe_entropy"] = round(min(_entropy(use.counts) for use in uses), 4)
     row["moe_idle_experts"] = sum(count == 0 for use in uses for count in use.counts)
-    row["moe_refused"] = _share_refused(uses)
+    row["moe_dropped_share"] = _share_refused(uses)
     if (spread := max(use.bias_range for use in uses)) > 0:
         row["moe_bias_range"] = round(spread, 6)
     row |= {f"moe_{layer.replace('.', '_')}_load": round(load, 4) for layer, load in loads.items()}
     for use in uses if per_layer else ():
-        row |= _row_of_layer(use, weights)
+        row |= _layer_metrics(use, weights)
     return row
 
 
-def _row_of_layer(use: LayerUse, weights: Sequence[float]) -> dict[str, Value]:
+def _layer_metrics(use: LayerExpertLoad, weights: Sequence[float]) -> dict[str, Value]:
     """The same of one layer, named after it, and the tokens of each expert."""
-    row = row_of_use([use], weights)
+    row = expert_load_metrics([use], weights)
     own = {name: value for name, value in row.items() if not name.endswith("_load")}
     own["moe_tokens"] = [int(count) for count in use.counts]
     return {
@@ -213,7 +215,7 @@ def _losses(values: Sequence[float], weights: Sequence[float]) -> dict[str, Valu
     return {f"moe_{name}_loss": round(value, 6) for name, value, weight in named if weight > 0}
 
 
-def _share_refused(uses: Sequence[LayerUse]) -> float:
+def _share_refused(uses: Sequence[LayerExpertLoad]) -> float:
     """Of all choices of some layers."""
     chosen = sum(sum(use.counts) + use.refused for use in uses)
     return round(sum(use.refused for use in uses) / max(chosen, 1.0), 6)

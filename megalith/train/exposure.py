@@ -23,7 +23,7 @@ from megalith.train.step import train_step
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class MeasuredTraffic:
     """One kind of communication over one group of ranks: means over ranks and steps."""
 
     kind: str
@@ -51,13 +51,13 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Exposure:
+class ExposedCommunication:
     """What a step spends on communication."""
 
     step_seconds: float
     """Mean over ranks and steps."""
 
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[MeasuredTraffic, ...]
 
     @property
     def exposed(self) -> float:
@@ -65,9 +65,9 @@ class Exposure:
         return sum(each.exposed for each in self.traffic)
 
 
-def measure_exposure(
+def measure_exposed_communication(
     run: TrainRun, mesh: Mesh, trainer: Trainer, *, steps: int, link: SlowLink
-) -> Exposure:
+) -> ExposedCommunication:
     """Train `steps` steps on made-up data and say what went over `link`, which must be in place.
     Collective."""
     loader = _loader(run, mesh, trainer, steps + 1)
@@ -77,14 +77,14 @@ def measure_exposure(
     started = time.perf_counter()
     for _ in range(steps):
         _step(trainer, loader)
-    trainer.data.settle()
+    trainer.data.wait_params()
     seconds = (time.perf_counter() - started) / steps
     return _joined(gather_objects((seconds, _table(link, seen, steps)), mesh.world))
 
 
-def exposure_of(
+def summarize_exposed_communication(
     run: TrainRun, mesh: Mesh, device: torch.device, *, steps: int, latency: float, bandwidth: float
-) -> Exposure:
+) -> ExposedCommunication:
     """Build this rank of the run and measure it over a link that adds `latency` seconds and a time
     per byte.
 
@@ -94,7 +94,7 @@ def exposure_of(
     """
     trainer = build_trainer(run, mesh, device)
     with slow_link(latency_seconds=latency, bytes_per_second=bandwidth) as link:
-        return measure_exposure(run, mesh, trainer, steps=steps, link=link)
+        return measure_exposed_communication(run, mesh, trainer, steps=steps, link=link)
 
 
 def _step(trainer: Trainer, loader: Loader) -> None:
@@ -127,7 +127,7 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
         steps=steps,
         device=trainer.device,
         slicing=my_slicing(run.parallel, mesh),
-        further=run.model.mtp.depths,
+        num_mtp_layers=run.model.mtp.num_layers,
         budget=budget_of(train, run.parallel, run.model),
         everyone=mesh.world,
     )
@@ -155,7 +155,7 @@ def _axes(description: str) -> str:
     return axes_name(found) if found else description
 
 
-def _joined(reports: list[object]) -> Exposure:
+def _joined(reports: list[object]) -> ExposedCommunication:
     """Means over ranks; a rank that has nothing of a kind counts as zero."""
     seconds = 0.0
     total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 4)
@@ -165,7 +165,7 @@ def _joined(reports: list[object]) -> Exposure:
         for key, row in report[1].items():
             total[key] = [a + b / len(reports) for a, b in zip(total[key], row, strict=True)]
     traffic = [
-        Traffic(kind, over, count, nbytes / 1e6, spent, exposed)
+        MeasuredTraffic(kind, over, count, nbytes / 1e6, spent, exposed)
         for (kind, over), (count, nbytes, spent, exposed) in total.items()
     ]
-    return Exposure(seconds, tuple(sorted(traffic, key=lambda each: -each.seconds)))
+    return ExposedCommunication(seconds, tuple(sorted(traffic, key=lambda each: -each.seconds)))

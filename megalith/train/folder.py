@@ -15,7 +15,7 @@ from megalith.data.chat_template import TEMPLATE_FILE
 from megalith.data.sentencepiece import MODEL
 from megalith.data.tokenizer import main_file
 from megalith.errors import ConfigError, DataError
-from megalith.models.hf import TOKENIZER_FILES, companion_files
+from megalith.models.hf import TOKENIZER_FILES, list_auxiliary_files
 from megalith.plan.groups import parameter_rows
 
 FIXED = (
@@ -201,7 +201,7 @@ def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
     name, main, template = None, main_file(run.tokenizer), _template_file(run)
     if main is not None:
         name = _name_of_copy(run.tokenizer, main)
-        beside = companion_files(main.parent)
+        beside = list_auxiliary_files(main.parent)
         files = {each: file for each, file in beside.items() if each in TOKENIZER_FILES} | {
             name: main
         }

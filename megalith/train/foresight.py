@@ -20,7 +20,7 @@ from megalith.observe.routing import (
     Chosen,
     Place,
     common,
-    neighbours,
+    neighbors,
     pairs_in_order,
     steps_of_trace,
 )
@@ -58,19 +58,20 @@ def apply_routers(folder: Path, moe: MoEConfig) -> list[Applied]:
     """
     found: dict[tuple[str, str], list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = {}
     for _, layers in steps_of_trace(folder):
-        headers = {path: read_header(path) for path in _sidecars(layers)}
+        headers = {path: read_header(path) for path in _capture_files(layers)}
         routers = {layer: _router(layer, headers.values()) for layer in layers}
         pairs = [
             (layer, layer, row, row) for layer, rows in layers.items() for row in rows.values()
         ]
-        for here, there, before, after in (*pairs, *neighbours(layers)):
+        for here, there, before, after in (*pairs, *neighbors(layers)):
             hidden, router = _hidden(before, headers), routers[there]
             if hidden is None or not router:
                 continue
             chosen = choices_of(hidden, router, moe).numpy()
             row = [common(chosen, after.experts), after.experts.size]
             counts = [
-                np.bincount(one.ravel(), minlength=moe.experts) for one in (chosen, after.experts)
+                np.bincount(one.ravel(), minlength=moe.num_experts)
+                for one in (chosen, after.experts)
             ]
             found.setdefault((here, there), []).append(
                 np.concatenate([row, *counts]).astype(np.float64)
@@ -89,9 +90,12 @@ def choices_of(hidden: Tensor, router: Mapping[str, Tensor], moe: MoEConfig) -> 
     return choose_experts(logits, moe.router, moe.top_k, bias, offsets=offsets).experts
 
 
-def _sidecars(layers: Mapping[str, dict[Place, Chosen]]) -> set[Path]:
+def _capture_files(layers: Mapping[str, dict[Place, Chosen]]) -> set[Path]:
     return {
-        row.sidecar for rows in layers.values() for row in rows.values() if row.sidecar is not None
+        row.capture_file
+        for rows in layers.values()
+        for row in rows.values()
+        if row.capture_file is not None
     }
 
 
@@ -107,17 +111,17 @@ def _router(layer: str, headers: Iterable[Headers]) -> dict[str, Tensor]:
 
 
 def _hidden(row: Chosen, headers: Mapping[Path, Headers]) -> Tensor | None:
-    if row.sidecar is None:
+    if row.capture_file is None:
         return None
     name = f"{row.layer}/{row.place[3]}/hidden"
-    info = headers[row.sidecar].get(name)
+    info = headers[row.capture_file].get(name)
     return None if info is None else read_box(name, info, (slice(None), slice(None)))
 
 
 def _applied(
     names: tuple[str, str], row: np.ndarray[tuple[int], np.dtype[np.float64]], moe: MoEConfig
 ) -> Applied:
-    foretold, actual = row[2 : 2 + moe.experts], row[2 + moe.experts :]
+    foretold, actual = row[2 : 2 + moe.num_experts], row[2 + moe.num_experts :]
     both = float(np.linalg.norm(foretold) * np.linalg.norm(actual))
     return Applied(
         *names,

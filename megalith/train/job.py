@@ -17,11 +17,11 @@ from megalith.observe.flight import Flight
 from megalith.parallel.fingerprints import Fingerprints
 from megalith.parallel.launch import end_rank
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
-from megalith.parallel.watch import Watch, backend_timeout, name_rank, watching
+from megalith.parallel.watch import HangWatch, backend_timeout, name_rank, watching
 from megalith.parallel.worker import (
     Worker,
-    agree,
     another_connection,
+    check_consistent_settings,
     connect,
     disconnect,
     machine_problem,
@@ -86,7 +86,7 @@ def joined(
         flight.compare = Fingerprints(
             another_connection(store), worker.rank, partial(name_rank, grid)
         ).compare
-    watch = Watch(
+    watch = HangWatch(
         flight,
         PrefixStore("watch", another_connection(store)),
         worker.rank,
@@ -101,7 +101,7 @@ def joined(
     with watching(watch):
         everyone = connect(worker, timeout_seconds=patience, store=store, flight=flight)
         try:
-            agree(flatten(run), everyone)
+            check_consistent_settings(flatten(run), everyone)
             yield Job(
                 build_mesh(grid, rank=worker.rank, timeout_seconds=patience, flight=flight),
                 worker.device,

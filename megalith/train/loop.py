@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from megalith.checkpoint.agree import together
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.agree import raise_on_all_ranks
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import sweep
@@ -24,20 +24,20 @@ from megalith.data.loader import Loader, Masks, StepBatches, masks_of
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from megalith.kernels.cpu import CompilationProgress
-from megalith.kernels.engine import missing_here
+from megalith.kernels.engine import unavailable_backends
 from megalith.kernels.matmul import HAS_BF16_KERNELS
 from megalith.kernels.replay import Routing
 from megalith.models.adapters import RECORD
 from megalith.models.pretrained import (
-    FORCED,
+    FORCE_LOAD_BALANCING,
     HF_SOURCE,
     compare_models,
-    forced_in,
     open_pretrained,
     read_hf_source,
     take_weights,
+    trained_with_forced_balancing,
 )
-from megalith.nn.moe.balance import LOSSES
+from megalith.nn.moe.balance import LOSS_COEFFS
 from megalith.observe.logs import log_to
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
 from megalith.observe.metrics import MetricsFile, Row, Value, has_tensorboard
@@ -56,10 +56,10 @@ from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.adapters import trained_step_flops
 from megalith.plan.buckets import zero_notes
-from megalith.plan.costs import model_flops_utilisation, pairs_seen, tflops_per_device
+from megalith.plan.costs import model_flops_utilization, pairs_seen, tflops_per_device
 from megalith.plan.deal import budget_of, document_cost
 from megalith.plan.experts import balance_notes
-from megalith.plan.kernels import lines_of_kernels
+from megalith.plan.kernels import describe_kernels
 from megalith.plan.repeated import repeated_flops
 from megalith.plan.savings import run_lines
 from megalith.plan.stages import plan_stages
@@ -68,9 +68,9 @@ from megalith.posttrain.lora import load_adapters, load_base
 from megalith.train.build import (
     DTYPES,
     Trainer,
+    all_gather_loaded_params,
     build_trainer,
     checkpoint_entries,
-    publish_loaded,
     weight_entries,
 )
 from megalith.train.divergence import (
@@ -79,7 +79,12 @@ from megalith.train.divergence import (
     is_divergent,
 )
 from megalith.train.evaluate import evaluate
-from megalith.train.experts import routers_of, row_of_use, use_of_experts, with_routing
+from megalith.train.experts import (
+    collect_expert_load,
+    expert_load_metrics,
+    routers_of,
+    with_routing,
+)
 from megalith.train.folder import (
     RunFolder,
     TokenizerFiles,
@@ -90,7 +95,11 @@ from megalith.train.folder import (
     write_config,
     write_parameters,
 )
-from megalith.train.origin import check_steps_left, open_origin, told_origin
+from megalith.train.origin import (
+    check_steps_left,
+    describe_checkpoint_source,
+    open_checkpoint_source,
+)
 from megalith.train.resume import fall_back, open_newest_checkpoint
 from megalith.train.state import TrainState
 from megalith.train.step import StepResult, train_step, where_not_finite
@@ -165,11 +174,13 @@ class _Loop:
         )
         self.writer = mesh.world.rank == 0
         saved = open_newest_checkpoint(folder.checkpoints, mesh.world)
-        self.origin = open_origin(run.checkpoint, mesh.world) if saved is None else None
-        begun = saved or self.origin
+        self.checkpoint_source = (
+            open_checkpoint_source(run.checkpoint, mesh.world) if saved is None else None
+        )
+        begun = saved or self.checkpoint_source
         self.state = _read_train_state(begun)
-        if self.origin is not None:
-            check_steps_left(run, self.origin, self.state)
+        if self.checkpoint_source is not None:
+            check_steps_left(run, self.checkpoint_source, self.state)
         self.tokenizer = matching_tokenizer(run)
         self.data = self._open_data(begun)
         self.tokenizer_files = (
@@ -216,17 +227,17 @@ class _Loop:
         self.again = 0  # operations that recomputation repeated, beside these
         self.seconds = 0.0  # in steps, since the last logged row
         self.read = 0  # tokens, since the last logged row
-        self.learnt = (
+        self.learned = (
             0.0,
             0.0,
         )  # share of the last step's tokens that are labels, and of its rows that are tokens
-        self.dealt: tuple[float | None, int] = (
+        self.assignment_stats: tuple[float | None, int] = (
             None,
             0,
         )  # imbalance over dp of the last step, and its microbatches
         pipeline, pp = run.parallel.pipeline, run.parallel.pp
         self.stages = plan_stages(
-            pipeline, pp=pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths
+            pipeline, pp=pp, num_layers=run.model.num_layers, depths=run.model.mtp.num_layers
         )
         self.lr = 0.0
         self.groups: Mapping[str, GroupRates] = NO_GROUPS
@@ -260,8 +271,8 @@ class _Loop:
         notes += run_lines(
             run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu
         )
-        notes += lines_of_kernels(
-            run, self.trainer.device.type, missing_here(), bf16_kernels=HAS_BF16_KERNELS
+        notes += describe_kernels(
+            run, self.trainer.device.type, unavailable_backends(), bf16_kernels=HAS_BF16_KERNELS
         )
         for line in [*self.data.splits.notes, *notes]:
             self.progress.say(line)
@@ -286,7 +297,7 @@ class _Loop:
                     if due or self.save_postponed:
                         self._save()
                 # before this rank leaves, others still expect its slices
-                self.trainer.data.settle()
+                self.trainer.data.wait_params()
                 if self.diverged and outcome.kind == "done":
                     raise self._divergence(
                         f"the last step, {state.step}, has loss {result.loss} and gradient norm "
@@ -322,24 +333,24 @@ class _Loop:
         )
         self.seconds += time.perf_counter() - started
         rows = run.train.global_batch_size
-        # Tokens as they were read: what slicing by document pads, or fills rows of conversations,
-        # is computed, but is nobody's work.
+        # PackedSeqParams as they were read: what slicing by document pads, or fills rows of
+        # conversations, is computed, but is nobody's work.
         squares, windowed = _pairs(run.model, batches, self.mesh.dp.size)
         self.flops += trained_step_flops(
             run.model,
             run.lora,
             run.optim,
-            tokens=batches.num_read,
+            tokens=batches.num_tokens,
             squared_lengths=squares,
             windowed=windowed,
         )
         self.again += repeated_flops(
-            run, self.stages, tokens=batches.num_read, squared_lengths=squares, windowed=windowed
+            run, self.stages, tokens=batches.num_tokens, squared_lengths=squares, windowed=windowed
         )
-        self.read += batches.num_read
+        self.read += batches.num_tokens
         state.step += 1
         state.consumed_samples += rows
-        state.tokens += batches.num_read
+        state.tokens += batches.num_tokens
         if routing is not None:
             self._write_trace(routing, batches)
         if not result.empty:
@@ -350,11 +361,11 @@ class _Loop:
         else:
             state.skipped += 1
             self._note_skipped(result)
-        self.learnt = (
-            batches.num_labels / max(1, batches.num_read),
-            batches.num_read / max(1, batches.num_places),
+        self.learned = (
+            batches.num_labels / max(1, batches.num_tokens),
+            batches.num_tokens / max(1, batches.num_padded_tokens),
         )
-        self.dealt = batches.imbalance, len(batches.microbatches)
+        self.assignment_stats = batches.imbalance, len(batches.microbatches)
         return result
 
     def _note_skipped(self, result: StepResult) -> None:
@@ -413,7 +424,7 @@ class _Loop:
                 else ""
             )
 
-        advice = together(describe, self.mesh.world)[0]
+        advice = raise_on_all_ranks(describe, self.mesh.world)[0]
         return DataError(
             f"{problem} Reduce schedule.lr, check the data and the settings of the model{more}. "
             f"{advice}"
@@ -427,7 +438,7 @@ class _Loop:
         seconds, devices = self.seconds, self.mesh.world.size
         per_second = self.read / seconds
         tflops = tflops_per_device(self.flops, seconds=seconds, devices=devices)
-        mfu = self.peak and model_flops_utilisation(
+        mfu = self.peak and model_flops_utilization(
             self.flops, seconds=seconds, devices=devices, peak_tflops=self.peak
         )
         row: dict[str, Value] = {
@@ -457,22 +468,23 @@ class _Loop:
             row["hfu"] = round(mfu * (1 + self.again / max(1, self.flops)), 4)
         if self.trainer.loss_scale is not None:
             row["loss_scale"] = self.trainer.loss_scale.scale
-        row |= {
-            f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.further_losses, start=1)
-        }
+        row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.mtp_losses, start=1)}
         if run.model.moe is not None:
-            weights = [getattr(run.model.moe.balance, name) for name in LOSSES]
-            uses = use_of_experts(self.trainer.staged.modules, self.mesh)
-            row |= row_of_use(uses, weights, per_layer=run.observe.per_layer)
+            weights = [getattr(run.model.moe.aux_loss, name) for name in LOSS_COEFFS]
+            uses = collect_expert_load(self.trainer.pipeline_model.modules, self.mesh)
+            row |= expert_load_metrics(uses, weights, per_layer=run.observe.per_layer)
         if result.num_zeros is not None:
             row["grad_zeros"] = result.num_zeros
-        uneven, packed = self.dealt[0], run.train.tokens_per_microbatch is not None
+        uneven, packed = self.assignment_stats[0], run.train.tokens_per_microbatch is not None
         if run.data.sft.used() or packed:
-            row |= {"supervised_share": round(self.learnt[0], 4), "fill": round(self.learnt[1], 4)}
+            row |= {
+                "supervised_share": round(self.learned[0], 4),
+                "fill": round(self.learned[1], 4),
+            }
         if uneven is not None:
             row["imbalance"] = round(uneven, 4)
         if packed:
-            row["microbatches"] = self.dealt[1]
+            row["microbatches"] = self.assignment_stats[1]
         self.flops, self.again, self.seconds, self.read = 0, 0, 0.0, 0
         self._write(row)
         self.progress.step(
@@ -524,7 +536,7 @@ class _Loop:
                 )
             return None
         layers, captures = (
-            len([*routers_of(self.trainer.staged.modules)]),
+            len([*routers_of(self.trainer.pipeline_model.modules)]),
             self.run_config.observe.routing_captures,
         )
         return RoutingTrace(
@@ -560,7 +572,7 @@ class _Loop:
         if not due or train.eval_steps == 0 or self.data.splits.valid is None:
             return
         found = evaluate(
-            self.trainer.staged,
+            self.trainer.pipeline_model,
             self.data.splits.valid,
             self._masks(),
             samples=train.eval_steps * train.global_batch_size,
@@ -597,7 +609,7 @@ class _Loop:
             return
         self.save_postponed = False
         entries = self._saved_entries()
-        nonfinite = together(lambda: self._check_before_save(entries), self.mesh.world)
+        nonfinite = raise_on_all_ranks(lambda: self._check_before_save(entries), self.mesh.world)
         if names := sorted({name for part in nonfinite for name in part}):
             raise self._divergence(
                 f"step {self.state.step} is not saved: NaN or infinite values in "
@@ -613,7 +625,7 @@ class _Loop:
                 self._state_json(),
                 self.mesh.world,
                 config_text=self.tokenizer_files.config_text(self.run_config, "."),
-                companions=self.tokenizer_files.contents,
+                auxiliary_files=self.tokenizer_files.contents,
                 keep=keep.keep,
                 keep_every=keep.keep_every,
                 last_update=self._last_update(),
@@ -627,7 +639,7 @@ class _Loop:
         self.save_failures, self.saved_step = 0, self.state.step
         _log.info("saved %s", report)
 
-    def _check_before_save(self, entries: Sequence[Entry]) -> list[str]:
+    def _check_before_save(self, entries: Sequence[CheckpointEntry]) -> list[str]:
         """Return the non-finite parameters of this rank.
 
         Raises:
@@ -637,7 +649,7 @@ class _Loop:
             self.lock.check()
         return find_nonfinite_parameters(entries)
 
-    def _saved_entries(self) -> list[Entry]:
+    def _saved_entries(self) -> list[CheckpointEntry]:
         entries = checkpoint_entries(self.trainer)
         return (
             entries
@@ -651,7 +663,11 @@ class _Loop:
         extra = (
             ({} if scale is None else {"loss_scale": scale.as_json()})
             | ({} if self.base is None else {RECORD: self.base})
-            | ({FORCED: list(self.forced)} if self.forced else {})
+            | (
+                {FORCE_LOAD_BALANCING: list(self.force_load_balancing)}
+                if self.force_load_balancing
+                else {}
+            )
             | ({} if self.hf_source is None else {HF_SOURCE: self.hf_source.as_json()})
         )
         return extra | {
@@ -681,7 +697,7 @@ class _Loop:
         it starts from."""
         run, rules = self.run_config, self.run_config.checkpoint
         self.base = self._load_base(saved)
-        self.forced = forced_in(saved, run.model)
+        self.force_load_balancing = trained_with_forced_balancing(saved, run.model)
         self.hf_source = read_hf_source(saved)
         if saved is not None:
             self._take_over(saved)
@@ -694,11 +710,15 @@ class _Loop:
                 )
                 self._published(forced)
                 self.progress.say(f"adapters start from {run.lora.load}")
-        elif self.origin is not None:
-            fresh = self._take_over(self.origin)
-            self.forced = forced_in(self.origin, run.model)
-            self.hf_source = read_hf_source(self.origin)
-            self.progress.say(told_origin(run, self.origin, self.state, fresh=fresh))
+        elif self.checkpoint_source is not None:
+            fresh = self._take_over(self.checkpoint_source)
+            self.force_load_balancing = trained_with_forced_balancing(
+                self.checkpoint_source, run.model
+            )
+            self.hf_source = read_hf_source(self.checkpoint_source)
+            self.progress.say(
+                describe_checkpoint_source(run, self.checkpoint_source, self.state, fresh=fresh)
+            )
         elif rules.load is not None:
             loaded = take_weights(
                 self._weights(), rules.load, self.mesh.world, model=run.model, rules=rules
@@ -709,7 +729,7 @@ class _Loop:
             self.hf_source = loaded.hf_source
             self.progress.say(f"starting from {rules.load}")
 
-    def _weights(self) -> list[Entry]:
+    def _weights(self) -> list[CheckpointEntry]:
         """What a model is without the moments of its optimizer."""
         return [
             entry for entry in checkpoint_entries(self.trainer) if entry.role in ("param", "master")
@@ -718,8 +738,8 @@ class _Loop:
     def _published(self, forced: Sequence[str]) -> None:
         """After weights were taken over from a model: what chance chose while that was trained, is
         said of this one."""
-        publish_loaded(self.trainer)
-        self.forced = tuple(dict.fromkeys((*forced, *self.forced)))
+        all_gather_loaded_params(self.trainer)
+        self.force_load_balancing = tuple(dict.fromkeys((*forced, *self.force_load_balancing)))
 
     def _take_over(self, saved: Checkpoint) -> bool:
         """Go on where a checkpoint was saved: all of it that this run is to have; True: with an
@@ -735,11 +755,11 @@ class _Loop:
                 f"{self.tokenizer.fingerprint}). Use that one, or choose another folder with --run "
                 "NAME."
             )
-        anew = self.origin is not None and rules.take == "progress"
+        anew = self.checkpoint_source is not None and rules.load_mode == "progress"
         entries = self._weights() if anew else checkpoint_entries(self.trainer)
         theirs = open_pretrained(saved.path, base=None if self.base is None else rules.load)
         padded = (
-            self.origin is not None and theirs.model.vocab_size == run.model.vocab_size
+            self.checkpoint_source is not None and theirs.model.vocab_size == run.model.vocab_size
         )  # perhaps in another way
         report = saved.load_into(
             entries,
@@ -758,7 +778,7 @@ class _Loop:
         self.trainer.optimizer.set_updates(0 if fresh else int(saved.state["optimizer_updates"]))
         if self.trainer.loss_scale is not None and "loss_scale" in saved.state and not anew:
             self.trainer.loss_scale.load(saved.state["loss_scale"])
-        publish_loaded(self.trainer)
+        all_gather_loaded_params(self.trainer)
         return fresh
 
     def _load_base(self, saved: Checkpoint | None) -> dict[str, str] | None:
@@ -771,7 +791,7 @@ class _Loop:
         record, notes = load_base(
             entries, run.checkpoint, self.mesh.world, model=run.model, saved=saved
         )
-        publish_loaded(self.trainer)
+        all_gather_loaded_params(self.trainer)
         for line in notes:
             self.progress.say(f"{run.checkpoint.load}: {line}")
         self.progress.say(f"training adapters beside {record['base']}")
@@ -856,7 +876,7 @@ class _Loop:
             slicing=my_slicing(self.run_config.parallel, self.mesh),
             sampler=self.run_config.data.sampler,
             dropout_seed=dropout_seed(self.run_config),
-            further=self.run_config.model.mtp.depths,
+            num_mtp_layers=self.run_config.model.mtp.num_layers,
             budget=self.budget,
             everyone=self.mesh.world,
             cost=document_cost(self.run_config.model),
@@ -866,7 +886,7 @@ class _Loop:
     def _open_metrics(self) -> None:
         """The writer's files; what keeps it from them ends the run on every rank."""
         wanted, world = self.run_config.observe.tensorboard, self.mesh.world
-        there = together(lambda: has_tensorboard() if self.writer else True, world)[0]
+        there = raise_on_all_ranks(lambda: has_tensorboard() if self.writer else True, world)[0]
         if wanted and not there:
             raise ConfigError(
                 f"observe.tensorboard={wanted} needs the tensorboard package. Run pip install "
@@ -879,7 +899,7 @@ class _Loop:
                 self.folder.metrics, resume_at=self.state.step, tensorboard=events
             )
 
-        together(opened if self.writer else lambda: None, world)
+        raise_on_all_ranks(opened if self.writer else lambda: None, world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -907,7 +927,7 @@ def keeps_first_weights(run: TrainRun) -> bool:
     """Whether weights of the model may stay as they were drawn: none are loaded, or loading may
     leave some out."""
     checkpoint = run.checkpoint
-    return checkpoint.load is None or checkpoint.missing != "error" or bool(checkpoint.skip)
+    return checkpoint.load is None or checkpoint.missing_keys != "error" or bool(checkpoint.skip)
 
 
 def _pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple[int, int | None]:
@@ -939,7 +959,8 @@ def _check_order(saved: Checkpoint, fingerprint: str) -> None:
             f"  now:  {fingerprint}\n"
             "Use the data and the data.num_train_samples that the run was started with, or choose "
             "another folder with "
-            f"--run NAME (and checkpoint.take=weights, to begin at step 0 of the data there). Keep "
+            "--run NAME (and checkpoint.load_mode=weights, to begin at step 0 of the data there). "
+            "Keep "
             "train.tokens_per_microbatch set or unset, as it was: rows and documents have orders "
             "of their own."
         )
@@ -971,9 +992,9 @@ def _compare_stages(trainer: Trainer) -> None:
         CheckpointError: on every rank of the pipeline, naming the table and the stages.
     """
     mine = {
-        owned.shard.name: int(owned.weight.contiguous().view(torch.uint8).sum(dtype=torch.int64))
-        for owned in trainer.data.owned
-        if len(owned.shard.stages) > 1
+        param.shard.name: int(param.weight.contiguous().view(torch.uint8).sum(dtype=torch.int64))
+        for param in trainer.data.local_params
+        if len(param.shard.stages) > 1
     }
     found = [sums for sums in gather_objects(mine, trainer.mesh.pp) if isinstance(sums, dict)]
     for name in sorted({name for sums in found for name in sums}):

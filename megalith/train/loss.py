@@ -1,4 +1,4 @@
-"""What is minimised: the loss of every head; the one place where losses are scaled, and where
+"""What is minimized: the loss of every head; the one place where losses are scaled, and where
 those of ranks are said to be parts of one sum."""
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from megalith.kernels.cross_entropy import (
     recomputed_cross_entropy,
     recomputed_measures,
 )
-from megalith.kernels.watched_loss import WatchedLoss
-from megalith.parallel.autograd import partial
+from megalith.kernels.watched_loss import LossWithLogitStats
+from megalith.parallel.autograd import mark_partial
 from megalith.parallel.group import all_reduce_max_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import VocabHead
 
 
-def loss_of_heads(run: TrainRun) -> Callable[..., Tensor]:
-    """What a head minimises. One that is to tell of its scores notes them in a record of its
+def compute_head_losses(run: TrainRun) -> Callable[..., Tensor]:
+    """What a head minimizes. One that is to tell of its scores notes them in a record of its
     own."""
     train = run.train
     words: dict[str, Any] = (
@@ -32,8 +32,8 @@ def loss_of_heads(run: TrainRun) -> Callable[..., Tensor]:
     )  # Any: by name
     words |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
     again = train.loss_backward == "recomputed"
-    if tells_of_scores(run):
-        return WatchedLoss(
+    if logs_logit_stats(run):
+        return LossWithLogitStats(
             with_arguments(recomputed_measures if again else measured_cross_entropy, **words),
             train.z_loss,
         )
@@ -41,13 +41,13 @@ def loss_of_heads(run: TrainRun) -> Callable[..., Tensor]:
     return with_arguments(plain, **words) if words else plain
 
 
-def tells_of_scores(run: TrainRun) -> bool:
+def logs_logit_stats(run: TrainRun) -> bool:
     """Whether a run writes how large scores are."""
     return run.train.z_loss > 0 or run.observe.max_logit
 
 
 @dataclass(frozen=True, slots=True)
-class ScoresOfStep:
+class StepLogitStats:
     """What all heads saw in a step."""
 
     z: Tensor
@@ -57,23 +57,25 @@ class ScoresOfStep:
     """float64 [1]: the largest score of the next token, over all ranks; -inf without labels."""
 
 
-def take_scores(
+def collect_logit_stats(
     heads: Sequence[VocabHead], mesh: Mesh, *, depths: int, device: torch.device
-) -> ScoresOfStep:
+) -> StepLogitStats:
     """What the heads of this rank, the model's first, saw since they were last asked. Collective;
     one small message."""
     z = torch.zeros(1 + depths, dtype=torch.float64, device=device)
     largest = torch.full((1,), float("-inf"), dtype=torch.float64, device=device)
     for number, head in enumerate(heads):
-        assert isinstance(head.summed_loss, WatchedLoss)
+        assert isinstance(head.summed_loss, LossWithLogitStats)
         cost, most = head.summed_loss.seen.taken()
         if cost is not None and most is not None:
             z[number] = cost
             largest = most.unsqueeze(0) if number == 0 else largest
-    return ScoresOfStep(z, all_reduce_max_(largest, mesh.world))
+    return StepLogitStats(z, all_reduce_max_(largest, mesh.world))
 
 
-def share_of_mean(loss: Tensor, *, num_labels: int, mesh: Mesh, scale: float = 1.0) -> Tensor:
+def normalize_loss_by_labels(
+    loss: Tensor, *, num_labels: int, mesh: Mesh, scale: float = 1.0
+) -> Tensor:
     """My part of the mean loss over the global batch: what backward starts from.
 
     loss: the sum over the labels of my microbatch; num_labels: those that count in the global
@@ -82,10 +84,10 @@ def share_of_mean(loss: Tensor, *, num_labels: int, mesh: Mesh, scale: float = 1
     gradients are divided by before they are used.
     """
     share = loss / max(1, num_labels)
-    return partial(share if scale == 1.0 else share * scale, mesh.dp_cp)
+    return mark_partial(share if scale == 1.0 else share * scale, mesh.dp_cp)
 
 
-def share_of_means(
+def normalize_losses_by_labels(
     losses: Sequence[Tensor],
     *,
     num_labels: Sequence[int],
@@ -93,14 +95,14 @@ def share_of_means(
     mesh: Mesh,
     scale: float = 1.0,
 ) -> Tensor:
-    """The same where losses of further depths follow: the mean of their means counts `weight`
+    """The same where losses of MTP depths follow: the mean of their means counts `weight`
     times.
 
     losses, num_labels: of the next token, then of each depth, which has labels of its own to be
     divided by.
     """
-    own, *further = losses
+    own, *mtp_inputs = losses
     mean = own / max(1, num_labels[0])
-    for loss, count in zip(further, num_labels[1:], strict=True):
-        mean = mean + loss * (weight / len(further) / max(1, count))
-    return share_of_mean(mean, num_labels=1, mesh=mesh, scale=scale)
+    for loss, count in zip(mtp_inputs, num_labels[1:], strict=True):
+        mean = mean + loss * (weight / len(mtp_inputs) / max(1, count))
+    return normalize_loss_by_labels(mean, num_labels=1, mesh=mesh, scale=scale)

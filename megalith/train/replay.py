@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalith.data.loader import Batch
 from megalith.errors import DataError
 from megalith.kernels.replay import Routing
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.train.experts import routers_of
@@ -25,7 +25,7 @@ from megalith.train.experts import routers_of
 Numbers = NDArray[np.int64]
 
 
-class Part(NamedTuple):
+class RoutingPart(NamedTuple):
     """What one rank knows of one layer and microbatch."""
 
     layer: str
@@ -93,17 +93,19 @@ def routing_of(
 
 def parts(
     routing: Routing, batches: Sequence[Batch], mesh: Mesh, *, filler: bool = True
-) -> Iterator[Part]:
+) -> Iterator[RoutingPart]:
     """What this rank wrote down, by layer and microbatch, without padding; and without `filler`,
     if it is to be left out, which is read as tokens are."""
     for (layer, number), experts in routing.choices.items():
         tokens, count = batches[number].tokens, len(experts)
         numbers = numbers_of(number, tokens, count, mesh)
         told = numbers >= 0 if filler else text_of(tokens, count, mesh)
-        yield Part(layer, number, numbers[told], experts.cpu().numpy().astype(np.int32)[told])
+        yield RoutingPart(
+            layer, number, numbers[told], experts.cpu().numpy().astype(np.int32)[told]
+        )
 
 
-def text_of(tokens: Tokens, count: int, mesh: Mesh) -> NDArray[np.bool_]:
+def text_of(tokens: PackedSeqParams, count: int, mesh: Mesh) -> NDArray[np.bool_]:
     """[count]: which of my `count` tokens of a microbatch are text, and neither padding nor
     filler."""
     valid: NDArray[np.bool_] = tokens.valid.cpu().numpy()
@@ -111,7 +113,7 @@ def text_of(tokens: Tokens, count: int, mesh: Mesh) -> NDArray[np.bool_]:
     return valid[first : first + count]
 
 
-def numbers_of(number: int, tokens: Tokens, count: int, mesh: Mesh) -> Numbers:
+def numbers_of(number: int, tokens: PackedSeqParams, count: int, mesh: Mesh) -> Numbers:
     """Which tokens of the step my `count` of a microbatch are, -1 for padding: a step reads one
     microbatch of every data-parallel rank after the other."""
     context = tokens.context
@@ -123,14 +125,14 @@ def numbers_of(number: int, tokens: Tokens, count: int, mesh: Mesh) -> Numbers:
     return numbers
 
 
-def _tokens_read(tokens: Tokens) -> int:
+def _tokens_read(tokens: PackedSeqParams) -> int:
     """Of a microbatch, over the ranks that share it, before any padding that the layout needs."""
     source = None if tokens.context is None else tokens.context.slices.source
     return tokens.whole.num_tokens if source is None else int(np.count_nonzero(source >= 0))
 
 
 def _one_size(sizes: set[int]) -> int:
-    """Tokens that every microbatch of a step reads."""
+    """PackedSeqParams that every microbatch of a step reads."""
     if len(sizes) > 1:
         raise DataError(
             f"microbatches of {sorted(sizes)} tokens: choices are put in the order of tokens that "

@@ -4,7 +4,7 @@ are damaged."""
 import logging
 from pathlib import Path
 
-from megalith.checkpoint.agree import together
+from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.checkpoint.load import (
     Checkpoint,
     find_latest,
@@ -27,7 +27,7 @@ def open_newest_checkpoint(folder: Path, world: Group) -> Checkpoint | None:
         CheckpointError: there are checkpoints, and none is complete; or the newest holds no state
         of a run.
     """
-    path = together(lambda: find_latest(folder) if world.rank == 0 else None, world)[0]
+    path = raise_on_all_ranks(lambda: find_latest(folder) if world.rank == 0 else None, world)[0]
     if path is None:
         return None
     checkpoint = open_checkpoint(path)
@@ -46,7 +46,9 @@ def fall_back(damage: DamagedCheckpointError, world: Group) -> Checkpoint:
     """
     path = damage.path
     assert path is not None, "raised by Checkpoint.load_into"
-    aside = together(lambda: _set_aside_if_others(path) if world.rank == 0 else None, world)[0]
+    aside = raise_on_all_ranks(
+        lambda: _set_aside_if_others(path) if world.rank == 0 else None, world
+    )[0]
     if aside is None:
         raise damage
     older = open_newest_checkpoint(path.parent, world)

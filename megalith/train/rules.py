@@ -26,7 +26,7 @@ from megalith.plan.experts import expert_layout_problems, one_choice_has_a_weigh
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.groups import pattern_problems
-from megalith.plan.kernels import forced_problems
+from megalith.plan.kernels import explicit_backend_problems
 from megalith.plan.network import count_problems, relation_problems
 from megalith.plan.network import number_problems as model_number_problems
 from megalith.plan.pairs import pairing_problems
@@ -75,10 +75,10 @@ LARGEST: Mapping[str, float] = {
     "optim.eps": 1.0,
     "optim.clip_grad": 1e30,
     "train.z_loss": 1e3,
-    "model.moe.balance.sequence": 1e3,
-    "model.moe.balance.batch": 1e3,
-    "model.moe.balance.global_batch": 1e3,
-    "model.moe.balance.z": 1e3,
+    "model.moe.aux_loss.sequence_coeff": 1e3,
+    "model.moe.aux_loss.batch_coeff": 1e3,
+    "model.moe.aux_loss.global_batch_coeff": 1e3,
+    "model.moe.aux_loss.z_loss_coeff": 1e3,
     "model.mtp.loss_weight": 1e3,
     "model.init_std": 1e3,
     "model.embedding_init_std": 1e3,
@@ -193,7 +193,7 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
     if p.pp * p.pipeline.vpp == 1:
         return []
     problems = stages_problems(
-        p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths
+        p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.num_layers
     )
     if t.tokens_per_microbatch is not None:  # there are as many packs as the schedule wants
         most = 4 * max(p.pipeline.group or p.pp, p.pp)
@@ -213,7 +213,7 @@ def smallest_stage(run: TrainRun) -> int:
         run.parallel.pipeline,
         run.parallel.pp,
         run.model.num_layers,
-        run.model.mtp.depths,
+        run.model.mtp.num_layers,
     )
     if pp * pipeline.vpp == 1 or stages_problems(pipeline, pp=pp, num_layers=layers, depths=depths):
         return layers
@@ -225,10 +225,10 @@ def smallest_stage(run: TrainRun) -> int:
 
 
 def _relations(run: TrainRun, *, trains: bool = True) -> list[str]:
-    """Settings of the model that do not go together. What a model has learnt with is told
+    """Settings of the model that do not go together. What a model has learned with is told
     instead (`balance_notes`): another weight of a single expert would change what it computes."""
-    moe, learnt = run.model.moe, run.checkpoint.load is not None
-    allowed = one_choice_has_a_weight(moe) if learnt and moe is not None else None
+    moe, learned = run.model.moe, run.checkpoint.load is not None
+    allowed = one_choice_has_a_weight(moe) if learned and moe is not None else None
     return [text for text in relation_problems(run.model, trains=trains) if text != allowed]
 
 
@@ -294,14 +294,14 @@ def _large_count_problems(run: TrainRun) -> list[str]:
         "parallel.dp": p.dp,
         "parallel.ep": p.ep,
         "parallel.etp": p.etp,
-        "parallel.replicas": p.replicas,
+        "parallel.dp_replicate": p.dp_replicate,
         "parallel.pipeline.group": p.pipeline.group,
     }
     most_chunks = max(MOST_STAGES // max(p.pp, 1), 1)
     layers = {
         "model.num_layers": model.num_layers,
-        "model.mtp.depths": model.mtp.depths,
-        "model.moe.experts": None if model.moe is None else model.moe.experts,
+        "model.mtp.num_layers": model.mtp.num_layers,
+        "model.moe.num_experts": None if model.moe is None else model.moe.num_experts,
     }
     limits: list[tuple[Mapping[str, int | None], int]] = [
         (axes, MOST_RANKS),
@@ -411,27 +411,29 @@ def sp_needs_tp(run: TrainRun, world: int) -> str | None:
     )
 
 
-def rings_need_sp(run: TrainRun, world: int) -> str | None:
+def tp_comm_overlap_needs_sp(run: TrainRun, world: int) -> str | None:
     """Only tokens that are divided travel round; and a ring is a way of overlapping."""
     p = run.parallel
-    if not p.rings or (p.sp and p.overlap):
+    if not p.tp_comm_overlap or (p.sp and p.overlap):
         return None
     return (
-        f"parallel.rings=true needs parallel.sp=true and parallel.overlap=true (now sp={p.sp}, "
+        "parallel.tp_comm_overlap=true needs parallel.sp=true and parallel.overlap=true (now "
+        f"sp={p.sp}, "
         f"overlap={p.overlap}): "
         "tokens that are divided over tp travel round while others are multiplied. Set both, or "
-        "remove parallel.rings."
+        "remove parallel.tp_comm_overlap."
     )
 
 
-def fused_products_need_rings(run: TrainRun, world: int) -> str | None:
+def fused_collective_matmul_needs_tp_comm_overlap(run: TrainRun, world: int) -> str | None:
     """Whoever asks for fused products wants them used."""
     p = run.parallel
-    if p.rings or p.ring_products != "fused":
+    if p.tp_comm_overlap or p.collective_matmul != "fused":
         return None
     return (
-        f"parallel.ring_products={p.ring_products} with parallel.rings=false: it says how rings "
-        f"multiply. Set parallel.rings=true, or parallel.ring_products=auto."
+        f"parallel.collective_matmul={p.collective_matmul} with parallel.tp_comm_overlap=false: it "
+        "says how rings "
+        f"multiply. Set parallel.tp_comm_overlap=true, or parallel.collective_matmul=auto."
     )
 
 
@@ -461,15 +463,15 @@ def rows_fit_the_model(run: TrainRun, world: int) -> str | None:
     )
 
 
-def further_tokens_are_there(run: TrainRun, world: int) -> str | None:
-    """Rows hold tokens for every depth that predicts further ahead."""
-    length, depths = run.train.seq_len, run.model.mtp.depths
+def sequence_holds_mtp_labels(run: TrainRun, world: int) -> str | None:
+    """Rows hold tokens for every MTP depth."""
+    length, depths = run.train.seq_len, run.model.mtp.num_layers
     if depths < length:
         return None
     return (
-        f"train.seq_len={length} with model.mtp.depths={depths}: the deepest prediction is "
+        f"train.seq_len={length} with model.mtp.num_layers={depths}: the deepest prediction is "
         f"{depths + 1} tokens ahead, "
-        f"which no row has. Set train.seq_len to {depths + 1} or more, or model.mtp.depths to "
+        f"which no row has. Set train.seq_len to {depths + 1} or more, or model.mtp.num_layers to "
         f"{length - 1} or less."
     )
 
@@ -495,7 +497,8 @@ def compiled_layers_have_no_experts(run: TrainRun, world: int) -> str | None:
     if not run.train.compile or run.model.moe is None:
         return None
     return (
-        f"train.compile=true with model.moe of {run.model.moe.experts} experts: how many tokens an "
+        f"train.compile=true with model.moe of {run.model.moe.num_experts} experts: how many "
+        "tokens an "
         "expert gets differs "
         f"from step to step, which a compiled layer cannot. Set train.compile=false."
     )
@@ -519,7 +522,7 @@ def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
 def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     """Fully sharded weights are cut chunk by chunk, and a rank may have several chunks that read
     one table."""
-    p, layers, depths = run.parallel, run.model.num_layers, run.model.mtp.depths
+    p, layers, depths = run.parallel, run.model.num_layers, run.model.mtp.num_layers
     alone = world // p.tp <= 1
     if p.zero != 3 or alone or p.pipeline.vpp == 1 or min(p.pp, p.pipeline.vpp) < 1:
         return None
@@ -542,7 +545,7 @@ def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     cause = (
         "tied_embeddings=true"
         if run.model.tied_embeddings
-        else f"mtp.depths={run.model.mtp.depths}"
+        else f"mtp.num_layers={run.model.mtp.num_layers}"
     )
     return (
         f"parallel.zero={p.zero} with parallel.pp={p.pp}, parallel.pipeline.vpp={p.pipeline.vpp} "
@@ -615,9 +618,9 @@ def squares_of_scores_cost(run: TrainRun, world: int) -> str | None:
     return " ".join(bad) or None
 
 
-def ways_by_name_are_there(run: TrainRun, world: int) -> str | None:
+def explicit_backends_are_available(run: TrainRun, world: int) -> str | None:
     """What is asked for by name knows the model; what a machine lacks is seen there."""
-    return " ".join(forced_problems(run)) or None
+    return " ".join(explicit_backend_problems(run)) or None
 
 
 def conversations_need_text(run: TrainRun, world: int) -> str | None:
@@ -715,20 +718,20 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     layers_share_heads_alike,
     every_rank_has_features,
     sp_needs_tp,
-    rings_need_sp,
-    fused_products_need_rings,
+    tp_comm_overlap_needs_sp,
+    fused_collective_matmul_needs_tp_comm_overlap,
 )
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     name_is_a_folder_name,
     sp_divides_tokens,
     rows_fit_the_model,
-    further_tokens_are_there,
+    sequence_holds_mtp_labels,
     compile_needs_whole_layers,
     compiled_layers_have_no_experts,
     compiled_backward_is_whole,
     squares_of_scores_cost,
-    ways_by_name_are_there,
+    explicit_backends_are_available,
     sharded_chunks_share_no_table,
     evaluation_has_steps,
     betas_are_shares,

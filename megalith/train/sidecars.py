@@ -18,7 +18,7 @@ from megalith.checkpoint.boxes import as_bytes
 from megalith.checkpoint.safetensors import Planned, header_in
 from megalith.config.train import Captured
 from megalith.data.loader import Batch
-from megalith.kernels.replay import Seen
+from megalith.kernels.replay import RoutingCapture
 from megalith.parallel.mesh import Mesh
 from megalith.train.replay import text_of
 
@@ -30,7 +30,7 @@ _ENTRY_NBYTES = 256
 """Of a tensor in a header, at most: its name, shape and place take some 150."""
 
 
-class Sidecar:
+class CaptureFile:
     """One file that grows while its tensors are found; it has its name when it is whole.
 
     A thread writes, and few tensors wait for it, so that neither the step nor memory has to hold
@@ -95,7 +95,7 @@ class Sidecar:
             self._file.write(data)
 
     def _wait(self, *, at_most: int) -> None:
-        """Until so many tensors wait."""
+        """StopFilter so many tensors wait."""
         while len(self._waiting) > at_most:
             try:
                 self._waiting.popleft().result()
@@ -117,13 +117,17 @@ class Watcher:
     padding."""
 
     def __init__(
-        self, kinds: Collection[Captured], sidecar: Sidecar, batches: Sequence[Batch], mesh: Mesh
+        self,
+        kinds: Collection[Captured],
+        capture_file: CaptureFile,
+        batches: Sequence[Batch],
+        mesh: Mesh,
     ) -> None:
-        self._kinds, self._sidecar, self._batches, self._mesh = kinds, sidecar, batches, mesh
+        self._kinds, self._sidecar, self._batches, self._mesh = kinds, capture_file, batches, mesh
         self._done: set[tuple[str, int]] = set()
         self._told: set[str] = set()  # layers whose router is there
 
-    def __call__(self, seen: Seen) -> None:
+    def __call__(self, seen: RoutingCapture) -> None:
         """What is shown a second time, in recomputation, is there already."""
         if (seen.layer, seen.microbatch) in self._done:
             return

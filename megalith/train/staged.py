@@ -11,7 +11,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.errors import raise_all
-from megalith.kernels.engine import missing_here
+from megalith.kernels.engine import unavailable_backends
 from megalith.kernels.masks import for_one_pass
 from megalith.kernels.tokens import BalanceShare
 from megalith.models.decoder import Decoder, build_chunks
@@ -22,14 +22,14 @@ from megalith.nn.moe.layer import MoE
 from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of, open_channels
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Boundary, Pipeline
-from megalith.parallel.postpone import Postponed
-from megalith.parallel.rings import MESSAGES
-from megalith.parallel.symm_mem import choose_products
+from megalith.parallel.postpone import WeightGradStore
+from megalith.parallel.rings import RING_EXCHANGE
+from megalith.parallel.symm_mem import choose_collective_matmul
 from megalith.parallel.tensor import TensorParallel, choose_losses
-from megalith.parallel.turns import Turns
+from megalith.parallel.turns import DualBatchOverlap
 from megalith.parallel.watch import backend_timeout
-from megalith.plan.kernels import forced_problems
-from megalith.plan.pairs import in_pairs
+from megalith.plan.kernels import explicit_backend_problems
+from megalith.plan.pairs import pair_forward_backward
 from megalith.plan.schedule import (
     SPLIT_SCHEDULES,
     Schedule,
@@ -37,17 +37,17 @@ from megalith.plan.schedule import (
     pipeline_in_use,
     schedule_name,
 )
-from megalith.plan.stages import crossing, plan_stages
+from megalith.plan.stages import plan_stages, stage_boundary
 from megalith.plan.transfers import channels, with_transfers
-from megalith.train.loss import loss_of_heads
+from megalith.train.loss import compute_head_losses
 
-Ending = Callable[[Sequence[Tensor]], Tensor]
-"""The summed losses of a microbatch, of the next token and of further depths -> what backward
+ScaleLossFn = Callable[[Sequence[Tensor]], Tensor]
+"""The summed losses of a microbatch, of the next token and of MTP depths -> what backward
 starts from."""
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class PipelineModel:
     """This rank's chunks of the model and their place in the pipeline; without one, a chunk that is
     all of it."""
 
@@ -56,10 +56,10 @@ class Staged:
     device: torch.device
     chunks: tuple[Decoder, ...]
     handles: Handles | None
-    weights: tuple[Postponed, ...] = ()
+    weights: tuple[WeightGradStore, ...] = ()
     """By chunk: weight gradients that wait, for schedules that split backward."""
 
-    turns: Turns = field(default_factory=Turns)
+    dual_batch: DualBatchOverlap = field(default_factory=DualBatchOverlap)
     """How two microbatches that are computed together take turns; their exchanges with experts know
     it."""
 
@@ -79,31 +79,33 @@ class Staged:
         return self.mesh.tp.size if self.run.parallel.sp else 1
 
     def forward_backward(
-        self, batches: Sequence[Batch], ending: Ending, *, scale: float = 1.0
+        self, batches: Sequence[Batch], scale_loss: ScaleLossFn, *, scale: float = 1.0
     ) -> Tensor:
         """Every microbatch forward and backward; the sums of their losses, float64 [1 + depths],
         and 0 where there is no loss. `scale`: the loss scale, for losses that are no part of
         what `ending` is given."""
-        return self._run(batches, ending, scale)
+        return self._run(batches, scale_loss, scale)
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
-        """Every microbatch forward; the sums of what `Decoder.judged` says of them, and 0 where
+        """Every microbatch forward; the sums of what `Decoder.evaluate` says of them, and 0 where
         there is no loss."""
         with torch.no_grad():
             return self._run(batches, None)
 
-    def _run(self, batches: Sequence[Batch], ending: Ending | None, scale: float = 1.0) -> Tensor:
+    def _run(
+        self, batches: Sequence[Batch], scale_loss: ScaleLossFn | None, scale: float = 1.0
+    ) -> Tensor:
         p = self.run.parallel
         schedule = planned_step(
             p.pipeline,
             self.mesh.pp.size,
             len(batches),
             overlap=p.overlap,
-            forward_only=ending is None,
-            paired=p.overlap_experts and ending is not None,
+            forward_only=scale_loss is None,
+            paired=p.overlap_experts and scale_loss is not None,
         )
-        depths = self.run.model.mtp.depths
-        measures = 1 + depths if ending is not None or not depths else 2 + 2 * depths
+        depths = self.run.model.mtp.num_layers
+        measures = 1 + depths if scale_loss is not None or not depths else 2 + 2 * depths
         total = torch.zeros(measures, dtype=torch.float64, device=self.device)
         tags = self.handles is None or self.handles.tags
         pipeline = Pipeline(
@@ -113,15 +115,15 @@ class Staged:
             self._boundary(batches),
             announce=p.check_collectives and tags,
             weights=self.weights,
-            turns=self.turns,
+            dual_batch=self.dual_batch,
         )
         weight = (
             None
-            if ending is None or self.run.model.moe is None
+            if scale_loss is None or self.run.model.moe is None
             else scale / (len(batches) * self.mesh.dp.size)
         )
         pipeline.run(
-            schedule, [_Running(chunk, batches, ending, total, weight) for chunk in self.chunks]
+            schedule, [_Running(chunk, batches, scale_loss, total, weight) for chunk in self.chunks]
         )
         return total
 
@@ -134,16 +136,16 @@ class Staged:
             self.boundary_split,
         )
         stages = plan_stages(
-            p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=model.mtp.depths
+            p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=model.mtp.num_layers
         )
-        crossings = [crossing(model, stages, number) for number in range(len(stages))]
+        crossings = [stage_boundary(model, stages, number) for number in range(len(stages))]
 
         def of(stage: int, microbatch: int) -> Specs:
             batch, over = batches[microbatch], crossings[stage]
             shape = len(batch.ids) // parts, model.hidden_size
             x = Spec(shape, chunk.dtype if over.normed else chunk.stream_dtype)
             return x, *[Spec(shape, chunk.dtype)] * (
-                over.memory + min(over.ahead, len(batch.further))
+                over.memory + min(over.num_mtp_hidden, len(batch.mtp_inputs))
             )
 
         return of
@@ -155,7 +157,7 @@ class _Running:
 
     model: Decoder
     batches: Sequence[Batch]
-    ending: Ending | None
+    scale_loss: ScaleLossFn | None
     total: Tensor
     balance: float | None
     """What a mean over a microbatch counts in the losses that keep experts busy; None: there are
@@ -172,29 +174,31 @@ class _Running:
             )
             batch = replace(batch, tokens=replace(batch.tokens, balance=share))
         if not self.model.stage.loss:
-            found = self.model(batch.ids, batch.tokens, further=batch.further, **given)
+            found = self.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **given)
             return found if isinstance(found, tuple) else (found,)
-        if self.ending is None:
+        if self.scale_loss is None:
             self.total.add_(
-                self.model.judged(
-                    batch.ids, batch.labels, batch.tokens, further=batch.further, **given
+                self.model.evaluate(
+                    batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **given
                 )
             )
             return ()
         losses = self.model.losses(
-            batch.ids, batch.labels, batch.tokens, further=batch.further, **given
+            batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **given
         )
         self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
-        return (self.ending(losses),)
+        return (self.scale_loss(losses),)
 
 
-def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype) -> Staged:
+def build_pipeline_model(
+    run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype
+) -> PipelineModel:
     """Build this rank's chunks, still without memory, and what their messages travel through.
     Collective."""
     products = (
-        choose_products(run.parallel.ring_products, mesh.tp, device)
-        if run.parallel.rings
-        else MESSAGES
+        choose_collective_matmul(run.parallel.collective_matmul, mesh.tp, device)
+        if run.parallel.tp_comm_overlap
+        else RING_EXCHANGE
     )
     chunks = build_chunks(
         run.model,
@@ -207,8 +211,8 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
     )
     attach_adapters(chunks, run.model, run.lora)
     freeze(chunks, run.model, run.optim)
-    choose_losses(chunks, partial(loss_of_heads, run))
-    raise_all(forced_problems(run, device.type, missing_here()))
+    choose_losses(chunks, partial(compute_head_losses, run))
+    raise_all(explicit_backend_problems(run, device.type, unavailable_backends()))
     use_kernels(chunks, run.kernels, mesh)
     handles = handles_of(
         mesh.pp,
@@ -220,29 +224,30 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
             run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True
         )
         open_channels(handles, channels(step), device)
-    turns = Turns()
+    dual_batch = DualBatchOverlap()
     if run.parallel.overlap_experts:
-        hand_over_at_exchanges(chunks, turns)
-    return Staged(run, mesh, device, tuple(chunks), handles, turns=turns)
+        overlap_token_exchanges(chunks, dual_batch)
+    return PipelineModel(run, mesh, device, tuple(chunks), handles, dual_batch=dual_batch)
 
 
-def hand_over_at_exchanges(chunks: Sequence[nn.Module], turns: Turns) -> None:
+def overlap_token_exchanges(chunks: Sequence[nn.Module], dual_batch: DualBatchOverlap) -> None:
     """Let whoever waits for tokens that travel hand over to the other of two microbatches."""
     for mixture in (
         module for chunk in chunks for module in chunk.modules() if isinstance(module, MoE)
     ):
-        mixture.meanwhile(turns)
+        mixture.overlap_fn(dual_batch)
 
 
-def with_postponed(staged: Staged) -> Staged:
+def with_weight_grad_stores(pipeline_model: PipelineModel) -> PipelineModel:
     """Let weight gradients wait where the schedule wants it; the engine must have given the layers
     their sinks."""
-    if not splits_backward(staged.run.parallel.pipeline, staged.mesh.pp.size):
-        return staged
+    if not splits_backward(pipeline_model.run.parallel.pipeline, pipeline_model.mesh.pp.size):
+        return pipeline_model
     layers = (
-        [m for m in chunk.modules() if isinstance(m, TensorParallel)] for chunk in staged.chunks
+        [m for m in chunk.modules() if isinstance(m, TensorParallel)]
+        for chunk in pipeline_model.chunks
     )
-    return replace(staged, weights=tuple(Postponed(each) for each in layers))
+    return replace(pipeline_model, weights=tuple(WeightGradStore(each) for each in layers))
 
 
 def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
@@ -275,4 +280,4 @@ def planned_step(
         group=used.group,
         forward_only=forward_only,
     )
-    return with_transfers(in_pairs(schedule) if paired else schedule, overlap=overlap)
+    return with_transfers(pair_forward_backward(schedule) if paired else schedule, overlap=overlap)

@@ -19,7 +19,7 @@ class TrainState:
     """Rows of steps that changed the weights; the place in the schedules."""
 
     tokens: int = 0
-    """Tokens read."""
+    """PackedSeqParams read."""
 
     skipped: int = 0
     """Steps that changed nothing, because a gradient was not finite."""

@@ -12,12 +12,17 @@ from megalith.data.loader import StepBatches
 from megalith.errors import DataError
 from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.parallel.engine import Owned
+from megalith.parallel.engine import ShardedParam
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.tensor import heads_of
 from megalith.train.build import Trainer
 from megalith.train.experts import move_balancing_biases, move_balancing_offsets
-from megalith.train.loss import ScoresOfStep, share_of_means, take_scores, tells_of_scores
+from megalith.train.loss import (
+    StepLogitStats,
+    collect_logit_stats,
+    logs_logit_stats,
+    normalize_losses_by_labels,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +44,15 @@ class StepResult:
     num_zeros: int | None = None
     """Elements of the gradient that were zero; None unless optim.count_zeros."""
 
-    further_losses: tuple[float, ...] = ()
-    """The mean of every depth that predicts further ahead."""
+    mtp_losses: tuple[float, ...] = ()
+    """The mean of every MTP depth."""
 
     z_loss: float | None = None
     """Mean over labels of train.z_loss * logsumexp^2, which is no part of `loss`; None unless
     scores are told of."""
 
     max_logit: float | None = None
-    """The largest score of a labelled token; None unless scores are told of."""
+    """The largest score of a labeled token; None unless scores are told of."""
 
     empty: bool = False
     """No label of the global batch counts, so that there was nothing to learn from."""
@@ -71,17 +76,22 @@ def train_step(
     data, mesh = trainer.data, trainer.mesh
     scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     data.begin_step(len(batches.microbatches))
-    counts = (batches.num_labels, *batches.num_further)
+    counts = (batches.num_labels, *batches.num_mtp_labels)
     weight = trainer.run.model.mtp.loss_weight
-    ending = partial(share_of_means, num_labels=counts, weight=weight, mesh=mesh, scale=scale)
-    total = trainer.staged.forward_backward(batches.microbatches, ending, scale=scale)
-    owned = data.finish()
-    seen = _seen_scores(trainer)
-    news = _share_news(
-        trainer, owned, total if seen is None else torch.cat([total - seen.z, seen.z[:1]]), stop
+    scale_loss = partial(
+        normalize_losses_by_labels, num_labels=counts, weight=weight, mesh=mesh, scale=scale
+    )
+    total = trainer.pipeline_model.forward_backward(batches.microbatches, scale_loss, scale=scale)
+    local_params = data.finish()
+    seen = _collect_logit_stats(trainer)
+    step_stats = reduce_step_stats(
+        trainer,
+        local_params,
+        total if seen is None else torch.cat([total - seen.z, seen.z[:1]]),
+        stop,
     )
     stopping, squares, zeros, *sums = (
-        news if seen is None else torch.cat([news, seen.largest])
+        step_stats if seen is None else torch.cat([step_stats, seen.largest])
     ).tolist()
     grad_norm = math.sqrt(squares) / scale
     finite = math.isfinite(grad_norm)
@@ -92,22 +102,24 @@ def train_step(
         trainer.loss_scale.update(overflow=not finite)
     if finite and not empty:
         trainer.optimizer.step(
-            [o.gradient for o in owned],
+            [o.gradient for o in local_params],
             lr=lr,
             weight_decay=weight_decay,
             groups=groups,
-            scale=_multiplier(news[1].sqrt() / scale, trainer.run.optim.clip_grad, scale),
+            scale=_gradient_multiplier(
+                step_stats[1].sqrt() / scale, trainer.run.optim.clip_grad, scale
+            ),
         )
-        move_balancing_biases(trainer.staged.modules, mesh)
-        move_balancing_offsets(trainer.staged.modules, mesh)
-        data.publish()
+        move_balancing_biases(trainer.pipeline_model.modules, mesh)
+        move_balancing_offsets(trainer.pipeline_model.modules, mesh)
+        data.all_gather_params()
     elif not finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
             f"gradient norm {grad_norm}: not finite in {where_not_finite(trainer)}. Reduce "
             "schedule.lr, check the "
             f"data, or set optim.nonfinite_grad=skip."
         )
-    loss, *further = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
+    loss, *mtp_inputs = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
     z, largest = (None, None) if seen is None else (sums[-2] / max(1, counts[0]), sums[-1])
     return StepResult(
         loss,
@@ -115,39 +127,41 @@ def train_step(
         finite and not empty,
         stopping > 0,
         int(zeros) if trainer.run.optim.count_zeros else None,
-        tuple(further),
+        tuple(mtp_inputs),
         z,
         largest,
         empty,
     )
 
 
-def _share_news(trainer: Trainer, owned: Sequence[Owned], losses: Tensor, stop: bool) -> Tensor:
+def reduce_step_stats(
+    trainer: Trainer, local_params: Sequence[ShardedParam], losses: Tensor, stop: bool
+) -> Tensor:
     """What all ranks must know, in one message: ranks that stop, sum of squares and zeros of the
     gradient, losses."""
     mesh = trainer.mesh
-    mine = counted([(o.shard, o.gradient) for o in owned], mesh)
+    mine = counted([(o.shard, o.gradient) for o in local_params], mesh)
     zeros = (
         num_zeros(mine, trainer.device) if trainer.run.optim.count_zeros else losses.new_zeros(())
     )
     # Losses are the same on every tensor-parallel rank, so the first speaks for all; and 0 before
     # the last stage.
     part = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
-    news = torch.stack(
+    step_stats = torch.stack(
         [losses.new_tensor(float(stop)), sum_of_squares(mine, trainer.device), zeros]
     )
-    return all_reduce_(torch.cat([news, part]), mesh.world)
+    return all_reduce_(torch.cat([step_stats, part]), mesh.world)
 
 
-def _seen_scores(trainer: Trainer) -> ScoresOfStep | None:
+def _collect_logit_stats(trainer: Trainer) -> StepLogitStats | None:
     """What heads noted in this step, where they do. Collective then."""
-    if not tells_of_scores(trainer.run):
+    if not logs_logit_stats(trainer.run):
         return None
-    heads, depths = list(heads_of(trainer.staged.chunks)), trainer.run.model.mtp.depths
-    return take_scores(heads, trainer.mesh, depths=depths, device=trainer.device)
+    heads, depths = list(heads_of(trainer.pipeline_model.chunks)), trainer.run.model.mtp.num_layers
+    return collect_logit_stats(heads, trainer.mesh, depths=depths, device=trainer.device)
 
 
-def _multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | None:
+def _gradient_multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | None:
     """What gradients are multiplied by: it clips them and takes the loss scale out; None when they
     stay."""
     factor = clip_factor(norm, limit)
@@ -163,7 +177,11 @@ def where_not_finite(trainer: Trainer) -> str:
     Where the engine watched, those that were not finite before any other rank's gradient was added
     to them.
     """
-    after = [o.shard.name for o in trainer.data.owned if not bool(torch.isfinite(o.gradient).all())]
+    after = [
+        o.shard.name
+        for o in trainer.data.local_params
+        if not bool(torch.isfinite(o.gradient).all())
+    ]
     ranks = trainer.mesh.world.ranks
     before = gather_objects(trainer.data.nonfinite(), trainer.mesh.world)
     blamed = {

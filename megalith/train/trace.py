@@ -20,7 +20,7 @@ from megalith.observe.metrics import cut_after
 from megalith.parallel.mesh import Mesh
 from megalith.train.experts import in_order
 from megalith.train.replay import parts
-from megalith.train.sidecars import Sidecar, Watcher
+from megalith.train.sidecars import CaptureFile, Watcher
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RoutingTrace:
         go to sidecars, of the `layers` that have experts on this rank."""
         self.path = _file_of(folder, mesh.world.rank)
         self._mesh, self._steps, self._captures, self._layers = mesh, steps, captures, layers
-        self._sidecar: Sidecar | None = None
+        self._sidecar: CaptureFile | None = None
 
     def begin(self, step: int, batches: Sequence[Batch]) -> Routing | None:
         """What routers write their choices into during a step; None when it is not traced."""
@@ -53,7 +53,7 @@ class RoutingTrace:
         most = self._layers * (
             len(batches) * 3 + 4
         )  # tensors of every microbatch, and the router's own
-        self._sidecar = Sidecar(_sidecar_of(self.path, step), most=most)
+        self._sidecar = CaptureFile(_capture_file_of(self.path, step), most=most)
         return Routing(watch=Watcher(self._captures, self._sidecar, batches, self._mesh))
 
     def write(self, step: int, routing: Routing, batches: Sequence[Batch]) -> None:
@@ -62,8 +62,8 @@ class RoutingTrace:
         Raises:
             OSError: the disk refused it, and no part of the step is there.
         """
-        sidecar, self._sidecar = self._sidecar, None
-        beside = sidecar.path if sidecar is not None and sidecar.finish() else None
+        capture_file, self._sidecar = self._sidecar, None
+        beside = capture_file.path if capture_file is not None and capture_file.finish() else None
         name = None if beside is None else beside.name
         rows = rows_of(step, routing, batches, self._mesh, name)
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
@@ -115,19 +115,23 @@ def cut_traces(folder: Path, mesh: Mesh, *, resume_at: int) -> None:
 
 def _cut_trace(path: Path, resume_at: int) -> None:
     for beside in path.parent.glob(f"{path.stem}_step_*.safetensors*"):
-        if beside.suffix == ".part" or beside > _sidecar_of(path, resume_at):
+        if beside.suffix == ".part" or beside > _capture_file_of(path, resume_at):
             beside.unlink()
     cut_after(path, resume_at)
 
 
 def rows_of(
-    step: int, routing: Routing, batches: Sequence[Batch], mesh: Mesh, sidecar: str | None = None
+    step: int,
+    routing: Routing,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    capture_file: str | None = None,
 ) -> Iterator[dict[str, Any]]:  # Any: JSON
     """A row for each of this rank's layers with experts and microbatches, layer by layer.
 
     `experts` has the k choices of every token, best first, before experts refuse any; padding and
     filler are left out. A layer is named as its parameters are, `mtp` is the depth of one that
-    predicts further ahead, and `stage` is the rank's place along pp. Ranks of several stages that
+    predict further tokens, and `stage` is the rank's place along pp. Ranks of several stages that
     are at one place along dp, cp and tp have the same tokens, in one order.
     """
     place = {"dp": mesh.dp.rank, "cp": mesh.cp.rank, "tp": mesh.tp.rank}
@@ -144,7 +148,7 @@ def rows_of(
             "microbatch": part.microbatch,
             "num_tokens": len(part.experts),
             "top_k": part.experts.shape[1],
-            **({} if sidecar is None else {"sidecar": sidecar}),
+            **({} if capture_file is None else {"sidecar": capture_file}),
             "experts": part.experts.tolist(),
         }
 
@@ -153,6 +157,6 @@ def _file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.jsonl"
 
 
-def _sidecar_of(path: Path, step: int) -> Path:
+def _capture_file_of(path: Path, step: int) -> Path:
     """Of a rank's file."""
     return path.with_name(f"{path.stem}_step_{step:07d}.safetensors")

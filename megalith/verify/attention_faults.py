@@ -12,16 +12,16 @@ from torch import Tensor
 from megalith.kernels.scores import Scores
 from megalith.kernels.span_attention import Result, attend, nothing_found
 from megalith.kernels.tokens import Context
-from megalith.kernels.visible import SeenPairs
+from megalith.kernels.visible import VisiblePairs
 from megalith.parallel import context as context_parallel
 from megalith.parallel.context import seen_of_groups
 from megalith.parallel.group import Group
-from megalith.plan.context import Numbers, Spans, plan_spans
+from megalith.plan.context import KeySpans, Numbers, plan_spans
 from megalith.testing.inject import replaced
 
 
 def heads_of_the_first_rank(weight: Tensor | None, group: Group) -> Tensor | None:
-    """After an exchange of heads, every rank takes what was learnt for those of the first."""
+    """After an exchange of heads, every rank takes what was learned for those of the first."""
     return None if weight is None else weight.unflatten(-1, (group.size, -1))[..., 0, :]
 
 
@@ -34,14 +34,14 @@ def nothing_found_without_the_extra_score(
 
 def one_document_across_ranks(
     queries: Numbers, keys: Numbers, starts: Numbers, **others: Any
-) -> Spans:
+) -> KeySpans:
     """Documents begin with the row where keys are of other ranks. `others`: as `plan_spans` has
     them."""
     own = np.array_equal(queries, keys)
     return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
 
 
-def chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> Spans:
+def chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> KeySpans:
     """Chunks are counted from the first token of all documents. `others`: as `plan_spans` has
     them."""
     seen, size = plan_spans(queries, keys, starts, **others), others["window"]
@@ -52,14 +52,16 @@ def chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: A
     )
 
 
-def rows_of_the_first_rank(context: Context, near: int) -> list[SeenPairs] | None:
+def rows_of_the_first_rank(context: Context, near: int) -> list[VisiblePairs] | None:
     """Masks let see what they let the first rank's tokens see."""
     seen = seen_of_groups(context, near)
     first = context.numbers_of_groups(near)[0]
-    return None if seen is None else [SeenPairs(pairs.visible, first, pairs.keys) for pairs in seen]
+    return (
+        None if seen is None else [VisiblePairs(pairs.visible, first, pairs.keys) for pairs in seen]
+    )
 
 
-def known_to_the_first(context: Context, near: int) -> list[SeenPairs] | None:
+def known_to_the_first(context: Context, near: int) -> list[VisiblePairs] | None:
     """Masks hide something on the first rank alone."""
     return seen_of_groups(context, near) if context.rank == 0 else None
 
@@ -84,7 +86,7 @@ class SinksInEveryStep:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        spans: Spans,
+        spans: KeySpans,
         result: Result,
         scores: Scores,
         *pairs: Any,

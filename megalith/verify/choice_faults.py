@@ -9,14 +9,14 @@ from torch import Tensor
 from megalith.config.lora import LoraConfig
 from megalith.nn import lora
 from megalith.optim.schedule import NO_GROUPS, GroupRates
-from megalith.optim.slots import Part, Slot, by_rates
-from megalith.parallel.data import DataParallel
-from megalith.parallel.engine import Owned
-from megalith.parallel.tensor import Region
+from megalith.optim.slots import OptimizerSlot, SlotGroup, by_rates
+from megalith.parallel.data import BucketedDataParallel
+from megalith.parallel.engine import ShardedParam
+from megalith.parallel.tensor import TPComm
 from megalith.plan.shards import Shard
 
 
-def decaying_frozen(self: DataParallel) -> Sequence[Owned]:
+def decaying_frozen(self: BucketedDataParallel) -> Sequence[ShardedParam]:
     """When the sums of a step are there, what is not trained has become a little smaller."""
     for _, weight in self.frozen:
         weight.mul_(0.999)
@@ -24,23 +24,23 @@ def decaying_frozen(self: DataParallel) -> Sequence[Owned]:
 
 
 def rates_of_slot_before(
-    slots: Sequence[Slot],
+    slots: Sequence[OptimizerSlot],
     gradients: Sequence[Tensor],
     *,
     lr: float,
     weight_decay: float,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
-) -> list[Part]:
+) -> list[SlotGroup]:
     """Every slot is updated at the rates of the one before it in the flat buffer."""
     before = [slots[-1], *slots[:-1]] if slots else []
     moved = [replace(slot, rates=other.rates) for slot, other in zip(slots, before, strict=True)]
     return by_rates(moved, gradients, lr=lr, weight_decay=weight_decay, groups=groups)
 
 
-def whole_gradient(weight: Shard, adapters: LoraConfig, region: Region) -> tuple[Shard, Shard]:
+def whole_gradient(weight: Shard, adapters: LoraConfig, tp_comm: TPComm) -> tuple[Shard, Shard]:
     """The whole half of an adapter says that every rank has its whole gradient."""
-    a, b = ORIGINAL_ADAPTER(weight, adapters, region)
-    return replace(a, invariant=frozenset(region.group.axes)), b
+    a, b = ORIGINAL_ADAPTER(weight, adapters, tp_comm)
+    return replace(a, invariant=frozenset(tp_comm.group.axes)), b
 
 
-ORIGINAL_FINISH, ORIGINAL_ADAPTER = DataParallel.finish, lora.column_adapter
+ORIGINAL_FINISH, ORIGINAL_ADAPTER = BucketedDataParallel.finish, lora.column_adapter

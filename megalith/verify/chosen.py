@@ -4,19 +4,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.config.optim import GroupConfig, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.verify.rows import FOUR, FOUR_TIED, TIED, Layout, row_of, staged
-from megalith.verify.variants import FURTHER, LEARNED, LOOKING_BACK, ONE_NORM, PLAIN, RELATIVE
+from megalith.verify.variants import CROSS_LAYER, LEARNED, MTP_MODEL, ONE_NORM, PLAIN, RELATIVE
 
 EXPERTS = replace(
-    PLAIN, num_kv_heads=6, moe=MoEConfig(experts=4, ffn_hidden_size=10, shared_ffn_hidden_size=9)
+    PLAIN,
+    num_kv_heads=6,
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=10, shared_ffn_hidden_size=9),
 )
 """Experts in all layers, without losses for their routers."""
 
-BALANCED = replace(EXPERTS, moe=replace(EXPERTS.moe, balance=BalanceConfig(batch=0.2)))  # type: ignore[type-var]
+BALANCED = replace(EXPERTS, moe=replace(EXPERTS.moe, aux_loss=AuxLossConfig(batch_coeff=0.2)))  # type: ignore[type-var]
 """With one."""
 
 FIRST_STAGE = OptimConfig(frozen=("embed.weight", "layers.[01].*"))
@@ -31,7 +33,7 @@ RATES = OptimConfig(
     ),
     decayed_vectors=("*.mlp_norm.weight",),
 )
-"""Rates and decay that are far apart in neighbours."""
+"""ParameterRates and decay that are far apart in neighbors."""
 
 Row = tuple[ModelConfig, ParallelConfig, OptimConfig]
 
@@ -85,11 +87,11 @@ def chosen_parameters() -> Iterator[Layout]:
             OptimConfig(frozen=("*.moe.router",)),
         ),
         "predictions alone, layers again, pp2": (
-            FURTHER,
+            MTP_MODEL,
             staged(2),
             OptimConfig(trained=("mtp.*",)),
         ),
-        "frozen predictions, tp2 pp2": (FURTHER, staged(2, tp=2), OptimConfig(frozen=("mtp.*",))),
+        "frozen predictions, tp2 pp2": (MTP_MODEL, staged(2, tp=2), OptimConfig(frozen=("mtp.*",))),
         "positions alone, pp2": (LEARNED, staged(2), OptimConfig(trained=("positions.weight",))),
         "biases by distance, pp2": (
             RELATIVE,
@@ -97,7 +99,7 @@ def chosen_parameters() -> Iterator[Layout]:
             OptimConfig(trained=("relative.weight", "layers.3.*")),
         ),
         "memory alone, pp2": (
-            LOOKING_BACK,
+            CROSS_LAYER,
             staged(2),
             OptimConfig(trained=("memory_norm.*", "layers.*.cross.*")),
         ),

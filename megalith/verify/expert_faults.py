@@ -10,18 +10,18 @@ from torch import Tensor
 
 from megalith.kernels.balance import count_choices
 from megalith.kernels.routing import Choice
-from megalith.kernels.tokens import Tokens
-from megalith.nn.init import fill
+from megalith.kernels.tokens import PackedSeqParams
+from megalith.nn.init import init_param_
 from megalith.nn.moe.balance import Balance, Record
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
-from megalith.parallel.autograd import Crossing
+from megalith.parallel.autograd import AsyncAllToAll
 from megalith.parallel.data import Division, division_of
-from megalith.parallel.expert import Sent
+from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Init
-from megalith.plan.shards import Shard, whole
+from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
 
 # --- gradients and weights
@@ -39,8 +39,10 @@ def division_by_ep_alone(zero: int, mesh: Mesh, grid: str = "dense") -> Division
 
 def fill_as_if_mine_were_all(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
     """A rank's experts are drawn as if they were the first."""
-    first = whole(shard.name, tuple(stop - start for start, stop in shard.box), inputs=shard.inputs)
-    fill(
+    first = Shard.full(
+        shard.name, tuple(stop - start for start, stop in shard.box), inputs=shard.inputs
+    )
+    init_param_(
         parameter,
         replace(first, flat=shard.flat) if shard.grid == "expert" else shard,
         init,
@@ -67,7 +69,7 @@ def whole_experts_overwritten() -> AbstractContextManager[None]:
 
     def overwrite(self: fsdp.Unit, name: str, gradient: Tensor) -> None:
         rounds = self._rounds[name]
-        self._rounds[name] = rounds if isinstance(self, fsdp.Gathered) else 0
+        self._rounds[name] = rounds if isinstance(self, fsdp.ShardedUnit) else 0
         put(self, name, gradient)
         self._rounds[name] = rounds + 1
 
@@ -88,19 +90,19 @@ def never_undone(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int],
     return [sizes[chunk] for chunk in order], list(range(len(order)))
 
 
-def read_early(self: Crossing, started: Tensor) -> Tensor:
+def read_early(self: AsyncAllToAll, started: Tensor) -> Tensor:
     """Rows as they were before they arrived."""
     early = torch.zeros_like(started)
     ORIGINAL_WAIT(self, started)
     return early
 
 
-def weighted_twice(self: Experts, sent: Sent) -> Tensor:
+def weighted_twice(self: Experts, sent: DispatchedTokens) -> Tensor:
     """The weight of a row multiplies its answer once more."""
     return ORIGINAL_EXPERTS(self, sent) * sent.weights.unsqueeze(1)
 
 
-def refused_by_each_rank(self: Router, choice: Choice, tokens: Tokens) -> Choice:
+def refused_by_each_rank(self: Router, choice: Choice, tokens: PackedSeqParams) -> Choice:
     """Every rank fills its own part of an expert's seats, whatever the others' tokens weigh."""
     with replaced(self, "sharing", alone(*self.sharing.axes)):
         return ORIGINAL_WITHIN_CAPACITY(self, choice, replace(tokens, context=None))
@@ -108,7 +110,7 @@ def refused_by_each_rank(self: Router, choice: Choice, tokens: Tokens) -> Choice
 
 ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
     Experts.forward,
-    Crossing.wait,
+    AsyncAllToAll.wait,
     Router.within_capacity,
 )
 
@@ -117,14 +119,14 @@ ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = (
 
 
 def counted_before_refusal(
-    self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens
+    self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
 ) -> Choice:
     """Counts choices as they were before experts refused some."""
     balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
     record, share = self.record, tokens.balance
     if record is not None and share is not None:
-        valid = self.region.mine(tokens.valid)
-        one, experts = torch.zeros_like(valid), self.moe.experts
+        valid = self.tp_comm.mine(tokens.valid)
+        one, experts = torch.zeros_like(valid), self.moe.num_experts
         record.counts[share.microbatch] = count_choices(
             asked, one, valid, sequences=1, num_experts=experts
         )[0]
@@ -136,7 +138,7 @@ def scaled_by_sharing_ranks(self: Balance, *arguments: object) -> list[tuple[int
     return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
 
 
-def offsets_of_own(self: Router, logits: Tensor, tokens: Tokens) -> None:
+def offsets_of_own(self: Router, logits: Tensor, tokens: PackedSeqParams) -> None:
     """Each rank makes experts equally busy with its part of a microbatch."""
     sharing, self.sharing = self.sharing, alone(*self.sharing.axes)
     ORIGINAL_OFFSETS(self, logits, tokens)
@@ -144,7 +146,12 @@ def offsets_of_own(self: Router, logits: Tensor, tokens: Tokens) -> None:
 
 
 def step_of_own_tokens(
-    self: Balance, shares: Tensor, counts: Tensor, valid: Tensor, tokens: Tokens, record: Record
+    self: Balance,
+    shares: Tensor,
+    counts: Tensor,
+    valid: Tensor,
+    tokens: PackedSeqParams,
+    record: Record,
 ) -> Tensor:
     """The loss over the global batch knows of a rank's own microbatches alone, not of those along
     dp."""
@@ -158,7 +165,7 @@ def own_counts_alone(x: Tensor, group: Group) -> Tensor:
 
 
 def counted_again(
-    self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens
+    self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
 ) -> Choice:
     """A microbatch that comes again in backward counts a second time."""
     balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)

@@ -11,7 +11,7 @@ from megalith.verify.rows import FULL, NO, PARTS, Layout, row_of, staged
 from megalith.verify.variants import (
     BIASED_CHOICE,
     CLAMPED,
-    FURTHER_EXPERTS,
+    MTP_EXPERTS,
     NARROW,
     NOISY,
     OFFSET,
@@ -22,7 +22,7 @@ from megalith.verify.variants import (
     WHOLE_LATENT,
 )
 
-GATHER: DispatcherName = "gather"
+GATHER: DispatcherName = "allgather"
 MIXTURE = replace(PARTS, modules=("mlp",))
 
 Mixed = Mapping[str, tuple[ModelConfig, ParallelConfig, int, RecomputeConfig]]
@@ -99,7 +99,7 @@ def _experts_under_one_axis() -> Mixed:
         ),
         "clamped, dp4 ep2 in two replicas, zero 1": (
             CLAMPED,
-            ParallelConfig(dp=4, ep=2, zero=1, replicas=2),
+            ParallelConfig(dp=4, ep=2, zero=1, dp_replicate=2),
             1,
             NO,
         ),
@@ -182,15 +182,15 @@ def _experts_under_several_axes() -> Mixed:
             NO,
         ),
         "noisy, cp2 pp2 ep2": (NOISY, replace(staged(2, cp=2), ep=2), 1, NO),
-        "further experts, dp2 ep2, zero 1": (
-            FURTHER_EXPERTS,
+        "mtp experts, dp2 ep2, zero 1": (
+            MTP_EXPERTS,
             ParallelConfig(dp=2, ep=2, zero=1),
             1,
             NO,
         ),
-        "further experts, pp2 dp2 ep2": (FURTHER_EXPERTS, replace(staged2, ep=2), 1, NO),
-        "further experts, pp2 dp2 ep2 zb-v, zero 2": (
-            FURTHER_EXPERTS,
+        "mtp experts, pp2 dp2 ep2": (MTP_EXPERTS, replace(staged2, ep=2), 1, NO),
+        "mtp experts, pp2 dp2 ep2 zb-v, zero 2": (
+            MTP_EXPERTS,
             replace(staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), ep=2),
             1,
             NO,
@@ -222,7 +222,7 @@ def _experts_under_several_axes() -> Mixed:
         ),
         "narrow, tp2 dp4 sp ep2 in two replicas, zero 1": (
             NARROW,
-            ParallelConfig(tp=2, dp=4, sp=True, ep=2, zero=1, replicas=2),
+            ParallelConfig(tp=2, dp=4, sp=True, ep=2, zero=1, dp_replicate=2),
             1,
             NO,
         ),
@@ -270,7 +270,7 @@ def _experts_fully_sharded() -> Mixed:
         "clamped, tp2 dp2 sp ep2 etp1, zero 3": (CLAMPED, replace(both, etp=1), 1, MIXTURE),
         "clamped, dp4 ep2 in two replicas, zero 3": (
             CLAMPED,
-            ParallelConfig(dp=4, ep=2, zero=3, replicas=2),
+            ParallelConfig(dp=4, ep=2, zero=3, dp_replicate=2),
             1,
             FULL,
         ),
@@ -283,8 +283,8 @@ def _experts_fully_sharded() -> Mixed:
             1,
             NO,
         ),
-        "further experts, pp2 dp4 ep2, zero 3": (
-            FURTHER_EXPERTS,
+        "mtp experts, pp2 dp4 ep2, zero 3": (
+            MTP_EXPERTS,
             replace(staged(2, dp=4, zero=3), ep=2),
             1,
             NO,
@@ -316,15 +316,15 @@ def _experts_in_pairs() -> Mixed:
             1,
             MIXTURE,
         ),
-        "further experts, pp2 dp2 ep2 dualpipe-v, pairs, zero 1": (
-            FURTHER_EXPERTS,
+        "mtp experts, pp2 dp2 ep2 dualpipe-v, pairs, zero 1": (
+            MTP_EXPERTS,
             staged(2, dp=2, zero=1, schedule="dualpipe-v", vpp=2),
             1,
             FULL,
         ),
         "clamped, pp2 dp4 ep2, pairs, zero 2 in two replicas": (
             CLAMPED,
-            replace(staged(2, dp=4, zero=2), replicas=2),
+            replace(staged(2, dp=4, zero=2), dp_replicate=2),
             1,
             NO,
         ),
@@ -336,7 +336,7 @@ def _experts_in_pairs() -> Mixed:
 
 
 def _experts_and_latent_attention() -> Mixed:
-    """Latent attention, experts and a further prediction in one model."""
+    """Latent attention, experts and a multi-token prediction in one model."""
     up_again = replace(PARTS, modules=("mla_up_proj", "shared_experts"))
     paired = replace(staged(2, dp=2, zero=1), ep=2, overlap_experts=True)
     return {

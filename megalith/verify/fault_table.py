@@ -11,7 +11,7 @@ from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.optim import GroupConfig, OptimConfig
 from megalith.config.parallel import ParallelConfig
@@ -115,7 +115,7 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
     )
     model = ModelConfig(
         vocab_size=61,
-        vocab_multiple=4,
+        pad_vocab_to_multiple_of=4,
         hidden_size=24,
         num_layers=2 if "offload" in needs else pp * pipeline.vpp,
         num_heads=4,
@@ -128,7 +128,7 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
             residual=0.2 if "dropout" in needs else 0.0,
             attention=0.2 if "dropped weights" in needs else 0.0,
         ),
-        mtp=MTPConfig(depths=2 if "own stage" in needs else int("further" in needs)),
+        mtp=MTPConfig(num_layers=2 if "own stage" in needs else int("mtp" in needs)),
         cross=CrossConfig(memory=0) if "memory" in needs else None,
         positions=(
             "learned"
@@ -151,9 +151,9 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         pipeline=pipeline,
         sp="sp" in needs,
         zero=3 if "fsdp" in needs else 2 if "zero 2" in needs else 1 if "zero" in needs else 0,
-        replicas=replicas,
+        dp_replicate=replicas,
         context=ContextConfig(kind=kind),
-        rings="rings" in needs,
+        tp_comm_overlap="rings" in needs,
         ep=2 if "ep" in needs else 1,
         etp=2 if "etp" in needs else None,
     )
@@ -192,15 +192,17 @@ def with_experts(model: ModelConfig, fault: Fault) -> ModelConfig:
         return model
     biased, moved = "balancing bias" in fault.needs, "balancing offset" in fault.needs
     over_ranks = "balance over ranks" in fault.needs
-    losses = BalanceConfig(global_batch=0.5) if over_ranks else BalanceConfig(batch=0.5)
+    losses = AuxLossConfig(global_batch_coeff=0.5) if over_ranks else AuxLossConfig(batch_coeff=0.5)
     return replace(
         model,
         moe=MoEConfig(
-            experts=4,
+            num_experts=4,
             ffn_hidden_size=10,
-            balance=BalanceConfig(quantile=True) if moved else losses,
+            aux_loss=AuxLossConfig(quantile=True) if moved else losses,
             router=RouterConfig(
-                score="sigmoid" if biased else "softmax", balancing_bias=biased, balancing_rate=0.01
+                score="sigmoid" if biased else "softmax",
+                expert_bias=biased,
+                expert_bias_update_rate=0.01,
             ),
             capacity=CapacityConfig(factor=0.8 if "capacity" in fault.needs else None),
         ),

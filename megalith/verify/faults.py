@@ -1,7 +1,7 @@
 """Faults that can be planted in the running process, one at a time, to ask which proof refuses it.
 
 A proof that nothing can fail proves nothing. Each fault is a mistake that people make, and changes
-the behaviour of existing classes until its context ends; nothing here is ever reached without
+the behavior of existing classes until its context ends; nothing here is ever reached without
 `planted`.
 """
 
@@ -23,44 +23,44 @@ from megalith.kernels import cross_entropy, tokens
 from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
-from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import Join, Tokens, tokens_of_slices
+from megalith.kernels.tokens import Join, PackedSeqParams, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn import lora, qk_norm
-from megalith.nn.cross_attention import LookingBack
+from megalith.nn.cross_attention import CrossLayerAttention
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.mla import LatentAttention
 from megalith.nn.moe import balance
 from megalith.nn.moe.balance import Balance
 from megalith.nn.moe.experts import Experts
-from megalith.nn.moe.router import Gate, Router
+from megalith.nn.moe.router import Router, RouterGate
 from megalith.nn.norm import RMSNorm
 from megalith.optim import adamw, clip
 from megalith.parallel import context, data, engine, expert, publish, recompute, tensor
-from megalith.parallel.autograd import Crossing, partial
+from megalith.parallel.autograd import AsyncAllToAll, mark_partial
 from megalith.parallel.group import Group, alone, start_all_reduce_
-from megalith.parallel.link import Link
+from megalith.parallel.link import StageLink
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.offload import Away
 from megalith.parallel.pipeline import Pipeline
-from megalith.parallel.postpone import Postponed
+from megalith.parallel.postpone import WeightGradStore
 from megalith.parallel.rings import Started
 from megalith.parallel.slices import SliceSum, Works
 from megalith.parallel.tensor import (
     ColumnLinear,
-    Region,
     RowLinear,
-    SplitTokens,
+    SequenceParallelComm,
+    TensorParallelComm,
+    TPComm,
     VocabEmbedding,
     VocabHead,
-    WholeTokens,
 )
-from megalith.plan.context import Numbers, Slices, Spans
+from megalith.plan.context import KeySpans, Numbers, Slices
 from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
 from megalith.train import build, experts, loss, step
-from megalith.train.loss import share_of_means
+from megalith.train.loss import normalize_losses_by_labels
 from megalith.verify import (
     attention_faults,
     choice_faults,
@@ -85,7 +85,7 @@ Need = Literal[
     "pp",
     "tied",
     "chunks",
-    "further",
+    "mtp",
     "split backward",
     "zero",
     "replicas",
@@ -143,7 +143,7 @@ class Fault:
     the attention or the MLP, a table that two stages share (`tied`), three chunks per rank, a
     schedule with a W (`split backward`), layers that backward runs again (`recompute`), whose
     activations wait in host memory (`offload`), or are dropped (`dropout`, of attention's
-    weights `dropped weights`), or a layer that predicts further ahead (`further`), two on a
+    weights `dropped weights`), or a MTP layer (`further`), two on a
     stage of their own (`own stage`); a kind of exchange over cp other than the ring, packed
     documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries and keys
     that are normed over all heads (`whole norms`), and what else attention and embeddings can
@@ -187,12 +187,12 @@ def planted(name: str | None) -> AbstractContextManager[None]:
 class Detour:
     """A region with its ways replaced."""
 
-    enter: Callable[[Input], Input]
-    leave: Callable[[Tensor], Tensor]
+    prepare_input: Callable[[LayerInput], LayerInput]
+    reduce_output: Callable[[Tensor], Tensor]
     group: Group
     invariant: frozenset[str]
-    border: None = None
-    rings: bool = False
+    overlapped: None = None
+    tp_comm_overlap: bool = False
 
 
 # --- faults in the model: they change it right after it was built
@@ -213,18 +213,21 @@ def _detour(
     layers: nn.Module,
     kind: type[nn.Module],
     *,
-    enter: Callable[[Input], Input] | None = None,
-    leave: Callable[[Tensor], Tensor] | None = None,
+    prepare_input: Callable[[LayerInput], LayerInput] | None = None,
+    reduce_output: Callable[[Tensor], Tensor] | None = None,
     group: Group | None = None,
 ) -> None:
     """Send all layers of one kind another way into or out of divided work."""
     for layer in layers.modules():
         if isinstance(layer, kind):
-            old: Region = layer.region  # type: ignore[assignment]  # every kind passed here has one
+            old: TPComm = layer.tp_comm  # type: ignore[assignment]  # every kind passed here has one
             detour = Detour(
-                enter or old.enter, leave or old.leave, group or old.group, old.invariant
+                prepare_input or old.prepare_input,
+                reduce_output or old.reduce_output,
+                group or old.group,
+                old.invariant,
             )
-            layer.region = detour  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
+            layer.tp_comm = detour  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
 
 
 def _as_it_is(
@@ -234,24 +237,28 @@ def _as_it_is(
 
 
 def _no_enter(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, ColumnLinear, enter=_as_it_is)
+    _detour(model, ColumnLinear, prepare_input=_as_it_is)
 
 
 def _shared_key_not_entered(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, LatentAttention, enter=_as_it_is)
+    _detour(model, LatentAttention, prepare_input=_as_it_is)
 
 
 def _no_sum(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, RowLinear, leave=_as_it_is)
+    _detour(model, RowLinear, reduce_output=_as_it_is)
 
 
 def _no_second_sum(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, RowLinear, leave=functools.partial(_leave_in_forward, model.region.leave))
+    _detour(
+        model,
+        RowLinear,
+        reduce_output=functools.partial(_leave_in_forward, model.tp_comm.reduce_output),
+    )
 
 
-def _leave_in_forward(leave: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _leave_in_forward(reduce_output: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     in_backward = torch._C._current_graph_task_id() != -1
-    return x if in_backward else leave(x)
+    return x if in_backward else reduce_output(x)
 
 
 def _blank(self: Away) -> torch.UntypedStorage:
@@ -259,12 +266,16 @@ def _blank(self: Away) -> torch.UntypedStorage:
 
 
 def _embedding_not_summed(model: Decoder, mesh: Mesh) -> None:
-    _detour(model, VocabEmbedding, leave=_as_it_is)
+    _detour(model, VocabEmbedding, reduce_output=_as_it_is)
 
 
 def _sum_over_dp(model: Decoder, mesh: Mesh) -> None:
-    wrong = SplitTokens(mesh.dp) if isinstance(model.region, SplitTokens) else WholeTokens(mesh.dp)
-    _detour(model, RowLinear, leave=wrong.leave)
+    wrong = (
+        SequenceParallelComm(mesh.dp)
+        if isinstance(model.tp_comm, SequenceParallelComm)
+        else TensorParallelComm(mesh.dp)
+    )
+    _detour(model, RowLinear, reduce_output=wrong.reduce_output)
 
 
 def _local_vocabulary(model: Decoder, mesh: Mesh) -> None:
@@ -279,18 +290,23 @@ def _call_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> None:
 
 
 def _bias_before_sum(self: RowLinear, x: Tensor) -> Tensor:
-    y = partial(linear(x, self.sunk(), sink=self.sink), self.region.group)
-    return self.region.leave(y if self.bias_name is None else y + getattr(self, self.bias_name))
+    y = mark_partial(
+        linear(x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator),
+        self.tp_comm.group,
+    )
+    return self.tp_comm.reduce_output(
+        y if self.bias_name is None else y + getattr(self, self.bias_name)
+    )
 
 
 def _local_mean(
     self: Decoder, ids: Tensor, labels: Tensor, tokens: Any, **received: Any
 ) -> tuple[Tensor, ...]:
     """Each rank divides by its own number of labels, as if all had as many."""
-    own, *further = ORIGINAL_LOSSES(self, ids, labels, tokens, **received)
+    own, *mtp_inputs = ORIGINAL_LOSSES(self, ids, labels, tokens, **received)
     return own if labels.is_meta else own * labels.numel() / max(
         1, int((labels >= 0).sum())
-    ), *further
+    ), *mtp_inputs
 
 
 def _depths_over_own_labels(
@@ -303,7 +319,9 @@ def _depths_over_own_labels(
 ) -> Tensor:
     """Further losses are divided by a rank's part of the labels instead of by the count of all."""
     counts = [num_labels[0], *(count // mesh.dp_cp.size for count in num_labels[1:])]
-    return share_of_means(losses, num_labels=counts, weight=weight, mesh=mesh, scale=scale)
+    return normalize_losses_by_labels(
+        losses, num_labels=counts, weight=weight, mesh=mesh, scale=scale
+    )
 
 
 ORIGINAL_LOSSES = Decoder.losses
@@ -323,15 +341,15 @@ def _without_sum(left_out: Callable[[Shard], bool]) -> AbstractContextManager[No
 
 
 def _averaged() -> AbstractContextManager[None]:
-    finish = data.DataParallel.finish
+    finish = data.BucketedDataParallel.finish
 
-    def wrong(self: data.DataParallel) -> Sequence[engine.Owned]:
-        owned = finish(self)
-        for one in owned:
+    def wrong(self: data.BucketedDataParallel) -> Sequence[engine.ShardedParam]:
+        local_params = finish(self)
+        for one in local_params:
             one.gradient.div_(self.mesh.dp.size)
-        return owned
+        return local_params
 
-    return replaced(data.DataParallel, "finish", wrong)
+    return replaced(data.BucketedDataParallel, "finish", wrong)
 
 
 # --- faults in dividing optimizer state and gradients
@@ -358,7 +376,7 @@ def _over_dp_alone(zero: int, mesh: Mesh, grid: str) -> data.Division:
     return data.Division(alone(*engine.SHARD_AXES), mesh.dp)
 
 
-def _last_microbatch_alone(self: data.DataParallel, most: int) -> None:
+def _last_microbatch_alone(self: data.BucketedDataParallel, most: int) -> None:
     """What earlier microbatches have added to a slice is gone when the next one's sum arrives."""
     while len(self._sums) > most:
         index = self._sums[0][0] % len(self.plan.buckets)
@@ -369,7 +387,7 @@ def _last_microbatch_alone(self: data.DataParallel, most: int) -> None:
         ORIGINAL_COMPLETE(self, len(self._sums) - 1)
 
 
-ORIGINAL_COMPLETE = data.DataParallel._complete
+ORIGINAL_COMPLETE = data.BucketedDataParallel._complete
 
 
 def _fsdp_takes_means() -> AbstractContextManager[None]:
@@ -391,15 +409,15 @@ def _gradients_stay(sums: Tensor, travelling: Started | None, group: Group) -> S
     return Started(sums if travelling is None else sums + travelling.x, None)
 
 
-def _positions_of_slices(*arguments: Any, **others: Any) -> Tokens:
+def _positions_of_slices(*arguments: Any, **others: Any) -> PackedSeqParams:
     tokens = ORIGINAL_SLICES(*arguments, **others)
     return replace(
-        tokens, positions=torch.arange(tokens.num_tokens, device=tokens.positions.device)
+        tokens, position_ids=torch.arange(tokens.num_tokens, device=tokens.position_ids.device)
     )
 
 
-def _places_of_the_first_slice(tokens: Tokens, places: Numbers) -> Tokens:
-    return replace(tokens, positions=torch.from_numpy(places[:, : tokens.num_tokens]))
+def _places_of_the_first_slice(tokens: PackedSeqParams, places: Numbers) -> PackedSeqParams:
+    return replace(tokens, position_ids=torch.from_numpy(places[:, : tokens.num_tokens]))
 
 
 def _late_chunk_first(self: Slices, rank: int) -> Numbers:
@@ -414,7 +432,7 @@ def _heads_of_the_next_rank(out: Tensor, group: Group, join: Join) -> Tensor:
 
 def _no_window(
     self: tokens.Context, near: int, *, causal: bool = True, **windows: Any
-) -> tuple[Spans, ...]:
+) -> tuple[KeySpans, ...]:
     return ORIGINAL_SPANS_OF_GROUPS(self, near, causal=causal)
 
 
@@ -440,7 +458,9 @@ def _rows_from_zero(batch: loader.Batch, rows: Sequence[int], *, seed: int) -> l
 ORIGINAL_WITH_DROPOUT = loader.with_dropout
 
 
-def _numbers_of_queries(tokens: Tokens, scores: Scores, near: int) -> list[DroppedWeights] | None:
+def _numbers_of_queries(
+    tokens: PackedSeqParams, scores: Scores, near: int
+) -> list[DroppedWeights] | None:
     found = ORIGINAL_DROPPED(tokens, scores, near)
     return found and [replace(one, keys=one.queries) for one in found]
 
@@ -452,17 +472,22 @@ ORIGINAL_DROPPED = context.dropped_of_groups
 
 
 def _parts_of_the_next_rank(
-    self: SplitTokens, x: Tensor, w: Tensor, product: Any
+    self: SequenceParallelComm, x: Tensor, w: Tensor, product: Any
 ) -> tuple[Tensor, Tensor]:
     whole, y = ORIGINAL_ENTERED(self, x, w, product)
     return whole.roll(len(x), dims=0), y.roll(len(x), dims=0)
 
 
-def _sums_for_the_next_rank(self: SplitTokens, x: Tensor, w: Tensor, product: Any) -> Started:
+def _sums_for_the_next_rank(
+    self: SequenceParallelComm, x: Tensor, w: Tensor, product: Any
+) -> Started:
     return ORIGINAL_LEFT(self, x.roll(len(x) // self.group.size, dims=0), w, product)
 
 
-ORIGINAL_ENTERED, ORIGINAL_LEFT = SplitTokens.entered_product, SplitTokens.left_product
+ORIGINAL_ENTERED, ORIGINAL_LEFT = (
+    SequenceParallelComm.all_gather_matmul,
+    SequenceParallelComm.matmul_reduce_scatter,
+)
 
 
 class _Stale:
@@ -472,9 +497,9 @@ class _Stale:
         self.last: Tensor | None = None
 
     def recompute(
-        self, function: Callable[..., Tensor], x: Input, *others: Tensor, check: bool = False
+        self, function: Callable[..., Tensor], x: LayerInput, *others: Tensor, check: bool = False
     ) -> Tensor:
-        now = value_of(x)
+        now = output_tensor(x)
         before = now if self.last is None or self.last.shape != now.shape else self.last
         self.last = now.detach().requires_grad_(now.requires_grad)
         return ORIGINAL_RECOMPUTE(_ThenStale(function, before), x, *others, check=check)
@@ -492,8 +517,10 @@ class _ThenStale:
 ORIGINAL_RECOMPUTE = recompute.recompute
 
 
-def _positions_of_the_first_rank(self: LearnedPositions, x: Tensor, tokens: Tokens) -> Tensor:
-    return x + embedding(tokens.positions[: len(x)], self.weight)
+def _positions_of_the_first_rank(
+    self: LearnedPositions, x: Tensor, tokens: PackedSeqParams
+) -> Tensor:
+    return x + embedding(tokens.position_ids[: len(x)], self.weight)
 
 
 def _is_norm(shard: Shard) -> bool:
@@ -577,7 +604,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "vocab_loss_local",
-        "The loss normalises over the rank's own part of the vocabulary.",
+        "The loss normalizes over the rank's own part of the vocabulary.",
         "types",
         ("tp",),
         lambda: changed_model(_local_vocabulary),
@@ -611,17 +638,17 @@ FAULTS: tuple[Fault, ...] = (
         lambda: replaced(Decoder, "losses", _local_mean),
     ),
     Fault(
-        "further_loss_scaled_per_rank",
+        "mtp_loss_scaled_per_rank",
         "Losses of tokens further ahead are divided by a rank's part of their labels.",
         "numbers",
-        ("dp", "further"),
-        lambda: replaced(step, "share_of_means", _depths_over_own_labels),
+        ("dp", "mtp"),
+        lambda: replaced(step, "normalize_losses_by_labels", _depths_over_own_labels),
     ),
     Fault(
-        "further_table_not_summed",
-        "The last stage's copy of the table that further predictions read is not summed.",
+        "mtp_table_not_summed",
+        "The last stage's copy of the table that multi-token predictions read is not summed.",
         "numbers",
-        ("pp", "further"),
+        ("pp", "mtp"),
         lambda: replaced(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
@@ -685,28 +712,28 @@ FAULTS: tuple[Fault, ...] = (
         "A stage receives the hidden states of another microbatch.",
         "numbers",
         ("pp",),
-        lambda: replaced(Link, "send", pipeline_faults.other_microbatch),
+        lambda: replaced(StageLink, "send", pipeline_faults.other_microbatch),
     ),
     Fault(
         "memory_gradient_kept",
         "What a memory gets as gradient does not go back over the border of stages.",
         "numbers",
         ("pp", "memory"),
-        lambda: replaced(Link, "send", pipeline_faults.gradient_of_memory_stays),
+        lambda: replaced(StageLink, "send", pipeline_faults.gradient_of_memory_stays),
     ),
     Fault(
         "memory_of_another_microbatch",
         "A stage looks at the memory of the microbatch before.",
         "numbers",
         ("pp", "memory"),
-        lambda: replaced(Link, "send", pipeline_faults.stale_memory()),
+        lambda: replaced(StageLink, "send", pipeline_faults.stale_memory()),
     ),
     Fault(
         "memory_of_later_tokens",
-        "Tokens look at the memory of those after them, whose labels it has seen.",
+        "PackedSeqParams look at the memory of those after them, whose labels it has seen.",
         "numbers",
         ("cp", "memory"),
-        lambda: replaced(LookingBack, "attend", pipeline_faults.memory_of_later_tokens),
+        lambda: replaced(CrossLayerAttention, "attend", pipeline_faults.memory_of_later_tokens),
     ),
     Fault(
         "chunks_swapped",
@@ -720,7 +747,7 @@ FAULTS: tuple[Fault, ...] = (
         "Weight gradients that were put aside are never added.",
         "numbers",
         ("pp", "split backward"),
-        lambda: replaced(Postponed, "add_up", pipeline_faults.never_added),
+        lambda: replaced(WeightGradStore, "add_up", pipeline_faults.never_added),
     ),
     Fault(
         "stale_weights",
@@ -770,7 +797,7 @@ FAULTS: tuple[Fault, ...] = (
         "A microbatch's gradients take the place of the earlier ones' in a slice.",
         "numbers",
         ("dp", "zero", "zero 2"),
-        lambda: replaced(data.DataParallel, "_complete", _last_microbatch_alone),
+        lambda: replaced(data.BucketedDataParallel, "_complete", _last_microbatch_alone),
     ),
     Fault(
         "cp_left_out_of_sum",
@@ -802,24 +829,25 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "documents_joined_across_ranks",
-        "Tokens see other documents, where the keys are those of another rank.",
+        "PackedSeqParams see other documents, where the keys are those of another rank.",
         "numbers",
         ("cp", "documents"),
         lambda: replaced(tokens, "plan_spans", attention_faults.one_document_across_ranks),
     ),
     Fault(
         "ring_gather_owner",
-        "Tokens that came round a ring are taken for those of the rank before their owner.",
+        "PackedSeqParams that came round a ring are taken for those of the rank before "
+        "their owner.",
         "numbers",
         ("tp", "sp", "rings"),
-        lambda: replaced(SplitTokens, "entered_product", _parts_of_the_next_rank),
+        lambda: replaced(SequenceParallelComm, "all_gather_matmul", _parts_of_the_next_rank),
     ),
     Fault(
         "ring_scatter_owner",
         "Sums that go round a ring end at the rank before the one whose tokens they are for.",
         "numbers",
         ("tp", "sp", "rings"),
-        lambda: replaced(SplitTokens, "left_product", _sums_for_the_next_rank),
+        lambda: replaced(SequenceParallelComm, "matmul_reduce_scatter", _sums_for_the_next_rank),
     ),
     Fault(
         "window_lost_in_ring",
@@ -895,7 +923,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "positions_of_first_rank",
-        "Each rank's part of the tokens gets the learnt positions of the first part.",
+        "Each rank's part of the tokens gets the learned positions of the first part.",
         "numbers",
         ("tp", "sp", "learned positions"),
         lambda: replaced(LearnedPositions, "forward", _positions_of_the_first_rank),
@@ -968,7 +996,7 @@ FAULTS: tuple[Fault, ...] = (
         "Routers say that every rank has their whole gradient, which under sp it has not.",
         "types",
         ("tp", "sp", "experts"),
-        lambda: changed_model(functools.partial(_call_invariant, kind=Gate)),
+        lambda: changed_model(functools.partial(_call_invariant, kind=RouterGate)),
     ),
     Fault(
         "etp_sum_removed",
@@ -996,7 +1024,7 @@ FAULTS: tuple[Fault, ...] = (
         "Experts work on what was there before rows arrived.",
         "numbers",
         ("dp", "ep"),
-        lambda: replaced(Crossing, "wait", expert_faults.read_early),
+        lambda: replaced(AsyncAllToAll, "wait", expert_faults.read_early),
     ),
     Fault(
         "experts_weighted_twice",
@@ -1056,7 +1084,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "second_pass_counted",
-        "Tokens count once more when backward computes their layer again.",
+        "PackedSeqParams count once more when backward computes their layer again.",
         "numbers",
         ("dp", "recompute", "experts"),
         lambda: replaced(Balance, "__call__", expert_faults.counted_again),
@@ -1066,10 +1094,10 @@ FAULTS: tuple[Fault, ...] = (
         "Weights that are not trained decay in every step.",
         "numbers",
         ("dp", "frozen"),
-        lambda: replaced(data.DataParallel, "finish", choice_faults.decaying_frozen),
+        lambda: replaced(data.BucketedDataParallel, "finish", choice_faults.decaying_frozen),
     ),
     Fault(
-        "rates_of_the_neighbour",
+        "rates_of_the_neighbor",
         "A group's rates go to the slot behind the one that they are for.",
         "numbers",
         ("dp", "zero", "groups"),
@@ -1080,7 +1108,7 @@ FAULTS: tuple[Fault, ...] = (
         "The gradient norm counts what several ranks hold several times, and clips too much.",
         "numbers",
         ("dp",),
-        lambda: replaced(clip, "is_first_holder", lambda shard, here: True),
+        lambda: replaced(clip, "is_first_replica", lambda shard, here: True),
     ),
     *(
         Fault(name, what, "numbers", ("pp", "tied", "own stage"), how)

@@ -11,8 +11,8 @@ from megalith.verify.rows import FOUR, Layout, row_of, staged, tiny
 from megalith.verify.variants import (
     BIASED_CHOICE,
     CHUNKED,
+    CROSS_LAYER,
     LATENT,
-    LOOKING_BACK,
     NORMED_AROUND,
     RELATIVE,
     SINKS,
@@ -58,7 +58,7 @@ def masked_rows() -> Iterator[Layout]:
         "masks, sinks, tp2": ("beside", SINKS, ParallelConfig(tp=2)),
         "masks, relative, cp2 tp2": ("beside", RELATIVE, ParallelConfig(cp=2, tp=2)),
         "masks alone, chunked, cp2": ("alone", CHUNKED, ParallelConfig(cp=2)),
-        "masks, looking back, pp2 cp2": ("beside", LOOKING_BACK, staged(2, cp=2)),
+        "masks, looking back, pp2 cp2": ("beside", CROSS_LAYER, staged(2, cp=2)),
         "masks, experts, cp2 dp2, ep2": ("beside", BIASED_CHOICE, ParallelConfig(cp=2, dp=2, ep=2)),
     }
     for name, (masks, model, parallel) in rows.items():

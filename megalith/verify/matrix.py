@@ -19,7 +19,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.chosen import chosen_parameters
 from megalith.verify.expert_rows import expert_rows
-from megalith.verify.further import further_elsewhere
+from megalith.verify.further import mtp_stage_rows
 from megalith.verify.masked import masked_rows
 from megalith.verify.rows import (
     BIASED,
@@ -34,8 +34,8 @@ from megalith.verify.rows import (
     THREE_TIED,
     TIED,
     UNEVEN,
-    Entry,
     Layout,
+    LayoutEntry,
     packed_rows,
     row_of,
     staged,
@@ -45,10 +45,10 @@ from megalith.verify.rows import (
 from megalith.verify.variants import (
     BOTH_WAYS,
     CHUNKED,
-    FURTHER,
+    CROSS_LAYER,
     HETEROGENEOUS,
     LATENT,
-    LOOKING_BACK,
+    MTP_MODEL,
     NARROW,
     RELATIVE,
     VARIANTS,
@@ -65,7 +65,7 @@ def _tensor_and_data() -> Iterator[Layout]:
         "tp2 dp2 sp tied, dp inside",
         "tp2 sp, fused rings",
     }
-    layouts: dict[str, Entry] = {
+    layouts: dict[str, LayoutEntry] = {
         "dp2": (tiny(), ParallelConfig(dp=2)),
         "dp2 without overlap": (tiny(), ParallelConfig(dp=2, overlap=False)),
         "dp3 tied": (TIED, ParallelConfig(dp=3)),
@@ -81,15 +81,15 @@ def _tensor_and_data() -> Iterator[Layout]:
             tiny(num_heads=8, num_kv_heads=2, bias=True),
             ParallelConfig(tp=4, sp=True),
         ),
-        "tp2 sp, rings": (BIASED, ParallelConfig(tp=2, sp=True, rings=True)),
+        "tp2 sp, rings": (BIASED, ParallelConfig(tp=2, sp=True, tp_comm_overlap=True)),
         "tp2 sp, fused rings": (
             BIASED,
-            ParallelConfig(tp=2, sp=True, rings=True, ring_products="fused"),
+            ParallelConfig(tp=2, sp=True, tp_comm_overlap=True, collective_matmul="fused"),
         ),
-        "tp3 sp tied, rings": (TIED, ParallelConfig(tp=3, sp=True, rings=True)),
+        "tp3 sp tied, rings": (TIED, ParallelConfig(tp=3, sp=True, tp_comm_overlap=True)),
         "tp4 dp2 sp, rings, 2 key/value heads": (
             SHARED,
-            ParallelConfig(tp=4, dp=2, sp=True, rings=True),
+            ParallelConfig(tp=4, dp=2, sp=True, tp_comm_overlap=True),
         ),
         "tp2 dp2 sp": (tiny(), ParallelConfig(tp=2, dp=2, sp=True)),
         "tp2 dp2 sp tied, dp inside": (
@@ -123,13 +123,13 @@ def _divided_state() -> Iterator[Layout]:
         "zero 2 dp4 in two replicas",
         "zero 1 tp2 dp2 sp",
     }
-    layouts: dict[str, Entry] = {
+    layouts: dict[str, LayoutEntry] = {
         "zero 1 dp2": (tiny(), ParallelConfig(dp=2, zero=1)),
         "zero 2 dp2 tied, without overlap": (TIED, ParallelConfig(dp=2, zero=2, overlap=False)),
         "zero 1 dp3 tied": (TIED, ParallelConfig(dp=3, zero=1)),
         "zero 2 dp4": (BIASED, ParallelConfig(dp=4, zero=2)),
-        "zero 1 dp4 in two replicas": (tiny(), ParallelConfig(dp=4, zero=1, replicas=2)),
-        "zero 2 dp4 in two replicas": (TIED, ParallelConfig(dp=4, zero=2, replicas=2)),
+        "zero 1 dp4 in two replicas": (tiny(), ParallelConfig(dp=4, zero=1, dp_replicate=2)),
+        "zero 2 dp4 in two replicas": (TIED, ParallelConfig(dp=4, zero=2, dp_replicate=2)),
         "zero 1 tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True, zero=1)),
         "zero 2 tp2 dp2": (TIED, ParallelConfig(tp=2, dp=2, zero=2)),
         "zero 1 tp3 dp2 sp": (BIASED, ParallelConfig(tp=3, dp=2, sp=True, zero=1)),
@@ -150,12 +150,12 @@ def _divided_state() -> Iterator[Layout]:
 def _sharded_weights() -> Iterator[Layout]:
     sample = {"zero 3 dp2", "zero 3 dp4 in two replicas", "zero 3 tp2 dp2 sp"}
     inside = ParallelConfig(tp=2, dp=2, zero=3, order="dp-tp-cp-ep-pp")
-    layouts: dict[str, Entry] = {
+    layouts: dict[str, LayoutEntry] = {
         "zero 3 dp2": (tiny(), ParallelConfig(dp=2, zero=3)),
         "zero 3 dp2 tied": (TIED, ParallelConfig(dp=2, zero=3)),
         "zero 3 dp3": (BIASED, ParallelConfig(dp=3, zero=3)),
         "zero 3 dp4": (TIED, ParallelConfig(dp=4, zero=3)),
-        "zero 3 dp4 in two replicas": (BIASED, ParallelConfig(dp=4, zero=3, replicas=2)),
+        "zero 3 dp4 in two replicas": (BIASED, ParallelConfig(dp=4, zero=3, dp_replicate=2)),
         "zero 3 tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True, zero=3)),
         "zero 3 tp2 dp2, dp inside": (tiny(), inside),
         "zero 3 tp3 dp2 sp": (TIED, ParallelConfig(tp=3, dp=2, sp=True, zero=3)),
@@ -165,7 +165,7 @@ def _sharded_weights() -> Iterator[Layout]:
         ),
         "zero 3 tp2 dp4 sp in two replicas": (
             tiny(),
-            ParallelConfig(tp=2, dp=4, sp=True, zero=3, replicas=2),
+            ParallelConfig(tp=2, dp=4, sp=True, zero=3, dp_replicate=2),
         ),
         "zero 3 cp2": (tiny(), ParallelConfig(cp=2, zero=3)),
         "zero 3 cp2 dp2": (BIASED, ParallelConfig(cp=2, dp=2, zero=3)),
@@ -197,7 +197,7 @@ def _pipeline() -> Iterator[Layout]:
     }
     # 12 rows a step: 1, 2, 3, 4, 6 or 12 rows of a microbatch give 12, 6, 4, 3, 2 or 1
     # microbatches.
-    layouts: dict[str, Entry] = {
+    layouts: dict[str, LayoutEntry] = {
         "pp2, many microbatches": (FOUR, staged(2), 1),
         "pp2 tied, as many as ranks": (FOUR_TIED, staged(2), 6),
         "pp2 without overlap": (FOUR, replace(staged(2), overlap=False), 3),
@@ -257,7 +257,7 @@ def _pipeline() -> Iterator[Layout]:
         "pp1 vpp2 dp2 tied, zero 2": (FOUR_TIED, staged(1, dp=2, zero=2, vpp=2), 2),
         "pp2 dp4 tied, zero 1 in two replicas": (
             FOUR_TIED,
-            replace(staged(2, dp=4, zero=1), replicas=2),
+            replace(staged(2, dp=4, zero=1), dp_replicate=2),
             1,
         ),
         "pp3 dp2 tied": (THREE_TIED, staged(3, dp=2), 2),
@@ -399,7 +399,7 @@ def _memory() -> Iterator[Layout]:
     layouts |= {
         "mlp in chunks, tp2 sp": (ParallelConfig(tp=2, sp=True), chunks, stay),
         "mlp in chunks, rings, tp2 dp2 sp": (
-            ParallelConfig(tp=2, dp=2, sp=True, rings=True),
+            ParallelConfig(tp=2, dp=2, sp=True, tp_comm_overlap=True),
             chunks,
             stay,
         ),
@@ -458,7 +458,7 @@ def _memory() -> Iterator[Layout]:
 
 def _all_axes() -> Iterator[Layout]:
     three = replace(FOUR_TIED, num_heads=6, num_kv_heads=3)
-    layouts: dict[str, Entry] = {
+    layouts: dict[str, LayoutEntry] = {
         "tp2 pp2 dp2 sp, zero 1": (FOUR, staged(2, tp=2, dp=2, sp=True, zero=1), 2),
         "tp2 cp2 pp2 sp, zero 1": (FOUR_TIED, staged(2, tp=2, cp=2, sp=True, zero=1), 2),
         "tp2 cp2 dp2 sp, zero 2": (tiny(), ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2), 2),
@@ -474,7 +474,7 @@ def _all_axes() -> Iterator[Layout]:
         ),
         "tp2 cp2 pp2 sp zb-h1, rings": (
             FOUR,
-            replace(staged(2, tp=2, cp=2, sp=True, schedule="zb-h1"), rings=True),
+            replace(staged(2, tp=2, cp=2, sp=True, schedule="zb-h1"), tp_comm_overlap=True),
             2,
         ),
         "cp2 pp2 vpp2 dp2, zero 2": (FOUR, staged(2, cp=2, dp=2, zero=2, vpp=2), 1),
@@ -514,7 +514,7 @@ def _variants() -> Iterator[Layout]:
                 "cp3 pp2 gather": staged_and_gathered,
             }
         )
-        entries: dict[str, Entry] = {
+        entries: dict[str, LayoutEntry] = {
             f"{variant}, {name}": (model, parallel) for name, parallel in layouts.items()
         }
         # The first is not in the sample: messages among more than two ranks take several times as
@@ -524,12 +524,12 @@ def _variants() -> Iterator[Layout]:
 
 def _variants_at_the_ends() -> Iterator[Layout]:
     """Further predictions and latent attention, where tables are shared, and other losses."""
-    both = replace(LATENT, mtp=FURTHER.mtp, tied_embeddings=True)
-    ends: dict[str, Entry] = {
-        "further, pp2 zb-v": (FURTHER, staged(2, schedule="zb-v", vpp=2), 3),
-        "further, pp2 dp2 zb-h1, zero 2": (FURTHER, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
-        "further and latent tied, pp2 dp2, zero 3": (both, staged(2, dp=2, zero=3), 2),
-        "further and latent tied, dp2, zero 3": (both, ParallelConfig(dp=2, zero=3), 2),
+    both = replace(LATENT, mtp=MTP_MODEL.mtp, tied_embeddings=True)
+    ends: dict[str, LayoutEntry] = {
+        "mtp, pp2 zb-v": (MTP_MODEL, staged(2, schedule="zb-v", vpp=2), 3),
+        "mtp, pp2 dp2 zb-h1, zero 2": (MTP_MODEL, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
+        "mtp and latent tied, pp2 dp2, zero 3": (both, staged(2, dp=2, zero=3), 2),
+        "mtp and latent tied, dp2, zero 3": (both, ParallelConfig(dp=2, zero=3), 2),
         "heterogeneous, pp2 dp2 zb-h1, zero 2": (
             HETEROGENEOUS,
             staged(2, dp=2, zero=2, schedule="zb-h1"),
@@ -537,16 +537,16 @@ def _variants_at_the_ends() -> Iterator[Layout]:
         ),
     }
     yield from table("variants", ends)
-    yield from _further_places()
+    yield from _mtp_positions()
     yield from _other_losses()
     yield from _latents_without_norms()
     yield replace(
-        _shared("further, cp2, documents", both, ParallelConfig(cp=2), documents=True),
+        _shared("mtp, cp2, documents", both, ParallelConfig(cp=2), documents=True),
         area="variants",
     )
     again = Layout(
         area="variants",
-        name="further and latent tied, tp2 sp, full",
+        name="mtp and latent tied, tp2 sp, full",
         model=both,
         recompute=FULL,
         parallel=ParallelConfig(tp=2, sp=True),
@@ -556,7 +556,7 @@ def _variants_at_the_ends() -> Iterator[Layout]:
 
 def _other_losses() -> Iterator[Layout]:
     """Smoothed labels, and scores whose size costs something, in every head."""
-    smoothed = replace(VARIANTS["normed around"], num_kv_heads=3, mtp=FURTHER.mtp)
+    smoothed = replace(VARIANTS["normed around"], num_kv_heads=3, mtp=MTP_MODEL.mtp)
     divided = {
         "tp2 dp2": ParallelConfig(tp=2, dp=2),
         "tp3 sp": ParallelConfig(tp=3, sp=True),
@@ -603,14 +603,14 @@ def _latents_without_norms() -> Iterator[Layout]:
     )
 
 
-def _further_places() -> Iterator[Layout]:
-    """Layers that predict further ahead with positions of every kind; rows as long as learnt ones
+def _mtp_positions() -> Iterator[Layout]:
+    """MTP layers with positions of every kind; rows as long as learned ones
     reach."""
-    further = FURTHER.mtp
+    mtp_inputs = MTP_MODEL.mtp
     learned = replace(
-        VARIANTS["learned positions"], mtp=further, max_seq_len=12, tied_embeddings=False
+        VARIANTS["learned positions"], mtp=mtp_inputs, max_seq_len=12, tied_embeddings=False
     )
-    places, biased = (replace(VARIANTS[name], mtp=further) for name in ("gated", "relative"))
+    places, biased = (replace(VARIANTS[name], mtp=mtp_inputs) for name in ("gated", "relative"))
     rows: dict[str, tuple[ModelConfig, ParallelConfig, RecomputeConfig]] = {
         "learned positions, tp2 sp, documents, full": (
             learned,
@@ -641,12 +641,12 @@ def _further_places() -> Iterator[Layout]:
             RecomputeConfig(),
         ),
         "relative, cp2 pp2": (biased, staged(2, cp=2), RecomputeConfig()),
-        "no positions, cp2 pp2": (replace(FURTHER, positions="none"), staged(2, cp=2), PARTS),
+        "no positions, cp2 pp2": (replace(MTP_MODEL, positions="none"), staged(2, cp=2), PARTS),
     }
     for name, (model, parallel, recompute) in rows.items():
         yield Layout(
             area="variants",
-            name=f"further, {name}",
+            name=f"mtp, {name}",
             model=model,
             parallel=parallel,
             recompute=recompute,
@@ -662,7 +662,7 @@ def _variants_and_others() -> Iterator[Layout]:
     again."""
     everywhere = DropoutConfig(embedding=0.1, residual=0.2, attention=0.2)
     dropping, three = (
-        replace(FURTHER, dropout=everywhere),
+        replace(MTP_MODEL, dropout=everywhere),
         replace(VARIANTS["one norm"], num_kv_heads=3),
     )
     sliced = ParallelConfig(cp=2, context=_exchange("a2a", slicing="document"))
@@ -753,15 +753,15 @@ def _variants_and_others() -> Iterator[Layout]:
             BLOCK,
             AWAY,
         ),
-        "further, dropping, pp2, documents, full": (dropping, staged(2), FULL, stay),
-        "further, dropping, tp3 cp2": (
+        "mtp, dropping, pp2, documents, full": (dropping, staged(2), FULL, stay),
+        "mtp, dropping, tp3 cp2": (
             replace(dropping, num_kv_heads=3),
             ParallelConfig(tp=3, cp=2),
             PARTS,
             stay,
         ),
     }
-    sample = ("both ways, cp2", "relative, tp2 sp", "further, dropping, pp2")
+    sample = ("both ways, cp2", "relative, tp2 sp", "mtp, dropping, pp2")
     for name, (model, parallel, recompute, offload) in rows.items():
         yield Layout(
             area="variants",
@@ -790,7 +790,7 @@ def _adapters() -> Iterator[Layout]:
         "tp2 sp": (FOUR, ParallelConfig(tp=2, sp=True), few, RecomputeConfig()),
         "tp2 sp, rings": (
             FOUR,
-            ParallelConfig(tp=2, sp=True, rings=True),
+            ParallelConfig(tp=2, sp=True, tp_comm_overlap=True),
             every,
             RecomputeConfig(),
         ),
@@ -847,15 +847,15 @@ def _adapters() -> Iterator[Layout]:
         )
 
 
-def _looking_back() -> Iterator[Layout]:
+def _cross_layer_rows() -> Iterator[Layout]:
     """A memory that crosses stages, is shared over cp, dropped, computed from again, kept thin, and
     read by experts."""
     everywhere = DropoutConfig(embedding=0.1, residual=0.2, attention=0.2)
     dropping, early = (
-        replace(LOOKING_BACK, dropout=everywhere),
-        replace(LOOKING_BACK, cross=CrossConfig(memory=0)),
+        replace(CROSS_LAYER, dropout=everywhere),
+        replace(CROSS_LAYER, cross=CrossConfig(memory=0)),
     )
-    wide = replace(LOOKING_BACK, norm_placement="after", fp32_residual=True)
+    wide = replace(CROSS_LAYER, norm_placement="after", fp32_residual=True)
     experts = replace(NARROW, cross=CrossConfig(memory=1))
     unlike = replace(HETEROGENEOUS, cross=CrossConfig(memory=1, layers=(True, True, False)))
     sliced, two = (
@@ -864,14 +864,14 @@ def _looking_back() -> Iterator[Layout]:
     )
     lora = LoraConfig(rank=3, dropout=0.2, layers=(2, 3))
     rows: dict[str, tuple[ModelConfig, ParallelConfig, RecomputeConfig, LoraConfig | None]] = {
-        "tp2 cp2 sp, documents": (LOOKING_BACK, ParallelConfig(tp=2, cp=2, sp=True), NO, None),
+        "tp2 cp2 sp, documents": (CROSS_LAYER, ParallelConfig(tp=2, cp=2, sp=True), NO, None),
         "dropping, cp2 a2a, each document sliced": (
             dropping,
             ParallelConfig(cp=2, context=sliced),
             NO,
             None,
         ),
-        "pp2 vpp2 tp2 sp": (LOOKING_BACK, staged(2, tp=2, sp=True, vpp=2), NO, None),
+        "pp2 vpp2 tp2 sp": (CROSS_LAYER, staged(2, tp=2, sp=True, vpp=2), NO, None),
         "pp4, an empty stage": (early, staged(4, layout="Et|t||ttL"), NO, None),
         "dropping, pp2 dualpipe-v, full": (
             dropping,
@@ -880,10 +880,10 @@ def _looking_back() -> Iterator[Layout]:
             None,
         ),
         "pp2 dp2 zb-v, zero 2": (early, staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), NO, None),
-        "pp2 dp2, zero 3, full": (LOOKING_BACK, staged(2, dp=2, zero=3), FULL, None),
+        "pp2 dp2, zero 3, full": (CROSS_LAYER, staged(2, dp=2, zero=3), FULL, None),
         "dp2, zero 3, full": (dropping, ParallelConfig(dp=2, zero=3), FULL, None),
         "tp2, two layers at once, inputs in slices": (
-            LOOKING_BACK,
+            CROSS_LAYER,
             ParallelConfig(tp=2),
             two,
             None,
@@ -931,13 +931,13 @@ MATRIX: tuple[Layout, ...] = (
     *_variants(),
     *_variants_at_the_ends(),
     *_variants_and_others(),
-    *_looking_back(),
+    *_cross_layer_rows(),
     *_adapters(),
     *expert_rows(),
     *masked_rows(),
     *packed_rows(),
     *chosen_parameters(),
-    *further_elsewhere(),
+    *mtp_stage_rows(),
 )
 """Every layout that is proved."""
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint import load
-from megalith.checkpoint.boxes import Entry, Piece, inner_view
+from megalith.checkpoint.boxes import CheckpointEntry, TensorPiece, inner_view
 from megalith.checkpoint.load import Checkpoint
 from megalith.optim import adamw, clip, sgd
 from megalith.optim.adamw import AdamW
 from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.optim.sgd import SGD
-from megalith.optim.slots import Part, Slot, by_rates
+from megalith.optim.slots import OptimizerSlot, SlotGroup, by_rates
 from megalith.parallel.mesh import Mesh
 from megalith.plan.shards import Box, Shard
 from megalith.testing.inject import replaced
@@ -25,7 +25,7 @@ SWAPPED_MOMENTS = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
 
 def bias_correction_of_next_step(
     self: AdamW,
-    slots: list[Slot],
+    slots: list[OptimizerSlot],
     gradients: list[Tensor],
     lr: float,
     weight_decay: float,
@@ -42,13 +42,13 @@ def bias_correction_of_next_step(
 
 
 def decay_of_everything(
-    slots: Sequence[Slot],
+    slots: Sequence[OptimizerSlot],
     gradients: Sequence[Tensor],
     *,
     lr: float,
     weight_decay: float,
     groups: Mapping[str, GroupRates] = NO_GROUPS,
-) -> list[Part]:
+) -> list[SlotGroup]:
     """Vectors decay as matrices do."""
     parts = by_rates(slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups)
     return [part._replace(weight_decay=weight_decay) for part in parts]
@@ -61,7 +61,11 @@ def decay_added_to_gradient() -> Iterator[None]:
     update = adamw.update
 
     def coupled(
-        slot: Slot, gradient: Tensor, *config: object, weight_decay: float, **others: object
+        slot: OptimizerSlot,
+        gradient: Tensor,
+        *config: object,
+        weight_decay: float,
+        **others: object,
     ) -> None:
         update(slot, gradient + weight_decay * slot.master, *config, weight_decay=0.0, **others)  # type: ignore[arg-type]  # as given
 
@@ -71,7 +75,7 @@ def decay_added_to_gradient() -> Iterator[None]:
 
 def damped_momentum(
     self: SGD,
-    slots: list[Slot],
+    slots: list[OptimizerSlot],
     gradients: list[Tensor],
     lr: float,
     weight_decay: float,
@@ -98,15 +102,18 @@ def count_final_norm(times: int) -> Callable[[Sequence[tuple[Shard, Tensor]], Me
     return counted
 
 
-def other_moment(self: Checkpoint, entry: Entry) -> str:
+def other_moment(self: Checkpoint, entry: CheckpointEntry) -> str:
     """One moment is read from where the other is stored."""
     role = SWAPPED_MOMENTS.get(entry.role, entry.role)
     return ORIGINAL_SOURCE(
-        self, entry if role == entry.role else Entry(entry.shard, role, entry.tensor, entry.mine)
+        self,
+        entry
+        if role == entry.role
+        else CheckpointEntry(entry.shard, role, entry.tensor, entry.mine),
     )
 
 
-def first_values_of_box(piece: Piece, box: Box) -> Tensor:
+def first_values_of_box(piece: TensorPiece, box: Box) -> Tensor:
     """A part of a box is taken from where the box begins."""
     return inner_view(
         piece, tuple((o, o + b - a) for (a, b), (o, _) in zip(box, piece.box, strict=True))

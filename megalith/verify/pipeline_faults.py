@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.rebuilt import Input
-from megalith.kernels.tokens import Tokens
-from megalith.nn.cross_attention import LookingBack
-from megalith.nn.mtp import Further, FurtherPrediction, FurtherPredictions
+from megalith.kernels.rebuilt import LayerInput
+from megalith.kernels.tokens import PackedSeqParams
+from megalith.nn.cross_attention import CrossLayerAttention
+from megalith.nn.mtp import MTPBlock, MTPInputs, MTPLayer
 from megalith.parallel import engine
 from megalith.parallel.group import Group
-from megalith.parallel.link import Link, Message, Tensors
+from megalith.parallel.link import StageLink, StageMessage, Tensors
 from megalith.parallel.pipeline import Chunk, Pipeline
-from megalith.parallel.postpone import Postponed
+from megalith.parallel.postpone import WeightGradStore
 from megalith.parallel.slices import sum_over_members_
 from megalith.plan.schedule import Schedule
 from megalith.testing.inject import replaced
 
 
-def other_microbatch(self: Link, message: Message, tensors: Tensors, target: int) -> None:
+def other_microbatch(self: StageLink, message: StageMessage, tensors: Tensors, target: int) -> None:
     """The messages of two microbatches change places on their way forward."""
     other = message.microbatch ^ 1
     swapped = message.direction == "forward" and other < self.num_microbatches
@@ -38,24 +38,26 @@ def other_chunk(
     ORIGINAL_RUN(self, schedule, run, boundary)
 
 
-def never_added(self: Postponed, microbatch: int) -> None:
+def never_added(self: WeightGradStore, microbatch: int) -> None:
     """Weight gradients that were put aside are forgotten."""
-    self._aside.pop(microbatch)
+    self._deferred.pop(microbatch)
 
 
-def gradient_of_memory_stays(self: Link, message: Message, tensors: Tensors, target: int) -> None:
+def gradient_of_memory_stays(
+    self: StageLink, message: StageMessage, tensors: Tensors, target: int
+) -> None:
     """Of what goes back over a border, only the gradient of the residual stream says something."""
     if message.direction == "backward":
         tensors = (*tensors[:1], *(torch.zeros_like(other) for other in tensors[1:]))
     ORIGINAL_SEND(self, message, tensors, target)
 
 
-def stale_memory() -> Callable[[Link, Message, Tensors, int], None]:
+def stale_memory() -> Callable[[StageLink, StageMessage, Tensors, int], None]:
     """A way to send with which a microbatch's hidden states go over a border with the memory of the
     one before."""
     kept: list[Tensors] = []
 
-    def send(self: Link, message: Message, tensors: Tensors, target: int) -> None:
+    def send(self: StageLink, message: StageMessage, tensors: Tensors, target: int) -> None:
         if message.direction == "forward":
             kept.append(tensors[1:])
             tensors = (*tensors[:1], *kept[-2:][0])
@@ -65,7 +67,7 @@ def stale_memory() -> Callable[[Link, Message, Tensors, int], None]:
 
 
 def memory_of_later_tokens(
-    self: LookingBack, x: Input, k: Tensor, v: Tensor, tokens: Tokens
+    self: CrossLayerAttention, x: LayerInput, k: Tensor, v: Tensor, tokens: PackedSeqParams
 ) -> Tensor:
     """Nothing is hidden from a token that looks back."""
     self.scores = replace(self.scores, causal=False)
@@ -78,7 +80,9 @@ def middle_holder_left_out(x: Tensor, group: Group, members: Sequence[int]) -> T
     return ORIGINAL_SUM(x, group, ends if group.rank in ends else [group.rank])
 
 
-def depths_in_other_order(self: Link, message: Message, tensors: Tensors, target: int) -> None:
+def depths_in_other_order(
+    self: StageLink, message: StageMessage, tensors: Tensors, target: int
+) -> None:
     """What goes onward beside the residual stream comes in the other order."""
     if message.direction == "forward":
         tensors = (*tensors[:1], *reversed(tensors[1:]))
@@ -86,12 +90,12 @@ def depths_in_other_order(self: Link, message: Message, tensors: Tensors, target
 
 
 def before_their_norms(
-    self: FurtherPredictions, x: Tensor, further: Further, tokens: Tokens
+    self: MTPBlock, x: Tensor, mtp_inputs: MTPInputs, tokens: PackedSeqParams
 ) -> tuple[Tensor, ...]:
     """Depths hand on what their norms read."""
     found: list[Tensor] = []
-    for prediction, (ids, _) in zip(self.depths, further, strict=True):
-        assert isinstance(prediction, FurtherPrediction)
+    for prediction, (ids, _) in zip(self.layers, mtp_inputs, strict=True):
+        assert isinstance(prediction, MTPLayer)
         with watched_inputs(prediction.norm, found):
             x = prediction(x, ids, tokens)
     return tuple(found)
@@ -107,30 +111,34 @@ def watched_inputs(module: nn.Module, seen: list[Tensor]) -> Iterator[None]:
         handle.remove()
 
 
-ORIGINAL_SEND, ORIGINAL_RUN, ORIGINAL_ATTEND = Link.send, Pipeline.run, LookingBack.attend
+ORIGINAL_SEND, ORIGINAL_RUN, ORIGINAL_ATTEND = (
+    StageLink.send,
+    Pipeline.run,
+    CrossLayerAttention.attend,
+)
 ORIGINAL_SUM = sum_over_members_
 
 OWN_STAGE: tuple[tuple[str, str, Callable[[], AbstractContextManager[None]]], ...] = (
     (
-        "further_copy_not_summed",
-        "The copy of the table on the stage of further predictions is left out of its sum.",
+        "mtp_copy_not_summed",
+        "The copy of the table on the stage of multi-token predictions is left out of its sum.",
         lambda: replaced(engine, "sum_over_members_", middle_holder_left_out),
     ),
     (
         "depths_in_other_order",
-        "The loss gets the hidden states of further predictions in the other order.",
-        lambda: replaced(Link, "send", depths_in_other_order),
+        "The loss gets the hidden states of multi-token predictions in the other order.",
+        lambda: replaced(StageLink, "send", depths_in_other_order),
     ),
     (
         "depths_gradients_kept",
-        "Gradients of further predictions' hidden states stay with the loss.",
-        lambda: replaced(Link, "send", gradient_of_memory_stays),
+        "Gradients of multi-token predictions' hidden states stay with the loss.",
+        lambda: replaced(StageLink, "send", gradient_of_memory_stays),
     ),
     (
         "depths_before_their_norms",
-        "The loss gets hidden states of further predictions from before their norms.",
-        lambda: replaced(FurtherPredictions, "states", before_their_norms),
+        "The loss gets hidden states of multi-token predictions from before their norms.",
+        lambda: replaced(MTPBlock, "states", before_their_norms),
     ),
 )
-"""Name and mistake of what matters with further predictions on a stage of their own, all of which
-numbers find."""
+"""Name and mistake of what matters with multi-token predictions on a stage of their own, all of
+which numbers find."""

@@ -10,7 +10,7 @@ from megalith.config.train import TrainRun
 from megalith.errors import RankError
 from megalith.plan.automatic import chosen_recompute
 from megalith.plan.deal import microbatches_of_longest
-from megalith.plan.kernels import setting_in_words
+from megalith.plan.kernels import describe_kernel_setting
 from megalith.train.rules import run_problems
 from megalith.verify.fault_table import Verdict, judge
 from megalith.verify.faults import FAULTS
@@ -18,7 +18,7 @@ from megalith.verify.matrix import rows_of_matrix
 from megalith.verify.ranks import Difference, LayoutCase, prove_layout
 from megalith.verify.report import (
     LayoutResult,
-    Row,
+    ReportRow,
     difference_rows,
     failure_row,
     rule_rows,
@@ -31,7 +31,7 @@ from megalith.verify.shrink import shrink, shrunk_words
 from megalith.verify.types import type_check, type_check_in_child
 
 
-def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Row]:
+def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[ReportRow]:
     """Everything about a run on `world` ranks, as rows; with a broken rule, that alone. `fault`:
     for part (d)."""
     rows = rule_rows(run_problems(run, world))
@@ -47,7 +47,7 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Ro
         lora=run.lora,
         optim=run.optim,
     )
-    words = setting_in_words(run.kernels)
+    words = describe_kernel_setting(run.kernels)
     other = () if words == "auto" else (f"kernels={words}: these are the types of kernels=auto",)
     rows += type_rows(replace(types, unseen=(*types.unseen, *other)))
     rows += schedule_rows(schedule_of(run, world))

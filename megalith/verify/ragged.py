@@ -32,7 +32,7 @@ class RaggedDocuments:
         return self.num_samples
 
     def lengths_of(self, k: int) -> tuple[int, ...]:
-        """Tokens of document k."""
+        """PackedSeqParams of document k."""
         draw = np.random.default_rng(key(0, "verify", "lengths", k))
         return (int(draw.integers(1, self.longest + 1)),)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import Entry, pieces
+from megalith.checkpoint.boxes import CheckpointEntry, pieces
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import DataConfig
@@ -32,7 +32,7 @@ from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun, dropout_seed
 from megalith.data.loader import Loader, Masks
 from megalith.data.sample import Dataset, RowMask, Sample
-from megalith.nn.init import fill
+from megalith.nn.init import init_param_
 from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
@@ -43,8 +43,13 @@ from megalith.plan.shards import Box, Shard
 from megalith.testing.ranks import run_ranks
 from megalith.testing.symm_mem import fused_on_cpus
 from megalith.testing.tolerance import FP64, compare
-from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
-from megalith.train.experts import LayerUse, routers_of, use_of_experts
+from megalith.train.build import (
+    Trainer,
+    all_gather_loaded_params,
+    build_trainer,
+    checkpoint_entries,
+)
+from megalith.train.experts import LayerExpertLoad, collect_expert_load, routers_of
 from megalith.train.step import train_step
 from megalith.verify.faults import fault_named, planted
 from megalith.verify.ragged import RaggedDocuments
@@ -73,8 +78,8 @@ class RaggedRows:
     """This token, about every fifth, ends a document; None: rows are documents."""
 
     places: bool = False
-    """Tokens have random places in time, height and width, in all rows but every third, which are
-    text."""
+    """PackedSeqParams have random places in time, height and width, in all rows but every third,
+    which are text."""
 
     masks: "MaskKind | None" = None
     """Random masks of pairs, some of which let a token see nothing, in all rows; or beside
@@ -98,7 +103,7 @@ class RaggedRows:
         return self.num_samples
 
     def sample(self, k: int) -> Sample:
-        """Row k, the same for everyone."""
+        """ReportRow k, the same for everyone."""
         draw = np.random.default_rng(key(0, "verify", "rows", k))
         ids = draw.integers(0, self.vocab_size, self.seq_len + 1)
         kept = 0 if k in self.masked else int(draw.integers(2, self.seq_len + 2))
@@ -167,7 +172,7 @@ class RankResult:
     """Of the checkpoint, as rank 0 reads it."""
 
     reloaded: Gathered
-    uses: list[list[LayerUse]]
+    uses: list[list[LayerExpertLoad]]
     """By step: what the experts of every layer did; empty lists without experts."""
 
     biases: dict[str, list[Tensor]]
@@ -219,7 +224,7 @@ def layout_case(
     run = TrainRun(
         name="verify",
         model=model,
-        data=DataConfig(mock=True, documents=documents),
+        data=DataConfig(mock=True, document_masking=documents),
         parallel=replace(parallel, bucket_numel=2000),
         train=LoopConfig(
             steps=STEPS + 1,
@@ -282,7 +287,9 @@ def run_of_one(case: LayoutCase) -> TrainRun:
     run, p = case.run, case.run.parallel
     dp = p.dp or case.world // (p.tp * p.cp * p.pp)
     moe, rows = run.model.moe, run.train.global_batch_size
-    by_microbatch = moe is not None and balances_by_microbatch(moe, documents=run.data.documents)
+    by_microbatch = moe is not None and balances_by_microbatch(
+        moe, documents=run.data.document_masking
+    )
     if balances_over_ranks(run.model):
         rows = run.train.micro_batch_size * dp
     elif by_microbatch or run.train.tokens_per_microbatch is not None:
@@ -306,18 +313,21 @@ def run_of_one(case: LayoutCase) -> TrainRun:
 
 def balances_over_ranks(model: ModelConfig) -> bool:
     """Whether experts are kept busy by what data-parallel ranks see together."""
-    return model.moe is not None and model.moe.balance.global_batch > 0
+    return model.moe is not None and model.moe.aux_loss.global_batch_coeff > 0
 
 
 def balances_by_microbatch(moe: MoEConfig, *, documents: bool) -> bool:
     """Whether anything depends on what a microbatch has, so that with other rows in each it is
     another model: losses over it, or over documents of which it has now more and now fewer; room
     for its tokens; plans and offsets."""
-    balance = moe.balance
+    balance = moe.aux_loss
     over_it = (
-        balance.batch > 0 or balance.quantile or balance.sinkhorn or moe.capacity.factor is not None
+        balance.batch_coeff > 0
+        or balance.quantile
+        or balance.sinkhorn
+        or moe.capacity.factor is not None
     )
-    return over_it or (documents and balance.sequence > 0)
+    return over_it or (documents and balance.sequence_coeff > 0)
 
 
 def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult:
@@ -327,7 +337,7 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
     try:
         with (
             planted(case.fault),
-            fused_on_cpus() if case.run.parallel.ring_products == "fused" else nullcontext(),
+            fused_on_cpus() if case.run.parallel.collective_matmul == "fused" else nullcontext(),
         ):
             mesh = (
                 mesh_of_one()
@@ -355,13 +365,13 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
         losses.append(result.loss)
         norms.append(result.grad_norm)
         scores += [value for value in (result.z_loss, result.max_logit) if value is not None]
-        uses.append(use_of_experts(trainer.staged.modules, mesh))
+        uses.append(collect_expert_load(trainer.pipeline_model.modules, mesh))
         unclipped += _unclipped_gradients(trainer)
         if step == 0:
             # The optimizer has clipped these in place; they are compared as they were applied, all
             # by the same factor.
-            gradients = _slices([(o.shard, o.gradient) for o in trainer.data.owned])
-    trainer.data.settle()
+            gradients = _slices([(o.shard, o.gradient) for o in trainer.data.local_params])
+    trainer.data.wait_params()
     weights, saved = _weights(trainer), _state(trainer)
     state = {"optimizer_updates": trainer.optimizer.updates}
     save_checkpoint(
@@ -381,9 +391,9 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
     losses.append(
         train_step(again, batches, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups).loss
     )
-    uses.append(use_of_experts(again.staged.modules, mesh))
+    uses.append(collect_expert_load(again.pipeline_model.modules, mesh))
     unclipped += _unclipped_gradients(again)
-    again.data.settle()
+    again.data.wait_params()
     names = checkpoint.keys() if mesh.world.rank == 0 else ()
     stored = {name: checkpoint.read(name) for name in names}
     expected = (
@@ -456,7 +466,7 @@ def _load(checkpoint: Checkpoint, trainer: Trainer) -> None:
     """Fill weights and optimizer, as a run that resumes. Collective."""
     checkpoint.load_into(checkpoint_entries(trainer), trainer.mesh.world)
     trainer.optimizer.set_updates(int(checkpoint.state["optimizer_updates"]))
-    publish_loaded(trainer)
+    all_gather_loaded_params(trainer)
 
 
 def _read_under(run: TrainRun, checkpoint: Checkpoint, mesh: Mesh) -> Gathered:
@@ -565,7 +575,7 @@ def _trained_ones(stored: Mapping[str, Tensor], still: Gathered) -> dict[str, Te
 
 
 def _other_choices(
-    mine: Sequence[Sequence[LayerUse]], reference: Sequence[Sequence[LayerUse]]
+    mine: Sequence[Sequence[LayerExpertLoad]], reference: Sequence[Sequence[LayerExpertLoad]]
 ) -> Iterator[str]:
     """Where experts were not chosen as often as on one process, the first step and layer first."""
     for step, (uses, others) in enumerate(zip(mine, reference, strict=True), 1):
@@ -582,7 +592,7 @@ def _biases(trainer: Trainer) -> dict[str, list[Tensor]]:
     """Return this rank's balancing biases by layer."""
     return {
         router.layer: [router.moved.detach().clone()]
-        for router in routers_of(trainer.staged.modules)
+        for router in routers_of(trainer.pipeline_model.modules)
         if router.moved is not None
     }
 
@@ -606,10 +616,10 @@ def _tensors(
 def _give_adapters_values(trainer: Trainer) -> None:
     """Half of each adapter starts at zero, and nothing of the other half would show."""
     for slot in trainer.optimizer.slots if trainer.run.lora is not None else ():
-        fill(slot.weight, slot.shard, Init(0.1), seed=trainer.run.seed)
+        init_param_(slot.weight, slot.shard, Init(0.1), seed=trainer.run.seed)
         if slot.master is not slot.weight:
             slot.master.copy_(slot.weight)
-    publish_loaded(trainer)
+    all_gather_loaded_params(trainer)
 
 
 def _loader(
@@ -617,7 +627,7 @@ def _loader(
 ) -> Loader:
     train = run.train
     # The first microbatch of one rank and the second row of the run have no label at all.
-    eod = 7 if run.data.documents else None
+    eod = 7 if run.data.document_masking else None
     budget = budget_of(train, run.parallel, run.model)
     made_of = train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), (0, 1, 2, 17)
     dataset: Dataset = RaggedDocuments(*made_of)
@@ -625,7 +635,7 @@ def _loader(
         dataset = RaggedRows(*made_of, eod=eod, places=bool(run.model.rope.sections), masks=masks)
     return Loader(
         dataset,
-        Masks(eod=eod, documents=run.data.documents),
+        Masks(eod=eod, documents=run.data.document_masking),
         mesh.dp,
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
@@ -634,7 +644,7 @@ def _loader(
         device=torch.device("cpu"),
         slicing=my_slicing(run.parallel, mesh),
         dropout_seed=dropout_seed(run),
-        further=run.model.mtp.depths,
+        num_mtp_layers=run.model.mtp.num_layers,
         budget=budget,
         everyone=mesh.world,
     )
@@ -674,12 +684,12 @@ def _slices(pairs: Sequence[tuple[Shard, Tensor]]) -> Gathered:
     found: Gathered = {}
     for shard, tensor in pairs:
         found.setdefault(shard.name, Boxes(shard.shape, [])).parts.extend(
-            _parts(Entry(shard, "param", tensor))
+            _parts(CheckpointEntry(shard, "param", tensor))
         )
     return found
 
 
-def _parts(entry: Entry) -> list[tuple[Box, Tensor]]:
+def _parts(entry: CheckpointEntry) -> list[tuple[Box, Tensor]]:
     return [(piece.box, piece.values.clone()) for piece in pieces(entry)]
 
 

@@ -29,7 +29,7 @@ DETAIL = "  "
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """One question and its answer."""
 
     part: str
@@ -41,14 +41,14 @@ class Row:
     holds: bool
 
 
-def rule_rows(problems: Sequence[str]) -> list[Row]:
+def rule_rows(problems: Sequence[str]) -> list[ReportRow]:
     """Part (a)."""
     if not problems:
-        return [Row("a", "every rule across the settings", "holds", True)]
-    return [Row("a", "a rule is broken", problem, False) for problem in problems]
+        return [ReportRow("a", "every rule across the settings", "holds", True)]
+    return [ReportRow("a", "a rule is broken", problem, False) for problem in problems]
 
 
-def type_rows(report: TypeReport) -> list[Row]:
+def type_rows(report: TypeReport) -> list[ReportRow]:
     """Part (b)."""
     asked = f"every gradient meets the sum it needs, at world {report.world:,}"
     axes = ", ".join(_axes_as_typed(report.axes)) or "no axis"
@@ -57,14 +57,17 @@ def type_rows(report: TypeReport) -> list[Row]:
         f"{sum(report.collectives.values())} collectives; {report.seconds:.1f} s, "
         f"{report.peak_gib:.2f} GiB"
     )
-    rows = [Row("b", asked, done, report.ok)]
-    rows += [Row("b", "type error", str(problem), False) for problem in report.problems]
+    rows = [ReportRow("b", asked, done, report.ok)]
+    rows += [ReportRow("b", "type error", str(problem), False) for problem in report.problems]
     if report.unproved:
         rows.append(
-            Row("b", "nothing is proved about axes of one rank", ", ".join(report.unproved), True)
+            ReportRow(
+                "b", "nothing is proved about axes of one rank", ", ".join(report.unproved), True
+            )
         )
     rows += [
-        Row("b", "has no types, and is proved in (d) alone", text, True) for text in report.unseen
+        ReportRow("b", "has no types, and is proved in (d) alone", text, True)
+        for text in report.unseen
     ]
     return rows
 
@@ -79,34 +82,38 @@ def _axes_as_typed(axes: Mapping[str, int]) -> list[str]:
     return [f"{axis} {size}{shared if axis == 'tp' else ''}" for axis, size in whole.items()]
 
 
-def schedule_rows(report: ScheduleReport | None) -> list[Row]:
+def schedule_rows(report: ScheduleReport | None) -> list[ReportRow]:
     """Part (c); None: there is one stage."""
     if report is None:
-        return [Row("c", "no rank waits for ever", "one stage: there is no pipeline", True)]
+        return [ReportRow("c", "no rank waits for ever", "one stage: there is no pipeline", True)]
     rows = [
-        Row("c", "no rank waits for ever, in training and evaluation", report.summary(), report.ok)
+        ReportRow(
+            "c", "no rank waits for ever, in training and evaluation", report.summary(), report.ok
+        )
     ]
     return rows + [
-        Row("c", "the lists cannot be run", problem, False) for problem in report.problems
+        ReportRow("c", "the lists cannot be run", problem, False) for problem in report.problems
     ]
 
 
-def difference_rows(world: int, words: str, differences: Sequence[Difference]) -> list[Row]:
+def difference_rows(world: int, words: str, differences: Sequence[Difference]) -> list[ReportRow]:
     """Part (d): one copy on `world` processes; `words` says what became of the run in it."""
     holds, worst = (
         all(found.holds for found in differences),
         max(found.error for found in differences),
     )
-    rows = [Row("d", _copy_words(world), f"{words}; worst difference {worst:.1e}", holds)]
+    rows = [ReportRow("d", _copy_words(world), f"{words}; worst difference {worst:.1e}", holds)]
     for found in differences:
         where = f" at worst, in {found.name}" if found.name else ""
-        rows.append(Row("d", f"{DETAIL}{found.what}", f"{found.error:.1e}{where}", found.holds))
+        rows.append(
+            ReportRow("d", f"{DETAIL}{found.what}", f"{found.error:.1e}{where}", found.holds)
+        )
     return rows
 
 
-def failure_row(world: int, words: str, told: str) -> Row:
+def failure_row(world: int, words: str, told: str) -> ReportRow:
     """Part (d), of a copy that failed before there was anything to compare."""
-    return Row("d", _copy_words(world), f"{words}: {told}", False)
+    return ReportRow("d", _copy_words(world), f"{words}: {told}", False)
 
 
 def _copy_words(world: int) -> str:
@@ -115,7 +122,7 @@ def _copy_words(world: int) -> str:
     )
 
 
-def as_table(rows: Sequence[Row]) -> Table:
+def as_table(rows: Sequence[ReportRow]) -> Table:
     """For a terminal; of several copies, what was compared is shown where it differs."""
     table = Table(box=box.SIMPLE, title="proof of the layout")
     for column in ("part", "question", "found", "holds"):
@@ -127,7 +134,7 @@ def as_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:  # Any: JSON
+def as_json(rows: Sequence[ReportRow]) -> dict[str, Any]:  # Any: JSON
     """For programs."""
     return {"holds": all(row.holds for row in rows), "rows": [asdict(row) for row in rows]}
 

@@ -9,7 +9,7 @@ from megalith.config.context import ContextConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import ParallelConfig
@@ -120,7 +120,7 @@ def tiny(
     unevenly."""
     return ModelConfig(
         vocab_size=61,
-        vocab_multiple=4,
+        pad_vocab_to_multiple_of=4,
         hidden_size=24,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -165,18 +165,18 @@ def staged(
 
 
 def row_of(parallel: ParallelConfig) -> int:
-    """Tokens of a row that the ranks can share."""
+    """PackedSeqParams of a row that the ranks can share."""
     parts = 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
     return -(-12 // parts) * parts if parallel.cp > 1 else 12
 
 
-Entry = tuple[ModelConfig, ParallelConfig] | tuple[ModelConfig, ParallelConfig, int]
+LayoutEntry = tuple[ModelConfig, ParallelConfig] | tuple[ModelConfig, ParallelConfig, int]
 """What a row is but for its name; with the rows of a microbatch, of the 12 rows of a step, if not
 the default."""
 
 
 def table(
-    area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] = ()
+    area: Area, layouts: Mapping[str, LayoutEntry], *, sample: Collection[str] = ()
 ) -> Iterator[Layout]:
     """The rows of a table by name; `sample` names those in the sample."""
     for name, entry in layouts.items():
@@ -200,7 +200,7 @@ def packed_rows() -> Iterator[Layout]:
         DropoutConfig(residual=0.2, attention=0.2),
     )
     experts = MoEConfig(
-        experts=4, ffn_hidden_size=10, balance=BalanceConfig(z=0.3)
+        num_experts=4, ffn_hidden_size=10, aux_loss=AuxLossConfig(z_loss_coeff=0.3)
     )  # a mean over tokens, not packs
     layouts = {
         "tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True), 24),
@@ -210,7 +210,7 @@ def packed_rows() -> Iterator[Layout]:
         "pp2 vpp2 dp2": (FOUR, staged(2, dp=2, vpp=2), 24),
         "pp3 zb-h1 dp2, zero 1": (THREE_TIED, staged(3, dp=2, zero=1, schedule="zb-h1"), 12),
         "dropout, cp2 dp2": (replace(tiny(), dropout=drops), ParallelConfig(cp=2, dp=2), 24),
-        "further, pp2 dp2": (replace(tiny(), mtp=MTPConfig(depths=2)), staged(2, dp=2), 24),
+        "mtp, pp2 dp2": (replace(tiny(), mtp=MTPConfig(num_layers=2)), staged(2, dp=2), 24),
         "experts, dp2 ep2": (replace(tiny(), moe=experts), ParallelConfig(dp=2, ep=2), 24),
     }
     for name, (model, parallel, budget) in layouts.items():

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from megalith.config.pipeline import PipelineConfig, ScheduleName
 from megalith.plan.live import peak_held
-from megalith.plan.pairs import in_pairs
+from megalith.plan.pairs import pair_forward_backward
 from megalith.plan.queues import queue_problems
 from megalith.plan.schedule import Schedule, build_schedule, schedule_name, schedule_problems
 from megalith.plan.simulate import Costs, find_problems, simulate
@@ -96,7 +96,7 @@ def check_schedule(
         )
         for forward_only in (False, True)
     )
-    lists = in_pairs(training) if paired else training, evaluation
+    lists = pair_forward_backward(training) if paired else training, evaluation
     report, other = (check_lists(with_transfers(each, overlap=overlap), costs) for each in lists)
     return report if other.ok else other
 

@@ -39,7 +39,7 @@ ROWS = 12
 """Of a step of a tiny copy, which 1, 2, 3 and 4 data-parallel ranks divide."""
 
 MOST_DEPTHS = 2
-"""Of further predictions, which show that there are several."""
+"""Of multi-token predictions, which show that there are several."""
 
 Axes = tuple[str, ...]
 T = TypeVar("T")
@@ -76,7 +76,11 @@ def shrunk_words(run: TrainRun, world: int, case: LayoutCase) -> str:
     if p.cp > 1:
         words.append(f"exchange {', '.join(dict.fromkeys(p.context.layers or (p.context.kind,)))}")
     words += [f"zero {p.zero}"] if p.zero else []
-    words += [_size_words("replicas", p.replicas, run.parallel.replicas)] if p.replicas > 1 else []
+    words += (
+        [_size_words("replicas", p.dp_replicate, run.parallel.dp_replicate)]
+        if p.dp_replicate > 1
+        else []
+    )
     words += (
         [f"recompute {case.run.recompute.granularity}"]
         if case.run.recompute.granularity != "none"
@@ -96,8 +100,8 @@ def _expert_words(run: TrainRun, case: LayoutCase) -> list[str]:
         return []
     words = [_size_words("ep", p.ep, run.parallel.ep)] if run.parallel.ep > 1 else []
     words += [_size_words("etp", p.etp, run.parallel.etp or 1)] if p.etp is not None else []
-    words.append(f"{after.experts} of {before.experts} experts")
-    moved = before.balance.global_batch > 0 and after.balance.global_batch == 0
+    words.append(f"{after.num_experts} of {before.num_experts} experts")
+    moved = before.aux_loss.global_batch_coeff > 0 and after.aux_loss.global_batch_coeff == 0
     return [*words, "balance by microbatch, as other parts of it are"] if moved else words
 
 
@@ -119,8 +123,8 @@ def _smallest_sizes(run: TrainRun, sizes: Mapping[str, int]) -> dict[str, int]:
     """The fewest ranks along each axis that has several, with which it still is what it was."""
     keys, p = run.model.num_kv_heads, run.parallel
     shared = keys > 1 and key_value_ranks(keys, p.tp) < p.tp  # two heads, and two ranks for each
-    groups = "a2a+ring" in (*p.context.layers, p.context.kind)  # two neighbours, and two groups
-    divided = 1 < p.replicas < sizes["dp"]  # two replicas, and two ranks in each
+    groups = "a2a+ring" in (*p.context.layers, p.context.kind)  # two neighbors, and two groups
+    divided = 1 < p.dp_replicate < sizes["dp"]  # two replicas, and two ranks in each
     alone = p.tp == p.cp == 1 and 1 < p.ep < sizes["dp"] // (
         p.etp or 1
     )  # ranks with other experts, and with the same
@@ -156,7 +160,7 @@ def _grown(
     wanted = {
         "pp": sizes["pp"] % 3 == 0 or (sizes["pp"] > 2 and run.parallel.pipeline.vpp == 1),
         "cp": sizes["cp"] % 3 == 0,
-        "dp": sizes["dp"] > 2 and len(chosen) == 1 and run.parallel.replicas == 1,
+        "dp": sizes["dp"] > 2 and len(chosen) == 1 and run.parallel.dp_replicate == 1,
     }
     for axis, three in wanted.items():
         if three and chosen.get(axis) == 2 and prod(chosen.values()) // 2 * 3 <= most:
@@ -190,14 +194,14 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
         overlap_experts=p.overlap_experts and ep > 1,
         tp=tp,
         sp=p.sp and tp > 1,
-        rings=p.rings and tp > 1,
-        ring_products=p.ring_products if p.rings and tp > 1 else "auto",
+        tp_comm_overlap=p.tp_comm_overlap and tp > 1,
+        collective_matmul=p.collective_matmul if p.tp_comm_overlap and tp > 1 else "auto",
         cp=cp,
         context=_shrink_context(p, cp, layers),
         pp=pp,
         pipeline=pipeline,
         dp=dp,
-        replicas=1 if dp == 1 or p.replicas == 1 else 2,
+        dp_replicate=1 if dp == 1 or p.dp_replicate == 1 else 2,
         reduce_dtype="fp32",
     )
     assert isinstance(parallel, ParallelConfig)
@@ -210,7 +214,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
         tp * cp * pp * dp,
         micro_batch_size=rows,
         seq_len=_row_of(run, parallel),
-        documents=run.data.documents,
+        documents=run.data.document_masking,
         fault=fault,
     )
     offload = replace(
@@ -258,13 +262,13 @@ def _shrink_experts(
     once. Where other parts depend on each of them, no process has both, so copies with dp balance
     each microbatch.
     """
-    p, router, balance = run.parallel, moe.router, moe.balance
+    p, router, balance = run.parallel, moe.router, moe.aux_loss
     top_k, single = (
         min(moe.top_k, 2),
-        moe.experts == p.ep and router.groups is None and ep > min(moe.top_k, 2),
+        moe.num_experts == p.ep and router.num_groups is None and ep > min(moe.top_k, 2),
     )
     experts = ep if single else 6 if ep == 3 else 4
-    groups = None if router.groups is None else experts // 2
+    groups = None if router.num_groups is None else experts // 2
     before = p.tp if p.etp is None else p.etp
     ffn = next(
         n
@@ -272,22 +276,26 @@ def _shrink_experts(
         if etp == 1 or (n % etp != 0) == (moe.ffn_hidden_size % before != 0)
     )
     if (
-        balance.global_batch > 0
+        balance.global_batch_coeff > 0
         and dp > 1
-        and balances_by_microbatch(moe, documents=run.data.documents)
+        and balances_by_microbatch(moe, documents=run.data.document_masking)
     ):
-        balance = replace(balance, batch=balance.batch + balance.global_batch, global_batch=0.0)
+        balance = replace(
+            balance,
+            batch_coeff=balance.batch_coeff + balance.global_batch_coeff,
+            global_batch_coeff=0.0,
+        )
     pattern = _shrink_pattern(moe.layers, layers)
     return replace(
         moe,
-        experts=experts,
+        num_experts=experts,
         top_k=top_k,
         ffn_hidden_size=ffn,
         layers=pattern if any(pattern) else (),
         shared_ffn_hidden_size=moe.shared_ffn_hidden_size and 9,
         latent_size=moe.latent_size and 14,
-        router=replace(router, groups=groups, top_groups=None if groups is None else 1),
-        balance=balance,
+        router=replace(router, num_groups=groups, topk_groups=None if groups is None else 1),
+        aux_loss=balance,
     )
 
 
@@ -336,7 +344,7 @@ def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, Model
     small = replace(
         model,
         vocab_size=61,
-        vocab_multiple=4,
+        pad_vocab_to_multiple_of=4,
         hidden_size=24,
         num_layers=2,
         num_heads=keys * small_per_key,
@@ -367,7 +375,7 @@ def _shrink_kinds(model: ModelConfig) -> ModelConfig:
         head_dim=None if mla else model.head_dim,
         num_kv_heads=model.num_heads if mla else model.num_kv_heads,
         mla=small_mla,
-        mtp=replace(model.mtp, depths=min(model.mtp.depths, MOST_DEPTHS)),
+        mtp=replace(model.mtp, num_layers=min(model.mtp.num_layers, MOST_DEPTHS)),
         init_overrides=(),
         mup=model.mup and replace(model.mup, base_hidden_size=8),
         attention=replace(
@@ -428,7 +436,7 @@ def _shrink_cross(run: TrainRun, model: ModelConfig, stages: Sequence[Stage]) ->
     if own is None:
         return None
     before = _stages(p.pipeline, p.pp, run.model)
-    crosses = any(run.model.needs_memory(stage.layers.start) for stage in before)
+    crosses = any(run.model.needs_cross_layer_source(stage.layers.start) for stage in before)
     pattern = _shrink_pattern(own.layers, model.num_layers) or (True,)
     latest = min(own.memory * model.num_layers // run.model.num_layers, model.num_layers - 1)
     for memory in range(latest, -1, -1):
@@ -440,7 +448,8 @@ def _shrink_cross(run: TrainRun, model: ModelConfig, stages: Sequence[Stage]) ->
         found = CrossConfig(memory=memory, layers=() if all(looks) else tuple(looks))
         small = replace(model, cross=found)
         if any(looks) and (
-            not crosses or any(small.needs_memory(stage.layers.start) for stage in stages)
+            not crosses
+            or any(small.needs_cross_layer_source(stage.layers.start) for stage in stages)
         ):
             return found
     return CrossConfig(memory=0)
@@ -476,7 +485,7 @@ def _shrink_packs(run: TrainRun, parallel: ParallelConfig) -> int | None:
 
 
 def _row_of(run: TrainRun, parallel: ParallelConfig) -> int:
-    """Tokens of a row that divide as the run's do, or leave padding as the run's do."""
+    """PackedSeqParams of a row that divide as the run's do, or leave padding as the run's do."""
     p = run.parallel
     if parallel.cp == 1:
         return 12
@@ -517,14 +526,16 @@ def _shrink_pipeline(run: TrainRun, pp: int, *, kinds: int) -> tuple[PipelineCon
         counts = _shrink_counts([len(stage.layers) for stage in stages], pp * vpp, each)
         place = len(counts) - 1
         if (
-            run.model.mtp.depths and not stages[-1].further and place > 1
+            run.model.mtp.num_layers and not stages[-1].num_mtp_layers and place > 1
         ):  # predictions apart from the loss, as before
             place -= 1
             counts[place] = (
-                counts[place] if next(stage for stage in stages if stage.further).layers else 0
+                counts[place]
+                if next(stage for stage in stages if stage.num_mtp_layers).layers
+                else 0
             )
             counts[0] += each if not any(counts) else 0
-        layout = _layout(counts, place=place, depths=min(run.model.mtp.depths, MOST_DEPTHS))
+        layout = _layout(counts, place=place, depths=min(run.model.mtp.num_layers, MOST_DEPTHS))
         return replace(small, layout=layout), sum(counts)
     if pipeline.first_layers is not None or pipeline.last_layers is not None:
         return _shrink_ends(small, pp, each)
@@ -548,7 +559,7 @@ def _shrink_counts(counts: Sequence[int], num_stages: int, each: int) -> list[in
 
 
 def _layout(counts: Sequence[int], *, place: int, depths: int) -> str:
-    """Stages with so many layers; `place`: the one with layers that predict further ahead."""
+    """Stages with so many layers; `place`: the one with MTP layers."""
     ends, last = list(accumulate(counts)), len(counts) - 1
     return layout_of(
         [
@@ -556,7 +567,7 @@ def _layout(counts: Sequence[int], *, place: int, depths: int) -> str:
                 range(ends[stage] - count, ends[stage]),
                 embedding=stage == 0,
                 loss=stage == last,
-                further=depths * (stage == place),
+                num_mtp_layers=depths * (stage == place),
             )
             for stage, count in enumerate(counts)
         ]
@@ -564,7 +575,7 @@ def _layout(counts: Sequence[int], *, place: int, depths: int) -> str:
 
 
 def _stages(pipeline: PipelineConfig, pp: int, model: ModelConfig) -> tuple[Stage, ...]:
-    return plan_stages(pipeline, pp=pp, num_layers=model.num_layers, depths=model.mtp.depths)
+    return plan_stages(pipeline, pp=pp, num_layers=model.num_layers, depths=model.mtp.num_layers)
 
 
 def _shrink_ends(pipeline: PipelineConfig, pp: int, each: int) -> tuple[PipelineConfig, int]:

@@ -61,7 +61,7 @@ def move(out: Tensor, x: Tensor, group: Group, *, before: Type, after: Type, fun
     """The rule of every collective: along the axes of `group`, x has to be `before` and out becomes
     `after`.
 
-    R and I may stand for each other where no gradient flows. What comes from another factorisation
+    R and I may stand for each other where no gradient flows. What comes from another factorization
     of the ranks is read in the current one, where that has a meaning.
     """
     rules.ignore(x)  # which is to say: looked after, here
@@ -109,7 +109,7 @@ def vocabulary_loss(
 def shared_attention(
     out: Tensor,
     inputs: Mapping[str, Tensor],
-    learnt: Mapping[str, Tensor | None],
+    learned: Mapping[str, Tensor | None],
     group: Group,
     *,
     before: Type,
@@ -120,12 +120,12 @@ def shared_attention(
     and out is `after`.
 
     What other ranks find about my keys and values comes back to me, so their gradients are my own,
-    not parts of a sum; of what was `learnt` for each head [n, ...], which is R there, each rank
+    not parts of a sum; of what was `learned` for each head [n, ...], which is R there, each rank
     finds a part. Along all other axes it is an ordinary product.
     """
     axes, given = (
         _axes_of(group),
-        {name: tensor for name, tensor in learnt.items() if tensor is not None},
+        {name: tensor for name, tensor in learned.items() if tensor is not None},
     )
     for axis in axes:
         for name, tensor in {**inputs, **given}.items():

@@ -39,13 +39,13 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.rebuilt import Input
+from megalith.kernels.rebuilt import LayerInput
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import (
     BalanceShare,
     DropoutKey,
     Join,
-    Tokens,
+    PackedSeqParams,
     tokens_of_lengths,
     tokens_of_slices,
 )
@@ -63,10 +63,10 @@ from megalith.plan.frozen import first_trained_layer
 from megalith.plan.grid import Grid
 from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
-from megalith.plan.stages import Crossing, Stage, crossing, plan_stages
+from megalith.plan.stages import Stage, StageBoundary, plan_stages, stage_boundary
 from megalith.plan.transports import BUILT_IN
 from megalith.testing.inject import replaced
-from megalith.train.loss import share_of_means
+from megalith.train.loss import normalize_losses_by_labels
 from megalith.verify.faults import fault_named, planted
 from megalith.verify.type_rules import IN_WORDS, axes_here, installed_rules, types_of
 
@@ -184,7 +184,7 @@ def type_check(
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
     """
     started, asked = time.perf_counter(), parallel.dispatcher
-    parallel = parallel if asked in BUILT_IN else replace(parallel, dispatcher="exchange")
+    parallel = parallel if asked in BUILT_IN else replace(parallel, dispatcher="alltoall")
     grid = model_grid(parallel, model, world)
     still = first_trained_layer(model, optim)
     chosen = (
@@ -241,11 +241,11 @@ def unseen(
     offload: OffloadConfig,
     model: ModelConfig | None = None,
     *,
-    dispatcher: str = "exchange",
+    dispatcher: str = "alltoall",
 ) -> list[str]:
     """What of these settings has no types: it moves or compares bytes, and sums nothing; or asks
     for numbers."""
-    planned = model is not None and model.moe is not None and model.moe.balance.sinkhorn
+    planned = model is not None and model.moe is not None and model.moe.aux_loss.sinkhorn
     found = {
         f"offload.layers={offload.layers}: copies to host memory and back": offload.layers > 0,
         "recompute.shard_inputs: an input put together from slices is "
@@ -253,15 +253,15 @@ def unseen(
         "recompute.check: compares bits, of which there are none here": recompute.check,
         f"parallel.dispatcher={dispatcher}: is of another package; an exchange instead": dispatcher
         not in BUILT_IN,
-        "model.moe.balance.sinkhorn: turns until numbers settle; experts are chosen by scores "
+        "model.moe.aux_loss.sinkhorn: turns until numbers settle; experts are chosen by scores "
         "instead": planned,
     }
     if recompute.granularity == "selective" and (
-        rebuilt := {"norm", "mlp_act"} & {*recompute.modules}
+        as_recomputed := {"norm", "mlp_act"} & {*recompute.modules}
     ):
-        found[f"recompute.modules={sorted(rebuilt)}: what one reader computes again for itself"] = (
-            True
-        )
+        found[
+            f"recompute.modules={sorted(as_recomputed)}: what one reader computes again for itself"
+        ] = True
     return [text for text, there in found.items() if there]
 
 
@@ -276,8 +276,8 @@ def places(grid: Grid) -> tuple[int, ...]:
 Kind = tuple[
     tuple[bool, bool, int, bool],
     frozenset[tuple[ContextKind, ModelConfig, bool, bool]],
-    Crossing,
-    Crossing,
+    StageBoundary,
+    StageBoundary,
 ]
 """Kinds of stages that differ in what they compute: with the embedding, the last norm, further
 predictions, the loss; with which layers; and what comes in, and goes on."""
@@ -294,18 +294,23 @@ def kind_of(
             kind_of_layer(context, layer),
             model.at(layer),
             model.has_experts(layer),
-            model.looks(layer),
+            model.uses_cross_layer_source(layer),
         )
         for layer in stage.layers
     )
-    parts = stage.embedding, stage.norm, stage.further, stage.loss
-    return parts, layers, crossing(model, stages, number), crossing(model, stages, number + 1)
+    parts = stage.embedding, stage.norm, stage.num_mtp_layers, stage.loss
+    return (
+        parts,
+        layers,
+        stage_boundary(model, stages, number),
+        stage_boundary(model, stages, number + 1),
+    )
 
 
 def stages_of(parallel: ParallelConfig, model: ModelConfig) -> tuple[Stage, ...]:
     """Every stage of the layout."""
     return plan_stages(
-        parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers, depths=model.mtp.depths
+        parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers, depths=model.mtp.num_layers
     )
 
 
@@ -377,18 +382,18 @@ def _peak_gib() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PaperBatch:
     """One microbatch without numbers."""
 
     ids: Tensor
     labels: Tensor
-    tokens: Tokens
-    further: tuple[tuple[Tensor, Tensor], ...] = ()
-    """(ids, labels) of every depth that predicts further ahead."""
+    tokens: PackedSeqParams
+    mtp_inputs: tuple[tuple[Tensor, Tensor], ...] = ()
+    """(ids, labels) of every MTP depth."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankModel:
     """One rank of the layout: its groups without processes, one chunk of its model without
     memory."""
 
@@ -397,13 +402,13 @@ class Place:
     """Every chunk of the rank: the one that is checked may use a table of another."""
 
     chunk: int
-    batch: Batch
+    batch: PaperBatch
     hidden: Mapping[str, Type]
     """What hidden states have to be between layers and between stages."""
 
     received: tuple[Tensor, ...]
     """Hidden states from the stage before, and what was handed on with them: a memory, or the
-    hidden states of further predictions; nothing where the embedding makes them."""
+    hidden states of multi-token predictions; nothing where the embedding makes them."""
 
     gradients: tuple[Tensor, ...]
     """What the next stage sends back; nothing where the loss is."""
@@ -433,7 +438,7 @@ def _build(
     lora: LoraConfig | None = None,
     optim: OptimConfig = TRAIN_ALL,
     masked: bool = False,
-) -> Place:
+) -> RankModel:
     """Build one rank, outside of the check: an operation on a tensor without types would be refused
     in it.
 
@@ -448,8 +453,8 @@ def _build(
         parts=mesh.tp.size,
         documents=documents,
         slicing=my_slicing(parallel, mesh),
-        further=model.mtp.depths,
-        balanced=model.moe is not None and not model.moe.balance.sinkhorn,
+        num_mtp_layers=model.mtp.num_layers,
+        balanced=model.moe is not None and not model.moe.aux_loss.sinkhorn,
         masked=masked,
     )
     count = batch.tokens.num_tokens // (mesh.tp.size if split else 1)
@@ -461,14 +466,14 @@ def _build(
             torch.empty(
                 count, model.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=wants
             )
-            for _ in range(1 + over.memory + over.ahead)
+            for _ in range(1 + over.memory + over.num_mtp_hidden)
         )
         for end, over, wants in (
-            (stage.embedding, crossing(model, stages, number), True),
-            (stage.loss, crossing(model, stages, number + 1), False),
+            (stage.embedding, stage_boundary(model, stages, number), True),
+            (stage.loss, stage_boundary(model, stages, number + 1), False),
         )
     )
-    return Place(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradients)
+    return RankModel(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradients)
 
 
 def _chunks(
@@ -490,10 +495,10 @@ def paper_batch(
     parts: int,
     documents: bool,
     slicing: Slicing = WHOLE,
-    further: int = 0,
+    num_mtp_layers: int = 0,
     balanced: bool = False,
     masked: bool = False,
-) -> Batch:
+) -> PaperBatch:
     """Eight tokens for each of `parts` ranks, or a few more for padding: two rows, or documents of
     uneven lengths.
 
@@ -513,14 +518,14 @@ def paper_batch(
         tokens = with_padding(tokens, torch.empty(count, dtype=torch.bool, device="meta"))
     ids, labels, numbers, *others = (
         torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta")
-        for _ in range(3 + 2 * further)
+        for _ in range(3 + 2 * num_mtp_layers)
     )
     pairs = tuple(zip(others[0::2], others[1::2], strict=True))
     dropout, context = DropoutKey(0, numbers), tokens.context
     if context is not None:
         context = replace(context, whole=replace(context.whole, dropout=dropout))
     balance = BalanceShare(0, 1, 1.0) if balanced else None
-    return Batch(
+    return PaperBatch(
         ids, labels, replace(tokens, dropout=dropout, context=context, balance=balance), pairs
     )
 
@@ -552,16 +557,16 @@ def experts_on_their_grid(grid: Grid) -> Iterator[None]:
 
 
 EXPERT_WORK: tuple[tuple[type, str], ...] = (
-    (expert.Stay, "__call__"),
-    (expert.Exchange, "__call__"),
-    (expert.Gather, "__call__"),
+    (expert.LocalDispatcher, "__call__"),
+    (expert.AllToAllDispatcher, "__call__"),
+    (expert.AllGatherDispatcher, "__call__"),
     (Experts, "forward"),
-    (expert.Exchanging, "arrive"),
-    (expert.Stayed, "back"),
-    (expert.Exchanged, "back"),
-    (expert.Gathered, "back"),
-    (transports.Reference, "__call__"),
-    (transports.Referred, "back"),
+    (expert.PendingAllToAll, "wait"),
+    (expert.LocalCombiner, "combine"),
+    (expert.AllToAllCombiner, "combine"),
+    (expert.AllGatherCombiner, "combine"),
+    (transports.ReferenceDispatcher, "__call__"),
+    (transports.ReferenceCombiner, "combine"),
 )
 """What happens on the experts' grid."""
 
@@ -580,7 +585,7 @@ def _within(
 
 
 def _read_in(axes: dict[str, MeshAxis], value: Any) -> Any:
-    """A tensor, or several, as another factorisation of the ranks sees them."""
+    """A tensor, or several, as another factorization of the ranks sees them."""
     if isinstance(value, Choice):
         return Choice(*(_read_in(axes, one) for one in value))
     if not isinstance(value, Tensor):
@@ -616,7 +621,7 @@ def declare(model: nn.Module, grid: Grid) -> None:
                 checker.assert_type(value, _by_axis(lambda _: R))
 
 
-def declare_inputs(batch: Batch) -> None:
+def declare_inputs(batch: PaperBatch) -> None:
     """Type a batch: every dp and cp rank has its own, every tensor-parallel rank the same for
     different work.
 
@@ -626,18 +631,18 @@ def declare_inputs(batch: Batch) -> None:
     tensors = [getattr(batch.tokens, field.name) for field in fields(batch.tokens)]
     context = batch.tokens.context
     near, everyone = (
-        ((), ()) if context is None else (_orders(context.neighbours), _orders(context.everyone))
+        ((), ()) if context is None else (_orders(context.neighbors), _orders(context.everyone))
     )
     visible = batch.tokens.whole.visible
     masks = () if visible is None else (visible.keys, visible.pairs, visible.rows)
     near, everyone = (
         (near, (*everyone, *masks)) if context is not None else ((*near, *masks), everyone)
     )
-    further = [value for pair in batch.further for value in pair]
+    mtp_inputs = [value for pair in batch.mtp_inputs for value in pair]
     for value in (
         batch.ids,
         batch.labels,
-        *further,
+        *mtp_inputs,
         *tensors,
         *(batch.tokens.dropout or ()),
         *near,
@@ -668,7 +673,7 @@ def _shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def _shard_problems(
-    place: Place,
+    place: RankModel,
     model: ModelConfig,
     parallel: ParallelConfig,
     lora: LoraConfig | None,
@@ -685,8 +690,8 @@ def _shard_problems(
     every = DENSE_AXES if grid.experts is None else DENSE_AXES + EXPERT_AXES
     for axis in (axis for axis in every if grid.size(axis) > 1):
         step = (here[axis] + 1) % grid.size(axis) - here[axis]
-        neighbour = rank + step * grid.strides(axis)[1]
-        other = mesh_on_paper(grid, rank=neighbour)
+        neighbor = rank + step * grid.strides(axis)[1]
+        other = mesh_on_paper(grid, rank=neighbor)
         theirs = _shards_of(_chunks(model, other, parallel, KEEP_ALL, lora, optim)[place.chunk])
         for name, mine in place.shards.items():
             if axis not in (EXPERT_AXES if mine.grid == "expert" else DENSE_AXES):
@@ -706,11 +711,11 @@ def _shard_problems(
 # --- running it
 
 
-class Watch:
+class TypeWatch:
     """Knows which module is running, and holds hidden states between layers to what they have to
     be."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankModel) -> None:
         self.path: list[str] = []
         self.hidden = place.hidden
         first = place.model.stage.layers.start
@@ -743,7 +748,7 @@ class TypedTwice:
     types of the first."""
 
     function: Callable[..., Tensor]
-    watch: Watch
+    watch: TypeWatch
     first: list[Mapping[Any, Type]] | None = None  # keys: as the checker has them
     mode: TorchFunctionMode | None = None
 
@@ -774,13 +779,13 @@ class TypedTwice:
 
 
 @contextmanager
-def second_passes_typed(watch: Watch) -> Iterator[None]:
+def second_passes_typed(watch: TypeWatch) -> Iterator[None]:
     """Let every region that is computed again keep its types."""
 
     plain = recomputation.recompute
 
     def again(
-        function: Callable[..., Tensor], x: Input, *others: Tensor, check: bool = False
+        function: Callable[..., Tensor], x: LayerInput, *others: Tensor, check: bool = False
     ) -> Tensor:
         return plain(TypedTwice(function, watch), x, *others, check=check)
 
@@ -799,10 +804,10 @@ def expect(what: str, x: Tensor, wanted: Mapping[str, Type]) -> None:
             )
 
 
-def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
+def _run(place: RankModel, counts: Counter[str]) -> Iterator[Problem]:
     """Forward and backward at one place. What follows a problem is not looked at: it would be
     guesswork."""
-    watch, axes = Watch(place), mesh_axes(place.mesh.grid)
+    watch, axes = TypeWatch(place), mesh_axes(place.mesh.grid)
     phase = "loss"
     try:
         with (
@@ -852,32 +857,36 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
         yield from _without_gradient(place)
 
 
-def _forward(place: Place) -> tuple[Tensor, ...]:
+def _forward(place: RankModel) -> tuple[Tensor, ...]:
     """What backward starts from: this rank's part of the mean loss; before the last stage, what the
     next one gets."""
     batch, stage, given = place.batch, place.model.stage, place.model.received(place.received)
     if not stage.loss:
-        found = place.model(batch.ids, batch.tokens, further=batch.further, **given)
+        found = place.model(batch.ids, batch.tokens, mtp_inputs=batch.mtp_inputs, **given)
         ends = found if isinstance(found, tuple) else (found,)
         for x, what in zip(ends, _names(place), strict=False):
             expect(f"{what} for the next stage", x, place.hidden)
         return ends
     losses = place.model.losses(
-        batch.ids, batch.labels, batch.tokens, further=batch.further, **given
+        batch.ids, batch.labels, batch.tokens, mtp_inputs=batch.mtp_inputs, **given
     )
     for loss in losses:
         expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
-    return (share_of_means(losses, num_labels=[1000] * len(losses), weight=1.0, mesh=place.mesh),)
+    return (
+        normalize_losses_by_labels(
+            losses, num_labels=[1000] * len(losses), weight=1.0, mesh=place.mesh
+        ),
+    )
 
 
-def _names(place: Place) -> Iterator[str]:
+def _names(place: RankModel) -> Iterator[str]:
     """What stages hand on."""
     yield "hidden states"
-    depths = place.model.config.mtp.depths
+    depths = place.model.config.mtp.num_layers
     yield from [f"hidden states of depth {depth}" for depth in range(1, depths + 1)] or ["memory"]
 
 
-def _without_gradient(place: Place) -> Iterator[Problem]:
+def _without_gradient(place: RankModel) -> Iterator[Problem]:
     wanted = not isinstance(
         place.model.run_layers, BelowTrained
     )  # else nothing before these layers is trained

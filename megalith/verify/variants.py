@@ -9,7 +9,7 @@ from megalith.config.dropout import DropoutConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.relative import RelativeConfig
@@ -17,7 +17,7 @@ from megalith.config.rope import RopeConfig
 
 PLAIN = ModelConfig(
     vocab_size=61,
-    vocab_multiple=4,
+    pad_vocab_to_multiple_of=4,
     hidden_size=24,
     num_layers=4,
     num_heads=6,
@@ -30,7 +30,7 @@ PLAIN = ModelConfig(
 
 NORMED_AROUND = replace(
     PLAIN,
-    norm_zero_centred=True,
+    zero_centered_gamma=True,
     norm_placement="around",
     activation="gelu_tanh",
     tied_embeddings=True,
@@ -84,7 +84,7 @@ LEARNED = replace(
     rope=RopeConfig(),
     dropout=DropoutConfig(embedding=0.1, residual=0.2),
 )
-"""As GPT-2: a learnt vector for every place, and dropout."""
+"""As GPT-2: a learned vector for every place, and dropout."""
 
 SINKS = replace(
     PLAIN,
@@ -99,7 +99,7 @@ SINKS = replace(
     ),
     attention=AttentionConfig(sinks=True, window=4, window_layers=(True, False)),
 )
-"""As gpt-oss: sinks, windows in every other layer, yarn, a clamped gate; and pairs of neighbours
+"""As gpt-oss: sinks, windows in every other layer, yarn, a clamped gate; and pairs of neighbors
 turn."""
 
 GATED = replace(
@@ -168,7 +168,7 @@ LATENT = replace(
 )
 """As DeepSeek-V2: keys and values of all heads from a short vector."""
 
-FURTHER = replace(PLAIN, mtp=MTPConfig(depths=2, loss_weight=0.5))
+MTP_MODEL = replace(PLAIN, mtp=MTPConfig(num_layers=2, loss_weight=0.5))
 """As DeepSeek-V3: layers that predict two tokens further ahead, and a table that both ends of a
 pipeline need."""
 
@@ -190,7 +190,7 @@ HETEROGENEOUS = replace(
 """As Nemotron's found by search: parts of layers left out, replaced by one matrix, or of other
 sizes."""
 
-LOOKING_BACK = replace(
+CROSS_LAYER = replace(
     PLAIN,
     cross=CrossConfig(memory=1, layers=(False, True, True)),
     qkv_bias=True,
@@ -209,12 +209,12 @@ VARIANTS = {
     "sinks": SINKS,
     "gated": GATED,
     "latent": LATENT,
-    "further": FURTHER,
+    "mtp": MTP_MODEL,
     "both ways": BOTH_WAYS,
     "heterogeneous": HETEROGENEOUS,
     "chunked": CHUNKED,
     "relative": RELATIVE,
-    "looking back": LOOKING_BACK,
+    "looking back": CROSS_LAYER,
 }
 
 # --- mixtures of experts
@@ -223,12 +223,12 @@ NARROW = replace(
     PLAIN,
     num_kv_heads=6,
     moe=MoEConfig(
-        experts=4,
+        num_experts=4,
         ffn_hidden_size=10,
         latent_size=14,
         layers=(True, False),
         capacity=CapacityConfig(factor=1.0),
-        balance=BalanceConfig(batch=0.2, z=0.05),
+        aux_loss=AuxLossConfig(batch_coeff=0.2, z_loss_coeff=0.05),
     ),
 )
 """Experts of few features in every other layer, which refuse what goes beyond their share."""
@@ -236,11 +236,11 @@ NARROW = replace(
 PADDED = replace(
     NARROW,
     moe=MoEConfig(
-        experts=4,
+        num_experts=4,
         ffn_hidden_size=10,
         latent_size=14,
         layers=(True, False),
-        balance=BalanceConfig(batch=0.2, z=0.05),
+        aux_loss=AuxLossConfig(batch_coeff=0.2, z_loss_coeff=0.05),
         capacity=CapacityConfig(factor=0.9, pad=True),
     ),
 )
@@ -250,21 +250,21 @@ BIASED_CHOICE = replace(
     PLAIN,
     num_kv_heads=6,
     moe=MoEConfig(
-        experts=6,
+        num_experts=6,
         ffn_hidden_size=10,
         shared_ffn_hidden_size=9,
         shared_gate=True,
         router=RouterConfig(
             score="sigmoid",
-            balancing_bias=True,
-            balancing_rate=0.01,
+            expert_bias=True,
+            expert_bias_update_rate=0.01,
             bias=True,
-            groups=3,
-            top_groups=2,
+            num_groups=3,
+            topk_groups=2,
             group_score="max",
-            scale=1.5,
+            routed_scaling_factor=1.5,
         ),
-        balance=BalanceConfig(sequence=0.1, batch=0.2, z=0.05),
+        aux_loss=AuxLossConfig(sequence_coeff=0.1, batch_coeff=0.2, z_loss_coeff=0.05),
     ),
 )
 """As DeepSeek-V3: sigmoid scores, groups, a balancing bias; an MLP for all tokens, here with a gate
@@ -274,12 +274,12 @@ NOISY = replace(
     PLAIN,
     num_kv_heads=6,
     moe=MoEConfig(
-        experts=6,
+        num_experts=6,
         ffn_hidden_size=10,
         layers=(False, True),
         capacity=CapacityConfig(factor=1.1, drop="last", pad=True),
         router=RouterConfig(jitter=0.1),
-        balance=BalanceConfig(global_batch=0.3, sequence=0.1, of_choices=True),
+        aux_loss=AuxLossConfig(global_batch_coeff=0.3, sequence_coeff=0.1, of_choices=True),
     ),
 )
 """As Switch Transformer: noise on what routers read, experts that refuse the last of a
@@ -290,11 +290,11 @@ OVER_THE_STEP = replace(
     PLAIN,
     num_kv_heads=6,
     moe=MoEConfig(
-        experts=6,
+        num_experts=6,
         ffn_hidden_size=10,
         layers=(False, True),
         router=RouterConfig(jitter=0.1),
-        balance=BalanceConfig(global_batch=0.7, sequence=0.1, z=0.05),
+        aux_loss=AuxLossConfig(global_batch_coeff=0.7, sequence_coeff=0.1, z_loss_coeff=0.05),
     ),
 )
 """Balance over the global batch, with nothing beside it that depends on what a microbatch has."""
@@ -304,12 +304,12 @@ PLANNED = replace(
     num_kv_heads=6,
     num_layers=2,
     moe=MoEConfig(
-        experts=3,
+        num_experts=3,
         top_k=1,
         ffn_hidden_size=10,
-        weigh_input=True,
-        router=RouterConfig(renormalise=False),
-        balance=BalanceConfig(sinkhorn=True),
+        apply_router_weight_on_input=True,
+        router=RouterConfig(norm_topk_prob=False),
+        aux_loss=AuxLossConfig(sinkhorn=True),
     ),
 )
 """One expert for each token, chosen by a plan of all ranks, and weighed before it: as Llama 4, but
@@ -319,11 +319,11 @@ OFFSET = replace(
     PLAIN,
     num_kv_heads=6,
     moe=MoEConfig(
-        experts=6,
+        num_experts=6,
         ffn_hidden_size=10,
         layers=(False, True),
         router=RouterConfig(score="sqrt_softplus", bias=True),
-        balance=BalanceConfig(quantile=True, quantile_ema=0.3, z=0.05),
+        aux_loss=AuxLossConfig(quantile=True, quantile_ema=0.3, z_loss_coeff=0.05),
     ),
 )
 """Experts whose logits are moved after each step to what would have made them equally busy in
@@ -336,39 +336,39 @@ CLAMPED = replace(
     activation_clamp=1.0,
     up_offset=1.0,
     moe=MoEConfig(
-        experts=4,
+        num_experts=4,
         ffn_hidden_size=9,
         biases=True,
         router=RouterConfig(bias=True),
-        balance=BalanceConfig(batch=0.1),
+        aux_loss=AuxLossConfig(batch_coeff=0.1),
     ),
 )
 """As gpt-oss: experts and routers with biases."""
 
-FURTHER_EXPERTS = replace(
-    BIASED_CHOICE, tied_embeddings=True, mtp=MTPConfig(depths=2, loss_weight=0.5)
+MTP_EXPERTS = replace(
+    BIASED_CHOICE, tied_embeddings=True, mtp=MTPConfig(num_layers=2, loss_weight=0.5)
 )
-"""Layers with experts that predict further ahead."""
+"""Layers with experts that predict further tokens."""
 
 WHOLE_LATENT = replace(
     LATENT,
     moe=MoEConfig(
-        experts=8,
+        num_experts=8,
         top_k=4,
         ffn_hidden_size=9,
         shared_ffn_hidden_size=11,
         layers=(False, True, True, True),
         router=RouterConfig(
             score="sigmoid",
-            balancing_bias=True,
-            balancing_rate=0.01,
-            groups=4,
-            top_groups=2,
-            scale=1.5,
+            expert_bias=True,
+            expert_bias_update_rate=0.01,
+            num_groups=4,
+            topk_groups=2,
+            routed_scaling_factor=1.5,
         ),
-        balance=BalanceConfig(sequence=0.1),
+        aux_loss=AuxLossConfig(sequence_coeff=0.1),
     ),
-    mtp=MTPConfig(depths=1, loss_weight=0.5),
+    mtp=MTPConfig(num_layers=1, loss_weight=0.5),
 )
 """DeepSeek-V3 whole: latent attention, experts beside a shared one in all layers but the first,
 judged in groups by the sum of their best, and one layer with experts that predicts a token
@@ -378,11 +378,11 @@ PLANNED_PAIRS = replace(
     PLAIN,
     num_kv_heads=6,
     moe=MoEConfig(
-        experts=4,
+        num_experts=4,
         top_k=2,
         ffn_hidden_size=10,
         shared_ffn_hidden_size=9,
-        balance=BalanceConfig(sinkhorn=True),
+        aux_loss=AuxLossConfig(sinkhorn=True),
     ),
 )
 """Two experts for each token, chosen by a plan of all ranks, and an MLP for all tokens."""
@@ -394,7 +394,7 @@ MIXTURES = {
     "planned": PLANNED,
     "offset": OFFSET,
     "clamped": CLAMPED,
-    "further experts": FURTHER_EXPERTS,
+    "mtp experts": MTP_EXPERTS,
     "padded": PADDED,
     "whole latent": WHOLE_LATENT,
     "planned pairs": PLANNED_PAIRS,

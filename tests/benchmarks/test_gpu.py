@@ -171,14 +171,14 @@ def test_the_mixture_has_the_sizes_of_qwen3(scripts: tuple[ModuleType, ModuleTyp
     case = gpu.MIXTURES[gpu.MIXTURE_CASE]
     model = case.model()
     moe = model.moe
-    assert (case.tokens, model.hidden_size, moe.experts, moe.top_k, moe.ffn_hidden_size) == (
+    assert (case.tokens, model.hidden_size, moe.num_experts, moe.top_k, moe.ffn_hidden_size) == (
         8192,
         2048,
         128,
         8,
         768,
     )
-    assert (moe.router.score, moe.router.renormalise, model.gated, model.activation) == (
+    assert (moe.router.score, moe.router.norm_topk_prob, model.gated, model.activation) == (
         "softmax",
         True,
         True,

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint import agree
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.format import folder_name
 from megalith.checkpoint.save import SaveReport, commit, save_checkpoint, write_boxes
 from megalith.parallel.group import Group, alone, my_range
-from megalith.plan.shards import cut_dim, split_evenly, whole
+from megalith.plan.shards import Shard, split_evenly
 
 SHAPES = {
     "embed.weight": (7, 6),
@@ -49,7 +49,7 @@ def _model(seed: int = 0) -> dict[tuple[str, str], Tensor]:
 
 def _cut(
     whole_tensors: dict[tuple[str, str], Tensor], tp: int, dp: int, *, blank: bool = False
-) -> list[list[Entry]]:
+) -> list[list[CheckpointEntry]]:
     """Entries of tp x dp ranks: the longest dim cut over tp (vectors whole), the optimizer's also
     in ranges over dp."""
     ranks = []
@@ -57,10 +57,10 @@ def _cut(
         t, d = rank % tp, rank // tp
         entries = []
         for (role, name), tensor in whole_tensors.items():
-            shard = whole(name, tuple(tensor.shape))
+            shard = Shard.full(name, tuple(tensor.shape))
             if tensor.dim() > 1:
                 dim = max(range(tensor.dim()), key=lambda i: tensor.shape[i])
-                shard = cut_dim(shard, dim, split_evenly(tensor.shape[dim], tp), t, ("tp",))
+                shard = shard.split_dim(dim, split_evenly(tensor.shape[dim], tp), t, ("tp",))
             local = tensor[tuple(slice(a, b) for a, b in shard.box)].reshape(-1)
             mine = ((d == 0 and role == "param") or role != "param") and (
                 tensor.dim() > 1 or t == 0
@@ -69,14 +69,19 @@ def _cut(
                 start, stop = my_range(split_evenly(shard.numel, dp), d)
                 shard, local = replace(shard, flat=(start, stop)), local[start:stop]
             entries.append(
-                Entry(shard, role, torch.zeros_like(local) if blank else local.clone(), mine)
+                CheckpointEntry(
+                    shard, role, torch.zeros_like(local) if blank else local.clone(), mine
+                )
             )
         ranks.append(entries)
     return ranks
 
 
 def _save(
-    folder: Path, step: int, ranks: Sequence[Sequence[Entry]], state: dict[str, Any] | None = None
+    folder: Path,
+    step: int,
+    ranks: Sequence[Sequence[CheckpointEntry]],
+    state: dict[str, Any] | None = None,
 ) -> Path:
     """What save_checkpoint does on many ranks, one after the other."""
     staging = folder / f"{folder_name(step)}.tmp-00000000"

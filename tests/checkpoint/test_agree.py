@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from megalith.checkpoint.agree import together
+from megalith.checkpoint.agree import raise_on_all_ranks
 from megalith.errors import CheckpointError, DataError, RankError, UserError
 from megalith.parallel.group import Group, alone
 
 
 def test_results_come_in_the_order_of_ranks(run_threads: Callable[..., list[Any]]) -> None:
     assert (
-        run_threads(3, lambda world: together(lambda: world.rank * 10, world)) == [[0, 10, 20]] * 3
+        run_threads(3, lambda world: raise_on_all_ranks(lambda: world.rank * 10, world))
+        == [[0, 10, 20]] * 3
     )
-    assert together(lambda: "x", alone("world")) == ["x"]
+    assert raise_on_all_ranks(lambda: "x", alone("world")) == ["x"]
 
 
 def test_all_ranks_raise_the_same_text_when_one_fails(
@@ -25,7 +26,7 @@ def test_all_ranks_raise_the_same_text_when_one_fails(
         if world.rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device", "/disk/a")
 
-    errors = run_threads(3, lambda world: together(lambda: work(world), world))
+    errors = run_threads(3, lambda world: raise_on_all_ranks(lambda: work(world), world))
     assert {type(error) for error in errors} == {CheckpointError}
     assert {str(error) for error in errors} == {
         "rank 1: OSError: [Errno 28] No space left on device: '/disk/a'. Free some space, or set "
@@ -41,7 +42,7 @@ def test_a_cause_that_several_ranks_share_is_said_once(
     def work() -> None:
         raise CheckpointError("x=3: too large. Set x to 2.")
 
-    errors = run_threads(2, lambda world: together(work, world))
+    errors = run_threads(2, lambda world: raise_on_all_ranks(work, world))
     assert [str(error) for error in errors] == ["x=3: too large. Set x to 2."] * 2
 
 
@@ -62,7 +63,7 @@ def test_the_error_says_what_would_help(error: Exception, text: str) -> None:
         raise error
 
     with pytest.raises(CheckpointError, match=text):
-        together(work, alone("world"))
+        raise_on_all_ranks(work, alone("world"))
 
 
 def test_a_fault_of_ours_reaches_every_rank_and_is_no_error_of_the_users(
@@ -76,14 +77,14 @@ def test_a_fault_of_ours_reaches_every_rank_and_is_no_error_of_the_users(
         if rank == 1:
             raise DataError("x=3: too large. Set x to 2.")
 
-    errors = run_threads(4, lambda world: together(lambda: work(world.rank), world))
+    errors = run_threads(4, lambda world: raise_on_all_ranks(lambda: work(world.rank), world))
     assert errors[2] is fault
     others = [errors[rank] for rank in (0, 1, 3)]
     assert {type(error) for error in others} == {RankError} and not issubclass(RankError, UserError)
     assert all(str(error).startswith("Traceback (most recent call last):") for error in others)
     assert "ValueError: odd\nThis was rank 2; rank 0 ends because of it." in str(errors[0])
     with pytest.raises(ValueError, match="^odd$"):
-        together(lambda: work(2), alone("world"))
+        raise_on_all_ranks(lambda: work(2), alone("world"))
 
 
 def test_a_signal_is_not_a_failure_to_agree_on() -> None:
@@ -91,4 +92,4 @@ def test_a_signal_is_not_a_failure_to_agree_on() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        together(work, alone("world"))
+        raise_on_all_ranks(work, alone("world"))

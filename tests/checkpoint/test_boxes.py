@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megalith.checkpoint.boxes import (
-    Entry,
-    Piece,
+    CheckpointEntry,
+    TensorPiece,
     as_bytes,
     inner_view,
     laid_out,
@@ -19,31 +19,31 @@ from megalith.checkpoint.boxes import (
     show_box,
     tiling_problem,
 )
-from megalith.plan.shards import Shard, cut_dim, whole
+from megalith.plan.shards import Shard
 
 SHAPES = [(), (1,), (8,), (5, 4), (3, 1, 4), (3, 2, 4), (2, 1, 3, 2)]
 
 
-def entry(shape: tuple[int, ...], flat: tuple[int, int] | None = None) -> Entry:
+def entry(shape: tuple[int, ...], flat: tuple[int, int] | None = None) -> CheckpointEntry:
     values = torch.arange(math.prod(shape)).reshape(-1)
-    return Entry(
-        replace(whole("w", shape), flat=flat),
+    return CheckpointEntry(
+        replace(Shard.full("w", shape), flat=flat),
         "param",
         values if flat is None else values[slice(*flat)],
     )
 
 
-def filled(shape: tuple[int, ...], parts: list[Piece]) -> torch.Tensor:
+def filled(shape: tuple[int, ...], parts: list[TensorPiece]) -> torch.Tensor:
     """The whole tensor put together from pieces; -1 where there is none."""
     out = torch.full(shape, -1)
     for part in parts:
-        inner_view(Piece(tuple((0, n) for n in shape), out), part.box).copy_(part.values)
+        inner_view(TensorPiece(tuple((0, n) for n in shape), out), part.box).copy_(part.values)
     return out
 
 
 @pytest.mark.parametrize("role,key", [("param", "model.a.b"), ("exp_avg", "optimizer.exp_avg.a.b")])
 def test_keys_name_the_tensor_and_not_the_layout(role: str, key: str) -> None:
-    assert Entry(whole("a.b", (2,)), role, torch.zeros(2)).key == key
+    assert CheckpointEntry(Shard.full("a.b", (2,)), role, torch.zeros(2)).key == key
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -65,8 +65,8 @@ def test_every_range_of_every_shape_is_tiled_by_few_boxes(
 
 
 def test_a_flat_range_counts_inside_the_ranks_own_box() -> None:
-    shard = replace(cut_dim(whole("w", (4, 6)), 1, [2, 4], 1, ("tp",)), flat=(3, 9))
-    parts = pieces(Entry(shard, "master", torch.arange(6)))
+    shard = replace(Shard.full("w", (4, 6)).split_dim(1, [2, 4], 1, ("tp",)), flat=(3, 9))
+    parts = pieces(CheckpointEntry(shard, "master", torch.arange(6)))
     assert [(part.box, part.values.flatten().tolist()) for part in parts] == [
         (((0, 1), (5, 6)), [0]),
         (((1, 2), (2, 6)), [1, 2, 3, 4]),
@@ -78,7 +78,7 @@ def test_pieces_are_views_so_that_loading_fills_the_tensor_itself() -> None:
     tensor = torch.zeros(
         2, 12, requires_grad=True
     )  # memory is the box's, the view is not its shape
-    for part in pieces(Entry(whole("w", (4, 6)), "param", tensor), max_numel=5):
+    for part in pieces(CheckpointEntry(Shard.full("w", (4, 6)), "param", tensor), max_numel=5):
         part.values.fill_(1)
     assert tensor.sum() == 24
 
@@ -136,7 +136,7 @@ def test_boxes_read_as_one_would_index() -> None:
 @pytest.mark.parametrize("tensor", [torch.zeros(5), torch.zeros(3, 2).T])
 def test_a_tensor_that_is_not_the_shard_is_our_own_bug(tensor: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match="model.w"):
-        pieces(Entry(Shard("w", (3, 2), ((0, 3), (0, 2))), "param", tensor))
+        pieces(CheckpointEntry(Shard("w", (3, 2), ((0, 3), (0, 2))), "param", tensor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])

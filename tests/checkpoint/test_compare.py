@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.compare import compare_checkpoints
 from megalith.checkpoint.load import open_checkpoint
 from megalith.errors import CheckpointError
-from megalith.plan.shards import whole
+from megalith.plan.shards import Shard
 
 
 def test_the_same_model_in_two_layouts_is_the_same(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -51,7 +51,12 @@ def test_shapes_absences_dtypes_and_nan(tmp_path: Path, tiny: SimpleNamespace) -
             tiny.save(
                 tmp_path / str(i),
                 1,
-                [[Entry(whole(n, tuple(x.shape)), "param", x) for n, x in side.items()]],
+                [
+                    [
+                        CheckpointEntry(Shard.full(n, tuple(x.shape)), "param", x)
+                        for n, x in side.items()
+                    ]
+                ],
             )
         )
         for i, side in enumerate(sides)

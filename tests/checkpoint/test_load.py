@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.format import MANIFEST_SHA256, manifest_digest
 from megalith.checkpoint.load import (
     find_latest,
@@ -29,7 +29,7 @@ from megalith.checkpoint.load import (
 from megalith.config.checkpoint import Answer, CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.parallel.group import Group, alone
-from megalith.plan.shards import Shard, whole
+from megalith.plan.shards import Shard
 from tests.cases import loop_over
 
 ALONE = alone("world")
@@ -45,13 +45,14 @@ class Evil:
         return os.system, (f"touch {self.path}",)
 
 
-def entries_of(tensors: dict[str, Tensor], role: str = "param") -> list[Entry]:
+def entries_of(tensors: dict[str, Tensor], role: str = "param") -> list[CheckpointEntry]:
     return [
-        Entry(whole(name, tuple(tensor.shape)), role, tensor) for name, tensor in tensors.items()
+        CheckpointEntry(Shard.full(name, tuple(tensor.shape)), role, tensor)
+        for name, tensor in tensors.items()
     ]
 
 
-def saved(tmp_path: Path, tiny: SimpleNamespace, entries: Sequence[Entry]) -> Path:
+def saved(tmp_path: Path, tiny: SimpleNamespace, entries: Sequence[CheckpointEntry]) -> Path:
     path = tiny.save(tmp_path, 100, [entries])
     assert isinstance(path, Path)
     return path
@@ -128,10 +129,10 @@ def test_random_tilings_load_as_other_random_tilings(
         name: tiny.values(shape, seed + i, torch.float32)
         for i, (name, shape) in enumerate(shapes.items())
     }
-    ranks: list[list[Entry]] = [[] for _ in range(rng.randint(1, 4))]
+    ranks: list[list[CheckpointEntry]] = [[] for _ in range(rng.randint(1, 4))]
     for name, tensor in tensors.items():
         for shard in random_shards(rng, name, shapes[name]):
-            rng.choice(ranks).append(Entry(shard, "exp_avg", local(shard, tensor)))
+            rng.choice(ranks).append(CheckpointEntry(shard, "exp_avg", local(shard, tensor)))
     checkpoint = open_checkpoint(tiny.save(tmp_path / str(seed), 1, ranks))
     wanted = [
         (shard, tensor)
@@ -139,7 +140,8 @@ def test_random_tilings_load_as_other_random_tilings(
         for shard in random_shards(rng, name, shapes[name])
     ]
     got = [
-        Entry(shard, "exp_avg", torch.zeros_like(local(shard, tensor))) for shard, tensor in wanted
+        CheckpointEntry(shard, "exp_avg", torch.zeros_like(local(shard, tensor)))
+        for shard, tensor in wanted
     ]
     checkpoint.load_into(got, ALONE)
     assert all(
@@ -208,7 +210,7 @@ def test_weights_wanted_in_another_dtype_come_from_their_masters(
     ]
     checkpoint.load_into(
         got + moments, ALONE
-    )  # an fp32 run has no separate masters: they are not surplus
+    )  # an fp32 run has no separate master weights: they are not surplus
     assert all(torch.equal(entry.tensor, model["master", entry.shard.name]) for entry in got)
 
 
@@ -228,7 +230,7 @@ def test_weights_alone_can_be_loaded(tmp_path: Path, tiny: SimpleNamespace) -> N
     model = tiny.model()
     checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 1, 2)))
     got = [entry for entry in tiny.cut(model, 1, 1, blank=True)[0] if entry.role == "param"]
-    assert checkpoint.load_into(got, ALONE).surplus == ()
+    assert checkpoint.load_into(got, ALONE).unexpected_keys == ()
     assert all(
         torch.equal(entry.tensor.view(-1), model["param", entry.shard.name].view(-1))
         for entry in got
@@ -242,7 +244,10 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(
         tmp_path, tiny, entries_of({"a": torch.ones(4, 6), "b": torch.ones(5), "c": torch.ones(2)})
     )
     got = entries_of({"a": torch.zeros(4, 8), "b": torch.zeros(7), "c": torch.zeros(2)})
-    for rules in (CheckpointConfig(), CheckpointConfig(missing="ignore", surplus="ignore")):
+    for rules in (
+        CheckpointConfig(),
+        CheckpointConfig(missing_keys="ignore", unexpected_keys="ignore"),
+    ):
         with pytest.raises(CheckpointError) as raised:
             open_checkpoint(path).load_into(got, ALONE, rules=rules, purpose="start")
         assert str(raised.value) == (
@@ -274,9 +279,9 @@ def test_missing_and_surplus_tensors_are_all_named_in_few_lines(
         in str(raised.value)
     )
     assert "only in the checkpoint: model.norm.weight\n" in str(raised.value)
-    rules = CheckpointConfig(missing="ignore", surplus="ignore")
+    rules = CheckpointConfig(missing_keys="ignore", unexpected_keys="ignore")
     report = open_checkpoint(path).load_into(got, ALONE, rules=rules, purpose="start")
-    assert report.missing == ("model.head.weight",) and len(report.surplus) == 11
+    assert report.missing_keys == ("model.head.weight",) and len(report.unexpected_keys) == 11
     assert tensors["layers.1.attention.q"].tolist() == [1, 1] and not tensors["head.weight"].any()
 
 
@@ -300,7 +305,7 @@ def test_each_answer_to_tensors_of_one_side_only(
     theirs, ours = SIDES[sides]
     path = saved(tmp_path, tiny, entries_of({name: torch.ones(n) for name, n in theirs.items()}))
     tensors = {name: torch.full((n,), 7.0) for name, n in ours.items()}
-    rules = CheckpointConfig(missing=answer, surplus=answer)
+    rules = CheckpointConfig(missing_keys=answer, unexpected_keys=answer)
     if answer == "error":
         with pytest.raises(CheckpointError) as raised:
             open_checkpoint(path).load_into(
@@ -313,7 +318,7 @@ def test_each_answer_to_tensors_of_one_side_only(
     report = open_checkpoint(path).load_into(
         entries_of(tensors), ALONE, rules=rules, purpose="start"
     )
-    assert (report.missing, report.surplus) == (
+    assert (report.missing_keys, report.unexpected_keys) == (
         ("model.new",) if sides != "surplus" else (),
         ("model.old",) if sides != "absent" else (),
     )
@@ -339,10 +344,10 @@ def test_a_run_that_resumes_needs_all_of_its_weights_whatever_the_answer(
         tiny,
         entries_of({"w": torch.ones(2)}) + entries_of({"w": torch.ones(2)}, "momentum"),
     )
-    rules = CheckpointConfig(missing=answer, surplus=answer, skip=("w",), load="x")
+    rules = CheckpointConfig(missing_keys=answer, unexpected_keys=answer, skip=("w",), load="x")
     got = entries_of({"w": torch.zeros(2)}) + entries_of({"w": torch.zeros(2)}, "exp_avg")
     report = open_checkpoint(path).load_into(got, ALONE, rules=rules)
-    assert report.missing == ("optimizer.exp_avg.w",) and report.fresh_state
+    assert report.missing_keys == ("optimizer.exp_avg.w",) and report.fresh_state
     assert got[0].tensor.tolist() == [1, 1], "what a run skipped when it began is its own by now"
     for wanted, text in (
         ({"w": 2, "v": 1}, "only in this run: model.v"),
@@ -367,7 +372,7 @@ def test_what_is_skipped_keeps_its_values_even_where_shapes_differ(
         entries_of(tensors), ALONE, rules=rules, purpose="start"
     )
     assert (tensors["a.w"].tolist(), tensors["head.weight"].tolist()) == ([1, 1], [7, 7, 7])
-    assert report.kept == ("model.head.weight",) and not report.surplus
+    assert report.kept == ("model.head.weight",) and not report.unexpected_keys
     assert "1 tensors (3 parameters) kept their initial values: model.head.weight" in caplog.text
     with pytest.raises(
         CheckpointError,
@@ -378,7 +383,7 @@ def test_what_is_skipped_keeps_its_values_even_where_shapes_differ(
 
 
 def corrupted_pair(tmp_path: Path, tiny: SimpleNamespace) -> Path:
-    """A checkpoint of bf16 weights and fp32 masters, of which two elements of one tensor
+    """A checkpoint of bf16 weights and fp32 master weights, of which two elements of one tensor
     disagree."""
     model = tiny.model()
     model["param", "layers.1.attention.q"].view(-1)[3] += 2.0
@@ -423,10 +428,10 @@ def test_weights_and_masters_that_disagree_are_named_once_and_one_side_wins(
     ]
     assert len(warnings) == 1
     assert (
-        f"{path}: the weights of 1 parameters are not their masters, rounded: layers.1.attention.q"
-        in warnings[0]
+        f"{path}: the weights of 1 parameters are not their master weights, rounded: "
+        "layers.1.attention.q" in warnings[0]
     )
-    assert f"The {'weights' if prefer else 'masters'} are used." in warnings[0]
+    assert f"The {'weights' if prefer else 'master_weights'} are used." in warnings[0]
 
 
 def test_a_run_without_masters_compares_the_two_as_well(

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megalith import storage
 from megalith.checkpoint import save
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
 from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, alone
-from megalith.plan.shards import cut_dim, whole
+from megalith.plan.shards import Shard
 from megalith.testing.ranks import run_ranks
 
 ALONE = alone("world")
@@ -132,7 +132,7 @@ def test_large_boxes_are_divided(
 
 def test_only_the_slice_is_written_and_not_the_storage_behind_it(tmp_path: Path) -> None:
     behind = torch.zeros(1_000_000)
-    entry = Entry(whole("w", (10,)), "param", behind[5:15])
+    entry = CheckpointEntry(Shard.full("w", (10,)), "param", behind[5:15])
     report = save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="", keep=None)
     assert report.nbytes < 10_000
 
@@ -144,7 +144,9 @@ def test_scalars_empty_tensors_and_odd_names_survive(tmp_path: Path) -> None:
         "größe/..\n0": torch.ones(2),
         "n" * 300: torch.ones(1),
     }
-    entries = [Entry(whole(name, tuple(x.shape)), "param", x) for name, x in tensors.items()]
+    entries = [
+        CheckpointEntry(Shard.full(name, tuple(x.shape)), "param", x) for name, x in tensors.items()
+    ]
     save_checkpoint(
         tmp_path, 10**7, entries, {"a": [1, 2.5, None, "ü"]}, ALONE, config_text="ü", keep=None
     )
@@ -338,7 +340,7 @@ def test_a_disk_that_fills_up_at_any_place_of_a_box_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     monkeypatch.setattr(storage, "open_new", lambda path: FullFile(room))
-    entry = Entry(whole("w", (10_000,)), "param", torch.zeros(10_000))
+    entry = CheckpointEntry(Shard.full("w", (10_000,)), "param", torch.zeros(10_000))
     with pytest.raises(OSError, match="No space left on device") as raised:
         save.write_boxes(tmp_path, 0, [entry])
     assert raised.value.errno == errno.ENOSPC
@@ -349,7 +351,7 @@ def test_a_disk_that_fills_up_at_any_place_of_a_box_says_so(
 
 
 def test_a_limit_met_within_a_large_tensor_says_so(tmp_path: Path) -> None:
-    entry = Entry(whole("w", (100_000,)), "param", torch.zeros(100_000))
+    entry = CheckpointEntry(Shard.full("w", (100_000,)), "param", torch.zeros(100_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (102_400, hard))  # ulimit -f 100
     try:
@@ -459,15 +461,16 @@ def test_a_tensor_not_written_exactly_once_is_refused_by_name(
     tmp_path: Path, fault: str, text: str
 ) -> None:
     shards = [
-        cut_dim(whole("w", (4, 3)), 0, [2, 2], rank, ("tp",))
+        Shard.full("w", (4, 3)).split_dim(0, [2, 2], rank, ("tp",))
         for rank in (0, 0 if fault == "twice" else 1)
     ]
     dtypes = (torch.float32, torch.bfloat16 if fault == "dtype" else torch.float32)
     entries = [
-        Entry(shard, "param", torch.ones(2, 3, dtype=dtype)) for shard, dtype in zip(shards, dtypes)
+        CheckpointEntry(shard, "param", torch.ones(2, 3, dtype=dtype))
+        for shard, dtype in zip(shards, dtypes)
     ]
     if fault == "hole":
-        entries[1] = Entry(shards[1], "param", entries[1].tensor, mine=False)
+        entries[1] = CheckpointEntry(shards[1], "param", entries[1].tensor, mine=False)
     storage.make_folder(tmp_path / "staging")
     parts = [
         save.write_boxes(tmp_path / "staging", rank, [entry]) for rank, entry in enumerate(entries)
@@ -481,12 +484,12 @@ def test_a_tensor_not_written_exactly_once_is_refused_by_name(
 
 LOOP = """
 import sys, pathlib, torch
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.parallel.group import alone
 from megalith.plan.shards import whole
 for step in range(1, 100_000):
-    entries = [Entry(whole(f"w{n}", (64, 1024)), "param", torch.full((64, 1024), float(step))) for n in range(8)]
+    entries = [CheckpointEntry(Shard.full(f"w{n}", (64, 1024)), "param", torch.full((64, 1024), float(step))) for n in range(8)]
     save_checkpoint(pathlib.Path(sys.argv[1]), step, entries, {}, alone("world"), config_text="", keep=2)
     print(step, flush=True)
 """
@@ -519,14 +522,14 @@ def _save_and_load_on_live_ranks(rank: int, world: int, folder: str) -> tuple[st
 
     group = Group(("world",), tuple(range(world)), rank, dist.group.WORLD)
     values = torch.arange(21.0).view(7, 3)
-    shard = cut_dim(whole("w", (7, 3)), 0, [4, 3], rank, ("tp",))
-    mine = Entry(shard, "param", values[slice(*shard.box[0])].clone())
+    shard = Shard.full("w", (7, 3)).split_dim(0, [4, 3], rank, ("tp",))
+    mine = CheckpointEntry(shard, "param", values[slice(*shard.box[0])].clone())
     report = save_checkpoint(Path(folder), 5, [mine], {"a": 1}, group, config_text="", keep=1)
-    turned = cut_dim(whole("w", (7, 3)), 1, [1, 2], rank, ("tp",))
-    got = Entry(turned, "param", torch.zeros(7, 1 + rank))
+    turned = Shard.full("w", (7, 3)).split_dim(1, [1, 2], rank, ("tp",))
+    got = CheckpointEntry(turned, "param", torch.zeros(7, 1 + rank))
     open_checkpoint(report.path).load_into([got], group)
     try:
-        bad = [mine] if rank == 0 else [Entry(whole("w", (7, 3)), "param", values)]
+        bad = [mine] if rank == 0 else [CheckpointEntry(Shard.full("w", (7, 3)), "param", values)]
         save_checkpoint(Path(folder), 6, bad, {}, group, config_text="", keep=1)
         error = ""
     except CheckpointError as caught:

@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.checkpoint.statistics import names_matching, statistics_of, values_that_are_no_numbers
 from megalith.errors import CheckpointError
 from megalith.parallel.group import alone
-from megalith.plan.shards import cut_dim, whole
+from megalith.plan.shards import Shard
 
 
 def saved(path: Path, values: torch.Tensor, *, rows: list[int]) -> Checkpoint:
     """A checkpoint of one tensor in boxes of so many rows each."""
-    shard = whole("a.weight", tuple(values.shape))
+    shard = Shard.full("a.weight", tuple(values.shape))
     parts = values.split(rows)
     entries = [
-        Entry(cut_dim(shard, 0, rows, n, ("tp",)), "param", part, True)
+        CheckpointEntry(shard.split_dim(0, rows, n, ("tp",)), "param", part, True)
         for n, part in enumerate(parts)
     ]
     save_checkpoint(

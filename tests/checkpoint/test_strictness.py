@@ -52,7 +52,9 @@ def test_what_keeps_its_values_is_counted_once() -> None:
     report = left_out(
         wanted(*keys), {"model.b", "optimizer.master.b", "model.c"}, skip=["b"], purpose="start"
     )
-    assert report.missing == ("model.a", "optimizer.master.a") and report.surplus == ("model.c",)
+    assert report.missing_keys == ("model.a", "optimizer.master.a") and report.unexpected_keys == (
+        "model.c",
+    )
     assert report.kept == ("model.a", "model.b") and report.numel == 12
 
 
@@ -60,15 +62,15 @@ def test_moments_are_surplus_to_a_run_that_resumes_with_others() -> None:
     stored = {"model.a", "optimizer.master.a", "optimizer.exp_avg.a"}
     asked = wanted("model.a", "optimizer.momentum.a")
     report = left_out(asked, stored)
-    assert report.surplus == ("optimizer.exp_avg.a",) and report.fresh_state
-    assert left_out(asked, stored, purpose="start").surplus == ()
+    assert report.unexpected_keys == ("optimizer.exp_avg.a",) and report.fresh_state
+    assert left_out(asked, stored, purpose="start").unexpected_keys == ()
     assert not left_out(wanted("model.a"), stored).fresh_state
 
 
 @pytest.mark.parametrize("purpose", ["resume", "start"])
 def test_only_a_start_may_lack_weights(purpose: str) -> None:
     report = LoadReport(("model.a", "optimizer.exp_avg.a"), ("model.b",))
-    lenient = CheckpointConfig(missing="warn", surplus="ignore")
+    lenient = CheckpointConfig(missing_keys="warn", unexpected_keys="ignore")
     found = refused(report, lenient, purpose)  # type: ignore[arg-type]  # one of the two
     assert found == (
         LoadReport(("model.a",), ("model.b",)) if purpose == "resume" else LoadReport()

@@ -123,11 +123,11 @@ def test_unknown_and_empty_overrides_are_told_together() -> None:
 
 def test_a_command_line_ends_in_a_run() -> None:
     rest, overrides = split(
-        "tiny_cpu --parallel.tp 2 --data.documents --schedule.lr 3e-4", TrainRun
+        "tiny_cpu --parallel.tp 2 --data.document_masking --schedule.lr 3e-4", TrainRun
     )
     options = parse_options(Options, rest, prog="megalith try", root=TrainRun)
     run = apply_overrides(resolve(options.recipe), overrides)
-    assert (run.parallel.tp, run.data.documents, run.schedule.lr) == (2, True, 3e-4)
+    assert (run.parallel.tp, run.data.document_masking, run.schedule.lr) == (2, True, 3e-4)
 
 
 # --- fixed options

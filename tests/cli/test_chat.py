@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli import chat as command
 from megalith.cli.arguments import parse_options
@@ -28,7 +28,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.infer.load import open_source
 from megalith.kernels.norm import RMSNormFunction
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
@@ -50,9 +50,9 @@ def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | No
     """A run with one checkpoint, as tuned with a template."""
     model = Decoder(CONFIG, mesh_of_one())
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     entries = [
-        Entry(d.shard, "param", getattr(module, name))
+        CheckpointEntry(d.shard, "param", getattr(module, name))
         for d, module, name in declared_parameters(model)
     ]
     run = release_run("run", CONFIG, tokenizer or TokenizerConfig(), folder)

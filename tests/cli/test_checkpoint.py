@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
 from megalith.parallel.group import alone
-from megalith.plan.shards import whole
+from megalith.plan.shards import Shard
 
 
 @pytest.fixture
@@ -18,13 +18,13 @@ def run(tmp_path: Path) -> Path:
     """The folder of a run with two checkpoints of 7 weights and as many moments."""
     for step in (1, 2):
         entries = [
-            Entry(
-                whole("norm.weight", (7,)),
+            CheckpointEntry(
+                Shard.full("norm.weight", (7,)),
                 "param",
                 torch.full((7,), step, dtype=torch.bfloat16),
                 True,
             ),
-            Entry(whole("norm.weight", (7,)), "exp_avg", torch.zeros(7), True),
+            CheckpointEntry(Shard.full("norm.weight", (7,)), "exp_avg", torch.zeros(7), True),
         ]
         save_checkpoint(
             tmp_path / "checkpoints",
@@ -94,7 +94,7 @@ def test_a_sound_checkpoint_may_hold_values_that_are_no_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = torch.tensor([1.0, float("nan"), float("-inf"), 2.0])
-    entries = [Entry(whole("norm.weight", (4,)), "param", weights, True)]
+    entries = [CheckpointEntry(Shard.full("norm.weight", (4,)), "param", weights, True)]
     save_checkpoint(
         tmp_path / "checkpoints",
         3,
@@ -225,12 +225,12 @@ def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
     for name, added in (("a", 0.0), ("b", 0.5)):
         weights = [torch.arange(4.0), torch.arange(4.0) + added * torch.tensor([0, 0, 1, 4])]
         entries = [
-            Entry(whole("head.weight", (4,)), "param", weights[0], True),
-            Entry(whole("norm.weight", (4,)), "param", weights[1], True),
-            Entry(whole("norm.weight", (4,)), "exp_avg", torch.zeros(4), True),
+            CheckpointEntry(Shard.full("head.weight", (4,)), "param", weights[0], True),
+            CheckpointEntry(Shard.full("norm.weight", (4,)), "param", weights[1], True),
+            CheckpointEntry(Shard.full("norm.weight", (4,)), "exp_avg", torch.zeros(4), True),
         ]
         entries += (
-            [Entry(whole("odd.weight", (2,)), "exp_avg", torch.zeros(2), True)]
+            [CheckpointEntry(Shard.full("odd.weight", (2,)), "exp_avg", torch.zeros(2), True)]
             if name == "b"
             else []
         )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
@@ -21,7 +21,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.models.convert import convert
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.pretrained import open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
@@ -43,9 +43,9 @@ def run(tmp_path: Path) -> Path:
     """A run with one checkpoint."""
     model = Decoder(CONFIG, mesh_of_one())
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     entries = [
-        Entry(d.shard, "param", getattr(module, name))
+        CheckpointEntry(d.shard, "param", getattr(module, name))
         for d, module, name in declared_parameters(model)
     ]
     text = dump_yaml(release_run("run", CONFIG, TokenizerConfig(), tmp_path))
@@ -151,7 +151,15 @@ def test_either_kind_can_be_asked_for(run: Path) -> None:
 def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
     assert main(["convert", str(run), str(run.parent / "a")]) == 0
     assert (
-        main(["convert", str(run.parent / "a"), str(run.parent / "b"), "--vocab-multiple", "100"])
+        main(
+            [
+                "convert",
+                str(run.parent / "a"),
+                str(run.parent / "b"),
+                "--pad-vocab-to-multiple-of",
+                "100",
+            ]
+        )
         == 0
     )
     assert open_checkpoint(run.parent / "b").shape("model.embed.weight") == (300, 12)
@@ -175,10 +183,13 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
             ["RUN", "x", "--workers", "0"],
             "--workers=0 must be at least 1. Use 2, or as many as there are cores",
         ),
-        (["RUN", "x", "--vocab-multiple", "0"], "--vocab-multiple=0 must be at least 1. Use 64"),
         (
-            ["RUN", "x", "--vocab-multiple", "8"],
-            "--vocab-multiple=8 is for checkpoints made from Hugging Face folders",
+            ["RUN", "x", "--pad-vocab-to-multiple-of", "0"],
+            "--pad-vocab-to-multiple-of=0 must be at least 1. Use 64",
+        ),
+        (
+            ["RUN", "x", "--pad-vocab-to-multiple-of", "8"],
+            "--pad-vocab-to-multiple-of=8 is for checkpoints made from Hugging Face folders",
         ),
         (
             ["RUN", "x", "--dtpye", "bf16"],

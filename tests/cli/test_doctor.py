@@ -7,9 +7,9 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.observe import checkup
-from megalith.observe.checkup import Rates
+from megalith.observe.checkup import DeviceRates
 
-RATES = Rates(
+RATES = DeviceRates(
     device="cpu",
     threads=4,
     tflops={"fp32": 0.2, "bf16": 0.4},
@@ -25,11 +25,13 @@ def test_one_json_document_holds_the_report(capsys: pytest.CaptureFixture[str]) 
     assert report["capabilities"]["gloo"]["present"] is True
     assert report["rates"] == []
     assert report["advice"]
-    ways = {(way["operation"], way["way"]): way for way in report["kernels"]}
-    assert ways["norm", "loops"]["takes"].startswith("fp32, bf16 on CPUs; RMSNorm")
+    backends = {
+        (backend["operation"], backend["backend"]): backend for backend in report["kernels"]
+    }
+    assert backends["norm", "numba"]["takes"].startswith("fp32, bf16 on CPUs; RMSNorm")
     assert (
-        ways["attention", "sdpa"]["here"] == "yes"
-        and ways["attention", "flex"]["deterministic"] == "no promise"
+        backends["attention", "sdpa"]["here"] == "yes"
+        and backends["attention", "flex"]["deterministic"] == "no promise"
     )
 
 

@@ -149,10 +149,10 @@ def test_the_layout_follows_the_processes_unless_it_is_given(
 def test_weights_that_training_divided_stay_divided(
     trained: int, given: tuple[str, ...], zero: int
 ) -> None:
-    run = tiny_run({"parallel.zero": str(trained), "parallel.replicas": "2"})
+    run = tiny_run({"parallel.zero": str(trained), "parallel.dp_replicate": "2"})
     for world in (1, 2, 3):
         found = fitted(run, world, given)
-        assert (found.parallel.zero, found.parallel.replicas) == (zero, 1)
+        assert (found.parallel.zero, found.parallel.dp_replicate) == (zero, 1)
         assert run_problems(found, world) == []
 
 
@@ -169,7 +169,7 @@ def test_experts_are_divided_over_the_processes_that_there_are(
     trained: dict[str, Any], found: dict[int, tuple[int, int | None]]
 ) -> None:
     run = tiny_run()
-    model = replace(run.model, moe=MoEConfig(experts=4, ffn_hidden_size=6))
+    model = replace(run.model, moe=MoEConfig(num_experts=4, ffn_hidden_size=6))
     run = replace(run, model=model, parallel=replace(run.parallel, **trained))
     for world, (ep, etp) in found.items():
         layout = fitted(run, world, ())

@@ -14,7 +14,7 @@ from megalith.cli.from_megatron import FromMegatron, report, split_own
 from megalith.cli.main import main
 from megalith.config.fields import describe
 from megalith.config.megatron.arguments import known_flags
-from megalith.config.megatron.draft import Entry
+from megalith.config.megatron.draft import FlagReport
 from megalith.config.megatron.launch import read_script
 from megalith.config.megatron.mapped import MAPPED
 from megalith.config.train import TrainRun
@@ -153,8 +153,8 @@ def test_help_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_answers_that_are_the_same_share_a_line() -> None:
-    entries = [Entry(verdict="not mapped", flag=flag, text="why") for flag in ("--a", "--b 1")]
-    mapped = Entry(verdict="mapped", flag="--c 2", text="because", setting="seed", value=2)
+    entries = [FlagReport(verdict="not mapped", flag=flag, text="why") for flag in ("--a", "--b 1")]
+    mapped = FlagReport(verdict="mapped", flag="--c 2", text="because", setting="seed", value=2)
     shown = report([*entries, mapped])
     assert re.sub(" +", " ", shown).split("\n") == [
         "mapped",

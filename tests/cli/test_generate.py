@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.arguments import parse_options
 from megalith.cli.generate import (
@@ -24,7 +24,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import DataError
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
@@ -45,9 +45,9 @@ def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
     """A run with one checkpoint."""
     model = Decoder(CONFIG, mesh_of_one())
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     entries = [
-        Entry(d.shard, "param", getattr(module, name))
+        CheckpointEntry(d.shard, "param", getattr(module, name))
         for d, module, name in declared_parameters(model)
     ]
     text = dump_yaml(release_run("run", CONFIG, tokenizer, folder))

@@ -98,7 +98,8 @@ def test_experts_of_a_rank_are_told_with_what_they_are_sent(
         "parameters." in told
     )
     assert (
-        "Their router: softmax scores in fp32, weights as scored; balanced by balance.batch=0.01; "
+        "Their router: softmax scores in fp32, weights as scored; balanced by "
+        "aux_loss.batch_coeff=0.01; "
         "nobody is" in told
     )
     assert (

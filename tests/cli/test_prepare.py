@@ -217,8 +217,8 @@ def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
         (["--eod", "</s>"], "tokenizer.eod=</s> belongs to a tokenizer read from files"),
         (["--keys", "body"], "no text in 1 files"),
         (
-            ["--tokeniser", "byte"],
-            "--tokeniser is not an option of this command. Did you mean --tokenizer",
+            ["--tokenizer", "byte"],
+            "--tokenizer is not an option of this command. Did you mean --tokenizer",
         ),
     ],
 )

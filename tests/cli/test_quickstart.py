@@ -15,7 +15,7 @@ from megalith.cli import quickstart
 from megalith.cli.main import main
 from megalith.config.train import TrainRun
 from megalith.data.indexed import IndexedDataset
-from megalith.data.journal import Journal
+from megalith.data.journal import PrepareJournal
 from megalith.data.local_text import find_local_text
 from megalith.recipes import resolve
 from megalith.train.loop import Outcome
@@ -163,7 +163,7 @@ def test_a_run_stopped_while_preparing_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopped:  # after the first block, before the store has its names
-        stopped.setattr(Journal, "finish", stop)
+        stopped.setattr(PrepareJournal, "finish", stop)
         assert main(words) == 75
     stopped_message = capsys.readouterr().err
     assert stopped_message.endswith(

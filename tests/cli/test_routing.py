@@ -28,7 +28,7 @@ SETTINGS = {
 def trained(folder: Path, captures: str) -> Path:
     """A run of two steps."""
     run: TrainRun = tiny_run(SETTINGS | {"observe.routing_captures": captures})
-    moe = MoEConfig(experts=4, top_k=2, ffn_hidden_size=6, layers=(True, False, True))
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=6, layers=(True, False, True))
     run_training(
         replace(run, model=replace(run.model, moe=moe)),
         RunFolder(folder),

@@ -8,7 +8,7 @@ from megalith.config.tree import from_dict, to_dict
 
 def test_by_default_everything_must_be_there_and_nothing_else() -> None:
     usual = CheckpointConfig()
-    assert (usual.missing, usual.surplus, usual.skip, usual.allow_model_changes) == (
+    assert (usual.missing_keys, usual.unexpected_keys, usual.skip, usual.allow_model_changes) == (
         "error",
         "error",
         (),
@@ -50,14 +50,15 @@ def test_patterns_to_skip_need_something_that_is_loaded() -> None:
 
 @pytest.mark.parametrize("take", ["progress", "everything"])
 def test_a_step_to_go_on_at_is_another_checkpoints_and_has_all_weights(take: Taken) -> None:
-    (text,) = checkpoint_problems(CheckpointConfig(take=take))
+    (text,) = checkpoint_problems(CheckpointConfig(load_mode=take))
     assert (
-        f"checkpoint.take={take} says what is taken from checkpoint.load, which is unset. Set "
+        f"checkpoint.load_mode={take} says what is taken from checkpoint.load, which is unset. Set "
         "checkpoint.lo" in text
     )
-    (text,) = checkpoint_problems(CheckpointConfig(take=take, load="first", skip=("head.*",)))
+    (text,) = checkpoint_problems(CheckpointConfig(load_mode=take, load="first", skip=("head.*",)))
     assert (
-        f"checkpoint.take={take} with checkpoint.skip=['head.*']: weights that are new have no "
+        f"checkpoint.load_mode={take} with checkpoint.skip=['head.*']: weights that are new have "
+        "no "
         "place" in text
     )
-    assert checkpoint_problems(CheckpointConfig(take=take, load="first")) == []
+    assert checkpoint_problems(CheckpointConfig(load_mode=take, load="first")) == []

@@ -69,7 +69,7 @@ def test_a_blend_is_prefixes_or_pairs(words: str, blend: Blend) -> None:
 
 
 @pytest.mark.parametrize("words", ["nan a 1 b", "inf a 1 b", "-1 a 2 b", "0 a 0 b"])
-def test_weights_that_cannot_be_normalised_are_refused(words: str) -> None:
+def test_weights_that_cannot_be_normalized_are_refused(words: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r"data\.path=.*must be finite, not negative, and not all zero\. Set at least",

@@ -79,7 +79,7 @@ def test_types_are_told_in_words(hint: object, words: str) -> None:
     assert type_name(hint) == words
 
 
-def test_an_unknown_name_lists_its_neighbours_when_nothing_is_near() -> None:
+def test_an_unknown_name_lists_its_neighbors_when_nothing_is_near() -> None:
     assert unknown_setting(Root, "inner.qqqq", "1") == (
         "inner.qqqq=1: there is no such setting. Use one of inner.width, inner.names."
     )

@@ -51,14 +51,16 @@ def test_patterns_repeat_over_the_layers_and_one_layer_has_one_place_of_them() -
 
 def test_layers_without_attention_neither_turn_nor_have_a_window() -> None:
     model = replace(MODEL, layers=OWN, attention=AttentionConfig(window=3))
-    assert [model.turns(layer) for layer in range(3)] == [True, False, True]
+    assert [model.uses_rope(layer) for layer in range(3)] == [True, False, True]
     assert [model.has_window(layer) for layer in range(3)] == [True, False, True]
 
 
 def test_layers_without_an_mlp_have_no_experts_in_its_place() -> None:
     own = LayersConfig(mlp=("full", "linear", "full", "none"))
     model = replace(
-        MODEL, layers=own, moe=MoEConfig(experts=4, ffn_hidden_size=8, layers=(True, True, False))
+        MODEL,
+        layers=own,
+        moe=MoEConfig(num_experts=4, ffn_hidden_size=8, layers=(True, True, False)),
     )
     assert [model.has_experts(layer) for layer in range(5)] == [True, False, False, False, True]
 

@@ -15,7 +15,7 @@ from megalith.config.lora import (
 )
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import run_problems
 
@@ -142,7 +142,7 @@ def test_all_of_them_are_named_at_once_among_the_rules_of_a_run() -> None:
 
 def test_targets_that_no_chosen_layer_has_are_refused() -> None:
     """Experts have no adapters; attention beside them does."""
-    model = replace(MODEL, moe=MoEConfig(experts=4, ffn_hidden_size=6, layers=(False, True)))
+    model = replace(MODEL, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, layers=(False, True)))
     found = lora_problems(LoraConfig(targets=("down",), layers=(1,)), model, LOADED, compiled=False)
     assert [text.split(":")[0] for text in found] == ["lora.targets=['down']"]
     assert "set lora.layers to others" in found[0]
@@ -150,15 +150,17 @@ def test_targets_that_no_chosen_layer_has_are_refused() -> None:
         assert lora_problems(good, model, LOADED, compiled=False) == []
 
 
-@pytest.mark.parametrize("name", ["sequence", "batch", "global_batch", "z"])
+@pytest.mark.parametrize(
+    "name", ["sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff"]
+)
 def test_losses_of_balance_are_refused_where_routers_are_frozen(name: str) -> None:
     balance: dict[str, Any] = {name: 0.1}
     model = replace(
-        MODEL, moe=MoEConfig(experts=4, ffn_hidden_size=6, balance=BalanceConfig(**balance))
+        MODEL, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, aux_loss=AuxLossConfig(**balance))
     )
     (text,) = lora_problems(LoraConfig(rank=3), model, LOADED, compiled=False)
     assert text == (
-        f"model.moe.balance.{name}=0.1 with lora.rank=3: routers are not trained, and the loss "
+        f"model.moe.aux_loss.{name}=0.1 with lora.rank=3: routers are not trained, and the loss "
         "would move the layers "
-        f"below them. Set model.moe.balance.{name}=0."
+        f"below them. Set model.moe.aux_loss.{name}=0."
     )

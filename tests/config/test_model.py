@@ -22,4 +22,4 @@ def test_heads_share_the_hidden_size_unless_they_have_their_own() -> None:
 def test_the_vocabulary_is_padded_up_to_its_multiple_and_never_down() -> None:
     assert model().padded_vocab_size() == 320
     assert model(vocab_size=256).padded_vocab_size() == 256
-    assert model(vocab_multiple=1).padded_vocab_size() == 257
+    assert model(pad_vocab_to_multiple_of=1).padded_vocab_size() == 257

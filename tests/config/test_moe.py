@@ -8,7 +8,7 @@ from megalith.config.train import dropout_seed
 from megalith.config.tree import from_dict, to_dict
 from megalith.testing.tiny import tiny_run
 
-MOE = MoEConfig(experts=4, ffn_hidden_size=6)
+MOE = MoEConfig(num_experts=4, ffn_hidden_size=6)
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=24, num_layers=5, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
 )
@@ -23,7 +23,7 @@ def test_layers_with_experts_are_a_pattern_that_repeats() -> None:
 
 def test_a_model_with_experts_is_written_and_read() -> None:
     model = replace(
-        MODEL, moe=replace(MOE, router=RouterConfig(score="sigmoid", groups=2, top_groups=1))
+        MODEL, moe=replace(MOE, router=RouterConfig(score="sigmoid", num_groups=2, topk_groups=1))
     )
     assert from_dict(ModelConfig, to_dict(model)) == model
 

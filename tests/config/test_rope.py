@@ -13,9 +13,9 @@ MODEL = ModelConfig(
 
 def test_layers_without_positions_are_a_pattern_that_repeats() -> None:
     every_fourth = replace(MODEL, rope=RopeConfig(skip=(False, False, False, True)))
-    assert [every_fourth.turns(layer) for layer in range(5)] == [True, True, True, False, True]
-    assert [MODEL.turns(layer) for layer in range(5)] == [True] * 5
-    assert not replace(MODEL, positions="none").turns(0)
+    assert [every_fourth.uses_rope(layer) for layer in range(5)] == [True, True, True, False, True]
+    assert [MODEL.uses_rope(layer) for layer in range(5)] == [True] * 5
+    assert not replace(MODEL, positions="none").uses_rope(0)
 
 
 def test_features_that_turn_are_a_part_of_a_head_or_those_of_latent_attention() -> None:

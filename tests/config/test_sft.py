@@ -36,9 +36,10 @@ def test_what_cannot_be_is_told(sft: SFTConfig, message: str) -> None:
 
 
 def test_settings_of_running_text_are_refused_beside_conversations() -> None:
-    data = DataConfig(sft=SFTConfig(path=("a",)), documents=True, sampler="cyclic")
+    data = DataConfig(sft=SFTConfig(path=("a",)), document_masking=True, sampler="cyclic")
     (problem,) = data_problems(data)
     assert problem.startswith(
-        "data.documents=True and data.sampler=cyclic with data.sft: conversations have documents"
+        "data.document_masking=True and data.sampler=cyclic with data.sft: conversations have "
+        "documents"
     )
     assert problem.endswith("Remove them, or use data.path.")

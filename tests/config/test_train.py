@@ -37,7 +37,7 @@ def test_only_what_has_no_usual_value_must_be_given() -> None:
         "model.ffn_hidden_size",
         "model.mla.kv_rank",  # of a model that has latent attention at all
         "model.cross.memory",  # of one that looks a second time
-        "model.moe.experts",  # of one with experts
+        "model.moe.num_experts",  # of one with experts
         "model.moe.ffn_hidden_size",
         "model.mup.base_hidden_size",  # of one whose first weights follow its width
         "train.steps",

@@ -158,7 +158,7 @@ def test_a_whole_split_cannot_be_weighted(tmp_path: Path) -> None:
     data = DataConfig(path=("1", write(tmp_path, "a"), "2", write(tmp_path, "b")), split="1,1,0")
     with pytest.raises(
         ConfigError,
-        match=r"data weights \[1\.0, 2\.0\] cannot be honoured over the whole valid split",
+        match=r"data weights \[1\.0, 2\.0\] cannot be honored over the whole valid split",
     ):
         build(data, valid_samples=None)
 

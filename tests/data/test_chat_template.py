@@ -1,4 +1,4 @@
-"""Templates render as in transformers, and say which of the text is learnt."""
+"""Templates render as in transformers, and say which of the text is learned."""
 
 import json
 from datetime import datetime
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalith.data.chat_template import BUILT_IN, ChatTemplate, Piece, find_template
+from megalith.data.chat_template import BUILT_IN, ChatTemplate, TextPiece, find_template
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError
 
@@ -49,8 +49,8 @@ LOOP_FEATURES = """{% for m in messages recursive %}{% if m.role %}{{ loop.lengt
 {{- range(3) | sum }}{{ text | indent(2) }}"""
 
 
-def learnt(template: ChatTemplate, talk: list[dict[str, Any]] = TALK) -> list[str]:
-    return [piece.text for piece in template.pieces(talk) if piece.learnt]
+def learned(template: ChatTemplate, talk: list[dict[str, Any]] = TALK) -> list[str]:
+    return [piece.text for piece in template.pieces(talk) if piece.learned]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_text_is_that_of_transformers(source: str, prompt: bool) -> None:
 
 def test_generation_blocks_are_what_is_learnt_and_the_pieces_are_the_whole() -> None:
     template = ChatTemplate("chatml", BUILT_IN["chatml"])
-    assert learnt(template) == ["yo<|im_end|>", "no<|im_end|>"]
+    assert learned(template) == ["yo<|im_end|>", "no<|im_end|>"]
     assert "".join(piece.text for piece in template.pieces(TALK)) == template.render(TALK)
     assert template.turn_end() == "<|im_end|>"
     assert ChatTemplate("llama3", BUILT_IN["llama3"]).turn_end() == "<|eot_id|>"
@@ -109,7 +109,7 @@ def test_nemotrons_formats_are_megatrons(
     name: str, text: str, answers: list[str], prompt: str
 ) -> None:
     template = ChatTemplate(name, BUILT_IN[name])
-    assert template.render(SPOKEN) == text and learnt(template, SPOKEN) == answers
+    assert template.render(SPOKEN) == text and learned(template, SPOKEN) == answers
     assert template.render(SPOKEN[:-1], prompt=True) == template.render(SPOKEN[:-1]) + prompt
     assert template.render(SPOKEN).startswith(template.render(SPOKEN[:-1], prompt=True))
     assert template.turn_end() == ("<SPECIAL_12>" if prompt else "")
@@ -121,12 +121,12 @@ def test_nemotrons_formats_are_megatrons(
 
 def test_without_blocks_turns_are_learnt_from_where_they_depart_from_the_prompt() -> None:
     template = ChatTemplate("t", WITHOUT_BLOCKS, {"eos_token": "</s>"})
-    assert learnt(template) == ["yo</s>", "no</s>"]
-    assert template.pieces(TALK)[0] == Piece(
+    assert learned(template) == ["yo</s>", "no</s>"]
+    assert template.pieces(TALK)[0] == TextPiece(
         "[system]be <b>brief</b></s>[user]hi</s>[assistant]", False
     )
     no_prompt = ChatTemplate("t", WITHOUT_BLOCKS.split("{%- if add")[0], {"eos_token": "</s>"})
-    assert learnt(no_prompt) == ["[assistant]yo</s>", "[assistant]no</s>"], (
+    assert learned(no_prompt) == ["[assistant]yo</s>", "[assistant]no</s>"], (
         "no one else writes its header"
     )
 
@@ -135,7 +135,7 @@ def test_without_blocks_turns_are_learnt_from_where_they_depart_from_the_prompt(
 def test_a_message_can_be_left_out(source: str) -> None:
     talk = [*TALK[:2], {**TALK[2], "train": False}, *TALK[3:]]
     template = ChatTemplate("t", source, {"eos_token": "</s>"})
-    assert learnt(template, talk) == ["no</s>"]
+    assert learned(template, talk) == ["no</s>"]
     assert template.render(talk) == template.render(TALK), "templates do not see it"
 
 
@@ -288,7 +288,7 @@ def test_long_conversation_renders_within_limits() -> None:
 
 def test_train_needs_a_block_for_each_turn() -> None:
     one = "{% generation %}{{ messages[2].content }}{% endgeneration %}"
-    assert learnt(ChatTemplate("t", one)) == ["yo"]
+    assert learned(ChatTemplate("t", one)) == ["yo"]
     with pytest.raises(
         DataError, match=r't: 1 generation blocks for 2 assistant turns.*or remove "train"'
     ):

@@ -8,7 +8,7 @@ import pytest
 
 from megalith.data.corpus import Position, Source
 from megalith.data.indexed import IndexedDataset
-from megalith.data.journal import EncodedKey, Journal, Totals
+from megalith.data.journal import EncodedKey, PrepareJournal, Totals
 from megalith.errors import DataError
 
 SOURCES = [Source("a", "jsonl", 100, 1), Source("b", "jsonl", 100, 2)]
@@ -16,8 +16,8 @@ SOURCES = [Source("a", "jsonl", 100, 1), Source("b", "jsonl", 100, 2)]
 
 def journal(
     folder: Path, *, settings: str = "same", sources: list[Source] | None = None
-) -> Journal:
-    return Journal(
+) -> PrepareJournal:
+    return PrepareJournal(
         folder / "work", ["text"], {"tokenizer": settings}, SOURCES if sources is None else sources
     )
 

@@ -17,7 +17,7 @@ from megalith.data.loader import (
     Masks,
     build_batch,
     build_pack,
-    check_alike,
+    check_batches_consistent_across_ranks,
     with_dropout,
 )
 from megalith.data.sample import PackedSample, Sample
@@ -137,7 +137,7 @@ def test_documents_start_after_each_end_and_drop_the_label_that_crosses() -> Non
     sample = Sample(np.array([5, 6, 9, 7, 8, 9, 4], dtype=np.int64), 7)
     batch = build_batch([sample], Masks(eod=9, documents=True), device=CPU)
     assert batch.tokens.lengths == ((3, 3), (3, 3))
-    assert batch.tokens.positions.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.tokens.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert batch.labels.tolist() == [6, 9, -1, 8, 9, -1]
     assert batch.num_labels == 4
 
@@ -145,7 +145,9 @@ def test_documents_start_after_each_end_and_drop_the_label_that_crosses() -> Non
 def test_further_depths_read_and_predict_tokens_further_on_in_the_same_document() -> None:
     sample = Sample(np.array([5, 6, 9, 7, 8, 9, 4], dtype=np.int64), 7)
     (first, second), whole = (
-        build_batch([sample], Masks(eod=9, documents=documents), device=CPU, further=2).further
+        build_batch(
+            [sample], Masks(eod=9, documents=documents), device=CPU, num_mtp_layers=2
+        ).mtp_inputs
         for documents in (True, False)
     )
     assert [x.tolist() for x in first] == [[6, 9, 0, 8, 9, 0], [9, -1, -1, 9, -1, -1]]
@@ -160,23 +162,29 @@ def test_ranks_that_share_rows_share_what_further_depths_read(
     draw = np.random.default_rng(0)
     samples = [Sample(draw.integers(1, 9, 13), 11) for _ in range(2)]
     masks = Masks(eod=4, documents=True)
-    whole = build_batch(samples, masks, device=CPU, further=2)
-    for depth, (ids, labels) in enumerate(whole.further):
+    whole = build_batch(samples, masks, device=CPU, num_mtp_layers=2)
+    for depth, (ids, labels) in enumerate(whole.mtp_inputs):
         found = {}
         for rank in range(2):
             mine = build_batch(
-                samples, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by), further=2
+                samples,
+                masks,
+                device=CPU,
+                slicing=Slicing(ranks=2, rank=rank, by=by),
+                num_mtp_layers=2,
             )
-            assert mine.num_further == whole.num_further and mine.num_labels == whole.num_labels
+            assert (
+                mine.num_mtp_labels == whole.num_mtp_labels and mine.num_labels == whole.num_labels
+            )
             context = mine.tokens.context
             assert context is not None
             places = context.slices.as_read(rank).tolist()
             pairs = zip(
-                mine.further[depth][0].tolist(), mine.further[depth][1].tolist(), strict=True
+                mine.mtp_inputs[depth][0].tolist(), mine.mtp_inputs[depth][1].tolist(), strict=True
             )
             found |= {place: pair for place, pair in zip(places, pairs, strict=True) if place >= 0}
         assert found == dict(enumerate(zip(ids.tolist(), labels.tolist(), strict=True)))
-        assert whole.num_further[depth] == int((labels >= 0).sum()) < whole.num_labels
+        assert whole.num_mtp_labels[depth] == int((labels >= 0).sum()) < whole.num_labels
 
 
 @pytest.mark.parametrize("by", ["row", "document"])
@@ -188,23 +196,26 @@ def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(
     rows[1] = replace(rows[1], places=draw.integers(0, 99, (3, 12)))
     masks = Masks(eod=4, documents=True)
     text, whole = (build_batch(some, masks, device=CPU).tokens for some in ([rows[0]], rows))
-    assert whole.positions.shape == (3, 36) and whole.num_tokens == 36
-    assert torch.equal(whole.positions[:, :12], text.positions.expand(3, -1))
-    assert whole.positions[:, 12:24].tolist() == rows[1].places.tolist()  # type: ignore[union-attr]  # just given
-    found = torch.zeros_like(whole.positions)
+    assert whole.position_ids.shape == (3, 36) and whole.num_tokens == 36
+    assert torch.equal(whole.position_ids[:, :12], text.position_ids.expand(3, -1))
+    assert whole.position_ids[:, 12:24].tolist() == rows[1].places.tolist()  # type: ignore[union-attr]  # just given
+    found = torch.zeros_like(whole.position_ids)
     for rank in range(2):
         mine = build_batch(
             rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)
         ).tokens
-        assert mine.context is not None and mine.whole.positions.shape == (3, 2 * mine.num_tokens)
-        places = torch.from_numpy(mine.context.slices.as_read(rank))
-        found[:, places[places >= 0]] = mine.positions[:, places >= 0]
-        assert (mine.positions[:, places < 0] == 0).all()
-        assert torch.equal(
-            mine.whole.positions[:, torch.from_numpy(mine.context.slices.numbers[rank])],
-            mine.positions,
+        assert mine.context is not None and mine.whole.position_ids.shape == (
+            3,
+            2 * mine.num_tokens,
         )
-    assert torch.equal(found, whole.positions)
+        places = torch.from_numpy(mine.context.slices.as_read(rank))
+        found[:, places[places >= 0]] = mine.position_ids[:, places >= 0]
+        assert (mine.position_ids[:, places < 0] == 0).all()
+        assert torch.equal(
+            mine.whole.position_ids[:, torch.from_numpy(mine.context.slices.numbers[rank])],
+            mine.position_ids,
+        )
+    assert torch.equal(found, whole.position_ids)
 
 
 def test_labels_of_every_depth_are_counted_over_the_step() -> None:
@@ -217,9 +228,9 @@ def test_labels_of_every_depth_are_counted_over_the_step() -> None:
         consumed=0,
         steps=1,
         device=CPU,
-        further=2,
+        num_mtp_layers=2,
     ).next()
-    assert (step.num_labels, step.num_further) == (30, (8 * 3 - 2, 8 * 2 - 2))
+    assert (step.num_labels, step.num_mtp_labels) == (30, (8 * 3 - 2, 8 * 2 - 2))
 
 
 def test_end_of_document_labels_can_be_masked_without_documents() -> None:
@@ -246,7 +257,7 @@ def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_toke
     text[0][[4, 5]] = 0
     for rank, batch in enumerate(shares("row")):
         places = [0, 1, 2, 9, 10, 11] if rank == 0 else [3, 4, 5, 6, 7, 8]
-        assert batch.tokens.positions.tolist() == places * 2
+        assert batch.tokens.position_ids.tolist() == places * 2
         assert batch.ids.tolist() == [int(row[i]) for row in text for i in places]
         labels = [int(row[i + 1]) if i + 1 < 11 else -1 for row in text for i in places]
         assert (
@@ -399,10 +410,10 @@ def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None
         == sorted(dataset.lengths_of(k)[0] for k in range(10, 20))
         == sorted(step.lengths or ())
     )
-    assert step.num_read == sum(found) and step.num_places == 64 * len(step.microbatches)
+    assert step.num_tokens == sum(found) and step.num_padded_tokens == 64 * len(step.microbatches)
     assert {len(batch.ids) for batch in step.microbatches} == {64}
     for batch in step.microbatches:
-        assert int(batch.tokens.valid.sum()) == sum(batch.lengths) == batch.num_read
+        assert int(batch.tokens.valid.sum()) == sum(batch.lengths) == batch.num_tokens
         assert (
             int((batch.labels >= 0).sum()) == batch.num_labels
             and not (batch.labels[~batch.tokens.valid] >= 0).any()
@@ -426,7 +437,7 @@ def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
 def test_a_pack_of_nothing_is_filler() -> None:
     batch = build_pack(RaggedDocuments(30, 61, 40), [], BUDGET, device=CPU)
     assert (
-        batch.num_read == batch.num_labels == 0
+        batch.num_tokens == batch.num_labels == 0
         and batch.lengths == ()
         and not batch.tokens.valid.any()
     )
@@ -434,11 +445,11 @@ def test_a_pack_of_nothing_is_filler() -> None:
 
 
 def test_sums_of_digests_tell_ranks_that_deal_alike() -> None:
-    check_alike(3, [5, 25], alone("dp"))
+    check_batches_consistent_across_ranks(3, [5, 25], alone("dp"))
     with pytest.raises(
         DataError, match=r"in different ways \(microbatches: 3 on rank 0\). Make sure that all"
     ):
-        check_alike(3, [5, 24], alone("dp"))
+        check_batches_consistent_across_ranks(3, [5, 24], alone("dp"))
 
 
 class Talks:

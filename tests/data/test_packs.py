@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megalith.data.packs import (
-    Room,
+    PackingInput,
     joined,
     numbers_of,
     pack_first_fit,
@@ -18,7 +18,7 @@ from megalith.data.packs import (
 from megalith.data.sample import PackedSample
 from megalith.errors import DataError
 from megalith.plan.deal import Budget
-from megalith.plan.fill import Filled
+from megalith.plan.fill import PackedDocuments
 
 
 def document(first: int, length: int) -> PackedSample:
@@ -46,7 +46,7 @@ def test_documents_that_will_be_padded_leave_room_for_it() -> None:
 
 
 LENGTHS = np.array([7, 3, 9, 3, 1, 8, 3, 2])
-ROOM = Room("abc", 10, "drop", LENGTHS, np.array([0, 1, 3, 4, 5, 6, 7]))
+ROOM = PackingInput("abc", 10, "drop", LENGTHS, np.array([0, 1, 3, 4, 5, 6, 7]))
 
 
 def test_a_packing_has_every_conversation_once_and_depends_on_the_seed_alone() -> None:
@@ -83,7 +83,10 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
             DataError, match=f"was made for {text}. Make it again with `megalith data pack`"
         ):
             read_packs(str(path), room)
-    for wrong in (Filled(np.array([0, 1]), np.array([0, 2])), Filled(ROOM.kept, np.array([0, 7]))):
+    for wrong in (
+        PackedDocuments(np.array([0, 1]), np.array([0, 2])),
+        PackedDocuments(ROOM.kept, np.array([0, 7])),
+    ):
         write_packs(path, ROOM, wrong)
         with pytest.raises(
             DataError, match="does not hold each of the 7 conversations once, in rows of at most 10"
@@ -107,14 +110,14 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
 
 def test_a_report_counts_rows_by_what_is_in_them() -> None:
     starts = np.array([0, 1, 3, 6])
-    report = report_of(Filled(np.array([2, 0, 4, 1, 3, 6]), starts), LENGTHS, 10)
+    report = report_of(PackedDocuments(np.array([2, 0, 4, 1, 3, 6]), starts), LENGTHS, 10)
     assert (report.rows, report.fewest, report.conversations, report.mean) == (3, 3, 6, 2.0)
     assert report.fill == pytest.approx(26 / 30) and report.histogram == (
         (1, 1, 1),
         (2, 2, 1),
         (3, 3, 1),
     )
-    many = report_of(Filled(np.arange(30) % 8, np.array([0, 1, 30])), LENGTHS, 1000)
+    many = report_of(PackedDocuments(np.arange(30) % 8, np.array([0, 1, 30])), LENGTHS, 1000)
     assert (
         many.histogram[0] == (1, 3, 1)
         and many.histogram[-1] == (28, 30, 1)

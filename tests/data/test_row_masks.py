@@ -19,8 +19,8 @@ from megalith.data.sample import PackedSample, RowMask, Sample
 from megalith.errors import DataError
 from megalith.kernels.attention import attention
 from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import Tokens, tokens_of_lengths
-from megalith.kernels.visible import SeenPairs
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
+from megalith.kernels.visible import VisiblePairs
 from megalith.plan.context import Slicing
 from megalith.plan.deal import Budget
 
@@ -34,13 +34,13 @@ def sample(mask: RowMask | None, k: int = 0) -> Sample:
     return Sample(np.random.default_rng(k).integers(1, 50, 13), 13, mask=mask)
 
 
-def seen(tokens: Tokens) -> NDArray[np.bool_]:
+def seen(tokens: PackedSeqParams) -> NDArray[np.bool_]:
     """[t, t]: what the masks let each token see of its own document."""
     visible, whole = tokens.whole.visible, tokens.whole
     assert visible is not None
     every = torch.arange(whole.num_tokens)
-    found = SeenPairs(visible, every, every).of_row(0, 1).expand(whole.num_tokens, -1)
-    own: NDArray[np.bool_] = (found & (whole.document == whole.document[:, None])).numpy()
+    found = VisiblePairs(visible, every, every).of_row(0, 1).expand(whole.num_tokens, -1)
+    own: NDArray[np.bool_] = (found & (whole.document_ids == whole.document_ids[:, None])).numpy()
     return own
 
 
@@ -55,7 +55,7 @@ def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
             (PAIRS[0].seen, np.tile(TEXT.seen, (12, 1)), np.ones((12, 12), bool), PAIRS[1].seen)
         ):
             here = slice(12 * n, 12 * (n + 1))
-            own = batch.tokens.document[here] == batch.tokens.document[here, None]
+            own = batch.tokens.document_ids[here] == batch.tokens.document_ids[here, None]
             assert np.array_equal(found[here, here], mask & own.numpy())
         assert batch.tokens.valid.tolist() == [True] * 12 + TEXT.seen.tolist() + [True] * 24
 
@@ -94,7 +94,7 @@ def test_whether_padding_is_hidden_follows_from_the_model() -> None:
         vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden_size=8
     )
     both_ways = replace(model, attention=AttentionConfig(causal=False))
-    data = DataConfig(mock=True, documents=True, eod_mask_loss=True)
+    data = DataConfig(mock=True, document_masking=True, eod_mask_loss=True)
     assert masks_of(data, model, 3) == Masks(eod=3, documents=True, eod_mask_loss=True)
     assert masks_of(data, both_ways, None) == Masks(
         documents=True, eod_mask_loss=True, padding=True

@@ -1,4 +1,4 @@
-"""Rows are filled with whole conversations: what is learnt, what is counted, in which order, and
+"""Rows are filled with whole conversations: what is learned, what is counted, in which order, and
 what is refused."""
 
 import json
@@ -302,7 +302,7 @@ def test_special_tokens_that_the_template_writes_are_single_tokens(tmp_path: Pat
     assert row.labels[row.num_valid - 1] == tokenizer.eod
 
 
-def test_what_was_tokenised_is_kept_beside_the_files_and_made_again_when_they_change(
+def test_what_was_tokenized_is_kept_beside_the_files_and_made_again_when_they_change(
     tmp_path: Path,
 ) -> None:
     path = write(tmp_path / "a.jsonl", talk("ab", "c"))

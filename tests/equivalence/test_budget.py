@@ -1,4 +1,4 @@
-"""Documents packed by a budget of tokens are learnt as one by one, in float64, whatever the budget
+"""Documents packed by a budget of tokens are learned as one by one, in float64, whatever the budget
 and the layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from megalith.errors import DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
-from megalith.plan.deal import Budget, Deal, budget_of
+from megalith.plan.deal import BatchAssignment, Budget, budget_of
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -30,7 +30,7 @@ from megalith.train import step as step_file
 from megalith.train.build import Trainer, build_trainer
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
-from megalith.train.loss import share_of_means
+from megalith.train.loss import normalize_losses_by_labels
 from megalith.train.rules import check_run
 from megalith.train.step import train_step
 
@@ -133,11 +133,11 @@ def apart(trainer: Trainer) -> StepBatches:
 
 def gradients(trainer: Trainer, batches: StepBatches) -> tuple[float, float, dict[str, Tensor]]:
     result = train_step(trainer, batches, lr=0.0, weight_decay=0.0)
-    trainer.data.settle()
+    trainer.data.wait_params()
     return (
         result.loss,
         result.grad_norm,
-        {o.shard.name: o.gradient.clone() for o in trainer.data.owned},
+        {o.shard.name: o.gradient.clone() for o in trainer.data.local_params},
     )
 
 
@@ -191,7 +191,9 @@ def _mean_of_packs(
 ) -> Tensor:
     """Each pack's own mean counts alike, however few tokens it has: as if all packs had as many
     labels."""
-    return share_of_means(losses, num_labels=[next(own_labels), *num_labels[1:]], **others)
+    return normalize_losses_by_labels(
+        losses, num_labels=[next(own_labels), *num_labels[1:]], **others
+    )
 
 
 def test_a_mean_of_packs_would_be_seen() -> None:
@@ -200,7 +202,7 @@ def test_a_mean_of_packs_would_be_seen() -> None:
     counts = iter(
         [max(1, batch.num_labels) * len(step.microbatches) for batch in step.microbatches]
     )
-    with replaced(step_file, "share_of_means", partial(_mean_of_packs, counts)):
+    with replaced(step_file, "normalize_losses_by_labels", partial(_mean_of_packs, counts)):
         _, norm, _ = gradients(trainer, step)
     assert norm != pytest.approx(alone()[1], rel=1e-3)
 
@@ -228,7 +230,9 @@ def _told(rank: int, world: int, settings: Mapping[str, str]) -> str:
     """The last rank takes all documents to be as long as can be, as from other files, and has more
     packs."""
     trainer = build(settings, rank, world)
-    longest = replaced(Budget, "deal", _of_longest) if rank == world - 1 else nullcontext()
+    longest = (
+        replaced(Budget, "assign_batches", _of_longest) if rank == world - 1 else nullcontext()
+    )
     with longest, pytest.raises(DataError) as caught:
         packed(trainer).next()
     return str(caught.value)
@@ -236,7 +240,7 @@ def _told(rank: int, world: int, settings: Mapping[str, str]) -> str:
 
 def _of_longest(
     self: Budget, lengths: Sequence[int], dp: int, *, forward_only: bool = False
-) -> Deal:
+) -> BatchAssignment:
     return RIGHT_DEAL(self, [self.longest for _ in lengths], dp, forward_only=forward_only)
 
 
@@ -260,7 +264,7 @@ def test_a_rank_that_packs_in_another_way_is_told_on_all_ranks_before_any_waits(
     )
 
 
-RIGHT_DEAL = Budget.deal
+RIGHT_DEAL = Budget.assign_batches
 
 
 # --- a run

@@ -43,7 +43,7 @@ START = start_passing
 
 
 def _exposed(
-    rank: int, world: int, count: int, at_once: bool = False
+    rank: int, world: int, count: int, no_overlap: bool = False
 ) -> tuple[float, float, float]:
     """Seconds of a step in which no keys are waited for, that the link adds to them, and that a
     rank stands still.
@@ -68,7 +68,7 @@ def _exposed(
     )
     whole, exposed = [], []
     with (
-        replaced(context, "start_passing", _at_once if at_once else START),
+        replaced(context, "start_passing", _at_once if no_overlap else START),
         replaced(context, "attend", partial(_slowly, span_attention.attend)),
         replaced(context, "attend_backward", partial(_slowly, span_attention.attend_backward)),
         slow_link(latency_seconds=LATENCY) as link,
@@ -81,7 +81,7 @@ def _exposed(
             train_step(trainer, batch, lr=1e-2, weight_decay=0.1)
             exposed.append(link.exposed_seconds("all_to_all") - ring)
             whole.append(time.perf_counter() - start - (link.exposed_seconds() - before))
-        trainer.data.settle()
+        trainer.data.wait_params()
     passed = link.of("all_to_all")
     assert len(passed) == count * run.model.num_layers * 3 * (world - 1) and all(
         one.waits == 1 for one in passed

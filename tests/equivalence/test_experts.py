@@ -1,5 +1,5 @@
 """Mixtures of experts beyond one layout: checkpoints that move, recomputation to the bit,
-experts nobody chooses, and balance that is learnt. That each layout equals one process is in
+experts nobody chooses, and balance that is learned. That each layout equals one process is in
 test_layouts.py."""
 
 import functools
@@ -17,7 +17,7 @@ from torch import Tensor
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -30,10 +30,10 @@ from megalith.kernels.grouped_linear import (
     FUSED,
     HAS_GROUPED_MM,
     LOOP,
-    GroupedProducts,
+    GroupedMatmulOps,
     Groups,
-    best_products,
     put_grouped_product_,
+    select_grouped_matmul_ops,
 )
 from megalith.parallel import data
 from megalith.parallel.group import gather_objects
@@ -41,8 +41,13 @@ from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP32_DEEP, FP64, assert_close
-from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
-from megalith.train.experts import LayerUse, routers_of, use_of_experts
+from megalith.train.build import (
+    Trainer,
+    all_gather_loaded_params,
+    build_trainer,
+    checkpoint_entries,
+)
+from megalith.train.experts import LayerExpertLoad, collect_expert_load, routers_of
 from megalith.train.step import train_step
 from megalith.verify.ranks import (
     Gathered,
@@ -96,13 +101,13 @@ def steps_between(
             checkpoint_entries(trainer), mesh.world
         )
         trainer.optimizer.set_updates(first)
-        publish_loaded(trainer)
+        all_gather_loaded_params(trainer)
     loader = _loader(case.run, mesh, consumed=12 * first, steps=last - first)
     losses = [
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss
         for _ in range(last - first)
     ]
-    trainer.data.settle()
+    trainer.data.wait_params()
     save_checkpoint(
         root, last, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None
     )
@@ -136,7 +141,9 @@ IN_EVERY_RUN = ("dp2 etp2 to tp2 sp ep2 etp1",)
 assert BIASED_CHOICE.moe is not None
 EIGHT = replace(
     BIASED_CHOICE,
-    moe=replace(BIASED_CHOICE.moe, experts=8, router=replace(BIASED_CHOICE.moe.router, groups=4)),
+    moe=replace(
+        BIASED_CHOICE.moe, num_experts=8, router=replace(BIASED_CHOICE.moe.router, num_groups=4)
+    ),
 )
 """As many experts as four ranks can divide."""
 
@@ -205,8 +212,8 @@ def first_step(
         train_step(
             trainer, _loader(run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0
         )
-        gradients = [owned.gradient.clone() for owned in trainer.data.owned]
-        found.append((gradients, use_of_experts(trainer.staged.modules, mesh)))
+        gradients = [param.gradient.clone() for param in trainer.data.local_params]
+        found.append((gradients, collect_expert_load(trainer.pipeline_model.modules, mesh)))
     return found
 
 
@@ -242,14 +249,14 @@ def test_evaluation_touches_no_record_and_no_bias() -> None:
     trainer = build_trainer(case.run, mesh_of_one(), CPU)
     loader = _loader(case.run, trainer.mesh, consumed=0, steps=2)
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
-    routers = list(routers_of(trainer.staged.modules))
+    routers = list(routers_of(trainer.pipeline_model.modules))
     before = [(router.balance.record, router.moved) for router in routers]
     kept = [
         [part.clone() for part in (record.counts, record.losses, bias)]
         for record, bias in before
         if record
     ]  # type: ignore[union-attr]  # a bias is there
-    trainer.staged.forward(loader.next().microbatches)
+    trainer.pipeline_model.forward(loader.next().microbatches)
     after = [[r.balance.record.counts, r.balance.record.losses, r.moved] for r in routers]  # type: ignore[union-attr]  # as before
     assert all(
         torch.equal(a, b)
@@ -261,11 +268,11 @@ def test_evaluation_touches_no_record_and_no_bias() -> None:
 def test_evaluation_refuses_nobody_and_adds_no_noise_and_no_loss_of_balance() -> None:
     """Experts with hardly any room, noise and heavy losses judge text as those without do."""
     assert NARROW.moe is not None
-    plain = replace(NARROW.moe, capacity=CapacityConfig(), balance=BalanceConfig())
+    plain = replace(NARROW.moe, capacity=CapacityConfig(), aux_loss=AuxLossConfig())
     narrow = replace(
         plain,
         capacity=CapacityConfig(factor=0.2),
-        balance=BalanceConfig(batch=9.0, z=9.0),
+        aux_loss=AuxLossConfig(batch_coeff=9.0, z_loss_coeff=9.0),
         router=RouterConfig(jitter=0.5),
     )
     found = []
@@ -275,7 +282,7 @@ def test_evaluation_refuses_nobody_and_adds_no_noise_and_no_loss_of_balance() ->
         held_out = [
             replace(batch, tokens=replace(batch.tokens, dropout=None)) for batch in batches
         ]  # as they are read
-        found.append(trainer.staged.forward(held_out))
+        found.append(trainer.pipeline_model.forward(held_out))
     assert torch.equal(found[0], found[1]) and bool(found[0].any())
 
 
@@ -300,12 +307,12 @@ def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
 
 
 @contextmanager
-def everywhere(products: Callable[[Tensor, Tensor, Groups], GroupedProducts]) -> Iterator[None]:
+def everywhere(matmul_ops: Callable[[Tensor, Tensor, Groups], GroupedMatmulOps]) -> Iterator[None]:
     """Who asks for the fastest matmuls of experts gets these: where they are computed, and where
     they are chosen."""
     with (
-        replaced(grouped_linear, "best_products", products),
-        replaced(expert_kernels, "best_products", products),
+        replaced(grouped_linear, "select_grouped_matmul_ops", matmul_ops),
+        replaced(expert_kernels, "select_grouped_matmul_ops", matmul_ops),
     ):
         yield
 
@@ -317,10 +324,10 @@ def test_a_step_with_grouped_matmuls_is_that_with_one_expert_after_the_other() -
     case = case_of(
         replace(BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=12)), ONE
     )  # 48 bytes
-    ways: list[GroupedProducts] = []
+    ways: list[GroupedMatmulOps] = []
 
-    def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
-        ways.append(best_products(x, w, groups))
+    def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
+        ways.append(select_grouped_matmul_ops(x, w, groups))
         return ways[-1]
 
     with everywhere(noted):
@@ -353,14 +360,14 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
     On CPUs sinks of gradients would add one expert's after the other even so; as on GPUs, theirs
     are grouped, too.
     """
-    ways: list[GroupedProducts] = []
+    ways: list[GroupedMatmulOps] = []
 
-    def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
-        ways.append(best_products(x, w, groups) if grouped else LOOP)
+    def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
+        ways.append(select_grouped_matmul_ops(x, w, groups) if grouped else LOOP)
         return ways[-1]
 
     put = functools.partial(
-        put_grouped_product_, products=FUSED if grouped and HAS_GROUPED_MM else LOOP
+        put_grouped_product_, matmul_ops=FUSED if grouped and HAS_GROUPED_MM else LOOP
     )
     with everywhere(noted), replaced(data, "put_grouped_product_", put):
         yield
@@ -369,7 +376,7 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
 
 def steps_in_fp32(
     rank: int, world: int, case: LayoutCase, folder: str, grouped: bool
-) -> tuple[list[list[LayerUse]], dict[str, Tensor]]:
+) -> tuple[list[list[LayerExpertLoad]], dict[str, Tensor]]:
     """Three steps with grouped matmuls, which must be used, or without any: choices, and all that a
     run stores."""
     mesh, root, uses = mesh_of(case, rank, world), Path(folder), []
@@ -378,8 +385,8 @@ def steps_in_fp32(
         loader = _loader(case.run, mesh, consumed=0, steps=3)
         for _ in range(3):
             train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
-            uses.append(use_of_experts(trainer.staged.modules, mesh))
-    trainer.data.settle()
+            uses.append(collect_expert_load(trainer.pipeline_model.modules, mesh))
+    trainer.data.wait_params()
     save_checkpoint(root, 3, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
     stored = open_checkpoint(root / "step_0000003")
     return uses, {name: stored.read(name) for name in stored.keys()} if rank == 0 else {}  # noqa: SIM118  # no mapping
@@ -467,9 +474,9 @@ def pushed(
     train_step(
         trainer, _loader(case.run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0
     )
-    mine = _slices([(o.shard, o.gradient) for o in trainer.data.owned])
+    mine = _slices([(o.shard, o.gradient) for o in trainer.data.local_params])
     gradients = _join_slices(gather_objects(mine, mesh.world))
-    use = [one.counts for one in use_of_experts(trainer.staged.modules, mesh)]
+    use = [one.counts for one in collect_expert_load(trainer.pipeline_model.modules, mesh)]
     return use, before, gradients, _join_slices(gather_objects(weights_of(trainer), mesh.world))
 
 
@@ -477,7 +484,7 @@ def weights_of(trainer: Trainer) -> Gathered:
     return _slices([(slot.shard, slot.weight) for slot in trainer.optimizer.slots])
 
 
-@pytest.mark.parametrize("dispatcher", ["exchange", "gather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize(
     ("push", "top_k"),
     [([0.0, 90.0, 0.0, 0.0], 1), ([90.0, 90.0, 0.0, 0.0], 2)],
@@ -486,8 +493,8 @@ def weights_of(trainer: Trainer) -> Gathered:
 def test_experts_and_ranks_without_any_token_have_no_gradient_and_stay(
     dispatcher: Any, push: list[float], top_k: int
 ) -> None:
-    router = RouterConfig(score="softmax", renormalise=top_k > 1, bias=True)
-    moe = MoEConfig(experts=4, top_k=top_k, ffn_hidden_size=10, router=router)
+    router = RouterConfig(score="softmax", norm_topk_prob=top_k > 1, bias=True)
+    moe = MoEConfig(num_experts=4, top_k=top_k, ffn_hidden_size=10, router=router)
     model = replace(BIASED_CHOICE, num_layers=2, moe=moe)
     layout = ParallelConfig(dp=2, ep=2, dispatcher=dispatcher)
     use, before, gradients, after = on_ranks(pushed, case_of(model, layout), push)
@@ -502,7 +509,7 @@ def test_experts_and_ranks_without_any_token_have_no_gradient_and_stay(
         assert moved.tolist() == chosen
 
 
-# --- balance is learnt
+# --- balance is learned
 
 
 @dataclass(frozen=True)
@@ -522,10 +529,10 @@ class Skewed:
         return Sample(ids, 25)
 
 
-def violation(balance: BalanceConfig, router: RouterConfig) -> float:
-    """Tokens of the busiest expert over the mean, less 1, over the last 20 of 200 steps and the
-    worst layer."""
-    moe = MoEConfig(experts=8, ffn_hidden_size=10, balance=balance, router=router)
+def violation(balance: AuxLossConfig, router: RouterConfig) -> float:
+    """PackedSeqParams of the busiest expert over the mean, less 1, over the last 20 of 200 steps
+    and the worst layer."""
+    moe = MoEConfig(num_experts=8, ffn_hidden_size=10, aux_loss=balance, router=router)
     model = replace(BIASED_CHOICE, num_layers=2, moe=moe, init_std=0.2)
     case = layout_case(model, ONE, 1, micro_batch_size=12, seq_len=24)
     run = replace(case.run, precision=PrecisionConfig(params="fp32"))
@@ -545,7 +552,10 @@ def violation(balance: BalanceConfig, router: RouterConfig) -> float:
         train_step(trainer, loader.next(), lr=3e-3, weight_decay=0.0)
         if step >= 180:
             total += torch.tensor(
-                [use.counts for use in use_of_experts(trainer.staged.modules, trainer.mesh)]
+                [
+                    use.counts
+                    for use in collect_expert_load(trainer.pipeline_model.modules, trainer.mesh)
+                ]
             )
     return float((total.amax(1) / total.mean(1) - 1).max())
 
@@ -554,9 +564,10 @@ def violation(balance: BalanceConfig, router: RouterConfig) -> float:
 def test_experts_learn_to_be_equally_busy_by_each_means_and_not_without() -> None:
     """Of Wang et al. 2024 (arXiv:2408.15664), MaxVio."""
     plain = RouterConfig(score="sigmoid")
-    assert violation(BalanceConfig(), plain) > 0.5
-    assert violation(BalanceConfig(batch=0.1), plain) < 0.5
+    assert violation(AuxLossConfig(), plain) > 0.5
+    assert violation(AuxLossConfig(batch_coeff=0.1), plain) < 0.5
     assert (
-        violation(BalanceConfig(), replace(plain, balancing_bias=True, balancing_rate=0.01)) < 0.5
+        violation(AuxLossConfig(), replace(plain, expert_bias=True, expert_bias_update_rate=0.01))
+        < 0.5
     )
-    assert violation(BalanceConfig(quantile=True, quantile_ema=0.9), plain) < 0.5
+    assert violation(AuxLossConfig(quantile=True, quantile_ema=0.9), plain) < 0.5

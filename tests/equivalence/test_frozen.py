@@ -21,7 +21,12 @@ from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 from megalith.train import build
-from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.build import (
+    Trainer,
+    all_gather_loaded_params,
+    build_trainer,
+    checkpoint_entries,
+)
 from megalith.train.step import train_step
 from megalith.verify import ranks as proof
 from megalith.verify.rows import TIED, tiny
@@ -49,13 +54,13 @@ def frozen_trainer(
     """A trainer whose model was frozen but for a few parameters before the engine was built."""
     grid = model_grid(case.run.parallel, case.run.model, case.world)
     mesh = mesh_of_one() if case.world == 1 else build_mesh(grid, rank=rank)
-    engine = build.build_engine
+    engine = build.build_grad_sync
 
     def freeze_first(run: Any, model: nn.ModuleList, *others: Any) -> Any:
         freeze(model, trained)
         return engine(run, model, *others)
 
-    with replaced(build, "build_engine", freeze_first):
+    with replaced(build, "build_grad_sync", freeze_first):
         return build_trainer(case.run, mesh, torch.device("cpu"), fill=fill)
 
 
@@ -82,18 +87,20 @@ def run_steps(
     for _ in range(2):
         result = train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
         news += [result.loss, result.grad_norm]
-    trainer.data.settle()
+    trainer.data.wait_params()
     save_checkpoint(
         Path(folder), 2, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None
     )
     again = frozen_trainer(case, rank, trained, fill=False)
     open_checkpoint(Path(folder) / "step_0000002").load_into(checkpoint_entries(again), mesh.world)
-    publish_loaded(again)
+    all_gather_loaded_params(again)
     after = joined(again)
     assert_close(after, joined(trainer), FP64)
     held = {slot.shard.name for slot in trainer.optimizer.slots}
-    assert held == {owned.shard.name for owned in trainer.data.owned}
-    assert not any(parameter.grad is not None for parameter in trainer.staged.modules.parameters())
+    assert held == {param.shard.name for param in trainer.data.local_params}
+    assert not any(
+        parameter.grad is not None for parameter in trainer.pipeline_model.modules.parameters()
+    )
     return news, before, after, held
 
 
@@ -133,7 +140,7 @@ def test_frozen_parameters_stay_and_the_others_are_trained_as_on_one_process(
         ParallelConfig(tp=2, dp=2, sp=True, zero=1),
         ParallelConfig(pp=2, dp=2, zero=2),
         ParallelConfig(pp=2, dp=2, pipeline=PipelineConfig(schedule="zb-h1")),
-        ParallelConfig(dp=4, zero=3, replicas=2),
+        ParallelConfig(dp=4, zero=3, dp_replicate=2),
     ],
 )
 def test_frozen_parameters_stay_under_every_axis(parallel: ParallelConfig, tmp_path: Path) -> None:
@@ -149,10 +156,10 @@ def _traffic(rank: int, world: int, zero: Zero, trained: tuple[str, ...]) -> dic
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
     with slow_link() as link:
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
-        trainer.data.settle()
+        trainer.data.wait_params()
     kinds = {transfer.kind for transfer in link.transfers}
     found = {kind: sum(transfer.nbytes for transfer in link.of(kind)) for kind in kinds}
-    return found | {"gradients": sum(owned.gradient.numel() for owned in trainer.data.owned)}
+    return found | {"gradients": sum(param.gradient.numel() for param in trainer.data.local_params)}
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

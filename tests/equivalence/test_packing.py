@@ -18,7 +18,7 @@ from megalith.data.loader import Batch, Masks, StepBatches, build_batch
 from megalith.data.sample import PackedSample
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer
-from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
@@ -91,7 +91,7 @@ def step_of(trainer: Trainer, rows: Sequence[Sequence[int]], length: int = 24) -
     ]
     mine = every[dp.rank :: dp.size]
     return StepBatches(
-        mine, sum(batch.num_labels for batch in every), (), sum(batch.num_read for batch in every)
+        mine, sum(batch.num_labels for batch in every), (), sum(batch.num_tokens for batch in every)
     )
 
 
@@ -108,14 +108,14 @@ def build(settings: Mapping[str, str], rank: int = 0, world: int = 1) -> Trainer
 
 
 def gradients(trainer: Trainer, step: StepBatches) -> tuple[float, float, dict[str, Tensor]]:
-    """Loss, norm, and my slices of the gradients; nothing is learnt, so that another step starts
+    """Loss, norm, and my slices of the gradients; nothing is learned, so that another step starts
     from the same."""
     result = train_step(trainer, step, lr=0.0, weight_decay=0.0)
-    trainer.data.settle()
+    trainer.data.wait_params()
     return (
         result.loss,
         result.grad_norm,
-        {o.shard.name: o.gradient.clone() for o in trainer.data.owned},
+        {o.shard.name: o.gradient.clone() for o in trainer.data.local_params},
     )
 
 
@@ -165,7 +165,7 @@ def test_they_have_under_every_axis(name: str) -> None:
 def outputs(batch: Batch) -> Tensor:
     model = Decoder(tiny_run().model, mesh_of_one())
     allocate(model, CPU)
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     with torch.no_grad():
         hidden: Tensor = model(batch.ids, batch.tokens)
     return hidden
@@ -192,7 +192,7 @@ def test_documents_that_were_one_would_be_seen() -> None:
 
 def test_filler_is_nobodys_work() -> None:
     batch = build_batch([row((0, 1)), row((5,))], Masks(), device=CPU)
-    assert batch.num_read == 10 and batch.squared_lengths == 25 + 9 + 4
+    assert batch.num_tokens == 10 and batch.squared_lengths == 25 + 9 + 4
     assert batch.tokens.lengths == ((5, 5), (3, 3), (16, 16), (2, 2), (22, 22))
 
 
@@ -205,14 +205,14 @@ TALKS = tuple(made_up(9, 0))
 
 def told(talk: Conversation) -> PackedSample:
     """A conversation alone in a row of its own length, byte by byte: answers and their ends are
-    learnt."""
-    tokens, learnt = [], []
+    learned."""
+    tokens, learned = [], []
     for message in talk.messages:
         answer = message["role"] == "assistant"
         part = [*message["content"].encode(), *([256] if answer else [])]
         tokens += part
-        learnt += [answer] * len(part)
-    labels = np.where(learnt[1:], tokens[1:], -1)
+        learned += [answer] * len(part)
+    labels = np.where(learned[1:], tokens[1:], -1)
     return PackedSample(np.array(tokens[:-1]), labels, (len(labels),), len(labels))
 
 

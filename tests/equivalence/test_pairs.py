@@ -20,12 +20,12 @@ from torch import Tensor
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.nn.moe.experts import Experts
-from megalith.parallel.autograd import Crossing
+from megalith.parallel.autograd import AsyncAllToAll
 from megalith.parallel.link import Tensors
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.parallel.pipeline import Pipeline
-from megalith.parallel.turns import Turns
-from megalith.plan.pairs import in_pairs
+from megalith.parallel.turns import DualBatchOverlap
+from megalith.plan.pairs import pair_forward_backward
 from megalith.plan.schedule import build_schedule
 from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
@@ -52,8 +52,10 @@ def weights_of(rank: int, world: int, case: LayoutCase, steps: int) -> dict[str,
     loader = _loader(case.run, trainer.mesh, consumed=0, steps=steps)
     for _ in range(steps):
         train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
-    trainer.data.settle()
-    return {name: p.detach().clone() for name, p in trainer.staged.modules.named_parameters()}
+    trainer.data.wait_params()
+    return {
+        name: p.detach().clone() for name, p in trainer.pipeline_model.modules.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("parallel", [EP2, pytest.param(STAGED, marks=pytest.mark.slow)])
@@ -80,40 +82,40 @@ Event = tuple[Literal["start", "wait", "there", "compute"], str, int]
 def noted(events: list[Event], delays: Iterator[float]) -> Iterator[None]:
     """Note what lanes do, and let everything take a while, now longer and now shorter."""
     start, wait, compute, main = (
-        Crossing.start,
-        Crossing.wait,
+        AsyncAllToAll.start,
+        AsyncAllToAll.wait,
         Experts.forward,
         threading.get_ident(),
     )
 
-    def note(what: Any, crossing: object = None) -> None:
+    def note(what: Any, async_all_to_all: object = None) -> None:
         time.sleep(next(delays))
-        numbers.setdefault(id(crossing), len(numbers))
+        numbers.setdefault(id(async_all_to_all), len(numbers))
         events.append(
             (
                 what,
                 "forward" if threading.get_ident() == main else "backward",
-                numbers[id(crossing)],
+                numbers[id(async_all_to_all)],
             )
         )
-        kept.append(crossing)
+        kept.append(async_all_to_all)
 
     numbers, kept = dict[int, int](), list[object]()
 
-    def noted_start(self: Crossing, x: Tensor, *, back: bool) -> Tensor:
+    def noted_start(self: AsyncAllToAll, x: Tensor, *, back: bool) -> Tensor:
         note("start", self)
         return start(self, x, back=back)
 
-    def noted_wait(self: Crossing, x: Tensor) -> Tensor:
-        meanwhile = self.meanwhile
+    def noted_wait(self: AsyncAllToAll, x: Tensor) -> Tensor:
+        overlap_fn = self.overlap_fn
 
         def and_then() -> None:
-            meanwhile()
+            overlap_fn()
             note("wait", self)
 
-        self.meanwhile = and_then
+        self.overlap_fn = and_then
         y = wait(self, x)
-        self.meanwhile = meanwhile
+        self.overlap_fn = overlap_fn
         note("there", self)
         return y
 
@@ -122,8 +124,8 @@ def noted(events: list[Event], delays: Iterator[float]) -> Iterator[None]:
         return compute(self, *given)
 
     with (
-        replaced(Crossing, "start", noted_start),
-        replaced(Crossing, "wait", noted_wait),
+        replaced(AsyncAllToAll, "start", noted_start),
+        replaced(AsyncAllToAll, "wait", noted_wait),
         replaced(Experts, "forward", noted_compute),
     ):
         yield
@@ -137,7 +139,9 @@ def log_of_step(rank: int, world: int, case: LayoutCase, hands_over: bool) -> li
     )
     batches, events = _loader(case.run, trainer.mesh, consumed=0, steps=1).next(), list[Event]()
     delays = (0.002 * ((number * (7 + 4 * rank)) % 5 == 0) for number in range(1 << 20))
-    stays = nullcontext() if hands_over else replaced(Turns, "__call__", lambda self: None)
+    stays = (
+        nullcontext() if hands_over else replaced(DualBatchOverlap, "__call__", lambda self: None)
+    )
     with noted(events, delays), stays:
         train_step(trainer, batches, lr=1e-2, weight_decay=0.1)
     return events
@@ -203,23 +207,25 @@ class Failing(torch.autograd.Function):
     """Hands over, and fails in the forward or the backward of one microbatch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, turns: Turns, here: Callable[[str], None]) -> Tensor:
-        ctx.given = turns, here
-        turns()
+    def forward(
+        ctx: Any, x: Tensor, dual_batch: DualBatchOverlap, here: Callable[[str], None]
+    ) -> Tensor:
+        ctx.given = dual_batch, here
+        dual_batch()
         here("F")
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        turns, here = ctx.given
-        turns()
+        dual_batch, here = ctx.given
+        dual_batch()
         here("B")
         return dy * 2, None, None
 
 
 @pytest.mark.parametrize("which", ["F2", "B1", "F0", "B3"])
 def test_an_error_in_a_lane_ends_the_step_with_its_own_traceback(which: str) -> None:
-    turns, done = Turns(), list[str]()
+    dual_batch, done = DualBatchOverlap(), list[str]()
     weight = torch.ones(3, requires_grad=True)
 
     def chunk(microbatch: int, received: Tensors) -> Tensors:
@@ -228,13 +234,13 @@ def test_an_error_in_a_lane_ends_the_step_with_its_own_traceback(which: str) -> 
             if done[-1] == which:
                 raise ValueError(f"no weights for {which}")
 
-        y: Tensor = Failing.apply(weight, turns, here)
+        y: Tensor = Failing.apply(weight, dual_batch, here)
         return (y.sum(),)
 
-    schedule = in_pairs(build_schedule("1f1b", num_ranks=1, num_microbatches=4))
+    schedule = pair_forward_backward(build_schedule("1f1b", num_ranks=1, num_microbatches=4))
     with pytest.raises(ValueError, match=f"no weights for {which}") as caught:
-        Pipeline(0, None, CPU, turns=turns).run(schedule, [chunk])
+        Pipeline(0, None, CPU, dual_batch=dual_batch).run(schedule, [chunk])
     assert "in here" in "".join(traceback.format_tb(caught.value.__traceback__))
     assert done[-1] == which, "nobody went on"
-    turns.both(lambda: done.append("again"), lambda: done.append("too"))
+    dual_batch.both(lambda: done.append("again"), lambda: done.append("too"))
     assert done[-2:] == ["again", "too"]

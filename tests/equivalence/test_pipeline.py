@@ -17,13 +17,13 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
-from megalith.train.build import build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.build import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.train.step import train_step
 from megalith.verify.ranks import LayoutCase, _loader, layout_case
 
 UNTIED = ModelConfig(
     vocab_size=61,
-    vocab_multiple=4,
+    pad_vocab_to_multiple_of=4,
     hidden_size=24,
     num_layers=4,
     num_heads=4,
@@ -67,7 +67,7 @@ def two_steps(
     if load:
         open_checkpoint(root / "step_0000002").load_into(checkpoint_entries(trainer), mesh.world)
         trainer.optimizer.set_updates(done)
-        publish_loaded(trainer)
+        all_gather_loaded_params(trainer)
     loader = _loader(case.run, mesh, consumed=12 * done, steps=2)
     losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(2)]
     save_checkpoint(
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_one_layout_continues_under_another(name: str, tmp_path:
 def test_further_predictions_move_between_stages_with_a_checkpoint(
     name: str, tied: bool, tmp_path: Path
 ) -> None:
-    model = replace(TIED, tied_embeddings=tied, mtp=MTPConfig(depths=2))
+    model = replace(TIED, tied_embeddings=tied, mtp=MTPConfig(num_layers=2))
     continues(model, AHEAD[name], tmp_path)
     written = [
         sorted(open_checkpoint(tmp_path / who / "step_0000004").keys())

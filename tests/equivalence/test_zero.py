@@ -18,14 +18,19 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import Override
 from megalith.data.loader import Loader, Masks
 from megalith.parallel import data as flat
-from megalith.parallel.data import DataParallel
+from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.parallel.tensor import VocabEmbedding
 from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import EXACT, FP64, assert_close, relative_error
-from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.build import (
+    Trainer,
+    all_gather_loaded_params,
+    build_trainer,
+    checkpoint_entries,
+)
 from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
 
@@ -75,7 +80,7 @@ def _train(rank: int, world: int, settings: Settings, count: int) -> Trained:
     run = tiny_run({**SMALL, **settings})
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     losses, norms = steps(trainer, 0, count)
-    trainer.data.settle()
+    trainer.data.wait_params()
     return Trained(
         losses, norms, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     )
@@ -189,7 +194,7 @@ def _events(rank: int, world: int, zero: int) -> list[str]:
     }
     run = tiny_run(settings)
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
-    assert isinstance(trainer.data, DataParallel)
+    assert isinstance(trainer.data, BucketedDataParallel)
     plan, names = trainer.data.plan, [shard.name for shard in trainer.data.shards]
     events: list[str] = []
 
@@ -229,7 +234,7 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
     run = tiny_run({**SMALL, "parallel.zero": "2", "model.num_layers": "8"})
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     data, most = trainer.data, 0
-    assert isinstance(data, DataParallel)
+    assert isinstance(data, BucketedDataParallel)
     right = flat.start_sum
 
     def count(*args: Any, **others: Any) -> Any:
@@ -265,7 +270,7 @@ def _skipped(
     run = tiny_run({**SMALL, **settings})
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     steps(trainer, 0, 1)
-    trainer.data.settle()
+    trainer.data.wait_params()
     before = {
         (entry.role, entry.key): entry.tensor.clone() for entry in checkpoint_entries(trainer)
     }
@@ -288,7 +293,7 @@ def _skipped(
         device=CPU,
     )
     result = train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
-    trainer.data.settle()
+    trainer.data.wait_params()
     after = {(entry.role, entry.key): entry.tensor for entry in checkpoint_entries(trainer)}
     assert after.keys() == before.keys() and len(before) > 10
     changed = [key for (role, key), x in after.items() if not torch.equal(x, before[role, key])]
@@ -360,7 +365,7 @@ def _exposed(rank: int, world: int, zero: int) -> tuple[float, float, float]:
             steps(trainer, number, 1)
             exposed.append(link.exposed_seconds("isend", "irecv") - before)
             whole.append(time.perf_counter() - start - exposed[-1])
-        trainer.data.settle()
+        trainer.data.wait_params()
     added = link.added_seconds("irecv") / count  # sending goes on at the same time
     return min(whole), added, min(exposed[1:])  # no weights were on their way before the first step
 
@@ -378,7 +383,7 @@ def test_of_a_link_that_would_add_half_a_step_four_fifths_are_hidden(zero: int) 
 
 
 def state_bytes(trainer: Trainer) -> int:
-    """Of masters, where they are apart from the weights, and moments."""
+    """Of master weights, where they are apart from the weights, and moments."""
     return sum(
         tensor.nbytes
         for slot in trainer.optimizer.slots
@@ -397,8 +402,8 @@ def state_bytes(trainer: Trainer) -> int:
 def test_bytes_per_parameter_are_those_of_the_table(
     params: str, weights: int, state: int, zero: int
 ) -> None:
-    """Weights whole; gradients (fp32) whole, or 1/d with zero 2; masters and moments 1/d with zero
-    1 and 2."""
+    """Weights whole; gradients (fp32) whole, or 1/d with zero 2; master weights and moments 1/d
+    with zero 1 and 2."""
     d = 4
     run = tiny_run(
         {**SMALL, "precision.params": params, "parallel.zero": str(zero), "parallel.dp": str(d)}
@@ -408,7 +413,7 @@ def test_bytes_per_parameter_are_those_of_the_table(
     for rank in range(d):
         trainer = build_trainer(run, mesh_on_paper(grid, rank=rank), CPU, fill=False)
         data = trainer.data
-        assert isinstance(data, DataParallel)
+        assert isinstance(data, BucketedDataParallel)
         states.append(state_bytes(trainer))
         assert data.weights.untyped_storage().nbytes() == weights * data.plan.numel
         wide = 8 if params == "fp64" else 4
@@ -442,7 +447,7 @@ def test_at_dp_4_a_rank_holds_a_quarter_of_the_optimizer_within_2_percent() -> N
     grid = model_grid(run.parallel, run.model, 4)
     for rank in range(4):
         trainer = build_trainer(run, mesh_on_paper(grid, rank=rank), CPU, fill=False)
-        assert isinstance(trainer.data, DataParallel)
+        assert isinstance(trainer.data, BucketedDataParallel)
         numel = sum(shard.numel for shard in trainer.data.shards)
         assert numel >= 10_000_000
         assert state_bytes(trainer) == pytest.approx(8 * numel / 4, rel=0.02)
@@ -471,14 +476,14 @@ def _go_on(rank: int, world: int, settings: Settings, folder: str) -> Trained:
         checkpoint_entries(trainer), trainer.mesh.world
     )
     trainer.optimizer.set_updates(2)
-    publish_loaded(trainer)
+    all_gather_loaded_params(trainer)
     losses, norms = steps(trainer, 2, 1)
     save(trainer, f"{folder}/again", 3)
     return Trained(losses, norms, {})
 
 
 def save(trainer: Trainer, folder: str, step: int) -> None:
-    trainer.data.settle()
+    trainer.data.wait_params()
     save_checkpoint(
         Path(folder),
         step,
@@ -508,7 +513,7 @@ TARGETS = {
     "tp2": (2, {"parallel.tp": "2"}),
     "zero 1 dp4 in two replicas": (
         4,
-        {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "3"},
+        {"parallel.zero": "1", "parallel.dp_replicate": "2", "train.micro_batch_size": "3"},
     ),
     "zero 1 tp2 dp2 sp": (4, {"parallel.zero": "1", "parallel.tp": "2", "parallel.sp": "true"}),
 }

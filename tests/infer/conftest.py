@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalith.config.model import ModelConfig
-from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.parallel.mesh import Mesh, mesh_of_one
 
 SIZES: dict[str, Any] = {
@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "num_kv_heads": 2,
     "ffn_hidden_size": 10,
     "max_seq_len": 96,
-    "vocab_multiple": 8,
+    "pad_vocab_to_multiple_of": 8,
     "init_std": 0.7,
 }
 
@@ -34,7 +34,7 @@ def model(
     """A model with first weights, the same under every layout."""
     made = Decoder(model_config, mesh or mesh_of_one(), dtype=dtype)
     allocate(made, torch.device("cpu"))
-    initialise(made, seed=11)
+    initialize(made, seed=11)
     return made
 
 

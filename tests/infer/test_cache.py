@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.config.kernels import Kernel
-from megalith.infer.cache import FIRST_ROOM, GrowingBuffer, KeyValueCache, ReadText, Sight
+from megalith.infer.cache import FIRST_ROOM, AttentionView, GrowingBuffer, KVCache, PrefixState
 from megalith.kernels.attention import attention
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import tokens_of_queries, tokens_of_rows
@@ -26,7 +26,7 @@ def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(
     sizes: list[int], window: int
 ) -> None:
     rows = torch.arange(sum(sizes) * 6.0).view(-1, 2, 3)
-    buffer, before = GrowingBuffer(Sight(window)), 0
+    buffer, before = GrowingBuffer(AttentionView(window)), 0
     for part in rows.split(sizes):
         found = buffer.append(part)
         before += len(part)
@@ -40,7 +40,7 @@ def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(
 def test_a_buffer_that_is_cut_goes_on_as_if_it_had_never_been_longer(window: int | None) -> None:
     rows = torch.arange(300.0).view(-1, 1, 1)
     for count in (0, 1, 2, 60, 90, 99, 100):
-        buffer = GrowingBuffer(Sight(window))
+        buffer = GrowingBuffer(AttentionView(window))
         for part in rows[:100].split([40, 1, 20, 39]):
             buffer.append(part)
         held = buffer.holds(count)
@@ -51,7 +51,7 @@ def test_a_buffer_that_is_cut_goes_on_as_if_it_had_never_been_longer(window: int
             first = 0 if window is None else max(0, count - window + 1)
             assert torch.equal(buffer.append(rows[200:203])[:-3], rows[first:count])
         assert held or count < 100, "the end is always held"
-    slid = GrowingBuffer(Sight(3))
+    slid = GrowingBuffer(AttentionView(3))
     for part in rows.split(1):
         slid.append(part)
     assert slid.holds(299) and not slid.holds(100)
@@ -63,7 +63,7 @@ def test_a_buffer_of_chunks_gives_the_chunk_that_new_tokens_begin_in(
     sizes: list[int], size: int
 ) -> None:
     rows = torch.arange(sum(sizes) * 1.0).view(-1, 1, 1)
-    buffer, before = GrowingBuffer(Sight(size, chunked=True)), 0
+    buffer, before = GrowingBuffer(AttentionView(size, chunked=True)), 0
     for part in rows.split(sizes):
         assert buffer.holds(before) and torch.equal(
             buffer.append(part), rows[before // size * size : before + len(part)]
@@ -79,7 +79,7 @@ def test_a_buffer_of_chunks_gives_the_chunk_that_new_tokens_begin_in(
 
 
 def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
-    read, rows = ReadText(1), torch.arange(9.0).view(-1, 1, 1)
+    read, rows = PrefixState(1), torch.arange(9.0).view(-1, 1, 1)
     read.cache.layers([0])[0].extend(rows[:4], rows[:4], tokens_of_queries([(4, 4)]))
     read.note([5, 6, 7, 8])
     assert read.resume([5, 6, 7, 8], sequence=0) == 3, "one token is left to be read"
@@ -94,7 +94,7 @@ def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
 
 
 def test_layers_that_keep_nothing_do_not_make_a_text_be_read_again() -> None:
-    read, rows = ReadText(3), torch.arange(4.0).view(-1, 1, 1)
+    read, rows = PrefixState(3), torch.arange(4.0).view(-1, 1, 1)
     read.cache.layers([0])[1].extend(rows, rows, tokens_of_queries([(4, 4)]))
     read.note([5, 6, 7, 8])
     assert read.resume([5, 6, 1], sequence=0) == 2
@@ -107,7 +107,7 @@ def test_room_doubles_so_that_few_rows_are_copied() -> None:
 
 
 def test_documents_keep_apart_and_come_back_packed() -> None:
-    cache = KeyValueCache(num_layers=2)
+    cache = KVCache(num_layers=2)
     k, v = torch.arange(5.0).view(5, 1, 1), torch.arange(10.0, 15.0).view(5, 1, 1)
     for layer in cache.layers([7, 3]):
         keys, values = layer.extend(k, v, tokens_of_queries([(2, 2), (3, 3)]))
@@ -161,7 +161,7 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
     whole = [
         attention(q, k, v, row, scores, sinks) for (q, k, v), row in zip(texts, rows, strict=True)
     ]
-    cache, read = KeyValueCache(1, [Sight(scores.window, scores.chunked)]), [0, 0]
+    cache, read = KVCache(1, [AttentionView(scores.window, scores.chunked)]), [0, 0]
     for counts in [(10, 1), (2, 4), *[(1, 1)] * 76]:
         (layer,) = cache.layers([0, 1])
         new = [[x[at : at + count] for x in text] for text, at, count in zip(texts, read, counts)]
@@ -174,7 +174,7 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(
 
 
 def test_a_finished_sequence_is_forgotten() -> None:
-    cache = KeyValueCache(num_layers=1)
+    cache = KVCache(num_layers=1)
     row = torch.ones(1, 1, 1)
     cache.layers([4])[0].extend(row, row, tokens_of_queries([(1, 1)]))
     cache.drop(4)
@@ -189,10 +189,10 @@ def test_room_grows_with_the_text_and_not_with_what_a_layer_might_see(chunked: b
     def room(found: torch.Tensor) -> int:
         return found.untyped_storage().nbytes() // rows.element_size()
 
-    buffer = GrowingBuffer(Sight(8192, chunked=chunked))
+    buffer = GrowingBuffer(AttentionView(8192, chunked=chunked))
     assert room(buffer.append(rows.expand(10, 1, 1))) == FIRST_ROOM
     for count in range(11, 700):
         assert room(buffer.append(rows)) < max(2 * count, FIRST_ROOM + 1)
-    small = GrowingBuffer(Sight(256, chunked=chunked))
+    small = GrowingBuffer(AttentionView(256, chunked=chunked))
     for _ in range(256 * 3):
         assert room(small.append(rows)) <= (1 if chunked else 2) * 256

@@ -13,9 +13,9 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError
-from megalith.infer.chat import Chat, Until, template_of
-from megalith.infer.generate import Written
-from megalith.infer.load import Writer
+from megalith.infer.chat import Chat, StopFilter, template_of
+from megalith.infer.generate import GeneratedToken
+from megalith.infer.load import TextGenerator
 from megalith.models.adapters import AdaptedWeights
 from megalith.models.companions import turn_ends
 from megalith.models.decoder import Decoder
@@ -28,7 +28,7 @@ GREEDY = SampleConfig(temperature=0.0, max_new_tokens=12)
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
 def test_text_is_shown_up_to_the_end_however_it_arrives(size: int) -> None:
     text = "a < b <|im_ <|im_end|> never"
-    until, shown = Until("<|im_end|>"), ""
+    until, shown = StopFilter("<|im_end|>"), ""
     for at in range(0, len(text), size):
         shown += until.push(text[at : at + size])
         if until.found:
@@ -37,9 +37,9 @@ def test_text_is_shown_up_to_the_end_however_it_arrives(size: int) -> None:
 
 
 def test_what_was_held_back_comes_out_where_nothing_follows() -> None:
-    until = Until("<|im_end|>")
+    until = StopFilter("<|im_end|>")
     assert (until.push("yes <|im"), until.finish(), until.found) == ("yes ", "<|im", False)
-    assert Until("").push("all of it") == "all of it"
+    assert StopFilter("").push("all of it") == "all of it"
 
 
 def test_a_turn_ends_by_a_token_or_where_there_is_none_by_its_text() -> None:
@@ -75,7 +75,7 @@ def test_a_turn_costs_its_own_tokens_and_is_the_turn_of_a_chat_that_begins_there
 ) -> None:
     model = Counting(tiny.model(tiny.config(vocab_size=257, max_seq_len=400), dtype=torch.float64))
     specials = {"eos_token": "<|endoftext|>"}
-    writer: Any = Writer(model, ByteTokenizer(), frozenset({256}))  # type: ignore[arg-type]  # as far as it is used
+    writer: Any = TextGenerator(model, ByteTokenizer(), frozenset({256}))  # type: ignore[arg-type]  # as far as it is used
 
     def fresh() -> Chat:
         return Chat(writer, ChatTemplate("t", BUILT_IN[template], specials), GREEDY)
@@ -103,15 +103,15 @@ def test_the_model_reads_the_conversation_and_what_asks_for_its_answer(
 
     def noted(
         model: Decoder, prompts: list[list[int]], *others: Any, **named: Any
-    ) -> Iterator[Written]:
+    ) -> Iterator[GeneratedToken]:
         read.extend(prompts)
-        yield Written(0, ord("y"), None)
-        yield Written(0, 256, "stop")
+        yield GeneratedToken(0, ord("y"), None)
+        yield GeneratedToken(0, 256, "stop")
 
     monkeypatch.setattr("megalith.infer.chat.generate", noted)
     model, tokenizer = tiny.model(tiny.config(vocab_size=257, max_seq_len=400)), ByteTokenizer()
     chat = Chat(
-        Writer(model, tokenizer, frozenset({256})),
+        TextGenerator(model, tokenizer, frozenset({256})),
         ChatTemplate("t", BUILT_IN["chatml"], {}),
         GREEDY,
         "be kind",

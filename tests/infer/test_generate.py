@@ -9,13 +9,19 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.cross import CrossConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.sample import SampleConfig
 from megalith.errors import ConfigError, DataError
 from megalith.infer import cache
-from megalith.infer.cache import Sight
-from megalith.infer.generate import Written, divide_room, generate, remember, sights_of_layers
+from megalith.infer.cache import AttentionView
+from megalith.infer.generate import (
+    GeneratedToken,
+    divide_room,
+    generate,
+    remember,
+    sights_of_layers,
+)
 from megalith.infer.load import writing_layout
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder
@@ -28,7 +34,7 @@ GREEDY = SampleConfig(temperature=0.0, max_new_tokens=20)
 PROMPTS = [[5, 17, 36, 3, 14], [8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 
 
-def texts(found: list[Written], count: int = 3) -> list[list[int]]:
+def texts(found: list[GeneratedToken], count: int = 3) -> list[list[int]]:
     return [
         [written.token for written in found if written.sequence == number]
         for number in range(count)
@@ -174,11 +180,11 @@ def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) ->
 
 
 def test_layers_with_a_window_keep_no_more_than_it(tiny: SimpleNamespace) -> None:
-    assert sights_of_layers(tiny.config(attention=WINDOWS)) == [Sight(3), Sight()]
-    assert sights_of_layers(tiny.config(attention=replace(WINDOWS, chunked=True)))[0] == Sight(
-        3, chunked=True
-    )
-    assert sights_of_layers(tiny.config()) == [Sight(), Sight()]
+    assert sights_of_layers(tiny.config(attention=WINDOWS)) == [AttentionView(3), AttentionView()]
+    assert sights_of_layers(tiny.config(attention=replace(WINDOWS, chunked=True)))[
+        0
+    ] == AttentionView(3, chunked=True)
+    assert sights_of_layers(tiny.config()) == [AttentionView(), AttentionView()]
 
 
 def test_a_text_that_turns_by_its_length_is_read_whole(tiny: SimpleNamespace) -> None:
@@ -291,7 +297,7 @@ def test_room_is_given_in_order(wanted: list[int], counts: list[int]) -> None:
 
 def on_a_rank(
     rank: int, world: int, config: ModelConfig, make: Any, sample: SampleConfig
-) -> list[Written]:
+) -> list[GeneratedToken]:
     mesh = build_mesh(model_grid(writing_layout(config, world), config, world), rank=rank)
     return list(generate(make(config, mesh, dtype=torch.float64), PROMPTS, sample))
 
@@ -309,20 +315,20 @@ def test_every_rank_writes_what_one_process_writes(
         assert found == expected
 
 
-ROUTER = RouterConfig(score="sigmoid", balancing_bias=True, jitter=0.3)
+ROUTER = RouterConfig(score="sigmoid", expert_bias=True, jitter=0.3)
 EXPERTS = MoEConfig(
-    experts=4,
+    num_experts=4,
     top_k=2,
     ffn_hidden_size=7,
     shared_ffn_hidden_size=5,
     shared_gate=True,
     router=ROUTER,
-    balance=BalanceConfig(batch=0.1),
+    aux_loss=AuxLossConfig(batch_coeff=0.1),
     capacity=CapacityConfig(factor=0.3),
 )
 
 
-@pytest.mark.parametrize("moe", [EXPERTS, replace(EXPERTS, experts=5)])
+@pytest.mark.parametrize("moe", [EXPERTS, replace(EXPERTS, num_experts=5)])
 def test_experts_on_several_ranks_write_what_one_process_writes(
     moe: MoEConfig, tiny: SimpleNamespace
 ) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.attention import AttentionConfig
 from megalith.config.kernels import Kernel
@@ -19,7 +19,7 @@ from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError
 from megalith.infer.generate import generate
-from megalith.infer.load import load_writer, open_source, writing_layout
+from megalith.infer.load import load_text_generator, open_source, writing_layout
 from megalith.kernels.grouped_linear import GroupedLinearFunction
 from megalith.kernels.norm import RMSNormFunction
 from megalith.kernels.rope import RopeFunction
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 def save(folder: Path, model: Decoder, tokenizer: TokenizerConfig) -> Path:
     entries = [
-        Entry(d.shard, "param", getattr(module, name))
+        CheckpointEntry(d.shard, "param", getattr(module, name))
         for d, module, name in declared_parameters(model)
     ]
     text = dump_yaml(release_run("tiny", model.config, tokenizer, folder))
@@ -45,7 +45,7 @@ def save(folder: Path, model: Decoder, tokenizer: TokenizerConfig) -> Path:
 
 
 def text(source: Path, dtype: torch.dtype = torch.float32) -> list[int]:
-    writer = load_writer(open_source(str(source), 1), mesh_of_one(), CPU, dtype)
+    writer = load_text_generator(open_source(str(source), 1), mesh_of_one(), CPU, dtype)
     return [w.token for w in generate(writer.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
 
 
@@ -64,11 +64,11 @@ def test_a_run_a_checkpoint_and_a_folder_write_the_same(
 def test_a_model_may_write_by_plain_definitions(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)
+    experts = MoEConfig(num_experts=3, top_k=2, ffn_hidden_size=5)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=experts)), TokenizerConfig())
 
     def told(kernels: Kernel) -> list[int]:
-        writer = load_writer(
+        writer = load_text_generator(
             open_source(str(path), 1), mesh_of_one(), CPU, torch.float64, kernels=kernels
         )
         return [
@@ -99,7 +99,7 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
     moe = (
         None
         if shared is None
-        else MoEConfig(experts=3, top_k=2, ffn_hidden_size=5, shared_ffn_hidden_size=shared)
+        else MoEConfig(num_experts=3, top_k=2, ffn_hidden_size=5, shared_ffn_hidden_size=shared)
     )
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=moe)), TokenizerConfig())
     prompts, sample = (
@@ -109,7 +109,7 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
 
     def told(chunks: int) -> tuple[list[int], list[int]]:
         source = open_source(str(path), 1)
-        writer = load_writer(source, mesh_of_one(), CPU, torch.float64, mlp_chunks=chunks)
+        writer = load_text_generator(source, mesh_of_one(), CPU, torch.float64, mlp_chunks=chunks)
         reads: list[int] = []
         for mlp in (one for one in writer.model.modules() if isinstance(one, GatedMLP | MLP)):
             mlp.register_forward_pre_hook(lambda module, given: reads.append(len(given[0])))
@@ -122,14 +122,14 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
 
 
 def test_chunks_without_an_mlp_are_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
-    experts = MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)
+    experts = MoEConfig(num_experts=3, top_k=2, ffn_hidden_size=5)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=experts)), TokenizerConfig())
     source = open_source(str(path), 1)
     with pytest.raises(
         ConfigError,
         match=r"--mlp-chunks=2 divides what MLPs read, and no layer of .* Remove --mlp-ch",
     ):
-        load_writer(source, mesh_of_one(), CPU, torch.float32, mlp_chunks=2)
+        load_text_generator(source, mesh_of_one(), CPU, torch.float32, mlp_chunks=2)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "folder"])
@@ -137,14 +137,14 @@ def test_layers_that_predict_further_ahead_are_neither_built_nor_read(
     kind: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     latent = {"mla": MLAConfig(kv_rank=6, nope_dim=2, rope_dim=2, value_dim=4), "num_kv_heads": 6}
-    config = tiny.config(vocab_size=300, mtp=MTPConfig(depths=1), **latent)
+    config = tiny.config(vocab_size=300, mtp=MTPConfig(num_layers=1), **latent)
     path = save(tmp_path / "ours", tiny.model(config), TokenizerConfig())
     if kind == "folder":
         convert(open_pretrained(path), tmp_path / "theirs", "huggingface")
         path = tmp_path / "theirs"
     source = open_source(str(path), 1)
-    assert source.model.mtp.depths == 1
-    writer = load_writer(source, mesh_of_one(), CPU, torch.float32)
+    assert source.model.mtp.num_layers == 1
+    writer = load_text_generator(source, mesh_of_one(), CPU, torch.float32)
     assert not any("mtp" in d.shard.name for d, _, _ in declared_parameters(writer.model))
     expected = [
         w.token for w in generate(tiny.model(config), [[5, 6, 7]], SampleConfig(max_new_tokens=9))
@@ -156,7 +156,7 @@ def test_layers_that_predict_further_ahead_are_neither_built_nor_read(
 def test_ranks_divide_experts_whole_where_they_can(
     experts: int, ep: int, tiny: SimpleNamespace
 ) -> None:
-    model = tiny.config(moe=MoEConfig(experts=experts, top_k=2, ffn_hidden_size=5))
+    model = tiny.config(moe=MoEConfig(num_experts=experts, top_k=2, ffn_hidden_size=5))
     layout = writing_layout(model, 2)
     assert (layout.tp, layout.ep, layout.etp, layout.sp) == (2, ep, 1 if ep > 1 else None, False)
     assert writing_layout(tiny.config(), 2) == ParallelConfig(tp=2)
@@ -173,7 +173,7 @@ def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
 def test_it_computes_in_the_dtype_it_is_told(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     for dtype in (torch.bfloat16, torch.float64):
-        writer = load_writer(open_source(str(path), 1), mesh_of_one(), CPU, dtype)
+        writer = load_text_generator(open_source(str(path), 1), mesh_of_one(), CPU, dtype)
         assert {parameter.dtype for parameter in writer.model.parameters()} == {dtype}
         assert len(text(path, dtype)) == 9
 
@@ -183,29 +183,39 @@ def test_texts_end_where_the_tokenizer_or_the_folder_says(
 ) -> None:
     model = tiny.model(tiny.config(vocab_size=300))
     ours = save(tmp_path / "a", model, TokenizerConfig())
-    assert load_writer(open_source(str(ours), 1), mesh_of_one(), CPU, torch.float32).stops == {256}
+    assert load_text_generator(
+        open_source(str(ours), 1), mesh_of_one(), CPU, torch.float32
+    ).stops == {256}
     convert(open_pretrained(ours), tmp_path / "b", "huggingface")
     (tmp_path / "b" / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
-    theirs = load_writer(open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32)
+    theirs = load_text_generator(
+        open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32
+    )
     assert theirs.stops == {3, 4, 256} and theirs.tokenizer.vocab_size == 300, (
         "no tokenizer came with it: ids"
     )
     words = train_bpe(["some text"] * 3, vocab_size=260, path=str(tmp_path / "words"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "b" / name).write_bytes((tmp_path / "words" / name).read_bytes())
-    theirs = load_writer(open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32)
+    theirs = load_text_generator(
+        open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32
+    )
     assert theirs.stops == {3, 4, 256, words.eod}
     (tmp_path / "b" / "generation_config.json").unlink()
     (tmp_path / "b" / "tokenizer.json").unlink()
-    theirs = load_writer(open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32)
+    theirs = load_text_generator(
+        open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32
+    )
     assert theirs.stops == {256}, "the last id has no meaning when nobody named it"
     convert(open_pretrained(tmp_path / "b"), tmp_path / "c", "megalith")
-    kept = load_writer(open_source(str(tmp_path / "c"), 1), mesh_of_one(), CPU, torch.float32)
+    kept = load_text_generator(
+        open_source(str(tmp_path / "c"), 1), mesh_of_one(), CPU, torch.float32
+    )
     assert kept.stops == {256}, "nor in a checkpoint that was made from the folder"
     numbers = save(tmp_path / "d", model, TokenizerConfig(kind="null", vocab_size=300))
-    assert load_writer(open_source(str(numbers), 1), mesh_of_one(), CPU, torch.float32).stops == {
-        299
-    }
+    assert load_text_generator(
+        open_source(str(numbers), 1), mesh_of_one(), CPU, torch.float32
+    ).stops == {299}
 
 
 def test_a_tokenizer_without_an_end_is_fine_for_writing(
@@ -221,7 +231,7 @@ def test_a_tokenizer_without_an_end_is_fine_for_writing(
     words = TokenizerConfig(kind="huggingface", path=str(tmp_path / "words"))
     path = save(tmp_path / "a", tiny.model(tiny.config(vocab_size=300)), words)
     assert (
-        load_writer(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32).stops
+        load_text_generator(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32).stops
         == frozenset()
     )
 
@@ -234,7 +244,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
         DataError,
         match="the tokenizer has 257 tokens, and the model knows 256. Use the tokenizer that",
     ):
-        load_writer(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32)
+        load_text_generator(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("tp", [4, 7])
@@ -263,7 +273,7 @@ def test_a_model_that_looks_both_ways_does_not_write(tmp_path: Path, tiny: Simpl
 def test_processes_that_do_not_fit_for_another_reason_are_told_that_one(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    moe = MoEConfig(experts=4, top_k=2, ffn_hidden_size=5, biases=True)
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=5, biases=True)
     path = save(
         tmp_path,
         tiny.model(tiny.config(vocab_size=300, num_kv_heads=6, moe=moe)),
@@ -291,6 +301,6 @@ def test_processes_that_do_not_fit_for_another_reason_are_told_that_one(
 def test_a_router_that_would_not_learn_writes_all_the_same(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    moe = MoEConfig(experts=3, top_k=1, ffn_hidden_size=5)
+    moe = MoEConfig(num_experts=3, top_k=1, ffn_hidden_size=5)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=moe)), TokenizerConfig())
     assert len(text(path)) == 9

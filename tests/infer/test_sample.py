@@ -48,7 +48,7 @@ def test_a_draw_is_keyed_by_seed_sequence_and_position() -> None:
     assert len({same, *others}) == 5
 
 
-def test_a_draw_does_not_depend_on_its_neighbours_or_their_order() -> None:
+def test_a_draw_does_not_depend_on_its_neighbors_or_their_order() -> None:
     rows, sample = scores(), SampleConfig(top_k=7, top_p=0.95)
     together = choose(rows, sample, PLACES)
     apart = [choose(rows[i : i + 1], sample, [place])[0] for i, place in enumerate(PLACES)]

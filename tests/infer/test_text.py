@@ -6,9 +6,15 @@ from megalith.config.sample import SampleConfig
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalith.errors import DataError
-from megalith.infer.generate import Written, generate
-from megalith.infer.load import Writer
-from megalith.infer.text import InOrder, Transcript, encode_prompt, encode_prompts, write_texts
+from megalith.infer.generate import GeneratedToken, generate
+from megalith.infer.load import TextGenerator
+from megalith.infer.text import (
+    OrderedPrinter,
+    Transcript,
+    encode_prompt,
+    encode_prompts,
+    generate_text,
+)
 
 BYTES = ByteTokenizer()
 
@@ -53,7 +59,7 @@ def test_a_prompt_that_is_no_text_is_named() -> None:
 def test_text_comes_out_in_whole_characters_and_without_the_end_token() -> None:
     found, parts = transcript(), []
     for token in [*"é!".encode(), 256]:
-        found.add(Written(0, token, "stop" if token == 256 else None))
+        found.add(GeneratedToken(0, token, "stop" if token == 256 else None))
         parts.append(found.text)
     assert (
         parts == ["", "é", "é!", "é!"]
@@ -64,20 +70,20 @@ def test_text_comes_out_in_whole_characters_and_without_the_end_token() -> None:
 
 def test_a_character_that_never_became_whole_shows_at_the_end() -> None:
     found = transcript()
-    found.add(Written(0, 195, "length"))
+    found.add(GeneratedToken(0, 195, "length"))
     assert found.text == "\ufffd"
 
 
 def test_an_end_token_that_is_not_heeded_is_no_text_either() -> None:
     found = transcript()
     for token in (256, 99):
-        found.add(Written(0, token, None))
+        found.add(GeneratedToken(0, token, None))
     assert found.text == "c"
 
 
 def test_a_stop_of_another_name_is_no_text() -> None:
     found = transcript()
-    found.add(Written(0, 99, "stop"))
+    found.add(GeneratedToken(0, 99, "stop"))
     assert found.text == ""
 
 
@@ -89,34 +95,34 @@ def test_the_space_after_the_prompt_is_not_lost(tmp_path_factory: pytest.TempPat
     for cut in range(1, len(ids)):
         found = Transcript(words.decode(ids[:cut]), ids[:cut], words)
         for number, token in enumerate(ids[cut:], cut + 1):
-            found.add(Written(0, token, "length" if number == len(ids) else None))
+            found.add(GeneratedToken(0, token, "length" if number == len(ids) else None))
         assert found.echo + found.text == "hello world, hello there"
 
 
 def test_ids_are_the_text_of_a_model_without_a_tokenizer() -> None:
     found = transcript("5 17", NullTokenizer(37))
-    found.add(Written(0, 9, None))
-    found.add(Written(0, 3, "length"))
+    found.add(GeneratedToken(0, 9, None))
+    found.add(GeneratedToken(0, 3, "length"))
     assert found.echo + found.text == "5 17 9 3"
 
 
 def test_one_text_streams_and_several_follow_one_another() -> None:
     one = transcript("ab")
-    stream = InOrder([one])
-    assert stream.news() == "ab"
-    one.add(Written(0, 99, None))
-    assert stream.news() == "c" and stream.news() == ""
-    one.add(Written(0, 100, "length"))
-    assert stream.news() == "d\n" and stream.news() == ""
+    stream = OrderedPrinter([one])
+    assert stream.unread_text() == "ab"
+    one.add(GeneratedToken(0, 99, None))
+    assert stream.unread_text() == "c" and stream.unread_text() == ""
+    one.add(GeneratedToken(0, 100, "length"))
+    assert stream.unread_text() == "d\n" and stream.unread_text() == ""
 
     first, second = transcript("a"), transcript("x")
-    stream = InOrder([first, second])
-    second.add(Written(1, 121, None))
-    assert stream.news() == "--- 1 of 2 ---\na"
-    second.add(Written(1, 122, "length"))
-    first.add(Written(0, 98, "stop"))
-    assert stream.news() == "\n--- 2 of 2 ---\nxyz\n"
-    assert stream.news() == ""
+    stream = OrderedPrinter([first, second])
+    second.add(GeneratedToken(1, 121, None))
+    assert stream.unread_text() == "--- 1 of 2 ---\na"
+    second.add(GeneratedToken(1, 122, "length"))
+    first.add(GeneratedToken(0, 98, "stop"))
+    assert stream.unread_text() == "\n--- 2 of 2 ---\nxyz\n"
+    assert stream.unread_text() == ""
 
 
 @pytest.mark.parametrize("ignore_eod", [False, True])
@@ -124,7 +130,7 @@ def test_what_is_shown_is_what_was_written(ignore_eod: bool, tiny: SimpleNamespa
     model, sample = tiny.model(tiny.config(vocab_size=257)), SampleConfig(max_new_tokens=30, seed=5)
     free = [written.token for written in generate(model, [[97]], sample)]
     shown: list[str] = []
-    writer = Writer(model, BYTES, frozenset({free[9]}))
-    (found,) = write_texts(writer, ["a"], sample, ignore_eod=ignore_eod, show=shown.append)
+    writer = TextGenerator(model, BYTES, frozenset({free[9]}))
+    (found,) = generate_text(writer, ["a"], sample, ignore_eod=ignore_eod, show=shown.append)
     assert "".join(shown) == "a" + found.text + "\n" and len(shown) == len(found.ids)
     assert found.ids == (free if ignore_eod else free[: free.index(free[9]) + 1])

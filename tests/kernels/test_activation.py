@@ -12,7 +12,7 @@ from megalith.config.kernels import Kernel
 from megalith.config.model import Activation
 from megalith.kernels.activation import (
     SIGMOIDS,
-    Gate,
+    GatedActivation,
     activate,
     gated,
     reference_activate,
@@ -21,12 +21,12 @@ from megalith.kernels.activation import (
 from megalith.kernels.swiglu import swiglu
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-GPT_OSS = Gate("quick_gelu", clamp=7.0, up_offset=1.0)
+GPT_OSS = GatedActivation("quick_gelu", clamp=7.0, up_offset=1.0)
 GATES = [
-    *(Gate(activation) for activation in ACTIVATIONS),
+    *(GatedActivation(activation) for activation in ACTIVATIONS),
     GPT_OSS,
-    Gate("gelu", clamp=1.5),
-    Gate("relu", 0.7, 0.5),
+    GatedActivation("gelu", clamp=1.5),
+    GatedActivation("relu", 0.7, 0.5),
 ]
 
 
@@ -76,12 +76,12 @@ def test_gradients_are_those_of_finite_differences(activation: Activation) -> No
         lambda x: activate(x, activation), (2 * seeded(5, 6).requires_grad_(),)
     )
     assert torch.autograd.gradcheck(
-        lambda x: gated(x, Gate(activation)), (2 * seeded(5, 6).requires_grad_(),)
+        lambda x: gated(x, GatedActivation(activation)), (2 * seeded(5, 6).requires_grad_(),)
     )
 
 
 @pytest.mark.parametrize("gate", GATES[len(ACTIVATIONS) :])
-def test_gradients_of_clamped_gates_are_those_of_finite_differences(gate: Gate) -> None:
+def test_gradients_of_clamped_gates_are_those_of_finite_differences(gate: GatedActivation) -> None:
     x = gate.clamp * 2 * seeded(9, 6) if gate.clamp else seeded(9, 6)
     assert torch.autograd.gradcheck(lambda x: gated(x, gate), (x.requires_grad_(),))
 
@@ -108,7 +108,7 @@ def test_the_gate_is_clamped_above_only_and_up_on_both_sides(kernel: Kernel, row
 )
 @pytest.mark.parametrize("gate", GATES)
 def test_every_gate_and_its_gradient_equal_the_reference(
-    dtype: torch.dtype, tolerance: float, gate: Gate
+    dtype: torch.dtype, tolerance: float, gate: GatedActivation
 ) -> None:
     gate_up, dy = (
         (3 * seeded(67, 2 * 131, dtype=dtype)).requires_grad_(),
@@ -142,7 +142,7 @@ def test_large_gates_neither_overflow_nor_turn_nan(
 ) -> None:
     row = torch.tensor([[-1e30, -1e4, -100.0, 100.0, 1e4, 1e30, *([1.0] * 6)]], dtype=dtype)
     gate_up = row.repeat(rows, 1).requires_grad_()
-    y = gated(gate_up, Gate(activation), kernel="auto" if rows > 1 else "torch")
+    y = gated(gate_up, GatedActivation(activation), kernel="auto" if rows > 1 else "torch")
     torch.testing.assert_close(
         y[-1, 1:5].float(), row[0, 1:5].clamp(min=0).float(), atol=1e-30, rtol=0
     )
@@ -156,7 +156,7 @@ def test_large_gates_neither_overflow_nor_turn_nan(
 
 def test_silu_without_limits_is_swiglu() -> None:
     gate_up = seeded(5, 6)
-    torch.testing.assert_close(gated(gate_up, Gate("silu")), swiglu(gate_up))
+    torch.testing.assert_close(gated(gate_up, GatedActivation("silu")), swiglu(gate_up))
 
 
 @pytest.mark.parametrize("which", ["gated", "activate"])

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalith.config.kernels import Form, Kernel
+from megalith.config.kernels import BackendName, Kernel
 from megalith.errors import ConfigError
 from megalith.kernels import attention as ways
 from megalith.kernels.attention import (
-    Way,
+    AttentionBackend,
     attention,
     in_chunks,
     reference_attention,
     seen_at_most,
-    way_of,
-    way_with_masks,
+    select_attention_backend,
+    select_masked_backend,
     within_reach,
 )
 from megalith.kernels.dropout import dropped_weights
@@ -28,7 +28,7 @@ from megalith.kernels.relative_bias import reference_biases
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout, keys_seen, masked_attention
 from megalith.kernels.tokens import (
     DropoutKey,
-    Tokens,
+    PackedSeqParams,
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_rows,
@@ -61,7 +61,7 @@ VARIANTS = {
     "off by one": (Scores(off_by_one=True), False),
     "both ways": (Scores(causal=False), False),
     "both ways, everything": (Scores(scale=0.4, window=3, softcap=2.0, causal=False), True),
-    "further to the left": (Scores(window=4, right=1, causal=False), False),
+    "mtp to the left": (Scores(window=4, right=1, causal=False), False),
     "nothing to the right": (Scores(window=3, right=0, causal=False, softcap=2.0), False),
     "all to the left": (Scores(window=500, right=2, causal=False), True),
     "all to the right": (Scores(window=1, right=500, causal=False), False),
@@ -69,7 +69,7 @@ VARIANTS = {
 
 
 def qkv(
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     *,
     heads: int,
     kv_heads: int,
@@ -214,7 +214,7 @@ def test_off_by_one_needs_no_large_scores_to_stay_finite() -> None:
         assert bool(torch.isfinite(y).all())
 
 
-def drawn(tokens: Tokens, seed: int = 0) -> list[Tensor | None]:
+def drawn(tokens: PackedSeqParams, seed: int = 0) -> list[Tensor | None]:
     """Masks of all documents but every third, with a query here and there that may see nothing."""
     draw = torch.Generator().manual_seed(seed)
     masks = [torch.rand(queries, keys, generator=draw) < 0.6 for queries, keys in tokens.lengths]
@@ -224,7 +224,7 @@ def drawn(tokens: Tokens, seed: int = 0) -> list[Tensor | None]:
     ]
 
 
-def unpadded(tokens: Tokens, seed: int = 1) -> Tensor:
+def unpadded(tokens: PackedSeqParams, seed: int = 1) -> Tensor:
     keys = sum(keys for _, keys in tokens.lengths)
     return torch.rand(keys, generator=torch.Generator().manual_seed(seed)) < 0.8
 
@@ -233,7 +233,7 @@ def by_hand(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     masks: list[Tensor | None],
     scores: Scores,
     sinks: Tensor | None,
@@ -261,8 +261,8 @@ def by_hand(
 MASKS = ["pairs", "padding", "both", "alone"]
 
 
-def masked(tokens: Tokens, kind: str) -> tuple[Tokens, list[Tensor | None]]:
-    """Tokens with masks, and which pairs those let see."""
+def masked(tokens: PackedSeqParams, kind: str) -> tuple[PackedSeqParams, list[Tensor | None]]:
+    """PackedSeqParams with masks, and which pairs those let see."""
     masks: list[Tensor | None] = [None] * len(tokens.lengths)
     if kind in ("pairs", "both"):
         masks = drawn(tokens)
@@ -461,18 +461,20 @@ def test_with_masks_no_way_is_asked_that_knows_none(monkeypatch: pytest.MonkeyPa
     strange = Scores(window=3)
     given = q, q, ((1, 1),)
     assert [
-        way_with_masks(*given, scores, None, Visible())
+        select_masked_backend(*given, scores, None, Visible())
         for scores in (PLAIN, Scores(causal=False), strange)
     ] == [
         "torch",
         "torch",
-        "spans",
+        "split_kv",
     ]
     assert (
-        way_with_masks(*given, replace(strange, relative=4), torch.zeros(2), Visible()) == "torch"
+        select_masked_backend(*given, replace(strange, relative=4), torch.zeros(2), Visible())
+        == "torch"
     )
     assert (
-        way_with_masks(q.to("meta"), q.to("meta"), ((1, 1),), strange, None, Visible()) == "spans"
+        select_masked_backend(q.to("meta"), q.to("meta"), ((1, 1),), strange, None, Visible())
+        == "split_kv"
     )
 
 
@@ -483,15 +485,15 @@ def test_padding_of_long_causal_documents_takes_no_mask_of_all_pairs() -> None:
         ((5, 9), (3, 4096)),
     )
     both = Scores(causal=False)
-    for lengths, scores, visible, way in (
-        (long, PLAIN, Visible(), "spans"),
+    for lengths, scores, visible, backend in (
+        (long, PLAIN, Visible(), "split_kv"),
         (((5, 2048), (1, 4096)), PLAIN, Visible(), "torch"),
         (long, PLAIN, pairs, "torch"),
         (long, PLAIN, replace(pairs, alone=True), "torch"),
         (long, both, Visible(), "torch"),
         (long, Scores(relative=4), Visible(), "torch"),
     ):
-        assert way_with_masks(q, q, lengths, scores, None, visible) == way
+        assert select_masked_backend(q, q, lengths, scores, None, visible) == backend
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -602,7 +604,7 @@ def test_a_token_changes_nothing_before_it_nor_in_other_documents(lengths: list[
     k[changed] += 1
     v[changed] -= 2
     moved = (attention(q, k, v, tokens) != before).flatten(1).any(1)
-    same_document = tokens.document == tokens.document[changed]
+    same_document = tokens.document_ids == tokens.document_ids[changed]
     assert torch.equal(moved, same_document & (torch.arange(tokens.num_tokens) >= changed))
 
 
@@ -675,36 +677,42 @@ def lengths_of(*pairs: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     return pairs
 
 
-WAYS: list[tuple[Way, tuple[tuple[int, int], ...], torch.dtype, int, Scores]] = [
-    ("tiles", lengths_of((512, 512), (512, 512)), torch.float32, 8, PLAIN),
-    ("tiles", lengths_of((20, 20), (40, 40)), torch.float32, 8, PLAIN),
-    ("tiles", lengths_of((20, 20)), torch.bfloat16, 8, PLAIN),
-    ("tiles", lengths_of((512, 512)), torch.float32, 4, Scores(scale=2.0)),
+ATTENTION_BACKENDS: list[
+    tuple[AttentionBackend, tuple[tuple[int, int], ...], torch.dtype, int, Scores]
+] = [
+    ("cpu_tiled", lengths_of((512, 512), (512, 512)), torch.float32, 8, PLAIN),
+    ("cpu_tiled", lengths_of((20, 20), (40, 40)), torch.float32, 8, PLAIN),
+    ("cpu_tiled", lengths_of((20, 20)), torch.bfloat16, 8, PLAIN),
+    ("cpu_tiled", lengths_of((512, 512)), torch.float32, 4, Scores(scale=2.0)),
     ("torch", lengths_of((20, 20)), torch.float32, 8, PLAIN),
     ("torch", lengths_of((4096, 4096)), torch.bfloat16, 8, Scores(scale=2.0)),
     ("torch", lengths_of((1, 512)), torch.float32, 8, PLAIN),
     ("torch", lengths_of((1, 4096)), torch.float32, 4, PLAIN),
-    ("spans", lengths_of((4096, 4096)), torch.float32, 4, PLAIN),
-    ("spans", lengths_of((512, 512)), torch.float32, 8, Scores(window=8)),
-    ("spans", lengths_of((512, 512)), torch.float32, 8, Scores(softcap=8.0)),
-    ("tiles", lengths_of((512, 512)), torch.float32, 8, Scores(causal=False)),
+    ("split_kv", lengths_of((4096, 4096)), torch.float32, 4, PLAIN),
+    ("split_kv", lengths_of((512, 512)), torch.float32, 8, Scores(window=8)),
+    ("split_kv", lengths_of((512, 512)), torch.float32, 8, Scores(softcap=8.0)),
+    ("cpu_tiled", lengths_of((512, 512)), torch.float32, 8, Scores(causal=False)),
     ("torch", lengths_of((20, 20)), torch.float32, 8, Scores(causal=False)),
     ("torch", lengths_of((512, 100)), torch.float32, 8, Scores(causal=False)),
-    ("spans", lengths_of((512, 512)), torch.float32, 8, Scores(off_by_one=True)),
-    ("spans", lengths_of((20, 20)), torch.float32, 8, Scores(dropout=WeightDropout(0.1, 1, 0))),
+    ("split_kv", lengths_of((512, 512)), torch.float32, 8, Scores(off_by_one=True)),
+    ("split_kv", lengths_of((20, 20)), torch.float32, 8, Scores(dropout=WeightDropout(0.1, 1, 0))),
 ]
 
 
-@pytest.mark.parametrize(("way", "lengths", "dtype", "d_v", "scores"), WAYS)
+@pytest.mark.parametrize(("backend", "lengths", "dtype", "d_v", "scores"), ATTENTION_BACKENDS)
 def test_the_way_follows_from_device_lengths_and_scores(
-    way: Way, lengths: tuple[tuple[int, int], ...], dtype: torch.dtype, d_v: int, scores: Scores
+    backend: AttentionBackend,
+    lengths: tuple[tuple[int, int], ...],
+    dtype: torch.dtype,
+    d_v: int,
+    scores: Scores,
 ) -> None:
     q, v = torch.empty(1, 2, 8, dtype=dtype), torch.empty(1, 1, d_v, dtype=dtype)
-    assert way_of(q, v, lengths, scores, None) == way
-    assert way_of(q, v, lengths, scores, torch.zeros(2)) == "spans"
-    elsewhere = way_of(q.to("meta"), v.to("meta"), lengths, scores, None)
+    assert select_attention_backend(q, v, lengths, scores, None) == backend
+    assert select_attention_backend(q, v, lengths, scores, torch.zeros(2)) == "split_kv"
+    elsewhere = select_attention_backend(q.to("meta"), v.to("meta"), lengths, scores, None)
     strange = scores.window or scores.softcap or scores.off_by_one or scores.dropout
-    assert elsewhere == ("spans" if strange else "torch")
+    assert elsewhere == ("split_kv" if strange else "torch")
 
 
 def test_a_window_over_whole_documents_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -762,7 +770,7 @@ def test_compiled_layers_leave_variants_out_of_their_graphs() -> None:
         return graph.forward
 
     @torch.compile(backend=count)
-    def layer(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    def layer(q: Tensor, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> Tensor:
         return attention(q * 2, k, v, tokens, Scores(window=3)) + 1
 
     for first in range(2, 5):
@@ -779,16 +787,16 @@ def test_a_way_that_is_asked_for_is_taken_or_refused() -> None:
     q, k, v = (torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     rows, windowed = tokens_of_rows(2, 4), Scores(window=2)
     plain = reference_attention(q, k, v, rows)
-    forms: tuple[Form, ...] = ("tiles", "sdpa", "spans")
+    forms: tuple[BackendName, ...] = ("cpu_tiled", "sdpa", "split_kv")
     for form in forms:
         torch.testing.assert_close(
             attention(q, k, v, rows, kernel=form), plain, rtol=1e-5, atol=1e-5
         )
-    found = attention(q, k, v, rows, windowed, kernel="spans")
+    found = attention(q, k, v, rows, windowed, kernel="split_kv")
     torch.testing.assert_close(
         found, reference_attention(q, k, v, rows, windowed), rtol=1e-5, atol=1e-5
     )
-    for form in ("tiles", "sdpa"):
+    for form in ("cpu_tiled", "sdpa"):
         with pytest.raises(
             ConfigError,
             match=f"kernels.attention={form}: it takes .*plain scores.* Set kernels.atten",

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from megalith.config.kernels import Kernel
 from megalith.kernels.cross_entropy import (
     Head,
-    Readout,
+    LogitTransform,
     linear_cross_entropy,
     reference_cross_entropy,
     token_losses,
@@ -68,7 +68,7 @@ def loss(
     weight: Tensor,
     labels: Tensor = LABELS,
     *,
-    sink: Recorder | None = None,
+    grad_accumulator: Recorder | None = None,
     chunk: int | None = None,
     vocab_size: int = V,
 ) -> Tensor:
@@ -80,7 +80,7 @@ def loss(
         vocab=alone("tp"),
         first_row=0,
         vocab_size=vocab_size,
-        sink=sink,
+        grad_accumulator=grad_accumulator,
         chunk=chunk,
     ).sum()
 
@@ -169,10 +169,10 @@ def test_a_part_made_of_padding_only_sees_no_label_and_adds_no_exponential(form:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_sink_gets_the_scaled_gradient_and_autograd_none(form: str) -> None:
     x, weight = inputs()
-    sink = Recorder()
-    (loss(form, x, weight, sink=sink, chunk=4) / 7).backward()
+    grad_accumulator = Recorder()
+    (loss(form, x, weight, grad_accumulator=grad_accumulator, chunk=4) / 7).backward()
     assert weight.grad is None
-    [given] = sink.given
+    [given] = grad_accumulator.given
     _, expected = torch.autograd.grad(torch_loss(x, weight) / 7, (x, weight))
     torch.testing.assert_close(given[:V], expected[:V], rtol=1e-12, atol=1e-12)
 
@@ -180,8 +180,8 @@ def test_a_sink_gets_the_scaled_gradient_and_autograd_none(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_bf16_gives_an_fp32_loss_and_adds_the_weight_gradient_in_fp32(form: str) -> None:
     x, weight = inputs(dtype=torch.bfloat16)
-    sink = Recorder()
-    ours = loss(form, x, weight, sink=sink, chunk=3)
+    grad_accumulator = Recorder()
+    ours = loss(form, x, weight, grad_accumulator=grad_accumulator, chunk=3)
     assert ours.dtype == torch.float32
     exact = torch_loss(x.double(), weight.double())
     torch.testing.assert_close(
@@ -190,9 +190,9 @@ def test_bf16_gives_an_fp32_loss_and_adds_the_weight_gradient_in_fp32(form: str)
     dx_exact, dw_exact = torch.autograd.grad(exact, (x, weight))
     (dx,) = torch.autograd.grad(ours, x)
     assert dx.dtype == torch.bfloat16
-    assert sink.given[0].dtype == torch.float32
+    assert grad_accumulator.given[0].dtype == torch.float32
     assert (dx - dx_exact).abs().max() <= 2e-2 * dx_exact.abs().max()
-    assert (sink.given[0] - dw_exact).abs().max() <= 2e-2 * dw_exact.abs().max()
+    assert (grad_accumulator.given[0] - dw_exact).abs().max() <= 2e-2 * dw_exact.abs().max()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -251,15 +251,20 @@ def large(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, torch.randint(-50, 301, (60,), generator=generator)
 
 
-READOUTS = (Readout(), Readout(0.0625), Readout(softcap=2.0), Readout(1.5, 3.0))
+READOUTS = (
+    LogitTransform(),
+    LogitTransform(0.0625),
+    LogitTransform(softcap=2.0),
+    LogitTransform(1.5, 3.0),
+)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-@pytest.mark.parametrize("readout", READOUTS)
+@pytest.mark.parametrize("logit_transform", READOUTS)
 def test_every_kernel_gives_what_the_reference_gives(
-    form: str, dtype: torch.dtype, tolerance: float, kernel: Kernel, readout: Readout
+    form: str, dtype: torch.dtype, tolerance: float, kernel: Kernel, logit_transform: LogitTransform
 ) -> None:
     x, weight, labels = large(dtype)
     whole = linear_cross_entropy if form == "sum" else token_losses
@@ -273,7 +278,7 @@ def test_every_kernel_gives_what_the_reference_gives(
             first_row=0,
             vocab_size=301,
             chunk=40,
-            readout=readout,
+            logit_transform=logit_transform,
             kernel=each,
         ).sum()
         results.append((loss_sum, *torch.autograd.grad(loss_sum, (x, weight))))
@@ -284,21 +289,26 @@ def test_every_kernel_gives_what_the_reference_gives(
 
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("readout", READOUTS)
+@pytest.mark.parametrize("logit_transform", READOUTS)
 def test_smoothed_labels_are_those_of_torch_with_padding_left_out(
-    kernel: Kernel, chunk: int | None, readout: Readout
+    kernel: Kernel, chunk: int | None, logit_transform: LogitTransform
 ) -> None:
     x, weight = inputs()
     with torch.no_grad():
         weight[V:] = 1e6
-    whole = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "readout": readout}
+    whole = {
+        "vocab": alone("tp"),
+        "first_row": 0,
+        "vocab_size": V,
+        "logit_transform": logit_transform,
+    }
     ours = linear_cross_entropy(
         x, weight, LABELS, **whole, smoothing=0.1, chunk=chunk, kernel=kernel
     )
     theirs = reference_cross_entropy(
-        x, weight, LABELS, vocab_size=V, readout=readout, smoothing=0.1
+        x, weight, LABELS, vocab_size=V, logit_transform=logit_transform, smoothing=0.1
     ).sum()
-    scores = readout.scores(x @ weight[:V].T).log_softmax(-1)
+    scores = logit_transform.scores(x @ weight[:V].T).log_softmax(-1)
     says = torch.full_like(scores, 0.1 / (V - 1)).scatter(1, LABELS.clamp(min=0).unsqueeze(1), 0.9)
     torch.testing.assert_close(
         ours, -(says * scores).sum(-1)[LABELS >= 0].sum(), rtol=1e-12, atol=1e-12
@@ -361,19 +371,19 @@ def test_numbers_that_are_none_reach_the_loss(form: str, kernel: Kernel, bad: fl
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("readout", READOUTS)
+@pytest.mark.parametrize("logit_transform", READOUTS)
 def test_gradients_of_scaled_and_capped_scores_equal_torch_also_far_beyond_the_cap(
-    form: str, readout: Readout
+    form: str, logit_transform: LogitTransform
 ) -> None:
     for scale in (1.0, 1e3):
         x, weight = inputs(scale=scale)
         with torch.no_grad():
             weight[V:] = 1e6
-        scores = x @ weight[:V].t() * readout.scale
+        scores = x @ weight[:V].t() * logit_transform.scale
         scores = (
             scores
-            if readout.softcap is None
-            else readout.softcap * torch.tanh(scores / readout.softcap)
+            if logit_transform.softcap is None
+            else logit_transform.softcap * torch.tanh(scores / logit_transform.softcap)
         )
         theirs = torch.nn.functional.cross_entropy(
             scores, LABELS.clamp(min=-1), ignore_index=-1, reduction="sum"
@@ -387,7 +397,7 @@ def test_gradients_of_scaled_and_capped_scores_equal_torch_also_far_beyond_the_c
             first_row=0,
             vocab_size=V,
             chunk=4,
-            readout=readout,
+            logit_transform=logit_transform,
         ).sum()
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
         for mine, expected in zip(
@@ -397,22 +407,29 @@ def test_gradients_of_scaled_and_capped_scores_equal_torch_also_far_beyond_the_c
 
 
 def test_scores_that_are_neither_scaled_nor_capped_stay_the_products_themselves() -> None:
-    products = torch.randn(4, 5).bfloat16()
-    assert Readout().scores(products) is products and Readout().slopes(products) is None
+    matmul_ops = torch.randn(4, 5).bfloat16()
+    assert (
+        LogitTransform().scores(matmul_ops) is matmul_ops
+        and LogitTransform().slopes(matmul_ops) is None
+    )
 
 
 def test_capped_scores_are_computed_in_fp32() -> None:
-    products = 30 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = Readout(softcap=30.0).scores(products)
+    matmul_ops = 30 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = LogitTransform(softcap=30.0).scores(matmul_ops)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, 30 * torch.tanh(products.float() / 30))
+    torch.testing.assert_close(found, 30 * torch.tanh(matmul_ops.float() / 30))
 
 
-@pytest.mark.parametrize("readout", READOUTS)
-def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(readout: Readout) -> None:
+@pytest.mark.parametrize("logit_transform", READOUTS)
+def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(
+    logit_transform: LogitTransform,
+) -> None:
     x, weight = inputs()
-    head = Head.of(weight[:3], alone("tp"), V, V, None, loops=False, readout=readout)
-    slopes = head.readout.slopes(head.logits(x, weight[:3]))
+    head = Head.of(
+        weight[:3], alone("tp"), V, V, None, loops=False, logit_transform=logit_transform
+    )
+    slopes = head.logit_transform.slopes(head.logits(x, weight[:3]))
     assert slopes is None or isinstance(slopes, float) or bool((slopes == 0).all())
 
 

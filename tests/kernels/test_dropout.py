@@ -36,7 +36,7 @@ def test_the_share_that_is_dropped_is_p_in_all_in_each_token_and_in_each_feature
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_neighbours_steps_layers_places_and_runs_are_dropped_independently(p: float) -> None:
+def test_neighbors_steps_layers_places_and_runs_are_dropped_independently(p: float) -> None:
     mask = dropped_features(p, KEY, NUMBERS, 0, 256)
     others = {
         "next layer": dropped_features(p, key(1, "dropout", "residual", 4), NUMBERS, 0, 256),

@@ -67,10 +67,14 @@ def test_gradients_of_other_ranks_rows_stay_out() -> None:
 
 
 def test_a_sink_gets_local_rows_and_zeros_for_those_of_other_ranks() -> None:
-    part, sink, dy = table(3).requires_grad_(), Recorder(), torch.ones(7, 4, dtype=torch.float64)
-    embedding(IDS, part, first_row=3, sink=sink).backward(dy)
+    part, grad_accumulator, dy = (
+        table(3).requires_grad_(),
+        Recorder(),
+        torch.ones(7, 4, dtype=torch.float64),
+    )
+    embedding(IDS, part, first_row=3, grad_accumulator=grad_accumulator).backward(dy)
     assert part.grad is None
-    [(rows, given)] = sink.given
+    [(rows, given)] = grad_accumulator.given
     assert rows.tolist() == [0, 0, 0, 0, 0, 0, 0]
     assert given[:, 0].tolist() == [0, 1, 0, 1, 0, 0, 1]
     total = add_rows_(torch.zeros(3, 4), rows, given)

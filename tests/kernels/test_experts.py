@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError
-from megalith.kernels.activation import Gate
+from megalith.kernels.activation import GatedActivation
 from megalith.kernels.experts import (
     Inner,
     Matrix,
     experts,
     experts_of_rows,
-    products_named,
+    grouped_matmul_ops_by_name,
     reference_experts,
     reference_with_bias,
     with_bias,
@@ -38,13 +38,15 @@ from megalith.kernels.permute import (
     unpermute,
     weights_of_rows,
 )
-from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.kernels.weighted import weighted_activate, weighted_gated
 
 E, H, F = 4, 6, 3
 UNEVEN = (5, 0, 1, 3)
-SWIGLU: Inner = partial(weighted_gated, gate=Gate("silu"))
-CLAMPED: Inner = partial(weighted_gated, gate=Gate("quick_gelu", clamp=0.7, up_offset=1.0))
+SWIGLU: Inner = partial(weighted_gated, gate=GatedActivation("silu"))
+CLAMPED: Inner = partial(
+    weighted_gated, gate=GatedActivation("quick_gelu", clamp=0.7, up_offset=1.0)
+)
 SQUARED: Inner = partial(weighted_activate, activation="squared_relu")
 
 
@@ -123,7 +125,11 @@ def test_gradients_of_the_definition_go_to_the_same_places(counts: tuple[int, ..
     for mine, theirs in zip(found, expected, strict=True):
         assert mine is not None
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    assert up.grad is None and down.grad is None and [sink.calls for sink in sinks] == [1, 1]
+    assert (
+        up.grad is None
+        and down.grad is None
+        and [grad_accumulator.calls for grad_accumulator in sinks] == [1, 1]
+    )
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -164,7 +170,7 @@ def test_experts_without_rows_get_zeros_and_not_none() -> None:
         assert (each.grad.view(E, -1)[[0, 2, 3]] != 0).any(1).all()
 
 
-def kept_bytes(again: Callable[..., Rebuilt] | None) -> int:
+def kept_bytes(again: Callable[..., RecomputedOutput] | None) -> int:
     """What backward of a case keeps beside its inputs."""
     kept: dict[int, int] = {}
     given = inputs(9)
@@ -187,13 +193,13 @@ def kept_bytes(again: Callable[..., Rebuilt] | None) -> int:
 
 
 def test_backward_keeps_what_up_gave_and_computes_the_activation_again() -> None:
-    assert kept_bytes(Rebuilt) == 8 * 9 * 2 * F
+    assert kept_bytes(RecomputedOutput) == 8 * 9 * 2 * F
     assert kept_bytes(None) == 8 * 9 * 3 * F
 
 
 def test_keeping_the_activation_changes_no_bit() -> None:
     results = []
-    for again in (Rebuilt, None):
+    for again in (RecomputedOutput, None):
         given = inputs(9)
         y = experts(
             given[0],
@@ -223,7 +229,7 @@ def plain_layer(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Te
 
 
 def our_layer(order: Order, x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    rows = Rebuilt(permute(x, order), partial(gather_rows, order=order), (x,))
+    rows = RecomputedOutput(permute(x, order), partial(gather_rows, order=order), (x,))
     y = experts(
         rows,
         weights_of_rows(weights, order),
@@ -297,17 +303,17 @@ def test_rows_know_their_experts() -> None:
 
 def test_products_that_are_asked_for_are_taken_or_refused() -> None:
     x, w, groups = torch.ones(6, 8), torch.ones(3 * 4, 8), groups_of([1, 2, 3])
-    assert products_named("loop", x, w, groups) is LOOP
-    assert products_named("batched", x, w, equal_groups(3, 2)) is BATCHED
+    assert grouped_matmul_ops_by_name("loop", x, w, groups) is LOOP
+    assert grouped_matmul_ops_by_name("batched", x, w, equal_groups(3, 2)) is BATCHED
     with pytest.raises(
         ConfigError,
         match="kernels.experts=batched: it takes everything; equally many rows for every",
     ):
-        products_named("batched", x, w, groups)
+        grouped_matmul_ops_by_name("batched", x, w, groups)
     with pytest.raises(
         ConfigError,
         match="kernels.experts=grouped: .* Set kernels.experts to loop, which takes this",
     ):
-        products_named("grouped", x.double(), w.double(), groups)
+        grouped_matmul_ops_by_name("grouped", x.double(), w.double(), groups)
     if HAS_GROUPED_MM:
-        assert products_named("grouped", x, w, groups) is FUSED
+        assert grouped_matmul_ops_by_name("grouped", x, w, groups) is FUSED

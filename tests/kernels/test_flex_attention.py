@@ -19,8 +19,8 @@ from megalith.kernels.flex_attention import (
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import Scores, WeightDropout
 from megalith.kernels.sdpa import Lengths
-from megalith.kernels.tokens import Tokens, tokens_of_queries
-from megalith.kernels.visible import SeenPairs, Visible
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_queries
+from megalith.kernels.visible import Visible, VisiblePairs
 from megalith.testing.tolerance import relative_error
 
 LENGTHS: tuple[Lengths, ...] = (
@@ -79,7 +79,7 @@ def test_values_and_gradients_are_those_of_the_definition(
         assert relative_error(a, b) <= 1e-5
 
 
-def masked(device: str = "cpu", *, alone: bool = False) -> Tokens:
+def masked(device: str = "cpu", *, alone: bool = False) -> PackedSeqParams:
     """With masks that hide all keys from some queries, and padding; beside causality the second
     document has none."""
     draw, tokens = (
@@ -111,7 +111,7 @@ def test_masks_hide_what_the_definition_hides(kind: str, monkeypatch: pytest.Mon
         sinks = None if scores.off_by_one else sink
         inputs = [q, k, v] if sinks is None else [q, k, v, sink]
         assert tokens.visible is not None
-        seen = SeenPairs(tokens.visible, torch.arange(len(q)), torch.arange(len(k)))
+        seen = VisiblePairs(tokens.visible, torch.arange(len(q)), torch.arange(len(k)))
         mine = flexible_attention(
             q, k, v, LENGTHS[0], tokens.visible.scores(scores), sinks, seen, compiled=False
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith.kernels import gpu
-from megalith.kernels.gpu import Tile, part_of_rows, whole_rows
+from megalith.kernels.gpu import ProgramTile, part_of_rows, whole_rows
 from megalith.testing.triton import INTERPRET
 
 FOLDER = Path(__file__).parent
@@ -70,7 +70,7 @@ def test_tiles_are_powers_of_two_that_hold_a_row_or_a_fixed_part_of_one(width: i
 
 
 def test_programs_cover_all_rows() -> None:
-    assert [Tile(4, 8, 4).programs(rows) for rows in (1, 4, 5)] == [1, 1, 2]
+    assert [ProgramTile(4, 8, 4).programs(rows) for rows in (1, 4, 5)] == [1, 1, 2]
 
 
 Given = dict[str, Any]  # a program's arguments that are known when it is compiled
@@ -83,7 +83,7 @@ def programs() -> Iterator[tuple[Any, Given]]:
     tile = {"ROWS": 2, "COLUMNS": 1024}
     yield triton_norm._norm, {"ADDS": True, "CENTRED": True, "TWICE": True, **tile}
     yield triton_norm._norm_backward, {"ADDS": True, "CENTRED": True, **tile}
-    yield triton_rope._turn, {"INTERLEAVED": True, "RESTS": True, "HEADS": 8, "COLUMNS": 64}
+    yield triton_rope._rotate, {"INTERLEAVED": True, "RESTS": True, "HEADS": 8, "COLUMNS": 64}
     for kind, gated in (("silu", True), ("gelu", True), ("squared_relu", False), ("relu", False)):
         for program in (triton_gated._forward, triton_gated._backward):
             yield (

@@ -13,18 +13,18 @@ from megalith.kernels.grouped_linear import (
     HAS_GROUPED_MM,
     LOOP,
     WORTH_A_COPY,
-    GroupedProducts,
+    GroupedMatmulOps,
     Groups,
-    best_products,
     equal_groups,
     grouped_linear,
     groups_of,
     put_grouped_product_,
     reference_grouped_linear,
+    select_grouped_matmul_ops,
     without_rows_zero_,
 )
 from megalith.kernels.matmul import bf16_matmul
-from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.testing.inject import replaced
 from megalith.testing.tolerance import FP32, assert_equals
 
@@ -46,10 +46,10 @@ class Recorder:
     """A sink that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.products: list[tuple[Tensor, Tensor, Groups]] = []
+        self.matmul_ops: list[tuple[Tensor, Tensor, Groups]] = []
 
     def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
-        self.products.append((x, dy, groups))
+        self.matmul_ops.append((x, dy, groups))
 
     def product(self, x: Tensor, dy: Tensor) -> None:
         raise AssertionError("experts hand over grouped products")
@@ -73,11 +73,11 @@ def test_experts_without_rows_get_zeros_whether_or_not_the_host_knows_them() -> 
 
 
 def each_way(
-    x: Tensor, w: Tensor, dy: Tensor, groups: Groups, products: GroupedProducts
+    x: Tensor, w: Tensor, dy: Tensor, groups: Groups, matmul_ops: GroupedMatmulOps
 ) -> Sequence[Tensor]:
     """y, dx and dw."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = grouped_linear(x, w, groups, products=products)
+    y = grouped_linear(x, w, groups, matmul_ops=matmul_ops)
     return y.detach(), *torch.autograd.grad(y, (x, w), dy)
 
 
@@ -134,14 +134,14 @@ def test_the_way_is_chosen_by_what_is_multiplied(dtype: torch.dtype, rows: int) 
     x, w = torch.empty(2 * rows, 64, dtype=dtype), torch.empty(2 * 128, 64, dtype=dtype)
     small = dtype != torch.float64 and (dtype == torch.bfloat16 or rows < 1024)
     with bf16_matmul("torch"):
-        assert best_products(x, w, groups_of([0, 2 * rows])) is (
+        assert select_grouped_matmul_ops(x, w, groups_of([0, 2 * rows])) is (
             FUSED if small and HAS_GROUPED_MM else LOOP
         )
     with bf16_matmul("upcast"):  # the loop upcasts the matrices of busy experts alone
         expected = FUSED if small and HAS_GROUPED_MM and dtype != torch.bfloat16 else LOOP
-        assert best_products(x, w, groups_of([0, 2 * rows])) is expected
-    assert best_products(x[:, :63], w[:, :63], groups_of([0, 2 * rows])) is LOOP
-    assert best_products(x, w, equal_groups(2, rows)) is BATCHED
+        assert select_grouped_matmul_ops(x, w, groups_of([0, 2 * rows])) is expected
+    assert select_grouped_matmul_ops(x[:, :63], w[:, :63], groups_of([0, 2 * rows])) is LOOP
+    assert select_grouped_matmul_ops(x, w, equal_groups(2, rows)) is BATCHED
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -149,7 +149,7 @@ def test_the_way_is_chosen_by_what_is_multiplied(dtype: torch.dtype, rows: int) 
 def test_equal_groups_are_one_batched_matmul(dtype: torch.dtype, rows: int) -> None:
     groups = equal_groups(E, rows)
     x, w, dy = (seeded(E * n, f, seed=n, dtype=dtype) for n, f in ((rows, I), (O, I), (rows, O)))
-    assert best_products(x, w, groups) is BATCHED
+    assert select_grouped_matmul_ops(x, w, groups) is BATCHED
     for mine, theirs in zip(
         each_way(x, w, dy, groups, BATCHED), each_way(x, w, dy, groups_of([rows] * E), LOOP)
     ):
@@ -172,20 +172,25 @@ def test_matmuls_large_enough_for_another_library_equal_small_ones() -> None:
 
 
 def test_a_sink_gets_everything_once_and_autograd_nothing() -> None:
-    x, w, dy, sink = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2), Recorder()
-    grouped_linear(x, w, groups_of(UNEVEN), sink=sink).backward(dy)
+    x, w, dy, grad_accumulator = (
+        wants(R, I),
+        wants(E * O, I, seed=1),
+        seeded(R, O, seed=2),
+        Recorder(),
+    )
+    grouped_linear(x, w, groups_of(UNEVEN), grad_accumulator=grad_accumulator).backward(dy)
     assert w.grad is None
     assert x.grad is not None
-    [(kept_x, kept_dy, groups)] = sink.products
+    [(kept_x, kept_dy, groups)] = grad_accumulator.matmul_ops
     assert torch.equal(kept_x, x)
     assert torch.equal(kept_dy, dy)
     assert groups.on_host() == tuple(UNEVEN)
 
 
 def test_a_rank_without_rows_still_tells_its_sink() -> None:
-    x, w, sink = wants(0, I), wants(E * O, I, seed=1), Recorder()
-    grouped_linear(x, w, groups_of([0] * E), sink=sink).sum().backward()
-    [(kept_x, kept_dy, groups)] = sink.products
+    x, w, grad_accumulator = wants(0, I), wants(E * O, I, seed=1), Recorder()
+    grouped_linear(x, w, groups_of([0] * E), grad_accumulator=grad_accumulator).sum().backward()
+    [(kept_x, kept_dy, groups)] = grad_accumulator.matmul_ops
     with torch.no_grad():
         total = put_grouped_product_(
             torch.ones(E * O, I), kept_x.float(), kept_dy.float(), groups, fresh=True
@@ -196,12 +201,12 @@ def test_a_rank_without_rows_still_tells_its_sink() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("products", [LOOP, BATCHED, FUSED], ids=["loop", "batched", "fused"])
+@pytest.mark.parametrize("matmul_ops", [LOOP, BATCHED, FUSED], ids=["loop", "batched", "fused"])
 def test_a_product_is_put_where_it_belongs(
-    dtype: torch.dtype, total_dtype: torch.dtype, fresh: bool, products: GroupedProducts
+    dtype: torch.dtype, total_dtype: torch.dtype, fresh: bool, matmul_ops: GroupedMatmulOps
 ) -> None:
-    counts = [2, 2, 2] if products is BATCHED else [4, 0, 2]
-    groups = equal_groups(3, 2) if products is BATCHED else groups_of(counts)
+    counts = [2, 2, 2] if matmul_ops is BATCHED else [4, 0, 2]
+    groups = equal_groups(3, 2) if matmul_ops is BATCHED else groups_of(counts)
     x, dy, total = (
         seeded(6, I, dtype=dtype),
         seeded(6, O, seed=1, dtype=dtype),
@@ -211,7 +216,7 @@ def test_a_product_is_put_where_it_belongs(
         [b.t() @ a for a, b in zip(x.double().split(counts), dy.double().split(counts))]
     )
     expected = expected if fresh else expected + total.double()
-    assert put_grouped_product_(total, x, dy, groups, fresh=fresh, products=products) is total
+    assert put_grouped_product_(total, x, dy, groups, fresh=fresh, matmul_ops=matmul_ops) is total
     exact = dtype == total_dtype == torch.float32
     torch.testing.assert_close(
         total.double(), expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 5e-2
@@ -227,7 +232,7 @@ def test_frozen_weights_keep_nothing_of_the_input() -> None:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        y = grouped_linear(x, w, groups_of(UNEVEN), sink=Recorder())
+        y = grouped_linear(x, w, groups_of(UNEVEN), grad_accumulator=Recorder())
     assert [saved.data_ptr() for saved in kept] == [w.data_ptr()]
     y.sum().backward()
     assert x.grad is not None
@@ -243,7 +248,9 @@ def test_an_input_that_can_be_rebuilt_is_not_kept() -> None:
 
     doubled = 2 * source
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        y = grouped_linear(Rebuilt(doubled, lambda s: 2 * s, (source,)), w, groups_of(UNEVEN))
+        y = grouped_linear(
+            RecomputedOutput(doubled, lambda s: 2 * s, (source,)), w, groups_of(UNEVEN)
+        )
     assert {saved.data_ptr() for saved in kept} == {w.data_ptr(), source.data_ptr()}
     expected = reference_grouped_linear(2 * source, w, groups_of(UNEVEN))
     for mine, theirs in zip(
@@ -255,7 +262,9 @@ def test_an_input_that_can_be_rebuilt_is_not_kept() -> None:
 def test_products_are_replaced_without_touching_the_layer() -> None:
     tripled = LOOP._replace(weight_grad=lambda dy, x, groups: 3 * LOOP.weight_grad(dy, x, groups))
     x, w, dy = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2)
-    (mine,) = torch.autograd.grad(grouped_linear(x, w, groups_of(UNEVEN), products=tripled), w, dy)
+    (mine,) = torch.autograd.grad(
+        grouped_linear(x, w, groups_of(UNEVEN), matmul_ops=tripled), w, dy
+    )
     (theirs,) = torch.autograd.grad(grouped_linear(x, w, groups_of(UNEVEN)), w, dy)
     torch.testing.assert_close(mine, 3 * theirs)
 
@@ -317,6 +326,6 @@ def test_a_loop_over_experts_waits_once_for_how_many_rows_each_has() -> None:
     )
     with replaced(Groups, "on_host", on_host):
         grouped_linear(
-            x, w, Groups(ends=torch.tensor([2, 6], dtype=torch.int32)), products=LOOP
+            x, w, Groups(ends=torch.tensor([2, 6], dtype=torch.int32)), matmul_ops=LOOP
         ).sum().backward()
     assert len(asked) == 1 and w.grad is not None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalith.kernels.linear import (
     WORTH_ONEDNN,
-    Products,
+    MatmulOps,
     add_product_,
     forward,
     input_grad,
@@ -23,10 +23,10 @@ class Recorder:
     """A sink that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.products: list[tuple[Tensor, Tensor]] = []
+        self.matmul_ops: list[tuple[Tensor, Tensor]] = []
 
     def product(self, x: Tensor, dy: Tensor) -> None:
-        self.products.append((x, dy))
+        self.matmul_ops.append((x, dy))
 
     def gradient(self, dw: Tensor) -> None:
         raise AssertionError("a linear layer hands over products")
@@ -103,12 +103,12 @@ def test_weights_of_one_storage_train_as_two_parameters() -> None:
 
 
 def test_a_sink_gets_x_and_dy_and_autograd_nothing() -> None:
-    x, w, dy, sink = wants(5, 3), wants(4, 3, seed=1), seeded(5, 4, seed=2), Recorder()
-    linear(x, [w], sink=sink).backward(dy)
+    x, w, dy, grad_accumulator = wants(5, 3), wants(4, 3, seed=1), seeded(5, 4, seed=2), Recorder()
+    linear(x, [w], grad_accumulator=grad_accumulator).backward(dy)
     assert w.grad is None
     assert x.grad is not None
     torch.testing.assert_close(x.grad, dy @ w)
-    [(kept_x, kept_dy)] = sink.products
+    [(kept_x, kept_dy)] = grad_accumulator.matmul_ops
     assert torch.equal(kept_x, x)
     assert torch.equal(kept_dy, dy)
 
@@ -124,8 +124,10 @@ def test_dx_is_computed_before_the_sink_is_called() -> None:
         def product(self, x: Tensor, dy: Tensor) -> None:
             order.append("dw")
 
-    products = Products(forward, noted_input_grad, weight_grad)
-    linear(wants(5, 3), [wants(4, 3)], sink=Noting(), products=products).sum().backward()
+    matmul_ops = MatmulOps(forward, noted_input_grad, weight_grad)
+    linear(
+        wants(5, 3), [wants(4, 3)], grad_accumulator=Noting(), matmul_ops=matmul_ops
+    ).sum().backward()
     assert order == ["dx", "dw"]
 
 
@@ -137,7 +139,7 @@ def test_products_are_replaced_without_touching_the_layer() -> None:
         return 3 * weight_grad(dy, x)
 
     x, w, dy = wants(5, 3), wants(4, 3, seed=1), seeded(5, 4, seed=2)
-    y = linear(x, [w], products=Products(forward=doubled, weight_grad=tripled))
+    y = linear(x, [w], matmul_ops=MatmulOps(forward=doubled, weight_grad=tripled))
     torch.testing.assert_close(y, 2 * x @ w.t())
     y.backward(dy)
     torch.testing.assert_close(w.grad, 3 * dy.t() @ x)
@@ -148,16 +150,16 @@ def test_frozen_weights_get_no_gradient_and_no_sink_call() -> None:
     dx, dw = torch.autograd.grad(linear(x, [frozen, trained]).sum(), (x, trained))
     torch.testing.assert_close(dx, torch.cat([frozen, trained]).sum(0).expand(5, 3))
     torch.testing.assert_close(dw, x.sum(0).expand(2, 3))
-    sink = Recorder()
-    linear(x, [frozen], sink=sink).sum().backward()
-    assert sink.products == []
+    grad_accumulator = Recorder()
+    linear(x, [frozen], grad_accumulator=grad_accumulator).sum().backward()
+    assert grad_accumulator.matmul_ops == []
 
 
 def test_the_first_layer_computes_no_gradient_for_its_input() -> None:
     def refuse(dy: Tensor, w: Tensor) -> Tensor:
         raise AssertionError("nobody asked for dx")
 
-    linear(seeded(5, 3), [wants(4, 3)], products=Products(input_grad=refuse)).sum().backward()
+    linear(seeded(5, 3), [wants(4, 3)], matmul_ops=MatmulOps(input_grad=refuse)).sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from megalith.errors import DataError
 from megalith.kernels.masks import rows_of, with_masks, with_padding
-from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_slices
+from megalith.kernels.tokens import (
+    PackedSeqParams,
+    tokens_of_lengths,
+    tokens_of_queries,
+    tokens_of_slices,
+)
 from megalith.kernels.visible import FREE
 from megalith.plan.context import Slicing, plan_slices
 
@@ -23,7 +28,7 @@ def masks() -> list[Tensor | None]:
     return [torch.eye(3).bool()[1:], None, torch.tensor([[True, False, True, False]])]
 
 
-def of_documents(tokens: Tokens) -> list[Tensor | None]:
+def of_documents(tokens: PackedSeqParams) -> list[Tensor | None]:
     assert tokens.whole.visible is not None
     return tokens.whole.visible.of_documents(tokens.whole.lengths, tokens.whole.lengths)
 
@@ -182,4 +187,6 @@ def test_the_example_of_the_page_prints_what_it_says(capsys: pytest.CaptureFixtu
 def test_other_fields_stay() -> None:
     tokens = replace(tokens_of_lengths([3]), reach=(9,))
     assert with_masks(tokens, [torch.eye(3).bool()]).reach == (9,)
-    assert np.array_equal(with_masks(tokens, [torch.eye(3).bool()]).positions, tokens.positions)
+    assert np.array_equal(
+        with_masks(tokens, [torch.eye(3).bool()]).position_ids, tokens.position_ids
+    )

@@ -20,7 +20,7 @@ from megalith.kernels.grouped_linear import (
     FUSED,
     HAS_GROUPED_MM,
     LOOP,
-    GroupedProducts,
+    GroupedMatmulOps,
     equal_groups,
     grouped_linear,
 )
@@ -37,8 +37,8 @@ from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.ranks import layout_case
 from megalith.verify.variants import PLAIN, VARIANTS
 
-Form = Literal["torch", "upcast"]
-FORMS: tuple[Form, ...] = ("torch", "upcast")
+BackendName = Literal["torch", "upcast"]
+FORMS: tuple[BackendName, ...] = ("torch", "upcast")
 
 
 def seeded(*shape: int, seed: int = 0) -> Tensor:
@@ -68,7 +68,7 @@ MATMULS: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MATMULS)
 def test_bf16_matmuls_are_rounded_once_whichever_way_they_are_computed(
-    name: str, form: Form
+    name: str, form: BackendName
 ) -> None:
     compute, a, b = MATMULS[name]
     with bf16_matmul(form):
@@ -89,15 +89,15 @@ def test_a_product_is_added_to_a_bf16_gradient_before_it_is_rounded() -> None:
     assert bool(((found.double() - a.double() @ b.double()).abs() <= matmul_bound(a, b)).all())
 
 
-@pytest.mark.parametrize("products", [LOOP, BATCHED, *([FUSED] if HAS_GROUPED_MM else [])])
-def test_grouped_matmuls_agree(products: GroupedProducts) -> None:
+@pytest.mark.parametrize("matmul_ops", [LOOP, BATCHED, *([FUSED] if HAS_GROUPED_MM else [])])
+def test_grouped_matmuls_agree(matmul_ops: GroupedMatmulOps) -> None:
     groups = equal_groups(3, 20)
     x, w, dy = seeded(60, 64), seeded(3 * 48, 64, seed=1), seeded(60, 48, seed=2)
 
-    def results(form: Form) -> list[Tensor]:
+    def results(form: BackendName) -> list[Tensor]:
         inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
         with bf16_matmul(form):
-            y = grouped_linear(*inputs, groups, products=products)
+            y = grouped_linear(*inputs, groups, matmul_ops=matmul_ops)
             return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
     for name, mine, theirs in zip(
@@ -118,7 +118,7 @@ def test_attention_agrees(length: int, scores: Scores, kernel: Literal["auto", "
     values = [seeded(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     dy = seeded(*shapes[0], seed=3)
 
-    def results(form: Form) -> list[Tensor]:
+    def results(form: BackendName) -> list[Tensor]:
         inputs = [x.clone().requires_grad_() for x in values]
         with bf16_matmul(form):
             y = attention(*inputs, tokens, scores, kernel=kernel)
@@ -154,7 +154,7 @@ class Bf16Matmuls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-EXPERTS = replace(PLAIN, moe=MoEConfig(experts=5, top_k=2, ffn_hidden_size=8))
+EXPERTS = replace(PLAIN, moe=MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=8))
 MODELS = {
     "plain": PLAIN,
     "experts": EXPERTS,
@@ -171,7 +171,7 @@ def test_no_matmul_of_a_training_step_is_left_to_bf16_kernels_where_operands_are
     ).run  # long enough for attention in tiles
     run = replace(run, precision=replace(run.precision, params="bf16"))
 
-    def step(form: Form) -> tuple[set[str], float]:
+    def step(form: BackendName) -> tuple[set[str], float]:
         with bf16_matmul("auto"):  # restores what was selected before
             trainer = build_trainer(
                 replace(run, kernels=KernelsConfig(matmul=form)), mesh_of_one(), torch.device("cpu")

@@ -196,7 +196,7 @@ def test_a_zero_centred_weight_counts_one_more_under_every_kernel(
     )
     dys = [seeded(t, h, seed=3, dtype=dtype), seeded(t, h, seed=4, dtype=dtype)]
     ours, expected = (
-        add_rms_norm(x, residual, weight, EPS, zero_centred=True, kernel=each)
+        add_rms_norm(x, residual, weight, EPS, zero_centered=True, kernel=each)
         for each in (kernel, "reference")
     )
     for a, b in zip(ours, expected):
@@ -214,15 +214,15 @@ def test_a_zero_centred_norm_rounds_once_at_the_end_as_gemma_does(t: int) -> Non
     wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
     expected = (wide * (1.0 + weight.float())).bfloat16()
     rounded_twice = (wide.bfloat16() * (1.0 + weight)).bfloat16()
-    found = rms_norm(x, weight, EPS, zero_centred=True)
+    found = rms_norm(x, weight, EPS, zero_centered=True)
     assert (found != expected).float().mean() < 1e-3 < (rounded_twice != expected).float().mean()
 
 
-@pytest.mark.parametrize("zero_centred", [False, True])
-def test_gradients_of_every_norm_are_those_of_finite_differences(zero_centred: bool) -> None:
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_gradients_of_every_norm_are_those_of_finite_differences(zero_centered: bool) -> None:
     x, residual, weight, bias = wants(5, 7), wants(5, 7, seed=1), wants(7, seed=2), wants(7, seed=3)
     rms, layer, add = (
-        partial(each, eps=EPS, zero_centred=zero_centred)
+        partial(each, eps=EPS, zero_centered=zero_centered)
         for each in (rms_norm, layer_norm, add_layer_norm)
     )
     assert torch.autograd.gradcheck(rms, (x, weight))
@@ -234,23 +234,23 @@ def test_layer_norm_equals_torch() -> None:
     x, weight, bias = seeded(5, 7), seeded(7, seed=1), seeded(7, seed=2)
     expected = torch.nn.functional.layer_norm(x, (7,), weight, bias, EPS)
     torch.testing.assert_close(layer_norm(x, weight, bias, EPS), expected)
-    torch.testing.assert_close(layer_norm(x, weight - 1, bias, EPS, zero_centred=True), expected)
+    torch.testing.assert_close(layer_norm(x, weight - 1, bias, EPS, zero_centered=True), expected)
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
-@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("zero_centered", [False, True])
 def test_layer_norm_and_its_gradients_equal_the_reference(
-    dtype: torch.dtype, tolerance: float, zero_centred: bool
+    dtype: torch.dtype, tolerance: float, zero_centered: bool
 ) -> None:
     x, residual = wants(33, 65, dtype=dtype), wants(33, 65, seed=1, dtype=dtype)
     weight, bias = wants(65, seed=2, dtype=dtype), wants(65, seed=3, dtype=dtype)
     dys = [seeded(33, 65, seed=4, dtype=dtype), seeded(33, 65, seed=5, dtype=dtype)]
-    ours = add_layer_norm(x, residual, weight, bias, EPS, zero_centred=zero_centred)
-    expected = reference_add_layer_norm(x, residual, weight, bias, EPS, zero_centred=zero_centred)
-    alone = layer_norm(x, weight, bias, EPS, zero_centred=zero_centred)
-    alone_expected = reference_layer_norm(x, weight, bias, EPS, zero_centred=zero_centred)
+    ours = add_layer_norm(x, residual, weight, bias, EPS, zero_centered=zero_centered)
+    expected = reference_add_layer_norm(x, residual, weight, bias, EPS, zero_centered=zero_centered)
+    alone = layer_norm(x, weight, bias, EPS, zero_centered=zero_centered)
+    alone_expected = reference_layer_norm(x, weight, bias, EPS, zero_centered=zero_centered)
     inputs = [x, residual, weight, bias]
     mine = [
         *ours,

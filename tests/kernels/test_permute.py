@@ -1,4 +1,5 @@
-"""Tokens to rows sorted by expert and back: where everything goes, and what gradients come home."""
+"""PackedSeqParams to rows sorted by expert and back: where everything goes, and what gradients come
+home."""
 
 import pytest
 import torch

@@ -9,13 +9,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import rms_norm
 from megalith.kernels.rebuilt import (
-    Rebuilt,
-    checked,
+    RecomputedOutput,
+    as_recomputed,
     fingerprint,
-    in_parts,
-    rebuild,
-    rebuilt,
-    value_of,
+    output_tensor,
+    recompute_checked,
+    recompute_output,
+    split_rows,
 )
 from megalith.testing.tolerance import EXACT, assert_equals
 
@@ -50,7 +50,7 @@ def gradients(
 
     with saved_tensors_hooks(note, lambda saved: saved):
         y = norm(x, scale)
-        z = linear(Rebuilt(y, norm, (x, scale)) if discard else y, [w])
+        z = linear(RecomputedOutput(y, norm, (x, scale)) if discard else y, [w])
     kept = [shape for shape in shapes if shape[0] == y.data_ptr()]
     leaves = [x, scale] + ([] if frozen else [w])
     return list(torch.autograd.grad(z.square().sum(), leaves)), kept
@@ -76,7 +76,7 @@ def test_nothing_is_rebuilt_for_a_frozen_weight() -> None:
 def test_a_second_backward_rebuilds_a_second_time() -> None:
     norm, x, w = Norm(), seeded(7, 5).requires_grad_(), seeded(3, 5, seed=2).requires_grad_()
     ones = torch.ones(5)
-    z = linear(Rebuilt(norm(x, ones), norm, (x, ones)), [w])
+    z = linear(RecomputedOutput(norm(x, ones), norm, (x, ones)), [w])
     first = torch.autograd.grad(z.sum(), [x, w], retain_graph=True)
     second = torch.autograd.grad(z.sum(), [x, w])
     assert norm.calls == 3
@@ -85,17 +85,17 @@ def test_a_second_backward_rebuilds_a_second_time() -> None:
 
 def test_one_step_after_another_is_rebuilt_by_both() -> None:
     x = seeded(4, 6)
-    doubled = Rebuilt(x * 2, lambda x: x * 2, (x,))
+    doubled = RecomputedOutput(x * 2, lambda x: x * 2, (x,))
     longer = doubled.then(torch.cat([doubled.value, doubled.value]), lambda y: torch.cat([y, y]))
     assert torch.equal(longer.again(*longer.inputs), longer.value)
-    assert rebuilt(longer) is longer and value_of(longer) is longer.value
-    assert torch.equal(rebuilt(x).again(*rebuilt(x).inputs), value_of(x))
+    assert as_recomputed(longer) is longer and output_tensor(longer) is longer.value
+    assert torch.equal(as_recomputed(x).again(*as_recomputed(x).inputs), output_tensor(x))
 
 
 def test_a_rebuilt_input_of_another_shape_or_dtype_is_refused() -> None:
     w = seeded(3, 5, seed=2).requires_grad_()
     for wrong in (lambda x: x[1:], lambda x: x.double()):
-        y = linear(Rebuilt(seeded(7, 5), wrong, (seeded(7, 5),)), [w])
+        y = linear(RecomputedOutput(seeded(7, 5), wrong, (seeded(7, 5),)), [w])
         with pytest.raises(RuntimeError, match="must be made to give the same tensor"):
             y.sum().backward()
 
@@ -104,15 +104,17 @@ def test_a_wrong_input_changes_the_gradient_so_comparing_bits_finds_it() -> None
     w = seeded(3, 5, seed=2).requires_grad_()
     right, wrong = seeded(7, 5), seeded(7, 5, seed=9)
     (expected,) = torch.autograd.grad(linear(right, [w]).sum(), w)
-    (found,) = torch.autograd.grad(linear(Rebuilt(right, lambda x: x, (wrong,)), [w]).sum(), w)
+    (found,) = torch.autograd.grad(
+        linear(RecomputedOutput(right, lambda x: x, (wrong,)), [w]).sum(), w
+    )
     with pytest.raises(AssertionError, match="expected the same bits"):
         assert_equals("w", found, expected, EXACT)
 
 
 def test_a_checked_input_that_comes_out_otherwise_the_second_time_is_refused() -> None:
     w, x = seeded(3, 5, seed=2).requires_grad_(), seeded(7, 5)
-    linear(checked(x * 2, lambda x: x * 2, (x,)), [w]).sum().backward()
-    y = linear(checked(x * 2, lambda x: x * 2.0000002, (x,)), [w])
+    linear(recompute_checked(x * 2, lambda x: x * 2, (x,)), [w]).sum().backward()
+    y = linear(recompute_checked(x * 2, lambda x: x * 2.0000002, (x,)), [w])
     with pytest.raises(RuntimeError, match="did not give the same bits a second time"):
         y.sum().backward()
 
@@ -138,24 +140,24 @@ def test_a_fingerprint_changes_with_any_value_and_with_their_order(dtype: torch.
 def test_another_shape_or_dtype_the_second_time_is_refused_with_both() -> None:
     x = seeded(4, 3)
     like = x.shape, x.dtype
-    assert torch.equal(rebuild(torch.clone, (x,), like=like), x)
+    assert torch.equal(recompute_output(torch.clone, (x,), like=like), x)
     with pytest.raises(
         RuntimeError,
         match=r"computed torch.float32 \[3, 4\] again where forward had torch.float32 \[4, 3\]",
     ):
-        rebuild(torch.t, (x,), like=like)
+        recompute_output(torch.t, (x,), like=like)
     with pytest.raises(
         RuntimeError, match=r"float64 \[4, 3\] again .* must be made to give the same tensor"
     ):
-        rebuild(Tensor.double, (x,), like=like)
+        recompute_output(Tensor.double, (x,), like=like)
 
 
 def test_parts_are_rows_of_the_whole_and_rebuilt_like_it() -> None:
     x = seeded(8, 2)
-    doubled = Rebuilt(2 * x, lambda x: 2 * x, (x,))
-    assert [len(value_of(part)) for part in in_parts(x, 3)] == [3, 3, 2]
-    assert [len(value_of(part)) for part in in_parts(x[:2], 3)] == [1, 1, 0]
-    for part, expected in zip(in_parts(doubled, 3), (2 * x).split([3, 3, 2]), strict=True):
-        assert isinstance(part, Rebuilt) and part.inputs is doubled.inputs
+    doubled = RecomputedOutput(2 * x, lambda x: 2 * x, (x,))
+    assert [len(output_tensor(part)) for part in split_rows(x, 3)] == [3, 3, 2]
+    assert [len(output_tensor(part)) for part in split_rows(x[:2], 3)] == [1, 1, 0]
+    for part, expected in zip(split_rows(doubled, 3), (2 * x).split([3, 3, 2]), strict=True):
+        assert isinstance(part, RecomputedOutput) and part.inputs is doubled.inputs
         assert_equals("value", part.value, expected, EXACT)
         assert_equals("again", part.again(*part.inputs), expected, EXACT)

@@ -96,8 +96,8 @@ def test_a_table_without_numbers_still_says_shapes() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("reach", [20, 59])
 def test_biases_by_distance_are_those_of_pairs(reach: int, causal: bool) -> None:
-    """Tokens of all numbers, taken from anywhere; a reach within which buckets differ no more
-    changes nothing."""
+    """PackedSeqParams of all numbers, taken from anywhere; a reach within which buckets differ
+    no more changes nothing."""
     table = torch.randn(8, 3, dtype=torch.float64)
     pairs = reference_biases(table, 60, 60, max_distance=20, causal=causal)
     values = biases_by_distance(table, reach, max_distance=20, causal=causal)

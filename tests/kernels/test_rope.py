@@ -290,7 +290,7 @@ def test_shapes_hold_on_meta() -> None:
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("pairs", [5, 16])
-def test_parts_of_heads_and_pairs_of_neighbours_turn_alike_under_every_kernel(
+def test_parts_of_heads_and_pairs_of_neighbors_turn_alike_under_every_kernel(
     dtype: torch.dtype, tolerance: float, kernel: Kernel, interleaved: bool, pairs: int
 ) -> None:
     whole, dy = (

@@ -40,32 +40,32 @@ def test_weights_of_renormalised_softmax_are_a_softmax_over_the_chosen() -> None
 
 
 def test_weights_without_renormalising_are_the_scores() -> None:
-    choice = choose_experts(LOGITS, RouterConfig(renormalise=False), 2)
+    choice = choose_experts(LOGITS, RouterConfig(norm_topk_prob=False), 2)
     pair = (0.643914, 0.236883)
     assert close(choice.weights, pair, pair, (0.789137, 0.106798), pair)
 
 
 def test_renormalised_scores_are_a_softmax_over_the_chosen() -> None:
-    scores = choose_experts(LOGITS, RouterConfig(renormalise=False), 3).weights
-    renormalised = choose_experts(LOGITS, RouterConfig(), 3).weights
-    assert torch.allclose(scores / scores.sum(1, keepdim=True), renormalised, rtol=1e-14)
+    scores = choose_experts(LOGITS, RouterConfig(norm_topk_prob=False), 3).weights
+    renormalized = choose_experts(LOGITS, RouterConfig(), 3).weights
+    assert torch.allclose(scores / scores.sum(1, keepdim=True), renormalized, rtol=1e-14)
 
 
 def test_weights_of_sigmoid_are_scaled_after_they_are_divided() -> None:
-    choice = choose_experts(LOGITS, RouterConfig(score="sigmoid", scale=2.5), 2)
+    choice = choose_experts(LOGITS, RouterConfig(score="sigmoid", routed_scaling_factor=2.5), 2)
     rows = (1.366123, 1.133877), (1.326482, 1.173518), (1.414462, 1.085538), (1.366123, 1.133877)
     assert close(choice.weights, *rows)
 
 
 def test_a_balancing_bias_decides_who_is_chosen_and_not_the_weight() -> None:
     bias = torch.tensor([0, 0.3, 0, -0.3], dtype=torch.float64)
-    choice = choose_experts(LOGITS, RouterConfig(score="sigmoid", balancing_bias=True), 2, bias)
+    choice = choose_experts(LOGITS, RouterConfig(score="sigmoid", expert_bias=True), 2, bias)
     assert choice.experts.tolist() == [[1, 0], [1, 0], [0, 1], [1, 3]]
     assert close(choice.weights[:1], (0.453551, 0.546449))
 
 
 def test_only_the_best_groups_are_chosen_from() -> None:
-    router = RouterConfig(renormalise=False, groups=2, top_groups=1)
+    router = RouterConfig(norm_topk_prob=False, num_groups=2, topk_groups=1)
     scores = LOGITS.softmax(1)
     of_groups = scores.view(4, 2, 2).sum(2)  # of each group its best two, and it has no more
     assert close(
@@ -86,7 +86,7 @@ def test_only_the_best_groups_are_chosen_from() -> None:
 @pytest.mark.parametrize(("kind", "group"), [("top", 0), ("max", 1)])
 def test_a_group_is_as_good_as_its_best_together_or_as_its_best(kind: str, group: int) -> None:
     scores = torch.tensor([[0.5, 0.4, 0.6, 0.1]])
-    router = RouterConfig(groups=2, top_groups=1, group_score=kind)  # type: ignore[arg-type]
+    router = RouterConfig(num_groups=2, topk_groups=1, group_score=kind)  # type: ignore[arg-type]
     assert best(among_groups(scores, router, 2), 2)[0].div(2, rounding_mode="floor").tolist() == [
         group,
         group,
@@ -95,7 +95,7 @@ def test_a_group_is_as_good_as_its_best_together_or_as_its_best(kind: str, group
 
 def test_a_balancing_bias_decides_about_groups_too() -> None:
     logits = torch.tensor([[2.0, 1.9, 1.8, 1.7, -3.0, -3.0]])
-    router = RouterConfig(score="sigmoid", balancing_bias=True, groups=3, top_groups=1)
+    router = RouterConfig(score="sigmoid", expert_bias=True, num_groups=3, topk_groups=1)
     assert sorted(choose_experts(logits, router, 2).experts[0].tolist()) == [0, 1]
     bias = torch.tensor([0, 0, 0.3, 0, 0, 0])
     assert choose_experts(logits, router, 2, bias).experts.tolist() == [[2, 3]]
@@ -231,7 +231,7 @@ def test_the_gate_computes_in_its_own_dtype_forward_and_backward() -> None:
 
 
 def test_the_gate_hands_its_weights_gradient_to_a_sink_unrounded() -> None:
-    class Kept:
+    class SavedInputPlan:
         seen: list[Tensor]
 
         def product(self, x: Tensor, dy: Tensor) -> None:
@@ -247,10 +247,10 @@ def test_the_gate_hands_its_weights_gradient_to_a_sink_unrounded() -> None:
         torch.randn(5, 7, dtype=torch.bfloat16),
         torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True),
     )
-    sink = Kept()
-    gate(x, w, dtype=torch.float32, sink=sink).sum().backward()
-    assert w.grad is None and sink.seen[0].dtype == torch.float32
-    assert torch.equal(sink.seen[0], torch.ones(5, 3).t() @ x.float())
+    grad_accumulator = SavedInputPlan()
+    gate(x, w, dtype=torch.float32, grad_accumulator=grad_accumulator).sum().backward()
+    assert w.grad is None and grad_accumulator.seen[0].dtype == torch.float32
+    assert torch.equal(grad_accumulator.seen[0], torch.ones(5, 3).t() @ x.float())
 
 
 # --- other scores, and offsets
@@ -259,7 +259,9 @@ def test_the_gate_hands_its_weights_gradient_to_a_sink_unrounded() -> None:
 def test_scores_of_square_roots_are_those_of_the_formula_and_weigh_as_sigmoids_do() -> None:
     scores = score_experts(LOGITS, "sqrt_softplus")
     assert torch.allclose(scores, (1 + LOGITS.exp()).log().sqrt(), rtol=1e-13)
-    choice = choose_experts(LOGITS, RouterConfig(score="sqrt_softplus", scale=2.0), 2)
+    choice = choose_experts(
+        LOGITS, RouterConfig(score="sqrt_softplus", routed_scaling_factor=2.0), 2
+    )
     chosen = scores.gather(1, choice.experts)
     assert choice.experts.tolist() == [[0, 1], [1, 0], [0, 2], [3, 1]]
     assert torch.allclose(choice.weights, 2 * chosen / chosen.sum(1, keepdim=True), rtol=1e-13)

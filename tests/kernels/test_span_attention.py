@@ -22,8 +22,8 @@ from megalith.kernels.span_attention import (
     sink_gradient,
     span_attention,
 )
-from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
-from megalith.plan.context import Slicing, Spans, plan_slices, plan_spans, spans_of_lengths
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths, tokens_of_rows
+from megalith.plan.context import KeySpans, Slicing, plan_slices, plan_spans, spans_of_lengths
 from megalith.testing.tolerance import BF16, FP32, FP64, assert_equals
 from tests.cases import loop_over
 
@@ -55,7 +55,7 @@ def assert_same(mine: Tensor, reference: Tensor, inputs: tuple[Tensor, ...]) -> 
 )
 @pytest.mark.parametrize(("n", "g"), [(4, 4), (6, 2), (3, 1)])
 def test_all_earlier_tokens_of_a_document_are_causal_attention(
-    tokens: Tokens, n: int, g: int
+    tokens: PackedSeqParams, n: int, g: int
 ) -> None:
     inputs = qkv(tokens.num_tokens, tokens.num_tokens, n=n, g=g)
     mine = span_attention(*inputs, spans_of_lengths(tokens.lengths))
@@ -64,11 +64,11 @@ def test_all_earlier_tokens_of_a_document_are_causal_attention(
 
 @pytest.mark.parametrize("window", [2, 5, 70, 500])
 @pytest.mark.parametrize("tokens", [tokens_of_rows(2, 90), tokens_of_lengths([3, 100, 1, 40])])
-def test_a_window_ends_so_many_tokens_back(tokens: Tokens, window: int) -> None:
+def test_a_window_ends_so_many_tokens_back(tokens: PackedSeqParams, window: int) -> None:
     inputs = qkv(tokens.num_tokens, tokens.num_tokens)
     place = torch.arange(tokens.num_tokens)
     near = (place[:, None] - place[None] < window) & (place[:, None] >= place[None])
-    mask = near & (tokens.document[:, None] == tokens.document[None])
+    mask = near & (tokens.document_ids[:, None] == tokens.document_ids[None])
     q, k, v = (x.transpose(0, 1) for x in inputs)
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, enable_gqa=True
@@ -80,7 +80,7 @@ def test_a_window_ends_so_many_tokens_back(tokens: Tokens, window: int) -> None:
     )
 
 
-def pieces(seed: int) -> tuple[list[Spans], Spans, list[int]]:
+def pieces(seed: int) -> tuple[list[KeySpans], KeySpans, list[int]]:
     """What one rank's queries see of every rank's keys; the same of all keys at once; and tokens
     per rank."""
     draw = np.random.default_rng(seed)
@@ -167,7 +167,7 @@ def test_a_query_without_any_key_gives_zero_and_no_gradient() -> None:
 
 def test_a_query_that_sees_its_first_key_late_forgets_the_nothing_before() -> None:
     """A first piece of which it sees nothing leaves lse at -inf, and no NaN in what follows."""
-    hidden = Spans(
+    hidden = KeySpans(
         1,
         np.array([[0, 0], [0, 1]]),
         plan_spans(np.array([0, 3]), np.array([2]), np.zeros(4, int)).tiles,

@@ -13,16 +13,16 @@ from megalith.kernels.scores import Scores
 from megalith.kernels.sdpa import sdpa_documents
 from megalith.kernels.tiled_attention import (
     KEPT_LENGTH,
-    Tile,
+    AttentionTile,
     _hidden,
     _loop_softmax,
     tiled_attention,
 )
-from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths, tokens_of_rows
 
 
 def qkv(
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     *,
     heads: int,
     kv_heads: int,
@@ -115,12 +115,14 @@ def test_gradients_are_those_of_finite_differences(causal: bool) -> None:
 @pytest.mark.parametrize(
     "tile",
     [
-        Tile(slice(0, 3), 0, 64, 128, 128, (), causal=True),
-        Tile(slice(0, 3), 32, 64, 100, 100, (70, 71, 99), causal=True),
-        Tile(slice(0, 3), 32, 64, 100, 120, (70, 71, 99), causal=False),
+        AttentionTile(slice(0, 3), 0, 64, 128, 128, (), causal=True),
+        AttentionTile(slice(0, 3), 32, 64, 100, 100, (70, 71, 99), causal=True),
+        AttentionTile(slice(0, 3), 32, 64, 100, 120, (70, 71, 99), causal=False),
     ],
 )
-def test_the_loop_takes_the_softmax_over_visible_keys_alone(tile: Tile, dtype: torch.dtype) -> None:
+def test_the_loop_takes_the_softmax_over_visible_keys_alone(
+    tile: AttentionTile, dtype: torch.dtype
+) -> None:
     scores = 4 * torch.randn(3, 2 * (tile.stop - tile.start), tile.last - tile.first)
     hidden = _hidden(tile, scores)
     expected = scores.clone()

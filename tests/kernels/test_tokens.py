@@ -1,4 +1,5 @@
-"""Tokens know where each document starts, how long it is, and where a token stands in it."""
+"""PackedSeqParams know where each document starts, how long it is, and where a token stands in
+it."""
 
 import pytest
 import torch
@@ -14,28 +15,33 @@ from megalith.plan.context import Slicing, plan_slices
 
 def test_rows_are_documents_of_one_length() -> None:
     tokens = tokens_of_rows(3, 4)
-    assert (tokens.uniform, tokens.max_q, tokens.max_kv, tokens.num_tokens) == (4, 4, 4, 12)
-    assert tokens.cu_q.tolist() == tokens.cu_kv.tolist() == [0, 4, 8, 12]
-    assert tokens.positions.tolist() == [0, 1, 2, 3] * 3
-    assert tokens.document.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert (tokens.uniform, tokens.max_seqlen_q, tokens.max_seqlen_kv, tokens.num_tokens) == (
+        4,
+        4,
+        4,
+        12,
+    )
+    assert tokens.cu_seqlens_q.tolist() == tokens.cu_seqlens_kv.tolist() == [0, 4, 8, 12]
+    assert tokens.position_ids.tolist() == [0, 1, 2, 3] * 3
+    assert tokens.document_ids.tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
 def test_documents_of_different_lengths_count_positions_from_zero() -> None:
     tokens = tokens_of_lengths([2, 1, 3])
     assert tokens.uniform is None
-    assert tokens.max_q == 3
-    assert tokens.cu_q.tolist() == [0, 2, 3, 6]
-    assert tokens.positions.tolist() == [0, 1, 0, 0, 1, 2]
-    assert tokens.document.tolist() == [0, 0, 1, 2, 2, 2]
+    assert tokens.max_seqlen_q == 3
+    assert tokens.cu_seqlens_q.tolist() == [0, 2, 3, 6]
+    assert tokens.position_ids.tolist() == [0, 1, 0, 0, 1, 2]
+    assert tokens.document_ids.tolist() == [0, 0, 1, 2, 2, 2]
     assert tokens.lengths == ((2, 2), (1, 1), (3, 3))
 
 
 def test_queries_behind_a_cache_keep_their_place_in_the_document() -> None:
     tokens = tokens_of_queries([(1, 5), (2, 2), (1, 3)])
-    assert tokens.cu_q.tolist() == [0, 1, 3, 4]
-    assert tokens.cu_kv.tolist() == [0, 5, 7, 10]
-    assert tokens.positions.tolist() == [4, 0, 1, 2]
-    assert (tokens.max_q, tokens.max_kv) == (2, 5)
+    assert tokens.cu_seqlens_q.tolist() == [0, 1, 3, 4]
+    assert tokens.cu_seqlens_kv.tolist() == [0, 5, 7, 10]
+    assert tokens.position_ids.tolist() == [4, 0, 1, 2]
+    assert (tokens.max_seqlen_q, tokens.max_seqlen_kv) == (2, 5)
 
 
 def test_equal_queries_with_a_cache_are_not_uniform() -> None:
@@ -49,8 +55,13 @@ def test_one_document_is_uniform() -> None:
 
 def test_integer_types_are_those_the_kernels_expect() -> None:
     tokens = tokens_of_lengths([2, 3])
-    assert tokens.cu_q.dtype == tokens.cu_kv.dtype == tokens.document.dtype == torch.int32
-    assert tokens.positions.dtype == torch.int64
+    assert (
+        tokens.cu_seqlens_q.dtype
+        == tokens.cu_seqlens_kv.dtype
+        == tokens.document_ids.dtype
+        == torch.int32
+    )
+    assert tokens.position_ids.dtype == torch.int64
     assert tokens.valid.dtype == torch.bool
     assert bool(tokens.valid.all())
 
@@ -60,7 +71,13 @@ def test_tensors_are_made_on_the_device_asked_for(device: str) -> None:
     tokens = tokens_of_lengths([2, 3], device=device)
     found = {
         x.device.type
-        for x in (tokens.cu_q, tokens.cu_kv, tokens.positions, tokens.document, tokens.valid)
+        for x in (
+            tokens.cu_seqlens_q,
+            tokens.cu_seqlens_kv,
+            tokens.position_ids,
+            tokens.document_ids,
+            tokens.valid,
+        )
     }
     assert found == {device}
     assert tokens.lengths == ((2, 2), (3, 3))  # still known on the host
@@ -69,10 +86,18 @@ def test_tensors_are_made_on_the_device_asked_for(device: str) -> None:
 def test_shared_rows_keep_the_positions_and_documents_they_have_in_the_whole() -> None:
     slicing = Slicing(ranks=2, rank=1)
     tokens = tokens_of_slices(plan_slices([5, 3, 8], row=8, slicing=slicing), slicing)
-    assert tokens.positions.tolist() == [2, 3, 4, 0, 2, 3, 4, 5]
-    assert tokens.document.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
-    assert tokens.cu_q.tolist() == [0, 3, 4, 8] and tokens.cu_kv.tolist() == [0, 5, 8, 16]
-    assert tokens.lengths == ((3, 5), (1, 3), (4, 8)) and (tokens.max_q, tokens.max_kv) == (4, 8)
+    assert tokens.position_ids.tolist() == [2, 3, 4, 0, 2, 3, 4, 5]
+    assert tokens.document_ids.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
+    assert tokens.cu_seqlens_q.tolist() == [0, 3, 4, 8] and tokens.cu_seqlens_kv.tolist() == [
+        0,
+        5,
+        8,
+        16,
+    ]
+    assert tokens.lengths == ((3, 5), (1, 3), (4, 8)) and (
+        tokens.max_seqlen_q,
+        tokens.max_seqlen_kv,
+    ) == (4, 8)
     assert tokens.uniform is None and bool(tokens.valid.all()) and tokens.num_tokens == 8
     assert tokens.whole.lengths == ((5, 5), (3, 3), (8, 8)) and tokens.whole.whole is tokens.whole
 
@@ -80,7 +105,7 @@ def test_shared_rows_keep_the_positions_and_documents_they_have_in_the_whole() -
 def test_padding_of_shared_documents_is_not_valid() -> None:
     slicing = Slicing(ranks=2, rank=0, by="document")
     tokens = tokens_of_slices(plan_slices([5, 3], row=8, slicing=slicing), slicing)
-    assert tokens.positions.tolist() == [0, 1, 6, 7, 0, 3]
+    assert tokens.position_ids.tolist() == [0, 1, 6, 7, 0, 3]
     assert tokens.valid.tolist() == [True, True, False, False, True, False]
 
 
@@ -93,7 +118,7 @@ def test_parts_joined_are_brought_into_natural_order_and_back() -> None:
     assert everyone[context.everyone.order].tolist() == list(range(16))
     assert everyone[context.everyone.order][context.everyone.back].tolist() == everyone.tolist()
     near = torch.from_numpy(slices.numbers[2:]).flatten()
-    assert near[context.neighbours.order].tolist() == list(range(4, 12))
+    assert near[context.neighbors.order].tolist() == list(range(4, 12))
 
 
 def test_what_tokens_see_is_planned_once_for_all_layers() -> None:

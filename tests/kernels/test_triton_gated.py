@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.config.model import Activation
 from megalith.kernels import gpu
-from megalith.kernels.activation import SIGMOIDS, Gate, gated, reference_gated
+from megalith.kernels.activation import SIGMOIDS, GatedActivation, gated, reference_gated
 from megalith.kernels.swiglu import reference_swiglu, swiglu
 from megalith.kernels.weighted import (
     reference_weighted_activate,
@@ -29,7 +29,10 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 TOLERANCES = [(torch.float32, 3e-6), (torch.bfloat16, 1e-2)]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-GATES = [*(Gate(name) for name in ACTIVATIONS), Gate("quick_gelu", clamp=1.2, up_offset=1.0)]
+GATES = [
+    *(GatedActivation(name) for name in ACTIVATIONS),
+    GatedActivation("quick_gelu", clamp=1.2, up_offset=1.0),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,9 @@ def same(mine: Tensor, theirs: Tensor, inputs: tuple[Tensor, ...], tolerance: fl
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize("gate", GATES)
-def test_gates_equal_the_reference(gate: Gate, dtype: torch.dtype, tolerance: float) -> None:
+def test_gates_equal_the_reference(
+    gate: GatedActivation, dtype: torch.dtype, tolerance: float
+) -> None:
     x = seeded(23, 2 * 131, dtype=dtype)
     same(gated(x, gate), reference_gated(x, gate), (x,), tolerance)
 
@@ -75,7 +80,7 @@ def test_swiglu_of_wide_and_strided_rows_equals_the_reference(
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize("gate", GATES[-3:])
 def test_weighted_gates_equal_the_reference(
-    gate: Gate, dtype: torch.dtype, tolerance: float
+    gate: GatedActivation, dtype: torch.dtype, tolerance: float
 ) -> None:
     x, w = seeded(23, 2 * 131, dtype=dtype), seeded(23, seed=1)
     same(weighted_gated(x, w, gate), reference_weighted_gated(x, w, gate), (x, w), tolerance)
@@ -105,7 +110,7 @@ def test_large_gates_neither_overflow_nor_lose_a_nan() -> None:
         [[-1e30, -1e4, 1e4, 1e30, math.nan, *([1.0] * 5)]], device=DEVICE
     ).requires_grad_()
     for name in SIGMOIDS:
-        y = gated(row, Gate(name))
+        y = gated(row, GatedActivation(name))
         torch.testing.assert_close(y[0, :4], row[0, :4].clamp(min=0))
         (grad,) = torch.autograd.grad(y.sum(), row)
         torch.testing.assert_close(grad[0, :4], torch.tensor([0.0, 0.0, 1.0, 1.0], device=DEVICE))

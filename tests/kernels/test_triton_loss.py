@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalith.kernels import gpu
 from megalith.kernels.cross_entropy import (
-    Readout,
+    LogitTransform,
     linear_cross_entropy,
     reference_cross_entropy,
     token_losses,
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 from megalith.kernels.triton_loss import gradient_, row_sums  # noqa: E402  # where Triton is missing, there is none
 
 TOKENS, HIDDEN = 7, 24
-READOUTS = [Readout(), Readout(scale=0.5), Readout(scale=1.3, softcap=2.0)]
+READOUTS = [LogitTransform(), LogitTransform(scale=0.5), LogitTransform(scale=1.3, softcap=2.0)]
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,9 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("vocab", [37, 2100])
-@pytest.mark.parametrize("readout", READOUTS)
+@pytest.mark.parametrize("logit_transform", READOUTS)
 def test_losses_and_gradients_equal_the_reference(
-    readout: Readout, vocab: int, dtype: torch.dtype, tolerance: float
+    logit_transform: LogitTransform, vocab: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     x, weight = (
         seeded(TOKENS, HIDDEN, dtype=dtype).requires_grad_(),
@@ -54,7 +54,9 @@ def test_losses_and_gradients_equal_the_reference(
     labels[4] = -1
     labels = labels.to(DEVICE)
     factors = seeded(TOKENS, seed=3).abs()
-    theirs = reference_cross_entropy(x, weight, labels, vocab_size=vocab, readout=readout)
+    theirs = reference_cross_entropy(
+        x, weight, labels, vocab_size=vocab, logit_transform=logit_transform
+    )
     total, single = (
         loss(
             x,
@@ -63,7 +65,7 @@ def test_losses_and_gradients_equal_the_reference(
             vocab=alone("tp"),
             first_row=0,
             vocab_size=vocab,
-            readout=readout,
+            logit_transform=logit_transform,
             chunk=3,
         )
         for loss in (linear_cross_entropy, token_losses)
@@ -81,11 +83,11 @@ def test_losses_and_gradients_equal_the_reference(
             assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-@pytest.mark.parametrize("readout", READOUTS)
-def test_smoothed_labels_equal_the_reference(readout: Readout) -> None:
+@pytest.mark.parametrize("logit_transform", READOUTS)
+def test_smoothed_labels_equal_the_reference(logit_transform: LogitTransform) -> None:
     x, weight = seeded(TOKENS, HIDDEN).requires_grad_(), seeded(40, HIDDEN, seed=1).requires_grad_()
     labels = torch.tensor([0, 36, -1, 5, 7, 9, 11], device=DEVICE)
-    whole = {"vocab_size": 37, "readout": readout, "smoothing": 0.1}
+    whole = {"vocab_size": 37, "logit_transform": logit_transform, "smoothing": 0.1}
     mine = linear_cross_entropy(x, weight, labels, vocab=alone("tp"), first_row=0, chunk=3, **whole)
     theirs = reference_cross_entropy(x, weight, labels, **whole).sum()
     for a, b in zip(

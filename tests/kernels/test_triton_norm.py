@@ -63,14 +63,14 @@ def close(mine: Tensor, theirs: Tensor, tolerance: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_a_norm_after_an_addition_equals_the_reference(
-    kind: str, zero_centred: bool, shape: tuple[int, int], dtype: torch.dtype, tolerance: float
+    kind: str, zero_centered: bool, shape: tuple[int, int], dtype: torch.dtype, tolerance: float
 ) -> None:
     x, residual = seeded(*shape, dtype=dtype), seeded(*shape, seed=1, dtype=dtype)
     affine = [seeded(shape[1], seed=2 + i, dtype=dtype) for i in range(1 if kind == "rms" else 2)]
-    mine, theirs = (f(x, residual, *affine, 1e-5, zero_centred=zero_centred) for f in ADDED[kind])
+    mine, theirs = (f(x, residual, *affine, 1e-5, zero_centered=zero_centered) for f in ADDED[kind])
     douts = [seeded(*shape, seed=5 + i, dtype=dtype).detach() for i in range(2)]
     for a, b in zip(mine, theirs, strict=True):
         close(a, b, tolerance)

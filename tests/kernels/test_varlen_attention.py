@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels import varlen_attention as varlen
-from megalith.kernels.attention import attention, reference_attention, way_of
+from megalith.kernels.attention import attention, reference_attention, select_attention_backend
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import tokens_of_queries
 from megalith.kernels.varlen_attention import has_varlen, starts, takes, varlen_attention, window_of
@@ -47,21 +47,27 @@ def test_the_kernel_is_told_what_the_definition_computes(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_q: Tensor,
-        cu_kv: Tensor,
-        max_q: int,
-        max_kv: int,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_kv: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
         *,
         scale: float,
         window_size: tuple[int, int],
         enable_gqa: bool,
     ) -> Tensor:
-        assert enable_gqa and (max_q, max_kv) == (150, 150)
+        assert enable_gqa and (max_seqlen_q, max_seqlen_kv) == (150, 150)
         left, right = (10**6 if side < 0 else side for side in window_size)
         outs = []
-        for i in range(len(cu_q) - 1):
-            rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_kv[i], cu_kv[i + 1])
-            n, m = int(cu_q[i + 1] - cu_q[i]), int(cu_kv[i + 1] - cu_kv[i])
+        for i in range(len(cu_seqlens_q) - 1):
+            rows, keys = (
+                slice(cu_seqlens_q[i], cu_seqlens_q[i + 1]),
+                slice(cu_seqlens_kv[i], cu_seqlens_kv[i + 1]),
+            )
+            n, m = (
+                int(cu_seqlens_q[i + 1] - cu_seqlens_q[i]),
+                int(cu_seqlens_kv[i + 1] - cu_seqlens_kv[i]),
+            )
             place, key = torch.arange(m - n, m).unsqueeze(1), torch.arange(m)
             hidden = (key < place - left) | (key > place + right)
             seen, values = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (k[keys], v[keys]))
@@ -100,21 +106,27 @@ def test_ways_on_gpus_follow_what_each_kernel_knows(monkeypatch: pytest.MonkeyPa
     odd: Any = OnGPU(8, 2, 20)
     sinks = torch.zeros(2)
     rows, packed = ((4, 4), (4, 4)), ((5, 5), (3, 3))
-    assert way_of(q, q, rows, PLAIN, None) == "torch"
+    assert select_attention_backend(q, q, rows, PLAIN, None) == "torch"
     assert (
-        way_of(q, q, packed, PLAIN, None) == way_of(q, q, rows, Scores(window=2), None) == "varlen"
+        select_attention_backend(q, q, packed, PLAIN, None)
+        == select_attention_backend(q, q, rows, Scores(window=2), None)
+        == "varlen"
     )
-    assert way_of(wide, wide, packed, PLAIN, None) == way_of(q, odd, packed, PLAIN, None) == "torch"
-    assert way_of(wide, wide, rows, Scores(window=2), None) == "flex"
     assert (
-        way_of(q, q, rows, PLAIN, sinks)
-        == way_of(q, q, packed, Scores(softcap=2.0), None)
+        select_attention_backend(wide, wide, packed, PLAIN, None)
+        == select_attention_backend(q, odd, packed, PLAIN, None)
+        == "torch"
+    )
+    assert select_attention_backend(wide, wide, rows, Scores(window=2), None) == "flex"
+    assert (
+        select_attention_backend(q, q, rows, PLAIN, sinks)
+        == select_attention_backend(q, q, packed, Scores(softcap=2.0), None)
         == "flex"
     )
     monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: False)
-    assert way_of(q, q, rows, PLAIN, sinks) == "spans"
+    assert select_attention_backend(q, q, rows, PLAIN, sinks) == "split_kv"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert way_of(q, q, packed, PLAIN, None) == "torch"
+    assert select_attention_backend(q, q, packed, PLAIN, None) == "torch"
 
 
 def test_nothing_on_a_cpu_is_taken() -> None:

@@ -6,15 +6,15 @@ import torch
 
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import PLAIN, Scores, keys_seen
-from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_queries
-from megalith.kernels.visible import SeenPairs, Visible
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths, tokens_of_queries
+from megalith.kernels.visible import Visible, VisiblePairs
 from megalith.plan.context import spans_of_lengths
 
 RAGGED = tokens_of_queries([(3, 3), (4, 9), (0, 0), (2, 2), (1, 70)])
 ROWS = tokens_of_lengths([9] * 3)
 
 
-def masked(tokens: Tokens) -> Visible:
+def masked(tokens: PackedSeqParams) -> Visible:
     """Masks of all documents but the second, and padding."""
     draw = torch.Generator().manual_seed(0)
     masks = [
@@ -27,12 +27,12 @@ def masked(tokens: Tokens) -> Visible:
     return visible
 
 
-def of_all(tokens: Tokens) -> SeenPairs:
+def of_all(tokens: PackedSeqParams) -> VisiblePairs:
     keys = torch.arange(sum(keys for _, keys in tokens.lengths))
-    return SeenPairs(masked(tokens), torch.arange(tokens.num_tokens), keys)
+    return VisiblePairs(masked(tokens), torch.arange(tokens.num_tokens), keys)
 
 
-def expected(tokens: Tokens) -> torch.Tensor:
+def expected(tokens: PackedSeqParams) -> torch.Tensor:
     """bool [t, t_kv]: what each query may see of its own document."""
     blocks = masked(tokens).of_documents(tokens.lengths, tokens.lengths)
     filled = [
@@ -43,7 +43,7 @@ def expected(tokens: Tokens) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tokens", [RAGGED, ROWS])
-def test_tiles_and_rows_are_parts_of_the_masks(tokens: Tokens) -> None:
+def test_tiles_and_rows_are_parts_of_the_masks(tokens: PackedSeqParams) -> None:
     spans, seen, whole = (
         spans_of_lengths(tokens.lengths, causal=False),
         of_all(tokens),
@@ -77,7 +77,7 @@ def test_queries_and_keys_may_be_any_of_all() -> None:
     inside = torch.block_diag(*(torch.ones(size) for size in RAGGED.lengths)).bool()[queries][
         :, keys
     ]
-    found = SeenPairs(masked(RAGGED), queries, keys).of_row(0, 1)
+    found = VisiblePairs(masked(RAGGED), queries, keys).of_row(0, 1)
     assert torch.equal(found & inside, whole[queries][:, keys])
 
 

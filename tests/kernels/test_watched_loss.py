@@ -1,4 +1,4 @@
-"""What a watched head notes: only of labelled tokens, over microbatches, and once."""
+"""What a watched head notes: only of labeled tokens, over microbatches, and once."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.cross_entropy import Measured, linear_cross_entropy, measured_cross_entropy
-from megalith.kernels.watched_loss import SeenScores, WatchedLoss
+from megalith.kernels.watched_loss import LogitStats, LossWithLogitStats
 from megalith.parallel.group import alone
 
 
@@ -16,7 +16,7 @@ def measured(logsumexp: list[float], largest: list[float]) -> Measured:
 
 
 def test_microbatches_add_up_and_unlabelled_tokens_do_not_count() -> None:
-    seen = SeenScores()
+    seen = LogitStats()
     seen.note(measured([2.0, 9.0], [1.5, 8.0]), torch.tensor([4, -1]), 0.5)
     seen.note(measured([1.0, 3.0], [0.5, 2.5]), torch.tensor([0, 1]), 0.5)
     z, largest = seen.taken()
@@ -26,7 +26,7 @@ def test_microbatches_add_up_and_unlabelled_tokens_do_not_count() -> None:
 
 
 def test_a_microbatch_without_labels_or_tokens_has_no_largest_score() -> None:
-    seen = SeenScores()
+    seen = LogitStats()
     seen.note(measured([2.0], [1.5]), torch.tensor([-1]), 0.5)
     seen.note(measured([], []), torch.tensor([], dtype=torch.int64), 0.5)
     z, largest = seen.taken()
@@ -41,7 +41,7 @@ def test_the_loss_is_what_it_would_be_unwatched() -> None:
         torch.tensor([0, 1, -1, 6, 2, 2]),
         {"vocab": alone("tp"), "first_row": 0, "vocab_size": 7},
     )
-    watched = WatchedLoss(measured_cross_entropy, 0.25)
+    watched = LossWithLogitStats(measured_cross_entropy, 0.25)
     found: Tensor = watched(x, weight, labels, **words)
     assert found.item() == linear_cross_entropy(x, weight, labels, **words, z_loss=0.25).item()
     z, largest = watched.seen.taken()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.config.model import Activation
-from megalith.kernels.activation import SIGMOIDS, Gate, activate, gated
+from megalith.kernels.activation import SIGMOIDS, GatedActivation, activate, gated
 from megalith.kernels.weighted import (
     reference_weighted_activate,
     reference_weighted_gated,
@@ -15,10 +15,10 @@ from megalith.kernels.weighted import (
 )
 
 GATES = [
-    Gate("silu"),
-    Gate("gelu_tanh"),
-    Gate("quick_gelu", clamp=2.0, up_offset=1.0),
-    Gate("gelu", clamp=1.5),
+    GatedActivation("silu"),
+    GatedActivation("gelu_tanh"),
+    GatedActivation("quick_gelu", clamp=2.0, up_offset=1.0),
+    GatedActivation("gelu", clamp=1.5),
 ]
 TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
 
@@ -35,7 +35,7 @@ def close(mine: Tensor, theirs: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_gradients_of_weighted_gates_are_those_of_finite_differences(gate: Gate) -> None:
+def test_gradients_of_weighted_gates_are_those_of_finite_differences(gate: GatedActivation) -> None:
     inputs = seeded(5, 6).requires_grad_(), seeded(5, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: weighted_gated(x, w, gate), inputs)
 
@@ -51,7 +51,7 @@ def test_gradients_of_a_weighted_activation_are_those_of_finite_differences() ->
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize("gate", GATES)
 def test_weighted_gates_equal_the_reference(
-    gate: Gate, dtype: torch.dtype, tolerance: float, wide_weights: bool, kernel: Kernel
+    gate: GatedActivation, dtype: torch.dtype, tolerance: float, wide_weights: bool, kernel: Kernel
 ) -> None:
     x, dy = (
         seeded(67, 2 * 131, dtype=dtype).mul_(3).requires_grad_(),
@@ -87,8 +87,8 @@ def test_weighted_activations_equal_the_reference(
         close(mine, theirs, tolerance)
 
 
-@pytest.mark.parametrize("gate", [Gate(name) for name in SIGMOIDS])
-def test_weights_of_one_change_nothing(gate: Gate) -> None:
+@pytest.mark.parametrize("gate", [GatedActivation(name) for name in SIGMOIDS])
+def test_weights_of_one_change_nothing(gate: GatedActivation) -> None:
     x, ones = seeded(67, 2 * 131, dtype=torch.float32), torch.ones(67)
     assert torch.equal(weighted_gated(x, ones, gate), gated(x, gate))
     assert torch.equal(weighted_activate(x, ones, "squared_relu"), activate(x, "squared_relu"))

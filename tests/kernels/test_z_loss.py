@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.kernels.cross_entropy import (
+    LogitTransform,
     Measured,
-    Readout,
     linear_cross_entropy,
     measured_cross_entropy,
     recomputed_cross_entropy,
@@ -41,12 +41,12 @@ def by_hand(
     weight: Tensor,
     labels: Tensor,
     z_loss: float,
-    readout: Readout,
+    logit_transform: LogitTransform,
     smoothing: float = 0.0,
 ) -> Measured:
-    scores = (x @ weight[:V].T) * readout.scale
-    if readout.softcap is not None:
-        scores = readout.softcap * torch.tanh(scores / readout.softcap)
+    scores = (x @ weight[:V].T) * logit_transform.scale
+    if logit_transform.softcap is not None:
+        scores = logit_transform.softcap * torch.tanh(scores / logit_transform.softcap)
     total, largest = scores.logsumexp(-1), scores.amax(-1)
     spread = smoothing * V / (V - 1)
     losses = torch.nn.functional.cross_entropy(
@@ -58,20 +58,20 @@ def by_hand(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("chunk", [1, 7, T])
-@pytest.mark.parametrize("readout", [Readout(), Readout(1.5, 3.0)])
+@pytest.mark.parametrize("logit_transform", [LogitTransform(), LogitTransform(1.5, 3.0)])
 def test_every_form_and_chunk_is_the_definition(
-    form: str, kernel: Kernel, chunk: int, readout: Readout
+    form: str, kernel: Kernel, chunk: int, logit_transform: LogitTransform
 ) -> None:
     x, weight = inputs()
     words = {
         "vocab": alone("tp"),
         "first_row": 0,
         "vocab_size": V,
-        "readout": readout,
+        "logit_transform": logit_transform,
         "smoothing": 0.1,
     }
     ours = FORMS[form](x, weight, LABELS, z_loss=0.3, chunk=chunk, kernel=kernel, **words)
-    theirs = by_hand(x, weight, LABELS, 0.3, readout, 0.1)
+    theirs = by_hand(x, weight, LABELS, 0.3, logit_transform, 0.1)
     for mine, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
     assert not (form == "kept" and kernel == "auto" and ours.logsumexp.requires_grad)
@@ -170,7 +170,7 @@ def one_form(rank: int, world: int, form: str, kernel: Kernel) -> None:
     rows = [len(part) for part in torch.arange(PADDED).tensor_split(world)]
     first = sum(rows[:rank])
     mine = weight.detach()[first : first + rows[rank]].clone().requires_grad_()
-    theirs = by_hand(x, weight, LABELS, 0.3, Readout())
+    theirs = by_hand(x, weight, LABELS, 0.3, LogitTransform())
     ours = FORMS[form](
         x,
         mine,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.model import ModelConfig
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.hf import write_folder
 from megalith.parallel.mesh import Mesh, mesh_of_one
 from megalith.plan.shards import Box
@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     "num_kv_heads": 2,
     "ffn_hidden_size": 10,
     "max_seq_len": 32,
-    "vocab_multiple": 8,
+    "pad_vocab_to_multiple_of": 8,
     "init_std": 0.3,
 }
 
@@ -49,7 +49,7 @@ def blank(
 def model(model_config: ModelConfig, *, seed: int = 0, mesh: Mesh | None = None) -> Decoder:
     """A model with first weights, and biases that are not zero."""
     made = blank(model_config, mesh)
-    initialise(made, seed=seed)
+    initialize(made, seed=seed)
     with torch.no_grad():
         for declared, module, name in declared_parameters(made):
             if name.endswith("bias"):
@@ -61,10 +61,10 @@ def model(model_config: ModelConfig, *, seed: int = 0, mesh: Mesh | None = None)
     return made
 
 
-def entries(made: Decoder) -> list[Entry]:
+def entries(made: Decoder) -> list[CheckpointEntry]:
     """Its weights as a checkpoint sees them."""
     return [
-        Entry(d.shard, "param", getattr(module, name))
+        CheckpointEntry(d.shard, "param", getattr(module, name))
         for d, module, name in declared_parameters(made)
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.hf import HuggingFaceFolder
 from megalith.models.names import by_parameter, in_our_order
@@ -368,7 +368,7 @@ def our_model(folder: HuggingFaceFolder, **changes: Any) -> Decoder:
     allocate(model, torch.device("cpu"))
     folder.fill(
         [
-            Entry(d.shard, "param", getattr(module, name))
+            CheckpointEntry(d.shard, "param", getattr(module, name))
             for d, module, name in declared_parameters(model)
         ]
     )

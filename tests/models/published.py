@@ -15,7 +15,7 @@ from megalith.plan.network import network_problems
 def num_declared(config: ModelConfig) -> int:
     """Weights of the whole model as its layers declare them, without padded rows, and biases that
     nothing trains."""
-    shards = parameters(replace(config, vocab_multiple=1))
+    shards = parameters(replace(config, pad_vocab_to_multiple_of=1))
     return sum(shard.numel for shard in shards if not shard.name.endswith(".balancing_bias"))
 
 
@@ -26,7 +26,9 @@ def check_published(
     aside."""
     config = family.read_config(raw)
     assert network_problems(config) == []
-    assert num_declared(config) == num_parameters(replace(config, vocab_multiple=1)) == count
+    assert (
+        num_declared(config) == num_parameters(replace(config, pad_vocab_to_multiple_of=1)) == count
+    )
     again = family.write_config(config)
     same = (again.keys() & raw.keys()) - {*reworded, "use_cache"}
     assert {name: again[name] for name in same} == {name: raw[name] for name in same}
@@ -36,7 +38,9 @@ def check_published(
 def check_rules(family: Family, config: ModelConfig) -> None:
     """Fail unless the rules cover every element of every parameter once."""
     found = by_parameter(family.rules(config))
-    declared = {shard.name: shard.shape for shard in parameters(replace(config, vocab_multiple=1))}
+    declared = {
+        shard.name: shard.shape for shard in parameters(replace(config, pad_vocab_to_multiple_of=1))
+    }
     assert found.keys() == declared.keys()
     for name, shape in declared.items():
         assert extent(found[name]) == shape

@@ -26,7 +26,7 @@ from megalith.plan.shards import Box
 
 MODEL = ModelConfig(
     vocab_size=61,
-    vocab_multiple=4,
+    pad_vocab_to_multiple_of=4,
     hidden_size=12,
     num_layers=2,
     num_heads=4,
@@ -130,7 +130,10 @@ def test_what_has_no_adapter_is_the_base_to_the_bit() -> None:
 
 def test_a_base_is_known_by_its_values_and_not_by_its_padding() -> None:
     plain = fingerprint(Values(), MODEL)
-    assert plain == fingerprint(Values(), replace(MODEL, vocab_multiple=1)) and len(plain) == 32
+    assert (
+        plain == fingerprint(Values(), replace(MODEL, pad_vocab_to_multiple_of=1))
+        and len(plain) == 32
+    )
     assert plain != fingerprint(Values(factor=1.001), MODEL)
 
 

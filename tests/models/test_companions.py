@@ -1,5 +1,5 @@
 """What a model is used with comes along: tokenizer, chat template, ends of turns, generation
-settings and licences."""
+settings and licenses."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from megalith.data.chat_template import BUILT_IN
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import DataError
-from megalith.models.companions import carried, own_template
+from megalith.models.companions import copy_auxiliary_files, own_template
 from megalith.models.convert import Kind, convert
 from megalith.models.pretrained import Pretrained, locate, open_pretrained
 from megalith.parallel.mesh import mesh_of_one
@@ -150,7 +150,7 @@ def test_the_tokenizers_own_template_stays_as_it_is_and_its_end_ends_texts(
     (load / "generation_config.json").unlink()
     run = tune(tmp_path / "run", load, ADAPTERS)
     source = opened(run)
-    files = carried(source, {"eos_token_id": 7, "pad_token_id": None}, theirs=True)
+    files = copy_auxiliary_files(source, {"eos_token_id": 7, "pad_token_id": None}, theirs=True)
     assert "chat_template.jinja" not in files
     assert files["tokenizer_config.json"] == (load / "tokenizer_config.json").read_bytes()
     eod = build_tokenizer(source.tokenizer).eod
@@ -169,7 +169,7 @@ def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) 
         ADAPTERS | {"data.sft.template": "identity"},
         tokenizer=tmp_path / "words",
     )
-    files = carried(opened(run), {}, theirs=True)
+    files = copy_auxiliary_files(opened(run), {}, theirs=True)
     assert opened(run).generation_file() is None and opened(run).stop_ids() == {7}
     assert files["tokenizer.json"] == (tmp_path / "words/tokenizer.json").read_bytes()
     assert (
@@ -222,16 +222,18 @@ def test_a_folder_without_a_tokenizer_gets_no_template_and_a_release_does(
     tiny.folder(tmp_path / "base", tiny.config(vocab_size=300, max_seq_len=LENGTH))
     plain = {"tokenizer.kind": "byte", "tokenizer.path": "none", "data.sft.template": "chatml"}
     run = tune(tmp_path / "run", tmp_path / "base", ADAPTERS | plain)
-    assert set(carried(opened(run), {}, theirs=True)) == {"generation_config.json"}
-    assert "chat_template.jinja" in carried(opened(run), {}, theirs=False)
+    assert set(copy_auxiliary_files(opened(run), {}, theirs=True)) == {"generation_config.json"}
+    assert "chat_template.jinja" in copy_auxiliary_files(opened(run), {}, theirs=False)
 
 
 def test_files_of_no_conversations_are_passed_on_as_they_are(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     load = base(tmp_path / "base", tiny)
-    files = carried(opened(load), {}, theirs=True)
-    assert files == {name: path.read_bytes() for name, path in opened(load).companions().items()}
+    files = copy_auxiliary_files(opened(load), {}, theirs=True)
+    assert files == {
+        name: path.read_bytes() for name, path in opened(load).auxiliary_files().items()
+    }
     assert {"LICENSE", "USE_POLICY.md", "tokenizer.json", "generation_config.json"} <= files.keys()
 
 
@@ -263,7 +265,7 @@ def test_adapters_beside_a_release_name_it_and_are_read_with_it(
     assert raw["base_model_name_or_path"] == str(tmp_path / "release")
     assert (
         opened(tmp_path / "peft").stop_ids() == {7, 8}
-        and "LICENSE" in opened(tmp_path / "peft").companions()
+        and "LICENSE" in opened(tmp_path / "peft").auxiliary_files()
     )
 
 

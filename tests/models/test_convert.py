@@ -43,7 +43,7 @@ def test_there_and_back_every_tensor_is_the_same_bit_for_bit(
     )
     source = open_pretrained(tmp_path / "theirs")
     convert(
-        replace(source, model=replace(source.model, vocab_multiple=16)),
+        replace(source, model=replace(source.model, pad_vocab_to_multiple_of=16)),
         tmp_path / "ours",
         "megalith",
     )
@@ -75,7 +75,7 @@ def test_the_plan_lists_every_tensor_with_its_bytes(
 ) -> None:
     tiny.folder(tmp_path / "folder", tiny.config(num_layers=1, vocab_size=40))
     source = open_pretrained(tmp_path / "folder")
-    source = replace(source, model=replace(source.model, vocab_multiple=8))
+    source = replace(source, model=replace(source.model, pad_vocab_to_multiple_of=8))
     convert(source, tmp_path / "release", "megalith")
     source = open_pretrained(tmp_path / kind) if kind == "release" else source
     moves = plan_moves(source, to, torch.bfloat16)
@@ -241,9 +241,9 @@ def test_new_rows_are_the_mean_of_the_others_and_go_out_again(
     monkeypatch.setattr("megalith.models.hf.PIECE_NBYTES", 1000)
     kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     model = tiny.folder(
-        tmp_path / "theirs", tiny.config(vocab_size=40, vocab_multiple=1), dtype=kept
+        tmp_path / "theirs", tiny.config(vocab_size=40, pad_vocab_to_multiple_of=1), dtype=kept
     )
-    words = ("--new-rows", "mean", "--vocab-size", "45", "--vocab-multiple", "16")
+    words = ("--new-rows", "mean", "--vocab-size", "45", "--pad-vocab-to-multiple-of", "16")
     assert convert_words(tmp_path / "theirs", tmp_path / "ours", *words) == 0
     found, before = open_checkpoint(tmp_path / "ours"), tiny.tensors(model)
     for name in ("embed.weight", "head.weight"):
@@ -267,8 +267,8 @@ def test_new_rows_are_the_mean_of_the_others_and_go_out_again(
 
 
 def test_a_run_begins_with_such_rows_in_every_slice(tmp_path: Path, tiny: SimpleNamespace) -> None:
-    model = tiny.folder(tmp_path / "x", tiny.config(vocab_size=40, vocab_multiple=1))
-    wider = tiny.config(vocab_size=46, vocab_multiple=1)
+    model = tiny.folder(tmp_path / "x", tiny.config(vocab_size=40, pad_vocab_to_multiple_of=1))
+    wider = tiny.config(vocab_size=46, pad_vocab_to_multiple_of=1)
     blank = tiny.blank(wider)
     rules = CheckpointConfig(load="x", new_rows="mean", allow_model_changes=("model.vocab_size",))
     load_pretrained(
@@ -289,14 +289,14 @@ def test_a_run_begins_with_such_rows_in_every_slice(tmp_path: Path, tiny: Simple
 def test_rows_that_are_not_new_are_refused_in_words(
     tmp_path: Path, tiny: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.folder(tmp_path / "x", tiny.config(vocab_size=40, vocab_multiple=1))
+    tiny.folder(tmp_path / "x", tiny.config(vocab_size=40, pad_vocab_to_multiple_of=1))
     assert convert_words(tmp_path / "x", tmp_path / "ours") == 0
     refused = {
         (
             "x",
             "--new-rows",
             "mean",
-            "--vocab-multiple",
+            "--pad-vocab-to-multiple-of",
             "8",
         ): "--new-rows=mean: no rows are new, as ",
         ("x", "--vocab-size", "39"): "--vocab-size=39: ",
@@ -312,7 +312,7 @@ def test_rows_that_are_not_new_are_refused_in_words(
         assert text in capsys.readouterr().err, words
     rules, same = (
         CheckpointConfig(load="ours", new_rows="mean"),
-        tiny.config(vocab_size=40, vocab_multiple=64),
+        tiny.config(vocab_size=40, pad_vocab_to_multiple_of=64),
     )
     with pytest.raises(
         CheckpointError, match="checkpoint.new_rows=mean: .*ours is no Hugging Face folder"

@@ -97,7 +97,9 @@ def test_blocks_have_as_many_parameters_as_is_known(raw: dict[str, Any], count: 
     before = deepcopy(raw)
     config = read_config(raw)
     assert raw == before
-    assert num_declared(config) == num_parameters(replace(config, vocab_multiple=1)) == count
+    assert (
+        num_declared(config) == num_parameters(replace(config, pad_vocab_to_multiple_of=1)) == count
+    )
     again = write_config(config)
     kept, given = (
         {"n_heads_in_group", "no_op", "replace_with_linear", "ffn_mult"},
@@ -124,7 +126,7 @@ def test_equal_blocks_are_a_llama() -> None:
 def filled(path: Path, tiny: SimpleNamespace) -> Decoder:
     """The model of a folder."""
     folder = HuggingFaceFolder(path)
-    model: Decoder = tiny.blank(replace(folder.model_config, vocab_multiple=8))
+    model: Decoder = tiny.blank(replace(folder.model_config, pad_vocab_to_multiple_of=8))
     folder.fill(tiny.entries(model))
     return model
 
@@ -179,7 +181,10 @@ def test_layers_of_every_kind_are_written_and_read_bit_for_bit(
     check_rules(DECILM, config)
     model = tiny.folder(tmp_path / "x", config)
     folder = HuggingFaceFolder(tmp_path / "x")
-    assert folder.family is DECILM and replace(folder.model_config, vocab_multiple=8) == config
+    assert (
+        folder.family is DECILM
+        and replace(folder.model_config, pad_vocab_to_multiple_of=8) == config
+    )
     back = tiny.blank(config)
     folder.fill(tiny.entries(back))
     for name, tensor in tiny.tensors(model).items():

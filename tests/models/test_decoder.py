@@ -27,7 +27,7 @@ from megalith.kernels.tokens import (
     tokens_of_rows,
     with_places,
 )
-from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialize
 from megalith.models.hf import write_folder
 from megalith.models.qwen2 import QWEN2
 from megalith.nn.kernels import use_kernels
@@ -54,7 +54,7 @@ def ids_of(count: int, vocab_size: int = 37) -> Tensor:
 def test_it_declares_as_many_elements_as_the_closed_form_counts(
     changes: dict[str, Any], tiny: SimpleNamespace
 ) -> None:
-    config = tiny.config(vocab_multiple=1, **changes)
+    config = tiny.config(pad_vocab_to_multiple_of=1, **changes)
     model = Decoder(config, mesh_of_one())
     assert sum(
         declared.shard.numel for declared, _, _ in declared_parameters(model)
@@ -89,7 +89,7 @@ def test_matrices_of_one_matmul_lie_below_one_another_so_that_none_is_copied(
     tiny: SimpleNamespace,
 ) -> None:
     attention = tiny.model(tiny.config()).layers[0].attention
-    both = attention.qkv.sunk()
+    both = attention.qkv.accumulated_parameters()
     assert len(both) == 2 and stacked(both).data_ptr() == both[0].data_ptr()
 
 
@@ -111,7 +111,7 @@ def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
         {"positions": "learned"},
         {"head_dim": 4, "rope": RopeConfig(scaling="dynamic", original_max_position=8)},
         {"attention": AttentionConfig(window=4, chunked=True)},
-        {"moe": MoEConfig(experts=3, ffn_hidden_size=5)},
+        {"moe": MoEConfig(num_experts=3, ffn_hidden_size=5)},
     ],
     ids=["plain", "window", "sinks", "relative", "learned", "dynamic", "chunks", "experts"],
 )
@@ -178,7 +178,7 @@ def test_weights_back_into_the_residual_stream_start_smaller_and_the_rest_as_the
     )
     model = Decoder(config, mesh_of_one())
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     for entry in tiny.entries(model):
         last = entry.shard.name.rpartition(".")[2]
         if last.endswith("bias"):
@@ -200,7 +200,7 @@ def step(
     )
     model = Decoder(config, mesh, sp=parallel.sp, dtype=torch.float64)
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     ids, labels = ids_of(12), ids_of(12).flip(0)
     labels[2:5] = -1
     loss = model.loss(ids, labels, tokens_of_lengths([7, 5]))
@@ -252,7 +252,7 @@ STAGES = {
         4,
     ),
 }
-FURTHER = {
+MTP_MODEL = {
     "a stage of their own": ParallelConfig(pp=4, pipeline=PipelineConfig(layout="E|t*4|mm|L")),
     "with the last layers": ParallelConfig(pp=4, pipeline=PipelineConfig(layout="E|tt|ttmm|L")),
     "with the loss alone": ParallelConfig(pp=3, pipeline=PipelineConfig(layout="E|t*4|mmL")),
@@ -272,7 +272,7 @@ def chunks_of(config: ModelConfig, parallel: ParallelConfig) -> list[list[Decode
             build_chunks(config, mesh_on_paper(grid, rank=rank), parallel, dtype=torch.float64)
         )
         allocate(chunks, torch.device("cpu"))
-        initialise(chunks, seed=3)
+        initialize(chunks, seed=3)
         ranks.append(list(chunks))
     return ranks
 
@@ -286,7 +286,7 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
     config = tiny.config(num_layers=num_layers, tied_embeddings=tied)
     whole = Decoder(config, mesh_of_one(), dtype=torch.float64)
     allocate(whole, torch.device("cpu"))
-    initialise(whole, seed=3)
+    initialize(whole, seed=3)
     ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
     in_order = sorted(
         (c for rank in chunks_of(config, parallel) for c in rank),
@@ -301,37 +301,37 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
     )
 
 
-@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("name", MTP_MODEL)
 @pytest.mark.parametrize("tied", [False, True])
 def test_further_predictions_on_any_stage_compute_what_the_whole_model_does(
     name: str, tied: bool, tiny: SimpleNamespace
 ) -> None:
     config, parallel = (
-        tiny.config(num_layers=4, tied_embeddings=tied, mtp=MTPConfig(depths=2)),
-        FURTHER[name],
+        tiny.config(num_layers=4, tied_embeddings=tied, mtp=MTPConfig(num_layers=2)),
+        MTP_MODEL[name],
     )
     whole = Decoder(config, mesh_of_one(), dtype=torch.float64)
     allocate(whole, torch.device("cpu"))
-    initialise(whole, seed=3)
+    initialize(whole, seed=3)
     ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
-    further = tuple((ids.roll(-depth), labels.roll(-depth)) for depth in (1, 2))
+    mtp_inputs = tuple((ids.roll(-depth), labels.roll(-depth)) for depth in (1, 2))
     ranks, stages = chunks_of(config, parallel), parallel.pp * parallel.pipeline.vpp
     in_order = [ranks[stage % parallel.pp][stage // parallel.pp] for stage in range(stages)]
     received: tuple[Tensor, ...] = ()
     for chunk in in_order[:-1]:
-        found = chunk(ids, tokens, further=further, **chunk.received(received))
+        found = chunk(ids, tokens, mtp_inputs=mtp_inputs, **chunk.received(received))
         received = found if isinstance(found, tuple) else (found,)
     last = in_order[-1]
     given = last.received(received)
     mine, expected = (
-        one.losses(ids, labels, tokens, further=further, **more)
+        one.losses(ids, labels, tokens, mtp_inputs=mtp_inputs, **more)
         for one, more in ((last, given), (whole, {}))
     )
     assert len(mine) == 3
     torch.testing.assert_close(mine, expected)
     torch.testing.assert_close(
-        last.judged(ids, labels, tokens, further=further, **given),
-        whole.judged(ids, labels, tokens, further=further),
+        last.evaluate(ids, labels, tokens, mtp_inputs=mtp_inputs, **given),
+        whole.evaluate(ids, labels, tokens, mtp_inputs=mtp_inputs),
     )
     held = {
         d.shard.name: d.shard.stages for chunk in in_order for d, _, _ in declared_parameters(chunk)
@@ -368,8 +368,8 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(
 def test_routers_of_all_stages_and_further_layers_have_noise_of_their_own(
     tiny: SimpleNamespace,
 ) -> None:
-    moe = MoEConfig(experts=2, top_k=1, ffn_hidden_size=3)
-    config = tiny.config(num_layers=4, moe=moe, mtp=MTPConfig(depths=2))
+    moe = MoEConfig(num_experts=2, top_k=1, ffn_hidden_size=3)
+    config = tiny.config(num_layers=4, moe=moe, mtp=MTPConfig(num_layers=2))
     parallel = ParallelConfig(pp=2)
     stages = [
         build_chunks(config, mesh_on_paper(model_grid(parallel, config, 2), rank=rank), parallel)
@@ -491,7 +491,7 @@ def test_layers_that_look_back_are_the_formula_forward_and_backward(
 ) -> None:
     config = tiny.config(num_layers=3, positions="none", cross=CrossConfig(memory=memory))
     model, ids, lengths = tiny.blank(config, dtype=torch.float64), ids_of(11), [4, 1, 6]
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     places = [(d.shard, getattr(module, name)) for d, module, name in declared_parameters(model)]
     weights = {
         shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places
@@ -517,7 +517,7 @@ def test_layers_that_look_back_compute_the_same_as_graphs(tiny: SimpleNamespace)
     )
     plain, traced = (tiny.blank(config, dtype=torch.float64) for _ in range(2))
     for model in (plain, traced):
-        initialise(model, seed=3)
+        initialize(model, seed=3)
     for layer in traced.layers:
         layer.compile(backend="aot_eager")
     for model in (plain, traced):
@@ -534,7 +534,7 @@ def test_padding_is_as_if_it_were_not_there_whatever_layers_do(name: str) -> Non
     config = replace(config, mtp=MTPConfig(), rope=replace(config.rope, sections=None))
     model = build_chunks(config, mesh_of_one(), ParallelConfig(), dtype=torch.float64)[0]
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     ids, text = ids_of(20), torch.ones(20, dtype=torch.bool)
     text[5:8] = text[17:] = False  # behind the text of two documents of 8 and 12 tokens
     tokens, ids[~text] = with_padding(tokens_of_lengths([8, 12]), text), 36
@@ -557,7 +557,7 @@ def test_masked_text_that_is_read_on_from_a_cache_is_as_read_at_once(name: str) 
     config = {**VARIANTS, "plain": PLAIN}[name]
     model = build_chunks(config, mesh_of_one(), ParallelConfig(), dtype=torch.float64)[0]
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     text, mask = (
         torch.arange(14) % 4 != 1,
         torch.rand(14, 14, generator=torch.Generator().manual_seed(1)) < 0.7,

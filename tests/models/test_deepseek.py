@@ -1,4 +1,4 @@
-"""DeepSeek's config.json and tensors: dense ones, and layers that predict further ahead."""
+"""DeepSeek's config.json and tensors: dense ones, and MTP layers."""
 
 import json
 from dataclasses import replace
@@ -109,16 +109,21 @@ def test_the_published_model_is_read_whole() -> None:
         reworded=("rope_scaling",),
     )
     config = DEEPSEEK_V3.read_config(RAW)
-    assert config.moe is not None and config.mtp.depths == 1
+    assert config.moe is not None and config.mtp.num_layers == 1
     assert [config.has_experts(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
     router = config.moe.router
-    assert (router.score, router.balancing_bias, router.scale, router.renormalise) == (
+    assert (
+        router.score,
+        router.expert_bias,
+        router.routed_scaling_factor,
+        router.norm_topk_prob,
+    ) == (
         "sigmoid",
         True,
         2.5,
         True,
     )
-    assert (router.groups, router.top_groups, router.group_score) == (8, 4, "top")
+    assert (router.num_groups, router.topk_groups, router.group_score) == (8, 4, "top")
 
 
 SPARSE: dict[str, Any] = {
@@ -137,7 +142,7 @@ def test_every_tensor_of_experts_is_told() -> None:
     names = {rule.name for rule in DEEPSEEK_V3.rules(config)}
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in names
     assert "model.layers.2.mlp.experts.3.down_proj.weight" in names, (
-        "predicts further ahead as the last layer does"
+        "predict further tokens as the last layer does"
     )
 
 
@@ -242,9 +247,9 @@ def test_only_latent_attention_and_only_v3_with_further_predictions_are_written(
         ConfigError, match="model.mla=None: DeepseekV3ForCausalLM has latent attention"
     ):
         DEEPSEEK_V3.write_config(tiny.config())
-    config = replace(DEEPSEEK_V3.read_config(SMALL), mtp=MTPConfig(depths=1))
+    config = replace(DEEPSEEK_V3.read_config(SMALL), mtp=MTPConfig(num_layers=1))
     with pytest.raises(
-        ConfigError, match="model.mtp.depths=1: DeepseekV2ForCausalLM has no word for it"
+        ConfigError, match="model.mtp.num_layers=1: DeepseekV2ForCausalLM has no word for it"
     ):
         DEEPSEEK_V2.write_config(config)
     assert config.mla is not None

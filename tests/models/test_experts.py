@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import BalanceShare, tokens_of_rows
 from megalith.models.experts import canonical_experts
@@ -27,7 +27,7 @@ MODEL = ModelConfig(
     num_heads=2,
     num_kv_heads=1,
     ffn_hidden_size=8,
-    moe=MoEConfig(experts=4, ffn_hidden_size=6),
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=6),
 )
 
 
@@ -35,13 +35,13 @@ def test_settings_of_training_are_no_part_of_a_model() -> None:
     assert MODEL.moe is not None
     trained = replace(
         MODEL.moe,
-        balance=BalanceConfig(batch=0.1),
+        aux_loss=AuxLossConfig(batch_coeff=0.1),
         capacity=CapacityConfig(factor=1.0),
         router=RouterConfig(jitter=0.1, dtype="model"),
         layers=(True, True),
     )
     assert canonical_experts(replace(MODEL, moe=trained)) == canonical_experts(MODEL)
-    other = replace(MODEL, moe=replace(MODEL.moe, router=RouterConfig(scale=2.0)))
+    other = replace(MODEL, moe=replace(MODEL.moe, router=RouterConfig(routed_scaling_factor=2.0)))
     assert canonical_experts(other) != canonical_experts(MODEL)
     assert canonical_experts(replace(MODEL, moe=replace(MODEL.moe, layers=(False,)))).moe is None
 
@@ -75,7 +75,9 @@ def test_the_loss_of_balance_that_a_config_asks_for_is_that_of_transformers(
     }
     theirs, folder = saved(replace(CASES[name], fields=own | asked), tmp_path)
     moe = folder.model_config.moe
-    assert moe is not None and moe.balance == BalanceConfig(batch=pytest.approx(0.37 * moe.top_k))
+    assert moe is not None and moe.aux_loss == AuxLossConfig(
+        batch_coeff=pytest.approx(0.37 * moe.top_k)
+    )
     written = folder.family.write_config(folder.model_config)
     assert (written["output_router_logits"], written["router_aux_loss_coef"]) == (True, 0.37)
 
@@ -93,7 +95,7 @@ def test_the_loss_of_balance_that_a_config_asks_for_is_that_of_transformers(
     )
     expected = dict(theirs.named_parameters())[router].grad
     assert relative_error(our_gradients(ours, folder)[router], expected) < 1e-4
-    plain = our_model(folder, moe=replace(moe, balance=BalanceConfig()))
+    plain = our_model(folder, moe=replace(moe, aux_loss=AuxLossConfig()))
     (plain.loss(ids.flatten(), labels.flatten(), tokens) / (labels >= 0).sum()).backward()
     assert relative_error(our_gradients(plain, folder)[router], expected) > 1e-2, "the loss is seen"
 
@@ -104,7 +106,7 @@ def test_a_loss_of_balance_that_is_turned_off_has_no_weight_and_stays_off() -> N
     every_other = QWEN3_MOE.read_config(
         {**QWEN3, "output_router_logits": True, "decoder_sparse_step": 2}
     )
-    assert every_other.moe is not None and every_other.moe.balance.batch == 0.000333333333333
+    assert every_other.moe is not None and every_other.moe.aux_loss.batch_coeff == 0.000333333333333
     again = QWEN3_MOE.write_config(every_other)
     assert (again["router_aux_loss_coef"], again["output_router_logits"]) == (0.001, True)
     for nothing in (None, 0, 0.0):

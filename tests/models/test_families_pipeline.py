@@ -9,8 +9,8 @@ from megalith.cli.main import main
 from megalith.config.sample import SampleConfig
 from megalith.config.tree import apply_overrides
 from megalith.data.huggingface import train_bpe
-from megalith.infer.load import load_writer, open_source
-from megalith.infer.text import write_texts
+from megalith.infer.load import load_text_generator, open_source
+from megalith.infer.text import generate_text
 from megalith.parallel.mesh import mesh_of_one
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
@@ -46,9 +46,9 @@ def test_a_pipeline_of_transformers_writes_what_we_write(tmp_path: Path) -> None
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "theirs")]) == 0
 
     source = open_source(str(tmp_path / "run"), 1)
-    writer = load_writer(source, mesh_of_one(), torch.device("cpu"), torch.float32)
+    writer = load_text_generator(source, mesh_of_one(), torch.device("cpu"), torch.float32)
     sample = SampleConfig(temperature=0.0, max_new_tokens=24)
-    ours = write_texts(writer, PROMPTS, sample, ignore_eod=False, show=lambda text: None)
+    ours = generate_text(writer, PROMPTS, sample, ignore_eod=False, show=lambda text: None)
 
     pipeline = transformers.pipeline(
         "text-generation", model=str(tmp_path / "theirs"), device="cpu"

@@ -138,7 +138,7 @@ def test_every_activation_has_a_word_that_means_it() -> None:
 
 def test_a_text_about_our_settings_names_the_fields_of_a_config() -> None:
     text = (
-        "model.moe.top_k=9 is more than model.moe.experts=8. Set model.moe.top_k to 8; or "
+        "model.moe.top_k=9 is more than model.moe.num_experts=8. Set model.moe.top_k to 8; or "
         "model.init=normal."
     )
     told = (

@@ -66,7 +66,9 @@ def test_gelu_means_its_approximation_as_in_training(
 def test_it_is_tied_scaled_and_normed_by_one_plus_weight_without_being_told() -> None:
     config = read_config(SMALL)
     assert (
-        config.tied_embeddings and config.norm_zero_centred and config.embedding_scale == 2048**0.5
+        config.tied_embeddings
+        and config.zero_centered_gamma
+        and config.embedding_scale == 2048**0.5
     )
     check_rules(GEMMA, read_config(SMALL | {"num_hidden_layers": 1}))
     assert write_config(config)["hidden_activation"] == "gelu_pytorch_tanh"

@@ -12,23 +12,23 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint import safetensors
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models import hf
 from megalith.models.hf import (
     HuggingFaceFolder,
-    companion_files,
     find_family,
+    list_auxiliary_files,
     plan_files,
     write_folder,
 )
 from megalith.models.llama import rules
-from megalith.models.usual import Unsaid
+from megalith.models.usual import UnexportedFieldsError
 from megalith.parallel.mesh import mesh_on_paper, model_grid
 from megalith.plan.network import network_problems
-from megalith.plan.shards import Shard, whole
+from megalith.plan.shards import Shard
 
 
 def edit(folder: Path, **fields: Any) -> None:
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_back_bit_for_bit(
     config = tiny.config(**changes)
     model = tiny.folder(tmp_path / "x", config, shard_nbytes=shard_nbytes)
     folder = HuggingFaceFolder(tmp_path / "x")
-    assert replace(folder.model_config, vocab_multiple=8) == config
+    assert replace(folder.model_config, pad_vocab_to_multiple_of=8) == config
     back = tiny.blank(config)
     folder.fill(tiny.entries(back))
     for name, tensor in tiny.tensors(model).items():
@@ -89,10 +89,10 @@ def test_flat_ranges_are_filled_too(tmp_path: Path, tiny: SimpleNamespace) -> No
     expected = tiny.tensors(tiny.folder(tmp_path / "x", tiny.config()))
     folder = HuggingFaceFolder(tmp_path / "x")
     for name, tensor in expected.items():
-        shard = whole(name, tuple(tensor.shape))
+        shard = Shard.full(name, tuple(tensor.shape))
         start, stop = tensor.numel() // 3, tensor.numel() - 1
         mine = torch.full((stop - start,), -7.0)
-        folder.fill([Entry(replace(shard, flat=(start, stop)), "param", mine)])
+        folder.fill([CheckpointEntry(replace(shard, flat=(start, stop)), "param", mine)])
         assert torch.equal(mine, tensor.flatten()[start:stop]), name
 
 
@@ -101,7 +101,7 @@ def test_rows_that_only_pad_the_vocabulary_are_zero_in_and_dropped_out(
     multiple: int, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
-    config = tiny.config(vocab_multiple=multiple)
+    config = tiny.config(pad_vocab_to_multiple_of=multiple)
     back = tiny.blank(config)
     HuggingFaceFolder(tmp_path / "x").fill(tiny.entries(back))
     table = tiny.tensors(back)["head.weight"]
@@ -123,7 +123,7 @@ def test_no_more_than_the_boxes_is_read(
 
     monkeypatch.setattr(hf, "read_box", counted)
     shard = Shard("layers.1.attention.kv", (2, 2, 2, 12), ((0, 2), (1, 2), (0, 2), (0, 12)))
-    folder.fill([Entry(shard, "param", torch.empty(4, 12))])
+    folder.fill([CheckpointEntry(shard, "param", torch.empty(4, 12))])
     assert read == [(f"model.layers.1.self_attn.{name}_proj.weight", (2, 12)) for name in "kv"]
 
 
@@ -270,7 +270,7 @@ def test_code_beside_a_model_of_transformers_is_taken_for_a_copy_of_its(
 def test_the_family_that_lacks_the_fewest_settings_says_what_it_lacks(
     tiny: SimpleNamespace,
 ) -> None:
-    with pytest.raises(Unsaid) as refused:
+    with pytest.raises(UnexportedFieldsError) as refused:
         hf.family_for(tiny.config(up_offset=0.5, norm_eps=0.1))
     assert refused.value.settings == ("up_offset",)
 
@@ -278,7 +278,9 @@ def test_the_family_that_lacks_the_fewest_settings_says_what_it_lacks(
 def test_a_model_that_cannot_be_is_refused_though_its_tensors_fit(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    tiny.folder(tmp_path / "x", tiny.config(moe=MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)))
+    tiny.folder(
+        tmp_path / "x", tiny.config(moe=MoEConfig(num_experts=3, top_k=2, ffn_hidden_size=5))
+    )
     HuggingFaceFolder(tmp_path / "x")
     edit(tmp_path / "x", num_experts_per_tok=4)
     told = (
@@ -489,11 +491,11 @@ def test_companions_and_token_ids_go_with_the_weights(
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "secret.txt").write_text("no")
-    files = {name: file.read_bytes() for name, file in companion_files(tmp_path).items()}
+    files = {name: file.read_bytes() for name, file in list_auxiliary_files(tmp_path).items()}
     tiny.folder(
         tmp_path / "x",
         tiny.config(),
-        companions=files,
+        auxiliary_files=files,
         extra={"eos_token_id": [3, 4], "bos_token_id": 1},
     )
     assert (tmp_path / "x" / "tokenizer.json").read_text() == "{}" and not (
@@ -509,7 +511,9 @@ def test_companions_and_token_ids_go_with_the_weights(
 def test_what_a_run_from_scratch_is_advised_keeps_no_model_of_others_from_being_read(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    tiny.folder(tmp_path / "x", tiny.config(moe=MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)))
+    tiny.folder(
+        tmp_path / "x", tiny.config(moe=MoEConfig(num_experts=3, top_k=2, ffn_hidden_size=5))
+    )
     edit(tmp_path / "x", num_experts_per_tok=1)
     assert network_problems(HuggingFaceFolder(tmp_path / "x").model_config), (
         "nobody should begin with such a router"
@@ -549,7 +553,7 @@ def test_the_links_of_a_hub_cache_are_followed(tmp_path: Path, tiny: SimpleNames
     (tmp_path / "link").symlink_to(snapshot)
     for path in (snapshot, tmp_path / "link"):
         assert HuggingFaceFolder(path).model_config.vocab_size == 37
-        assert companion_files(path)["LICENSE"].read_text() == "terms"
+        assert list_auxiliary_files(path)["LICENSE"].read_text() == "terms"
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "config.json", "model.safetensors", "other"])
@@ -575,7 +579,7 @@ def test_links_that_lead_out_of_the_folder_are_rejected(
         HuggingFaceFolder(path)
     if name == "LICENSE":
         with pytest.raises(CheckpointError, match="LICENSE is a link to"):
-            companion_files(path)
+            list_auxiliary_files(path)
 
 
 def test_a_blobs_folder_that_is_a_link_does_not_allow_other_files(

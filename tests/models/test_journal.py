@@ -18,7 +18,7 @@ from megalith import storage
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
 from megalith.models import hf, release
-from megalith.models.journal import NAME, Journal, begin_journal, changed, read_journal
+from megalith.models.journal import NAME, ConversionJournal, begin_journal, changed, read_journal
 from megalith.models.staging import leftovers
 
 GONE = 2**22 + 1  # above the highest number that Linux gives a process
@@ -363,7 +363,7 @@ def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Pat
 
 
 def test_without_a_file_nothing_is_written_down(tmp_path: Path) -> None:
-    journal = Journal(None)
+    journal = ConversionJournal(None)
     journal.add("a", 1)
     assert len(journal) == 1 and journal.found("a") == 1
 

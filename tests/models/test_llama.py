@@ -148,7 +148,7 @@ def test_published_models_are_read_and_have_as_many_parameters_as_stated(name: s
 def test_a_config_survives_the_way_there_and_back(
     changes: dict[str, Any], tiny: SimpleNamespace
 ) -> None:
-    config = replace(tiny.config(vocab_multiple=64), **changes)
+    config = replace(tiny.config(pad_vocab_to_multiple_of=64), **changes)
     assert read_config(json.loads(json.dumps(write_config(config)))) == config
 
 
@@ -305,7 +305,7 @@ def test_the_rules_cover_every_element_of_every_parameter_once(
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
-        vocab_multiple=multiple,
+        pad_vocab_to_multiple_of=multiple,
         head_dim=4,
     )
     found = by_parameter(rules(config))

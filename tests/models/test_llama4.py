@@ -78,7 +78,7 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_its_layers() 
     assert (
         active_parameters(config) == 48 * (A_LAYER - 15 * AN_MLP) + OUTSIDE == 17_172_894_720
     )  # "17B"
-    assert [config.turns(layer) for layer in range(5)] == [True, True, True, False, True]
+    assert [config.uses_rope(layer) for layer in range(5)] == [True, True, True, False, True]
     assert [config.has_window(layer) for layer in range(5)] == [True, True, True, False, True]
     assert [config.at(layer).attention.qk_norm for layer in range(5)] == [
         "l2",
@@ -87,7 +87,13 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_its_layers() 
         "none",
         "l2",
     ]
-    assert [config.sharpens(layer) for layer in range(5)] == [False, False, False, True, False]
+    assert [config.has_attention_temperature(layer) for layer in range(5)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
     ruled = {
         "attention_chunk_size",
         "attn_scale",

@@ -66,7 +66,7 @@ FAULTS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "attention", {"scale": 0.3}),
     ("gemma", "", {"activation": "gelu"}),
     ("gemma", "", {"embedding_scale": 1.0}),
-    ("gemma", "", {"norm_zero_centred": False}),
+    ("gemma", "", {"zero_centered_gamma": False}),
     ("gemma2", "", {"logit_softcap": None}),
     ("gemma2", "attention", {"softcap": None}),
     ("gemma2", "attention", {"scale": None}),
@@ -164,7 +164,7 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(
     )
     assert errors[0] <= SCORES and errors[1] <= LOSS and errors[2] <= GRADIENTS, errors
     assert gradients.unpaired == ()
-    counted = num_parameters(replace(folder.model_config, vocab_multiple=1))
+    counted = num_parameters(replace(folder.model_config, pad_vocab_to_multiple_of=1))
     assert counted == sum(parameter.numel() for parameter in theirs.parameters())
     assert all(tensor.any() for tensor in expected.values()), "equal zeros show nothing"
 
@@ -302,7 +302,7 @@ def test_every_layout_computes_what_one_process_computes(
     name: str, layout: str, tmp_path: Path
 ) -> None:
     _, folder = saved(CASES[name], tmp_path)
-    model = replace(folder.model_config, vocab_multiple=4)
+    model = replace(folder.model_config, pad_vocab_to_multiple_of=4)
     parallel = LAYOUTS[layout]
     if (
         model.moe is not None
@@ -322,8 +322,8 @@ def test_a_release_with_further_predictions_computes_in_every_layout_what_one_pr
     (tests/models/test_deepseek.py)."""
     _, folder = saved(CASES[MIXED], tmp_path)
     raw = folder.family.write_config(folder.model_config) | {"num_nextn_predict_layers": 1}
-    model = replace(folder.family.read_config(raw), vocab_multiple=4)
-    assert model.mtp.depths == 1 and model.moe is not None and model.mla is not None
+    model = replace(folder.family.read_config(raw), pad_vocab_to_multiple_of=4)
+    assert model.mtp.num_layers == 1 and model.moe is not None and model.mla is not None
     parallel = replace(LAYOUTS[layout], sp=LAYOUTS[layout].tp > 1)
     assert failed_checks(model, parallel, documents=True) == []
 

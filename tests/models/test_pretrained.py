@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
@@ -36,22 +36,22 @@ from megalith.models.qwen2 import QWEN2
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
-from megalith.plan.shards import whole
+from megalith.plan.shards import Shard
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 
 BYTES = TokenizerConfig()
 
-BY_CHANCE = RouterConfig(forced_balance=True)
-HOW = "model.moe.router.forced_balance=true"
+BY_CHANCE = RouterConfig(force_load_balancing=True)
+HOW = "model.moe.router.force_load_balancing=true"
 TOLD = f"chance chose its experts while it was trained ({HOW}): use it to measure speed alone"
 
 
 def save(
     folder: Path,
     step: int,
-    entries: list[Entry],
+    entries: list[CheckpointEntry],
     config: ModelConfig,
     tokenizer: TokenizerConfig = BYTES,
 ) -> Path:
@@ -110,16 +110,19 @@ def test_everything_about_a_checkpoint_is_known(tmp_path: Path, tiny: SimpleName
     assert (
         opened.checkpoint is not None
         and opened.stop_ids() == frozenset()
-        and opened.companions() == {}
+        and opened.auxiliary_files() == {}
     )
 
 
 def test_everything_about_a_folder_is_known(tmp_path: Path, tiny: SimpleNamespace) -> None:
     tiny.folder(tmp_path / "x", tiny.config(), extra={"eos_token_id": 7})
     opened = open_pretrained(tmp_path / "x")
-    assert opened.checkpoint is None and replace(opened.model, vocab_multiple=8) == tiny.config()
+    assert (
+        opened.checkpoint is None
+        and replace(opened.model, pad_vocab_to_multiple_of=8) == tiny.config()
+    )
     assert opened.tokenizer == TokenizerConfig(kind="null", vocab_size=37)
-    assert opened.stop_ids() == {7} and list(opened.companions()) == ["generation_config.json"]
+    assert opened.stop_ids() == {7} and list(opened.auxiliary_files()) == ["generation_config.json"]
     (tmp_path / "x" / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
     assert opened.stop_ids() == {7, 8, 9}
     (tmp_path / "x" / "tokenizer.json").write_text("{}")
@@ -132,16 +135,19 @@ def test_the_files_of_a_runs_tokenizer_go_with_it(tmp_path: Path, tiny: SimpleNa
     path = save(
         tmp_path / "a", 1, tiny.entries(tiny.model(tiny.config())), tiny.config(), tokenizer
     )
-    assert open_pretrained(path).companions().keys() == {"tokenizer.json", "tokenizer_config.json"}
+    assert open_pretrained(path).auxiliary_files().keys() == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     (path / "tokenizer.json").write_text("{}")
     opened = open_pretrained(path)
     assert opened.tokenizer.path == str(path), "a checkpoint that brings its tokenizer may be moved"
-    assert opened.companions().keys() == {"tokenizer.json"}
+    assert opened.auxiliary_files().keys() == {"tokenizer.json"}
     (path / "tokenizer.json").unlink()
     (tmp_path / "words" / "tokenizer.json").unlink()
     assert open_pretrained(path).model == tiny.config(), "weights can be loaded without it"
     with pytest.raises(DataError, match="the folder has no tokenizer.json"):
-        open_pretrained(path).companions()
+        open_pretrained(path).auxiliary_files()
 
 
 def test_settings_of_no_model_are_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -179,8 +185,8 @@ def test_every_layout_takes_its_weights_from_either_kind(
             )
 
 
-def with_masters(tiny: SimpleNamespace, model: Any, scale: float = 1.0) -> list[Entry]:
-    """bf16 weights and fp32 masters of a model."""
+def with_masters(tiny: SimpleNamespace, model: Any, scale: float = 1.0) -> list[CheckpointEntry]:
+    """bf16 weights and fp32 master weights of a model."""
     weights = tiny.entries(model)
     low = [replace(entry, tensor=(scale * entry.tensor.detach()).bfloat16()) for entry in weights]
     return low + [
@@ -211,7 +217,7 @@ def test_weights_wanted_in_fp32_come_from_the_master(tmp_path: Path, tiny: Simpl
     opened = open_pretrained(path)
     assert isinstance(opened.weights, CheckpointWeights)
     down = tiny.tensors(model)["layers.0.mlp.down"]
-    box = whole("x", tuple(down.shape)).box
+    box = Shard.full("x", tuple(down.shape)).box
     assert opened.weights.dtype("layers.0.mlp.down") == torch.bfloat16
     assert torch.equal(opened.weights.read("layers.0.mlp.down", box, torch.float32), down)
     assert torch.equal(
@@ -242,7 +248,7 @@ def test_what_only_training_knows_may_change_and_the_context_may_grow(
         embedding_init_std=0.5,
         fp32_residual=True,
         max_seq_len=64,
-        vocab_multiple=16,
+        pad_vocab_to_multiple_of=16,
         dropout=dropout,
     )
     notes = load_pretrained(
@@ -260,7 +266,7 @@ def test_what_only_training_knows_may_change_and_the_context_may_grow(
 def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
     there: int, here: int, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    before, after = (tiny.config(vocab_multiple=multiple) for multiple in (there, here))
+    before, after = (tiny.config(pad_vocab_to_multiple_of=multiple) for multiple in (there, here))
     model, back = tiny.model(before), tiny.blank(after)
     save(tmp_path, 1, tiny.entries(model), before)
     assert take_weights(tiny.entries(back), str(tmp_path), alone("world"), model=after) == (
@@ -274,10 +280,14 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
         assert (
             torch.equal(ours[name][:known], theirs[name][:known]) and not ours[name][known:].any()
         ), name
-    with pytest.raises(CheckpointError, match=rf"model.vocab_multiple +{there} +{here}\n"):
+    with pytest.raises(
+        CheckpointError, match=rf"model.pad_vocab_to_multiple_of +{there} +{here}\n"
+    ):
         load_pretrained(tiny.entries(back), str(tmp_path), alone("world"), model=after)
     other = replace(after, vocab_size=100)
-    rules = CheckpointConfig(allow_model_changes=("model.vocab_size", "model.vocab_multiple"))
+    rules = CheckpointConfig(
+        allow_model_changes=("model.vocab_size", "model.pad_vocab_to_multiple_of")
+    )
     with pytest.raises(
         CheckpointError, match=r"embed.weight is \[1\d\d, 12\] in this run and \[\d\d, 12\] in the"
     ):
@@ -289,7 +299,7 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
 def test_masters_of_a_padded_vocabulary_agree_with_its_weights(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, after = tiny.config(vocab_multiple=1), tiny.config(vocab_multiple=8)
+    before, after = tiny.config(pad_vocab_to_multiple_of=1), tiny.config(pad_vocab_to_multiple_of=8)
     entries = tiny.entries(tiny.model(before))
     narrow = [replace(entry, tensor=entry.tensor.detach().bfloat16()) for entry in entries]
     save(tmp_path, 1, [*narrow, *(replace(entry, role="master") for entry in entries)], before)
@@ -494,7 +504,7 @@ def test_invalid_generation_settings_are_rejected(
     file = tmp_path / "x" / "generation_config.json"
     file.write_text(json.dumps(fields))
     opened = open_pretrained(tmp_path / "x")
-    for use in (opened.stop_ids, opened.companions):
+    for use in (opened.stop_ids, opened.auxiliary_files):
         with pytest.raises(
             CheckpointError,
             match=rf"generation_config.json: {message}.*Correct the file, or remove it",
@@ -510,7 +520,7 @@ def test_invalid_generation_settings_are_rejected(
     with pytest.raises(
         CheckpointError, match=r"generation_config.json holds list; expected an object"
     ):
-        opened.companions()
+        opened.auxiliary_files()
 
 
 # --- the family
@@ -519,7 +529,7 @@ def test_invalid_generation_settings_are_rejected(
 def test_a_run_keeps_the_family_of_the_weights_it_started_from(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    config = replace(tiny_run().model, qkv_bias=True, vocab_multiple=1)
+    config = replace(tiny_run().model, qkv_bias=True, pad_vocab_to_multiple_of=1)
     tiny.folder(tmp_path / "base", config, family=QWEN2)
     load = {
         "train.steps": "1",
@@ -531,7 +541,7 @@ def test_a_run_keeps_the_family_of_the_weights_it_started_from(
         "run": {"checkpoint.load": str(tmp_path / "base")},
         "later": {
             "checkpoint.load": str(tmp_path / "run"),
-            "checkpoint.take": "progress",
+            "checkpoint.load_mode": "progress",
             "train.steps": "2",
         },
         "adapters": {"checkpoint.load": str(tmp_path / "run"), "lora.rank": "2"},
@@ -556,7 +566,8 @@ def mixture_run(router: RouterConfig, steps: int, **settings: str) -> TrainRun:
         {"train.steps": str(steps), "train.eval_steps": "1", "observe.plots": "false"} | given
     )
     return replace(
-        run, model=replace(run.model, moe=MoEConfig(experts=4, ffn_hidden_size=6, router=router))
+        run,
+        model=replace(run.model, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, router=router)),
     )
 
 
@@ -602,9 +613,9 @@ def test_what_comes_of_it_says_so_too_and_what_learnt_does_not(tmp_path: Path) -
         later = mixture_run(RouterConfig(), steps, checkpoint__load=str(tmp_path / "copy"))
         found = open_pretrained(locate(str(trained(later, tmp_path / "later"))))
         assert found.warnings() == [TOLD] and found.path.name == f"step_000000{steps}"
-    learnt = trained(mixture_run(RouterConfig(), 1), tmp_path / "learnt")
-    assert open_pretrained(locate(str(learnt))).warnings() == []
-    assert "forced_choices" not in open_checkpoint(locate(str(learnt))).state
+    learned = trained(mixture_run(RouterConfig(), 1), tmp_path / "learned")
+    assert open_pretrained(locate(str(learned))).warnings() == []
+    assert "forced_choices" not in open_checkpoint(locate(str(learned))).state
 
 
 def test_adapters_that_go_on_from_others_say_what_those_would(tmp_path: Path) -> None:

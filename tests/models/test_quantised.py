@@ -19,7 +19,7 @@ from megalith.errors import CheckpointError
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.hf import HuggingFaceFolder
 from megalith.models.pretrained import open_pretrained
-from megalith.models.quantised import E2M1, dequantised
+from megalith.models.quantised import E2M1, dequantize
 from tests.models.families import CASES, Case, batch, our_model, saved
 
 FP8 = {
@@ -55,10 +55,10 @@ def mxfp4(experts: int, rows: int, runs: int) -> tuple[Tensor, Tensor]:
 
 def opened(
     path: Path, config: dict[str, Any], **tensors: Tensor
-) -> Any:  # the one that is dequantised
+) -> Any:  # the one that is dequantized
     path.mkdir()
     save_file(tensors, path / "x.safetensors")
-    found = dequantised({"quantization_config": config}, read_header(path / "x.safetensors"), path)
+    found = dequantize({"quantization_config": config}, read_header(path / "x.safetensors"), path)
     assert len(found) == 1
     return found.popitem()[1]
 
@@ -139,8 +139,8 @@ def test_a_folder_in_fp8_becomes_a_checkpoint_and_a_plain_folder(
     assert main(["convert", str(theirs), str(tmp_path / "ours"), "--dry-run"]) == 0
     said = capsys.readouterr().out
     down = "model.layers.1.mlp.down_proj.weight"
-    assert f"{down} -> layers.1.mlp.down[0:12, 0:10]  (12, 10) fp8 dequantised -> bfloat16" in said
-    assert said.count("fp8 dequantised") == 14 and "scale_inv" not in said
+    assert f"{down} -> layers.1.mlp.down[0:12, 0:10]  (12, 10) fp8 dequantized -> bfloat16" in said
+    assert said.count("fp8 dequantized") == 14 and "scale_inv" not in said
     assert main(["convert", str(theirs), str(tmp_path / "ours")]) == 0
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
     assert (
@@ -278,7 +278,7 @@ def test_a_gpt_oss_with_experts_in_mxfp4_computes_what_transformers_does(tmp_pat
     )
     ids, _ = batch(plain.config.vocab_size)
     folder = HuggingFaceFolder(tmp_path / "x")
-    assert folder.stored_as("model.layers.1.mlp.experts.down_proj") == "mxfp4 dequantised"
+    assert folder.stored_as("model.layers.1.mlp.experts.down_proj") == "mxfp4 dequantized"
     ours = our_model(folder)
     with torch.no_grad():
         scores = ours.head.logits(ours(ids.flatten(), tokens_of_rows(*ids.shape)))
@@ -304,7 +304,7 @@ def test_a_deepseek_v3_with_experts_in_fp8_is_the_model_of_their_values(tmp_path
     } | exact
     save_file(wide, tmp_path / "x" / "model.safetensors", metadata={"format": "pt"})
     few = HuggingFaceFolder(tmp_path / "few")
-    assert few.stored_as("model.layers.1.mlp.experts.3.up_proj.weight") == "fp8 dequantised"
+    assert few.stored_as("model.layers.1.mlp.experts.3.up_proj.weight") == "fp8 dequantized"
     found, expected = (
         our_model(few).state_dict(),
         our_model(HuggingFaceFolder(tmp_path / "x")).state_dict(),

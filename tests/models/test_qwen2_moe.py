@@ -46,7 +46,9 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_its_layers() 
 
 def test_shared_experts_are_one_mlp_with_a_gate() -> None:
     config = read_config(RAW | {"num_hidden_layers": 1, "num_experts": 4})
-    assert config.moe is not None and config.moe.shared_gate and not config.moe.router.renormalise
+    assert (
+        config.moe is not None and config.moe.shared_gate and not config.moe.router.norm_topk_prob
+    )
     check_rules(QWEN2_MOE, config)
     shapes = {
         rule.name.removeprefix("model.layers.0.mlp."): rule.shape

@@ -46,7 +46,7 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_stated() -> N
 
 def test_a_one_means_that_a_layer_does_turn() -> None:
     config = read_config(RAW)
-    assert [config.turns(layer) for layer in range(5)] == [True, True, True, False, True]
+    assert [config.uses_rope(layer) for layer in range(5)] == [True, True, True, False, True]
     assert config.rope.skip == (False, False, False, True)
     without = {name: value for name, value in RAW.items() if name != "no_rope_layers"}
     assert read_config(without) == config, "every fourth, unless it is said otherwise"

@@ -27,18 +27,18 @@ from megalith.models.smollm3 import SMOLLM3
 from megalith.models.usual import (
     FULL,
     SLIDING,
-    Unsaid,
+    UnexportedFieldsError,
     canonical,
-    read_usual,
-    said,
+    check_all_fields_exported,
+    common_rules,
+    read_common_fields,
     shortest,
-    usual_rules,
     windowed,
 )
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head size": ({"head_dim": 2}, {"head_dim": None}),
-    "padding": ({"vocab_multiple": 8}, {"vocab_multiple": 64}),
+    "padding": ({"pad_vocab_to_multiple_of": 8}, {"pad_vocab_to_multiple_of": 64}),
     "dropout": ({"dropout": DropoutConfig(residual=0.1)}, {}),
     "weights of losses": ({"mtp": MTPConfig(loss_weight=0.3)}, {}),
     "a factor that nothing asks for": ({"rope": RopeConfig(factor=3.0)}, {}),
@@ -65,7 +65,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "norm": {"norm": "layer"},
     "logits": {"logit_scale": 0.5},
     "latent": {"mla": MLAConfig(kv_rank=3)},
-    "tokens further ahead": {"mtp": MTPConfig(depths=1)},
+    "tokens further ahead": {"mtp": MTPConfig(num_layers=1)},
 }
 
 
@@ -94,7 +94,7 @@ def test_all_that_a_family_has_no_word_for_is_said_at_once(tiny: SimpleNamespace
         write_config(config)
     for text in ("model.gated=False", "model.logit_softcap=3.0", "model.positions='none'"):
         assert text in str(refused.value)
-    assert isinstance(refused.value, Unsaid) and {*refused.value.settings} == {
+    assert isinstance(refused.value, UnexportedFieldsError) and {*refused.value.settings} == {
         "gated",
         "logit_softcap",
         "positions",
@@ -104,7 +104,7 @@ def test_all_that_a_family_has_no_word_for_is_said_at_once(tiny: SimpleNamespace
 def test_biases_of_one_switch_may_be_zeros_there(tiny: SimpleNamespace) -> None:
     raw = write_config(tiny.config(qkv_bias=True))
     assert raw["attention_bias"] is True
-    assert said(raw, tiny.config(output_bias=True), read_config, LLAMA) is raw
+    assert check_all_fields_exported(raw, tiny.config(output_bias=True), read_config, LLAMA) is raw
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,14 @@ def test_a_null_of_key_value_heads_means_as_many_as_heads_and_nothing_what_the_f
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
     }
-    assert read_usual(Fields(sizes), kv_heads=2)["num_kv_heads"] == 2
+    assert read_common_fields(Fields(sizes), kv_heads=2)["num_kv_heads"] == 2
     assert (
-        read_usual(Fields(sizes | {"num_key_value_heads": None}), kv_heads=2)["num_kv_heads"] == 4
+        read_common_fields(Fields(sizes | {"num_key_value_heads": None}), kv_heads=2)[
+            "num_kv_heads"
+        ]
+        == 4
     )
-    assert read_usual(Fields(sizes))["num_kv_heads"] == 4
+    assert read_common_fields(Fields(sizes))["num_kv_heads"] == 4
 
 
 def test_norms_stand_around_what_they_norm() -> None:
@@ -160,7 +163,9 @@ def test_norms_stand_around_what_they_norm() -> None:
         "mlp_norm": "c",
         "mlp_post_norm": "d",
     }
-    names = [rule.name.removeprefix("model.layers.0.") for rule in usual_rules(config, norms=words)]
+    names = [
+        rule.name.removeprefix("model.layers.0.") for rule in common_rules(config, norms=words)
+    ]
     assert [name for name in names if name[1:] == ".weight"] == [
         "a.weight",
         "b.weight",
@@ -171,7 +176,7 @@ def test_norms_stand_around_what_they_norm() -> None:
         names.index("self_attn.o_proj.weight") < names.index("b.weight") < names.index("c.weight")
     )
     assert names[-1] == "lm_head.weight"
-    assert usual_rules(replace(config, tied_embeddings=True))[-1].name == "model.norm.weight"
+    assert common_rules(replace(config, tied_embeddings=True))[-1].name == "model.norm.weight"
 
 
 def test_how_a_model_started_and_in_what_digits_it_trained_is_no_part_of_what_it_computes() -> None:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.tokens import Tokens, tokens_of_lengths
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
 from megalith.models.decoder import declared_parameters
-from megalith.nn.init import fill
-from megalith.nn.rope import Rotations
+from megalith.nn.init import init_param_
+from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
-from megalith.parallel.tensor import Init, WholeTokens
+from megalith.parallel.tensor import Init, TensorParallelComm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
@@ -39,10 +39,10 @@ def config(**changes: Any) -> ModelConfig:
 def build(kind: type[nn.Module], model: ModelConfig, mesh: Mesh | None = None) -> nn.Module:
     """A layer in float64 with random weights and biases, the same under every layout."""
     mesh = mesh or mesh_of_one()
-    layer = kind("layers.0.x", model, mesh, WholeTokens(mesh.tp), dtype=torch.float64)
+    layer = kind("layers.0.x", model, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64)
     layer.to_empty(device="cpu")
     for declared, module, name in declared_parameters(layer):
-        fill(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
+        init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
     return layer
 
 
@@ -56,9 +56,9 @@ def real(model: ModelConfig, tp: int, rank: int) -> Mesh:
     return build_mesh(model_grid(ParallelConfig(tp=tp), model, tp), rank=rank)
 
 
-def tokens(model: ModelConfig, lengths: list[int]) -> Tokens:
+def tokens(model: ModelConfig, lengths: list[int]) -> PackedSeqParams:
     """Documents, with their rotations."""
-    return Rotations(model, torch.float64).given_to(tokens_of_lengths(lengths))
+    return RotaryEmbedding(model, torch.float64).given_to(tokens_of_lengths(lengths))
 
 
 def inputs(count: int, features: int = 18) -> Tensor:

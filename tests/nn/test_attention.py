@@ -8,13 +8,15 @@ from torch import Tensor
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.kernels.rope import reference_rope
-from megalith.kernels.tokens import Tokens, tokens_of_queries
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_queries
 from megalith.nn.attention import Attention
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 
 
-def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig) -> Tensor:
+def formula(
+    w: dict[str, Tensor], x: Tensor, tokens: PackedSeqParams, config: ModelConfig
+) -> Tensor:
     """The paper's attention, one document and one head after the other."""
     n, g, d = config.num_heads, config.num_kv_heads, config.head_size()
     q = torch.einsum("th,ndh->tnd", x, w["q"]) + w.get("q_bias", 0.0)
@@ -27,7 +29,7 @@ def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig
     for head in range(n):
         shared = head // (n // g)
         for t in range(len(x)):
-            seen = [s for s in range(t + 1) if tokens.document[s] == tokens.document[t]]
+            seen = [s for s in range(t + 1) if tokens.document_ids[s] == tokens.document_ids[t]]
             scores = torch.stack([q[t, head] @ k[s, shared] / d**0.5 for s in seen]).softmax(0)
             heads[t, head] = scores @ v[seen, shared]
     if "gate" in w:
@@ -92,7 +94,7 @@ def shared_heads(
     world: int,
     config: ModelConfig,
     x: Tensor,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     build: object,
     real: object,
 ) -> Tensor:
@@ -112,13 +114,13 @@ def test_ranks_together_give_what_one_gives(
         assert_equals("attention", y, expected, FP64)
 
 
-class Remember:
+class SpanHook:
     """A cache of one document in plain operations."""
 
     def __init__(self) -> None:
         self.k, self.v = [torch.zeros(0)] * 0, [torch.zeros(0)] * 0
 
-    def extend(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
         self.k.append(k)
         self.v.append(v)
         return torch.cat(self.k), torch.cat(self.v)
@@ -130,7 +132,7 @@ def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(
 ) -> None:
     config = layers.config()
     layer = layers.build(Attention, config)
-    x, tokens, cache, read = layers.inputs(9), layers.tokens(config, [9]), Remember(), 0
+    x, tokens, cache, read = layers.inputs(9), layers.tokens(config, [9]), SpanHook(), 0
     cos, sin = tokens.rotary
     found = []
     for count in steps:

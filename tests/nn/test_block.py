@@ -7,26 +7,26 @@ from torch.nn.functional import rms_norm
 from megalith.config.layers import LayersConfig, Part
 from megalith.config.mla import MLAConfig
 from megalith.config.recompute import RecomputeConfig, RecomputedModule
-from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import declared_parameters
 from megalith.nn.attention import Attention
-from megalith.nn.block import Block, RecomputedCore, block_of_layer
-from megalith.nn.init import fill
+from megalith.nn.block import RecomputedCore, SequentialBlock, block_of_layer
+from megalith.nn.init import init_param_
 from megalith.nn.mla import LatentAttention, kept
 from megalith.nn.mlp import GatedMLP
-from megalith.nn.rope import Rotations
+from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import Init, WholeTokens
+from megalith.parallel.tensor import Init, TensorParallelComm
 from megalith.testing.tolerance import FP64, assert_equals
 
 
-def test_a_layer_adds_attention_and_then_the_mlp_each_to_its_own_normalised_input(
+def test_a_layer_adds_attention_and_then_the_mlp_each_to_its_own_normalized_input(
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config()
-    block = layers.build(Block, config)
+    block = layers.build(SequentialBlock, config)
     x, tokens = layers.inputs(9), layers.tokens(config, [5, 4])
     w = layers.weights(block)
     middle = x + block.attention(
@@ -37,7 +37,9 @@ def test_a_layer_adds_attention_and_then_the_mlp_each_to_its_own_normalised_inpu
 
 
 def test_its_parameters_are_named_after_their_place(layers: SimpleNamespace) -> None:
-    block = layers.build(Block, layers.config(qkv_bias=False, output_bias=False, mlp_bias=False))
+    block = layers.build(
+        SequentialBlock, layers.config(qkv_bias=False, output_bias=False, mlp_bias=False)
+    )
     assert list(layers.weights(block)) == [
         "attention_norm.weight",
         "attention.q",
@@ -53,10 +55,15 @@ def test_its_parameters_are_named_after_their_place(layers: SimpleNamespace) -> 
 def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace) -> None:
     config, mesh = layers.config(), mesh_of_one()
 
-    def built(*modules: RecomputedModule) -> Block:
+    def built(*modules: RecomputedModule) -> SequentialBlock:
         recompute = RecomputeConfig(granularity="selective", modules=modules)
-        return Block(
-            "layers.0", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, recompute=recompute
+        return SequentialBlock(
+            "layers.0",
+            config,
+            mesh,
+            TensorParallelComm(mesh.tp),
+            dtype=torch.float32,
+            recompute=recompute,
         )
 
     plain, all_of_it = built(), built("core_attention", "norm", "mlp", "mlp_act")
@@ -64,7 +71,7 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
     assert isinstance(all_of_it.mlp, Recomputed) and isinstance(
         all_of_it.attention.core, RecomputedCore
     )
-    assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is Rebuilt
+    assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is RecomputedOutput
     names = [
         [declared.shard.name for declared, _, _ in declared_parameters(block)]
         for block in (plain, all_of_it)
@@ -79,8 +86,13 @@ def test_what_runs_again_in_latent_attention_has_no_region_within(layers: Simple
     config, mesh = layers.config(num_heads=4, num_kv_heads=4, mla=SHORT), mesh_of_one()
     for modules in (("core_attention",), ("core_attention", "mla_up_proj")):
         again = RecomputeConfig(granularity="selective", modules=modules)
-        layer = Block(
-            "layers.0", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, recompute=again
+        layer = SequentialBlock(
+            "layers.0",
+            config,
+            mesh,
+            TensorParallelComm(mesh.tp),
+            dtype=torch.float32,
+            recompute=again,
         ).attention
         assert isinstance(layer, LatentAttention)
         assert isinstance(layer.core, RecomputedCore) == ("mla_up_proj" not in modules)
@@ -121,7 +133,9 @@ def test_a_layer_of_its_own_sizes_has_them(layers: SimpleNamespace) -> None:
         num_layers=2, layers=LayersConfig(num_kv_heads=(3, 1), ffn_hidden_size=(11, 5))
     )
     mesh = mesh_of_one()
-    second = Block("layers.1", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, index=1)
+    second = SequentialBlock(
+        "layers.1", config, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32, index=1
+    )
     shapes = {
         declared.shard.name: declared.shard.shape for declared, _, _ in declared_parameters(second)
     }
@@ -140,19 +154,19 @@ def test_a_wide_stream_keeps_what_a_narrow_one_would_swallow(layers: SimpleNames
         {"norm_placement": "after"},
         {"block": "parallel"},
         {"block": "parallel_one_norm"},
-        {"norm_zero_centred": True, "layers": LayersConfig(mlp=("linear",))},
+        {"zero_centered_gamma": True, "layers": LayersConfig(mlp=("linear",))},
     ]
     for kind in kinds:
         config = layers.config(fp32_residual=True, **kind)
         found = {}
         for dtype in (torch.bfloat16, torch.float64):
             block = block_of_layer(config, 0)(
-                "layers.0", config, mesh, WholeTokens(mesh.tp), dtype=dtype
+                "layers.0", config, mesh, TensorParallelComm(mesh.tp), dtype=dtype
             )
             block.to_empty(device="cpu")
             for declared, module, name in declared_parameters(block):
-                fill(getattr(module, name), declared.shard, Init(0.1, offset=0.1), seed=2)
-            tokens = Rotations(config, dtype).given_to(tokens_of_lengths([9]))
+                init_param_(getattr(module, name), declared.shard, Init(0.1, offset=0.1), seed=2)
+            tokens = RotaryEmbedding(config, dtype).given_to(tokens_of_lengths([9]))
             x = (
                 (100 * layers.inputs(9))
                 .to(torch.promote_types(dtype, torch.float32))

@@ -23,18 +23,18 @@ from megalith.kernels.attention import attention
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.tokens import (
     DropoutKey,
-    Tokens,
+    PackedSeqParams,
     tokens_of_lengths,
     tokens_of_queries,
     tokens_of_slices,
 )
 from megalith.models.decoder import allocate, declared_parameters
-from megalith.nn.cross_attention import CrossAttention, LookingBack, across
+from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, across
 from megalith.nn.dropout import with_dropped_weights
-from megalith.nn.init import fill
-from megalith.parallel.autograd import gather
+from megalith.nn.init import init_param_
+from megalith.parallel.autograd import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
-from megalith.parallel.tensor import Init, SplitTokens, WholeTokens
+from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
 from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.ranks import run_ranks
@@ -50,7 +50,7 @@ def build(
     config: ModelConfig, mesh: Mesh, *, sp: bool = False, dropout: float = 0.0
 ) -> CrossAttention:
     """In float64 with random weights and biases, the same under every layout."""
-    region = SplitTokens(mesh.tp) if sp else WholeTokens(mesh.tp)
+    tp_comm = SequenceParallelComm(mesh.tp) if sp else TensorParallelComm(mesh.tp)
     core = with_dropped_weights(
         attention, replace(config, dropout=DropoutConfig(attention=dropout)), 0, mesh
     )
@@ -58,14 +58,14 @@ def build(
         "layers.0.cross",
         config,
         mesh,
-        region,
+        tp_comm,
         dtype=torch.float64,
         memory_size=MEMORY_SIZE,
         core=core,
     )
     allocate(layer, torch.device("cpu"))
     for declared, module, name in declared_parameters(layer):
-        fill(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
+        init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
     return layer
 
 
@@ -77,7 +77,7 @@ def inputs() -> tuple[Tensor, Tensor]:
     )
 
 
-def trained(tokens: Tokens, first: int) -> Tokens:
+def trained(tokens: PackedSeqParams, first: int) -> PackedSeqParams:
     return replace(tokens, dropout=DropoutKey(3, torch.arange(first, first + tokens.num_tokens)))
 
 
@@ -93,7 +93,7 @@ def test_it_is_the_formula_of_the_paper(layers: SimpleNamespace) -> None:
     k, v = torch.einsum("tm,cgdm->ctgd", memory, w["kv"]) + w["kv_bias"][:, None]
     heads = torch.zeros(12, 6, 4, dtype=torch.float64)
     for t in range(12):
-        seen = [s for s in range(12) if MEMORIES.document[s] == TEXTS.document[t]]
+        seen = [s for s in range(12) if MEMORIES.document_ids[s] == TEXTS.document_ids[t]]
         for n in range(6):
             scores = torch.stack(
                 [2.0 * torch.tanh(0.7 * (q[t, n] @ k[s, n // 2]) / 2.0) for s in seen]
@@ -114,14 +114,14 @@ def _on_ranks(
     )
     layer = build(config, mesh, sp=sp, dropout=dropout)
     x, memory = (tensor.requires_grad_() for tensor in inputs())
-    mine, mine_of_memory = (layer.queries.region.mine(tensor) for tensor in (x, memory))
+    mine, mine_of_memory = (layer.queries.tp_comm.mine(tensor) for tensor in (x, memory))
     texts, memories = trained(TEXTS, 100), trained(MEMORIES, 7000)
     y = layer(mine, texts, mine_of_memory, memories)
     weights = torch.linspace(-1, 2, 12 * 18, dtype=torch.float64).view(12, 18)
-    (y * layer.queries.region.mine(weights)).sum().backward()
+    (y * layer.queries.tp_comm.mine(weights)).sum().backward()
     assert x.grad is not None and memory.grad is not None
     found = {
-        "y": gather(y.detach(), mesh.tp) if sp else y.detach(),
+        "y": all_gather(y.detach(), mesh.tp) if sp else y.detach(),
         "x": x.grad,
         "memory": memory.grad,
     }
@@ -203,7 +203,7 @@ def test_padding_of_the_memory_and_masks_of_pairs_hide_it(layers: SimpleNamespac
 
 
 def test_what_looks_back_sees_what_masks_let_it(layers: SimpleNamespace) -> None:
-    layer = layers.build(LookingBack, layers.config())
+    layer = layers.build(CrossLayerAttention, layers.config())
     layer.scores = replace(layer.scores, causal=True)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
     mask = torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -245,8 +245,8 @@ def test_it_type_checks(sp: bool, layers: SimpleNamespace) -> None:
     config = layers.config(num_kv_heads=2)
     grid = model_grid(ParallelConfig(tp=4, dp=2), config, 8)
     mesh = mesh_on_paper(grid, rank=1)
-    region = SplitTokens(mesh.tp) if sp else WholeTokens(mesh.tp)
-    layer = CrossAttention("layers.0.cross", config, mesh, region, dtype=torch.float32)
+    tp_comm = SequenceParallelComm(mesh.tp) if sp else TensorParallelComm(mesh.tp)
+    layer = CrossAttention("layers.0.cross", config, mesh, tp_comm, dtype=torch.float32)
     wanted: dict[str, Any] = {axis: V if axis.startswith("dp") or sp else I for axis in DENSE_AXES}
     axes, texts, memories = (
         mesh_axes(grid),
@@ -285,7 +285,7 @@ def _given(layer: CrossAttention, values: dict[str, Tensor]) -> CrossAttention:
 
 def _plain(config: ModelConfig) -> CrossAttention:
     mesh = mesh_of_one()
-    layer = CrossAttention("cross", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32)
+    layer = CrossAttention("cross", config, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32)
     allocate(layer, torch.device("cpu"))
     return layer
 
@@ -353,7 +353,7 @@ def test_what_looks_back_sees_the_memory_of_earlier_tokens_of_its_document_alone
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(attention=AttentionConfig(softcap=2.0))
-    layer = layers.build(LookingBack, config)
+    layer = layers.build(CrossLayerAttention, config)
     layer.scores = replace(layer.scores, causal=True)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
     plain = layer(x, replace(TEXTS, memory=memory))
@@ -375,7 +375,7 @@ def test_what_looks_back_is_cross_attention_to_the_same_tokens_where_nothing_is_
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(attention=AttentionConfig(causal=False))
-    both = layers.build(LookingBack, config), layers.build(CrossAttention, config)
+    both = layers.build(CrossLayerAttention, config), layers.build(CrossAttention, config)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
     assert_equals(
         "look", both[0](x, replace(TEXTS, memory=memory)), both[1](x, TEXTS, memory, TEXTS), FP64

@@ -10,10 +10,10 @@ from megalith.config.mla import MLAConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.dropout import dropout
 from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_rows
+from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_rows
 from megalith.nn.dropout import Dropout, DroppingAttention, dropping, with_dropped_weights
 from megalith.parallel.group import Group, alone
-from megalith.parallel.tensor import Region, SplitTokens, WholeTokens
+from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
 from megalith.plan.keys import key
 from megalith.testing.ranks import everyone, run_ranks
 
@@ -21,15 +21,15 @@ NUMBERS = torch.arange(700, 712)
 X = torch.rand(12, 16, generator=torch.Generator().manual_seed(0)) + 1
 
 
-def tokens(*, seed: int | None = 5) -> Tokens:
+def tokens(*, seed: int | None = 5) -> PackedSeqParams:
     found = tokens_of_rows(2, 6)
     return found if seed is None else replace(found, dropout=DropoutKey(seed, NUMBERS))
 
 
 def made(
-    p: float = 0.5, *, place: str = "attention", layer: int = 2, region: Region | None = None
+    p: float = 0.5, *, place: str = "attention", layer: int = 2, tp_comm: TPComm | None = None
 ) -> Dropout:
-    return Dropout(place, layer, p, region or WholeTokens(alone("tp")))
+    return Dropout(place, layer, p, tp_comm or TensorParallelComm(alone("tp")))
 
 
 def test_it_drops_by_seed_place_layer_and_the_tokens_numbers() -> None:
@@ -46,8 +46,8 @@ def test_where_nothing_is_trained_or_dropped_x_comes_back() -> None:
 
 def _on_a_rank(rank: int, world: int, sp: bool) -> Tensor:
     group: Group = everyone(rank, world, "tp")
-    region = SplitTokens(group) if sp else WholeTokens(group)
-    mine: Tensor = made(region=region)(region.mine(X), tokens())
+    tp_comm = SequenceParallelComm(group) if sp else TensorParallelComm(group)
+    mine: Tensor = made(tp_comm=tp_comm)(tp_comm.mine(X), tokens())
     return mine
 
 
@@ -62,9 +62,9 @@ def test_tensor_parallel_ranks_drop_what_one_rank_drops(tp: int, sp: bool) -> No
 
 
 def test_no_probability_means_no_step() -> None:
-    region = WholeTokens(alone("tp"))
-    assert dropping("mlp", 0, 0.0, region) == []
-    (step,) = dropping("mlp", 2, 0.5, region)
+    tp_comm = TensorParallelComm(alone("tp"))
+    assert dropping("mlp", 0, 0.0, tp_comm) == []
+    (step,) = dropping("mlp", 2, 0.5, tp_comm)
     assert torch.equal(step(X, tokens()), made(place="mlp")(X, tokens()))
 
 

@@ -7,28 +7,28 @@ import torch
 
 from megalith.errors import DataError
 from megalith.models.decoder import declared_parameters
-from megalith.nn.embedding import Entrance, Scale
+from megalith.nn.embedding import InputEmbedding, Scale
 from megalith.parallel.mesh import mesh_of_one
-from megalith.parallel.tensor import SplitTokens, WholeTokens
+from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
 
 
-def built(layers: SimpleNamespace, **changes: object) -> Entrance:
-    region = WholeTokens(mesh_of_one().tp)
-    entrance = Entrance(layers.config(**changes), region, dtype=torch.float64).to_empty(
-        device="cpu"
-    )
-    for declared, module, name in declared_parameters(entrance):
+def built(layers: SimpleNamespace, **changes: object) -> InputEmbedding:
+    tp_comm = TensorParallelComm(mesh_of_one().tp)
+    input_embedding = InputEmbedding(
+        layers.config(**changes), tp_comm, dtype=torch.float64
+    ).to_empty(device="cpu")
+    for declared, module, name in declared_parameters(input_embedding):
         with torch.no_grad():
             getattr(module, name).copy_(
                 torch.arange(declared.shard.numel).view(declared.shard.matrix_shape)
             )
-    return entrance
+    return input_embedding
 
 
 def test_a_plain_model_does_nothing(layers: SimpleNamespace) -> None:
-    entrance, x = built(layers), layers.inputs(4)
-    assert entrance(x, layers.tokens(layers.config(), [4])) is x
-    assert not list(declared_parameters(entrance))
+    input_embedding, x = built(layers), layers.inputs(4)
+    assert input_embedding(x, layers.tokens(layers.config(), [4])) is x
+    assert not list(declared_parameters(input_embedding))
 
 
 def test_scales_are_rounded_to_the_dtype_first() -> None:
@@ -42,26 +42,26 @@ def test_every_place_of_a_document_has_its_vector_and_documents_begin_again(
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(positions="learned")
-    entrance, x = built(layers, positions="learned", embedding_scale=2.0), layers.inputs(5)
+    input_embedding, x = built(layers, positions="learned", embedding_scale=2.0), layers.inputs(5)
     table = torch.arange(32 * 18, dtype=torch.float64).view(32, 18)
-    y = entrance(x, layers.tokens(config, [3, 2]))
+    y = input_embedding(x, layers.tokens(config, [3, 2]))
     assert torch.equal(y, 2 * (x + table[torch.tensor([0, 1, 2, 0, 1])])), (
         "the scale is of both, as muP has it"
     )
     y.sum().backward()
-    assert entrance.positions.weight.grad.sum(1).tolist()[:4] == [72.0, 72.0, 36.0, 0.0]
+    assert input_embedding.positions.weight.grad.sum(1).tolist()[:4] == [72.0, 72.0, 36.0, 0.0]
 
 
 def test_a_rank_with_a_part_of_the_tokens_takes_the_places_of_these(
     layers: SimpleNamespace,
 ) -> None:
     group = layers.paper(layers.config(), 3, 1).tp
-    assert SplitTokens(group).mine(torch.arange(9)).tolist() == [3, 4, 5]
-    assert WholeTokens(group).mine(torch.arange(9)).tolist() == list(range(9))
+    assert SequenceParallelComm(group).mine(torch.arange(9)).tolist() == [3, 4, 5]
+    assert TensorParallelComm(group).mine(torch.arange(9)).tolist() == list(range(9))
 
 
 def test_a_document_longer_than_the_table_of_places_is_refused(layers: SimpleNamespace) -> None:
-    entrance, tokens = (
+    input_embedding, tokens = (
         built(layers, positions="learned"),
         layers.tokens(layers.config(positions="learned"), [1, 33]),
     )
@@ -69,4 +69,4 @@ def test_a_document_longer_than_the_table_of_places_is_refused(layers: SimpleNam
         DataError,
         match=r"document of 33 tokens .* knows 32 places. Use documents of at most 32 tokens",
     ):
-        entrance(layers.inputs(34), tokens)
+        input_embedding(layers.inputs(34), tokens)

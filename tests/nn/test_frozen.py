@@ -11,8 +11,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.kernels.tokens import tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
-from megalith.nn.frozen import BelowTrained, Start, freeze
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.nn.frozen import BackwardEnd, BelowTrained, freeze
 from megalith.parallel.mesh import mesh_of_one
 
 MODEL = ModelConfig(
@@ -24,7 +24,7 @@ MODEL = ModelConfig(
     head_dim=6,
     ffn_hidden_size=7,
     max_seq_len=16,
-    mtp=MTPConfig(depths=1),
+    mtp=MTPConfig(num_layers=1),
 )
 
 
@@ -32,14 +32,14 @@ def built(optim: OptimConfig) -> Decoder:
     model = Decoder(MODEL, mesh_of_one(), dtype=torch.float64)
     freeze([model], MODEL, optim)
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     return model
 
 
 def gradients(optim: OptimConfig) -> dict[str, Tensor]:
     model, tokens = built(optim), tokens_of_lengths([5, 4], device="cpu")
     ids, labels = torch.arange(9) * 5 % 61, torch.arange(9) * 7 % 61
-    torch.stack(model.losses(ids, labels, tokens, further=((labels, ids),))).sum().backward()
+    torch.stack(model.losses(ids, labels, tokens, mtp_inputs=((labels, ids),))).sum().backward()
     pairs = [(d.shard.name, getattr(m, name)) for d, m, name in declared_parameters(model)]
     assert all(one.requires_grad == optim.trains(name) for name, one in pairs)
     return {name: one.grad for name, one in pairs if one.grad is not None}
@@ -70,9 +70,13 @@ def test_backward_ends_above_what_is_not_trained() -> None:
     run: object = upper.run_layers
     assert isinstance(run, BelowTrained) and run.count == 2
     first = built(OptimConfig(frozen=("embed.weight",)))
-    assert isinstance(first.entrance, Start) and not isinstance(first.run_layers, BelowTrained)
+    assert isinstance(first.input_embedding, BackwardEnd) and not isinstance(
+        first.run_layers, BelowTrained
+    )
     whole = built(OptimConfig(frozen=("layers.*",)))
-    assert not isinstance(whole.entrance, Start) and not isinstance(whole.run_layers, BelowTrained)
+    assert not isinstance(whole.input_embedding, BackwardEnd) and not isinstance(
+        whole.run_layers, BelowTrained
+    )
 
 
 def test_nothing_changes_where_all_is_trained() -> None:

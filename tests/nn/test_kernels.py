@@ -29,15 +29,15 @@ from megalith.kernels import (
 )
 from megalith.kernels.attention import attention
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.rebuilt import value_of
+from megalith.kernels.rebuilt import output_tensor
 from megalith.kernels.span_attention import reference_span_attention
 from megalith.kernels.swiglu import swiglu as swiglu_function
 from megalith.kernels.tokens import DropoutKey, tokens_of_rows
 from megalith.nn.block import RecomputedCore
 from megalith.nn.kernels import OPERATIONS, use_kernels, with_kernel
 from megalith.nn.lora import InputDropout
-from megalith.nn.rope import Turned
-from megalith.parallel.context import Gathered, Ring
+from megalith.nn.rope import LayerRope
+from megalith.parallel.context import AllGatherAttend, Ring
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
 from megalith.testing.ranks import run_ranks
@@ -55,7 +55,7 @@ from megalith.verify.ranks import (
 from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.variants import PLAIN, VARIANTS
 
-EXPERTS = MoEConfig(experts=5, top_k=2, ffn_hidden_size=7)
+EXPERTS = MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=7)
 KINDS: dict[str, ModelConfig] = {"plain": PLAIN, "experts": replace(PLAIN, moe=EXPERTS), **VARIANTS}
 
 FAST = [
@@ -82,7 +82,7 @@ def losses_of(
     kernel: Kernel, **changes: Any
 ) -> tuple[list[float], list[Tensor]]:  # fields of the tiny run
     """Losses of three steps of the tiny run, and the weights after them."""
-    run = replace(tiny_run({"data.documents": "true"}), kernels=kernel, **changes)
+    run = replace(tiny_run({"data.document_masking": "true"}), kernels=kernel, **changes)
     trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
     loader = loader_of(run, trainer.mesh, consumed=0, steps=3)
     losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
@@ -156,7 +156,7 @@ def test_divided_weights_are_gathered_again_for_a_backward_that_reads_them() -> 
     for kernels, reads in forms.items():
         run = replace(layout_case(PLAIN, ParallelConfig(), 1).run, kernels=kernels)
         trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
-        assert trainer.staged.chunks[0].head.reads_table_again is reads
+        assert trainer.pipeline_model.chunks[0].head.reads_table_again is reads
 
 
 class Layer(nn.Module):
@@ -175,7 +175,7 @@ def test_operations_are_found_however_deep_they_are_held() -> None:
     layer = Layer(
         norm=partial(rms_norm, eps=1e-5),
         nested=partial(wrap, swiglu_function, other="x"),
-        turn=Turned(0, True),
+        turn=LayerRope(0, True),
         core=RecomputedCore(attention, False),
         several=(swiglu_function, 3),
         number=5,
@@ -190,7 +190,7 @@ def test_operations_are_found_however_deep_they_are_held() -> None:
     )
     assert held["nested"].func is wrap and held["nested"].args[0].keywords == {"kernel": "torch"}
     assert (
-        isinstance(held["turn"], Turned)
+        isinstance(held["turn"], LayerRope)
         and isinstance(held["turn"].rotate, partial)
         and held["turn"].interleaved
     )
@@ -206,28 +206,28 @@ def test_dropout_before_adapters_is_switched_with_the_rest(monkeypatch: pytest.M
     with pytest.raises(AssertionError, match="a fast form"):
         drop(x)
     use_kernels([drop], "reference", mesh_of_one())
-    assert set(value_of(drop(x)).flatten().tolist()) == {0.0, 2.0}
+    assert set(output_tensor(drop(x)).flatten().tolist()) == {0.0, 2.0}
 
 
 def test_attention_across_ranks_becomes_the_definition_over_all_keys() -> None:
     mesh = mesh_of_one()
     made = with_kernel(RecomputedCore(Ring(mesh.cp), True), KernelsConfig(all="reference"), mesh)
-    assert made == RecomputedCore(Gathered(mesh.cp, reference_span_attention), True)
+    assert made == RecomputedCore(AllGatherAttend(mesh.cp, reference_span_attention), True)
     ring = RecomputedCore(Ring(mesh.cp), True)
-    assert with_kernel(ring, KernelsConfig(all="reference", attention="spans"), mesh) is ring
+    assert with_kernel(ring, KernelsConfig(all="reference", attention="split_kv"), mesh) is ring
 
 
 def test_each_operation_can_be_told_by_itself() -> None:
     layer = Layer(norm=rms_norm, gate=swiglu_function, core=attention)
     use_kernels(
-        [layer], KernelsConfig(all="torch", norm="reference", attention="spans"), mesh_of_one()
+        [layer], KernelsConfig(all="torch", norm="reference", attention="split_kv"), mesh_of_one()
     )
     held: dict[str, Any] = vars(layer)
     forms = {name: held[name].keywords["kernel"] for name in ("norm", "gate", "core")}
-    assert forms == {"norm": "reference", "gate": "torch", "core": "spans"}
+    assert forms == {"norm": "reference", "gate": "torch", "core": "split_kv"}
     other = Layer(norm=rms_norm, gate=swiglu_function)
-    use_kernels([other], KernelsConfig(norm="loops"), mesh_of_one())
-    assert other.gate is swiglu_function and vars(other)["norm"].keywords == {"kernel": "loops"}
+    use_kernels([other], KernelsConfig(norm="numba"), mesh_of_one())
+    assert other.gate is swiglu_function and vars(other)["norm"].keywords == {"kernel": "numba"}
 
 
 def test_every_operation_with_forms_has_a_setting() -> None:
@@ -235,14 +235,16 @@ def test_every_operation_with_forms_has_a_setting() -> None:
     knows; matmuls of bf16 are selected for the process."""
     folder = Path(cross_entropy.__file__).parent
     files = {
-        file.stem for file in folder.glob("*.py") if 'kernel: Form = "auto"' in file.read_text()
+        file.stem
+        for file in folder.glob("*.py")
+        if 'kernel: BackendName = "auto"' in file.read_text()
     }
     assert files == set(OPERATIONS) and set(OPERATIONS.values()) | {"matmul"} == set(OPS)
 
 
-@pytest.mark.parametrize("form", ["tiles", "sdpa", "spans", "loop", "grouped"])
+@pytest.mark.parametrize("form", ["cpu_tiled", "sdpa", "split_kv", "loop", "grouped"])
 def test_training_by_a_way_of_one_operation_comes_out_the_same(form: Any) -> None:
-    op = "attention" if form in ("tiles", "sdpa", "spans") else "experts"
+    op = "attention" if form in ("cpu_tiled", "sdpa", "split_kv") else "experts"
     model = replace(PLAIN, moe=replace(EXPERTS, ffn_hidden_size=8)) if op == "experts" else PLAIN
     run = replace(
         layout_case(model, ParallelConfig(), 1).run,
@@ -257,9 +259,9 @@ def test_a_way_that_a_model_or_a_machine_lacks_is_refused_when_it_is_built(
 ) -> None:
     run = layout_case(PLAIN, ParallelConfig(), 1).run
     with pytest.raises(
-        ConfigError, match="kernels.norm=loops: it takes fp32, bf16, and precision.params=fp64. Set"
+        ConfigError, match="kernels.norm=numba: it takes fp32, bf16, and precision.params=fp64. Set"
     ):
-        one_step(replace(run, kernels=KernelsConfig(norm="loops")))
+        one_step(replace(run, kernels=KernelsConfig(norm="numba")))
     with pytest.raises(
         ConfigError, match="kernels.attention=flex: it works on GPUs, and this run is on cpu. Set"
     ):
@@ -271,12 +273,12 @@ def test_a_way_that_a_model_or_a_machine_lacks_is_refused_when_it_is_built(
             )
         )
     monkeypatch.setattr("megalith.kernels.cpu.openmp", lambda: None)
-    with pytest.raises(ConfigError, match="kernels.rope=loops: torch has no OpenMP library here"):
+    with pytest.raises(ConfigError, match="kernels.rope=numba: torch has no OpenMP library here"):
         one_step(
             replace(
                 run,
                 precision=replace(run.precision, params="fp32"),
-                kernels=KernelsConfig(rope="loops"),
+                kernels=KernelsConfig(rope="numba"),
             )
         )
 

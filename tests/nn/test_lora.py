@@ -16,7 +16,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.nn import lora
 from megalith.nn.lora import ColumnLora, RowLora, attach_adapters
 from megalith.parallel.mesh import mesh_of_one
@@ -48,7 +48,7 @@ def built(adapters: LoraConfig | None, config: ModelConfig = MODEL) -> Decoder:
     model = Decoder(config, mesh_of_one(), dtype=torch.float64)
     attach_adapters([model], config, adapters)
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     for declared, module, name in declared_parameters(model):
         if declared.shard.name.endswith("lora_b"):
             getattr(module, name).data.normal_(
@@ -211,14 +211,14 @@ def test_the_cache_of_short_vectors_sees_adapters() -> None:
     both = built(LoraConfig(rank=3, targets=("kv",))).get_submodule("layers.0.attention.qkv")
     x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     assert isinstance(up, ColumnLora) and isinstance(both, ColumnLora)
-    (weight,) = up.sunk()
+    (weight,) = up.accumulated_parameters()
     assert_equals("absorbed", x @ weight.T, up(x), FP64)
     x = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    assert_equals("stacked", x @ torch.cat(both.sunk()).T, both(x), FP64)
+    assert_equals("stacked", x @ torch.cat(both.accumulated_parameters()).T, both(x), FP64)
 
 
 def test_experts_have_none_and_what_lies_beside_them_has() -> None:
-    mixed = replace(MODEL, moe=MoEConfig(experts=4, ffn_hidden_size=6, layers=(False, True)))
+    mixed = replace(MODEL, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, layers=(False, True)))
     names = {
         name
         for name in weights(built(LoraConfig(rank=3, dropout=0.1), mixed))
@@ -237,7 +237,7 @@ def test_layers_below_every_adapter_have_no_backward() -> None:
     adapters, tokens = LoraConfig(rank=3, layers=(1,)), tokens_of_lengths([3], device="cpu")
     ids = torch.arange(3)
     model = built(adapters)
-    entered = model.entrance(model.embed(ids), tokens)
+    entered = model.input_embedding(model.embed(ids), tokens)
     turned = model.rotations.given_to(tokens)
     assert (
         not entered.requires_grad
@@ -253,10 +253,10 @@ def test_layers_below_every_adapter_have_no_backward() -> None:
 
 def test_backward_has_somewhere_to_end_below_frozen_layers() -> None:
     model = built(LoraConfig(targets=("q",)))
-    x = model.entrance(model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu"))
+    x = model.input_embedding(model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu"))
     assert x.requires_grad and x.grad_fn is None
     with torch.no_grad():
-        assert not model.entrance(
+        assert not model.input_embedding(
             model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu")
         ).requires_grad
 
@@ -269,9 +269,9 @@ def _invariant(which: str, number: int) -> AbstractContextManager[None]:
     had."""
     right = getattr(lora, which)
 
-    def wrong(weight: Shard, adapters: LoraConfig, region: Any) -> tuple[Shard, Shard]:
-        pair = list(right(weight, adapters, region))
-        flipped = frozenset(region.group.axes) - pair[number].invariant
+    def wrong(weight: Shard, adapters: LoraConfig, tp_comm: Any) -> tuple[Shard, Shard]:
+        pair = list(right(weight, adapters, tp_comm))
+        flipped = frozenset(tp_comm.group.axes) - pair[number].invariant
         pair[number] = replace(pair[number], invariant=flipped)
         return pair[0], pair[1]
 

@@ -11,11 +11,11 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
-from megalith.infer.cache import KeyValueCache
-from megalith.kernels.tokens import Tokens, tokens_of_queries
+from megalith.infer.cache import KVCache
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_queries
 from megalith.nn.mla import LatentAttention, absorbed, cheaper_form, expanded, latent_scores
-from megalith.parallel.autograd import gather
-from megalith.parallel.tensor import SplitTokens
+from megalith.parallel.autograd import all_gather
+from megalith.parallel.tensor import SequenceParallelComm
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, PARITY, assert_close, assert_equals
 
@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "a window": {"mla": MLAConfig(**SIZES), "attention": AttentionConfig(window=3)},
     "LayerNorm": {"mla": MLAConfig(**SIZES, q_rank=8), "norm": "layer"},
     "no norms": {"mla": MLAConfig(**SIZES, q_rank=8, norms=False)},
-    "zero-centred": {"mla": MLAConfig(**SIZES, q_rank=8), "norm_zero_centred": True},
+    "zero-centered": {"mla": MLAConfig(**SIZES, q_rank=8), "zero_centered_gamma": True},
 }
 
 
@@ -44,7 +44,9 @@ def config_of(kind: str, layers: SimpleNamespace, **changes: Any) -> ModelConfig
     return config
 
 
-def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig) -> Tensor:
+def formula(
+    w: dict[str, Tensor], x: Tensor, tokens: PackedSeqParams, config: ModelConfig
+) -> Tensor:
     """The papers' attention, one head after the other: arXiv:2405.04434, equations 9 to 19."""
     sizes, (cos, sin) = config.mla, tokens.rotary
     assert sizes is not None
@@ -70,20 +72,20 @@ def short(x: Tensor, w: dict[str, Tensor], word: str, config: ModelConfig) -> Te
     weight = w[f"{word}_norm.weight"]
     if config.norm == "layer":
         y = y - y.mean(1, keepdim=True)
-    y = y / (y.square().mean(1, keepdim=True) + 1e-6).sqrt() * (weight + config.norm_zero_centred)
+    y = y / (y.square().mean(1, keepdim=True) + 1e-6).sqrt() * (weight + config.zero_centered_gamma)
     return y + w[f"{word}_norm.bias"] if config.norm == "layer" else y
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of neighbours as complex numbers, turned."""
+    """Pairs of neighbors as complex numbers, turned."""
     y = torch.view_as_complex(x.unflatten(1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
     return torch.view_as_real(y).flatten(1)
 
 
-def scores_seen(scores: Tensor, tokens: Tokens, window: int | None) -> Tensor:
+def scores_seen(scores: Tensor, tokens: PackedSeqParams, window: int | None) -> Tensor:
     t = torch.arange(len(scores))
     ago = t[:, None] - t
-    seen = (ago >= 0) & (tokens.document[:, None] == tokens.document)
+    seen = (ago >= 0) & (tokens.document_ids[:, None] == tokens.document_ids)
     return scores.masked_fill(~(seen if window is None else seen & (ago < window)), -math.inf)
 
 
@@ -186,7 +188,7 @@ def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(
     x, tokens, cache, read, found = (
         layers.inputs(9),
         layers.tokens(config, [9]),
-        KeyValueCache(1),
+        KVCache(1),
         0,
         [],
     )
@@ -206,7 +208,7 @@ def test_both_forms_find_the_same(kind: str, steps: list[int], layers: SimpleNam
     config, found = config_of(kind, layers), []
     x, tokens = layers.inputs(9), layers.tokens(config, [9])
     for form in (absorbed, expanded):
-        layer, cache, read = layers.build(LatentAttention, config), KeyValueCache(1), 0
+        layer, cache, read = layers.build(LatentAttention, config), KVCache(1), 0
         layer.reading = lambda sizes, lengths, form=form: form
         for count in steps:
             part = tokens_of_queries([(count, read + count)])
@@ -229,7 +231,7 @@ def test_prompts_are_expanded_and_single_tokens_absorbed() -> None:
     assert cheaper_form(large, [(4096, 4096)]) is expanded
     assert cheaper_form(large, [(1, 2)]) is absorbed
     assert cheaper_form(large, [(1, 900), (1, 30)]) is absorbed
-    # Products of 4096 tokens read after 4096: n · r · (d_nope + d_v) per key, or more for each
+    # MatmulOps of 4096 tokens read after 4096: n · r · (d_nope + d_v) per key, or more for each
     # pair.
     assert cheaper_form(large, [(4096, 8192)]) is expanded
     assert cheaper_form(large, [(64, 8192)]) is absorbed
@@ -256,7 +258,7 @@ class Sizes:
     def __init__(self) -> None:
         self.values = 0
 
-    def extend(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
         self.values = k[0].numel() + v[0].numel()
         return k, v
 
@@ -290,7 +292,7 @@ def shared_heads(
     world: int,
     config: ModelConfig,
     x: Tensor,
-    tokens: Tokens,
+    tokens: PackedSeqParams,
     build: Any,
     real: Any,
     sp: bool,
@@ -298,16 +300,16 @@ def shared_heads(
     """What a rank gives, and the gradient of x, both of all tokens."""
     mesh = real(config, world, rank)
     layer: nn.Module = build(LatentAttention, config, mesh)
-    region = SplitTokens(mesh.tp) if sp else layer.region
+    tp_comm = SequenceParallelComm(mesh.tp) if sp else layer.tp_comm
     for module in layer.modules():
         if hasattr(module, "region"):
-            module.region = region
+            module.tp_comm = tp_comm
     assert isinstance(layer, LatentAttention)
-    mine = region.mine(x).clone().requires_grad_()
+    mine = tp_comm.mine(x).clone().requires_grad_()
     y = layer(mine, tokens)
     y.square().sum().backward()
     assert mine.grad is not None
-    whole = [gather(part.detach(), mesh.tp) if sp else part.detach() for part in (y, mine.grad)]
+    whole = [all_gather(part.detach(), mesh.tp) if sp else part.detach() for part in (y, mine.grad)]
     return whole[0], whole[1]
 
 

@@ -8,12 +8,18 @@ from torch.nn.functional import silu
 
 from megalith.config.model import Activation, ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.activation import Gate, activate, gated, reference_activate, reference_gated
-from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.activation import (
+    GatedActivation,
+    activate,
+    gated,
+    reference_activate,
+    reference_gated,
+)
+from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.kernels.swiglu import swiglu
 from megalith.kernels.tokens import tokens_of_queries
 from megalith.models.decoder import declared_parameters
-from megalith.nn.init import fill
+from megalith.nn.init import init_param_
 from megalith.nn.mlp import (
     MLP,
     GatedMLP,
@@ -23,9 +29,9 @@ from megalith.nn.mlp import (
     computed_again,
     read_prompts_in_chunks,
 )
-from megalith.parallel.autograd import gather
+from megalith.parallel.autograd import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
-from megalith.parallel.tensor import Init, SplitTokens, WholeTokens
+from megalith.parallel.tensor import Init, SequenceParallelComm, TensorParallelComm
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 
@@ -62,10 +68,10 @@ def test_a_gate_may_have_limits_and_up_an_offset(layers: SimpleNamespace) -> Non
     layer = layers.build(build_mlp, layers.config(**GPT_OSS))
     w, x = layers.weights(layer), layers.inputs(5)
     gate_up = torch.cat([x @ w["gate_up"][i].T + w["gate_up_bias"][i] for i in range(2)], -1)
-    inner = reference_gated(gate_up, Gate("quick_gelu", 0.9, 1.0))
-    assert not torch.equal(inner, reference_gated(gate_up, Gate("quick_gelu", None, 1.0))), (
-        "limits are reached"
-    )
+    inner = reference_gated(gate_up, GatedActivation("quick_gelu", 0.9, 1.0))
+    assert not torch.equal(
+        inner, reference_gated(gate_up, GatedActivation("quick_gelu", None, 1.0))
+    ), "limits are reached"
     assert_equals("mlp", layer(x), inner @ w["down"].T + w["down_bias"], FP64)
 
 
@@ -106,11 +112,15 @@ def test_ranks_hold_uneven_slices_that_make_the_whole(
 
 
 def _filled(config: ModelConfig, mesh: Mesh, sp: bool) -> nn.Module:
-    region = SplitTokens(mesh.tp) if sp and mesh.tp.size > 1 else WholeTokens(mesh.tp)
-    layer = build_mlp("layers.0.x", config, mesh, region, dtype=torch.float64, act_again=Rebuilt)
+    tp_comm = (
+        SequenceParallelComm(mesh.tp) if sp and mesh.tp.size > 1 else TensorParallelComm(mesh.tp)
+    )
+    layer = build_mlp(
+        "layers.0.x", config, mesh, tp_comm, dtype=torch.float64, act_again=RecomputedOutput
+    )
     layer.to_empty(device="cpu")
     for declared, module, name in declared_parameters(layer):
-        fill(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
+        init_param_(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
     return layer
 
 
@@ -139,7 +149,7 @@ def _equals_one_rank(rank: int, world: int, config: ModelConfig, x: Tensor, sp: 
         shard = declared.shard
         gradient = gradients[shard.name]
         if sp and not shard.cut:  # ranks have seen other tokens
-            gradient = gather(gradient.unsqueeze(0), mesh.tp).sum(0)
+            gradient = all_gather(gradient.unsqueeze(0), mesh.tp).sum(0)
         box = tuple(slice(start, stop) for start, stop in shard.box)
         assert_equals(
             shard.name,
@@ -178,7 +188,7 @@ def test_inner_features_are_rebuilt_from_what_the_first_matmul_gave(
     changes: dict[str, Any], layers: SimpleNamespace
 ) -> None:
     x, activation = layers.inputs(5), choose_activation(layers.config(**changes))
-    found = computed_again(Rebuilt, activation, x)
+    found = computed_again(RecomputedOutput, activation, x)
     assert torch.equal(found.value, activation(x)) and torch.equal(
         found.again(*found.inputs), found.value
     )

@@ -11,17 +11,17 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.kernels.tokens import Tokens, tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
-from megalith.nn.mtp import FurtherPrediction, accepted, complete
-from megalith.nn.rope import Rotations
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths
+from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialize
+from megalith.nn.mtp import MTPLayer, complete, mtp_acceptance_rate
+from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
-from megalith.plan.packing import tokens_further_on
+from megalith.plan.packing import shift_tokens_within_documents
 from megalith.testing.tolerance import EXACT, FP64, PARITY, assert_close, assert_equals
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
-    "vocab_multiple": 4,
+    "pad_vocab_to_multiple_of": 4,
     "hidden_size": 12,
     "num_layers": 2,
     "num_heads": 3,
@@ -34,14 +34,14 @@ LENGTHS = [5, 1, 3]
 
 
 def config(depths: int = 2, **changes: Any) -> ModelConfig:
-    return ModelConfig(**SIZES, mtp=MTPConfig(depths=depths), **changes)
+    return ModelConfig(**SIZES, mtp=MTPConfig(num_layers=depths), **changes)
 
 
 def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
     """Random weights; norms are not one."""
     made = Decoder(config, mesh_of_one(), dtype=dtype, **options)
     allocate(made, torch.device("cpu"))
-    initialise(made, seed=0)
+    initialize(made, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -52,7 +52,7 @@ def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: An
     return made
 
 
-def text() -> tuple[Tensor, Tensor, Tokens]:
+def text() -> tuple[Tensor, Tensor, PackedSeqParams]:
     """Ids and labels of three documents; the last token of each has no label."""
     ids = torch.randint(0, 37, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1)
@@ -60,11 +60,11 @@ def text() -> tuple[Tensor, Tensor, Tokens]:
     return ids, labels, tokens_of_lengths(LENGTHS)
 
 
-def further(ids: Tensor, labels: Tensor, depths: int) -> tuple[tuple[Tensor, Tensor], ...]:
+def mtp_inputs(ids: Tensor, labels: Tensor, depths: int) -> tuple[tuple[Tensor, Tensor], ...]:
     """What the loader hands to each depth."""
     pairs = []
     for depth in range(1, depths + 1):
-        source = torch.from_numpy(tokens_further_on(LENGTHS, depth))
+        source = torch.from_numpy(shift_tokens_within_documents(LENGTHS, depth))
         pairs.append(
             (torch.where(source >= 0, ids[source], 0), torch.where(source >= 0, labels[source], -1))
         )
@@ -79,14 +79,14 @@ def test_a_depth_is_the_formula_of_the_paper_with_the_embedding_first() -> None:
     made, (ids, labels, tokens) = model(config()), text()
     made.layers = torch.nn.ModuleList()  # what the depths read is then known
     hidden = made(ids, tokens)
-    losses = made.losses(ids, labels, tokens, further=further(ids, labels, 2))
+    losses = made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 2))
     turned = made.rotations.given_to(tokens)
     x = hidden
     for depth, ((their_ids, their_labels), found) in enumerate(
-        zip(further(ids, labels, 2), losses[1:], strict=True)
+        zip(mtp_inputs(ids, labels, 2), losses[1:], strict=True)
     ):
-        layer = made.further.depths[depth]
-        assert isinstance(layer, FurtherPrediction)
+        layer = made.mtp_inputs.layers[depth]
+        assert isinstance(layer, MTPLayer)
         w = {d.shard.name: getattr(module, name) for d, module, name in declared_parameters(layer)}
         name = f"mtp.{depth}"
         halves = [
@@ -104,17 +104,19 @@ def test_a_depth_is_the_formula_of_the_paper_with_the_embedding_first() -> None:
 def test_embeddings_of_later_tokens_have_their_own_places(positions: Any) -> None:
     """In each document, and nothing where neither a document nor the table has such a place."""
     made, (ids, labels, tokens) = model(replace(config(positions=positions), max_seq_len=5)), text()
-    for depth, (their_ids, _) in enumerate(further(ids, labels, 2)):
-        layer = made.further.depths[depth]
-        assert isinstance(layer, FurtherPrediction)
+    for depth, (their_ids, _) in enumerate(mtp_inputs(ids, labels, 2)):
+        layer = made.mtp_inputs.layers[depth]
+        assert isinstance(layer, MTPLayer)
         expected = made.embed.weight[their_ids]
         if positions == "learned":
-            assert layer.entrance.places() is made.entrance.places()
+            assert layer.input_embedding.places() is made.input_embedding.places()
             table = torch.cat(
-                [made.entrance.positions.weight, torch.zeros(2, 12, dtype=torch.float64)]
+                [made.input_embedding.positions.weight, torch.zeros(2, 12, dtype=torch.float64)]
             )
-            expected = expected + table[tokens.positions + depth + 1]
-        assert_equals("embeddings", layer.entrance(layer.embed(their_ids), tokens), expected, EXACT)
+            expected = expected + table[tokens.position_ids + depth + 1]
+        assert_equals(
+            "embeddings", layer.input_embedding(layer.embed(their_ids), tokens), expected, EXACT
+        )
 
 
 def test_the_loss_of_the_next_token_is_that_of_a_model_without_depths() -> None:
@@ -126,7 +128,7 @@ def test_the_loss_of_the_next_token_is_that_of_a_model_without_depths() -> None:
             deep.parameters(), model(config(depths=0)).parameters(), strict=False
         ):
             mine.copy_(theirs)
-    losses = deep.losses(ids, labels, tokens, further=further(ids, labels, 2))
+    losses = deep.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 2))
     assert len(losses) == 3 and len(deep.losses(ids, labels, tokens)) == 1
     assert_equals("loss", losses[0], plain, EXACT)
 
@@ -134,14 +136,14 @@ def test_the_loss_of_the_next_token_is_that_of_a_model_without_depths() -> None:
 def test_all_depths_turn_by_what_was_looked_up_for_the_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, (ids, labels, tokens), found, look_up = model(config()), text(), [], Rotations._pair
+    made, (ids, labels, tokens), found, look_up = model(config()), text(), [], RotaryEmbedding._pair
 
-    def noted(self: Rotations, *these: Any) -> tuple[Tensor, Tensor]:
+    def noted(self: RotaryEmbedding, *these: Any) -> tuple[Tensor, Tensor]:
         found.append(these)
         return look_up(self, *these)
 
-    monkeypatch.setattr(Rotations, "_pair", noted)
-    made.losses(ids, labels, tokens, further=further(ids, labels, 2))
+    monkeypatch.setattr(RotaryEmbedding, "_pair", noted)
+    made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 2))
     assert len(found) == 1
 
 
@@ -149,20 +151,20 @@ def test_a_guess_is_accepted_when_all_before_it_were_right() -> None:
     labels = [torch.tensor([4, 5, 6, -1, -1]), torch.tensor([5, 6, 7, 8, -1])]
     right = [torch.tensor([1, 1, 0, 1, 0]).bool(), torch.tensor([1, 0, 1, 1, 0]).bool()]
     assert complete(labels).tolist() == [True, True, True, False, False]
-    assert accepted(right, labels).tolist() == [3.0, 3.0, 2.0 + 1.0 + 0.0]
+    assert mtp_acceptance_rate(right, labels).tolist() == [3.0, 3.0, 2.0 + 1.0 + 0.0]
 
 
 def test_depths_and_what_they_read_are_as_many() -> None:
     made, (ids, labels, tokens) = model(config()), text()
     with pytest.raises(ValueError, match="shorter"):
-        made.losses(ids, labels, tokens, further=further(ids, labels, 1))
+        made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 1))
 
 
 def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> Tensor:
     """The loss of one token at one depth."""
-    pairs = list(further(ids, ids.roll(-1), 2))
+    pairs = list(mtp_inputs(ids, ids.roll(-1), 2))
     pairs[depth] = (pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1))
-    return made.losses(ids, ids.roll(-1), tokens_of_lengths(LENGTHS), further=tuple(pairs))[
+    return made.losses(ids, ids.roll(-1), tokens_of_lengths(LENGTHS), mtp_inputs=tuple(pairs))[
         1 + depth
     ]
 
@@ -172,7 +174,7 @@ def test_no_depth_sees_what_it_predicts_or_another_document(depth: int) -> None:
     made, (ids, labels, _) = model(config()), text()
     places = [
         place
-        for place, label in enumerate(further(ids, labels, 2)[depth][1].tolist())
+        for place, label in enumerate(mtp_inputs(ids, labels, 2)[depth][1].tolist())
         if label >= 0
     ]
     assert places == ([0, 1, 2, 6] if depth == 0 else [0, 1])
@@ -198,13 +200,13 @@ def test_depths_are_computed_again_as_layers_are(granularity: Any) -> None:
     ):
         made = model(config(), **options)
         torch.stack(
-            made.losses(ids, labels, tokens, further=further(ids, labels, 2))
+            made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 2))
         ).sum().backward()
         found.append(
             {name: part.grad for name, part in made.named_parameters() if part.grad is not None}
         )
     assert_close(found[0], found[1], FP64)
-    assert any(name.startswith("further.depths.1.layer") for name in found[0])
+    assert any(name.startswith("mtp.layers.1.layer") for name in found[0])
 
 
 @pytest.mark.parametrize("pipeline", [PipelineConfig(), PipelineConfig(schedule="zb-v", vpp=2)])
@@ -262,8 +264,8 @@ def test_depths_are_those_of_transformers() -> None:
     )
     theirs = layers.MtpLayer(theirs_config, LlamaDecoderLayer, LlamaRMSNorm, 0)
     made = model(config(depths=1), dtype=torch.float32)
-    ours = made.further.depths[0]
-    assert isinstance(ours, FurtherPrediction)
+    ours = made.mtp_inputs.layers[0]
+    assert isinstance(ours, MTPLayer)
     w = {d.shard.name[6:]: getattr(module, name) for d, module, name in declared_parameters(ours)}
     block = theirs.mtp_block
     pairs = {

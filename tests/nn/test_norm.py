@@ -4,36 +4,36 @@ import pytest
 import torch
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.rebuilt import Rebuilt, value_of
+from megalith.kernels.rebuilt import RecomputedOutput, output_tensor
 from megalith.models.decoder import declared_parameters
-from megalith.nn.init import fill
+from megalith.nn.init import init_param_
 from megalith.nn.norm import LayerNorm, Norm, RMSNorm, build_norm
 from megalith.testing.tiny import tiny_run
 
 Kind = Literal["rms", "layer"]
-EVERY = [(kind, zero_centred) for kind in ("rms", "layer") for zero_centred in (False, True)]
+EVERY = [(kind, zero_centered) for kind in ("rms", "layer") for zero_centered in (False, True)]
 
 
-def config(kind: Kind, zero_centred: bool) -> ModelConfig:
+def config(kind: Kind, zero_centered: bool) -> ModelConfig:
     return ModelConfig(
         **{name: getattr(tiny_run().model, name) for name in ModelConfig.__slots__}
-        | {"norm": kind, "norm_zero_centred": zero_centred, "norm_eps": 1e-5}
+        | {"norm": kind, "zero_centered_gamma": zero_centered, "norm_eps": 1e-5}
     )
 
 
 def norm(
-    dtype: torch.dtype = torch.float32, kind: Kind = "rms", zero_centred: bool = False
+    dtype: torch.dtype = torch.float32, kind: Kind = "rms", zero_centered: bool = False
 ) -> Norm:
     made = build_norm(
         "layers.3.mlp_norm",
         7,
-        config(kind, zero_centred),
+        config(kind, zero_centered),
         invariant=frozenset({"tp_kv"}),
         dtype=dtype,
     )
     made.to_empty(device="cpu")
     for declared, module, name in declared_parameters(made):
-        fill(module.get_parameter(name), declared.shard, declared.init, seed=0)
+        init_param_(module.get_parameter(name), declared.shard, declared.init, seed=0)
     return made
 
 
@@ -41,10 +41,10 @@ def test_the_config_says_which_norm_it_is() -> None:
     assert type(norm()) is RMSNorm and type(norm(kind="layer")) is LayerNorm
 
 
-@pytest.mark.parametrize(("kind", "zero_centred"), EVERY)
-def test_at_the_start_a_norm_only_norms(kind: Kind, zero_centred: bool) -> None:
+@pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
+def test_at_the_start_a_norm_only_norms(kind: Kind, zero_centered: bool) -> None:
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = value_of(norm(torch.float64, kind, zero_centred)(x))
+    found = output_tensor(norm(torch.float64, kind, zero_centered)(x))
     expected = (
         torch.layer_norm(x, (7,), eps=1e-5)
         if kind == "layer"
@@ -53,43 +53,46 @@ def test_at_the_start_a_norm_only_norms(kind: Kind, zero_centred: bool) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("kind", "zero_centred"), EVERY)
-def test_features_are_scaled_and_shifted(kind: Kind, zero_centred: bool) -> None:
-    made, x = norm(torch.float64, kind, zero_centred), torch.randn(5, 7, dtype=torch.float64)
-    plain = value_of(made(x)).detach()
+@pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
+def test_features_are_scaled_and_shifted(kind: Kind, zero_centered: bool) -> None:
+    made, x = norm(torch.float64, kind, zero_centered), torch.randn(5, 7, dtype=torch.float64)
+    plain = output_tensor(made(x)).detach()
     with torch.no_grad():
         made.weight.copy_(torch.arange(7.0))
         if isinstance(made, LayerNorm):
             made.bias.fill_(3.0)
     shift = 3.0 if kind == "layer" else 0.0
     torch.testing.assert_close(
-        value_of(made(x)).detach(), plain * (torch.arange(7.0) + zero_centred) + shift
+        output_tensor(made(x)).detach(), plain * (torch.arange(7.0) + zero_centered) + shift
     )
 
 
-@pytest.mark.parametrize(("kind", "zero_centred"), EVERY)
+@pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 def test_after_adding_gives_the_sum_and_its_norm_and_all_gradients(
-    kind: Kind, zero_centred: bool
+    kind: Kind, zero_centered: bool
 ) -> None:
-    made, draw = norm(torch.float64, kind, zero_centred), torch.Generator().manual_seed(0)
+    made, draw = norm(torch.float64, kind, zero_centered), torch.Generator().manual_seed(0)
     x, residual, dsum, dy = (
         torch.randn(5, 7, generator=draw, dtype=torch.float64) for _ in range(4)
     )
     inputs = [x.requires_grad_(), residual.requires_grad_(), *made.parameters()]
     total, normed = made.after_adding(x, residual)
-    got, plain = (total, value_of(normed)), (x + residual, value_of(made(x + residual)))
+    got, plain = (total, output_tensor(normed)), (x + residual, output_tensor(made(x + residual)))
     torch.testing.assert_close(got, plain)
     torch.testing.assert_close(
         torch.autograd.grad(got, inputs, (dsum, dy)), torch.autograd.grad(plain, inputs, (dsum, dy))
     )
 
 
-@pytest.mark.parametrize(("kind", "zero_centred"), EVERY)
+@pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_it_answers_in_the_dtype_it_was_asked_in(
-    dtype: torch.dtype, kind: Kind, zero_centred: bool
+    dtype: torch.dtype, kind: Kind, zero_centered: bool
 ) -> None:
-    assert value_of(norm(dtype, kind, zero_centred)(torch.ones(2, 7, dtype=dtype))).dtype == dtype
+    assert (
+        output_tensor(norm(dtype, kind, zero_centered)(torch.ones(2, 7, dtype=dtype))).dtype
+        == dtype
+    )
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -104,19 +107,19 @@ def test_its_parameters_are_whole_vectors_under_their_names(kind: Kind) -> None:
         )
 
 
-@pytest.mark.parametrize(("kind", "zero_centred"), EVERY)
+@pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 def test_a_result_that_its_reader_rebuilds_has_the_same_bits_alone_and_after_adding(
-    kind: Kind, zero_centred: bool
+    kind: Kind, zero_centered: bool
 ) -> None:
-    made, draw = norm(kind=kind, zero_centred=zero_centred), torch.Generator().manual_seed(0)
+    made, draw = norm(kind=kind, zero_centered=zero_centered), torch.Generator().manual_seed(0)
     x, residual = (torch.randn(5, 7, generator=draw) for _ in range(2))
     plain, (total, after) = made(x), made.after_adding(x, residual)
-    made.again = Rebuilt
+    made.again = RecomputedOutput
     for found, value, source in (
         (made(x), plain, x),
-        (made.after_adding(x, residual)[1], value_of(after), total),
+        (made.after_adding(x, residual)[1], output_tensor(after), total),
     ):
-        assert isinstance(found, Rebuilt) and torch.equal(found.value, value)
+        assert isinstance(found, RecomputedOutput) and torch.equal(found.value, value)
         assert torch.equal(found.inputs[0], source) and torch.equal(
             found.again(*found.inputs), value
         )

@@ -57,17 +57,17 @@ def test_per_head_all_heads_share_a_weight(layers: SimpleNamespace) -> None:
     assert_equals("k", normed_k, rms(k, (2,)) * w["k_norm.weight"], FP64)
 
 
-@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("zero_centered", [False, True])
 def test_over_all_heads_every_feature_has_its_own_weight(
-    zero_centred: bool, layers: SimpleNamespace
+    zero_centered: bool, layers: SimpleNamespace
 ) -> None:
     config = layers.config(
-        attention=AttentionConfig(qk_norm="whole"), norm_zero_centred=zero_centred
+        attention=AttentionConfig(qk_norm="whole"), zero_centered_gamma=zero_centered
     )
     layer = layers.build(Attention, config)
     w, q, k = layers.weights(layer), seeded(5, 6, 4), seeded(5, 3, 4, seed=1)
     normed_q, normed_k = layer.norms(q, k)
-    offset = 1.0 if zero_centred else 0.0
+    offset = 1.0 if zero_centered else 0.0
     assert w["q_norm.weight"].shape == (6, 4) and w["k_norm.weight"].shape == (3, 4)
     assert_equals("q", normed_q, rms(q, (1, 2)) * (w["q_norm.weight"] + offset), FP64)
     assert_equals("k", normed_k, rms(k, (1, 2)) * (w["k_norm.weight"] + offset), FP64)

@@ -14,7 +14,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.relative import RelativeConfig
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries
-from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialize
 from megalith.nn.relative_bias import NoBias, RelativeBias
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.verify.variants import RELATIVE
@@ -65,7 +65,7 @@ def test_with_it_layers_that_look_both_ways_are_the_encoder_of_t5() -> None:
     theirs = transformers.T5EncoderModel(transformers.T5Config(**settings)).eval().double()
     config = ModelConfig(
         vocab_size=61,
-        vocab_multiple=1,
+        pad_vocab_to_multiple_of=1,
         hidden_size=24,
         num_layers=3,
         num_heads=3,
@@ -135,10 +135,10 @@ def test_reading_on_counts_distances_from_the_end(layers: SimpleNamespace) -> No
     config = replace(RELATIVE, num_layers=1)
     model = Decoder(config, mesh_of_one(), dtype=torch.float64)
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     nn.init.normal_(model.relative.weight)  # type: ignore[arg-type]
 
-    class Remember:
+    class SpanHook:
         def __init__(self) -> None:
             self.kept: list[tuple[Tensor, Tensor]] = []
 
@@ -146,7 +146,7 @@ def test_reading_on_counts_distances_from_the_end(layers: SimpleNamespace) -> No
             self.kept.append((k, v))
             return torch.cat([k for k, _ in self.kept]), torch.cat([v for _, v in self.kept])
 
-    ids, cache = torch.arange(20) * 3, Remember()
+    ids, cache = torch.arange(20) * 3, SpanHook()
     whole = model(ids, tokens_of_lengths([20]))
     parts = [
         model(ids[start:stop], tokens_of_queries([(stop - start, stop)]), [cache])

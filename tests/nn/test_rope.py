@@ -1,4 +1,4 @@
-"""Rotations of a model: which tables a layer turns by, and that scores see only distances."""
+"""RotaryEmbedding of a model: which tables a layer turns by, and that scores see only distances."""
 
 from typing import Any
 
@@ -14,7 +14,13 @@ from megalith.errors import DataError
 from megalith.kernels.rope import rope_frequencies, rope_tables
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, with_places
 from megalith.nn import rope as rotations
-from megalith.nn.rope import Rotations, Turned, sharpening_of_layer, turn_of_layer, unturned
+from megalith.nn.rope import (
+    LayerRope,
+    RotaryEmbedding,
+    build_apply_rope,
+    build_attention_temperature,
+    no_rope,
+)
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -38,13 +44,13 @@ def test_layers_turn_by_their_own_pair_of_tables() -> None:
         local_theta=50.0, scaling="linear", factor=4.0, skip=(False, False, False, True)
     )
     model = config(rope=local, attention=AttentionConfig(window=3, window_layers=(True, False)))
-    assert [turn_of_layer(model, layer) for layer in range(4)] == [
-        Turned(2, False),
-        Turned(0, False),
-        Turned(2, False),
-        unturned,
+    assert [build_apply_rope(model, layer) for layer in range(4)] == [
+        LayerRope(2, False),
+        LayerRope(0, False),
+        LayerRope(2, False),
+        no_rope,
     ]
-    tokens = Rotations(model, torch.float64).given_to(tokens_of_lengths([5, 2]))
+    tokens = RotaryEmbedding(model, torch.float64).given_to(tokens_of_lengths([5, 2]))
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1])
     assert len(tokens.rotary) == 4
     everywhere = rope_tables(
@@ -58,8 +64,8 @@ def test_layers_turn_by_their_own_pair_of_tables() -> None:
 
 def test_a_model_without_rotary_positions_has_no_tables() -> None:
     model = config(positions="learned")
-    assert Rotations(model, torch.float64).given_to(tokens_of_lengths([3])).rotary == ()
-    assert turn_of_layer(model, 0) is unturned
+    assert RotaryEmbedding(model, torch.float64).given_to(tokens_of_lengths([3])).rotary == ()
+    assert build_apply_rope(model, 0) is no_rope
 
 
 @pytest.mark.parametrize(
@@ -67,8 +73,8 @@ def test_a_model_without_rotary_positions_has_no_tables() -> None:
 )
 def test_scores_depend_on_distances_alone(rope: RopeConfig) -> None:
     model = config(rope=rope)
-    q, k, turn = seeded(6, 3, 8), seeded(6, 3, 8, seed=1), turn_of_layer(model, 0)
-    whole = Rotations(model, torch.float64).given_to(tokens_of_lengths([13]))
+    q, k, turn = seeded(6, 3, 8), seeded(6, 3, 8, seed=1), build_apply_rope(model, 0)
+    whole = RotaryEmbedding(model, torch.float64).given_to(tokens_of_lengths([13]))
     found = []
     for first in (0, 7):
         cos, sin = (table[first : first + 6] for table in whole.rotary)
@@ -83,14 +89,14 @@ def test_dynamic_scaling_begins_behind_the_first_training() -> None:
     plain = config(rope=RopeConfig())
     for length, same in ((8, True), (9, False)):
         ours, theirs = (
-            Rotations(m, torch.float64).given_to(tokens_of_lengths([length]))
+            RotaryEmbedding(m, torch.float64).given_to(tokens_of_lengths([length]))
             for m in (model, plain)
         )
         assert torch.equal(ours.rotary[0], theirs.rotary[0]) == same
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
-def test_a_scaling_that_asks_for_the_length_looks_at_each_document_and_not_at_its_neighbours(
+def test_a_scaling_that_asks_for_the_length_looks_at_each_document_and_not_at_its_neighbors(
     scaling: Any,
 ) -> None:
     factors: dict[str, Any] = {
@@ -103,9 +109,11 @@ def test_a_scaling_that_asks_for_the_length_looks_at_each_document_and_not_at_it
         original_max_position=8,
         **factors if scaling == "longrope" else {},
     )
-    together = Rotations(config(rope=rope), torch.float64).given_to(tokens_of_lengths([11, 5]))
+    together = RotaryEmbedding(config(rope=rope), torch.float64).given_to(
+        tokens_of_lengths([11, 5])
+    )
     apart = [
-        Rotations(config(rope=rope), torch.float64).given_to(tokens_of_lengths([length]))
+        RotaryEmbedding(config(rope=rope), torch.float64).given_to(tokens_of_lengths([length]))
         for length in (11, 5)
     ]
     for table, first, second in zip(
@@ -128,11 +136,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_tables_are_made_once_and_looked_up_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, model = made(monkeypatch), Rotations(config(), torch.float64)
+    lengths, model = made(monkeypatch), RotaryEmbedding(config(), torch.float64)
     frequencies = rope_frequencies(RopeConfig(), 8)
     for documents in ([7], [5, 2], [7], [1] * 20):
         tokens = tokens_of_lengths(documents)
-        expected = rope_tables(tokens.positions, frequencies, torch.float64)
+        expected = rope_tables(tokens.position_ids, frequencies, torch.float64)
         assert all(map(torch.equal, model.given_to(tokens).rotary, expected))
     assert lengths == [7]
     assert model.given_to(model.given_to(tokens)).rotary[0] is not None and lengths == [7]
@@ -148,7 +156,7 @@ def test_lengths_that_turn_by_angles_of_their_own_do_not_pile_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths = made(monkeypatch)
-    model = Rotations(
+    model = RotaryEmbedding(
         config(rope=RopeConfig(scaling="dynamic", original_max_position=4)), torch.float64
     )
     for length in (3, 9, 10, 3, 11, 4, 11):
@@ -160,11 +168,11 @@ def test_lengths_that_turn_by_angles_of_their_own_do_not_pile_up(
 def test_equal_places_in_time_height_and_width_are_plain_positions() -> None:
     rope = RopeConfig(sections=(1, 2, 1))
     text = tokens_of_lengths([5, 2])
-    three = with_places(text, np.stack([text.positions.numpy()] * 3))
+    three = with_places(text, np.stack([text.position_ids.numpy()] * 3))
     assert three.num_tokens == 7
-    plain = Rotations(config(), torch.float64).given_to(text).rotary
+    plain = RotaryEmbedding(config(), torch.float64).given_to(text).rotary
     for tokens in (text, three):
-        found = Rotations(config(rope=rope), torch.float64).given_to(tokens)
+        found = RotaryEmbedding(config(rope=rope), torch.float64).given_to(tokens)
         assert all(
             torch.equal(mine, theirs) for mine, theirs in zip(found.rotary, plain, strict=True)
         )
@@ -174,7 +182,7 @@ def test_each_section_turns_by_its_own_place() -> None:
     places = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(0))
     model = config(rope=RopeConfig(sections=(1, 2, 1), interleaved=True))
     tokens = with_places(tokens_of_lengths([4, 2]), places.numpy())
-    cos, sin = Rotations(model, torch.float64).given_to(tokens).rotary
+    cos, sin = RotaryEmbedding(model, torch.float64).given_to(tokens).rotary
     frequencies = rope_frequencies(RopeConfig(), 8)
     for pair, axis in enumerate([0, 1, 1, 2]):
         angles = places[axis] * frequencies[pair]
@@ -190,7 +198,7 @@ def test_places_in_a_picture_are_refused_by_a_model_of_text(changes: dict[str, A
         DataError,
         match=r"3 positions each for model.rope.sections=\[\]: set model.rope.sections to one",
     ):
-        Rotations(config(**changes), torch.float64).given_to(tokens)
+        RotaryEmbedding(config(**changes), torch.float64).given_to(tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -198,7 +206,7 @@ def test_queries_of_layers_without_positions_grow_by_steps_within_each_document(
     dtype: torch.dtype,
 ) -> None:
     model = config(rope=RopeConfig(skip=(False, True), skip_growth=0.5, skip_step=3))
-    assert [sharpening_of_layer(model, layer) is unturned for layer in range(4)] == [
+    assert [build_attention_temperature(model, layer) is no_rope for layer in range(4)] == [
         True,
         False,
         True,
@@ -206,12 +214,12 @@ def test_queries_of_layers_without_positions_grow_by_steps_within_each_document(
     ]
     q = seeded(9, 3, 8).to(dtype)
     expected = [1 + 0.5 * np.log(1 + (place + 1) // 3) for place in (0, 1, 2, 3, 4, 5, 6, 0, 1)]
-    found = sharpening_of_layer(model, 1)(q, tokens_of_lengths([7, 2]))
+    found = build_attention_temperature(model, 1)(q, tokens_of_lengths([7, 2]))
     wide = (q.double() * torch.tensor(expected).view(-1, 1, 1)).to(dtype)
     torch.testing.assert_close(found, wide)
-    from_a_cache = sharpening_of_layer(model, 1)(q[:2], tokens_of_queries([(2, 7)]))
+    from_a_cache = build_attention_temperature(model, 1)(q[:2], tokens_of_queries([(2, 7)]))
     torch.testing.assert_close(
         from_a_cache, (q[:2].double() * torch.tensor(expected[5:7]).view(-1, 1, 1)).to(dtype)
     )
     places = with_places(tokens_of_lengths([2]), np.array([[5, 6], [0, 0], [0, 1]]))
-    torch.testing.assert_close(sharpening_of_layer(model, 1)(q[:2], places), from_a_cache)
+    torch.testing.assert_close(build_attention_temperature(model, 1)(q[:2], places), from_a_cache)

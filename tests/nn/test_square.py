@@ -6,18 +6,18 @@ import torch
 from torch import nn
 
 from megalith.models.decoder import declared_parameters
-from megalith.nn.square import Square
+from megalith.nn.square import LinearReplacement
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Region, SplitTokens, WholeTokens
+from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
 from megalith.plan.shards import summed_over
 from megalith.testing.tolerance import FP64, assert_equals
 
 
 def built(layers: SimpleNamespace, *, bias: bool) -> nn.Module:
     def kind(
-        name: str, config: object, mesh: Mesh, region: Region, *, dtype: torch.dtype
+        name: str, config: object, mesh: Mesh, tp_comm: TPComm, *, dtype: torch.dtype
     ) -> nn.Module:
-        return Square(name, layers.config(), region, bias=bias, dtype=dtype)
+        return LinearReplacement(name, layers.config(), tp_comm, bias=bias, dtype=dtype)
 
     layer: nn.Module = layers.build(kind, layers.config())
     return layer
@@ -35,8 +35,13 @@ def test_where_ranks_have_tokens_of_their_own_its_gradients_are_summed_over_them
     layers: SimpleNamespace,
 ) -> None:
     mesh = layers.paper(layers.config(), 2, 1)
-    for region, summed in ((SplitTokens(mesh.tp), True), (WholeTokens(mesh.tp), False)):
-        square = Square("layers.0.mlp", layers.config(), region, bias=True, dtype=torch.float32)
+    for tp_comm, summed in (
+        (SequenceParallelComm(mesh.tp), True),
+        (TensorParallelComm(mesh.tp), False),
+    ):
+        square = LinearReplacement(
+            "layers.0.mlp", layers.config(), tp_comm, bias=True, dtype=torch.float32
+        )
         shards = [declared.shard for declared, _, _ in declared_parameters(square)]
         assert len(shards) == 2
         assert all(({*mesh.tp.axes} <= {*summed_over(shard)}) == summed for shard in shards)

@@ -6,10 +6,10 @@ import pytest
 
 from megalith.observe import checkup
 from megalith.observe.capabilities import Capability, capabilities
-from megalith.observe.checkup import Rates, advise
+from megalith.observe.checkup import DeviceRates, advise
 from megalith.observe.machine import Gpu, Machine, read_machine
 
-RATES = Rates(
+RATES = DeviceRates(
     device="cpu",
     threads=4,
     tflops={"fp32": 0.2, "bf16": 0.4},
@@ -31,7 +31,7 @@ def machine(**changes: object) -> Machine:
 
 
 def advice(
-    found: dict[str, Capability] | None = None, rates: Rates = RATES, **changes: object
+    found: dict[str, Capability] | None = None, rates: DeviceRates = RATES, **changes: object
 ) -> str:
     present = {
         name: replace(capability, present=True) for name, capability in capabilities().items()

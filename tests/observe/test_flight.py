@@ -15,12 +15,12 @@ from megalith.observe.flight import (
     RECORDED,
     Event,
     Flight,
-    Place,
+    RankSnapshot,
     describe_hang,
     message_lane,
     missing_from,
 )
-from megalith.parallel.turns import Turns
+from megalith.parallel.turns import DualBatchOverlap
 
 
 def enter(
@@ -123,7 +123,7 @@ def test_a_place_survives_the_journey_as_json_with_old_waits_and_the_newest_entr
     for _ in range(PUBLISHED + 7):
         enter(flight)
     place = flight.place(2)
-    assert Place.from_json(json.loads(json.dumps(asdict(place)))) == place
+    assert RankSnapshot.from_json(json.loads(json.dumps(asdict(place)))) == place
     assert len(place.events) == PUBLISHED + 1
     assert place.waiting is not None
     assert (place.waiting.name, place.waiting.ranks) == ("barrier 0 over pp", (0, 2))
@@ -131,7 +131,7 @@ def test_a_place_survives_the_journey_as_json_with_old_waits_and_the_newest_entr
 
 
 def test_where_a_rank_is_tells_of_the_lane_that_works() -> None:
-    turns, found = Turns(), list[str]()
+    turns, found = DualBatchOverlap(), list[str]()
 
     def look() -> None:
         found.extend(Flight().place(0).doing)
@@ -147,10 +147,10 @@ def test_where_a_rank_is_tells_of_the_lane_that_works() -> None:
 
 def test_the_rank_that_never_came_is_named_even_if_others_wait_for_those_who_wait_for_it() -> None:
     places = {
-        0: Place(0, {"dp": 4, "tp": 2}, [event("tp", 1, ranks=(0, 1), age=9.0)], []),
-        1: Place(1, {"dp": 4, "tp": 1}, [event("dp", 3, ranks=(1, 3), age=11.0)], []),
-        2: Place(2, {"dp": 4, "tp": 1}, [event("tp", 0)], ["loader.py:9 in next"]),
-        3: Place(
+        0: RankSnapshot(0, {"dp": 4, "tp": 2}, [event("tp", 1, ranks=(0, 1), age=9.0)], []),
+        1: RankSnapshot(1, {"dp": 4, "tp": 1}, [event("dp", 3, ranks=(1, 3), age=11.0)], []),
+        2: RankSnapshot(2, {"dp": 4, "tp": 1}, [event("tp", 0)], ["loader.py:9 in next"]),
+        3: RankSnapshot(
             3, {"dp": 3, "tp": 1}, [event("tp", 0)], ["loader.py:7 in read", "loop.py:1 in run"]
         ),
     }
@@ -175,7 +175,7 @@ def test_the_rank_that_never_came_is_named_even_if_others_wait_for_those_who_wai
 
 def test_a_rank_that_does_not_answer_is_missing() -> None:
     told = describe_hang(
-        {0: Place(0, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], [])}, 2, timeout_seconds=0.5
+        {0: RankSnapshot(0, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], [])}, 2, timeout_seconds=0.5
     )
     assert told.startswith("rank 1 did not arrive at all_reduce 0 over dp")
     assert "  rank 1: does not answer: dead, stopped, or holding Python's lock" in told
@@ -183,8 +183,8 @@ def test_a_rank_that_does_not_answer_is_missing() -> None:
 
 def test_ranks_that_wait_for_each_other_are_called_that() -> None:
     places = {
-        0: Place(0, {"tp": 1}, [event("tp", 0, ranks=(0, 1))], []),
-        1: Place(1, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], []),
+        0: RankSnapshot(0, {"tp": 1}, [event("tp", 0, ranks=(0, 1))], []),
+        1: RankSnapshot(1, {"dp": 1}, [event("dp", 0, ranks=(0, 1))], []),
     }
     assert describe_hang(places, 2, timeout_seconds=1).startswith(
         "ranks wait for each other: none of them can reach "
@@ -194,8 +194,8 @@ def test_ranks_that_wait_for_each_other_are_called_that() -> None:
 def test_ranks_in_different_operations_of_the_same_number_are_named() -> None:
     other = replace(event("tp", 0, ranks=(0, 1)), text="barrier 0 over tp, at there.py:2")
     places = {
-        0: Place(0, {"tp": 1}, [event("tp", 0, ranks=(0, 1), age=2.0)], []),
-        1: Place(1, {"tp": 1}, [other], []),
+        0: RankSnapshot(0, {"tp": 1}, [event("tp", 0, ranks=(0, 1), age=2.0)], []),
+        1: RankSnapshot(1, {"tp": 1}, [other], []),
     }
     assert describe_hang(places, 2, timeout_seconds=1).startswith(
         "rank 0 is in all_reduce 0 over tp, at here.py:1, but rank 1 entered barrier 0 over tp, at "
@@ -212,17 +212,18 @@ def test_a_message_is_missed_at_its_other_end() -> None:
     waits = event(message_lane("5", 3, sends=False), 1, ranks=(1, 3), peer=3)
     for sent, missing in ((1, [3]), (2, [])):
         places = {
-            1: Place(1, {}, [waits], []),
-            3: Place(3, {message_lane("5", 1, sends=True): sent}, [], []),
+            1: RankSnapshot(1, {}, [waits], []),
+            3: RankSnapshot(3, {message_lane("5", 1, sends=True): sent}, [], []),
         }
         assert missing_from(waits, 1, places) == missing
 
 
 def test_a_thousand_ranks_fit_on_a_screen() -> None:
     waits = event("dp", 5, ranks=tuple(range(1000)))
-    places = {rank: Place(rank, {"dp": 6}, [waits], []) for rank in range(1000)}
+    places = {rank: RankSnapshot(rank, {"dp": 6}, [waits], []) for rank in range(1000)}
     places |= {
-        rank: Place(rank, {"dp": 5}, [], [f"x.py:{rank} in f"]) for rank in range(0, 1000, 30)
+        rank: RankSnapshot(rank, {"dp": 5}, [], [f"x.py:{rank} in f"])
+        for rank in range(0, 1000, 30)
     }
     lines = describe_hang(places, 1000, timeout_seconds=1).splitlines()
     assert lines[0].count("rank ") == RANKS_SHOWN
@@ -233,15 +234,15 @@ def test_a_thousand_ranks_fit_on_a_screen() -> None:
 
 def test_where_nobody_has_waited_for_that_long_there_is_nothing_to_report() -> None:
     gone_on = {
-        0: Place(0, {"dp": 1}, [event("dp", 0)], []),
-        1: Place(1, {"dp": 1}, [event("dp", 0)], []),
+        0: RankSnapshot(0, {"dp": 1}, [event("dp", 0)], []),
+        1: RankSnapshot(1, {"dp": 1}, [event("dp", 0)], []),
     }
     assert (
         describe_hang(gone_on, 2, timeout_seconds=1)
         == describe_hang({}, 2, timeout_seconds=1)
         == ""
     )
-    gone_on[1] = Place(1, {"dp": 2}, [event("dp", 1, ranks=(0, 1), age=0.2)], [])
+    gone_on[1] = RankSnapshot(1, {"dp": 2}, [event("dp", 1, ranks=(0, 1), age=0.2)], [])
     assert describe_hang(gone_on, 2, timeout_seconds=1) == "", (
         "as everyone waits for a moment, all the time"
     )

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from megalith.config.tree import save_yaml
 from megalith.observe import plots
 from megalith.observe.plots import plot_experts, plot_routing, plot_run, running_mean
-from megalith.observe.routing import Foresight, Use
+from megalith.observe.routing import ExpertLoad, RoutingPredictability
 from megalith.recipes import resolve
 
 
@@ -92,8 +92,10 @@ def test_expert_and_routing_plots_explain_themselves(
     }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     plot_experts(tmp_path)
-    uses = [Use(layer=f"layers.{layer}", tokens=8, shares=(0.75, 0.25)) for layer in range(2)]
-    pair = Foresight(
+    uses = [
+        ExpertLoad(layer=f"layers.{layer}", tokens=8, shares=(0.75, 0.25)) for layer in range(2)
+    ]
+    pair = RoutingPredictability(
         "layers.0",
         "layers.1",
         tokens=8,

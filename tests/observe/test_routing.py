@@ -10,7 +10,13 @@ import pytest
 from numpy.typing import NDArray
 
 from megalith.errors import DataError
-from megalith.observe.routing import Foresight, in_order, likeliest, steps_of_trace, study_trace
+from megalith.observe.routing import (
+    RoutingPredictability,
+    in_order,
+    likeliest,
+    steps_of_trace,
+    study_trace,
+)
 
 Experts = NDArray[np.int64]
 DRAW = np.random.default_rng(7)
@@ -50,7 +56,9 @@ def write(
                     file.write(json.dumps(row | {"experts": part.tolist()}) + "\n")
 
 
-def pair(folder: Path, here: Experts, there: Experts, experts: int, **how: Any) -> Foresight:
+def pair(
+    folder: Path, here: Experts, there: Experts, experts: int, **how: Any
+) -> RoutingPredictability:
     """How far the first layer tells the second."""
     write(folder, {"layers.0": here, "layers.1": there}, **how)
     (found,) = study_trace(folder, experts=experts)[1]
@@ -164,7 +172,8 @@ def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
         study_trace(tmp_path, experts=3)
     write(tmp_path, {"layers.0": np.array([[5]])})
     with pytest.raises(
-        DataError, match=r"step 1, layers.0: expert 5 of 3. Use the trace .* model.moe.experts=3"
+        DataError,
+        match=r"step 1, layers.0: expert 5 of 3. ExpertLoad the trace .* model.moe.num_experts=3",
     ):
         study_trace(tmp_path, experts=3)
     file = tmp_path / "rank_00000.jsonl"

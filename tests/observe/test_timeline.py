@@ -116,11 +116,11 @@ def test_the_ending_of_the_name_chooses_the_picture(
 def test_other_endings_and_missing_folders_are_refused(chunked: Simulation, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match="timeline .*pdf: unknown kind of picture. Use a name that ends in one of .txt",
+        match="timeline .*pdf: unknown kind of picture. ExpertLoad a name that ends in one of .txt",
     ):
         draw_timeline(chunked, tmp_path / "timeline.pdf")
     with pytest.raises(
-        ConfigError, match="the folder .*nowhere does not exist. Use one that does."
+        ConfigError, match="the folder .*nowhere does not exist. ExpertLoad one that does."
     ):
         draw_timeline(chunked, tmp_path / "nowhere" / "timeline.png")
 

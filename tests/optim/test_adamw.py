@@ -9,10 +9,10 @@ import torch
 from megalith.config.optim import OptimConfig
 from megalith.optim import adamw
 from megalith.optim.adamw import AdamW
-from megalith.plan.shards import Shard, whole
+from megalith.plan.shards import Shard
 from megalith.testing.tolerance import FP32, FP64, assert_equals
 
-SHARDS = [whole("w", (7, 5)), whole("b", (5,), inputs=0)]
+SHARDS = [Shard.full("w", (7, 5)), Shard.full("b", (5,), inputs=0)]
 
 
 def weights(dtype: torch.dtype) -> list[tuple[Shard, torch.Tensor]]:

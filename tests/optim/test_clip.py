@@ -9,14 +9,17 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
-from megalith.plan.shards import Shard, whole
+from megalith.plan.shards import Shard
 
 CPU = torch.device("cpu")
 
 
 def test_norm_is_that_of_torch() -> None:
     gradients = [torch.randn(5, 3), torch.randn(7)]
-    pairs = [(whole("a", (5, 3)), gradients[0]), (whole("b", (7,), inputs=0), gradients[1])]
+    pairs = [
+        (Shard.full("a", (5, 3)), gradients[0]),
+        (Shard.full("b", (7,), inputs=0), gradients[1]),
+    ]
     parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
@@ -79,7 +82,7 @@ MODEL = ModelConfig(
 LAYOUTS = [
     ParallelConfig(dp=2),
     ParallelConfig(tp=4, dp=2, zero=1),
-    ParallelConfig(dp=6, zero=1, replicas=3),
+    ParallelConfig(dp=6, zero=1, dp_replicate=3),
     ParallelConfig(tp=2, cp=2, dp=2, zero=1),
     ParallelConfig(pp=2, dp=2, zero=2),
     ParallelConfig(pp=2, tp=2),
@@ -93,15 +96,15 @@ def held(parallel: ParallelConfig, coordinates: dict[str, int]) -> list[Shard]:
     parts = {1: [(0, 10)], 2: [(0, 5), (5, 10)]}[2 if parallel.tp > 1 else 1]
     shards = [
         Shard("w", (10, 2), box=(parts[row], (0, 2)), cut=("tp_kv",)),
-        whole("n", (16,), inputs=0),
+        Shard.full("n", (16,), inputs=0),
     ]
     shards = [
         replace(shard, stages=(coordinates["pp"],)) for shard in shards if coordinates["pp"] == 0
     ]
-    shards.append(replace(whole("t", (6, 4)), stages=tuple(range(parallel.pp))))
+    shards.append(replace(Shard.full("t", (6, 4)), stages=tuple(range(parallel.pp))))
     if parallel.zero == 0:
         return shards
-    ranks = (parallel.dp or 1) // parallel.replicas * parallel.cp
+    ranks = (parallel.dp or 1) // parallel.dp_replicate * parallel.cp
     place = coordinates["dp_shard"] * parallel.cp + coordinates["cp_ring"]
     flat = [(shard.numel * place // ranks, shard.numel * (place + 1) // ranks) for shard in shards]
     axes = ("dp_shard", "cp_ring", "cp_a2a")

@@ -6,9 +6,9 @@ import torch
 from megalith.config.optim import OptimConfig
 from megalith.optim.build import build_optimizer
 from megalith.optim.sgd import SGD
-from megalith.plan.shards import Shard, whole
+from megalith.plan.shards import Shard
 
-SHARDS = [whole("w", (7, 5)), whole("b", (5,), inputs=0)]
+SHARDS = [Shard.full("w", (7, 5)), Shard.full("b", (5,), inputs=0)]
 
 
 def weights(dtype: torch.dtype = torch.float32) -> list[tuple[Shard, torch.Tensor]]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megalith.optim.schedule import GroupRates
-from megalith.optim.slots import build_slot, by_rates, round_masters
-from megalith.plan.initial import PLAIN, Rates
-from megalith.plan.shards import whole
+from megalith.optim.slots import build_slot, by_rates, round_master_weights
+from megalith.plan.initial import PLAIN, ParameterRates
+from megalith.plan.shards import Shard
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_masters_are_apart_only_where_weights_are_narrow(
     dtype: torch.dtype, wide: torch.dtype
 ) -> None:
     weight = torch.ones(3, 2, dtype=dtype)
-    slot = build_slot(whole("w", (3, 2)), weight, ("momentum",))
+    slot = build_slot(Shard.full("w", (3, 2)), weight, ("momentum",))
     assert slot.master.dtype == slot.state["momentum"].dtype == wide
     assert (slot.master is weight) == (dtype == wide)
     assert not slot.state["momentum"].any()
@@ -30,19 +30,23 @@ def test_masters_are_apart_only_where_weights_are_narrow(
 
 def test_weights_are_the_rounding_of_their_masters() -> None:
     narrow, wide = (
-        build_slot(whole("w", (2,)), torch.ones(2, dtype=d), ())
+        build_slot(Shard.full("w", (2,)), torch.ones(2, dtype=d), ())
         for d in (torch.bfloat16, torch.float32)
     )
     for slot in (narrow, wide):
         slot.master.fill_(1.0 + 2**-8 + 2**-12)
-    round_masters([narrow, wide])
+    round_master_weights([narrow, wide])
     assert torch.equal(narrow.weight, torch.full((2,), 1.0078125, dtype=torch.bfloat16))
     assert torch.equal(wide.weight, wide.master)
-    round_masters([])
+    round_master_weights([])
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
-    shards = [whole("b", (3,), inputs=0), whole("w", (3, 2)), whole("n", (2,), inputs=0)]
+    shards = [
+        Shard.full("b", (3,), inputs=0),
+        Shard.full("w", (3, 2)),
+        Shard.full("n", (2,), inputs=0),
+    ]
     slots = [build_slot(shard, torch.ones(shard.matrix_shape), ()) for shard in shards]
     gradients = [torch.full_like(slot.weight, 5.0) for slot in slots]
     (matrices, its, lr, decay), (vectors, theirs, _, none) = by_rates(
@@ -62,8 +66,8 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 
 def test_parts_have_the_same_rates() -> None:
-    slow = Rates(lr=0.5)
-    shards = [whole("a", (3, 2)), whole("b", (3, 2)), whole("c", (3, 2))]
+    slow = ParameterRates(lr=0.5)
+    shards = [Shard.full("a", (3, 2)), Shard.full("b", (3, 2)), Shard.full("c", (3, 2))]
     slots = [
         build_slot(shard, torch.ones(3, 2), (), slow if shard.name == "b" else PLAIN)
         for shard in shards
@@ -76,8 +80,8 @@ def test_parts_have_the_same_rates() -> None:
 
 
 def test_what_keeps_its_spread_does_not_decay() -> None:
-    shards = [whole("a", (3, 2)), whole("b", (3, 2))]
-    rates = [PLAIN, Rates(decay=0.0)]
+    shards = [Shard.full("a", (3, 2)), Shard.full("b", (3, 2))]
+    rates = [PLAIN, ParameterRates(decay=0.0)]
     slots = [
         build_slot(shard, torch.ones(3, 2), (), each)
         for shard, each in zip(shards, rates, strict=True)
@@ -91,16 +95,16 @@ def test_what_keeps_its_spread_does_not_decay() -> None:
 
 def test_groups_decide_in_place_of_the_schedule_and_factors_multiply_what_they_decide() -> None:
     shards = [
-        whole("a", (3, 2)),
-        whole("b", (3, 2)),
-        whole("c", (2,), inputs=0),
-        whole("d", (2,), inputs=0),
+        Shard.full("a", (3, 2)),
+        Shard.full("b", (3, 2)),
+        Shard.full("c", (2,), inputs=0),
+        Shard.full("d", (2,), inputs=0),
     ]
     rates = [
-        Rates(lr=0.5, lr_of="slow"),
-        Rates(decay=0.5, decay_of="slow"),
-        Rates(decay_of="slow"),
-        Rates(vector_decays=True),
+        ParameterRates(lr=0.5, lr_of="slow"),
+        ParameterRates(decay=0.5, decay_of="slow"),
+        ParameterRates(decay_of="slow"),
+        ParameterRates(vector_decays=True),
     ]
     slots = [
         build_slot(s, torch.ones(s.matrix_shape), (), each)

@@ -3,7 +3,10 @@
 import pytest
 
 from megalith.errors import RankError
-from megalith.parallel.alike import require_alike, require_alike_where_shared
+from megalith.parallel.alike import (
+    check_consistent_across_ranks,
+    check_shared_consistent_across_ranks,
+)
 from megalith.parallel.group import Group, alone
 from megalith.testing.ranks import everyone, run_ranks
 
@@ -13,7 +16,7 @@ PLACES = {"embed.weight": "at elements 0 to 8", "norm.weight": "at elements 8 to
 def _compare(rank: int, world: int, changed: dict[str, str], shared: bool) -> bool:
     group = everyone(rank, world, "dp")
     mine = PLACES | (changed if rank == 1 else {})
-    (require_alike_where_shared if shared else require_alike)(mine, group)
+    (check_shared_consistent_across_ranks if shared else check_consistent_across_ranks)(mine, group)
     return True
 
 
@@ -45,5 +48,5 @@ def test_a_parameter_that_one_rank_lacks_differs_unless_only_shared_ones_count()
 def test_on_paper_and_alone_there_is_nobody_to_ask() -> None:
     paper = Group(axes=("dp",), ranks=(0, 1), rank=0, name="paper")
     for group in (paper, alone("dp")):
-        require_alike(PLACES, group)
-        require_alike_where_shared(PLACES, group)
+        check_consistent_across_ranks(PLACES, group)
+        check_shared_consistent_across_ranks(PLACES, group)

@@ -12,18 +12,18 @@ from torch import Tensor
 from megalith.errors import RankError
 from megalith.parallel import autograd
 from megalith.parallel.autograd import (
-    Crossing,
+    AsyncAllToAll,
+    all_gather,
+    all_gather_invariant,
     all_reduce,
     all_to_all,
-    arrive,
-    depart,
-    enter,
-    gather,
-    gather_same,
-    leave,
-    partial,
+    copy_to_tp,
+    mark_partial,
+    reduce_from_tp,
     reduce_scatter,
-    split,
+    scatter_to_sp,
+    start_all_to_all,
+    wait_all_to_all,
 )
 from megalith.parallel.group import Group, alone
 from megalith.testing.inject import slow_link
@@ -87,21 +87,23 @@ def _total(xs: Sequence[Tensor]) -> Tensor:
 
 
 CASES = {
-    "enter": Case("I", "R", lambda x, g, d, s: enter(x, g), lambda xs, r, d, s: xs[0]),
-    "leave": Case("P", "I", lambda x, g, d, s: leave(x, g), lambda xs, r, d, s: _total(xs)),
+    "enter": Case("I", "R", lambda x, g, d, s: copy_to_tp(x, g), lambda xs, r, d, s: xs[0]),
+    "leave": Case(
+        "P", "I", lambda x, g, d, s: reduce_from_tp(x, g), lambda xs, r, d, s: _total(xs)
+    ),
     "all_reduce": Case(
         "P", "R", lambda x, g, d, s: all_reduce(x, g), lambda xs, r, d, s: _total(xs)
     ),
     "gather": Case(
         "V",
         "R",
-        lambda x, g, d, s: gather(x, g, dim=d, sizes=s),
+        lambda x, g, d, s: all_gather(x, g, dim=d, sizes=s),
         lambda xs, r, d, s: torch.cat(list(xs), d),
     ),
-    "gather_same": Case(
+    "all_gather_invariant": Case(
         "V",
         "I",
-        lambda x, g, d, s: gather_same(x, g, dim=d, sizes=s),
+        lambda x, g, d, s: all_gather_invariant(x, g, dim=d, sizes=s),
         lambda xs, r, d, s: torch.cat(list(xs), d),
     ),
     "reduce_scatter": Case(
@@ -113,7 +115,7 @@ CASES = {
     "split": Case(
         "I",
         "V",
-        lambda x, g, d, s: split(x, g, dim=d, sizes=s),
+        lambda x, g, d, s: scatter_to_sp(x, g, dim=d, sizes=s),
         lambda xs, r, d, s: xs[0].split(s, d)[r],
     ),
 }
@@ -185,8 +187,8 @@ def test_it_equals_dense_algebra_forward_and_backward(name: str, world: int) -> 
     [
         ("all_reduce", "leave"),
         ("leave", "all_reduce"),
-        ("gather", "gather_same"),
-        ("gather_same", "gather"),
+        ("gather", "all_gather_invariant"),
+        ("all_gather_invariant", "gather"),
     ],
 )
 def test_the_comparison_sees_a_wrong_backward(name: str, other: str) -> None:
@@ -205,10 +207,10 @@ TRAFFIC = (
 def _exchange(x: Tensor, group: Group, send: list[int], receive: list[int], in_two: bool) -> Tensor:
     if not in_two:
         return all_to_all(x, group, send=send, receive=receive)
-    crossing = Crossing(group, send, receive)
-    departed = depart(x, crossing)
+    async_all_to_all = AsyncAllToAll(group, send, receive)
+    departed = start_all_to_all(x, async_all_to_all)
     assert departed.shape == x.shape
-    return arrive(departed, crossing)
+    return wait_all_to_all(departed, async_all_to_all)
 
 
 def _exchanges(rank: int, world: int, in_two: bool) -> None:
@@ -256,12 +258,12 @@ def _works_between(rank: int, world: int) -> list[tuple[str, bool]]:
             return dy * 2
 
     with slow_link(latency_seconds=0.2, poison=True) as link:
-        crossing = Crossing(
+        async_all_to_all = AsyncAllToAll(
             group, [2] * world, [2] * world, lambda: log.append(("meanwhile", True))
         )
-        departed = depart(x, crossing)
+        departed = start_all_to_all(x, async_all_to_all)
         beside: Tensor = Work.apply(x)
-        rows = arrive(departed, crossing) @ w
+        rows = wait_all_to_all(departed, async_all_to_all) @ w
         (rows.sum() + beside.sum()).backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 5.0))
     assert torch.equal(gradient_of(w), torch.full_like(w, 2.0 * world))
@@ -281,10 +283,12 @@ def test_work_between_start_and_wait_overlaps_with_the_all_to_all_in_both_direct
 def _defaults_without_sizes(rank: int, world: int) -> None:
     group = everyone(rank, world, "tp")
     whole = torch.arange(7.0)
-    assert split(whole, group).tolist() == whole.split([3, 2, 2])[rank].tolist()
+    assert scatter_to_sp(whole, group).tolist() == whole.split([3, 2, 2])[rank].tolist()
     assert reduce_scatter(whole, group).tolist() == (3 * whole).split([3, 2, 2])[rank].tolist()
-    assert gather(torch.full((2,), rank), group).tolist() == [0, 0, 1, 1, 2, 2]
-    assert gather_same(torch.full((1, 2), rank), group, dim=1).tolist() == [[0, 0, 1, 1, 2, 2]]
+    assert all_gather(torch.full((2,), rank), group).tolist() == [0, 0, 1, 1, 2, 2]
+    assert all_gather_invariant(torch.full((1, 2), rank), group, dim=1).tolist() == [
+        [0, 0, 1, 1, 2, 2]
+    ]
 
 
 def test_without_sizes_parts_are_as_even_as_can_be_and_integers_travel_too() -> None:
@@ -294,8 +298,10 @@ def test_without_sizes_parts_are_as_even_as_can_be_and_integers_travel_too() -> 
 def _bfloat16(rank: int, world: int) -> None:
     group = everyone(rank, world, "tp")
     x = torch.full((4, 3), 1.0 + rank, dtype=torch.bfloat16).requires_grad_()
-    y = gather(
-        leave(x, group) + reduce_scatter(all_reduce(enter(x, group), group), group).sum(), group
+    y = all_gather(
+        reduce_from_tp(x, group)
+        + reduce_scatter(all_reduce(copy_to_tp(x, group), group), group).sum(),
+        group,
     )
     y.sum().backward()
     assert y.dtype == x.dtype == torch.bfloat16
@@ -309,23 +315,23 @@ def test_bfloat16_stays_bfloat16() -> None:
 def test_a_group_of_one_returns_its_input_itself() -> None:
     x, group = torch.randn(3, 2), alone("tp")
     results = [
-        enter(x, group),
-        leave(x, group),
+        copy_to_tp(x, group),
+        reduce_from_tp(x, group),
         all_reduce(x, group),
-        gather(x, group),
-        gather_same(x, group, dim=1),
+        all_gather(x, group),
+        all_gather_invariant(x, group, dim=1),
     ]
     results += [
         reduce_scatter(x, group),
-        split(x, group, dim=1),
+        scatter_to_sp(x, group, dim=1),
         all_to_all(x, group, send=[3], receive=[3]),
     ]
-    assert all(result is x for result in [*results, partial(x, group)])
+    assert all(result is x for result in [*results, mark_partial(x, group)])
 
 
 def _partial_is_free(rank: int, world: int) -> None:
     x = torch.randn(3)
-    assert partial(x, everyone(rank, world, "tp")) is x
+    assert mark_partial(x, everyone(rank, world, "tp")) is x
 
 
 def test_stating_a_pending_sum_is_free_off_paper() -> None:
@@ -352,7 +358,7 @@ def test_on_meta_tensors_shapes_come_out_without_any_process_group(name: str) ->
 
 def test_on_meta_tensors_a_pending_sum_leaves_a_trace_for_the_checker() -> None:
     x = torch.empty(2, device="meta", requires_grad=True)
-    y = partial(x, _paper(4))
+    y = mark_partial(x, _paper(4))
     assert y is not x
     assert type(y.grad_fn).__name__ == "PartialBackward"
 
@@ -370,19 +376,19 @@ def test_every_function_states_the_types_it_moves_between() -> None:
     assert stated == {
         **table,
         "AllToAll": ("V", "V"),
-        "Depart": ("V", "V"),
-        "Arrive": ("V", "V"),
-        "Partial": ("V", "P"),
+        "StartAllToAll": ("V", "V"),
+        "WaitAllToAll": ("V", "V"),
+        "MarkPartial": ("V", "P"),
     }
 
 
 def _step(x: Tensor, w: Tensor, group: Group, rows: list[list[int]]) -> Tensor:
     """Every collective once, in an order whose types fit."""
     sizes = [sum(line) for line in rows]
-    whole = gather(x, group, sizes=sizes)
+    whole = all_gather(x, group, sizes=sizes)
     y = reduce_scatter(whole @ w, group, sizes=sizes) + all_reduce(whole * 2, group).sum()
-    same = gather_same(y, group, sizes=sizes) + leave(y.sum(), group)
-    y = split(same, group, sizes=sizes) * enter(same.sum(), group)
+    same = all_gather_invariant(y, group, sizes=sizes) + reduce_from_tp(y.sum(), group)
+    y = scatter_to_sp(same, group, sizes=sizes) * copy_to_tp(same.sum(), group)
     return all_to_all(y, group, send=rows[group.rank], receive=[line[group.rank] for line in rows])
 
 

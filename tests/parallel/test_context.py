@@ -20,8 +20,8 @@ from megalith.kernels import span_attention
 from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout
-from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices
-from megalith.kernels.visible import SeenPairs, Visible
+from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.visible import Visible, VisiblePairs
 from megalith.observe.meter import metered
 from megalith.parallel import context
 from megalith.parallel.context import Ring, build_attend, my_slicing
@@ -79,7 +79,7 @@ class Case:
             for shape in shapes
         ]
 
-    def learnt(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def learned(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The sinks of all heads, and the table of biases by distance, if there are any."""
         n = self.heads[0]
         found = {"sinks": torch.linspace(-1, 2, n, dtype=dtype)} if self.sinks else {}
@@ -91,7 +91,7 @@ class Case:
         return {name: weight.requires_grad_() for name, weight in found.items()}
 
 
-def with_case_masks(case: Case, tokens: Tokens) -> Tokens:
+def with_case_masks(case: Case, tokens: PackedSeqParams) -> PackedSeqParams:
     """Some pairs are hidden, and some queries see nothing; beside masks, one document has none,
     and some keys are padding."""
     if case.masks is None:
@@ -107,29 +107,29 @@ def with_case_masks(case: Case, tokens: Tokens) -> Tokens:
     return with_padding(with_masks(tokens, [None, *masks[1:]]), text)
 
 
-def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
+def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, PackedSeqParams]:
     slicing = my_slicing(case.parallel(world), mesh)
     slices = plan_slices(case.lengths, row=case.row, slicing=slicing)
     tokens = with_case_masks(case, tokens_of_slices(slices, slicing))
     if case.scores.dropout is None:
         return slices, tokens
-    batch = Batch(tokens.positions, tokens.positions, tokens, num_labels=0, lengths=())
+    batch = Batch(tokens.position_ids, tokens.position_ids, tokens, num_labels=0, lengths=())
     return slices, with_dropout(batch, [5, 9], seed=1).tokens  # two rows, far apart
 
 
 def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """My output and gradients, each in its place among zeros for all other tokens; my part of those
-    that are learnt."""
+    that are learned."""
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
     read = torch.from_numpy(slices.as_read(rank))
     q, k, v, dout = (x[read.clamp(min=0)].clone() for x in case.whole(dtype))
     dout[read < 0] = 0  # padding carries no loss
-    learnt = case.learnt(dtype)
-    inputs = [x.requires_grad_() for x in (q, k, v)] + list(learnt.values())
+    learned = case.learned(dtype)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + list(learned.values())
     attend = build_attend(case.parallel(world).context, 0, mesh)
-    tokens = replace(tokens, biases=learnt.get("biases"))
-    out = attend(q, k, v, tokens, scores=case.scores, sinks=learnt.get("sinks"))
+    tokens = replace(tokens, biases=learned.get("biases"))
+    out = attend(q, k, v, tokens, scores=case.scores, sinks=learned.get("sinks"))
     assert out.dtype == dtype and out.shape == dout.shape
     out_part, *parts = out.detach(), *torch.autograd.grad(out, inputs, dout)
     parts, dlearnt = [out_part, *parts[:3]], parts[3:]
@@ -142,21 +142,21 @@ def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float6
 
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     q, k, v, dout = case.whole(dtype)
-    learnt = case.learnt(dtype)
-    inputs = [x.requires_grad_() for x in (q, k, v)] + list(learnt.values())
+    learned = case.learned(dtype)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + list(learned.values())
     tokens = with_case_masks(case, tokens_of_lengths(list(case.lengths)))
     numbers = torch.tensor([row * case.row + place for row in (5, 9) for place in range(case.row)])[
         : len(q)
     ]
-    tokens = replace(tokens, dropout=DropoutKey(1, numbers), biases=learnt.get("biases"))
-    out = reference_attention(q, k, v, tokens, case.scores, learnt.get("sinks"))
+    tokens = replace(tokens, dropout=DropoutKey(1, numbers), biases=learned.get("biases"))
+    out = reference_attention(q, k, v, tokens, case.scores, learned.get("sinks"))
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
 def errors(world: int, case: Case) -> dict[str, float]:
     parts = run_ranks(_attend, world, case)
     joined = [torch.stack(list(same)).sum(0) for same in zip(*parts)]
-    names = ("out", "dq", "dk", "dv", *(f"d{name}" for name in case.learnt(torch.float64)))
+    names = ("out", "dq", "dk", "dv", *(f"d{name}" for name in case.learned(torch.float64)))
     return {
         name: relative_error(a, b)
         for name, a, b in zip(names, joined, reference(case), strict=True)
@@ -349,7 +349,9 @@ def _changed(rank: int, world: int, case: Case) -> list[bool]:
         q, k, v, _ = (x[read.clamp(min=0)] for x in inputs)
         outs.append(build_attend(case.parallel(world).context, 0, mesh)(q, k, v, tokens))
     changed = (outs[0] != outs[1]).flatten(1).any(1) & (read >= 0)
-    return [bool(changed[tokens.document == number].any()) for number in range(len(case.lengths))]
+    return [
+        bool(changed[tokens.document_ids == number].any()) for number in range(len(case.lengths))
+    ]
 
 
 def _hidden_keys(rank: int, world: int, case: Case) -> tuple[bool, bool, bool]:
@@ -385,7 +387,7 @@ def _without_my_own_rows(rank: int, world: int, case: Case) -> list[Tensor]:
     if rank == 0:
         return _attend(rank, world, case)
 
-    class OtherRows(SeenPairs):
+    class OtherRows(VisiblePairs):
         """Masks of the first rank's queries."""
 
         def __init__(self, visible: Visible, queries: Tensor, keys: Tensor) -> None:
@@ -416,7 +418,7 @@ def test_a_document_changes_no_bit_of_the_others(kind: ContextKind, document: bo
     assert [any(ranks) for ranks in zip(*found)] == [False, True, False]
 
 
-def test_more_groups_of_neighbours_than_two() -> None:
+def test_more_groups_of_neighbors_than_two() -> None:
     found = errors(6, Case("a2a+ring", a2a=2, heads=(2, 1)))
     assert max(found.values()) < FP64.relative, found
 
@@ -554,7 +556,7 @@ def _kinds(rank: int, world: int) -> list[str]:
 
 
 def test_each_layer_attends_in_its_own_way() -> None:
-    assert run_ranks(_kinds, 2) == [["Ring", "Gathered", "HeadExchange"]] * 2
+    assert run_ranks(_kinds, 2) == [["Ring", "AllGatherAttend", "HeadExchange"]] * 2
 
 
 def test_tokens_that_were_not_sliced_are_our_own_fault() -> None:

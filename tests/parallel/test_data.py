@@ -11,13 +11,13 @@ from torch import nn
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
-from megalith.kernels.tokens import Tokens, tokens_of_rows
-from megalith.models.decoder import Decoder, declared_parameters, initialise
+from megalith.kernels.tokens import PackedSeqParams, tokens_of_rows
+from megalith.models.decoder import Decoder, declared_parameters, initialize
 from megalith.parallel import data as flat
-from megalith.parallel.data import DataParallel
+from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.slices import start_sum
-from megalith.plan.shards import whole
+from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced, slow_link
 from megalith.testing.odd import Odd
 from megalith.testing.ranks import run_ranks
@@ -25,7 +25,7 @@ from megalith.testing.tolerance import FP64, assert_close
 
 CONFIG = ModelConfig(
     vocab_size=30,
-    vocab_multiple=4,
+    pad_vocab_to_multiple_of=4,
     hidden_size=12,
     num_layers=2,
     num_heads=2,
@@ -37,13 +37,13 @@ CONFIG = ModelConfig(
 
 def build(
     mesh: Mesh, *, overlap: bool = True, sinks: bool = True, bucket_numel: int = 300, zero: int = 0
-) -> tuple[Decoder, DataParallel]:
+) -> tuple[Decoder, BucketedDataParallel]:
     """A small float64 model on the engine."""
     model = Decoder(CONFIG, mesh, dtype=torch.float64)
     parameters = [
         (declared.shard, module, name) for declared, module, name in declared_parameters(model)
     ]
-    data = DataParallel(
+    data = BucketedDataParallel(
         model,
         parameters,
         mesh,
@@ -54,7 +54,7 @@ def build(
         sinks=sinks,
         zero=zero,
     )
-    initialise(model, seed=5)
+    initialize(model, seed=5)
     return model, data
 
 
@@ -64,8 +64,8 @@ def loss_of(model: Decoder, microbatch: int) -> torch.Tensor:
     return model.loss(ids, ids.roll(-1), tokens_of_rows(2, 7))
 
 
-def gradients(data: DataParallel) -> dict[str, torch.Tensor]:
-    return {owned.shard.name: owned.gradient.clone() for owned in data.finish()}
+def gradients(data: BucketedDataParallel) -> dict[str, torch.Tensor]:
+    return {param.shard.name: param.gradient.clone() for param in data.finish()}
 
 
 def test_sinks_and_autograd_give_the_same_gradients_over_several_microbatches() -> None:
@@ -83,7 +83,7 @@ def test_sinks_and_autograd_give_the_same_gradients_over_several_microbatches() 
 
 def test_weights_of_one_matmul_lie_together() -> None:
     model, _ = build(mesh_of_one())
-    q, kv = model.layers[0].attention.qkv.sunk()
+    q, kv = model.layers[0].attention.qkv.accumulated_parameters()
     assert q.data_ptr() + q.numel() * q.element_size() == kv.data_ptr()
 
 
@@ -95,7 +95,7 @@ def test_a_tied_head_stays_tied() -> None:
     parameters = [
         (declared.shard, module, name) for declared, module, name in declared_parameters(model)
     ]
-    DataParallel(
+    BucketedDataParallel(
         model,
         parameters,
         mesh_of_one(),
@@ -167,7 +167,7 @@ def _equals_ddp(rank: int, world: int) -> bool:
     mine = gradients(data)
     plain = Decoder(CONFIG, mesh_of_one(), dtype=torch.float64)
     plain.to_empty(device="cpu")
-    initialise(plain, seed=5)
+    initialize(plain, seed=5)
     wrapped = nn.parallel.DistributedDataParallel(_Loss(plain))
     wrapped(rank).backward()
     names = {
@@ -201,16 +201,16 @@ def test_overlap_and_bucket_size_change_no_bit_at_dp_2() -> None:
 
 def test_removing_the_first_overwrite_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = build(mesh_of_one())
-    monkeypatch.setattr(flat.DataParallel, "is_fresh", lambda self, numbers: False)
+    monkeypatch.setattr(flat.BucketedDataParallel, "is_fresh", lambda self, numbers: False)
     for _ in range(2):
         data.begin_step(1)
         loss_of(model, 0).backward()
-        found = data.owned[2].gradient.clone()
+        found = data.local_params[2].gradient.clone()
     fresh_model, fresh = build(mesh_of_one())
     monkeypatch.undo()
     fresh.begin_step(1)
     loss_of(fresh_model, 0).backward()
-    assert not torch.allclose(found, fresh.owned[2].gradient)
+    assert not torch.allclose(found, fresh.local_params[2].gradient)
 
 
 # --- divided over ranks
@@ -221,10 +221,10 @@ def _odd_step(
 ) -> list[tuple[str, Any, list[float]]]:
     """What a rank owns after two steps of three microbatches, and the weights that every rank
     computes with then."""
-    parallel = ParallelConfig(zero=zero, replicas=replicas)
+    parallel = ParallelConfig(zero=zero, dp_replicate=replicas)
     mesh = build_mesh(model_grid(parallel, CONFIG, world), rank=rank)
     model = Odd()
-    data = DataParallel(
+    data = BucketedDataParallel(
         model,
         [(shard, model, shard.name) for shard in model.SHARDS],
         mesh,
@@ -239,12 +239,12 @@ def _odd_step(
         data.begin_step(3)
         for microbatch in range(3):
             model(float(rank + microbatch)).backward()
-        owned = list(data.finish())
-        for each in owned:
+        param = list(data.finish())
+        for each in param:
             each.weight.sub_(each.gradient)
-        data.publish()
-    found = [(o.shard.name, o.shard.flat, o.gradient.tolist()) for o in owned]
-    data.settle()
+        data.all_gather_params()
+    found = [(o.shard.name, o.shard.flat, o.gradient.tolist()) for o in param]
+    data.wait_params()
     return [
         *found,
         ("weights", None, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()),
@@ -265,9 +265,9 @@ def test_ranks_own_every_element_once_even_when_there_are_fewer_elements_than_ra
     weights = [1 - 2 * expected[name] for name in numel for _ in range(numel[name])]
     seen = {name: [0] * count for name, count in numel.items()}
     for rank, entries in enumerate(found):
-        *owned, (_, _, mine) = entries
+        *param, (_, _, mine) = entries
         assert mine == weights
-        for name, (start, stop), gradient in owned:
+        for name, (start, stop), gradient in param:
             assert stop > start
             assert gradient == [expected[name]] * (stop - start)
             if rank % (world // replicas) == rank:  # the first replica
@@ -283,9 +283,9 @@ def _two_chunks_of_one_table(rank: int, world: int, zero: int, surplus: bool) ->
     mesh = build_mesh(model_grid(ParallelConfig(zero=zero), CONFIG, world), rank=rank)
     chunks = nn.ModuleList([nn.Module(), nn.Module()])
     chunks[0].table = chunks[1].table = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
-    data = DataParallel(
+    data = BucketedDataParallel(
         chunks,
-        [(whole("table", (3, 4)), chunks[0], "table")],
+        [(Shard.full("table", (3, 4)), chunks[0], "table")],
         mesh,
         device=torch.device("cpu"),
         gradient_dtype=torch.float64,
@@ -297,7 +297,7 @@ def _two_chunks_of_one_table(rank: int, world: int, zero: int, surplus: bool) ->
     data.begin_step(2)
     for chunk, factor in [(1, 1), (1, 10), (0, 100), (0, 1000), *[(0, 1)] * surplus]:
         (factor * (rank + 1) * chunks[chunk].get_parameter("table").sum()).backward()
-    return [value for owned in data.finish() for value in owned.gradient.flatten().tolist()]
+    return [value for param in data.finish() for value in param.gradient.flatten().tolist()]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -322,7 +322,7 @@ def _on_their_way(rank: int, world: int) -> list[tuple[int, int, int]]:
         most: list[int] = []
 
         def counted(
-            *given: Any, data: DataParallel = data, most: list[int] = most, **options: Any
+            *given: Any, data: BucketedDataParallel = data, most: list[int] = most, **options: Any
         ) -> Any:
             most.append(len(data._sums) + 1)
             return start_sum(*given, **options)
@@ -348,7 +348,7 @@ def test_without_overlap_sums_start_in_finish_and_few_are_on_their_way_at_once()
 def test_one_rank_alone_divides_nothing() -> None:
     for zero in (1, 2):
         model = Odd()
-        data = DataParallel(
+        data = BucketedDataParallel(
             model,
             [(shard, model, shard.name) for shard in model.SHARDS],
             mesh_of_one(),
@@ -368,14 +368,14 @@ def test_one_rank_alone_divides_nothing() -> None:
 
 def _reads(rank: int, world: int) -> list[bool]:
     """Whether weights are those that were published: read by forward, by forward of a part, and
-    after `settle`."""
+    after `wait_params`."""
     run_config = ParallelConfig(zero=1)
     mesh = build_mesh(model_grid(run_config, CONFIG, world), rank=rank)
     model = Decoder(CONFIG, mesh, dtype=torch.float64)
     parameters = [
         (declared.shard, module, name) for declared, module, name in declared_parameters(model)
     ]
-    data = DataParallel(
+    data = BucketedDataParallel(
         model,
         parameters,
         mesh,
@@ -386,15 +386,15 @@ def _reads(rank: int, world: int) -> list[bool]:
         zero=1,
         chunks=[model],
     )
-    initialise(model, seed=5)
+    initialize(model, seed=5)
     results = []
     with slow_link(latency_seconds=0.01, poison=True) as link, torch.no_grad():
-        data.publish()
+        data.all_gather_params()
         results.append(
             bool(loss_of(model, 0).isfinite())
         )  # through embedding, layers, norm and head
-        results.append(not data.publication.arriving)
-        data.publish()
+        results.append(not data.param_all_gather.arriving)
+        data.all_gather_params()
         results.append(not bool(data.weights.isfinite().all()))  # the link holds them back
         results.append(
             bool(
@@ -403,14 +403,14 @@ def _reads(rank: int, world: int) -> list[bool]:
                 .all()
             )
         )
-        results.append(bool(data.publication.arriving))  # of other layers
-        data.settle()
+        results.append(bool(data.param_all_gather.arriving))  # of other layers
+        data.wait_params()
         results.append(bool(data.weights.isfinite().all()))
         results.append({transfer.waits for transfer in link.transfers} == {1})
     return results
 
 
-def rotary(model: Decoder) -> Tokens:
+def rotary(model: Decoder) -> PackedSeqParams:
     tokens = tokens_of_rows(2, 7)
     return model.rotations.given_to(tokens)
 
@@ -422,9 +422,9 @@ def test_weights_that_are_still_arriving_cannot_be_read_by_forward() -> None:
 def _other_sizes(rank: int, world: int) -> None:
     mesh = build_mesh(model_grid(ParallelConfig(zero=1), CONFIG, world), rank=rank)
     module = nn.Module()
-    shard = whole("w", (3 + rank,), inputs=0)
+    shard = Shard.full("w", (3 + rank,), inputs=0)
     module.register_parameter("w", nn.Parameter(torch.zeros(shard.matrix_shape)))
-    DataParallel(
+    BucketedDataParallel(
         module,
         [(shard, module, "w")],
         mesh,
@@ -451,14 +451,16 @@ def _tied_over_stages(rank: int, world: int, zero: int) -> list[float]:
     stage = mesh.coordinates["pp"]
     module = nn.Module()
     # Other parameters lie before and after it, of other sizes on each stage.
-    shards = [replace(whole(f"before.{stage}", (70 + 100 * stage,), inputs=0), stages=(stage,))]
-    shards += [] if stage == 1 else [replace(whole("table", (130,), inputs=0), stages=(0, 2))]
-    shards += [replace(whole(f"after.{stage}", (10 + 30 * stage,), inputs=0), stages=(stage,))]
+    shards = [
+        replace(Shard.full(f"before.{stage}", (70 + 100 * stage,), inputs=0), stages=(stage,))
+    ]
+    shards += [] if stage == 1 else [replace(Shard.full("table", (130,), inputs=0), stages=(0, 2))]
+    shards += [replace(Shard.full(f"after.{stage}", (10 + 30 * stage,), inputs=0), stages=(stage,))]
     for shard in shards:
         module.register_parameter(
             shard.name.replace(".", "_"), nn.Parameter(torch.zeros(shard.matrix_shape))
         )
-    data = DataParallel(
+    data = BucketedDataParallel(
         module,
         [(shard, module, shard.name.replace(".", "_")) for shard in shards],
         mesh,

@@ -10,23 +10,23 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
 from megalith.parallel.engine import (
-    Owned,
+    ShardedParam,
+    check_slices_consistent_across_ranks,
     divides,
-    require_alike_slices,
     sum_shared_slices,
     warn_of_zeros,
 )
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_on_paper, model_grid
-from megalith.plan.shards import PARTS, Shard, whole
+from megalith.plan.shards import PARTS, Shard
 from megalith.testing.ranks import run_ranks
 from megalith.verify.variants import BIASED_CHOICE, PLAIN
 
 SHARDS = (
-    whole("invariant", (3,), invariant=frozenset(PARTS["tp"]), inputs=0),
-    whole("norm", (3,), inputs=0),
-    replace(whole("shared_head", (2, 3)), cut=("tp_kv",)),
-    replace(whole("own_head", (2, 3)), cut=PARTS["tp"]),
-    replace(whole("table", (5,), invariant=frozenset(PARTS["tp"]), inputs=0), stages=(0, 1)),
+    Shard.full("invariant", (3,), invariant=frozenset(PARTS["tp"]), inputs=0),
+    Shard.full("norm", (3,), inputs=0),
+    replace(Shard.full("shared_head", (2, 3)), cut=("tp_kv",)),
+    replace(Shard.full("own_head", (2, 3)), cut=PARTS["tp"]),
+    replace(Shard.full("table", (5,), invariant=frozenset(PARTS["tp"]), inputs=0), stages=(0, 1)),
 )
 
 
@@ -37,13 +37,15 @@ def mesh_of(parallel: ParallelConfig, rank: int, world: int) -> Mesh:
     return build_mesh(model_grid(parallel, config, world), rank=rank)
 
 
-def owned(shard: Shard, value: float) -> Owned:
-    return Owned(shard, torch.zeros(shard.matrix_shape), torch.full(shard.matrix_shape, value))
+def sharded_param(shard: Shard, value: float) -> ShardedParam:
+    return ShardedParam(
+        shard, torch.zeros(shard.matrix_shape), torch.full(shard.matrix_shape, value)
+    )
 
 
 def _summed(rank: int, world: int, parallel: ParallelConfig, names: tuple[str, ...]) -> list[float]:
     """One element of each gradient, of which rank r has 10**r."""
-    mine = [owned(shard, 10.0**rank) for shard in SHARDS if shard.name in names]
+    mine = [sharded_param(shard, 10.0**rank) for shard in SHARDS if shard.name in names]
     sum_shared_slices(mine, mesh_of(parallel, rank, world))
     assert all(bool(each.gradient.eq(each.gradient.flatten()[0]).all()) for each in mine)
     return [each.gradient.flatten()[0].item() for each in mine]
@@ -64,8 +66,10 @@ def test_gradients_are_summed_over_the_stages_that_hold_the_same_slice() -> None
 def _compared(rank: int, world: int, parallel: ParallelConfig, name: str) -> None:
     shard = next(shard for shard in SHARDS if shard.name == name)
     mesh = mesh_of(parallel, rank, world)
-    require_alike_slices([owned(replace(shard, flat=(0, 2)), 0.0)], mesh)
-    require_alike_slices([owned(replace(shard, flat=(rank, 2 + rank)), 0.0)], mesh)
+    check_slices_consistent_across_ranks([sharded_param(replace(shard, flat=(0, 2)), 0.0)], mesh)
+    check_slices_consistent_across_ranks(
+        [sharded_param(replace(shard, flat=(rank, 2 + rank)), 0.0)], mesh
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tokens reach their experts and come back, however these lie on the ranks."""
+"""PackedSeqParams reach their experts and come back, however these lie on the ranks."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,9 +11,9 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
-from megalith.kernels.rebuilt import value_of
+from megalith.kernels.rebuilt import output_tensor
 from megalith.kernels.routing import NOWHERE, Choice
-from megalith.parallel.expert import Room, build_dispatcher, counts_of_all
+from megalith.parallel.expert import ExpertCapacity, build_dispatcher, counts_of_all
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.inject import replaced
@@ -26,7 +26,7 @@ MODEL = ModelConfig(
     num_heads=2,
     num_kv_heads=2,
     ffn_hidden_size=8,
-    moe=MoEConfig(experts=4, ffn_hidden_size=4),
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=4),
 )
 T, K, H = 5, 2, 3
 
@@ -58,33 +58,33 @@ def there_and_back(
     etp: int,
     name: DispatcherName,
     kind: str,
-    room: Room | None = None,
+    room: ExpertCapacity | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     parallel = ParallelConfig(dp=world, ep=ep, etp=etp)
     mesh = build_mesh(model_grid(parallel, MODEL, world), rank=rank)
     x, choice = made(rank, kind)
     x.requires_grad_()
     choice = Choice(choice.experts, choice.weights.requires_grad_())
-    sent, way = build_dispatcher(name, mesh, 4, refusing=True, room=room)(x, choice).arrive()
+    sent, way = build_dispatcher(name, mesh, 4, drops_tokens=True, room=room)(x, choice).wait()
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
-    y = way.back(answer(value_of(sent.rows), sent.weights, expert, 1 / etp))
+    y = way.combine(answer(output_tensor(sent.rows), sent.weights, expert, 1 / etp))
     y.sum().backward()
     assert x.grad is not None and choice.weights.grad is not None
-    return y.detach(), x.grad, choice.weights.grad, len(value_of(sent.rows))
+    return y.detach(), x.grad, choice.weights.grad, len(output_tensor(sent.rows))
 
 
 @pytest.mark.parametrize("kind", ["anything", "one expert", "nothing from the first"])
 @pytest.mark.parametrize(
     ("ep", "etp", "name"),
     [
-        (2, 1, "exchange"),
-        (1, 2, "exchange"),
-        (2, 1, "gather"),
-        (1, 2, "gather"),
-        (2, 2, "exchange"),
-        (2, 2, "gather"),
-        (4, 1, "exchange"),
+        (2, 1, "alltoall"),
+        (1, 2, "alltoall"),
+        (2, 1, "allgather"),
+        (1, 2, "allgather"),
+        (2, 2, "alltoall"),
+        (2, 2, "allgather"),
+        (4, 1, "alltoall"),
     ],
 )
 def test_every_token_gets_the_answers_of_its_experts(
@@ -115,10 +115,10 @@ def with_few_tokens(
         for part in (made(rank, "anything")[0], made(rank, "anything")[1].experts)
     )
     weights = made(rank, "anything")[1].weights[: counts[rank]].requires_grad_()
-    sent, way = build_dispatcher("exchange", mesh, 4)(x, Choice(choice, weights)).arrive()
+    sent, way = build_dispatcher("alltoall", mesh, 4)(x, Choice(choice, weights)).wait()
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
-    y = way.back(answer(value_of(sent.rows), sent.weights, expert, 1 / etp))
+    y = way.combine(answer(output_tensor(sent.rows), sent.weights, expert, 1 / etp))
     y.sum().backward()
     assert weights.grad is not None and weights.grad.shape == (counts[rank], K)
     factors = (choice + 1) * weights.detach()
@@ -137,10 +137,10 @@ def test_ranks_with_fewer_tokens_or_none_at_all_enter_every_exchange(
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
 def test_filler_travels_without_counts_and_comes_to_nothing(ep: int, etp: int) -> None:
-    room = Room(factor=3.1, top_k=K, experts=4, sharing=1)
+    room = ExpertCapacity(factor=3.1, top_k=K, experts=4, sharing=1)
     assert room.of(T) == T and replace(room, factor=0.8).of(T) == 2
     for rank, (y, dx, dw, rows) in enumerate(
-        run_ranks(there_and_back, ep * etp, ep, etp, "exchange", "nothing from the first", room)
+        run_ranks(there_and_back, ep * etp, ep, etp, "alltoall", "nothing from the first", room)
     ):
         x, choice = made(rank, "nothing from the first")
         factors = (choice.experts + 1) * choice.weights
@@ -153,9 +153,9 @@ def test_filler_travels_without_counts_and_comes_to_nothing(ep: int, etp: int) -
 
 def test_one_rank_sends_nothing() -> None:
     x, choice = made(0, "anything")
-    sent, way = build_dispatcher("exchange", mesh_of_one(), 4)(x, choice).arrive()
+    sent, way = build_dispatcher("alltoall", mesh_of_one(), 4)(x, choice).wait()
     assert torch.allclose(
-        way.back(value_of(sent.rows) * sent.weights.unsqueeze(1)),
+        way.combine(output_tensor(sent.rows) * sent.weights.unsqueeze(1)),
         x * choice.weights.sum(1, keepdim=True),
     )
 
@@ -186,17 +186,17 @@ def test_each_rank_finds_its_own_counts_at_its_own_place(order: str) -> None:
         assert table[etp][ep] == rank
 
 
-def waits(rank: int, world: int, refusing: bool) -> tuple[list[str], int]:
+def waits(rank: int, world: int, drops_tokens: bool) -> tuple[list[str], int]:
     """What a host would have to wait for, had it a GPU, until its experts may begin."""
     mesh = build_mesh(model_grid(ParallelConfig(dp=world, ep=world), MODEL, world), rank=rank)
-    dispatch = build_dispatcher("exchange", mesh, 4, refusing=refusing)
-    x, choice = made(rank, "one expert" if refusing else "anything")
+    dispatch = build_dispatcher("alltoall", mesh, 4, drops_tokens=drops_tokens)
+    x, choice = made(rank, "one expert" if drops_tokens else "anything")
     asked: list[str] = []
     with ExitStack() as stack:
         for name in ("tolist", "__int__", "__bool__", "item"):
             stack.enter_context(replaced(Tensor, name, noted(name, getattr(Tensor, name), asked)))
-        sent, _ = dispatch(x, choice).arrive()
-    return asked, len(value_of(sent.rows))
+        sent, _ = dispatch(x, choice).wait()
+    return asked, len(output_tensor(sent.rows))
 
 
 def noted(name: str, method: Callable[..., object], asked: list[str]) -> Callable[..., object]:
@@ -207,9 +207,9 @@ def noted(name: str, method: Callable[..., object], asked: list[str]) -> Callabl
     return told
 
 
-@pytest.mark.parametrize("refusing", [False, True])
+@pytest.mark.parametrize("drops_tokens", [False, True])
 def test_a_host_waits_once_for_how_many_rows_go_where_whether_any_are_refused_or_not(
-    refusing: bool,
+    drops_tokens: bool,
 ) -> None:
-    for asked, rows in run_ranks(waits, 2, refusing):
-        assert asked == ["tolist"] and (rows in (0, 2 * T) if refusing else rows > 0)
+    for asked, rows in run_ranks(waits, 2, drops_tokens):
+        assert asked == ["tolist"] and (rows in (0, 2 * T) if drops_tokens else rows > 0)

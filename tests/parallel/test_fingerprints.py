@@ -17,9 +17,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from megalith.errors import CollectiveError
-from megalith.observe.flight import Entry, Flight, message_lane
+from megalith.observe.flight import CollectiveRecord, Flight, message_lane
 from megalith.parallel import fingerprints
-from megalith.parallel.autograd import all_to_all, enter, gather, leave, reduce_scatter
+from megalith.parallel.autograd import (
+    all_gather,
+    all_to_all,
+    copy_to_tp,
+    reduce_from_tp,
+    reduce_scatter,
+)
 from megalith.parallel.fingerprints import Fingerprints
 from megalith.parallel.group import (
     Group,
@@ -44,7 +50,7 @@ def checked(rank: int, world: int, folder: Path, axis: str = "dp") -> Group:
 def _legal(rank: int, world: int, folder: Path) -> list[float]:
     group = checked(rank, world, folder)
     x = torch.arange(6.0, requires_grad=True)
-    y = gather(reduce_scatter(leave(enter(x, group), group), group), group)
+    y = all_gather(reduce_scatter(reduce_from_tp(copy_to_tp(x, group), group), group), group)
     z = all_to_all(y[: 2 + rank], group, send=[1, 1 + rank], receive=[1, 2] if rank else [1, 1])
     (y.sum() + z.sum()).backward()
     gather_objects({"odd": "x" * rank}, group)
@@ -72,7 +78,7 @@ def _other_shape(group: Group, rank: int) -> None:
 
 
 def _other_dtype(group: Group, rank: int) -> None:
-    leave(torch.ones(3, dtype=torch.float32 if rank == 0 else torch.float64), group)
+    reduce_from_tp(torch.ones(3, dtype=torch.float32 if rank == 0 else torch.float64), group)
 
 
 def _other_place(group: Group, rank: int) -> None:
@@ -184,8 +190,10 @@ def test_the_second_end_of_a_message_finds_that_it_does_not_fit(tmp_path: Path) 
         assert "receive 1 over dp of float32 [2, 4]" in text
 
 
-def _entry(number: int) -> Entry:
-    return Entry("all_reduce", ("dp",), (0, 1), "lane", number, (2,), "float32", ("x.py", 1))
+def _entry(number: int) -> CollectiveRecord:
+    return CollectiveRecord(
+        "all_reduce", ("dp",), (0, 1), "lane", number, (2,), "float32", ("x.py", 1)
+    )
 
 
 def _unequally_slow(rank: int, store: Store) -> None:
@@ -236,7 +244,9 @@ class Together:
 
 def _end_of_a_message(rank: int, store: Store, both: threading.Barrier, rows: int) -> None:
     lane, op = message_lane("pp", 1 - rank, sends=rank == 0), "receive" if rank else "send"
-    entry = Entry(op, ("pp",), (0, 1), lane, 0, (rows,), "float32", ("x.py", 1), peer=1 - rank)
+    entry = CollectiveRecord(
+        op, ("pp",), (0, 1), lane, 0, (rows,), "float32", ("x.py", 1), peer=1 - rank
+    )
     Fingerprints(Together(store, both, 0.02 + 0.1 * rank), rank).compare(entry)  # type: ignore[arg-type]  # what is used
 
 

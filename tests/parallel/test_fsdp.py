@@ -20,20 +20,20 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.errors import PlanError
 from megalith.kernels.experts import Groups
-from megalith.kernels.rebuilt import rebuilt
+from megalith.kernels.rebuilt import as_recomputed
 from megalith.kernels.tokens import tokens_of_rows
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
-from megalith.nn.block import Block
-from megalith.nn.init import fill
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
+from megalith.nn.block import SequentialBlock
+from megalith.nn.init import init_param_
 from megalith.observe.flight import Flight
 from megalith.parallel import engine as engines
-from megalith.parallel.expert import Sent
+from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.fsdp import (
-    FullySharded,
-    Gathered,
+    FullyShardedDataParallel,
+    ShardedUnit,
     Unit,
+    _expose_recomputed_outputs,
     _refuse_shared_chunks,
-    _show_what_is_rebuilt,
 )
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
@@ -42,14 +42,19 @@ from megalith.testing.inject import replaced
 from megalith.testing.odd import Odd
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, compare
-from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.build import (
+    Trainer,
+    all_gather_loaded_params,
+    build_trainer,
+    checkpoint_entries,
+)
 from megalith.train.step import train_step
 from megalith.verify import ranks as proof
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
     vocab_size=30,
-    vocab_multiple=4,
+    pad_vocab_to_multiple_of=4,
     hidden_size=12,
     num_layers=4,
     num_heads=2,
@@ -69,14 +74,14 @@ def build(
     recompute: RecomputeConfig | None = None,
     config: ModelConfig = CONFIG,
     overlap: bool = True,
-) -> tuple[Decoder, FullySharded]:
+) -> tuple[Decoder, FullyShardedDataParallel]:
     """A small model, its weights cut into rows."""
     model = Decoder(config, mesh, dtype=dtype, recompute=recompute or RecomputeConfig())
     parameters = [
         (declared.shard, module, name) for declared, module, name in declared_parameters(model)
     ]
     wide = torch.promote_types(dtype, torch.float32)
-    data = FullySharded(
+    data = FullyShardedDataParallel(
         [model],
         parameters,
         mesh,
@@ -87,8 +92,8 @@ def build(
         overlap=overlap,
     )
     init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
-    for owned in data.owned:
-        fill(owned.weight, owned.shard, init_of[owned.shard.name], seed=5)
+    for param in data.local_params:
+        init_param_(param.weight, param.shard, init_of[param.shard.name], seed=5)
     return model, data
 
 
@@ -96,7 +101,7 @@ def alone(*, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -
     """The same model in one piece."""
     model = Decoder(config, mesh_of_one(), dtype=dtype)
     allocate(model, CPU)
-    initialise(model, seed=5)
+    initialize(model, seed=5)
     return model
 
 
@@ -114,22 +119,24 @@ def mine(rank: int) -> list[int]:
     return [MICROBATCHES * rank + number for number in range(MICROBATCHES)]
 
 
-def step(model: Decoder, data: FullySharded, microbatches: list[int]) -> dict[str, Tensor]:
+def step(
+    model: Decoder, data: FullyShardedDataParallel, microbatches: list[int]
+) -> dict[str, Tensor]:
     """My rows of every gradient."""
     data.begin_step(len(microbatches))
     for microbatch in microbatches:
         loss_of(model, microbatch).backward()
-    return {owned.shard.name: owned.gradient.clone() for owned in data.finish()}
+    return {param.shard.name: param.gradient.clone() for param in data.finish()}
 
 
-def rows(data: FullySharded, whole_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def rows(data: FullyShardedDataParallel, whole_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same rows of whole tensors."""
     found = {}
-    for owned in data.owned:
-        assert owned.shard.flat is not None
-        start, stop = owned.shard.flat
-        found[owned.shard.name] = (
-            whole_tensors[owned.shard.name].flatten()[start:stop].view_as(owned.gradient)
+    for param in data.local_params:
+        assert param.shard.flat is not None
+        start, stop = param.shard.flat
+        found[param.shard.name] = (
+            whole_tensors[param.shard.name].flatten()[start:stop].view_as(param.gradient)
         )
     return found
 
@@ -196,7 +203,7 @@ def test_a_layer_without_a_part_in_the_loss_gets_zeros_and_is_named_once() -> No
 
 def _first_replica_leaves_layers_out(rank: int, world: int, overlap: bool) -> None:
     """Two replicas of two ranks each; one computes with the first and the last layer alone."""
-    grid = model_grid(ParallelConfig(zero=3, replicas=2), CONFIG, world)
+    grid = model_grid(ParallelConfig(zero=3, dp_replicate=2), CONFIG, world)
     mesh = build_mesh(grid, rank=rank)
     model, data = build(mesh, overlap=overlap)
     replica = mesh.coordinates["dp_replica"]
@@ -294,9 +301,9 @@ def _compiled(rank: int, world: int) -> None:
     for factor in (1.0, 1.5):
         plain, its_data = build(mesh, config=config)
         for engine in (data, its_data):
-            for owned in engine.owned:
-                fill(owned.weight, owned.shard, Init(0.1 * factor), seed=7)
-            engine.publish()
+            for param in engine.local_params:
+                init_param_(param.weight, param.shard, Init(0.1 * factor), seed=7)
+            engine.all_gather_params()
         assert_close(step(model, data, mine(rank)), step(plain, its_data, mine(rank)), FP64)
 
 
@@ -315,16 +322,19 @@ def _odd_steps(rank: int, world: int) -> list[tuple[str, Any, list[float], list[
     mesh = dp_mesh(rank, world)
     model = Odd("meta")
     parameters = [(shard, model, shard.name) for shard in model.SHARDS]
-    data = FullySharded([model], parameters, mesh, device=CPU, gradient_dtype=torch.float64)
+    data = FullyShardedDataParallel(
+        [model], parameters, mesh, device=CPU, gradient_dtype=torch.float64
+    )
     for _ in range(2):
         data.begin_step(3)
         for microbatch in range(3):
             model(float(rank + microbatch)).backward()
-        for owned in data.finish():
-            owned.weight.sub_(owned.gradient)
-        data.publish()
+        for param in data.finish():
+            param.weight.sub_(param.gradient)
+        data.all_gather_params()
     return [
-        (o.shard.name, o.shard.flat, o.gradient.tolist(), o.weight.tolist()) for o in data.owned
+        (o.shard.name, o.shard.flat, o.gradient.tolist(), o.weight.tolist())
+        for o in data.local_params
     ]
 
 
@@ -334,12 +344,12 @@ def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
     expected = Odd.gradients(factor)
     seen = {shard.name: [0] * shard.numel for shard in Odd.SHARDS}
     found = run_ranks(_odd_steps, world)
-    assert [len(owned) for owned in found] == [
+    assert [len(param) for param in found] == [
         4,
         3,
         2,
     ]  # the last rank has none of `one` and `matrix`
-    for name, (start, stop), gradient, weight in (each for owned in found for each in owned):
+    for name, (start, stop), gradient, weight in (each for param in found for each in param):
         assert (
             torch.tensor(gradient).eq(expected[name]).all()
             and torch.tensor(weight).eq(-2 * expected[name]).all()
@@ -354,7 +364,7 @@ def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
 
 def gathered_bytes(unit: Unit) -> int:
     """Memory of a unit's whole weights."""
-    assert isinstance(unit, Gathered)
+    assert isinstance(unit, ShardedUnit)
     groups = unit.fsdp._get_fsdp_state()._fsdp_param_groups
     outputs = [
         whole for group in groups for one in group.fsdp_params for whole in one.all_gather_outputs
@@ -377,13 +387,13 @@ def _residency(rank: int, world: int) -> tuple[list[int], list[int], list[int]]:
         return total // each
 
     for layer in model.layers:
-        mlp = cast(Block, layer).mlp
+        mlp = cast(SequentialBlock, layer).mlp
         mlp.register_forward_hook(lambda *_: forward.append(count()))
         mlp.register_full_backward_hook(lambda *_: backward.append(count()))
     step(model, data, [rank])
     tables = [unit for unit in data.units if unit.module in (model.embed, model.head)]
     assert len(tables) == 2 and not any(gathered_bytes(unit) for unit in data.units)
-    assert sum(owned.weight.numel() for owned in data.owned) * world == sum(
+    assert sum(param.weight.numel() for param in data.local_params) * world == sum(
         p.numel() for p in alone().parameters()
     )
     return forward, backward, [count()]
@@ -399,7 +409,7 @@ def test_only_the_layer_at_work_is_gathered() -> None:
 class _Looked(torch.nn.Module):
     """Keeps what it is given."""
 
-    def forward(self, sent: Sent) -> Sent:
+    def forward(self, sent: DispatchedTokens) -> DispatchedTokens:
         return sent
 
 
@@ -413,13 +423,13 @@ def test_who_looks_at_the_inputs_of_experts_sees_rows_that_are_rebuilt_and_may_r
         return (args[0]._replace(rows=args[0].rows * 1), *args[1:])
 
     experts.register_forward_pre_hook(look, prepend=True)  # as FSDP2 does
-    _show_what_is_rebuilt(experts)
-    rows = rebuilt(torch.ones(2, 3, requires_grad=True))
-    sent = experts(Sent(rows, torch.ones(2), Groups((2,))))
+    _expose_recomputed_outputs(experts)
+    rows = as_recomputed(torch.ones(2, 3, requires_grad=True))
+    sent = experts(DispatchedTokens(rows, torch.ones(2), Groups((2,))))
     assert seen == [rows.value] and sent.rows.value.grad_fn is not None
     assert sent.rows.inputs == rows.inputs and sent.rows.again == rows.again
     plain = torch.ones(2, 3)
-    assert torch.equal(experts(Sent(plain, torch.ones(2), Groups((2,)))).rows, plain)
+    assert torch.equal(experts(DispatchedTokens(plain, torch.ones(2), Groups((2,)))).rows, plain)
 
 
 def _fresh(rank: int, world: int) -> None:
@@ -428,12 +438,12 @@ def _fresh(rank: int, world: int) -> None:
     with torch.no_grad():
         before = loss_of(model, 0)
         assert_close({"loss": before}, {"loss": loss_of(plain, 0)}, FP64)
-        for owned in data.owned:
-            owned.weight.mul_(1.5)
+        for param in data.local_params:
+            param.weight.mul_(1.5)
         for parameter in plain.parameters():
             parameter.mul_(1.5)
-        data.publish()
-        data.settle()
+        data.all_gather_params()
+        data.wait_params()
         after = loss_of(model, 0)
         assert_close({"loss": after}, {"loss": loss_of(plain, 0)}, FP64)
     assert not torch.equal(before, after)
@@ -453,7 +463,7 @@ def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
     if (
         rank == 1
     ):  # one gradient is not a number; in forward the weight is the whole one, which has a gradient
-        norm = cast(Block, model.layers[1]).attention_norm
+        norm = cast(SequentialBlock, model.layers[1]).attention_norm
         norm.register_forward_pre_hook(
             lambda *_: norm.weight.register_hook(lambda dy: dy * float("nan")) and None
         )
@@ -528,7 +538,7 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
         again = _trainer(parallel, rank, world, fill=False)
         saved.load_into(checkpoint_entries(again), again.mesh.world)
         again.optimizer.set_updates(1)
-        publish_loaded(again)
+        all_gather_loaded_params(again)
         other = Path(folder) / f"{parallel.zero}{parallel.tp}"
         save_checkpoint(
             other, 1, checkpoint_entries(again), {}, again.mesh.world, config_text="", keep=None
@@ -572,10 +582,10 @@ MIXTURE = replace(
     CONFIG,
     num_layers=2,
     moe=MoEConfig(
-        experts=4,
+        num_experts=4,
         ffn_hidden_size=6,
         shared_ffn_hidden_size=5,
-        router=RouterConfig(score="sigmoid", balancing_bias=True, balancing_rate=0.01),
+        router=RouterConfig(score="sigmoid", expert_bias=True, expert_bias_update_rate=0.01),
     ),
 )
 
@@ -597,9 +607,9 @@ def _recomputed_experts(rank: int, world: int, ep: int) -> None:
             model, data = build(mesh, config=MIXTURE, recompute=recompute, keep_gathered=keep)
             found = step(model, data, mine(rank))
             assert all(torch.equal(found[name], plain[name]) for name in plain), (recompute, keep)
-    count = sum(owned.shard.numel for owned in data.owned if owned.shard.grid == "expert")
+    count = sum(param.shard.numel for param in data.local_params if param.shard.grid == "expert")
     assert count == sum(
-        owned.weight.numel() for owned in data.owned if owned.shard.grid == "expert"
+        param.weight.numel() for param in data.local_params if param.shard.grid == "expert"
     ) * (world // ep)
 
 
@@ -657,7 +667,7 @@ def _experts_go_on(rank: int, world: int, folder: str) -> None:
         saved = open_checkpoint(Path(folder) / "step_0000001")
         saved.load_into(checkpoint_entries(again), again.mesh.world)
         again.optimizer.set_updates(1)
-        publish_loaded(again)
+        all_gather_loaded_params(again)
         found = _train(again, first=1, steps=2)
         if parallel == sharded:
             assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -16,10 +16,10 @@ from megalith.errors import DataError, RankError
 from megalith.parallel import link
 from megalith.parallel.group import Group, alone, start_receive, start_send
 from megalith.parallel.link import (
-    Link,
-    Message,
     Posted,
     Spec,
+    StageLink,
+    StageMessage,
     _announced,
     _announcement,
     handles_of,
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 def test_every_message_of_a_step_has_its_own_tag() -> None:
     messages = [
-        Message(direction, stage, microbatch)
+        StageMessage(direction, stage, microbatch)
         for direction, stage, microbatch in itertools.product(
             ("forward", "backward"), range(6), range(7)
         )
@@ -67,8 +67,8 @@ def test_one_rank_needs_no_process_group() -> None:
 
 def _any_order(rank: int, world: int, announce: bool) -> list[float]:
     handles = handles_of(everyone(rank, world, "pp"), tags=True)
-    messages = [Message("forward", 1, microbatch) for microbatch in range(4)]
-    with Link(handles, num_microbatches=4, announce=announce, device=CPU) as link:
+    messages = [StageMessage("forward", 1, microbatch) for microbatch in range(4)]
+    with StageLink(handles, num_microbatches=4, announce=announce, device=CPU) as link:
         if rank == 0:
             for message in messages:
                 link.send(message, (torch.full((3,), float(message.microbatch)), torch.zeros(2)), 1)
@@ -88,11 +88,11 @@ def _both_at_once(rank: int, world: int) -> bool:
     handles = handles_of(everyone(rank, world, "pp"), tags=False)
     other, data = 1 - rank, torch.full((1 << 20,), float(rank))
     ways = ("forward", "backward") if rank == 0 else ("backward", "forward")
-    with Link(handles, num_microbatches=1, announce=False, device=CPU) as link:
+    with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as link:
         for way in ways:
-            link.send(Message(way, other, 0), (data,), other)
+            link.send(StageMessage(way, other, 0), (data,), other)
         found = [
-            link.post(Message(way, rank, 0), specs_of([data]), other).wait()
+            link.post(StageMessage(way, rank, 0), specs_of([data]), other).wait()
             for way in reversed(ways)
         ]
     return all(bool((x == other).all()) for (x,) in found)
@@ -136,9 +136,9 @@ def test_every_channel_is_opened_before_the_first_step_and_both_ends_keep_one_or
 
 def _dies_while_sending(rank: int, world: int) -> None:
     handles = handles_of(everyone(rank, world, "pp"), tags=True)
-    with Link(handles, num_microbatches=1, announce=False, device=CPU) as link:
+    with StageLink(handles, num_microbatches=1, announce=False, device=CPU) as link:
         if rank == 0:
-            link.send(Message("forward", 1, 0), (torch.zeros(1 << 22),), 1)
+            link.send(StageMessage("forward", 1, 0), (torch.zeros(1 << 22),), 1)
         else:
             raise RuntimeError("rank 1 gives up")
 
@@ -153,7 +153,7 @@ def _posted(*expected: Spec) -> Posted:
     travels."""
     nobody: Any = None
     return Posted(
-        Message("forward", 2, 4), 1, alone("pp"), nobody, tag=0, specs=expected, device=CPU
+        StageMessage("forward", 2, 4), 1, alone("pp"), nobody, tag=0, specs=expected, device=CPU
     )
 
 

@@ -113,7 +113,7 @@ def test_a_grid_may_be_built_again_and_released_without_harm_to_the_rest() -> No
 
 def _names(rank: int, world: int) -> dict[str, str]:
     grid = model_grid(
-        ParallelConfig(ep=2), replace(MODEL, moe=MoEConfig(experts=2, ffn_hidden_size=4)), world
+        ParallelConfig(ep=2), replace(MODEL, moe=MoEConfig(num_experts=2, ffn_hidden_size=4)), world
     )
     mesh = build_mesh(grid, rank=rank, timeout_seconds=30)
     assert all_reduce_(torch.tensor([1.0]), mesh.over("ep")).item() == 2.0
@@ -152,17 +152,21 @@ def test_axes_may_be_named_in_any_order_and_tp_stands_for_its_two_parts() -> Non
 
 
 @pytest.mark.parametrize(
-    ("tp", "heads", "holders", "copies"),
+    ("tp", "heads", "replica_ranks", "copies"),
     [(1, 2, 1, 1), (2, 2, 2, 1), (4, 2, 2, 2), (4, 1, 1, 4), (2, 4, 2, 1)],
 )
 def test_tp_is_cut_in_two_where_ranks_share_a_key_value_head(
-    tp: int, heads: int, holders: int, copies: int
+    tp: int, heads: int, replica_ranks: int, copies: int
 ) -> None:
     model = replace(MODEL, num_kv_heads=heads)
     grid = model_grid(ParallelConfig(tp=tp), model, tp)
-    assert (grid.size("tp_kv"), grid.size("tp_copy"), grid.size("tp")) == (holders, copies, tp)
-    neighbours = mesh_on_paper(grid, rank=0).over("tp_copy").ranks
-    assert neighbours == tuple(range(copies))
+    assert (grid.size("tp_kv"), grid.size("tp_copy"), grid.size("tp")) == (
+        replica_ranks,
+        copies,
+        tp,
+    )
+    neighbors = mesh_on_paper(grid, rank=0).over("tp_copy").ranks
+    assert neighbors == tuple(range(copies))
 
 
 def test_degrees_that_do_not_multiply_to_the_world_are_refused() -> None:

@@ -16,7 +16,7 @@ from megalith.kernels.tokens import tokens_of_rows
 from megalith.parallel import recompute as recompute_module
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.offload import Away, HostMemory, OffloadedPass
-from megalith.plan.activations import Setting, stage_kept
+from megalith.plan.activations import ActivationSetting, stage_activations
 from megalith.plan.workload import plan_workload
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
@@ -48,7 +48,7 @@ def step(one: Trainer) -> tuple[Tensor, Tensor]:
     loss = one.model.loss(ids, ids.flip(0), tokens_of_rows(2, 12, device=device))
     loss.backward()
     return loss.detach().clone(), torch.cat(
-        [owned.gradient.flatten() for owned in one.data.finish()]
+        [param.gradient.flatten() for param in one.data.finish()]
     )
 
 
@@ -89,10 +89,10 @@ def test_what_is_sent_is_what_the_ledger_says(
 ) -> None:
     offload = OffloadConfig(layers=2, min_numel=min_numel)
     step(trainer(offload, recompute))
-    setting = Setting(
+    setting = ActivationSetting(
         model=RUN.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
-    ledger = stage_kept(setting, num_layers=4)
+    ledger = stage_activations(setting, num_layers=4)
     expected = [sorted((row.numel, row.nbytes) for row in rows) for rows in ledger.host if rows]
     assert [sorted(sent) for _, sent in sorted(passes[0].sent.items())] == expected
     assert sum(len(rows) for rows in expected) > 0

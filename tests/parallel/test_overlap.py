@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from megalith.kernels.linear import weight_grad
-from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.models.decoder import allocate
 from megalith.parallel.group import Group
-from megalith.parallel.rings import MESSAGES
+from megalith.parallel.rings import RING_EXCHANGE
 from megalith.parallel.symm_mem import FUSED
 from megalith.parallel.tensor import (
     ColumnLinear,
-    Declared,
     Init,
-    Region,
+    ParameterSpec,
     RowLinear,
-    SplitTokens,
-    WholeTokens,
+    SequenceParallelComm,
+    TensorParallelComm,
+    TPComm,
 )
-from megalith.plan.shards import cut_dim, split_evenly, whole
+from megalith.plan.shards import Shard, split_evenly
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.symm_mem import fused_on_cpus
@@ -57,16 +57,16 @@ class Notes:
 
 
 def build(
-    kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtype
+    kind: type[nn.Module], tp_comm: TPComm, group: Group, dtype: torch.dtype
 ) -> ColumnLinear | RowLinear:
-    shard = whole("x.w", (OUTPUTS, INPUTS))
+    shard = Shard.full("x.w", (OUTPUTS, INPUTS))
     dim = 0 if kind is ColumnLinear else 1
     sizes = split_evenly(shard.shape[dim], group.size)
-    declared = Declared(cut_dim(shard, dim, sizes, group.rank, group.axes), Init(1.0))
+    declared = ParameterSpec(shard.split_dim(dim, sizes, group.rank, group.axes), Init(1.0))
     layer = (
-        ColumnLinear([declared], [], region, dtype=dtype)
+        ColumnLinear([declared], [], tp_comm, dtype=dtype)
         if kind is ColumnLinear
-        else RowLinear(declared, None, region, dtype=dtype)
+        else RowLinear(declared, None, tp_comm, dtype=dtype)
     )
     allocate(layer, torch.device("cpu"))
     with torch.no_grad():
@@ -76,13 +76,13 @@ def build(
 
 
 def run(
-    kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtype, sink: bool
+    kind: type[nn.Module], tp_comm: TPComm, group: Group, dtype: torch.dtype, grad_accumulator: bool
 ) -> Sequence[Tensor]:
     """Output, dx and dw of one layer."""
-    layer = build(kind, region, group, dtype)
+    layer = build(kind, tp_comm, group, dtype)
     notes = Notes([])
-    layer.sink = notes if sink else None
-    sp, column = isinstance(region, SplitTokens), kind is ColumnLinear
+    layer.grad_accumulator = notes if grad_accumulator else None
+    sp, column = isinstance(tp_comm, SequenceParallelComm), kind is ColumnLinear
     tokens = TOKENS // group.size if sp and column else TOKENS
     inputs = INPUTS if column else split_evenly(INPUTS, group.size)[group.rank]
     x = seeded(
@@ -91,27 +91,31 @@ def run(
     y = layer(x)
     (y * seeded(*y.shape, seed=7, dtype=dtype)).sum().backward()
     weight = getattr(layer, "w")  # noqa: B009
-    found = notes.total if sink else weight.grad
+    found = notes.total if grad_accumulator else weight.grad
     assert x.grad is not None and found is not None
-    assert (weight.grad is None) == sink
+    assert (weight.grad is None) == grad_accumulator
     return y.detach(), x.grad, found
 
 
 def compare(rank: int, world: int, dtype: torch.dtype) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
     for kind in (ColumnLinear, RowLinear):
-        for sink in (False, True):
+        for grad_accumulator in (False, True):
             for split in (False, True):
-                region = SplitTokens if split else WholeTokens
-                plain = run(kind, region(group, overlap=False), group, dtype, sink)
+                tp_comm = SequenceParallelComm if split else TensorParallelComm
+                plain = run(kind, tp_comm(group, overlap=False), group, dtype, grad_accumulator)
                 for mine, reference in zip(
-                    run(kind, region(group), group, dtype, sink), plain, strict=True
+                    run(kind, tp_comm(group), group, dtype, grad_accumulator), plain, strict=True
                 ):
-                    assert torch.equal(mine, reference), (kind, region, sink)
-            for products in (MESSAGES, FUSED) if dtype == torch.float64 else ():
+                    assert torch.equal(mine, reference), (kind, tp_comm, grad_accumulator)
+            for matmul_ops in (RING_EXCHANGE, FUSED) if dtype == torch.float64 else ():
                 with fused_on_cpus():
                     ring = run(
-                        kind, SplitTokens(group, rings=True, products=products), group, dtype, sink
+                        kind,
+                        SequenceParallelComm(group, tp_comm_overlap=True, products=matmul_ops),
+                        group,
+                        dtype,
+                        grad_accumulator,
                     )
                 for mine, reference in zip(ring, plain, strict=True):
                     assert_equals(f"{kind} in a ring", mine, reference, FP64)
@@ -126,9 +130,12 @@ def order(rank: int, world: int, sp: bool) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
     events: list[str] = []
     layer = build(
-        ColumnLinear, SplitTokens(group) if sp else WholeTokens(group), group, torch.float32
+        ColumnLinear,
+        SequenceParallelComm(group) if sp else TensorParallelComm(group),
+        group,
+        torch.float32,
     )
-    layer.sink = Notes(events)
+    layer.grad_accumulator = Notes(events)
     x = seeded(
         TOKENS // world if sp else TOKENS, INPUTS, seed=2, dtype=torch.float32
     ).requires_grad_()
@@ -152,9 +159,12 @@ def hidden(rank: int, world: int, sp: bool) -> float:
     a long sleep."""
     group = everyone(rank, world, "tp_kv", "tp_copy")
     layer = build(
-        ColumnLinear, SplitTokens(group) if sp else WholeTokens(group), group, torch.float32
+        ColumnLinear,
+        SequenceParallelComm(group) if sp else TensorParallelComm(group),
+        group,
+        torch.float32,
     )
-    layer.sink = Sleeper()
+    layer.grad_accumulator = Sleeper()
     x = seeded(
         TOKENS // world if sp else TOKENS, INPUTS, seed=2, dtype=torch.float32
     ).requires_grad_()
@@ -182,13 +192,13 @@ def test_the_sum_of_dx_is_hidden_behind_the_weights(sp: bool) -> None:
 
 def rebuilt_input(rank: int, world: int) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
-    layer = build(ColumnLinear, SplitTokens(group), group, torch.float64)
+    layer = build(ColumnLinear, SequenceParallelComm(group), group, torch.float64)
     x = seeded(TOKENS // world, INPUTS, seed=2, dtype=torch.float64)
     layer(x).sum().backward()
     weight = getattr(layer, "w")  # noqa: B009
     reference, weight.grad = weight.grad, None
     half = x / 2
-    layer(Rebuilt(x, torch.add, (half, half))).sum().backward()
+    layer(RecomputedOutput(x, torch.add, (half, half))).sum().backward()
     assert torch.equal(weight.grad, reference)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megalith.errors import RankError
-from megalith.kernels.linear import Sink, linear, weight_grad
+from megalith.kernels.linear import GradAccumulator, linear, weight_grad
 from megalith.parallel.link import Spec, Specs, Tensors, handles_of
 from megalith.parallel.pipeline import Boundary, Pipeline
-from megalith.parallel.postpone import Postponed
+from megalith.parallel.postpone import WeightGradStore
 from megalith.plan.schedule import Schedule, ScheduleName, build_schedule
 from megalith.plan.transfers import with_transfers
 from megalith.testing.inject import slow_link
@@ -62,7 +62,7 @@ class Layer:
         ).requires_grad_()
         self.gradient = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
         self.added: list[int] = []
-        self.sink: Sink | None = Adding(self.gradient, self.added)
+        self.grad_accumulator: GradAccumulator | None = Adding(self.gradient, self.added)
         self.losses: dict[int, float] = {}
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
@@ -74,7 +74,7 @@ class Layer:
             )
         else:
             x, gain, count = received
-        y = torch.tanh(linear(x, [self.weight], sink=self.sink)) * gain
+        y = torch.tanh(linear(x, [self.weight], grad_accumulator=self.grad_accumulator)) * gain
         if not self.last:
             return y, gain * 1.5, count + 1
         assert int(count[0]) == self.stage, "integers cross a boundary unchanged"
@@ -144,7 +144,7 @@ def run_case(
         CPU,
         boundary=boundary if case.known else None,
         announce=case.announce,
-        weights=[Postponed([layer]) for layer in layers],
+        weights=[WeightGradStore([layer]) for layer in layers],
     )
     with torch.set_grad_enabled(not case.forward_only):
         pipeline.run(schedule, layers)

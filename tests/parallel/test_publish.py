@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megalith.parallel.publish import Publication
+from megalith.parallel.publish import ParamAllGather
 from megalith.plan.buckets import BucketPlan, plan_buckets
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
@@ -54,19 +54,19 @@ def _published(rank: int, world: int) -> list[object]:
         for _ in range((b.stop - b.start) // world)
     ]
     chunk = Chunk(weights, plan)
-    publication = Publication(weights, plan, [group] * len(plan.buckets))
-    publication.wait_in(chunk, chunk.weights)
+    param_all_gather = ParamAllGather(weights, plan, [group] * len(plan.buckets))
+    param_all_gather.wait_in(chunk, chunk.weights)
     left: list[object] = []
     for layer in (*chunk.layers, chunk.norm):
-        layer.register_forward_pre_hook(lambda *_: left.append(len(publication.arriving)))
+        layer.register_forward_pre_hook(lambda *_: left.append(len(param_all_gather.arriving)))
     with slow_link(latency_seconds=0.01, poison=True), torch.no_grad():
         for _ in range(2):
-            publication.start()
+            param_all_gather.start()
             assert not bool(weights.isfinite().all()), "the link holds them back"
             left.append(bool(chunk(torch.zeros(())).isfinite()))
-            left.append(len(publication.arriving))
-        publication.start()
-        publication.settle()
+            left.append(len(param_all_gather.arriving))
+        param_all_gather.start()
+        param_all_gather.wait_params()
     assert weights.tolist() == expected
     return left
 
@@ -77,4 +77,4 @@ def test_each_layer_waits_for_its_own_weights_and_the_end_of_forward_for_the_res
 
 def test_settling_when_nothing_is_on_its_way_does_nothing() -> None:
     plan = plan_buckets(NUMELS, bucket_numel=None)
-    Publication(torch.zeros(plan.numel), plan, [everyone(0, 1, "dp_shard")]).settle()
+    ParamAllGather(torch.zeros(plan.numel), plan, [everyone(0, 1, "dp_shard")]).wait_params()

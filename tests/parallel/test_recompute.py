@@ -21,7 +21,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.kernels import norm, swiglu, tiled_attention
 from megalith.kernels.linear import LinearFunction
-from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.rebuilt import RecomputedOutput
 from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import declared_parameters
 from megalith.observe.meter import metered
@@ -68,7 +68,7 @@ def step(trainer: Trainer, *, backward: bool = True) -> list[Tensor]:
         found.append(loss.detach().clone())
         if backward:
             loss.backward()
-    return found + [owned.gradient.clone() for owned in trainer.data.finish()]
+    return found + [param.gradient.clone() for param in trainer.data.finish()]
 
 
 def built(one: RecomputeConfig, dtype: str = "fp32", run: TrainRun = RUN) -> Trainer:
@@ -106,7 +106,10 @@ def step_of_packed_rows(model: ModelConfig, one: RecomputeConfig) -> list[Tensor
     told = train_step(
         trainer, _loader(run, trainer.mesh, consumed=0, steps=1).next(), lr=0.0, weight_decay=0.0
     )
-    return [torch.tensor(told.loss), *(owned.gradient.clone() for owned in trainer.data.owned)]
+    return [
+        torch.tensor(told.loss),
+        *(param.gradient.clone() for param in trainer.data.local_params),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -148,16 +151,18 @@ def test_gradients_of_layers_appear_although_nothing_before_them_wants_one(
 def test_every_sink_is_given_each_product_once(
     one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[data.FlatSink] = []
-    product = data.FlatSink.product
+    given: list[data.BucketGradAccumulator] = []
+    product = data.BucketGradAccumulator.product
 
-    def noted(self: data.FlatSink, x: Tensor, dy: Tensor) -> None:
+    def noted(self: data.BucketGradAccumulator, x: Tensor, dy: Tensor) -> None:
         given.append(self)
         product(self, x, dy)
 
-    monkeypatch.setattr(data.FlatSink, "product", noted)
+    monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
     step(built(one))
-    assert len(given) == 2 * 4 * 4 and all(given.count(sink) == 2 for sink in given)
+    assert len(given) == 2 * 4 * 4 and all(
+        given.count(grad_accumulator) == 2 for grad_accumulator in given
+    )
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], SELECTIVE[-1]], ids=name)
@@ -220,7 +225,7 @@ def interleaved_step(trainer: Trainer) -> list[Tensor]:
     for loss in losses:
         loss.backward()
     return [loss.detach() for loss in losses] + [
-        owned.gradient.clone() for owned in trainer.data.finish()
+        param.gradient.clone() for param in trainer.data.finish()
     ]
 
 
@@ -240,17 +245,19 @@ def test_latent_attention_has_the_same_bits_when_it_runs_again_from_its_short_ve
 def test_sinks_of_latent_attention_are_given_each_product_once(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[data.FlatSink] = []
-    product = data.FlatSink.product
+    given: list[data.BucketGradAccumulator] = []
+    product = data.BucketGradAccumulator.product
 
-    def noted(self: data.FlatSink, x: Tensor, dy: Tensor) -> None:
+    def noted(self: data.BucketGradAccumulator, x: Tensor, dy: Tensor) -> None:
         given.append(self)
         product(self, x, dy)
 
     theirs = step(built(KEEP, dtype, LATENT))
-    monkeypatch.setattr(data.FlatSink, "product", noted)
+    monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
     assert same(step(built(UP, dtype, LATENT)), tuple(theirs))
-    assert len(given) == 2 * 2 * 7 and all(given.count(sink) == 2 for sink in given)
+    assert len(given) == 2 * 2 * 7 and all(
+        given.count(grad_accumulator) == 2 for grad_accumulator in given
+    )
 
 
 @pytest.mark.slow
@@ -272,15 +279,15 @@ def test_compiled_layers_are_recomputed_with_the_same_bits(one: RecomputeConfig)
 def test_a_second_backward_through_the_same_graph_runs_the_region_again() -> None:
     calls: list[int] = []
 
-    def region(x: Tensor, y: Tensor) -> Tensor:
+    def tp_comm(x: Tensor, y: Tensor) -> Tensor:
         calls.append(1)
         return (x.exp() * y).sin()
 
     x, y = torch.randn(5, requires_grad=True), torch.randn(5, requires_grad=True)
-    out = Recomputed(region)(x, y).sum()
+    out = Recomputed(tp_comm)(x, y).sum()
     first = torch.autograd.grad(out, [x, y], retain_graph=True)
     second = torch.autograd.grad(out, [x, y])
-    expected = torch.autograd.grad(region(x, y).sum(), [x, y])
+    expected = torch.autograd.grad(tp_comm(x, y).sum(), [x, y])
     for found in (first, second):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert len(calls) == 4
@@ -297,7 +304,7 @@ def test_a_region_whose_input_is_rebuilt_keeps_what_that_is_rebuilt_from() -> No
 
     with metered() as meter:
         y = Recomputed(lambda doubled: doubled.exp().sin())(
-            Rebuilt(double(middle), double, (middle,))
+            RecomputedOutput(double(middle), double, (middle,))
         )
     assert meter.live == 5 * 4 * 4
     (found,) = torch.autograd.grad(y.sum(), x)
@@ -326,7 +333,7 @@ def test_tensor_parallel_ranks_recompute_the_same_bits(sp: bool, rings: bool) ->
 
 
 def on_two_ranks(rank: int, world: int, sp: bool, rings: bool) -> None:
-    run = replace(RUN, parallel=replace(RUN.parallel, tp=2, sp=sp, rings=rings))
+    run = replace(RUN, parallel=replace(RUN.parallel, tp=2, sp=sp, tp_comm_overlap=rings))
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     sharding = replace(UNIFORM[1], shard_inputs=True)
     away = OffloadConfig(layers=2, min_numel=1)
@@ -388,12 +395,14 @@ def slightly_off(function: Any) -> Any:
 def test_a_norm_rebuilt_from_the_wrong_input_is_seen_in_the_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = Rebuilt.__init__
+    right = RecomputedOutput.__init__
 
-    def wrong(self: Rebuilt, value: Tensor, again: Any, inputs: tuple[Tensor, ...]) -> None:
+    def wrong(
+        self: RecomputedOutput, value: Tensor, again: Any, inputs: tuple[Tensor, ...]
+    ) -> None:
         right(self, value, again, (inputs[0].detach() * 0.5, *inputs[1:]))
 
-    monkeypatch.setattr(Rebuilt, "__init__", wrong)
+    monkeypatch.setattr(RecomputedOutput, "__init__", wrong)
     assert not same(step(built(SELECTIVE[3])), reference("fp32"))
     assert SELECTIVE[3].modules == ("mlp_act",)
 
@@ -405,7 +414,7 @@ def test_an_mlp_in_chunks_of_uneven_size_gives_the_same_gradients(
     chunks: int, modules: tuple[RecomputedModule, ...], check: bool
 ) -> None:
     one = replace(CHUNKS, modules=modules, mlp_chunks=chunks, check=check)
-    names = ["loss", "loss", *(owned.shard.name for owned in built(one, "fp64").data.finish())]
+    names = ["loss", "loss", *(param.shard.name for param in built(one, "fp64").data.finish())]
     for name, mine, theirs in zip(names, step(built(one, "fp64")), reference("fp64"), strict=True):
         assert_equals(name, mine, theirs, FP64)
 
@@ -430,13 +439,13 @@ def test_each_chunk_of_a_microbatch_gives_each_sink_one_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[tuple[int, int]] = []
-    product = data.FlatSink.product
+    product = data.BucketGradAccumulator.product
 
-    def noted(self: data.FlatSink, x: Tensor, dy: Tensor) -> None:
+    def noted(self: data.BucketGradAccumulator, x: Tensor, dy: Tensor) -> None:
         given.append((x.shape[1], len(x)))
         product(self, x, dy)
 
-    monkeypatch.setattr(data.FlatSink, "product", noted)
+    monkeypatch.setattr(data.BucketGradAccumulator, "product", noted)
     step(built(replace(CHUNKS, mlp_chunks=5)))
     down = [tokens for features, tokens in given if features == RUN.model.ffn_hidden_size]
     assert sorted(set(down)) == [14, 15] and sum(down) == 2 * 4 * 72 and len(down) == 2 * 4 * 5
@@ -455,8 +464,8 @@ def test_a_sink_that_is_given_products_twice_is_refused(monkeypatch: pytest.Monk
 
     def twice(ctx: Any, dy: Tensor) -> Any:
         result = backward(ctx, dy)
-        if ctx.sink is not None:
-            ctx.sink.product(
+        if ctx.grad_accumulator is not None:
+            ctx.grad_accumulator.product(
                 *(saved for saved in ctx.saved_tensors if saved.shape[0] == dy.shape[0]), dy
             )
         return result

@@ -1,4 +1,4 @@
-"""Products around a ring are those of gathered tokens, and of sums that are scattered; and they
+"""MatmulOps around a ring are those of gathered tokens, and of sums that are scattered; and they
 hide a slow link."""
 
 import time

@@ -16,11 +16,11 @@ from megalith.observe.capabilities import has_symmetric_memory
 from megalith.observe.flight import Flight
 from megalith.parallel import symm_mem
 from megalith.parallel.group import Group, alone
-from megalith.parallel.rings import MESSAGES, gather_product, product_scatter
+from megalith.parallel.rings import RING_EXCHANGE, gather_product, product_scatter
 from megalith.parallel.symm_mem import (
     FUSED,
-    Place,
-    choose_products,
+    RankDevice,
+    choose_collective_matmul,
     fused_gather_product,
     fused_product_scatter,
     my_place,
@@ -139,10 +139,10 @@ def test_no_other_function_is_taken_for_a_matmul() -> None:
 # --- whether they can serve
 
 
-def place(rank: int, **others: object) -> Place:
+def place(rank: int, **others: object) -> RankDevice:
     gpu = rank % 4
     reads = tuple(other for other in range(4) if other != gpu)
-    return replace(Place(rank, "cuda", host="a", gpu=gpu, reads=reads), **others)  # type: ignore[arg-type]  # by name
+    return replace(RankDevice(rank, "cuda", host="a", gpu=gpu, reads=reads), **others)  # type: ignore[arg-type]  # by name
 
 
 FAULTS: dict[str, tuple[dict[str, object], str]] = {
@@ -184,42 +184,47 @@ def choices(rank: int, world: int, disagree: bool) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         reads = () if disagree and rank == world - 1 else tuple(range(world))
         patch.setattr(
-            symm_mem, "my_place", lambda rank, device: Place(rank, "cuda", "a", rank, reads)
+            symm_mem, "my_place", lambda rank, device: RankDevice(rank, "cuda", "a", rank, reads)
         )
-        chosen = choose_products("auto", group, torch.device("cuda"))
-        assert choose_products("messages", group, torch.device("cuda")) is MESSAGES
+        chosen = choose_collective_matmul("auto", group, torch.device("cuda"))
+        assert (
+            choose_collective_matmul("ring_exchange", group, torch.device("cuda")) is RING_EXCHANGE
+        )
         try:
-            second = choose_products("fused", group, torch.device("cuda"))
+            second = choose_collective_matmul("fused", group, torch.device("cuda"))
         except ConfigError as error:
-            return "fused" if chosen is FUSED else "messages", str(error)
+            return "fused" if chosen is FUSED else "ring_exchange", str(error)
         assert second is FUSED
-    return "fused" if chosen is FUSED else "messages", ""
+    return "fused" if chosen is FUSED else "ring_exchange", ""
 
 
 def test_ranks_choose_alike_even_if_only_one_cannot() -> None:
     assert run_ranks(choices, 3, False) == [("fused", "")] * 3
     text = (
-        "parallel.ring_products=fused cannot serve the ranks [0, 1, 2]: GPU 2 of a cannot read the "
+        "parallel.collective_matmul=fused cannot serve the ranks [0, 1, 2]: GPU 2 of a cannot read "
+        "the "
         "memory of GPU 0. "
-        "Set parallel.ring_products to auto or messages."
+        "Set parallel.collective_matmul to auto or ring_exchange."
     )
-    assert run_ranks(choices, 3, True) == [("messages", text)] * 3
+    assert run_ranks(choices, 3, True) == [("ring_exchange", text)] * 3
 
 
 def on_a_cpu(rank: int, world: int) -> str:
     group = everyone(rank, world, "tp_kv", "tp_copy")
-    assert choose_products("auto", group, CPU) is MESSAGES
+    assert choose_collective_matmul("auto", group, CPU) is RING_EXCHANGE
     with pytest.raises(ConfigError) as refused:
-        choose_products("fused", group, CPU)
+        choose_collective_matmul("fused", group, CPU)
     return str(refused.value)
 
 
 def test_on_cpus_auto_means_messages_and_fused_is_refused() -> None:
     (text,) = set(run_ranks(on_a_cpu, 2))
     assert text.startswith(
-        "parallel.ring_products=fused cannot serve the ranks [0, 1]: rank 0 computes on cpu"
+        "parallel.collective_matmul=fused cannot serve the ranks [0, 1]: rank 0 computes on cpu"
     )
-    assert choose_products("fused", alone("tp"), CPU) is MESSAGES, "one rank has no ring"
+    assert choose_collective_matmul("fused", alone("tp"), CPU) is RING_EXCHANGE, (
+        "one rank has no ring"
+    )
 
 
 def test_a_gpu_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

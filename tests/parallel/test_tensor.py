@@ -9,26 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalith.kernels.cross_entropy import Readout, linear_cross_entropy
-from megalith.kernels.rebuilt import value_of
+from megalith.kernels.cross_entropy import LogitTransform, linear_cross_entropy
+from megalith.kernels.rebuilt import output_tensor
 from megalith.models.decoder import allocate
-from megalith.parallel.autograd import gather
+from megalith.parallel.autograd import all_gather
 from megalith.parallel.group import Group, all_reduce_, my_range
 from megalith.parallel.tensor import (
     ONES,
     ZEROS,
     ColumnLinear,
-    Declared,
     Init,
-    Region,
+    ParameterSpec,
     RowLinear,
-    SplitTokens,
+    SequenceParallelComm,
+    TensorParallelComm,
+    TPComm,
     VocabEmbedding,
     VocabHead,
-    WholeTokens,
     choose_losses,
 )
-from megalith.plan.shards import Shard, cut_dim, split_evenly, whole
+from megalith.plan.shards import Shard, split_evenly
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 
@@ -46,13 +46,13 @@ def group_of(rank: int, world: int) -> Group:
     return everyone(rank, world, "tp_kv", "tp_copy")
 
 
-def region_of(group: Group, sp: bool) -> Region:
-    return SplitTokens(group) if sp else WholeTokens(group)
+def region_of(group: Group, sp: bool) -> TPComm:
+    return SequenceParallelComm(group) if sp else TensorParallelComm(group)
 
 
 def cut(shard: Shard, dim: int, group: Group) -> Shard:
     """My part of one dim, as even as can be."""
-    return cut_dim(shard, dim, split_evenly(shard.shape[dim], group.size), group.rank, group.axes)
+    return shard.split_dim(dim, split_evenly(shard.shape[dim], group.size), group.rank, group.axes)
 
 
 def part(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -86,11 +86,11 @@ def column(rank: int, world: int, sp: bool) -> None:
     values = {"a": seeded(OUTPUTS, INPUTS, seed=1), "b": seeded(4, INPUTS, seed=2)}
     values |= {"a_bias": seeded(OUTPUTS, seed=3), "b_bias": seeded(4, seed=4)}
     shards = {
-        name: cut(whole(f"x.{name}", tuple(v.shape), inputs=v.dim() - 1), 0, group)
+        name: cut(Shard.full(f"x.{name}", tuple(v.shape), inputs=v.dim() - 1), 0, group)
         for name, v in values.items()
     }
-    weights = [Declared(shards[name], START) for name in ("a", "b")]
-    biases = [Declared(shards[name], ZEROS) for name in ("a_bias", "b_bias")]
+    weights = [ParameterSpec(shards[name], START) for name in ("a", "b")]
+    biases = [ParameterSpec(shards[name], ZEROS) for name in ("a_bias", "b_bias")]
     layer = ColumnLinear(weights, biases, region_of(group, sp), dtype=torch.float64)
     filled(layer, values)
     x, wanted = seeded(TOKENS, INPUTS, seed=5), seeded(TOKENS, OUTPUTS + 4, seed=6)
@@ -112,11 +112,13 @@ def column(rank: int, world: int, sp: bool) -> None:
 def row(rank: int, world: int, sp: bool) -> None:
     """One matrix with a bias, cut along its inputs."""
     group = group_of(rank, world)
-    region = region_of(group, sp)
+    tp_comm = region_of(group, sp)
     values = {"w": seeded(OUTPUTS, INPUTS, seed=1), "w_bias": seeded(OUTPUTS, seed=2)}
-    weight = cut(whole("x.w", (OUTPUTS, INPUTS)), 1, group)
-    bias = whole("x.w_bias", (OUTPUTS,), invariant=region.invariant, inputs=0)
-    layer = RowLinear(Declared(weight, START), Declared(bias, ZEROS), region, dtype=torch.float64)
+    weight = cut(Shard.full("x.w", (OUTPUTS, INPUTS)), 1, group)
+    bias = Shard.full("x.w_bias", (OUTPUTS,), invariant=tp_comm.invariant, inputs=0)
+    layer = RowLinear(
+        ParameterSpec(weight, START), ParameterSpec(bias, ZEROS), tp_comm, dtype=torch.float64
+    )
     filled(layer, values)
     x, wanted = seeded(TOKENS, INPUTS, seed=5), seeded(TOKENS, OUTPUTS, seed=6)
     mine = part(x, 1, group).clone().requires_grad_()
@@ -141,7 +143,7 @@ def embedding(rank: int, world: int, sp: bool) -> None:
     table, ids = seeded(VOCAB, INPUTS, seed=1), torch.arange(TOKENS) * 5 % VOCAB
     ids[3] = ids[0]  # a row that is used twice
     layer = VocabEmbedding(
-        Declared(cut(whole("e.weight", (VOCAB, INPUTS)), 0, group), START),
+        ParameterSpec(cut(Shard.full("e.weight", (VOCAB, INPUTS)), 0, group), START),
         region_of(group, sp),
         dtype=torch.float64,
     )
@@ -164,18 +166,18 @@ def head(rank: int, world: int, sp: bool) -> None:
     table, x = seeded(VOCAB, INPUTS, seed=1), seeded(TOKENS, INPUTS, seed=2)
     labels = torch.arange(TOKENS) * 4 % known
     labels[[0, 7]] = -1
-    shard = cut(whole("h.weight", (VOCAB, INPUTS)), 0, group)
-    for each, readout in product(
-        (False, True), (Readout(), Readout(0.6), Readout(1.4, softcap=1.5))
+    shard = cut(Shard.full("h.weight", (VOCAB, INPUTS)), 0, group)
+    for each, logit_transform in product(
+        (False, True), (LogitTransform(), LogitTransform(0.6), LogitTransform(1.4, softcap=1.5))
     ):
-        spread = 0.0 if each else readout.scale / 8
+        spread = 0.0 if each else logit_transform.scale / 8
         layer = VocabHead(
-            Declared(shard, START),
+            ParameterSpec(shard, START),
             region_of(group, sp),
             vocab_size=known,
             tied=None,
             dtype=torch.float64,
-            readout=readout,
+            logit_transform=logit_transform,
         )
         choose_losses(
             [layer], partial(partial, linear_cross_entropy, smoothing=spread * (known - 1) / known)
@@ -186,9 +188,9 @@ def head(rank: int, world: int, sp: bool) -> None:
             x.clone().requires_grad_(),
             table.clone().requires_grad_(),
         )
-        logits = dense_x @ dense[:known].T * readout.scale
-        if readout.softcap is not None:
-            logits = readout.softcap * torch.tanh(logits / readout.softcap)
+        logits = dense_x @ dense[:known].T * logit_transform.scale
+        if logit_transform.softcap is not None:
+            logits = logit_transform.softcap * torch.tanh(logits / logit_transform.softcap)
         reference = functional.cross_entropy(
             logits,
             labels,
@@ -199,7 +201,7 @@ def head(rank: int, world: int, sp: bool) -> None:
         found = layer.token_losses(mine, labels) if each else layer.loss(mine, labels)
         same("loss", found, reference)
         judged = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
-        same("judged", layer.loss(mine.detach(), labels, judged=True), judged)
+        same("judged", layer.loss(mine.detach(), labels, evaluating=True), judged)
         weights = seeded(TOKENS, seed=7) if each else torch.tensor(3.0)
         (found * weights).sum().backward()
         (reference * weights).sum().backward()
@@ -207,19 +209,19 @@ def head(rank: int, world: int, sp: bool) -> None:
         same("dx", mine.grad, part(dense_x.grad, 0, group) if sp else dense_x.grad)
         same("dw", layer.weight.grad, part(dense.grad, 0, group))
         with torch.no_grad():
-            same("logits", layer.logits(gather(mine, group) if sp else mine), logits)
+            same("logits", layer.logits(all_gather(mine, group) if sp else mine), logits)
 
 
 def regions(rank: int, world: int, sp: bool) -> None:
     """The two ways, and what they promise of parameters that are used between them."""
     group = group_of(rank, world)
-    region = region_of(group, sp)
-    assert region.invariant == (frozenset() if sp else {"tp_kv", "tp_copy"})
+    tp_comm = region_of(group, sp)
+    assert tp_comm.invariant == (frozenset() if sp else {"tp_kv", "tp_copy"})
     x = seeded(TOKENS, 3)
-    entered = value_of(region.enter(part(x, 0, group).contiguous() if sp else x))
+    entered = output_tensor(tp_comm.prepare_input(part(x, 0, group).contiguous() if sp else x))
     same("entered", entered, x)
     parts = [seeded(TOKENS, 3, seed=r) for r in range(world)]
-    left, total = region.leave(parts[rank]), torch.stack(parts).sum(0)
+    left, total = tp_comm.reduce_output(parts[rank]), torch.stack(parts).sum(0)
     same("left", left, part(total, 0, group) if sp else total)
 
 
@@ -235,11 +237,13 @@ def test_a_layer_over_any_ranks_is_the_whole_layer(layer: object, tp: int, sp: b
 
 def test_a_tied_head_has_the_embeddings_parameter_and_declares_none() -> None:
     group = Group(("tp_kv", "tp_copy"), (0,), 0)
-    shard = whole("embed.weight", (VOCAB, INPUTS))
-    embed = VocabEmbedding(Declared(shard, START), WholeTokens(group), dtype=torch.float32)
+    shard = Shard.full("embed.weight", (VOCAB, INPUTS))
+    embed = VocabEmbedding(
+        ParameterSpec(shard, START), TensorParallelComm(group), dtype=torch.float32
+    )
     tied = VocabHead(
-        Declared(shard, START),
-        WholeTokens(group),
+        ParameterSpec(shard, START),
+        TensorParallelComm(group),
         vocab_size=VOCAB,
         tied=embed.weight,
         dtype=torch.float32,
@@ -250,7 +254,9 @@ def test_a_tied_head_has_the_embeddings_parameter_and_declares_none() -> None:
 
 def test_layers_are_built_without_memory() -> None:
     group = Group(("tp_kv", "tp_copy"), (0, 1), 1)
-    shard = cut(whole("x.w", (2**30, 4096)), 0, group)
-    layer = ColumnLinear([Declared(shard, ONES)], [], WholeTokens(group), dtype=torch.bfloat16)
+    shard = cut(Shard.full("x.w", (2**30, 4096)), 0, group)
+    layer = ColumnLinear(
+        [ParameterSpec(shard, ONES)], [], TensorParallelComm(group), dtype=torch.bfloat16
+    )
     assert layer.w.is_meta and layer.w.shape == (2**29, 4096) and layer.w.dtype == torch.bfloat16
-    assert layer.sunk() == [layer.w]
+    assert layer.accumulated_parameters() == [layer.w]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError
-from megalith.kernels.rebuilt import value_of
+from megalith.kernels.rebuilt import output_tensor
 from megalith.kernels.routing import Choice
-from megalith.parallel.expert import Stay
+from megalith.parallel.expert import LocalDispatcher
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.transports import build_transport, load_transport
 from megalith.plan.transports import GROUP
@@ -22,13 +22,13 @@ from tests.parallel.test_expert import MODEL, answer, made
 KINDS = ("anything", "one expert", "nothing from the first")
 
 CODE = """
-from megalith.parallel.transports import Reference
+from megalith.parallel.transports import ReferenceDispatcher
 
 calls = []
 
 def build(**given):
     calls.append(sorted(given))
-    return Reference(**given)
+    return ReferenceDispatcher(**given)
 """
 
 
@@ -43,12 +43,12 @@ def there_and_back(
     x, choice = made(rank, kind)
     choice = Choice(choice.experts, choice.weights.requires_grad_())
     x.requires_grad_()
-    sent, way = build_transport(name, mesh, 4, refusing=True)(x, choice).arrive()
+    sent, way = build_transport(name, mesh, 4, drops_tokens=True)(x, choice).wait()
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
-    y = way.back(
+    y = way.combine(
         answer(
-            value_of(sent.rows),
+            output_tensor(sent.rows),
             sent.weights,
             expert,
             (mesh.over("etp").rank + 1) / (etp * (etp + 1) / 2),
@@ -75,9 +75,9 @@ def test_the_plain_transport_gives_what_an_exchange_and_a_gather_give(
     order = "ep-tp-cp-dp-pp" if order else ParallelConfig().order
     found = {
         name: run_ranks(there_and_back, ep * etp, ep, etp, name, kind, order, None)
-        for name in ("reference", "exchange", "gather")
+        for name in ("reference", "alltoall", "allgather")
     }
-    for other in ("exchange", "gather"):
+    for other in ("alltoall", "allgather"):
         for mine, theirs in zip(found["reference"], found[other], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
 
@@ -92,7 +92,7 @@ def package(install_package: Callable[[str, dict[str, str]], Path]) -> Path:
 
 def test_a_transport_that_a_package_brings_is_built_and_used(package: Path) -> None:
     order = ParallelConfig().order
-    plain = run_ranks(there_and_back, 2, 2, 1, "exchange", "anything", order, None)
+    plain = run_ranks(there_and_back, 2, 2, 1, "alltoall", "anything", order, None)
     own = run_ranks(there_and_back, 2, 2, 1, "fast", "anything", order, str(package))
     for mine, theirs in zip(own, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
@@ -111,4 +111,4 @@ def test_code_that_does_not_load_is_named(package: Path) -> None:
 
 
 def test_where_one_rank_has_all_experts_nothing_travels() -> None:
-    assert isinstance(build_transport("reference", mesh_of_one(), 4), Stay)
+    assert isinstance(build_transport("reference", mesh_of_one(), 4), LocalDispatcher)

@@ -12,16 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.parallel.turns import Turns
+from megalith.parallel.turns import DualBatchOverlap
 
 
-def saying(log: list[str], turns: Turns, name: str, times: int) -> Callable[[], None]:
+def saying(
+    log: list[str], dual_batch: DualBatchOverlap, name: str, times: int
+) -> Callable[[], None]:
     """A lane that hands over between its words."""
 
     def lane() -> None:
         for word in range(times):
             log.append(f"{name}{word}")
-            turns()
+            dual_batch()
 
     return lane
 
@@ -39,15 +41,17 @@ def saying(log: list[str], turns: Turns, name: str, times: int) -> Callable[[], 
 def test_lanes_hand_over_in_a_fixed_order_and_for_good_when_they_end(
     forward: int, backward: int, order: str
 ) -> None:
-    turns, log = Turns(), list[str]()
+    dual_batch, log = DualBatchOverlap(), list[str]()
     for _ in range(3):  # the thread of the backward lane is kept
         log.clear()
-        turns.both(saying(log, turns, "f", forward), saying(log, turns, "b", backward))
+        dual_batch.both(
+            saying(log, dual_batch, "f", forward), saying(log, dual_batch, "b", backward)
+        )
         assert log == order.split()
 
 
 def test_only_one_lane_runs_at_a_time() -> None:
-    turns, running, most = Turns(), list[int](), list[int]()
+    dual_batch, running, most = DualBatchOverlap(), list[int](), list[int]()
 
     def lane() -> None:
         for _ in range(20):
@@ -55,17 +59,17 @@ def test_only_one_lane_runs_at_a_time() -> None:
             time.sleep(0.0005)
             most.append(len(running))
             running.pop()
-            turns()
+            dual_batch()
 
-    turns.both(lane, lane)
+    dual_batch.both(lane, lane)
     assert len(most) == 40 and set(most) == {1}
 
 
 def test_outside_of_a_pair_there_is_nobody_to_hand_over_to() -> None:
-    turns = Turns()
-    turns()
-    turns.both(turns, turns)
-    turns()
+    dual_batch = DualBatchOverlap()
+    dual_batch()
+    dual_batch.both(dual_batch, dual_batch)
+    dual_batch()
 
 
 def failing_at_once() -> None:
@@ -77,60 +81,62 @@ def failing_at_once() -> None:
 def test_an_error_in_a_lane_ends_both_and_is_raised_with_its_own_traceback(
     which: str, where: str
 ) -> None:
-    turns, log = Turns(), list[str]()
+    dual_batch, log = DualBatchOverlap(), list[str]()
 
     def failing() -> None:
         for _ in range({"at once": 0, "later": 2, "at the end": 9}[where]):
-            turns()
+            dual_batch()
         failing_at_once()
 
-    other = saying(log, turns, "o", 5)
+    other = saying(log, dual_batch, "o", 5)
     with pytest.raises(ValueError, match="no such expert") as caught:
-        turns.both(*((failing, other) if which == "forward" else (other, failing)))
+        dual_batch.both(*((failing, other) if which == "forward" else (other, failing)))
     assert "failing_at_once" in "".join(traceback.format_tb(caught.value.__traceback__))
     assert len(log) < 5 or where == "at the end"
-    turns.both(saying(log, turns, "f", 1), saying(log, turns, "b", 1))
+    dual_batch.both(saying(log, dual_batch, "f", 1), saying(log, dual_batch, "b", 1))
     assert log[-2:] == ["f0", "b0"], "the next pair runs as ever"
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_both_lanes_whichever_runs() -> None:
-    turns, log = Turns(), list[str]()
+    dual_batch, log = DualBatchOverlap(), list[str]()
     main = threading.main_thread().ident
     assert main is not None
 
     def backward() -> None:
         signal.pthread_kill(main, signal.SIGINT)
         time.sleep(0.3)  # the forward lane waits for its turn meanwhile
-        turns()
+        dual_batch()
         log.append("went on")
 
     with pytest.raises(KeyboardInterrupt):
-        turns.both(turns, backward)
+        dual_batch.both(dual_batch, backward)
     assert log == []
-    turns.both(saying(log, turns, "f", 1), saying(log, turns, "b", 1))
+    dual_batch.both(saying(log, dual_batch, "f", 1), saying(log, dual_batch, "b", 1))
 
 
 class Passing(torch.autograd.Function):
     """Hands over in forward and in backward, and says so."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, turns: Turns, log: list[str], name: str) -> Tensor:
-        ctx.given = turns, log, name
+    def forward(
+        ctx: Any, x: Tensor, dual_batch: DualBatchOverlap, log: list[str], name: str
+    ) -> Tensor:
+        ctx.given = dual_batch, log, name
         log.append(f"{name} forward")
-        turns()
+        dual_batch()
         return x * 3
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        turns, log, name = ctx.given
+        dual_batch, log, name = ctx.given
         log.append(f"{name} backward")
-        turns()
+        dual_batch()
         return dy * 3, None, None, None
 
 
-def two_layers(turns: Turns, log: list[str], x: Tensor, name: str) -> Tensor:
-    y: Tensor = Passing.apply(Passing.apply(x, turns, log, name).sin(), turns, log, name)
+def two_layers(dual_batch: DualBatchOverlap, log: list[str], x: Tensor, name: str) -> Tensor:
+    y: Tensor = Passing.apply(Passing.apply(x, dual_batch, log, name).sin(), dual_batch, log, name)
     return y
 
 
@@ -141,17 +147,17 @@ NEEDS_GPU = pytest.mark.skipif(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_forward_of_one_graph_and_backward_of_another_take_turns(device: str) -> None:
-    turns, log = Turns(), list[str]()
+    dual_batch, log = DualBatchOverlap(), list[str]()
     first, second = (
         torch.full((2,), value, device=device, requires_grad=True) for value in (0.5, 0.7)
     )
-    y = two_layers(turns, log, first, "first")
+    y = two_layers(dual_batch, log, first, "first")
     log.clear()
     found = list[Tensor]()
     with torch.no_grad():
         kept = torch.ones_like(y)
-    turns.both(
-        lambda: found.append(two_layers(turns, log, second, "second")),
+    dual_batch.both(
+        lambda: found.append(two_layers(dual_batch, log, second, "second")),
         lambda: torch.autograd.backward([y], [kept]),
     )
     assert log == ["second forward", "first backward", "second forward", "first backward"]
@@ -166,28 +172,28 @@ def test_forward_of_one_graph_and_backward_of_another_take_turns(device: str) ->
 
 
 def test_an_error_in_backward_of_a_lane_surfaces() -> None:
-    turns, log = Turns(), list[str]()
+    dual_batch, log = DualBatchOverlap(), list[str]()
     x = torch.ones(2, requires_grad=True)
-    y = two_layers(turns, log, x, "first")
+    y = two_layers(dual_batch, log, x, "first")
     y.register_hook(lambda grad: failing_at_once())
     with pytest.raises(ValueError, match="no such expert"):
-        turns.both(lambda: saying(log, turns, "f", 3)(), lambda: y.sum().backward())
+        dual_batch.both(lambda: saying(log, dual_batch, "f", 3)(), lambda: y.sum().backward())
 
 
 def test_the_thread_of_backward_ends_with_its_turns() -> None:
-    before, turns = set(threading.enumerate()), Turns()
-    turns.both(turns, turns)
+    before, dual_batch = set(threading.enumerate()), DualBatchOverlap()
+    dual_batch.both(dual_batch, dual_batch)
     (lane,) = set(threading.enumerate()) - before
     assert lane.name == "backward-lane"
-    del turns
+    del dual_batch
     gc.collect()
     lane.join(5)
     assert not lane.is_alive()
 
 
 def test_lanes_compute_with_as_many_threads_as_the_caller() -> None:
-    turns, found = Turns(), list[int]()
-    turns.both(
+    dual_batch, found = DualBatchOverlap(), list[int]()
+    dual_batch.both(
         lambda: found.append(torch.get_num_threads()), lambda: found.append(torch.get_num_threads())
     )
     assert found[0] == found[1]

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from megalith.observe import flight as flight_module
-from megalith.observe.flight import Flight, Place
+from megalith.observe.flight import Flight, RankSnapshot
 from megalith.parallel import watch as watch_module
-from megalith.parallel.autograd import Crossing, leave
+from megalith.parallel.autograd import AsyncAllToAll, reduce_from_tp
 from megalith.parallel.failure import Failure
 from megalith.parallel.group import Group, all_reduce_, start_all_reduce_
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.watch import Watch, backend_timeout, name_rank, watching
+from megalith.parallel.watch import HangWatch, backend_timeout, name_rank, watching
 from megalith.plan.grid import dense_grid, expert_grid
 from megalith.plan.shards import PARTS
 from megalith.testing.ranks import everyone, run_ranks
@@ -32,7 +32,7 @@ TIMEOUT = 0.5
 
 def make(
     rank: int, world: int, folder: Path
-) -> tuple[Group, Watch, threading.Event, list[Failure]]:
+) -> tuple[Group, HangWatch, threading.Event, list[Failure]]:
     """A group that is watched, and what its watch would end the process with."""
     flight, ended, failures = Flight(), threading.Event(), list[Failure]()
 
@@ -41,7 +41,7 @@ def make(
         ended.set()
 
     store = PrefixStore("watch", FileStore(str(folder / "store"), world))
-    watch = Watch(
+    watch = HangWatch(
         flight,
         store,
         rank,
@@ -60,14 +60,14 @@ def _hangs(rank: int, world: int, folder: Path, how: str) -> tuple[float, Failur
     all_reduce_(x, group)  # ranks of a busy machine come late to their first one
     with watching(watch):
         if how == "exchange":
-            crossing = Crossing(group, [1] * 3, [1] * 3)
-            started = crossing.start(x, back=False)
+            async_all_to_all = AsyncAllToAll(group, [1] * 3, [1] * 3)
+            started = async_all_to_all.start(x, back=False)
         if rank == 1:
             assert ended.wait(60), (
                 "the watch of a rank outside any collective hears of the alarm, too"
             )
         if how == "exchange":
-            crossing.wait(started)
+            async_all_to_all.wait(started)
         if how == "handle":
             work = start_all_reduce_(x, group)
             assert work is not None
@@ -75,7 +75,7 @@ def _hangs(rank: int, world: int, folder: Path, how: str) -> tuple[float, Failur
         elif how == "torch's own":
             dist.all_reduce(x)
         elif how == "functional":
-            leave(x, group)
+            reduce_from_tp(x, group)
         else:
             all_reduce_(x, group)
         seconds = time.monotonic() - began
@@ -208,7 +208,7 @@ def test_without_the_store_a_rank_still_says_what_it_waits_in(
         ended.set()
 
     flight.enter("barrier", ("pp",), (0, 1), "1")
-    with watching(Watch(flight, kind(str(tmp_path / "s"), 1), 0, 2, 0.1, end, folder=tmp_path)):
+    with watching(HangWatch(flight, kind(str(tmp_path / "s"), 1), 0, 2, 0.1, end, folder=tmp_path)):
         assert ended.wait(10)
     assert "barrier 0 over pp" in failures[0].text
     assert f"the store of the ranks does not answer ({why}" in failures[0].text
@@ -216,7 +216,7 @@ def test_without_the_store_a_rank_still_says_what_it_waits_in(
 
 def _watch_alone(
     folder: Path, store: Store, flight: Flight, *, world: int = 2
-) -> tuple[Watch, threading.Event, list[Failure]]:
+) -> tuple[HangWatch, threading.Event, list[Failure]]:
     """The watch of rank 0, with the others not there."""
     ended, failures = threading.Event(), list[Failure]()
 
@@ -224,7 +224,7 @@ def _watch_alone(
         failures.append(failure)
         ended.set()
 
-    return Watch(flight, store, 0, world, 0.1, end, folder=folder), ended, failures
+    return HangWatch(flight, store, 0, world, 0.1, end, folder=folder), ended, failures
 
 
 def test_without_the_store_a_rank_inside_torch_says_so(
@@ -258,7 +258,7 @@ def test_an_operation_that_ends_while_the_ranks_are_asked_clears_the_alarm(
     slow = flight.enter("all_reduce", ("dp",), (0,), "1")
     place = Flight.place
 
-    def ends_first(self: Flight, rank: int) -> Place:
+    def ends_first(self: Flight, rank: int) -> RankSnapshot:
         slow.done = True
         return place(self, rank)
 
@@ -280,16 +280,16 @@ def test_an_operation_that_ends_while_the_ranks_are_asked_clears_the_alarm(
 def _both_clear(rank: int, world: int, folder: Path) -> tuple[int, int]:
     _, watch, _, failures = make(rank, world, folder)
     entry = watch.flight.enter("all_reduce", ("dp",), (0, 1), "slow") if rank == 0 else None
-    report = Watch._report
+    report = HangWatch._report
 
-    def gone_on(self: Watch, patience: float) -> str:
+    def gone_on(self: HangWatch, patience: float) -> str:
         assert entry is not None
         entry.done = True
         self.store.set("place/0/0", json.dumps(asdict(self.flight.place(0))))
         return report(self, patience)
 
     with pytest.MonkeyPatch.context() as patch, watching(watch):
-        patch.setattr(Watch, "_report", gone_on)
+        patch.setattr(HangWatch, "_report", gone_on)
         deadline = time.monotonic() + 30
         while not watch.alarms and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -320,7 +320,7 @@ def test_no_exception_ends_a_watch_silently(
         while not watch.said:
             time.sleep(0.01)
         assert not failures, "the rank itself is well"
-        monkeypatch.setattr(Watch, "_write_stacks", lambda *_: 1 / 0)
+        monkeypatch.setattr(HangWatch, "_write_stacks", lambda *_: 1 / 0)
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
         flight.enter("barrier", ("pp",), (0, 1), "1")
         assert ended.wait(10)
@@ -339,7 +339,9 @@ def test_on_a_device_a_rank_is_late_when_it_still_works_long_after_its_newest_co
     flight, idle = Flight(), [True]
     stream = SimpleNamespace(query=lambda: idle[0])
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
-    watch = Watch(flight, HashStore(), 0, 2, 0.05, lambda *_: None, device=torch.device("cuda", 0))
+    watch = HangWatch(
+        flight, HashStore(), 0, 2, 0.05, lambda *_: None, device=torch.device("cuda", 0)
+    )
     entry = flight.enter("all_reduce", ("dp",), (0, 1), "1")
     entry.done = True  # the host is past it at once
     time.sleep(0.1)
@@ -358,7 +360,9 @@ def test_on_a_device_a_rank_waits_in_its_newest_collective_even_if_nobody_holds_
     monkeypatch.setattr(
         torch.accelerator, "current_stream", lambda device: SimpleNamespace(query=lambda: False)
     )
-    watch = Watch(flight, HashStore(), 0, 2, 0.05, lambda *_: None, device=torch.device("cuda", 0))
+    watch = HangWatch(
+        flight, HashStore(), 0, 2, 0.05, lambda *_: None, device=torch.device("cuda", 0)
+    )
     flight.enter("all_reduce", ("dp",), (0, 1), "1").work = ref(set())
     time.sleep(0.1)
     assert watch.is_late()
@@ -368,7 +372,7 @@ def test_on_a_device_a_rank_waits_in_its_newest_collective_even_if_nobody_holds_
 def test_a_disk_that_is_full_keeps_no_rank_from_ending(tmp_path: Path) -> None:
     ended: list[Failure] = []
     (tmp_path / "file").write_text("")
-    watch = Watch(
+    watch = HangWatch(
         Flight(),
         HashStore(),
         1,
@@ -386,7 +390,7 @@ def _mesh_records(rank: int, world: int) -> list[str]:
     for axis, (outer, inner) in PARTS.items():
         grid = grid.factor(axis=axis, outer=(outer, grid.size(axis)), inner=(inner, 1))
     mesh = build_mesh(grid, rank=rank, flight=flight)
-    leave(torch.ones(2, 3), mesh.tp)
+    reduce_from_tp(torch.ones(2, 3), mesh.tp)
     assert name_rank(grid, 3) == "3 (tp=1 dp=1)"
     return [entry.describe().partition(", at")[0] for entry in flight.entries]
 
@@ -397,7 +401,7 @@ def test_all_groups_of_a_mesh_record_what_is_entered() -> None:
 
 def test_backends_are_more_patient_than_the_watch() -> None:
     for seconds in (0.1, 600.0, 36000.0):
-        pause = Watch(Flight(), HashStore(), 0, 1, seconds, lambda *_: None).pause_seconds
+        pause = HangWatch(Flight(), HashStore(), 0, 1, seconds, lambda *_: None).pause_seconds
         assert backend_timeout(seconds) > seconds + 3 * pause
 
 

@@ -15,7 +15,7 @@ from megalith.parallel.group import all_reduce_, alone, gather_objects
 from megalith.parallel.launch import LISTENER
 from megalith.parallel.worker import (
     Worker,
-    agree,
+    check_consistent_settings,
     connect,
     disconnect,
     machine_problem,
@@ -217,12 +217,12 @@ def test_tensor_parallelism_over_several_machines_is_warned_about(
 
 
 def _agrees(rank: int, world: int, settings: list[dict[str, object]]) -> None:
-    agree(settings[rank], everyone(rank, world, "world"))
+    check_consistent_settings(settings[rank], everyone(rank, world, "world"))
 
 
 def test_equal_settings_pass() -> None:
     run_ranks(_agrees, 2, [{"a": 1, "b": None}, {"b": None, "a": 1}])
-    agree({"a": 1}, alone("world"))
+    check_consistent_settings({"a": 1}, alone("world"))
 
 
 def test_different_settings_are_listed_with_the_ranks_that_have_them() -> None:

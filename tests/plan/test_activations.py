@@ -20,7 +20,7 @@ from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -29,14 +29,22 @@ from megalith.config.rope import RopeConfig
 from megalith.kernels import routing, tiled_attention
 from megalith.kernels.permute import order_choices, permute
 from megalith.kernels.tokens import BalanceShare, DropoutKey, tokens_of_lengths, tokens_of_slices
-from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.observe.meter import metered
 from megalith.parallel.context import my_slicing
 from megalith.parallel.expert import groups_here
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.offload import Away
 from megalith.plan import activations
-from megalith.plan.activations import Row, Setting, layer_rows, most_back, stage_kept, total, way_of
+from megalith.plan.activations import (
+    ActivationSetting,
+    SavedTensor,
+    attention_backend,
+    layer_rows,
+    most_back,
+    stage_activations,
+    total,
+)
 from megalith.plan.closed_forms import GptLayer, gpt_layer_bytes
 from megalith.plan.context import plan_slices
 from megalith.plan.parameters import ExpertPart
@@ -45,11 +53,11 @@ from megalith.plan.stages import plan_stages
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import DTYPES, build_trainer
-from megalith.verify.variants import LOOKING_BACK, VARIANTS
+from megalith.verify.variants import CROSS_LAYER, VARIANTS
 
 MODEL = ModelConfig(
     vocab_size=61,
-    vocab_multiple=4,
+    pad_vocab_to_multiple_of=4,
     hidden_size=24,
     num_layers=3,
     num_heads=4,
@@ -83,7 +91,7 @@ DOCUMENTS = {
 }
 
 
-def measure(setting: Setting, rank: int = 0, world: int = 1) -> tuple[int, Counter[str]]:
+def measure(setting: ActivationSetting, rank: int = 0, world: int = 1) -> tuple[int, Counter[str]]:
     """Bytes kept after one forward pass, and by region; all of it must go with backward."""
     context = ContextConfig(
         kind=setting.context, a2a=setting.a2a if setting.context == "a2a+ring" else None
@@ -114,7 +122,7 @@ def measure(setting: Setting, rank: int = 0, world: int = 1) -> tuple[int, Count
         dispatcher=setting.dispatcher,
     )
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     ids, tokens = torch.arange(sum(setting.lengths)) % 61, tokens_of_lengths(list(setting.lengths))
     if setting.cp > 1:
         slicing = my_slicing(parallel, mesh)
@@ -131,7 +139,7 @@ def measure(setting: Setting, rank: int = 0, world: int = 1) -> tuple[int, Count
             tokens = replace(tokens, dropout=DropoutKey(7, torch.arange(len(ids))))
     with metered(model) as meter, equally_busy(part.ep > 1):
         loss = sum(
-            model.losses(ids, ids, tokens, further=((ids, ids),) * setting.model.mtp.depths),
+            model.losses(ids, ids, tokens, mtp_inputs=((ids, ids),) * setting.model.mtp.num_layers),
             torch.zeros(()),
         )
     live = meter.live
@@ -140,7 +148,7 @@ def measure(setting: Setting, rank: int = 0, world: int = 1) -> tuple[int, Count
     assert meter.live == 0
     kept = Counter[str]()
     for name, nbytes in meter.kept.items():
-        kept["" if name.startswith("further") else name] += nbytes
+        kept["" if name.startswith("mtp") else name] += nbytes
     return live, kept
 
 
@@ -158,9 +166,10 @@ def equally_busy(forced: bool) -> Iterator[None]:
         yield
 
 
-def expected(setting: Setting) -> Counter[str]:
-    """The ledger by region, as the meter names them; further predictions by the whole of them."""
-    kept = stage_kept(setting, num_layers=setting.model.num_layers)
+def expected(setting: ActivationSetting) -> Counter[str]:
+    """The ledger by region, as the meter names them; multi-token predictions by the whole of
+    them."""
+    kept = stage_activations(setting, num_layers=setting.model.num_layers)
     found: Counter[str] = Counter()
     for index, rows in enumerate(kept.layers):
         for row in rows:
@@ -168,18 +177,18 @@ def expected(setting: Setting) -> Counter[str]:
             found["" if input_of_span else f"layers.{index}.{row.region}".rstrip(".")] += row.nbytes
     for row in kept.ends:
         if row.region != "shared":  # whichever layer comes first
-            found[row.region.split(".depths")[0].replace("further", "")] += row.nbytes
+            found[row.region.split(".depths")[0].replace("mtp", "")] += row.nbytes
     return found
 
 
-def untold(row: Row) -> bool:
+def untold(row: SavedTensor) -> bool:
     """Whether autograd does not know of it: an operation keeps it by itself."""
     return row.region.endswith("mlp.order")
 
 
-def agrees(setting: Setting, rank: int = 0, world: int = 1) -> None:
+def agrees(setting: ActivationSetting, rank: int = 0, world: int = 1) -> None:
     live, kept = measure(setting, rank, world)
-    ledger = stage_kept(setting, num_layers=setting.model.num_layers)
+    ledger = stage_activations(setting, num_layers=setting.model.num_layers)
     rows = [row for some in (*ledger.layers, ledger.ends) for row in some]
     assert live == ledger.nbytes - sum(row.nbytes for row in rows if untold(row)), (
         setting,
@@ -196,7 +205,7 @@ def agrees(setting: Setting, rank: int = 0, world: int = 1) -> None:
     assert {name.split(".")[-1] for name, nbytes in differ.items() if nbytes} <= {
         "",
         "attention",
-        "entrance",
+        "input_embedding",
         "attention_out",
         "mlp_out",
     }
@@ -207,9 +216,9 @@ def agrees(setting: Setting, rank: int = 0, world: int = 1) -> None:
 def test_a_layer_keeps_what_the_ledger_says(
     dtype: Literal["fp32", "bf16", "fp64"], lengths: tuple[int, ...]
 ) -> None:
-    agrees(Setting(model=MODEL, dtype=dtype, lengths=lengths))
+    agrees(ActivationSetting(model=MODEL, dtype=dtype, lengths=lengths))
     agrees(
-        Setting(
+        ActivationSetting(
             model=replace(MODEL, num_kv_heads=4, qkv_bias=True, mlp_bias=True),
             dtype=dtype,
             lengths=lengths,
@@ -222,8 +231,8 @@ KINDS = {
     "around, LayerNorm": replace(
         MODEL, norm="layer", norm_placement="around", attention=AttentionConfig(qk_norm="head")
     ),
-    "whole norms, unturned": replace(VARIANTS["normed after"], positions="none"),
-    "unturned": replace(MODEL, positions="none", attention=AttentionConfig(gated=True)),
+    "whole norms, no_rope": replace(VARIANTS["normed after"], positions="none"),
+    "no_rope": replace(MODEL, positions="none", attention=AttentionConfig(gated=True)),
     "gate, turned": replace(MODEL, attention=AttentionConfig(gated=True)),
     "l2": replace(MODEL, attention=AttentionConfig(qk_norm="l2")),
     "one norm, after": replace(MODEL, block="parallel", norm_placement="after"),
@@ -241,9 +250,9 @@ KINDS = {
         norm="layer",
         mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8),
     ),
-    "mtp": replace(MODEL, mtp=MTPConfig(depths=2)),
-    "mtp, learned positions": replace(MODEL, positions="learned", mtp=MTPConfig(depths=2)),
-    "wide stream": replace(MODEL, fp32_residual=True, mtp=MTPConfig(depths=1)),
+    "mtp": replace(MODEL, mtp=MTPConfig(num_layers=2)),
+    "mtp, learned positions": replace(MODEL, positions="learned", mtp=MTPConfig(num_layers=2)),
+    "wide stream": replace(MODEL, fp32_residual=True, mtp=MTPConfig(num_layers=1)),
     "wide stream, around": replace(
         MODEL, fp32_residual=True, norm="layer", norm_placement="around", block="parallel"
     ),
@@ -251,7 +260,7 @@ KINDS = {
     "dropped weights": replace(MODEL, dropout=DropoutConfig(attention=0.2)),
     "dropped residuals": replace(MODEL, dropout=DropoutConfig(residual=0.1)),
     "looking back, around, LayerNorm": replace(
-        LOOKING_BACK,
+        CROSS_LAYER,
         norm="layer",
         norm_placement="around",
         dropout=DropoutConfig(residual=0.1, attention=0.2),
@@ -275,8 +284,12 @@ def test_every_kind_of_layer_keeps_what_the_ledger_says(
     name: str, dtype: Literal["fp32", "bf16", "fp64"]
 ) -> None:
     for lengths in ((12, 12), (70,), (33, 20, 17)):
-        setting = Setting(model=replace(KINDS[name], max_seq_len=96), dtype=dtype, lengths=lengths)
-        if way_of(setting, 0) != "plain" or dtype != "bf16":  # of which the ledger has an estimate
+        setting = ActivationSetting(
+            model=replace(KINDS[name], max_seq_len=96), dtype=dtype, lengths=lengths
+        )
+        if (
+            attention_backend(setting, 0) != "plain" or dtype != "bf16"
+        ):  # of which the ledger has an estimate
             agrees(setting)
 
 
@@ -293,9 +306,9 @@ ESTIMATED: list[dict[str, Any]] = [  # Any: values of settings
 def test_what_is_an_estimate_is_near(
     change: dict[str, Any], dtype: Literal["fp32", "bf16"]
 ) -> None:
-    setting = Setting(model=replace(MODEL, **change), dtype=dtype, lengths=(48, 48))
-    assert way_of(setting, 0) == ("tiles" if dtype == "bf16" else "plain")
-    ledger = stage_kept(setting, num_layers=3).nbytes
+    setting = ActivationSetting(model=replace(MODEL, **change), dtype=dtype, lengths=(48, 48))
+    assert attention_backend(setting, 0) == ("cpu_tiled" if dtype == "bf16" else "plain")
+    ledger = stage_activations(setting, num_layers=3).nbytes
     assert 0.6 * ledger < measure(setting)[0] < 1.4 * ledger
 
 
@@ -308,17 +321,23 @@ def test_what_is_an_estimate_is_near(
 def test_every_kind_of_layer_recomputes_what_the_ledger_says(
     name: str, recompute: RecomputeConfig
 ) -> None:
-    agrees(Setting(model=KINDS[name], dtype="fp32", lengths=(12, 12), recompute=recompute))
+    agrees(
+        ActivationSetting(model=KINDS[name], dtype="fp32", lengths=(12, 12), recompute=recompute)
+    )
 
 
-MOE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=10)
-ALL_LOSSES = BalanceConfig(sequence=0.1, batch=0.1, global_batch=0.1, z=0.1)
+MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=10)
+ALL_LOSSES = AuxLossConfig(
+    sequence_coeff=0.1, batch_coeff=0.1, global_batch_coeff=0.1, z_loss_coeff=0.1
+)
 ROUTERS = {
     "softmax": RouterConfig(),
-    "shares": RouterConfig(renormalise=False),
-    "sigmoid": RouterConfig(score="sigmoid", bias=True, balancing_bias=True, scale=2.5),
-    "scores": RouterConfig(score="sigmoid", renormalise=False, groups=2, top_groups=1),
-    "roots": RouterConfig(score="sqrt_softplus", scale=2.5),
+    "shares": RouterConfig(norm_topk_prob=False),
+    "sigmoid": RouterConfig(
+        score="sigmoid", bias=True, expert_bias=True, routed_scaling_factor=2.5
+    ),
+    "scores": RouterConfig(score="sigmoid", norm_topk_prob=False, num_groups=2, topk_groups=1),
+    "roots": RouterConfig(score="sqrt_softplus", routed_scaling_factor=2.5),
     "as the model": RouterConfig(dtype="model"),
     "wide": RouterConfig(dtype="fp64"),
     "jitter": RouterConfig(jitter=0.1),
@@ -334,19 +353,24 @@ MIXTURES = {
             MOE, latent_size=8, shared_ffn_hidden_size=6, shared_gate=True, router=ROUTERS["jitter"]
         ),
     ),
-    "shared": replace(MODEL, moe=replace(MOE, shared_ffn_hidden_size=6), mtp=MTPConfig(depths=1)),
+    "shared": replace(
+        MODEL, moe=replace(MOE, shared_ffn_hidden_size=6), mtp=MTPConfig(num_layers=1)
+    ),
     "weighed input": replace(
-        MODEL, moe=replace(MOE, top_k=1, weigh_input=True, router=ROUTERS["shares"])
+        MODEL,
+        moe=replace(MOE, top_k=1, apply_router_weight_on_input=True, router=ROUTERS["shares"]),
     ),
     **{
         f"{name}, balanced": replace(
-            MODEL, moe=replace(MOE, router=ROUTERS[name], balance=ALL_LOSSES)
+            MODEL, moe=replace(MOE, router=ROUTERS[name], aux_loss=ALL_LOSSES)
         )
         for name in ("softmax", "shares", "sigmoid", "roots", "as the model")
     },
-    "moved logits": replace(MODEL, moe=replace(MOE, balance=BalanceConfig(quantile=True, z=0.1))),
+    "moved logits": replace(
+        MODEL, moe=replace(MOE, aux_loss=AuxLossConfig(quantile=True, z_loss_coeff=0.1))
+    ),
     "size of logits": replace(
-        MODEL, moe=replace(MOE, router=ROUTERS["sigmoid"], balance=BalanceConfig(z=0.1))
+        MODEL, moe=replace(MOE, router=ROUTERS["sigmoid"], aux_loss=AuxLossConfig(z_loss_coeff=0.1))
     ),
     "roomy": replace(MODEL, moe=replace(MOE, capacity=CapacityConfig(factor=4.0))),
     "padded": replace(MODEL, moe=replace(MOE, capacity=CapacityConfig(factor=1.3, pad=True))),
@@ -368,16 +392,20 @@ def test_mixtures_keep_what_the_ledger_says(name: str, recompute: RecomputeConfi
         ("bf16", "fp64") if recompute != CHEAP else ("fp32",)
     )
     for dtype in dtypes:
-        agrees(Setting(model=MIXTURES[name], dtype=dtype, lengths=(12, 12), recompute=recompute))
+        agrees(
+            ActivationSetting(
+                model=MIXTURES[name], dtype=dtype, lengths=(12, 12), recompute=recompute
+            )
+        )
 
 
 OVER_RANKS: list[tuple[int, dict[str, Any]]] = [  # Any: fields of a setting
     (2, {"experts": ExpertPart(ep=2)}),
     (2, {"experts": ExpertPart(etp=2)}),
-    (2, {"experts": ExpertPart(ep=2), "dispatcher": "gather"}),
+    (2, {"experts": ExpertPart(ep=2), "dispatcher": "allgather"}),
     (2, {"experts": ExpertPart(ep=2), "tp": 2, "sp": True}),
     (4, {"experts": ExpertPart(ep=2, etp=2), "tp": 2, "sp": True}),
-    (4, {"experts": ExpertPart(ep=2, etp=2), "dispatcher": "gather", "tp": 2, "sp": True}),
+    (4, {"experts": ExpertPart(ep=2, etp=2), "dispatcher": "allgather", "tp": 2, "sp": True}),
     (2, {"experts": ExpertPart(ep=2), "cp": 2, "lengths": (24, 24)}),
 ]
 
@@ -387,12 +415,12 @@ def test_ranks_that_divide_experts_keep_what_the_ledger_says(
     world: int, change: dict[str, Any]
 ) -> None:
     for name in ("softmax, balanced", "sigmoid, balanced", "shared, latent"):
-        plain = Setting(model=MIXTURES[name], dtype="fp32", lengths=(12, 12))
+        plain = ActivationSetting(model=MIXTURES[name], dtype="fp32", lengths=(12, 12))
         run_ranks(on_a_rank_with_experts, world, replace(plain, **change))
 
 
 def test_ranks_with_equally_many_rows_keep_what_the_ledger_says() -> None:
-    padded = Setting(
+    padded = ActivationSetting(
         model=MIXTURES["padded"],
         dtype="fp32",
         lengths=(12, 12),
@@ -403,7 +431,7 @@ def test_ranks_with_equally_many_rows_keep_what_the_ledger_says() -> None:
     run_ranks(on_a_rank_with_experts, 2, padded)
 
 
-def on_a_rank_with_experts(rank: int, world: int, setting: Setting) -> None:
+def on_a_rank_with_experts(rank: int, world: int, setting: ActivationSetting) -> None:
     assert setting.experts is not None
     part = replace(setting.experts, etp_rank=rank % setting.experts.etp)
     agrees(replace(setting, tp_rank=rank % setting.tp, experts=part), rank, world)
@@ -417,7 +445,7 @@ def test_what_operations_keep_by_themselves_is_counted() -> None:
     others = sum(part.nbytes for part in (order.tokens, order.rows, order.starts, order.counts))
     ends = groups_here(order).ends
     assert ends is not None and len(permute(x, order)) == 24
-    rows = layer_rows(Setting(model=MIXTURES["softmax"], dtype="fp32", lengths=(12,)), ())
+    rows = layer_rows(ActivationSetting(model=MIXTURES["softmax"], dtype="fp32", lengths=(12,)), ())
     assert sum(row.nbytes for row in rows if untold(row)) == others + ends.nbytes
     assert (
         next(row.nbytes for row in rows if row.what == "choice of each row") == order.choices.nbytes
@@ -430,7 +458,7 @@ def test_recomputation_keeps_what_the_ledger_says(
     dtype: Literal["fp32", "bf16"], recompute: RecomputeConfig
 ) -> None:
     for lengths in ((12, 12), (70,)):
-        agrees(Setting(model=MODEL, dtype=dtype, lengths=lengths, recompute=recompute))
+        agrees(ActivationSetting(model=MODEL, dtype=dtype, lengths=lengths, recompute=recompute))
 
 
 @pytest.mark.parametrize("away", [1, 2, 3])
@@ -440,20 +468,20 @@ def test_a_memory_stays_where_layers_before_and_behind_it_send_theirs_away(
 ) -> None:
     offload = OffloadConfig(layers=away, min_numel=1)
     agrees(
-        Setting(
-            model=LOOKING_BACK, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
+        ActivationSetting(
+            model=CROSS_LAYER, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
         )
     )
 
 
-def on_a_rank(rank: int, world: int, setting: Setting) -> None:
+def on_a_rank(rank: int, world: int, setting: ActivationSetting) -> None:
     agrees(replace(setting, tp_rank=rank), rank, world)
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> None:
-    plain = Setting(model=MODEL, dtype="fp32", lengths=(12, 12), tp=tp, sp=sp)
+    plain = ActivationSetting(model=MODEL, dtype="fp32", lengths=(12, 12), tp=tp, sp=sp)
     for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[1], SELECTIVE[-1]):
         run_ranks(on_a_rank, tp, replace(plain, recompute=recompute))
 
@@ -472,7 +500,9 @@ def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> N
 def test_ranks_that_share_rows_keep_what_the_ledger_says(
     kind: ContextKind, cp: int, length: int
 ) -> None:
-    plain = Setting(model=MODEL, dtype="fp32", lengths=(length,) * 2, cp=cp, context=kind, a2a=2)
+    plain = ActivationSetting(
+        model=MODEL, dtype="fp32", lengths=(length,) * 2, cp=cp, context=kind, a2a=2
+    )
     for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[-1]):
         run_ranks(on_a_cp_rank, cp, replace(plain, recompute=recompute))
 
@@ -484,7 +514,7 @@ def test_ranks_that_share_rows_keep_what_the_ledger_says(
 def test_latent_attention_that_runs_again_keeps_its_short_vectors(
     name: str, recompute: RecomputeConfig
 ) -> None:
-    setting = Setting(
+    setting = ActivationSetting(
         model=replace(KINDS[name], max_seq_len=96),
         dtype="bf16",
         lengths=(33, 20),
@@ -501,7 +531,7 @@ def test_latent_attention_that_runs_again_keeps_its_short_vectors(
     "sp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "sp"]
 )
 def test_ranks_keep_their_shares_of_short_vectors(sp: bool) -> None:
-    plain = Setting(model=KINDS["latent"], dtype="fp32", lengths=(12, 12), recompute=UP)
+    plain = ActivationSetting(model=KINDS["latent"], dtype="fp32", lengths=(12, 12), recompute=UP)
     run_ranks(on_a_rank, 2, replace(plain, tp=2, sp=sp))
     run_ranks(on_a_cp_rank, 2, replace(plain, cp=2, context="a2a" if sp else "ring"))
 
@@ -512,7 +542,7 @@ def test_layers_that_turn_by_two_tables_keep_both_where_they_run_again() -> None
         KINDS["mla, values as keys"], attention=windows, rope=RopeConfig(local_theta=100.0)
     )
     for changed in (model, replace(model, attention=replace(windows, window_layers=(True,)))):
-        agrees(Setting(model=changed, dtype="fp32", lengths=(12, 12), recompute=UP))
+        agrees(ActivationSetting(model=changed, dtype="fp32", lengths=(12, 12), recompute=UP))
 
 
 @pytest.mark.slow
@@ -525,7 +555,7 @@ def test_every_kind_of_layer_is_kept_in_shares(name: str, kind: ContextKind) -> 
         run_ranks(
             on_a_cp_rank,
             2,
-            Setting(model=KINDS[name], dtype="fp32", lengths=lengths, cp=2, context=kind),
+            ActivationSetting(model=KINDS[name], dtype="fp32", lengths=lengths, cp=2, context=kind),
         )
 
 
@@ -535,16 +565,20 @@ def test_every_kind_of_layer_is_kept_in_shares(name: str, kind: ContextKind) -> 
     "name", ["learned positions", "parallel", "normed after", "latent", "gated", "looking back"]
 )
 def test_tensor_parallel_ranks_keep_every_kind_of_layer(name: str, sp: bool) -> None:
-    run_ranks(on_a_rank, 2, Setting(model=KINDS[name], dtype="fp32", lengths=(12, 12), tp=2, sp=sp))
+    run_ranks(
+        on_a_rank,
+        2,
+        ActivationSetting(model=KINDS[name], dtype="fp32", lengths=(12, 12), tp=2, sp=sp),
+    )
 
 
 def test_ranks_that_exchange_heads_that_do_not_divide_keep_copies_of_keys_and_values() -> None:
     model = replace(MODEL, num_heads=6, num_kv_heads=3)  # three copies on each of two ranks
-    plain = Setting(model=model, dtype="fp32", lengths=(24, 24), cp=2, context="a2a")
+    plain = ActivationSetting(model=model, dtype="fp32", lengths=(24, 24), cp=2, context="a2a")
     run_ranks(on_a_cp_rank, 2, plain)
 
 
-def on_a_cp_rank(rank: int, world: int, setting: Setting) -> None:
+def on_a_cp_rank(rank: int, world: int, setting: ActivationSetting) -> None:
     agrees(setting, rank, world)
 
 
@@ -553,7 +587,7 @@ def on_a_cp_rank(rank: int, world: int, setting: Setting) -> None:
 def test_a_ring_keeps_its_share_of_the_tokens_and_at_most_two_chunks_of_keys_and_values(
     cp: int, length: int
 ) -> None:
-    alone = Setting(model=MODEL, dtype="bf16", lengths=(length,))
+    alone = ActivationSetting(model=MODEL, dtype="bf16", lengths=(length,))
     shared = replace(alone, cp=cp)
     chunk = 2 * MODEL.num_kv_heads * MODEL.head_size() * shared.tokens * 2
     assert total(layer_rows(shared, ())) <= total(layer_rows(alone, ())) // cp + 2 * chunk
@@ -562,26 +596,28 @@ def test_a_ring_keeps_its_share_of_the_tokens_and_at_most_two_chunks_of_keys_and
 def test_sharded_inputs_of_recomputed_layers_are_a_tp_th_each_padded() -> None:
     recompute = RecomputeConfig(granularity="full", num_layers=2, shard_inputs=True)
     odd = replace(MODEL, hidden_size=25)
-    setting = Setting(model=odd, dtype="fp32", lengths=(5, 4, 4), tp=2, recompute=recompute)
+    setting = ActivationSetting(
+        model=odd, dtype="fp32", lengths=(5, 4, 4), tp=2, recompute=recompute
+    )
     assert 25 * 13 % 2 == 1
     run_ranks(on_a_rank, 2, setting)
-    whole = stage_kept(
+    whole = stage_activations(
         replace(setting, recompute=replace(recompute, shard_inputs=False)), num_layers=3
     )
-    assert whole.nbytes - stage_kept(setting, num_layers=3).nbytes == 2 * (25 * 13 - 163) * 4
+    assert whole.nbytes - stage_activations(setting, num_layers=3).nbytes == 2 * (25 * 13 - 163) * 4
 
 
 def test_under_sp_a_rank_keeps_its_part_of_everything() -> None:
-    one = Setting(model=MODEL, dtype="bf16", lengths=(64, 64))
+    one = ActivationSetting(model=MODEL, dtype="bf16", lengths=(64, 64))
     both = replace(one, tp=2, sp=True)
     assert 2 * total(layer_rows(both, ())) == total(layer_rows(one, ()))
 
 
 def test_stages_without_ends_keep_only_layers_and_the_rotations() -> None:
-    setting = Setting(model=MODEL, dtype="fp32", lengths=(12, 12))
-    middle = stage_kept(setting, num_layers=1, embedding=False, loss=False)
+    setting = ActivationSetting(model=MODEL, dtype="fp32", lengths=(12, 12))
+    middle = stage_activations(setting, num_layers=1, embedding=False, loss=False)
     assert middle.nbytes == total(layer_rows(setting, ())) + 24 * 6 * 4
-    assert stage_kept(setting, num_layers=0, embedding=False, loss=False).nbytes == 0
+    assert stage_activations(setting, num_layers=0, embedding=False, loss=False).nbytes == 0
 
 
 @pytest.mark.parametrize("layout", ["Ett|t|mm|L", "Et|ttmm||L", "E|tt|t|mmL"])
@@ -589,30 +625,30 @@ def test_stages_without_ends_keep_only_layers_and_the_rotations() -> None:
 def test_stages_of_further_predictions_keep_what_the_ledger_says(layout: str, kind: str) -> None:
     model = KINDS["mtp" if kind == "recomputed" else kind]
     recompute = FULL[0] if kind == "recomputed" else RecomputeConfig()
-    setting = Setting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute)
+    setting = ActivationSetting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute)
     ids, tokens = torch.arange(24) % 61, tokens_of_lengths([12, 12])
     received: tuple[torch.Tensor, ...] = ()
     for stage in plan_stages(PipelineConfig(layout=layout), pp=4, num_layers=3, depths=2):
         chunk = Decoder(model, mesh_of_one(), stage=stage, recompute=recompute)
         allocate(chunk, torch.device("cpu"))
-        initialise(chunk, seed=1)
-        further, given = (
+        initialize(chunk, seed=1)
+        mtp_inputs, given = (
             ((ids, ids),) * 2,
             chunk.received(tuple(x.detach().requires_grad_() for x in received)),
         )
         with metered(chunk) as meter:
             found = (
-                chunk.losses(ids, ids, tokens, further=further, **given)
+                chunk.losses(ids, ids, tokens, mtp_inputs=mtp_inputs, **given)
                 if stage.loss
-                else chunk(ids, tokens, further=further, **given)
+                else chunk(ids, tokens, mtp_inputs=mtp_inputs, **given)
             )
-        kept = stage_kept(
+        kept = stage_activations(
             replace(setting, first_layer=stage.layers.start),
             num_layers=len(stage.layers),
             embedding=stage.embedding,
             loss=stage.loss,
             norm=stage.norm,
-            further=stage.further,
+            num_mtp_layers=stage.num_mtp_layers,
         )
         assert meter.live == kept.nbytes, stage
         received = found if isinstance(found, tuple) else (found,)
@@ -620,19 +656,19 @@ def test_stages_of_further_predictions_keep_what_the_ledger_says(layout: str, ki
 
 
 def test_what_runs_again_appears_for_a_while() -> None:
-    setting = Setting(model=MODEL, dtype="fp32", lengths=(12, 12))
+    setting = ActivationSetting(model=MODEL, dtype="fp32", lengths=(12, 12))
     layer = total(layer_rows(setting, ()))
-    chunk = stage_kept(replace(setting, recompute=FULL[1]), num_layers=3)
+    chunk = stage_activations(replace(setting, recompute=FULL[1]), num_layers=3)
     assert chunk.transient == 2 * layer - 24 * 24 * 4
-    act = stage_kept(
+    act = stage_activations(
         replace(setting, recompute=RecomputeConfig(granularity="selective", modules=("mlp_act",))),
         num_layers=3,
     )
-    assert act.transient == 24 * 20 * 4 and stage_kept(setting, num_layers=3).transient == 0
+    assert act.transient == 24 * 20 * 4 and stage_activations(setting, num_layers=3).transient == 0
     for chunks, tokens in ((1, 24), (5, 5), (24, 1)):
         mlp = RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=chunks)
         assert (
-            stage_kept(replace(setting, recompute=mlp), num_layers=3).transient
+            stage_activations(replace(setting, recompute=mlp), num_layers=3).transient
             == tokens * 3 * 20 * 4
         )
 
@@ -659,7 +695,7 @@ def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:
         gpt_layer_bytes(paper, again="nothing"),
         gpt_layer_bytes(paper, again="core_attention"),
     )
-    setting, tiles = Setting(model=wide, dtype="bf16", lengths=(512,)), 8
+    setting, tiles = ActivationSetting(model=wide, dtype="bf16", lengths=(512,)), 8
     ours, ours_left = (
         total(layer_rows(setting, ())),
         total(layer_rows(setting, ("core_attention",))),
@@ -671,13 +707,13 @@ def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:
 
 
 def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() -> None:
-    setting = Setting(
+    setting = ActivationSetting(
         model=MODEL, dtype="fp32", lengths=(12, 12), offload=OffloadConfig(layers=2, min_numel=100)
     )
-    kept = stage_kept(setting, num_layers=3)
+    kept = stage_activations(setting, num_layers=3)
     assert [len(rows) > 0 for rows in kept.host] == [True, True, False]
     assert {row.what for row in kept.host[0]}.isdisjoint({"scale", "scale of mlp_norm", "log-sum"})
-    here = stage_kept(replace(setting, offload=OffloadConfig()), num_layers=3)
+    here = stage_activations(replace(setting, offload=OffloadConfig()), num_layers=3)
     assert kept.nbytes + kept.host_bytes == here.nbytes
 
 
@@ -700,14 +736,14 @@ def test_backward_brings_back_what_the_ledger_says(
 ) -> None:
     """Live bytes: what autograd holds on the device, and the copies that are back there."""
     model, offload = replace(MODEL, num_layers=num_layers), OffloadConfig(layers=away, min_numel=1)
-    setting = Setting(
+    setting = ActivationSetting(
         model=model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
     decoder = Decoder(
         model, mesh_of_one(), sp=False, dtype=torch.float32, recompute=recompute, offload=offload
     )
     allocate(decoder, torch.device("cpu"))
-    initialise(decoder, seed=1)
+    initialize(decoder, seed=1)
     ids, found, copies = torch.arange(24), [0], list[weakref.ref[Away]]()
     begin = Away.start_back
 
@@ -725,11 +761,13 @@ def test_backward_brings_back_what_the_ledger_says(
         loss = decoder.loss(ids, ids, tokens_of_lengths([12, 12]))
         patch.setattr(Away, "start_back", noted)
         loss.backward()
-    kept = stage_kept(setting, num_layers=num_layers)
+    kept = stage_activations(setting, num_layers=num_layers)
     gone = total(
         [row for row in kept.ends if row.region in ("", "norm")]
     )  # before the first layer's backward
-    again = stage_kept(replace(setting, offload=OffloadConfig()), num_layers=num_layers).transient
+    again = stage_activations(
+        replace(setting, offload=OffloadConfig()), num_layers=num_layers
+    ).transient
     back = kept.transient - again
     if back:
         assert max(found) == kept.nbytes - gone + back
@@ -740,7 +778,7 @@ def test_backward_brings_back_what_the_ledger_says(
 def test_a_large_model_gets_two_layers_back_at_once() -> None:
     away = replace(LLAMA_8B, tp=2, sp=True, offload=OffloadConfig(layers=31))
     layer = total(layer_rows(away, ()))
-    assert 0.53 * 2**30 <= stage_kept(away, num_layers=32).transient <= layer < 0.54 * 2**30
+    assert 0.53 * 2**30 <= stage_activations(away, num_layers=32).transient <= layer < 0.54 * 2**30
 
 
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[0], SELECTIVE[-1]], ids=str)
@@ -761,10 +799,10 @@ def sharded_weights(
     ids = torch.arange(24)
     with metered(trainer.model) as meter:
         loss = trainer.model.loss(ids, ids, tokens_of_lengths([12, 12]))
-    setting = Setting(
+    setting = ActivationSetting(
         model=run.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload
     )
-    ledger = stage_kept(setting, num_layers=3)
+    ledger = stage_activations(setting, num_layers=3)
     assert meter.live == ledger.nbytes
     loss.backward()
     trainer.data.finish()
@@ -772,7 +810,7 @@ def sharded_weights(
 
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/recompute.md"
-LLAMA_8B = Setting(
+LLAMA_8B = ActivationSetting(
     model=ModelConfig(
         vocab_size=128256,
         hidden_size=4096,

@@ -185,7 +185,7 @@ def test_padding_that_only_the_data_knows_is_told() -> None:
     assert notes(workload("llama3_8b", 16, **shared), H100) == notes(
         workload("llama3_8b", 16), H100
     )
-    told = notes(workload("llama3_8b", 16, data__documents="true", **shared), H100)
+    told = notes(workload("llama3_8b", 16, data__document_masking="true", **shared), H100)
     (note,) = [one for one in told if "slicing=document" in one]
     assert (
         "pads each document to a multiple of 8 tokens; the figures here count a row as one "

@@ -12,7 +12,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
 from megalith.plan.buckets import (
     BucketPlan,
-    owned_parts,
+    local_bucket_parts,
     plan_buckets,
     slice_of,
     zero_notes,
@@ -235,7 +235,8 @@ def test_ownership_equals_megatrons(bucket_numel: int | None, dp: int) -> None:
     plan = plan_buckets(SIZES, bucket_numel=bucket_numel, end_align=lcm(dp, 128), alone=[0])
     for rank, expected in enumerate(OWNED[bucket_numel, dp]):
         assert {
-            part.number: part.flat for part in owned_parts(plan, [(rank, dp)] * len(plan.buckets))
+            part.number: part.flat
+            for part in local_bucket_parts(plan, [(rank, dp)] * len(plan.buckets))
         } == expected
 
 
@@ -257,7 +258,7 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
         assert all((stop - start) % 64 == 0 for start, stop in bounds_of_ranks)
     pieces: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(case.sizes))}
     for rank in range(ranks):
-        parts = owned_parts(plan, [(rank, ranks)] * len(plan.buckets))
+        parts = local_bucket_parts(plan, [(rank, ranks)] * len(plan.buckets))
         assert [part.number for part in parts] == sorted(
             {part.number for part in parts}
         )  # one part of each at most
@@ -292,7 +293,7 @@ def test_a_kind_is_laid_out_as_if_there_were_no_other(seed: int) -> None:
         plan = plan_buckets(sizes, bucket_numel=600, end_align=64 * 4, kinds=kinds)
         for bucket in plan.buckets:
             assert len({kinds[number] for number in bucket.members}) == 1
-        parts = [owned_parts(plan, [(rank, 4)] * len(plan.buckets)) for rank in range(4)]
+        parts = [local_bucket_parts(plan, [(rank, 4)] * len(plan.buckets)) for rank in range(4)]
         found.append(
             [[(part.number, part.flat) for part in own if part.number in shared] for own in parts]
         )
@@ -308,28 +309,30 @@ def test_buckets_of_all_kinds_are_sent_in_the_order_in_which_backward_finishes_t
 
 def test_sound_divisions_break_no_rule() -> None:
     assert zero_problems(ParallelConfig(), 6) == []
-    assert zero_problems(ParallelConfig(zero=1, replicas=3, reduce_dtype="bf16"), 6) == []
+    assert zero_problems(ParallelConfig(zero=1, dp_replicate=3, reduce_dtype="bf16"), 6) == []
 
 
 @pytest.mark.parametrize(
     ("parallel", "text"),
     [
         (
-            ParallelConfig(replicas=2),
-            "parallel.replicas=2 with parallel.zero=0, where every rank holds everything and "
+            ParallelConfig(dp_replicate=2),
+            "parallel.dp_replicate=2 with parallel.zero=0, where every rank holds everything and "
             "nothing is divided. Set "
-            "parallel.zero=1, or remove parallel.replicas.",
+            "parallel.zero=1, or remove parallel.dp_replicate.",
         ),
         (
-            ParallelConfig(replicas=4, zero=1),
-            "parallel.replicas=4 does not divide dp=6: each replica is an equal number of ranks. "
-            "Set parallel.replicas "
+            ParallelConfig(dp_replicate=4, zero=1),
+            "parallel.dp_replicate=4 does not divide dp=6: each replica is an equal number of "
+            "ranks. "
+            "Set parallel.dp_replicate "
             "to one of [1, 2, 3, 6].",
         ),
         (
-            ParallelConfig(replicas=0, zero=2),
-            "parallel.replicas=0 does not divide dp=6: each replica is an equal number of ranks. "
-            "Set parallel.replicas "
+            ParallelConfig(dp_replicate=0, zero=2),
+            "parallel.dp_replicate=0 does not divide dp=6: each replica is an equal number of "
+            "ranks. "
+            "Set parallel.dp_replicate "
             "to one of [1, 2, 3, 6].",
         ),
         (
@@ -346,13 +349,13 @@ def test_divisions_that_cannot_work_are_refused(parallel: ParallelConfig, text: 
 
 
 @pytest.mark.parametrize(
-    ("cp", "replicas", "fix"), [(1, 1, "."), (1, 3, ", or parallel.replicas=1."), (2, 1, None)]
+    ("cp", "replicas", "fix"), [(1, 1, "."), (1, 3, ", or parallel.dp_replicate=1."), (2, 1, None)]
 )
 def test_bf16_where_nothing_is_sent_is_refused_and_zero_where_nothing_is_divided_told(
     cp: int, replicas: int, fix: str | None
 ) -> None:
-    parallel = ParallelConfig(zero=1, cp=cp, replicas=replicas, reduce_dtype="bf16")
-    place = f"with dp={replicas}, parallel.cp=1 and parallel.replicas={replicas}"
+    parallel = ParallelConfig(zero=1, cp=cp, dp_replicate=replicas, reduce_dtype="bf16")
+    place = f"with dp={replicas}, parallel.cp=1 and parallel.dp_replicate={replicas}"
     problem = (
         f"parallel.reduce_dtype=bf16 {place}: one rank owns all of each gradient, so none "
         "travels in bf16. Set "

@@ -106,7 +106,7 @@ def test_packed_documents_have_the_partition_of_the_formula() -> None:
     assert slices.starts().tolist() == [0] * 8 + [8] * 16
 
 
-def test_neighbours_together_have_the_slices_of_a_coarser_ring() -> None:
+def test_neighbors_together_have_the_slices_of_a_coarser_ring() -> None:
     slices = plan_slices([24, 24], row=24, slicing=Slicing(ranks=6))
     coarse = plan_slices([24, 24], row=24, slicing=Slicing(ranks=2))
     assert (slices.joined(3) == coarse.numbers).all()

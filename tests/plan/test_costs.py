@@ -17,12 +17,12 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.cross_entropy import Head
 from megalith.kernels.experts import experts
-from megalith.kernels.rebuilt import value_of
+from megalith.kernels.rebuilt import output_tensor
 from megalith.kernels.tokens import BalanceShare, tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.kernels import use_kernels
 from megalith.nn.moe.experts import Experts
-from megalith.parallel.expert import Sent
+from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.costs import (
@@ -34,7 +34,7 @@ from megalith.plan.costs import (
     layer_flops,
     loss_chunk,
     mlp_flops,
-    model_flops_utilisation,
+    model_flops_utilization,
     num_parameters,
     num_parameters_per_rank,
     pairs_in_window,
@@ -64,13 +64,13 @@ SMALL = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
     ffn_hidden_size=200,
-    vocab_multiple=64,
+    pad_vocab_to_multiple_of=64,
 )
 VARIANTS = [
     SMALL,
     replace(SMALL, tied_embeddings=True),
     replace(SMALL, qkv_bias=True, output_bias=True, mlp_bias=True),
-    replace(SMALL, num_kv_heads=8, head_dim=None, vocab_multiple=1),
+    replace(SMALL, num_kv_heads=8, head_dim=None, pad_vocab_to_multiple_of=1),
 ]
 
 
@@ -96,7 +96,7 @@ GPT = replace(
     qkv_bias=True,
     output_bias=True,
     mlp_bias=True,
-    vocab_multiple=1,
+    pad_vocab_to_multiple_of=1,
 )
 GPT2 = replace(
     GPT,
@@ -163,25 +163,30 @@ def test_published_models_have_their_published_number_of_parameters(
 
 
 MIXTRAL = replace(
-    llama(4096, 32, 32, 8, 14336, 32000), moe=MoEConfig(experts=8, top_k=2, ffn_hidden_size=14336)
+    llama(4096, 32, 32, 8, 14336, 32000),
+    moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=14336),
 )
 QWEN3_30B = replace(
     llama(2048, 48, 32, 4, 6144, 151936),
     head_dim=128,
     attention=AttentionConfig(qk_norm="head"),
-    moe=MoEConfig(experts=128, top_k=8, ffn_hidden_size=768),
+    moe=MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=768),
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK,
     num_layers=61,
     moe=MoEConfig(
-        experts=256,
+        num_experts=256,
         top_k=8,
         ffn_hidden_size=2048,
         shared_ffn_hidden_size=2048,
         layers=(False,) * 3 + (True,) * 58,
         router=RouterConfig(
-            score="sigmoid", groups=8, top_groups=4, balancing_bias=True, scale=2.5
+            score="sigmoid",
+            num_groups=8,
+            topk_groups=4,
+            expert_bias=True,
+            routed_scaling_factor=2.5,
         ),
     ),
 )
@@ -217,12 +222,12 @@ TINY_MIXTRAL = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
     ffn_hidden_size=48,
-    moe=MoEConfig(experts=4, ffn_hidden_size=48),
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=48),
 )
 TINY_QWEN3 = replace(
     TINY_MIXTRAL,
     attention=AttentionConfig(qk_norm="head"),
-    moe=MoEConfig(experts=4, ffn_hidden_size=16),
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=16),
 )
 TINY_DEEPSEEK = replace(
     TINY_MIXTRAL,
@@ -230,7 +235,9 @@ TINY_DEEPSEEK = replace(
     num_kv_heads=4,
     head_dim=None,
     mla=MLAConfig(kv_rank=16, q_rank=16, nope_dim=8, rope_dim=8, value_dim=8),
-    moe=MoEConfig(experts=8, ffn_hidden_size=16, shared_ffn_hidden_size=16, layers=(False, True)),
+    moe=MoEConfig(
+        num_experts=8, ffn_hidden_size=16, shared_ffn_hidden_size=16, layers=(False, True)
+    ),
 )
 
 
@@ -292,7 +299,7 @@ def test_a_mixture_costs_what_a_token_meets() -> None:
     """6·d·f·g·K, the router's 6·h·E, of the shared 6·h·f·g and 6·h of their gate, and 12·h·d of
     latents."""
     moe = MoEConfig(
-        experts=8,
+        num_experts=8,
         top_k=3,
         ffn_hidden_size=21,
         shared_ffn_hidden_size=13,
@@ -316,13 +323,14 @@ def test_latent_attention_and_further_prediction_have_their_published_numbers_of
 ):
     held = layer_parameters(DEEPSEEK, 0)
     assert sum(one.numel for one in held if ".attention." in one.name) == 187_107_328
-    further, h = (
-        num_parameters(replace(DEEPSEEK, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK),
+    num_mtp_layers, h = (
+        num_parameters(replace(DEEPSEEK, mtp=MTPConfig(num_layers=1))) - num_parameters(DEEPSEEK),
         7168,
     )
-    assert further == sum(one.numel for one in held) + 2 * h * h + 3 * h
+    assert num_mtp_layers == sum(one.numel for one in held) + 2 * h * h + 3 * h
     assert (
-        num_parameters(replace(DEEPSEEK_V3, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK_V3)
+        num_parameters(replace(DEEPSEEK_V3, mtp=MTPConfig(num_layers=1)))
+        - num_parameters(DEEPSEEK_V3)
         == 11_610_067_968
     )
 
@@ -529,12 +537,12 @@ LATENT_EXPERTS = replace(
     gated=False,
     activation="squared_relu",
     moe=MoEConfig(
-        experts=6,
+        num_experts=6,
         top_k=2,
         ffn_hidden_size=20,
         shared_ffn_hidden_size=13,
         latent_size=12,
-        router=RouterConfig(score="sigmoid", balancing_bias=True, scale=2.5),
+        router=RouterConfig(score="sigmoid", expert_bias=True, routed_scaling_factor=2.5),
     ),
 )
 """As Nemotron 3: experts without a gate on a few features, an MLP for all tokens on all."""
@@ -542,17 +550,17 @@ LATENT_EXPERTS = replace(
 SHARED_EXPERTS = replace(
     SMALL,
     moe=MoEConfig(
-        experts=6, top_k=3, ffn_hidden_size=20, shared_ffn_hidden_size=13, shared_gate=True
+        num_experts=6, top_k=3, ffn_hidden_size=20, shared_ffn_hidden_size=13, shared_gate=True
     ),
 )
 MODELS = {
     "grouped queries": SMALL,
     "both ways": BOTH_WAYS,
     "latent attention, whole queries, two further": replace(
-        MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), mtp=MTPConfig(depths=2)
+        MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), mtp=MTPConfig(num_layers=2)
     ),
     "latent attention, shared experts, one further": replace(
-        SHARED_EXPERTS, mla=MLA.mla, mtp=MTPConfig(depths=1)
+        SHARED_EXPERTS, mla=MLA.mla, mtp=MTPConfig(num_layers=1)
     ),
     "latent experts": LATENT_EXPERTS,
     "no gate, gated heads": replace(SMALL, gated=False, attention=AttentionConfig(gated=True)),
@@ -599,9 +607,9 @@ def count_model(
     training."""
     model, mesh = Decoder(config, mesh_of_one(), dtype=dtype), mesh_of_one()
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     use_kernels([model], "reference", mesh)
-    sent: list[Sent] = []
+    sent: list[DispatchedTokens] = []
     for module in model.modules():
         if isinstance(module, Experts):
             module.register_forward_pre_hook(lambda _, given: sent.append(given[0]))
@@ -611,14 +619,14 @@ def count_model(
         0, config.vocab_size, (2, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(2)
     )
     ids, labels = drawn.unbind()
-    further = ((ids, labels),) * config.mtp.depths
+    mtp_inputs = ((ids, labels),) * config.mtp.num_layers
     with FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_mm_flops}
     ) as counter:
-        torch.stack(model.losses(ids, labels, tokens, further=further)).sum().backward()
+        torch.stack(model.losses(ids, labels, tokens, mtp_inputs=mtp_inputs)).sum().backward()
     return Counted(
         counter.get_total_flops(),
-        [len(value_of(one.rows)) for one in sent],
+        [len(output_tensor(one.rows)) for one in sent],
         torch.ops.aten._grouped_mm in counter.get_flop_counts()["Global"],
         bool(sent) and all(one.groups.equal for one in sent),
     )
@@ -635,18 +643,18 @@ def useful_and_hidden(config: ModelConfig) -> int:
     size = kind.window if kind.chunked and kind.window else max(DOCUMENTS)
     runs = [min(size, length - start) for length in DOCUMENTS for start in range(0, length, size)]
     hidden = 0
-    for layer in [*range(config.num_layers), *[config.num_layers - 1] * config.mtp.depths]:
+    for layer in [*range(config.num_layers), *[config.num_layers - 1] * config.mtp.num_layers]:
         formed, seen = 2 * squares, squares
         if config.has_window(layer):
             formed, seen = 2 * sum(run**2 for run in runs), windowed
         seen = seen if kind.causal else 2 * seen
         hidden += (formed - seen) * (
             config.attention_part(layer) == "full"
-        ) + squares * config.looks(layer)
+        ) + squares * config.uses_cross_layer_source(layer)
     padding = (
         (config.padded_vocab_size() - config.vocab_size)
         * config.hidden_size
-        * (1 + config.mtp.depths)
+        * (1 + config.mtp.num_layers)
     )
     useful = step_flops(config, tokens=tokens, squared_lengths=squares, windowed=windowed)
     return (
@@ -674,13 +682,13 @@ def test_operations_are_those_that_torch_counts_in_the_model(config: ModelConfig
     counted = count_model(config)
     surplus = surplus_rows(config, counted.expert_rows)
     assert counted.flops == useful_and_hidden(config) + surplus
-    layers = [*range(config.num_layers), *[config.num_layers - 1] * config.mtp.depths]
+    layers = [*range(config.num_layers), *[config.num_layers - 1] * config.mtp.num_layers]
     assert len(counted.expert_rows) == sum(config.has_experts(layer) for layer in layers)
     assert surplus == 0 or (config.moe is not None and config.moe.capacity.factor is not None)
 
 
 def test_where_all_see_all_nothing_is_left_to_name() -> None:
-    exact = replace(BOTH_WAYS, vocab_multiple=1)
+    exact = replace(BOTH_WAYS, pad_vocab_to_multiple_of=1)
     squares = sum(length**2 for length in DOCUMENTS)
     assert count_model(exact).flops == step_flops(
         exact, tokens=sum(DOCUMENTS), squared_lengths=squares
@@ -703,7 +711,7 @@ def test_experts_cost_the_same_in_whichever_way_they_are_multiplied(
 
 def test_rates() -> None:
     assert tflops_per_device(6e15, seconds=2.0, devices=10) == 300.0
-    assert model_flops_utilisation(6e15, seconds=2.0, devices=10, peak_tflops=600.0) == 0.5
+    assert model_flops_utilization(6e15, seconds=2.0, devices=10, peak_tflops=600.0) == 0.5
 
 
 def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:

@@ -73,8 +73,8 @@ def test_a_model_without_a_memory_and_one_that_takes_it_anywhere_break_no_rule()
             ("with model.mla.kv_rank=5", "Remove model.mla, or model.cross"),
         ),
         (
-            {"cross": HALF, "mtp": MTPConfig(depths=1)},
-            ("with model.mtp.depths=1", "Set model.mtp.depths=0"),
+            {"cross": HALF, "mtp": MTPConfig(num_layers=1)},
+            ("with model.mtp.num_layers=1", "Set model.mtp.num_layers=0"),
         ),
         (
             {"cross": HALF, "layers": LayersConfig(mlp=("full", "none"))},
@@ -94,8 +94,15 @@ def test_what_does_not_go_together_is_refused(
 
 def test_layers_look_from_the_memory_on_and_it_goes_on_as_long_as_one_does() -> None:
     model = replace(MODEL, num_layers=6, cross=CrossConfig(memory=1, layers=(False, True)))
-    assert [model.looks(layer) for layer in range(6)] == [False, False, True, False, True, False]
-    assert [model.needs_memory(layer) for layer in range(7)] == [
+    assert [model.uses_cross_layer_source(layer) for layer in range(6)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert [model.needs_cross_layer_source(layer) for layer in range(7)] == [
         False,
         False,
         True,
@@ -104,13 +111,19 @@ def test_layers_look_from_the_memory_on_and_it_goes_on_as_long_as_one_does() -> 
         False,
         False,
     ]
-    assert [model.remembers_before(range(*ends)) for ends in ((0, 1), (0, 3), (1, 3), (2, 6))] == [
+    assert [
+        model.has_cross_layer_source_before(range(*ends))
+        for ends in ((0, 1), (0, 3), (1, 3), (2, 6))
+    ] == [
         None,
         1,
         0,
         None,
     ]
-    assert not any(MODEL.looks(layer) or MODEL.needs_memory(layer) for layer in range(4))
+    assert not any(
+        MODEL.uses_cross_layer_source(layer) or MODEL.needs_cross_layer_source(layer)
+        for layer in range(4)
+    )
 
 
 def test_a_look_costs_an_attention_without_a_window_and_its_matrices() -> None:

@@ -18,12 +18,12 @@ from megalith.config.train import LoopConfig
 from megalith.errors import PlanError
 from megalith.plan.costs import pairs_seen, step_flops
 from megalith.plan.deal import (
+    BatchAssignment,
     Budget,
-    Deal,
     DocumentCost,
+    assign_rows,
     budget_of,
     budget_problems,
-    deal_rows,
     document_cost,
     imbalance,
     microbatches_of_longest,
@@ -42,8 +42,8 @@ def lengths_of(seed: int, count: int, longest: int) -> list[int]:
     return [int(length) for length in np.clip(np.rint(drawn), 1, longest)]
 
 
-def costs_of(deal: Deal, budget: Budget, lengths: Sequence[int]) -> list[int]:
-    return [sum(budget.cost(lengths[number]) for number in pack) for pack in deal.packs]
+def costs_of(assignment: BatchAssignment, budget: Budget, lengths: Sequence[int]) -> list[int]:
+    return [sum(budget.cost(lengths[number]) for number in pack) for pack in assignment.packs]
 
 
 @loop_over("seed", range(40))
@@ -60,45 +60,53 @@ def test_every_document_has_one_place_and_all_ranks_have_work_that_differs_by_le
         cost=DocumentCost(int(draw.integers(0, 9)), int(draw.integers(0, 3))),
     )
     lengths = lengths_of(seed, count, longest)
-    deal = budget.deal(lengths, dp)
-    assert sorted(number for pack in deal.packs for number in pack) == list(range(count))
+    assignment = budget.assign_batches(lengths, dp)
+    assert sorted(number for pack in assignment.packs for number in pack) == list(range(count))
     assert all(
-        sum(budget.padded(lengths[n]) for n in pack) <= budget.capacity for pack in deal.packs
+        sum(budget.padded(lengths[n]) for n in pack) <= budget.capacity for pack in assignment.packs
     )
-    assert {len(deal.of(rank)) for rank in range(dp)} == {deal.num_microbatches}
-    costs = costs_of(deal, budget, lengths)
-    assert deal.costs == tuple(sum(costs[rank::dp]) for rank in range(dp))
+    assert {len(assignment.of(rank)) for rank in range(dp)} == {assignment.num_microbatches}
+    costs = costs_of(assignment, budget, lengths)
+    assert assignment.costs == tuple(sum(costs[rank::dp]) for rank in range(dp))
     within = max(
         max(costs[at : at + dp]) - min(costs[at : at + dp]) for at in range(0, len(costs), dp)
     )
-    assert max(deal.costs) - min(deal.costs) <= within <= max(costs, default=0)
-    assert deal == budget.deal(lengths, dp) and deal.digest() == budget.deal(lengths, dp).digest()
+    assert max(assignment.costs) - min(assignment.costs) <= within <= max(costs, default=0)
+    assert (
+        assignment == budget.assign_batches(lengths, dp)
+        and assignment.digest() == budget.assign_batches(lengths, dp).digest()
+    )
 
 
 def test_a_step_has_fewer_packs_the_larger_they_are_and_no_rank_waits_long() -> None:
     lengths = lengths_of(3, 600, 500)
     counts = []
     for capacity, bound in ((512, 0.03), (1024, 0.05), (4096, 0.1)):
-        deal = Budget(capacity=capacity, longest=500, cost=document_cost(MODEL)).deal(lengths, 4)
-        counts.append(deal.num_microbatches)
+        assignment = Budget(
+            capacity=capacity, longest=500, cost=document_cost(MODEL)
+        ).assign_batches(lengths, 4)
+        counts.append(assignment.num_microbatches)
         in_order = [sum(map(document_cost(MODEL), lengths[rank::4])) for rank in range(4)]
-        assert deal.imbalance < bound < imbalance(in_order)
+        assert assignment.imbalance < bound < imbalance(in_order)
     assert counts[0] > counts[1] > counts[2]
 
 
 def test_too_few_packs_are_divided_where_it_balances_and_the_rest_are_empty() -> None:
     budget = Budget(capacity=100, longest=60)
-    assert budget.deal([10, 20, 30], 3).packs == ((2,), (1,), (0,))
-    assert budget.deal([10, 20, 30], 2).packs == ((0, 1), (2,))
-    assert budget.deal([60], 3).packs == ((0,), (), ())
-    assert budget.deal([], 2).packs == ((), ()) and budget.deal([], 2).imbalance == 0.0
+    assert budget.assign_batches([10, 20, 30], 3).packs == ((2,), (1,), (0,))
+    assert budget.assign_batches([10, 20, 30], 2).packs == ((0, 1), (2,))
+    assert budget.assign_batches([60], 3).packs == ((0,), (), ())
+    assert (
+        budget.assign_batches([], 2).packs == ((), ())
+        and budget.assign_batches([], 2).imbalance == 0.0
+    )
 
 
 def test_a_pipeline_has_as_many_packs_as_it_wants_and_evaluation_as_few_as_there_are() -> None:
     pipeline = PipelineConfig(vpp=2)
     budget = Budget(capacity=40, longest=40, pipeline=pipeline, pp=4)
-    assert budget.deal([40] * 5, 1).num_microbatches == 8
-    assert budget.deal([40] * 5, 1, forward_only=True).num_microbatches == 5
+    assert budget.assign_batches([40] * 5, 1).num_microbatches == 8
+    assert budget.assign_batches([40] * 5, 1, forward_only=True).num_microbatches == 5
     assert [microbatches_that_fit(pipeline, 2, least) for least in (0, 1, 3, 4, 5)] == [
         2,
         2,
@@ -117,7 +125,7 @@ def test_a_pipeline_has_as_many_packs_as_it_wants_and_evaluation_as_few_as_there
 
 def test_a_document_longer_than_a_pack_is_refused() -> None:
     with pytest.raises(PlanError, match="do not fit rows of 16 tokens. Use lengths of 1 to 16"):
-        Budget(capacity=16, longest=16).deal([3, 17], 1)
+        Budget(capacity=16, longest=16).assign_batches([3, 17], 1)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -130,12 +138,12 @@ def test_costs_are_the_operations_of_a_step(window: int | None) -> None:
 
 
 def test_digests_of_other_deals_differ() -> None:
-    deals = [
-        Deal(packs, 1, (0,))
+    assignments = [
+        BatchAssignment(packs, 1, (0,))
         for packs in (((0, 1), (2,)), ((0,), (1, 2)), ((0, 1, 2),), ((0, 1), (2,), ()))
     ]
-    assert len({deal.digest() for deal in deals}) == 4 and all(
-        0 <= deal.digest() < 1 << 24 for deal in deals
+    assert len({assignment.digest() for assignment in assignments}) == 4 and all(
+        0 <= assignment.digest() < 1 << 24 for assignment in assignments
     )
 
 
@@ -148,14 +156,14 @@ def test_filler_is_cut_so_that_it_costs_little() -> None:
 @loop_over("seed", range(10))
 def test_rows_are_dealt_in_order_or_so_that_ranks_work_alike(seed: int) -> None:
     costs = lengths_of(seed, 24, 500)
-    assert deal_rows(costs, dp=2, rows=3, balanced=False) == [
+    assert assign_rows(costs, dp=2, rows=3, balanced=False) == [
         list(range(at, at + 3)) for at in range(0, 24, 3)
     ]
-    dealt = deal_rows(costs, dp=2, rows=3, balanced=True)
-    assert sorted(row for rows in dealt for row in rows) == list(range(24)) and {
-        len(rows) for rows in dealt
+    assigned = assign_rows(costs, dp=2, rows=3, balanced=True)
+    assert sorted(row for rows in assigned for row in rows) == list(range(24)) and {
+        len(rows) for rows in assigned
     } == {3}
-    totals = [sum(costs[row] for rows in dealt[rank::2] for row in rows) for rank in range(2)]
+    totals = [sum(costs[row] for rows in assigned[rank::2] for row in rows) for rank in range(2)]
     ordered = sorted(costs, reverse=True)
     assert abs(totals[0] - totals[1]) <= max(
         a - b for a, b in zip(ordered[::2], ordered[1::2], strict=True)
@@ -164,7 +172,7 @@ def test_rows_are_dealt_in_order_or_so_that_ranks_work_alike(seed: int) -> None:
         PlanError,
         match="24 rows do not divide over dp=5 ranks and 1 to a microbatch. Use a multiple of 5",
     ):
-        deal_rows(costs, dp=5, rows=1, balanced=True)
+        assign_rows(costs, dp=5, rows=1, balanced=True)
 
 
 def test_a_budget_is_what_the_run_says() -> None:
@@ -201,10 +209,10 @@ WRONG = {
         CP,
         TEXT,
     ),
-    "data.documents=True: a sample is a whole document, shuffled in each epoch. Remove it": (
+    "data.document_masking=True: a sample is a whole document, shuffled in each epoch. Remove it": (
         PACKED,
         SP,
-        replace(TEXT, documents=True),
+        replace(TEXT, document_masking=True),
     ),
     "data.sampler=cyclic: a sample is a whole document": (
         PACKED,

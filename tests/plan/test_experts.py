@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.plan.experts import balance_notes, expert_layout_problems, moe_problems, router_text
 from megalith.plan.network import network_problems
 
-GOOD = MoEConfig(experts=8, top_k=4, ffn_hidden_size=6, balance=BalanceConfig(batch=0.01))
+GOOD = MoEConfig(
+    num_experts=8, top_k=4, ffn_hidden_size=6, aux_loss=AuxLossConfig(batch_coeff=0.01)
+)
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=24, num_layers=4, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
 )
@@ -24,7 +26,9 @@ def problems(moe: MoEConfig) -> list[str]:
 
 def test_good_settings_break_no_rule() -> None:
     assert network_problems(replace(MODEL, moe=GOOD)) == []
-    deepseek = RouterConfig(score="sigmoid", balancing_bias=True, groups=4, top_groups=2, scale=2.5)
+    deepseek = RouterConfig(
+        score="sigmoid", expert_bias=True, num_groups=4, topk_groups=2, routed_scaling_factor=2.5
+    )
     assert network_problems(replace(MODEL, moe=replace(GOOD, router=deepseek))) == []
     assert moe_problems(MODEL) == []
 
@@ -32,11 +36,12 @@ def test_good_settings_break_no_rule() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"experts": 0}, "model.moe.experts=0 must be at least 1"),
+        ({"num_experts": 0}, "model.moe.num_experts=0 must be at least 1"),
         ({"top_k": 0}, "model.moe.top_k=0 must be at least 1"),
         (
             {"top_k": 9},
-            "model.moe.top_k=9 is more than model.moe.experts=8. Set model.moe.top_k to 8 or less",
+            "model.moe.top_k=9 is more than model.moe.num_experts=8. Set model.moe.top_k to 8 or "
+            "less",
         ),
         (
             {"latent_size": 0},
@@ -44,93 +49,96 @@ def test_good_settings_break_no_rule() -> None:
         ),
         ({"shared_ffn_hidden_size": -1}, "model.moe.shared_ffn_hidden_size=-1 must be at least 1"),
         ({"layers": (False,)}, "model.moe.layers=[False]: no layer has experts"),
-        ({"top_k": 1}, "Set model.moe.router.renormalise=false"),
+        ({"top_k": 1}, "Set model.moe.router.norm_topk_prob=false"),
         (
-            {"top_k": 1, "balance": BalanceConfig(sinkhorn=True)},
-            "Set model.moe.router.renormalise=false",
+            {"top_k": 1, "aux_loss": AuxLossConfig(sinkhorn=True)},
+            "Set model.moe.router.norm_topk_prob=false",
         ),
-        ({"weigh_input": True}, "model.moe.weigh_input=true with model.moe.top_k=4"),
         (
-            {"router": RouterConfig(balancing_bias=True)},
+            {"apply_router_weight_on_input": True},
+            "model.moe.apply_router_weight_on_input=true with model.moe.top_k=4",
+        ),
+        (
+            {"router": RouterConfig(expert_bias=True)},
             "Set model.moe.router.score to one of sigmoid, sqrt_softplus",
         ),
         (
-            {"router": RouterConfig(groups=4)},
-            "model.moe.router.groups=4 with model.moe.router.top_groups=null",
+            {"router": RouterConfig(num_groups=4)},
+            "model.moe.router.num_groups=4 with model.moe.router.topk_groups=null",
         ),
         (
-            {"router": RouterConfig(groups=3, top_groups=1)},
-            "Set model.moe.router.groups to one of [1, 2, 4, 8]",
+            {"router": RouterConfig(num_groups=3, topk_groups=1)},
+            "Set model.moe.router.num_groups to one of [1, 2, 4, 8]",
         ),
         (
-            {"router": RouterConfig(groups=4, top_groups=5)},
-            "model.moe.router.top_groups=5 is more than",
+            {"router": RouterConfig(num_groups=4, topk_groups=5)},
+            "model.moe.router.topk_groups=5 is more than",
         ),
         (
-            {"router": RouterConfig(groups=4, top_groups=1)},
-            "Set model.moe.router.top_groups to 2 or more",
+            {"router": RouterConfig(num_groups=4, topk_groups=1)},
+            "Set model.moe.router.topk_groups to 2 or more",
         ),
         (
-            {"router": RouterConfig(groups=4, top_groups=3)},
-            "Set model.moe.router.top_groups to one of [2, 4]",
+            {"router": RouterConfig(num_groups=4, topk_groups=3)},
+            "Set model.moe.router.topk_groups to one of [2, 4]",
         ),
         (
             {"router": RouterConfig(jitter=1.0)},
             "model.moe.router.jitter=1.0 must be at least 0 and below 1",
         ),
         (
-            {"router": RouterConfig(scale=float("nan"))},
-            "model.moe.router.scale=nan must be a finite number above 0",
+            {"router": RouterConfig(routed_scaling_factor=float("nan"))},
+            "model.moe.router.routed_scaling_factor=nan must be a finite number above 0",
         ),
         (
-            {"balance": BalanceConfig(z=-1.0)},
-            "model.moe.balance.z=-1.0 must be a finite number of at least 0",
+            {"aux_loss": AuxLossConfig(z_loss_coeff=-1.0)},
+            "model.moe.aux_loss.z_loss_coeff=-1.0 must be a finite number of at least 0",
         ),
         (
-            {"balance": BalanceConfig(sinkhorn=True, batch=0.1)},
-            "model.moe.balance.batch=0.1 with model.moe.balance.",
+            {"aux_loss": AuxLossConfig(sinkhorn=True, batch_coeff=0.1)},
+            "model.moe.aux_loss.batch_coeff=0.1 with model.moe.aux_loss.",
         ),
         (
-            {"balance": BalanceConfig(sinkhorn=True, quantile=True)},
-            "model.moe.balance.quantile=true with model.moe",
+            {"aux_loss": AuxLossConfig(sinkhorn=True, quantile=True)},
+            "model.moe.aux_loss.quantile=true with model.moe",
         ),
         (
-            {"balance": BalanceConfig(quantile=True, sequence=0.1)},
-            "moe.balance.sequence=0.1 with model.moe.balance.q",
+            {"aux_loss": AuxLossConfig(quantile=True, sequence_coeff=0.1)},
+            "moe.aux_loss.sequence_coeff=0.1 with model.moe.aux_loss.q",
         ),
         (
             {
-                "balance": BalanceConfig(quantile=True),
-                "router": replace(SIGMOID, balancing_bias=True),
+                "aux_loss": AuxLossConfig(quantile=True),
+                "router": replace(SIGMOID, expert_bias=True),
             },
             "Remove it, or s",
         ),
         (
-            {"balance": BalanceConfig(quantile=True), "capacity": CapacityConfig(factor=1.0)},
-            "balance.quantile=false",
+            {"aux_loss": AuxLossConfig(quantile=True), "capacity": CapacityConfig(factor=1.0)},
+            "aux_loss.quantile=false",
         ),
         (
-            {"balance": BalanceConfig(quantile=True), "top_k": 8},
-            "model.moe.top_k=8 of model.moe.experts=8",
+            {"aux_loss": AuxLossConfig(quantile=True), "top_k": 8},
+            "model.moe.top_k=8 of model.moe.num_experts=8",
         ),
         (
-            {"balance": BalanceConfig(quantile=True, quantile_ema=1.0)},
-            "model.moe.balance.quantile_ema=1.0 must be at",
+            {"aux_loss": AuxLossConfig(quantile=True, quantile_ema=1.0)},
+            "model.moe.aux_loss.quantile_ema=1.0 must be at",
         ),
         (
-            {"router": RouterConfig(forced_bias=-1.0)},
-            "model.moe.router.forced_bias=-1.0 must be a finite number of at",
+            {"router": RouterConfig(force_biased=-1.0)},
+            "model.moe.router.force_biased=-1.0 must be a finite number of at",
         ),
         (
-            {"router": RouterConfig(forced_bias=1.0, forced_balance=True)},
-            "Set model.moe.router.forced_bias=0",
+            {"router": RouterConfig(force_biased=1.0, force_load_balancing=True)},
+            "Set model.moe.router.force_biased=0",
         ),
         (
             {"capacity": CapacityConfig(factor=0.0)},
             "model.moe.capacity.factor=0.0 must be a finite number above 0",
         ),
         (
-            {"capacity": CapacityConfig(factor=1.0), "balance": BalanceConfig(sinkhorn=True)},
+            {"capacity": CapacityConfig(factor=1.0), "aux_loss": AuxLossConfig(sinkhorn=True)},
             "moe.capacity.factor=1.0",
         ),
     ],
@@ -144,20 +152,20 @@ def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
     ("changed", "text"),
     [
         (
-            {"router": RouterConfig(balancing_rate=0.1)},
-            "model.moe.router.balancing_rate=0.1 with model.moe.router.bal",
+            {"router": RouterConfig(expert_bias_update_rate=0.1)},
+            "model.moe.router.expert_bias_update_rate=0.1 with model.moe.router.bal",
         ),
         (
-            {"balance": BalanceConfig(quantile_ema=0.1)},
-            "model.moe.balance.quantile_ema=0.1 with model.moe.balance.q",
+            {"aux_loss": AuxLossConfig(quantile_ema=0.1)},
+            "model.moe.aux_loss.quantile_ema=0.1 with model.moe.aux_loss.q",
         ),
         (
-            {"balance": BalanceConfig(of_choices=True)},
-            "model.moe.balance.of_choices=true with model.moe.balance.ba",
+            {"aux_loss": AuxLossConfig(of_choices=True)},
+            "model.moe.aux_loss.of_choices=true with model.moe.aux_loss.ba",
         ),
         (
             {"router": RouterConfig(group_score="max")},
-            "model.moe.router.group_score=max with model.moe.router.groups",
+            "model.moe.router.group_score=max with model.moe.router.num_groups",
         ),
         (
             {"capacity": CapacityConfig(drop="last")},
@@ -182,7 +190,7 @@ def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> N
 @pytest.mark.parametrize(
     ("parallel", "world", "moe", "text"),
     [
-        (ParallelConfig(ep=3), 6, GOOD, "parallel.ep=3 does not divide model.moe.experts=8"),
+        (ParallelConfig(ep=3), 6, GOOD, "parallel.ep=3 does not divide model.moe.num_experts=8"),
         (
             ParallelConfig(ep=2),
             2,
@@ -199,10 +207,10 @@ def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> N
             "parallel.etp=2 with model.moe.biases=true",
         ),
         (
-            ParallelConfig(ep=2, dispatcher="gather"),
+            ParallelConfig(ep=2, dispatcher="allgather"),
             2,
             replace(GOOD, capacity=CapacityConfig(factor=1.0, pad=True)),
-            "parallel.dispatcher=gather with model.moe.capacity.pad=true",
+            "parallel.dispatcher=allgather with model.moe.capacity.pad=true",
         ),
         (
             ParallelConfig(ep=2, dispatcher="gathr"),
@@ -211,10 +219,10 @@ def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> N
             "parallel.dispatcher=gathr is no way for tokens to reach",
         ),
         (
-            ParallelConfig(ep=2, zero=1, replicas=2),
+            ParallelConfig(ep=2, zero=1, dp_replicate=2),
             6,
             GOOD,
-            "parallel.replicas=2 does not divide the 3 ranks",
+            "parallel.dp_replicate=2 does not divide the 3 ranks",
         ),
         (ParallelConfig(tp=2, sp=True, pp=2, etp=1, order="pp-tp-cp-ep-dp"), 4, GOOD, None),
     ],
@@ -240,57 +248,67 @@ def test_reading_alone_needs_no_divided_tokens() -> None:
 
 
 def test_a_run_says_when_nothing_balances_its_experts() -> None:
-    (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, balance=BalanceConfig(z=0.1))))
-    assert "model.moe.balance.batch=0.01" in note
+    (note,) = balance_notes(
+        replace(MODEL, moe=replace(GOOD, aux_loss=AuxLossConfig(z_loss_coeff=0.1)))
+    )
+    assert "model.moe.aux_loss.batch_coeff=0.01" in note
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, top_k=1)))
     assert (
         "the weight of a single expert is always 1" in note
         and "gives routers no gradient: only balance" in note
     )
     (note,) = balance_notes(
-        replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_balance=True)))
+        replace(MODEL, moe=replace(GOOD, router=RouterConfig(force_load_balancing=True)))
     )
     assert "at random" in note
-    (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_bias=2.0))))
-    assert "forced_bias=2.0: experts are chosen at random" in note
-    balancing = replace(SIGMOID, balancing_bias=True)
+    (note,) = balance_notes(
+        replace(MODEL, moe=replace(GOOD, router=RouterConfig(force_biased=2.0)))
+    )
+    assert "force_biased=2.0: experts are chosen at random" in note
+    balancing = replace(SIGMOID, expert_bias=True)
     for moe in (
         None,
         GOOD,
-        replace(GOOD, balance=BalanceConfig(quantile=True)),
-        replace(GOOD, balance=BalanceConfig(), router=balancing),
-        replace(GOOD, experts=1, top_k=1),
+        replace(GOOD, aux_loss=AuxLossConfig(quantile=True)),
+        replace(GOOD, aux_loss=AuxLossConfig(), router=balancing),
+        replace(GOOD, num_experts=1, top_k=1),
     ):
         assert balance_notes(replace(MODEL, moe=moe)) == []
 
 
 def test_a_run_says_when_its_router_is_too_coarse() -> None:
-    coarse = replace(GOOD, experts=32, router=RouterConfig(dtype="model"))
+    coarse = replace(GOOD, num_experts=32, router=RouterConfig(dtype="model"))
     (note,) = balance_notes(replace(MODEL, moe=coarse))
     assert "logits of 32 experts" in note and "model.moe.router.dtype=fp32" in note
-    assert balance_notes(replace(MODEL, moe=replace(coarse, experts=31))) == []
+    assert balance_notes(replace(MODEL, moe=replace(coarse, num_experts=31))) == []
     assert balance_notes(replace(MODEL, moe=replace(coarse, router=RouterConfig()))) == []
 
 
 def test_a_router_is_told_in_words() -> None:
-    deepseek = RouterConfig(score="sigmoid", balancing_bias=True, groups=8, top_groups=4, scale=2.5)
-    moe = replace(GOOD, router=deepseek, balance=BalanceConfig(sequence=1e-4, z=0.1))
-    assert router_text(moe) == (
-        "sigmoid scores in fp32, of the best 4 of 8 groups, weights renormalised times 2.5; "
-        "balanced by balance.sequence=0.0001, router.balancing_bias; nobody is refused"
+    deepseek = RouterConfig(
+        score="sigmoid", expert_bias=True, num_groups=8, topk_groups=4, routed_scaling_factor=2.5
     )
-    noisy = RouterConfig(jitter=0.01, forced_balance=True, renormalise=False, dtype="model")
+    moe = replace(
+        GOOD, router=deepseek, aux_loss=AuxLossConfig(sequence_coeff=1e-4, z_loss_coeff=0.1)
+    )
+    assert router_text(moe) == (
+        "sigmoid scores in fp32, of the best 4 of 8 groups, weights renormalized times 2.5; "
+        "balanced by aux_loss.sequence_coeff=0.0001, router.expert_bias; nobody is refused"
+    )
+    noisy = RouterConfig(
+        jitter=0.01, force_load_balancing=True, norm_topk_prob=False, dtype="model"
+    )
     moe = replace(
         GOOD,
         router=noisy,
-        balance=BalanceConfig(),
+        aux_loss=AuxLossConfig(),
         capacity=CapacityConfig(factor=1.25, drop="last"),
     )
     assert router_text(moe) == (
         "softmax scores in the dtype of the model, weights as scored, jitter=0.01, at random "
-        "(forced_balance); "
+        "(force_load_balancing); "
         "balanced by nothing; each takes 1.25 times its even share and refuses the last"
     )
-    assert "balanced by balance.quantile;" in router_text(
-        replace(GOOD, balance=BalanceConfig(quantile=True))
+    assert "balanced by aux_loss.quantile;" in router_text(
+        replace(GOOD, aux_loss=AuxLossConfig(quantile=True))
     )

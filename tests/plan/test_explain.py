@@ -56,7 +56,7 @@ def test_experts_have_a_grid_of_their_own_over_the_same_ranks() -> None:
     assert e.exchanged == 4096 * 8 * 63 // 64 * 7168 * 2
     assert (e.rows, e.crowded_rows) == (4096 * 8, 4096 * 64 * 4)
     run = resolve("deepseek_v3")
-    gathers = replace(run, parallel=replace(run.parallel, dispatcher="gather"))
+    gathers = replace(run, parallel=replace(run.parallel, dispatcher="allgather"))
     other = explain(plan_workload(gathers, 2048)).experts
     assert (
         other is not None
@@ -67,7 +67,7 @@ def test_experts_have_a_grid_of_their_own_over_the_same_ranks() -> None:
 
 def test_groups_that_experts_are_divided_over_are_told() -> None:
     settings = {
-        "model.moe.experts": "4",
+        "model.moe.num_experts": "4",
         "model.moe.ffn_hidden_size": "8",
         "train.micro_batch_size": "1",
     }
@@ -102,7 +102,7 @@ def test_groups_are_those_that_the_mesh_makes() -> None:
     settings = {
         "parallel.tp": "4",
         "parallel.zero": "1",
-        "parallel.replicas": "2",
+        "parallel.dp_replicate": "2",
         "train.micro_batch_size": "1",
     }
     workload = plan_workload(tiny_run(settings), 16)
@@ -147,14 +147,16 @@ def workload_world(settings: dict[str, str]) -> int:
 
 
 def test_further_predictions_are_told_apart_from_the_loss() -> None:
-    own = {"model.mtp.depths": "2", "parallel.pp": "4", "model.num_layers": "2"}
+    own = {"model.mtp.num_layers": "2", "parallel.pp": "4", "model.num_layers": "2"}
     last = explain(
         plan_workload(tiny_run(own | {"parallel.pipeline.layout": "E|t|t|mmL"}), 4)
     ).stages
     apart = explain(
         plan_workload(tiny_run(own | {"parallel.pipeline.layout": "E|tt|mm|L"}), 4)
     ).stages
-    assert [row.further for row in last] == [0, 0, 0, 2] and [row.further for row in apart] == [
+    assert [row.num_mtp_layers for row in last] == [0, 0, 0, 2] and [
+        row.num_mtp_layers for row in apart
+    ] == [
         0,
         0,
         2,
@@ -163,7 +165,7 @@ def test_further_predictions_are_told_apart_from_the_loss() -> None:
     assert sum(row.flops_share for row in apart) == pytest.approx(1)
     assert apart[2].flops_share + apart[3].flops_share == pytest.approx(last[3].flops_share)
     assert apart[2].flops_share > apart[1].flops_share, (
-        "of two layers, without a further prediction's own products"
+        "of two layers, without a multi-token prediction's own products"
     )
 
 
@@ -243,10 +245,12 @@ def test_a_model_is_told_by_what_its_layers_are_made_of(name: str, words: str) -
 
 def test_latent_attention_and_further_predictions_are_told() -> None:
     model = replace(
-        VARIANTS["sinks"], mla=MLAConfig(kv_rank=8, nope_dim=6, rope_dim=4), mtp=MTPConfig(depths=2)
+        VARIANTS["sinks"],
+        mla=MLAConfig(kv_rank=8, nope_dim=6, rope_dim=4),
+        mtp=MTPConfig(num_layers=2),
     )
     text = kind_text(model)
-    assert "6 latent heads of 6 + 4 features from 8" in text and "2 further predictions" in text
+    assert "6 latent heads of 6 + 4 features from 8" in text and "2 multi-token predictions" in text
 
 
 def test_windowed_layers_have_less_of_the_work() -> None:
@@ -278,7 +282,7 @@ def test_what_is_trained_beside_frozen_layers_does_not_depend_on_stages_that_sha
 ) -> None:
     chosen = {
         "model.num_layers": "4",
-        "model.mtp.depths": "1",
+        "model.mtp.num_layers": "1",
         "model.tied_embeddings": tied,
         "optim.frozen": "[layers.0.*]",
         "train.global_batch_size": "8",

@@ -5,7 +5,7 @@ import pytest
 
 from megalith.errors import PlanError
 from megalith.plan.fill import (
-    Filled,
+    PackedDocuments,
     fill_apart,
     fill_best,
     fill_by_group,
@@ -15,7 +15,7 @@ from megalith.plan.fill import (
 from tests.cases import loop_over
 
 
-def rows(filled: Filled) -> list[list[int]]:
+def rows(filled: PackedDocuments) -> list[list[int]]:
     return [filled.row(number).tolist() for number in range(filled.num_rows)]
 
 

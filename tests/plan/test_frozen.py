@@ -59,7 +59,7 @@ def test_what_lies_below_a_frozen_matrix_lies_by_itself() -> None:
 def test_backward_ends_at_the_first_layer_with_something_trained_at_or_before_it(
     optim: OptimConfig, first: int
 ) -> None:
-    assert first_trained_layer(replace(MODEL, mtp=MTPConfig(depths=1)), optim) == first
+    assert first_trained_layer(replace(MODEL, mtp=MTPConfig(num_layers=1)), optim) == first
     assert tables_trained(MODEL, optim) == ("embed.weight" in trained_names(MODEL, optim))
 
 
@@ -168,7 +168,7 @@ def test_the_parts_of_a_step_make_up_the_whole() -> None:
 
 
 def test_predictions_further_ahead_cost_what_is_trained_of_them() -> None:
-    model = replace(MODEL, mtp=MTPConfig(depths=2))
+    model = replace(MODEL, mtp=MTPConfig(num_layers=2))
     seen = {"tokens": 24, "squared_lengths": 24**2}
     assert trained_step_flops(
         model, None, OptimConfig(frozen=("norm.weight",)), **seen

@@ -9,16 +9,16 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig, ScheduleName
 from megalith.config.recompute import OffloadConfig
 from megalith.plan.fsdp import fully_sharded_problems, padded_numel, rows_of
-from megalith.plan.shards import Shard, whole
+from megalith.plan.shards import Shard
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import run_problems
 
 SHARDS = [
-    whole("vector", (7,), inputs=0),
-    whole("one", (1,), inputs=0),
-    whole("matrix", (10, 3)),
-    replace(whole("o", (6, 4, 5), inputs=2), box=((0, 6), (1, 3), (0, 5)), cut=("tp_kv",)),
-    replace(whole("kv", (2, 3, 4, 6)), box=((0, 2), (1, 2), (0, 4), (0, 6)), cut=("tp_kv",)),
+    Shard.full("vector", (7,), inputs=0),
+    Shard.full("one", (1,), inputs=0),
+    Shard.full("matrix", (10, 3)),
+    replace(Shard.full("o", (6, 4, 5), inputs=2), box=((0, 6), (1, 3), (0, 5)), cut=("tp_kv",)),
+    replace(Shard.full("kv", (2, 3, 4, 6)), box=((0, 2), (1, 2), (0, 4), (0, 6)), cut=("tp_kv",)),
 ]
 
 

@@ -12,9 +12,9 @@ from megalith.config.mup import MuPConfig
 from megalith.config.optim import GroupConfig, OptimConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.plan.groups import named_parameters, parameter_rows, pattern_problems, rates_in
-from megalith.plan.initial import PLAIN, Rates
+from megalith.plan.initial import PLAIN, ParameterRates
 from megalith.testing.tiny import tiny_run
-from megalith.verify.variants import BIASED_CHOICE, FURTHER_EXPERTS
+from megalith.verify.variants import BIASED_CHOICE, MTP_EXPERTS
 
 MODEL = ModelConfig(
     vocab_size=61,
@@ -195,17 +195,17 @@ def test_adapters_are_chosen_by_lora_and_may_have_rates() -> None:
     assert rates_in(MODEL, faster, "layers.0.mlp.down.lora_b", 1).lr_of == "b"
 
 
-@pytest.mark.parametrize("model", [BIASED_CHOICE, FURTHER_EXPERTS])
+@pytest.mark.parametrize("model", [BIASED_CHOICE, MTP_EXPERTS])
 def test_a_loss_for_a_router_that_stays_is_refused_where_it_would_move_others(
     model: ModelConfig,
 ) -> None:
     told = problems(OptimConfig(frozen=("*.moe.router",)), model)
     assert len(told) == 3 and all(
-        "the router" in text and "model.moe.balance." in text for text in told
+        "the router" in text and "model.moe.aux_loss." in text for text in told
     )
     behind = (
         ("mtp.1.norm.weight", "mtp.1.layer.moe.experts.down")
-        if model.mtp.depths
+        if model.mtp.num_layers
         else ("norm.weight",)
     )
     assert problems(OptimConfig(trained=behind), model) == []
@@ -218,7 +218,7 @@ def test_a_router_that_predicts_further_ahead_stays_only_where_nothing_before_it
     trained: str,
 ) -> None:
     optim = OptimConfig(trained=(trained,), frozen=("mtp.0.layer.moe.router",))
-    told = problems(optim, FURTHER_EXPERTS)
+    told = problems(optim, MTP_EXPERTS)
     assert len(told) == 3 and all("mtp.0.layer.moe.router is not trained" in text for text in told)
 
 
@@ -231,10 +231,10 @@ def test_rates_name_their_groups_and_keep_what_mup_makes() -> None:
         ),
         decayed_vectors=("norm.weight",),
     )
-    assert rates_in(wide, optim, "layers.0.mlp.down", 1) == Rates(
+    assert rates_in(wide, optim, "layers.0.mlp.down", 1) == ParameterRates(
         lr=0.25, eps=0.25, lr_of="a", decay_of="b"
     )
-    assert rates_in(wide, optim, "norm.weight", 0) == Rates(vector_decays=True)
+    assert rates_in(wide, optim, "norm.weight", 0) == ParameterRates(vector_decays=True)
     assert rates_in(wide, optim, "layers.0.mlp_norm.weight", 0) == PLAIN
 
 
@@ -259,7 +259,7 @@ def test_the_map_tells_of_every_parameter_once() -> None:
 
 
 def test_a_model_with_experts_has_no_name_for_what_moves_by_itself() -> None:
-    moe = MoEConfig(experts=4, ffn_hidden_size=8)
+    moe = MoEConfig(num_experts=4, ffn_hidden_size=8)
     names = [one.name for one in named_parameters(replace(BIASED_CHOICE, moe=moe), None)]
     assert not any("balancing" in name for name in names)
     assert not any("balancing" in one.name for one in named_parameters(BIASED_CHOICE, None))

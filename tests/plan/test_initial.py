@@ -13,10 +13,10 @@ from megalith.config.model import ModelConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.optim import OptimConfig
 from megalith.kernels.tokens import tokens_of_rows
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.optim.build import build_optimizer
 from megalith.parallel.mesh import mesh_of_one
-from megalith.plan.initial import PLAIN, Rates, Start, rates_of, start_of
+from megalith.plan.initial import PLAIN, InitialValues, ParameterRates, rates_of, start_of
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=96
@@ -79,7 +79,7 @@ def test_xavier_counts_the_inputs_and_outputs_of_one_matrix() -> None:
         1,
         0.02,
     )
-    assert experts == Start(math.sqrt(2 / 160), uniform=True)
+    assert experts == InitialValues(math.sqrt(2 / 160), uniform=True)
 
 
 def test_the_first_pattern_that_fits_a_name_decides_even_about_biases() -> None:
@@ -111,7 +111,7 @@ def test_under_mup_adam_turns_matrices_slower_and_sgd_the_others_faster() -> Non
         "embed.weight": 1,
         "head.weight": 1,
     }
-    slower, faster = Rates(lr=0.25, eps=0.25), Rates(lr=4.0)
+    slower, faster = ParameterRates(lr=0.25, eps=0.25), ParameterRates(lr=4.0)
     plain = replace(MUP, embedding_init_std=None)
     assert [rates_of(plain, "adamw", *one) for one in names.items()] == [
         slower,
@@ -158,27 +158,27 @@ def trained(width: int, *, mup: bool, steps: int, lr: float) -> tuple[dict[str, 
     )
     model = Decoder(config, mesh_of_one())
     allocate(model, torch.device("cpu"))
-    initialise(model, seed=1)
-    owned = [
+    initialize(model, seed=1)
+    params = [
         (declared.shard, getattr(module, name))
         for declared, module, name in declared_parameters(model)
     ]
     optimizer = build_optimizer(
-        owned, OptimConfig(), lambda shard: rates_of(config, "adamw", shard.name, shard.inputs)
+        params, OptimConfig(), lambda shard: rates_of(config, "adamw", shard.name, shard.inputs)
     )
     ids = torch.randint(0, 64, (4 * 17,), generator=torch.Generator().manual_seed(3)).view(4, 17)
     inputs, labels, tokens = ids[:, :-1].flatten(), ids[:, 1:].flatten(), tokens_of_rows(4, 16)
     for _ in range(steps):
         model.zero_grad()
         (model.loss(inputs, labels, tokens) / labels.numel()).backward()
-        optimizer.step([weight.grad for _, weight in owned], lr=lr, weight_decay=0.0)
+        optimizer.step([weight.grad for _, weight in params], lr=lr, weight_decay=0.0)
     sizes: dict[str, float] = {}
     for name in ("layers.0.attention", "layers.1.mlp", "layers.1"):
         part = model.get_submodule(name)
         part.register_forward_hook(lambda _, __, out, name=name: sizes.update({name: size_of(out)}))
     with torch.no_grad():
         x = model(inputs, tokens)
-        sizes["scores"] = size_of(model.head.readout.scores(x @ model.head.weight.T))
+        sizes["scores"] = size_of(model.head.logit_transform.scores(x @ model.head.weight.T))
         return sizes, model.loss(inputs, labels, tokens).item() / labels.numel()
 
 
@@ -204,16 +204,16 @@ def test_under_mup_a_wider_model_is_no_worse_at_the_same_rate() -> None:
 def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
     config = replace(MUP, vocab_size=8, num_layers=1)
     model = Decoder(config, mesh_of_one())
-    owned = [
+    params = [
         (declared.shard, torch.ones(declared.shard.matrix_shape))
         for declared, _, _ in declared_parameters(model)
     ]
     made = OptimConfig(kind=kind, momentum=0.0)  # type: ignore[arg-type]  # one of the two
     optimizer = build_optimizer(
-        owned, made, lambda shard: rates_of(config, kind, shard.name, shard.inputs)
+        params, made, lambda shard: rates_of(config, kind, shard.name, shard.inputs)
     )
-    optimizer.step([torch.ones_like(weight) for _, weight in owned], lr=0.01, weight_decay=0.0)
-    for shard, weight in owned:
+    optimizer.step([torch.ones_like(weight) for _, weight in params], lr=0.01, weight_decay=0.0)
+    for shard, weight in params:
         step = 0.01 * rates_of(config, kind, shard.name, shard.inputs).lr
         torch.testing.assert_close(weight, torch.full_like(weight, 1 - step), rtol=0, atol=1e-6)
 
@@ -223,7 +223,7 @@ def test_tables_with_a_spread_of_their_own_do_not_decay() -> None:
     for model, kind, rate in ((own, "adamw", 1.0), (MUP, "adamw", 1.0), (MUP, "sgd", 4.0)):
         assert [
             rates_of(model, kind, name, 1) for name in ("embed.weight", "positions.weight")
-        ] == [Rates(lr=rate, decay=0.0)] * 2
+        ] == [ParameterRates(lr=rate, decay=0.0)] * 2
         assert all(
             rates_of(model, kind, name, 1).decay == 1.0
             for name in ("head.weight", "layers.0.mlp.down")

@@ -15,10 +15,10 @@ from megalith.plan.kernels import (
     BACKENDS,
     SIGMOIDS,
     WIDEST,
-    forced_problems,
-    lines_of_kernels,
-    setting_in_words,
-    table_of_backends,
+    describe_kernel_setting,
+    describe_kernels,
+    explicit_backend_problems,
+    list_backend_specs,
     used_ops,
 )
 from megalith.testing.tiny import tiny_run
@@ -45,19 +45,19 @@ def test_the_table_says_what_kernels_do() -> None:
 REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
     (
         {"precision.params": "fp64"},
-        {"norm": "loops"},
+        {"norm": "numba"},
         None,
-        "kernels.norm=loops: it takes fp32, bf16, and precision.p",
+        "kernels.norm=numba: it takes fp32, bf16, and precision.p",
     ),
     (
         {"model.norm": "layer"},
-        {"norm": "loops"},
+        {"norm": "numba"},
         None,
-        "kernels.norm=loops: model.norm=layer has no compiled loop.",
+        "kernels.norm=numba: model.norm=layer has no compiled loop.",
     ),
     (
         {"model.activation": "gelu"},
-        {"activation": "loops"},
+        {"activation": "numba"},
         None,
         "model.activation=gelu with model.gated=true has no",
     ),
@@ -69,19 +69,19 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
     ),
     (
         {},
-        {"rope": "loops"},
+        {"rope": "numba"},
         "cuda",
-        "kernels.rope=loops: it works on CPUs, and this run is on cuda",
+        "kernels.rope=numba: it works on CPUs, and this run is on cuda",
     ),
     (
         {"train.compile": "true"},
-        {"rope": "loops"},
+        {"rope": "numba"},
         None,
         "train.compile=true compiles layers from plain definitions",
     ),
     (
         {"parallel.cp": "2"},
-        {"attention": "tiles"},
+        {"attention": "cpu_tiled"},
         None,
         "share tokens, and compute attention by intervals of keys. S",
     ),
@@ -104,36 +104,39 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
 def test_a_way_that_cannot_be_had_is_refused_with_the_reason(
     settings: dict[str, str], kernels: dict[str, str], device: str | None, text: str
 ) -> None:
-    (problem,) = forced_problems(run_with(settings, **kernels), device)
+    (problem,) = explicit_backend_problems(run_with(settings, **kernels), device)
     assert text in problem and "Set kernels." in problem
 
 
 def test_what_a_machine_lacks_is_the_reason_there() -> None:
-    run = run_with(rope="loops")
-    assert forced_problems(run) == [] and forced_problems(run, "cpu", {}) == []
-    (problem,) = forced_problems(run, "cpu", {"loops": "it has no OpenMP"})
-    assert problem == "kernels.rope=loops: it has no OpenMP. Set kernels.rope to torch, or to auto."
+    run = run_with(rope="numba")
+    assert explicit_backend_problems(run) == [] and explicit_backend_problems(run, "cpu", {}) == []
+    (problem,) = explicit_backend_problems(run, "cpu", {"numba": "it has no OpenMP"})
+    assert problem == "kernels.rope=numba: it has no OpenMP. Set kernels.rope to torch, or to auto."
 
 
 def test_scores_that_a_way_does_not_know_are_named() -> None:
-    run = run_with(attention="tiles")
+    run = run_with(attention="cpu_tiled")
     capped = replace(
         run, model=replace(run.model, attention=AttentionConfig(softcap=2.0, window=4))
     )
-    (problem,) = forced_problems(capped)
+    (problem,) = explicit_backend_problems(capped)
     assert (
         "model.attention.softcap=2.0, model.attention.window=4: it knows plain scores only"
         in problem
     )
-    assert forced_problems(replace(capped, kernels=KernelsConfig(attention="spans"))) == []
-    (other,) = forced_problems(replace(capped, kernels=KernelsConfig(attention="varlen")))
+    assert (
+        explicit_backend_problems(replace(capped, kernels=KernelsConfig(attention="split_kv")))
+        == []
+    )
+    (other,) = explicit_backend_problems(replace(capped, kernels=KernelsConfig(attention="varlen")))
     assert "model.attention.window" not in other
 
 
 def test_a_way_that_knows_no_masks_is_refused_where_rows_end_with_padding_that_is_seen() -> None:
-    run = run_with({"data.keep_partial_valid": "true"}, attention="tiles")
+    run = run_with({"data.keep_partial_valid": "true"}, attention="cpu_tiled")
     both = replace(run, model=replace(run.model, attention=AttentionConfig(causal=False)))
-    (problem,) = forced_problems(both)
+    (problem,) = explicit_backend_problems(both)
     assert (
         "data.keep_partial_valid=true with model.attention.causal=false: the last row ends with "
         "padding" in problem
@@ -141,60 +144,62 @@ def test_a_way_that_knows_no_masks_is_refused_where_rows_end_with_padding_that_i
     assert problem.endswith("Set kernels.attention to torch, or to auto.")
     whole = replace(both, data=replace(both.data, keep_partial_valid=False))
     named = replace(both, kernels=KernelsConfig(attention="sdpa"))
-    assert [forced_problems(other) for other in (run, whole, named)] == [[], [], []]
+    assert [explicit_backend_problems(other) for other in (run, whole, named)] == [[], [], []]
 
 
 def test_a_run_says_which_way_each_operation_takes_and_why_not_a_faster_one() -> None:
     run = run_with({"model.norm": "layer"})
-    told, reason = lines_of_kernels(run, "cpu", {})
-    assert told.startswith("kernels: auto: norm torch, rope loops, activation loops, attention ")
+    told, reason = describe_kernels(run, "cpu", {})
+    assert told.startswith("kernels: auto: norm torch, rope numba, activation numba, attention ")
     assert reason == "kernels: norm fall back: loops: model.norm=layer has no compiled loop"
-    lines = lines_of_kernels(run_with({"precision.params": "fp64"}), "cpu", {})
+    lines = describe_kernels(run_with({"precision.params": "fp64"}), "cpu", {})
     assert "rope torch" in lines[0] and lines[1].startswith(
         "kernels: norm, rope, activation, cross_entropy fall back"
     )
-    assert lines_of_kernels(run_with(all="reference", norm="torch"), "cpu", {})[0].startswith(
+    assert describe_kernels(run_with(all="reference", norm="torch"), "cpu", {})[0].startswith(
         "kernels: reference: norm torch, rope reference"
     )
-    compiled = lines_of_kernels(run_with({"train.compile": "true"}), "cpu", {})[0]
-    assert "norm compiled" in compiled and "cross_entropy loops" in compiled
+    compiled = describe_kernels(run_with({"train.compile": "true"}), "cpu", {})[0]
+    assert "norm compiled" in compiled and "cross_entropy numba" in compiled
 
 
 def test_a_bf16_run_on_a_cpu_reports_how_its_matmuls_are_computed() -> None:
     run = run_with({"precision.params": "bf16"})
-    assert lines_of_kernels(run, "cpu", {})[0].endswith(", matmul torch")
-    line, reason = lines_of_kernels(run, "cpu", {}, bf16_kernels=False)
+    assert describe_kernels(run, "cpu", {})[0].endswith(", matmul torch")
+    line, reason = describe_kernels(run, "cpu", {}, bf16_kernels=False)
     assert line.endswith(", matmul upcast")
     assert reason == (
         "kernels: matmul fall back: torch has no bf16 kernels for this CPU, so bf16 matmuls are "
         "computed in fp32"
     )
-    (forced,) = lines_of_kernels(
+    (forced,) = describe_kernels(
         run_with({"precision.params": "bf16"}, matmul="torch"), "cpu", {}, bf16_kernels=False
     )
     assert forced.endswith(", matmul torch")
     for other, device in ((run_with(), "cpu"), (run, "cuda")):
-        assert "matmul" not in lines_of_kernels(other, device, {}, bf16_kernels=False)[0]
+        assert "matmul" not in describe_kernels(other, device, {}, bf16_kernels=False)[0]
 
 
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
         ({"kernels.experts": "loop"}, "kernels.experts=loop: model.moe=null"),
-        ({"kernels.dropout": "loops"}, "kernels.dropout=loops: model.dropout.residual=0.0"),
+        ({"kernels.dropout": "numba"}, "kernels.dropout=numba: model.dropout.residual=0.0"),
         (
-            {"kernels.rope": "loops", "model.positions": "none"},
-            "kernels.rope=loops: model.positions=none",
+            {"kernels.rope": "numba", "model.positions": "none"},
+            "kernels.rope=numba: model.positions=none",
         ),
     ],
 )
 def test_a_way_of_an_operation_that_a_run_lacks_is_refused(
     settings: dict[str, str], part: str
 ) -> None:
-    (told,) = forced_problems(tiny_run(settings))
+    (told,) = explicit_backend_problems(tiny_run(settings))
     assert part in told and told.endswith(" to auto."), told
     assert (
-        forced_problems(tiny_run({"kernels.dropout": "loops", "model.dropout.residual": "0.1"}))
+        explicit_backend_problems(
+            tiny_run({"kernels.dropout": "numba", "model.dropout.residual": "0.1"})
+        )
         == []
     )
 
@@ -211,13 +216,13 @@ def test_only_operations_that_a_model_has_are_told_of() -> None:
 
 
 def test_people_see_every_way_that_can_be_asked_for() -> None:
-    rows = table_of_backends()
-    assert ("rope", "loops", "fp32, bf16 on CPUs", "yes") in rows
+    rows = list_backend_specs()
+    assert ("rope", "numba", "fp32, bf16 on CPUs", "yes") in rows
     assert (
         "attention",
         "flex",
         "fp32, bf16, fp16 on GPUs; heads of 16 features or more",
         "no promise",
     ) in rows
-    assert setting_in_words("torch") == "torch"
-    assert setting_in_words(KernelsConfig(all="torch", norm="loops")) == "torch, norm=loops"
+    assert describe_kernel_setting("torch") == "torch"
+    assert describe_kernel_setting(KernelsConfig(all="torch", norm="numba")) == "torch, norm=numba"

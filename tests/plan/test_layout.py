@@ -15,7 +15,7 @@ MODEL = ModelConfig(
 
 def test_the_axes_of_a_run_are_there_whole_and_in_parts() -> None:
     parallel = ParallelConfig(
-        tp=4, cp=6, context=ContextConfig(kind="a2a+ring", a2a=2), pp=2, replicas=3, zero=1
+        tp=4, cp=6, context=ContextConfig(kind="a2a+ring", a2a=2), pp=2, dp_replicate=3, zero=1
     )
     grid = model_grid(parallel, MODEL, 4 * 6 * 2 * 9)
     sizes = {axis: grid.size(axis) for axis in grid.names}
@@ -53,4 +53,4 @@ def test_a_world_that_does_not_fit_is_refused_with_one_that_does() -> None:
 def test_the_world_is_the_fewest_ranks_that_the_layout_can_have() -> None:
     assert fewest_ranks(ParallelConfig(tp=2, cp=3, pp=4)) == 24
     assert fewest_ranks(ParallelConfig(tp=2, dp=5)) == 10
-    assert fewest_ranks(ParallelConfig(zero=1, replicas=4)) == 4
+    assert fewest_ranks(ParallelConfig(zero=1, dp_replicate=4)) == 4

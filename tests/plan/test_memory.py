@@ -21,14 +21,14 @@ from megalith.observe.meter import metered
 from megalith.optim.adamw import AdamW
 from megalith.parallel.context import my_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
-from megalith.parallel.data import DataParallel
+from megalith.parallel.data import BucketedDataParallel
 from megalith.parallel.mesh import build_mesh, destroy_mesh, mesh_on_paper, model_grid
 from megalith.plan import memory
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.live import peak_held
 from megalith.plan.memory import (
     Sharer,
-    chunk_kept,
+    chunk_activations,
     crowded_bytes,
     distinct_places,
     gathered_units,
@@ -57,14 +57,15 @@ UNEVEN = {
 
 
 def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
-    """Bytes of the weights, gradients, masters and moments of one rank, built without memory."""
+    """Bytes of the weights, gradients, master weights and moments of one rank, built without
+    memory."""
     run = workload.run
     mesh = mesh_on_paper(model_grid(run.parallel, run.model, workload.world), rank=rank)
     dtype = DTYPES[run.precision.params]
     model = nn.ModuleList(build_chunks(run.model, mesh, run.parallel, dtype=dtype))
     attach_adapters(list(model), run.model, run.lora)
     freeze(list(model), run.model, run.optim)
-    data = DataParallel(
+    data = BucketedDataParallel(
         model,
         [(one.shard, module, name) for one, module, name in declared_parameters(model)],
         mesh,
@@ -74,19 +75,19 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
         overlap=False,
         zero=run.parallel.zero,
     )
-    slots = AdamW([(owned.shard, owned.weight) for owned in data.owned], run.optim).slots
-    masters = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
+    slots = AdamW([(param.shard, param.weight) for param in data.local_params], run.optim).slots
+    master_weights = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
     moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
     still = sum(weight.nbytes for _, weight in data.frozen)
-    return data.weights.nbytes + still, data.gradients.nbytes, masters, moments
+    return data.weights.nbytes + still, data.gradients.nbytes, master_weights, moments
 
 
 EXPERTS = {
-    "model.moe.experts": "4",
+    "model.moe.num_experts": "4",
     "model.moe.top_k": "2",
     "model.moe.ffn_hidden_size": "9",
     "model.moe.router.score": "sigmoid",
-    "model.moe.router.balancing_bias": "true",
+    "model.moe.router.expert_bias": "true",
     "model.moe.shared_ffn_hidden_size": "7",
     "train.micro_batch_size": "1",
 }
@@ -94,7 +95,7 @@ OWN = {
     "parallel.pp": "3",
     "parallel.pipeline.layout": "Ettt|mm|L",
     "model.num_layers": "3",
-    "model.mtp.depths": "2",
+    "model.mtp.num_layers": "2",
 }
 WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
 
@@ -105,7 +106,7 @@ WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
         (1, EXPERTS),
         (4, EXPERTS | {"parallel.ep": "2", "parallel.zero": "1", "precision.params": "bf16"}),
         (4, EXPERTS | {"parallel.ep": "4", "parallel.zero": "2"}),
-        (4, EXPERTS | {"parallel.ep": "2", "parallel.zero": "2", "parallel.replicas": "2"}),
+        (4, EXPERTS | {"parallel.ep": "2", "parallel.zero": "2", "parallel.dp_replicate": "2"}),
         (8, EXPERTS | WITH_SP | {"parallel.ep": "2", "parallel.etp": "1", "parallel.zero": "1"}),
         (8, EXPERTS | WITH_SP | {"parallel.ep": "2", "parallel.zero": "2", "parallel.pp": "2"}),
         (
@@ -139,7 +140,7 @@ WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
                 "parallel.tp": "2",
                 "parallel.zero": "1",
                 "model.attention.qk_norm": "head",
-                "model.mtp.depths": "1",
+                "model.mtp.num_layers": "1",
             },
         ),
         (
@@ -155,14 +156,14 @@ WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
             2,
             {
                 "parallel.pp": "2",
-                "model.mtp.depths": "2",
+                "model.mtp.num_layers": "2",
                 "model.norm": "layer",
                 "model.gated": "false",
             },
         ),
         (3, {"parallel.zero": "1", "train.micro_batch_size": "1"}),
         (4, {"parallel.zero": "2", "parallel.cp": "2", "precision.params": "bf16"}),
-        (4, {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "1"}),
+        (4, {"parallel.zero": "1", "parallel.dp_replicate": "2", "train.micro_batch_size": "1"}),
         (
             4,
             {
@@ -270,15 +271,15 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
     """Bytes of what one rank keeps under zero=3, which can only be built on real ranks."""
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     trainer = build_trainer(run, mesh, torch.device("cpu"))
-    slots, owned = trainer.optimizer.slots, trainer.data.owned
-    masters = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
+    slots, param = trainer.optimizer.slots, trainer.data.local_params
+    master_weights = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
     moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
     destroy_mesh(mesh)
     still = sum(weight.nbytes for _, weight in trainer.data.frozen)
     return (
-        sum(o.weight.nbytes for o in owned) + still,
-        sum(o.gradient.nbytes for o in owned),
-        masters,
+        sum(o.weight.nbytes for o in param) + still,
+        sum(o.gradient.nbytes for o in param),
+        master_weights,
         moments,
     )
 
@@ -293,7 +294,7 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
         (
             2,
             {
-                "model.mtp.depths": "1",
+                "model.mtp.num_layers": "1",
                 "model.tied_embeddings": "false",
                 "train.micro_batch_size": "1",
             },
@@ -308,8 +309,8 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
             EXPERTS
             | {
                 "parallel.ep": "2",
-                "model.mtp.depths": "1",
-                "model.moe.router.balancing_bias": "true",
+                "model.mtp.num_layers": "1",
+                "model.moe.router.expert_bias": "true",
             },
         ),
         (2, EXPERTS | {"parallel.tp": "2", "parallel.sp": "true", "parallel.etp": "1"}),
@@ -375,7 +376,7 @@ def test_experts_are_divided_over_the_ranks_that_hold_the_same_ones(zero: str, e
     """Spread over 64 ranks by ep 8, an expert's parameters have edp 8 ranks to divide what ZeRO
     does."""
     moe = {
-        "model.moe.experts": "64",
+        "model.moe.num_experts": "64",
         "model.moe.ffn_hidden_size": "1024",
         "model.hidden_size": "1024",
     }
@@ -425,7 +426,7 @@ def test_a_layer_of_the_70b_model_keeps_what_a_calculation_by_hand_gives() -> No
     assert layer == 34_337
     workload = plan_workload(resolve("llama3_70b"), 8)
     ends = 8 + 1 + 2 * 128 + (2 * 8192 + 4) / 8  # numbers of tokens, rotations, the last norm
-    kept = chunk_kept(workload, whole_model(80), 0, accelerator=True)
+    kept = chunk_activations(workload, whole_model(80), 0, accelerator=True)
     assert kept.layers == 8192 * (80 * layer + ends)
     assert kept.loss == 2 * 8192 * 8192 + 4 * 8192 * 128_256 // 8
 
@@ -451,7 +452,7 @@ def test_the_numbers_of_the_documentation_are_true() -> None:
         {"recompute.granularity": "full"},
     ):
         workload = plan_workload(apply_overrides(run, settings), 2)
-        kept = chunk_kept(workload, whole_model(32), 0, accelerator=True).layers
+        kept = chunk_activations(workload, whole_model(32), 0, accelerator=True).layers
         assert f"| {kept / 8192 / 32 / 1000:.0f} |" in page, settings
 
 
@@ -467,7 +468,7 @@ def test_activations_at_the_height_are_those_of_the_simulator(schedule: str) -> 
         ),
         2,
     )
-    kept = [chunk_kept(workload, stage, 0, accelerator=False) for stage in workload.stages]
+    kept = [chunk_activations(workload, stage, 0, accelerator=False) for stage in workload.stages]
     held = peak_held(
         workload.schedule,
         activations=[one.layers + one.loss for one in kept],
@@ -490,7 +491,7 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
         [sample] * rows, Masks(), device=torch.device("cpu"), slicing=my_slicing(run.parallel, mesh)
     )
     many = run.train.global_batch_size // (rows * mesh.dp.size)
-    with metered(*trainer.staged.chunks) as meter:
+    with metered(*trainer.pipeline_model.chunks) as meter:
         train_step(trainer, StepBatches([batch] * many, many), lr=0.0, weight_decay=0.0)
     destroy_mesh(mesh)
     return meter.peak
@@ -570,7 +571,9 @@ def test_tensors_shrink_with_what_divides_them() -> None:
 
 def test_what_is_computed_again_is_whole_for_a_while() -> None:
     plain, full, pairs = (
-        chunk_kept(plan_workload(tiny_run(settings), 1), whole_model(2), 0, accelerator=False)
+        chunk_activations(
+            plan_workload(tiny_run(settings), 1), whole_model(2), 0, accelerator=False
+        )
         for settings in (
             {},
             {"recompute.granularity": "full"},
@@ -595,7 +598,7 @@ def test_what_works_in_turns_needs_its_room_at_the_same_time() -> None:
         for value in ("false", "true")
     )
     stage = paired.chunks(0)[0]
-    again = chunk_kept(paired, stage, 0, accelerator=False).again
+    again = chunk_activations(paired, stage, 0, accelerator=False).again
     forward, backward = (working_bytes(paired, stage, 0, kind) for kind in ("F", "B"))
     assert place_memory(plain, 0, 0).memory.working == max(forward, backward + again)
     assert place_memory(paired, 0, 0).memory.working == forward + backward + again

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig
 from megalith.plan.mixtures import Mixture, mixture_tensors
 from megalith.plan.parameters import ExpertPart
 
-MOE = MoEConfig(experts=12, top_k=3, ffn_hidden_size=10)
+MOE = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=10)
 MODEL = ModelConfig(
     vocab_size=61,
     hidden_size=24,
@@ -88,24 +88,28 @@ def test_experts_of_a_latent_work_on_fewer_features() -> None:
 def test_rows_that_no_message_brought_are_gathered_once_more() -> None:
     assert ONE.rows_stay and "rows" not in kept(ONE)
     assert kept(replace(ONE, moe=replace(MOE, latent_size=6)))["tokens of rows"] == 16 * 6 * 2
-    assert "rows" in kept(replace(ONE, moe=replace(MOE, top_k=1, weigh_input=True)))
+    assert "rows" in kept(
+        replace(ONE, moe=replace(MOE, top_k=1, apply_router_weight_on_input=True))
+    )
 
 
 def test_losses_of_balance_keep_what_they_were_made_of() -> None:
-    def more(balance: BalanceConfig) -> int:
-        some = replace(ONE, moe=replace(MOE, balance=balance))
+    def more(balance: AuxLossConfig) -> int:
+        some = replace(ONE, moe=replace(MOE, aux_loss=balance))
         return sum(kept(some).values()) - sum(kept(ONE).values())
 
     every = 16 * 12 * 4
-    assert more(BalanceConfig(batch=0.1)) == more(BalanceConfig(sequence=0.1)) == 2 * every
-    assert more(BalanceConfig(global_batch=0.1)) == every + 12 * 4
-    assert more(BalanceConfig(z=0.1)) == 16 * 4 + 8
+    assert (
+        more(AuxLossConfig(batch_coeff=0.1)) == more(AuxLossConfig(sequence_coeff=0.1)) == 2 * every
+    )
+    assert more(AuxLossConfig(global_batch_coeff=0.1)) == every + 12 * 4
+    assert more(AuxLossConfig(z_loss_coeff=0.1)) == 16 * 4 + 8
 
 
 def test_ranks_that_gather_order_the_choices_of_all() -> None:
     exchange, gather = (
         kept(replace(ONE, experts=ExpertPart(ep=4), dispatcher=name))
-        for name in ("exchange", "gather")
+        for name in ("alltoall", "allgather")
     )
     assert gather["choice of each row"] == 4 * exchange["choice of each row"] == 4 * 48 * 8
     assert gather["rows"] == exchange["rows"]

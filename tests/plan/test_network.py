@@ -84,9 +84,9 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         "model.attention.window_right=1",
         "model.attention.causal=false",
     ),
-    ({"mtp": MTPConfig(depths=-1)}, "model.mtp.depths=-1 must be at least 0", "Use 0"),
+    ({"mtp": MTPConfig(num_layers=-1)}, "model.mtp.num_layers=-1 must be at least 0", "Use 0"),
     (
-        {"mtp": MTPConfig(depths=1, loss_weight=-0.1)},
+        {"mtp": MTPConfig(num_layers=1, loss_weight=-0.1)},
         "model.mtp.loss_weight=-0.1 must be a finite number",
         "Use 0",
     ),
@@ -227,7 +227,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"mtp": MTPConfig(loss_weight=0.3)},
-        "model.mtp.loss_weight=0.3 with model.mtp.depths=0",
+        "model.mtp.loss_weight=0.3 with model.mtp.num_layers=0",
         "depths to 1 or more",
     ),
     (
@@ -451,7 +451,7 @@ def test_the_fraction_that_is_proposed_turns_pairs(head: int) -> None:
         rope(scaling="linear", factor=0.5),
         rope(factor=2.0),
         {"init_overrides": (("nothing", 0.1),)},
-        {"moe": MoEConfig(experts=4, top_k=1, ffn_hidden_size=6)},
+        {"moe": MoEConfig(num_experts=4, top_k=1, ffn_hidden_size=6)},
     ],
 )
 def test_of_a_model_that_others_trained_only_what_keeps_it_from_being_computed_is_told(
@@ -462,8 +462,8 @@ def test_of_a_model_that_others_trained_only_what_keeps_it_from_being_computed_i
     (problem,) = network_problems(replace(model, num_heads=0), trains=False)
     assert "model.num_heads=0 must be at least 1" in problem
     told = network_problems(
-        replace(model, moe=MoEConfig(experts=4, top_k=5, ffn_hidden_size=6)), trains=False
+        replace(model, moe=MoEConfig(num_experts=4, top_k=5, ffn_hidden_size=6)), trains=False
     )
     assert told == [
-        "model.moe.top_k=5 is more than model.moe.experts=4. Set model.moe.top_k to 4 or less."
+        "model.moe.top_k=5 is more than model.moe.num_experts=4. Set model.moe.top_k to 4 or less."
     ]

@@ -10,7 +10,7 @@ from megalith.plan.packing import (
     documents_of_rows,
     labels_inside_documents,
     pad_documents,
-    tokens_further_on,
+    shift_tokens_within_documents,
 )
 from tests.cases import loop_over
 
@@ -104,7 +104,7 @@ def test_a_label_crosses_into_another_document_only_after_its_end() -> None:
 def test_a_token_further_on_is_of_the_same_document_or_none(distance: int) -> None:
     lengths = [3, 1, 6, 2]
     document = np.repeat(np.arange(4), lengths)
-    for token, found in enumerate(tokens_further_on(lengths, distance).tolist()):
+    for token, found in enumerate(shift_tokens_within_documents(lengths, distance).tolist()):
         inside = token + distance < 12 and document[token + distance] == document[token]
         assert found == (token + distance if inside else -1)
 

@@ -12,7 +12,12 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
 from megalith.config.pipeline import PipelineConfig, ScheduleName
 from megalith.plan.live import peak_held
-from megalith.plan.pairs import PAIRED_SCHEDULES, in_pairs, pairing_problems, together
+from megalith.plan.pairs import (
+    PAIRED_SCHEDULES,
+    concurrent_actions,
+    pair_forward_backward,
+    pairing_problems,
+)
 from megalith.plan.queues import queue_problems
 from megalith.plan.schedule import Schedule, build_schedule
 from megalith.plan.simulate import find_problems, simulate
@@ -26,7 +31,7 @@ MODEL = ModelConfig(
     num_heads=2,
     num_kv_heads=2,
     ffn_hidden_size=8,
-    moe=MoEConfig(experts=4, ffn_hidden_size=4),
+    moe=MoEConfig(num_experts=4, ffn_hidden_size=4),
 )
 
 
@@ -35,21 +40,25 @@ def texts(schedule: Schedule) -> list[str]:
     return [
         " ".join(
             "+".join(f"{a.kind}{a.microbatch}{'ab'[a.chunk] if chunks else ''}" for a in each)
-            for each in together(schedule, rank)
+            for each in concurrent_actions(schedule, rank)
         )
         for rank in range(schedule.num_ranks)
     ]
 
 
 def test_without_a_pipeline_each_backward_stands_beside_the_next_forward() -> None:
-    assert texts(in_pairs(build_schedule("1f1b", num_ranks=1, num_microbatches=4))) == [
-        "F0 F1+B0 F2+B1 F3+B2 B3"
-    ]
-    assert texts(in_pairs(build_schedule("1f1b", num_ranks=1, num_microbatches=1))) == ["F0 B0"]
+    assert texts(
+        pair_forward_backward(build_schedule("1f1b", num_ranks=1, num_microbatches=4))
+    ) == ["F0 F1+B0 F2+B1 F3+B2 B3"]
+    assert texts(
+        pair_forward_backward(build_schedule("1f1b", num_ranks=1, num_microbatches=1))
+    ) == ["F0 B0"]
 
 
 def test_in_1f1b_the_first_ranks_run_twice_as_far_ahead() -> None:
-    assert texts(in_pairs(build_schedule("1f1b", num_ranks=2, num_microbatches=5))) == [
+    assert texts(
+        pair_forward_backward(build_schedule("1f1b", num_ranks=2, num_microbatches=5))
+    ) == [
         "F0 F1 F2 F3+B0 F4+B1 B2 B3 B4",
         "F0 F1+B0 F2+B1 F3+B2 F4+B3 B4",
     ]
@@ -57,7 +66,7 @@ def test_in_1f1b_the_first_ranks_run_twice_as_far_ahead() -> None:
 
 def test_in_the_interleaved_schedule_every_rank_runs_one_further_ahead() -> None:
     schedule = build_schedule("interleaved", num_ranks=2, num_chunks=2, num_microbatches=4)
-    assert texts(in_pairs(schedule)) == [
+    assert texts(pair_forward_backward(schedule)) == [
         "F0a F1a F0b F1b F2a F3a+B0b F2b+B1b F3b+B0a B1a B2b B3b B2a B3a",
         "F0a F1a F0b F1b+B0b F2a+B1b F3a+B0a F2b+B1a F3b+B2b B3b B2a B3a",
     ]
@@ -65,14 +74,16 @@ def test_in_the_interleaved_schedule_every_rank_runs_one_further_ahead() -> None
 
 def test_the_middle_of_dualpipe_is_pairs_of_both_chunks() -> None:
     schedule = build_schedule("dualpipe-v", num_ranks=2, num_chunks=2, num_microbatches=5)
-    assert texts(in_pairs(schedule))[1] == (
+    assert texts(pair_forward_backward(schedule))[1] == (
         "F0a F0b F1a F1b F2a+B0b F2b+B0a F3a+B1b F3b+B1a F4a+B2b F4b+B2a B3b B3a I4b I4a W4b W4a"
     )
 
 
 def pairs_of(schedule: Schedule) -> int:
     return sum(
-        len(each) == 2 for rank in range(schedule.num_ranks) for each in together(schedule, rank)
+        len(each) == 2
+        for rank in range(schedule.num_ranks)
+        for each in concurrent_actions(schedule, rank)
     )
 
 
@@ -81,25 +92,27 @@ def test_pairs_are_of_two_microbatches_and_lists_match_and_never_block(name: Sch
     rng, found = random.Random(7), 0
     for _ in range(60):
         plain = random_schedule(rng, name)
-        paired = in_pairs(plain)
+        paired = pair_forward_backward(plain)
         for rank, actions in enumerate(plain.ranks):
             assert sorted(paired.ranks[rank]) == sorted(actions), "the same work"
-            for each in together(paired, rank):
+            for each in concurrent_actions(paired, rank):
                 assert len(each) == 1 or [action.kind for action in each] == ["F", "B"]
                 assert len({action.microbatch for action in each}) == len(each)
         for overlap in (True, False):
             linked = with_transfers(paired, overlap=overlap)
             assert find_problems(linked) == [] and queue_problems(linked) == []
             for rank in range(plain.num_ranks):
-                computed = [each for each in together(linked, rank) if each[0].peer < 0]
-                assert computed == list(together(paired, rank)), "no message within a pair"
+                computed = [each for each in concurrent_actions(linked, rank) if each[0].peer < 0]
+                assert computed == list(concurrent_actions(paired, rank)), (
+                    "no message within a pair"
+                )
         found += pairs_of(paired)
     assert found > 200
 
 
 def test_a_forward_that_the_backward_beside_it_waits_for_is_found() -> None:
     """With too few forwards ahead, a pair holds back what the next rank needs for its half."""
-    schedule = in_pairs(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
+    schedule = pair_forward_backward(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
     assert texts(schedule) == ["F0 F1 B0 B1", "F0 F1+B0 B1"]
     wrong = replace(schedule, pairs=(frozenset({(0, 1)}), schedule.pairs[1]))
     (problem,) = find_problems(with_transfers(wrong))
@@ -114,7 +127,7 @@ def test_pairs_cost_no_time_on_paper_and_the_memory_that_is_told(
     name: ScheduleName, chunks: int, held: int, before: int
 ) -> None:
     schedule = build_schedule(name, num_ranks=4, num_chunks=chunks, num_microbatches=16)
-    paired = in_pairs(schedule)
+    paired = pair_forward_backward(schedule)
     assert (max(peak_held(schedule)), max(peak_held(paired))) == (before, held)
     slower = Fraction(simulate(with_transfers(paired)).makespan) / Fraction(
         simulate(with_transfers(schedule)).makespan
@@ -127,7 +140,9 @@ def test_a_schedule_without_pairs_is_taken_one_by_one() -> None:
     assert pairs_of(schedule) == 0
     assert (
         pairs_of(
-            in_pairs(build_schedule("dualpipe-v", num_ranks=3, num_chunks=2, num_microbatches=1))
+            pair_forward_backward(
+                build_schedule("dualpipe-v", num_ranks=3, num_chunks=2, num_microbatches=1)
+            )
         )
         == 0
     )
@@ -145,12 +160,12 @@ def test_a_schedule_without_pairs_is_taken_one_by_one() -> None:
             ParallelConfig(),
             True,
             "parallel.ep=1: no rank sends tokens to another one's experts. Set parallel.ep to a "
-            "divisor of model.moe.experts=4 above 1",
+            "divisor of model.moe.num_experts=4 above 1",
         ),
         (
-            ParallelConfig(ep=2, dispatcher="gather"),
+            ParallelConfig(ep=2, dispatcher="allgather"),
             True,
-            "parallel.dispatcher=gather: only an exchange can be left",
+            "parallel.dispatcher=allgather: only an exchange can be left",
         ),
         (
             ParallelConfig(ep=2, zero=3),
@@ -173,7 +188,7 @@ def test_what_pairs_need_is_told(parallel: ParallelConfig, moe: bool, text: str)
 
 
 def test_layouts_with_pairs_have_nothing_to_tell() -> None:
-    exchange: DispatcherName = "exchange"
+    exchange: DispatcherName = "alltoall"
     for pipeline in (
         PipelineConfig(),
         PipelineConfig(vpp=2),

@@ -10,7 +10,7 @@ import torch
 from megalith.config.attention import AttentionConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import Decoder, build_chunks, declared_parameters
@@ -37,7 +37,7 @@ VARIANTS = [
     SMALL,
     replace(SMALL, tied_embeddings=True),
     replace(SMALL, qkv_bias=True, output_bias=True, mlp_bias=True),
-    replace(SMALL, num_kv_heads=8, head_dim=None, vocab_multiple=1),
+    replace(SMALL, num_kv_heads=8, head_dim=None, pad_vocab_to_multiple_of=1),
 ]
 MLA = replace(
     SMALL, num_kv_heads=8, mla=MLAConfig(kv_rank=10, q_rank=14, nope_dim=6, rope_dim=4, value_dim=5)
@@ -49,8 +49,10 @@ MORE = {
         MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), tied_embeddings=True, output_bias=True
     ),
     "mla, LayerNorm": replace(MLA, norm="layer"),
-    "mtp": replace(MLA, mtp=MTPConfig(depths=2)),
-    "mtp, tied": replace(SMALL, tied_embeddings=True, mtp=MTPConfig(depths=1), positions="learned"),
+    "mtp": replace(MLA, mtp=MTPConfig(num_layers=2)),
+    "mtp, tied": replace(
+        SMALL, tied_embeddings=True, mtp=MTPConfig(num_layers=1), positions="learned"
+    ),
     "gate with biases, norms of heads": replace(
         LAYERNORM, attention=AttentionConfig(gated=True, qk_norm="head")
     ),
@@ -58,7 +60,7 @@ MORE = {
 """Kinds of layers beside those of the matrix."""
 
 
-MOE = MoEConfig(experts=8, top_k=3, ffn_hidden_size=21)
+MOE = MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=21)
 MIXTURES = {
     "all layers": replace(SMALL, moe=MOE),
     "ungated, every other layer": replace(
@@ -66,17 +68,17 @@ MIXTURES = {
     ),
     "everything": replace(
         SMALL,
-        mtp=MTPConfig(depths=1),
+        mtp=MTPConfig(num_layers=1),
         mlp_bias=True,
         moe=replace(
             MOE,
             latent_size=19,
             shared_ffn_hidden_size=13,
             shared_gate=True,
-            router=RouterConfig(score="sigmoid", bias=True, balancing_bias=True),
+            router=RouterConfig(score="sigmoid", bias=True, expert_bias=True),
         ),
     ),
-    "moved logits": replace(SMALL, moe=replace(MOE, balance=BalanceConfig(quantile=True))),
+    "moved logits": replace(SMALL, moe=replace(MOE, aux_loss=AuxLossConfig(quantile=True))),
     "DeepSeek": replace(
         MLA, moe=replace(MOE, layers=(False, True, True), shared_ffn_hidden_size=21)
     ),
@@ -207,10 +209,10 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
         relative = config.positions == "relative"
         biases = config.relative.buckets * config.num_heads
         places = config.max_seq_len * config.hidden_size
-        further = config.mtp.depths > 0
+        num_mtp_layers = config.mtp.num_layers > 0
         ends = {
-            "embed.weight": config.tied_embeddings or further,
-            "positions.weight": config.positions == "learned" and further,
+            "embed.weight": config.tied_embeddings or num_mtp_layers,
+            "positions.weight": config.positions == "learned" and num_mtp_layers,
         }
         again = ends["embed.weight"] * table + ends["positions.weight"] * places + relative * biases
         assert total == num_parameters(config) + again
@@ -220,7 +222,7 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
         stage = Decoder(
             config,
             mesh_of_one(),
-            stage=Stage(rest, loss=True, norm=True, further=config.mtp.depths),
+            stage=Stage(rest, loss=True, norm=True, num_mtp_layers=config.mtp.num_layers),
         )
         assert [one.name for one in last] == [
             one.shard.name for one, _, _ in declared_parameters(stage)
@@ -232,13 +234,13 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
 def test_a_stage_of_further_predictions_holds_tables_that_it_reads_and_no_head(
     positions: Any, tied: bool
 ) -> None:
-    config = replace(SMALL, positions=positions, tied_embeddings=tied, mtp=MTPConfig(depths=2))
+    config = replace(SMALL, positions=positions, tied_embeddings=tied, mtp=MTPConfig(num_layers=2))
     nothing = range(config.num_layers, config.num_layers)
     for stage in (
-        Stage(nothing, further=2),
+        Stage(nothing, num_mtp_layers=2),
         Stage(nothing, loss=True),
-        Stage(nothing, norm=True, further=2),
-        Stage(nothing, loss=True, further=2),
+        Stage(nothing, norm=True, num_mtp_layers=2),
+        Stage(nothing, loss=True, num_mtp_layers=2),
     ):
         built = declared_parameters(Decoder(config, mesh_of_one(), stage=stage))
         held = held_parameters(
@@ -249,14 +251,14 @@ def test_a_stage_of_further_predictions_holds_tables_that_it_reads_and_no_head(
             embedding=False,
             loss=stage.loss,
             norm=stage.norm,
-            further=stage.further,
+            num_mtp_layers=stage.num_mtp_layers,
         )
         assert {one.name: one.numel for one in held} == {
             d.shard.name: d.shard.numel for d, _, _ in built
         }
         assert ("head.weight" in {one.name for one in held}) == (stage.loss and not tied)
         assert ("embed.weight" in {one.name for one in held}) == (
-            tied if stage.loss and not stage.further else True
+            tied if stage.loss and not stage.num_mtp_layers else True
         )
 
 

@@ -51,7 +51,7 @@ def test_every_schedule_runs_over_queues_of_its_channels(name: ScheduleName) -> 
             assert queue_problems(with_transfers(plain, overlap=overlap)) == []
 
 
-def neighbouring_sends(schedule: Schedule) -> list[tuple[int, int, int]]:
+def neighboring_sends(schedule: Schedule) -> list[tuple[int, int, int]]:
     """(rank, early, late) of two sends that follow each other on a channel."""
     found = []
     for rank, row in enumerate(schedule.ranks):
@@ -71,7 +71,7 @@ def test_two_swapped_sends_are_legal_with_tags_and_found_without(name: ScheduleN
         build_schedule(name, num_ranks=3, num_chunks=CHUNKS.get(name, 1), num_microbatches=6),
         overlap=False,
     )
-    swapped = [(place, sent_late(schedule, *place)) for place in neighbouring_sends(schedule)]
+    swapped = [(place, sent_late(schedule, *place)) for place in neighboring_sends(schedule)]
     legal = [
         (place, one) for place, one in swapped if not find_problems(one)
     ]  # else what is late is needed earlier

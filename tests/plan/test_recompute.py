@@ -208,9 +208,9 @@ def test_experts_for_all_tokens_run_again_where_there_are_some() -> None:
         "Remove shared_experts, or set model.moe.shared_ffn_hidden_size."
     )
     assert shared_experts_problems(
-        again, replace(model, moe=MoEConfig(experts=2, ffn_hidden_size=3))
+        again, replace(model, moe=MoEConfig(num_experts=2, ffn_hidden_size=3))
     ) == [text]
-    some = MoEConfig(experts=2, ffn_hidden_size=3, shared_ffn_hidden_size=4)
+    some = MoEConfig(num_experts=2, ffn_hidden_size=3, shared_ffn_hidden_size=4)
     assert shared_experts_problems(again, replace(model, moe=some)) == []
     assert shared_experts_problems(RecomputeConfig(), model) == []
 
@@ -255,7 +255,7 @@ def test_mlps_run_in_chunks_only_where_they_run_again_by_themselves() -> None:
     }
     for text, (problem,) in refused.items():
         assert text in problem, problem
-    mixed = replace(MODEL, moe=MoEConfig(experts=4, top_k=2, ffn_hidden_size=8))
+    mixed = replace(MODEL, moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8))
     one = RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=2)
     (text,) = mlp_chunks_problems(one, HERE, mixed, tokens=7, adapters_drop=False)
     assert (

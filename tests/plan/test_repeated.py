@@ -16,7 +16,7 @@ from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.recompute import RecomputeConfig, RecomputedModule
 from megalith.kernels.tokens import tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.nn.kernels import use_kernels
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.repeated import repeated_flops
@@ -26,7 +26,7 @@ from megalith.recipes import resolve
 DOCUMENTS = (5, 11, 2)
 MODEL = ModelConfig(
     vocab_size=48,
-    vocab_multiple=1,
+    pad_vocab_to_multiple_of=1,
     hidden_size=24,
     num_layers=3,
     num_heads=4,
@@ -41,9 +41,9 @@ LATENT = replace(
     MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=12, q_rank=10, nope_dim=8, rope_dim=4, value_dim=6)
 )
 MIXTURE = replace(
-    MODEL, moe=MoEConfig(experts=4, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=20)
+    MODEL, moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=20)
 )
-FURTHER = replace(MODEL, mtp=MTPConfig(depths=2))
+MTP_MODEL = replace(MODEL, mtp=MTPConfig(num_layers=2))
 UNLIKE = replace(
     MODEL, layers=LayersConfig(attention=("full", "none", "linear"), mlp=("linear", "full", "full"))
 )
@@ -58,14 +58,14 @@ def counted(model: ModelConfig, recompute: RecomputeConfig) -> int:
     definitions."""
     decoder = Decoder(model, mesh_of_one(), dtype=torch.float64, recompute=recompute)
     allocate(decoder, torch.device("cpu"))
-    initialise(decoder, seed=1)
+    initialize(decoder, seed=1)
     use_kernels([decoder], "reference", mesh_of_one())
     tokens = tokens_of_lengths(list(DOCUMENTS))
     ids = torch.randint(
         0, model.vocab_size, (tokens.num_tokens,), generator=torch.Generator().manual_seed(2)
     )
     with FlopCounterMode(display=False) as counter:
-        losses = decoder.losses(ids, ids, tokens, further=((ids, ids),) * model.mtp.depths)
+        losses = decoder.losses(ids, ids, tokens, mtp_inputs=((ids, ids),) * model.mtp.num_layers)
         torch.stack(losses).sum().backward()
     return int(counter.get_total_flops())
 
@@ -84,8 +84,8 @@ CASES = {
     "whole layers": (MODEL, FULL),
     "two of three layers": (MODEL, replace(FULL, method="block", num_layers=2)),
     "two layers together": (UNLIKE, replace(FULL, num_layers=2)),
-    "further predictions": (FURTHER, FULL),
-    "parts of further predictions": (FURTHER, chosen("core_attention", "norm")),
+    "mtp predictions": (MTP_MODEL, FULL),
+    "parts of multi-token predictions": (MTP_MODEL, chosen("core_attention", "norm")),
     "attention and mlp": (MODEL, chosen("core_attention", "mlp")),
     "activations alone": (MODEL, chosen("mlp_act", "norm")),
     "from short vectors on": (LATENT, chosen("mla_up_proj", "core_attention")),
@@ -106,7 +106,7 @@ def test_what_runs_again_is_what_torch_counts_more(name: str) -> None:
 
 
 def test_nothing_is_done_twice_where_everything_is_kept() -> None:
-    assert repeated(FURTHER, RecomputeConfig()) == 0
+    assert repeated(MTP_MODEL, RecomputeConfig()) == 0
 
 
 def test_layers_below_every_adapter_do_not_run_again() -> None:

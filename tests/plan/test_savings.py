@@ -7,7 +7,7 @@ import pytest
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.plan.activations import Setting, stage_kept, total, whole_layer
+from megalith.plan.activations import ActivationSetting, stage_activations, total, whole_layer
 from megalith.plan.savings import run_lines, saving_lines, savings
 from megalith.testing.tiny import tiny_run
 
@@ -20,7 +20,7 @@ MODEL = ModelConfig(
     ffn_hidden_size=160,
     max_seq_len=1024,
 )
-PLAIN = Setting(model=MODEL, dtype="bf16", lengths=(256,) * 2)
+PLAIN = ActivationSetting(model=MODEL, dtype="bf16", lengths=(256,) * 2)
 FULL = RecomputeConfig(granularity="full")
 PARTS = RecomputeConfig(
     granularity="selective", modules=("core_attention", "norm", "mlp", "mlp_act")
@@ -36,7 +36,8 @@ def test_what_regions_save_adds_up_to_what_is_no_longer_kept(recompute: Recomput
     saved = sum(saving.nbytes for saving in savings(setting, num_layers=4))
     assert (
         saved
-        == stage_kept(PLAIN, num_layers=4).nbytes - stage_kept(setting, num_layers=4).nbytes
+        == stage_activations(PLAIN, num_layers=4).nbytes
+        - stage_activations(setting, num_layers=4).nbytes
         > 0
     )
 
@@ -73,10 +74,12 @@ def test_projections_of_latent_attention_save_and_cost_more_than_what_lies_betwe
         setting = replace(PLAIN, model=model, recompute=again)
         every = savings(setting, num_layers=4)
         found[modules] = sum(one.nbytes for one in every), sum(one.extra for one in every)
-        kept = stage_kept(setting, num_layers=4).nbytes
+        kept = stage_activations(setting, num_layers=4).nbytes
         assert (
             abs(
-                stage_kept(replace(setting, recompute=RecomputeConfig()), num_layers=4).nbytes
+                stage_activations(
+                    replace(setting, recompute=RecomputeConfig()), num_layers=4
+                ).nbytes
                 - kept
             )
             > 0

@@ -17,19 +17,17 @@ from megalith.plan.shards import (
     Shard,
     boxes_of_range,
     copies,
-    cut_dim,
     intersect,
-    is_first_holder,
+    is_first_replica,
     key_value_ranks,
     split_evenly,
     split_heads,
     summed_over,
-    whole,
 )
 
 
 def elements(shape: tuple[int, ...], box: Box) -> list[int]:
-    """Row-major numbers of the elements of a box, in order."""
+    """SavedTensor-major numbers of the elements of a box, in order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     places = product(*(range(start, stop) for start, stop in box))
     return [
@@ -42,7 +40,7 @@ def test_the_examples_in_the_docstrings_hold() -> None:
 
 
 def test_a_whole_parameter_is_held_by_every_rank() -> None:
-    shard = whole("norm.weight", (6,), inputs=0)
+    shard = Shard.full("norm.weight", (6,), inputs=0)
     assert (shard.box, shard.box_shape, shard.numel, shard.cut) == (((0, 6),), (6,), 6, ())
     assert copies(shard) == summed_over(shard) == DENSE_AXES
 
@@ -51,31 +49,31 @@ def test_an_experts_parameter_is_held_along_the_axes_of_its_own_grid() -> None:
     shard = Shard("up", (4, 3), ((0, 2), (0, 3)), ("ep",), grid="expert")
     assert copies(shard) == summed_over(shard) == ("edp_replica", "edp_shard", "etp")
     here = dict.fromkeys((*DENSE_AXES, *EXPERT_AXES, "pp"), 0)
-    assert is_first_holder(shard, here | {"dp_shard": 1, "tp_kv": 2, "ep": 1}), (
+    assert is_first_replica(shard, here | {"dp_shard": 1, "tp_kv": 2, "ep": 1}), (
         "the dense grid has no say"
     )
-    assert not any(is_first_holder(shard, here | {axis: 1}) for axis in copies(shard))
+    assert not any(is_first_replica(shard, here | {axis: 1}) for axis in copies(shard))
 
 
 @pytest.mark.parametrize(("total", "parts"), [(12, 3), (7, 3), (2, 4), (0, 2), (5, 1)])
 def test_parts_of_a_cut_tile_the_dim_whatever_their_sizes(total: int, parts: int) -> None:
-    shard, sizes = whole("w", (3, total, 2)), split_evenly(total, parts)
-    boxes = [cut_dim(shard, 1, sizes, rank, ("tp_kv", "tp_copy")).box for rank in range(parts)]
+    shard, sizes = Shard.full("w", (3, total, 2)), split_evenly(total, parts)
+    boxes = [shard.split_dim(1, sizes, rank, ("tp_kv", "tp_copy")).box for rank in range(parts)]
     covered = [element for box in boxes for element in elements(shard.shape, box)]
     assert sorted(covered) == list(range(3 * total * 2))
     assert all(box[0] == (0, 3) and box[2] == (0, 2) for box in boxes)
 
 
 def test_cuts_of_several_dims_add_up() -> None:
-    shard = cut_dim(whole("w", (4, 6)), 0, [3, 1], 1, ("tp_kv",))
-    shard = cut_dim(shard, 1, [2, 4], 0, ("tp_copy",))
+    shard = Shard.full("w", (4, 6)).split_dim(0, [3, 1], 1, ("tp_kv",))
+    shard = shard.split_dim(1, [2, 4], 0, ("tp_copy",))
     assert (shard.box, shard.cut, shard.shape) == (((3, 4), (0, 2)), ("tp_kv", "tp_copy"), (4, 6))
     assert copies(shard) == DATA_AXES
 
 
 def test_sizes_that_do_not_make_up_the_dim_are_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="w"):
-        cut_dim(whole("w", (4,)), 0, [3, 2], 0, ("dp",))
+        Shard.full("w", (4,)).split_dim(0, [3, 2], 0, ("dp",))
 
 
 @pytest.mark.parametrize("cut", [(), ("tp_kv",), ("tp_kv", "tp_copy"), DENSE_AXES])
@@ -108,11 +106,13 @@ def test_a_gradient_is_summed_where_the_box_is_the_same_unless_invariant(
 def test_a_box_lies_in_memory_as_outputs_by_inputs(
     shape: tuple[int, ...], inputs: int, matrix: tuple[int, ...]
 ) -> None:
-    assert whole("w", shape, inputs=inputs).matrix_shape == matrix
+    assert Shard.full("w", shape, inputs=inputs).matrix_shape == matrix
 
 
 def test_the_matrix_is_that_of_the_box_not_of_the_whole() -> None:
-    assert cut_dim(whole("o", (8, 4, 3), inputs=2), 1, [3, 1], 0, ("tp_kv",)).matrix_shape == (8, 9)
+    assert Shard.full("o", (8, 4, 3), inputs=2).split_dim(
+        1, [3, 1], 0, ("tp_kv",)
+    ).matrix_shape == (8, 9)
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 1, 4), (2, 3, 2, 2), (1, 1), ()])
@@ -166,12 +166,12 @@ def test_a_ranks_query_heads_use_only_its_own_key_value_heads(
     heads: int, keys: int, tp: int
 ) -> None:
     split, per_key = split_heads(heads, keys, tp), heads // keys
-    holders = key_value_ranks(keys, tp)
+    replica_ranks = key_value_ranks(keys, tp)
     assert (sum(split.queries), len(split.queries)) == (heads, tp)
-    assert (sum(split.keys), len(split.keys)) == (keys, holders)
+    assert (sum(split.keys), len(split.keys)) == (keys, replica_ranks)
     assert min(split.queries) >= 1
     assert min(split.keys) >= 1
-    ranks_per_holder, first_query = tp // holders, 0
+    ranks_per_holder, first_query = tp // replica_ranks, 0
     for rank, queries in enumerate(split.queries):
         holder = rank // ranks_per_holder
         first_key = sum(split.keys[:holder])

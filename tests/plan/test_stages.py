@@ -12,14 +12,14 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.errors import PlanError
 from megalith.plan.stages import (
     Stage,
-    crossing,
     layout_of,
     plan_stages,
     proposed_layout,
+    stage_boundary,
     stage_of_layer,
     stages_of_rank,
     stages_problems,
-    table_holders,
+    table_stages,
     whole_model,
 )
 from megalith.verify.rows import FOUR, FOUR_TIED
@@ -56,14 +56,14 @@ def test_in_a_v_the_first_and_the_last_stage_lie_together() -> None:
     stages = plan_stages(pipeline, pp=3, num_layers=6)
     first = stages_of_rank(stages, 0, pipeline, pp=3)
     assert first == [Stage(range(1), embedding=True), Stage(range(5, 6), loss=True, norm=True)]
-    assert table_holders(FOUR_TIED, stages, pipeline, pp=3)["embed.weight"] == (0,)
+    assert table_stages(FOUR_TIED, stages, pipeline, pp=3)["embed.weight"] == (0,)
 
 
 @pytest.mark.parametrize(("pp", "ranks"), [(1, (0,)), (2, (0, 1)), (5, (0, 4))])
 def test_the_ranks_of_a_tied_table(pp: int, ranks: tuple[int, ...]) -> None:
     stages = plan_stages(PipelineConfig(), pp=pp, num_layers=5 * pp)
-    assert table_holders(FOUR_TIED, stages, PipelineConfig(), pp=pp)["embed.weight"] == ranks
-    assert table_holders(FOUR, stages, PipelineConfig(), pp=pp)["embed.weight"] == (0,)
+    assert table_stages(FOUR_TIED, stages, PipelineConfig(), pp=pp)["embed.weight"] == ranks
+    assert table_stages(FOUR, stages, PipelineConfig(), pp=pp)["embed.weight"] == (0,)
 
 
 def test_one_stage_is_the_whole_model_whatever_the_settings_say() -> None:
@@ -218,7 +218,7 @@ def test_ends_that_do_not_fit(
         ("Et|ttLL", ["the loss (L) comes 2 times, at character 7:"]),
         ("Et|tL", ["has 2 layers (t), but model.num_layers=3. Use 3, as in Ett|tL."]),
         ("Ett|tmL", ["this model has no multi-token prediction layers, at character 6:"]),
-        ("Ett|tmmL", ["Use no m, or set model.mtp.depths=2."]),
+        ("Ett|tmmL", ["Use no m, or set model.mtp.num_layers=2."]),
         (
             "L|t*5E|",
             [
@@ -256,21 +256,21 @@ def test_counts_below_one_are_another_rule() -> None:
 def test_stages_whose_layers_read_biases_by_distance_hold_them(
     layout: str, mtp: int, ranks: tuple[int, ...]
 ) -> None:
-    model = replace(RELATIVE, mtp=MTPConfig(depths=mtp))
+    model = replace(RELATIVE, mtp=MTPConfig(num_layers=mtp))
     pipeline = PipelineConfig(layout=layout)
     stages = plan_stages(pipeline, pp=3, num_layers=4, depths=mtp)
-    assert table_holders(model, stages, pipeline, pp=3)["relative.weight"] == ranks
+    assert table_stages(model, stages, pipeline, pp=3)["relative.weight"] == ranks
     assert (
-        table_holders(replace(model, positions="rope"), stages, pipeline, pp=3)["relative.weight"]
+        table_stages(replace(model, positions="rope"), stages, pipeline, pp=3)["relative.weight"]
         == ()
     )
 
 
-# --- further predictions
+# --- multi-token predictions
 
 
 @pytest.mark.parametrize(
-    ("layout", "norm", "further", "tied", "untied"),
+    ("layout", "norm", "num_mtp_layers", "tied", "untied"),
     [
         ("E|tttt|m|L", 1, 2, (0, 2, 3), (0, 2)),
         ("E|tt|ttm|L", 2, 2, (0, 2, 3), (0, 2)),
@@ -280,21 +280,21 @@ def test_stages_whose_layers_read_biases_by_distance_hold_them(
     ],
 )
 def test_the_last_norm_lies_with_the_last_layer_and_tables_with_who_reads_them(
-    layout: str, norm: int, further: int, tied: tuple[int, ...], untied: tuple[int, ...]
+    layout: str, norm: int, num_mtp_layers: int, tied: tuple[int, ...], untied: tuple[int, ...]
 ) -> None:
-    pipeline, mtp = PipelineConfig(layout=layout), MTPConfig(depths=1)
+    pipeline, mtp = PipelineConfig(layout=layout), MTPConfig(num_layers=1)
     stages = plan_stages(pipeline, pp=4, num_layers=4, depths=1)
     assert [n for n, stage in enumerate(stages) if stage.norm] == [norm]
-    assert [n for n, stage in enumerate(stages) if stage.further] == [further]
+    assert [n for n, stage in enumerate(stages) if stage.num_mtp_layers] == [num_mtp_layers]
     for model, ranks in ((FOUR_TIED, tied), (FOUR, untied)):
-        held = table_holders(replace(model, mtp=mtp, positions="learned"), stages, pipeline, pp=4)
+        held = table_stages(replace(model, mtp=mtp, positions="learned"), stages, pipeline, pp=4)
         assert (held["embed.weight"], held["positions.weight"]) == (ranks, untied)
 
 
 def test_hidden_states_of_every_depth_go_from_their_stage_to_the_loss() -> None:
-    model = replace(FOUR, mtp=MTPConfig(depths=2))
+    model = replace(FOUR, mtp=MTPConfig(num_layers=2))
     stages = plan_stages(PipelineConfig(layout="E|tttt||mm||L"), pp=6, num_layers=4, depths=2)
-    assert [crossing(model, stages, n) for n in range(7)] == [
+    assert [stage_boundary(model, stages, n) for n in range(7)] == [
         (False, False, 0),
         (False, False, 0),
         (True, False, 0),
@@ -312,7 +312,7 @@ def test_without_a_layout_further_predictions_lie_with_the_loss() -> None:
         (PipelineConfig(), 1),
     ):
         stages = plan_stages(pipeline, pp=pp, num_layers=4, depths=3)
-        assert [stage.further for stage in stages] == [0] * (pp - 1) + [3]
+        assert [stage.num_mtp_layers for stage in stages] == [0] * (pp - 1) + [3]
         assert [stage.norm for stage in stages].index(True) == (
             1 if pipeline.last_layers == 0 else pp - 1
         )
@@ -347,15 +347,12 @@ def test_without_a_layout_further_predictions_lie_with_the_loss() -> None:
         (
             "Et|t|L",
             1,
-            [
-                "has 0 layers that predict further ahead (m), but model.mtp.depths=1. Use 1, as in "
-                "Et|t|mL."
-            ],
+            ["has 0 MTP layers (m), but model.mtp.num_layers=1. Use 1, as in Et|t|mL."],
         ),
         (
             "Et|t|mmmL",
             2,
-            ["has 3 layers that predict further ahead (m), but model.mtp.depths=2. Use 2, as in "],
+            ["has 3 MTP layers (m), but model.mtp.num_layers=2. Use 2, as in "],
         ),
         ("Et|tL|m", 1, ["there is something after the loss, at character 5:"]),
     ],
@@ -387,4 +384,7 @@ def test_proposed_layouts_work_whatever_is_predicted(seed: int) -> None:
         PipelineConfig(layout=layout), pp=num_stages, num_layers=num_layers, depths=depths
     )
     assert layout_of(stages) == layout
-    assert sum(len(stage.layers) for stage in stages) == num_layers and stages[-1].further == depths
+    assert (
+        sum(len(stage.layers) for stage in stages) == num_layers
+        and stages[-1].num_mtp_layers == depths
+    )

@@ -45,15 +45,15 @@ def recorded(rank: int, world: int, run: TrainRun) -> Sums:
         Masks(),
         device=torch.device("cpu"),
         slicing=my_slicing(run.parallel, mesh),
-        further=run.model.mtp.depths,
+        num_mtp_layers=run.model.mtp.num_layers,
     )
     many = run.train.global_batch_size // (rows * mesh.dp.size)
     with slow_link() as link:
         step = StepBatches(
-            [batch] * many, rows * length * many, tuple(n * many for n in batch.num_further)
+            [batch] * many, rows * length * many, tuple(n * many for n in batch.num_mtp_labels)
         )
         train_step(trainer, step, lr=1e-3, weight_decay=0.0)
-        trainer.data.settle()
+        trainer.data.wait_params()
     found: Sums = defaultdict(lambda: (0, 0))
     sizes = {"_".join(span): group.size for span, group in mesh.groups.items()}
     for transfer in link.transfers:
@@ -88,7 +88,7 @@ def without_axes(sums: Sums) -> dict[tuple[str, int], tuple[int, int]]:
 
 
 MOE = {
-    "model.moe.experts": "32",
+    "model.moe.num_experts": "32",
     "model.moe.top_k": "2",
     "model.moe.ffn_hidden_size": "4",
     "train.micro_batch_size": "1",
@@ -98,11 +98,11 @@ MOE = {
 SP = {"parallel.tp": "2", "parallel.sp": "true"}
 AGAIN = {"recompute.granularity": "selective"}
 SHARED = {"model.moe.shared_ffn_hidden_size": "6", "model.moe.shared_gate": "true"}
-BIASES = {"model.moe.router.score": "sigmoid", "model.moe.router.balancing_bias": "true"}
+BIASES = {"model.moe.router.score": "sigmoid", "model.moe.router.expert_bias": "true"}
 EXPERTS = [
     (2, MOE | {"parallel.ep": "2"}),
     (4, MOE | SP | SHARED | {"parallel.ep": "2", "parallel.etp": "2"}),
-    (4, MOE | {"parallel.ep": "4", "parallel.dispatcher": "gather", "precision.params": "bf16"}),
+    (4, MOE | {"parallel.ep": "4", "parallel.dispatcher": "allgather", "precision.params": "bf16"}),
     (2, MOE | {"parallel.ep": "2", "recompute.granularity": "full", "model.moe.latent_size": "12"}),
     (2, MOE | SHARED | {"parallel.ep": "2", "recompute.granularity": "full"}),
     (2, MOE | SP | {"parallel.ep": "2", "parallel.etp": "1", "recompute.granularity": "full"}),
@@ -120,13 +120,13 @@ EXPERTS = [
             "parallel.ep": "2",
             "parallel.cp": "2",
             "parallel.zero": "1",
-            "model.moe.balance.batch": "0.1",
+            "model.moe.aux_loss.batch_coeff": "0.1",
         },
     ),
     (
         4,
         MOE
-        | {"parallel.ep": "2", "parallel.zero": "2", "model.moe.balance.global_batch": "0.1"}
+        | {"parallel.ep": "2", "parallel.zero": "2", "model.moe.aux_loss.global_batch_coeff": "0.1"}
         | BIASES,
     ),
     (4, MOE | {"parallel.etp": "2", "parallel.pp": "2", "model.moe.layers": "[false, true]"}),
@@ -144,7 +144,7 @@ EXPERTS = [
         | {"parallel.cp": "2", "model.moe.capacity.factor": "2.0", "recompute.granularity": "full"},
     ),
     (2, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.capacity.factor": "2.0"}),
-    (4, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.balance.quantile": "true"}),
+    (4, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.aux_loss.quantile": "true"}),
     (
         2,
         MOE
@@ -274,7 +274,7 @@ TENSOR = [
 ZERO = [
     (2, {"parallel.zero": "1"}),
     (3, {"parallel.zero": "2", "train.micro_batch_size": "1", "precision.params": "bf16"}),
-    (4, {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "1"}),
+    (4, {"parallel.zero": "1", "parallel.dp_replicate": "2", "train.micro_batch_size": "1"}),
     (2, {"parallel.zero": "1", "parallel.reduce_dtype": "bf16"}),
 ]
 WIDE = {
@@ -284,7 +284,7 @@ WIDE = {
 SHARDED = [
     (2, WIDE),
     (3, WIDE | {"train.micro_batch_size": "1", "model.tied_embeddings": "true"}),
-    (4, WIDE | {"parallel.replicas": "2", "train.micro_batch_size": "1"}),
+    (4, WIDE | {"parallel.dp_replicate": "2", "train.micro_batch_size": "1"}),
     (4, WIDE | {"parallel.pp": "2", "precision.params": "bf16"}),
     (4, WIDE | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
 ]
@@ -294,7 +294,7 @@ CHOSEN = [
     (2, {"parallel.zero": "2", "optim.trained": "['*.mlp.down', '*.attention.kv']"}),
     (2, LOWER),
     (2, WIDE | LOWER),
-    (4, WIDE | LOWER | {"parallel.replicas": "2", "train.micro_batch_size": "1"}),
+    (4, WIDE | LOWER | {"parallel.dp_replicate": "2", "train.micro_batch_size": "1"}),
     (2, WIDE | LOWER | {"parallel.overlap": "false", "model.num_layers": "3"}),
     (2, WIDE | {"optim.trained": "['layers.2.*']", "model.num_layers": "3"}),
     (4, WIDE | LOWER | {"parallel.pp": "2"}),
@@ -358,7 +358,7 @@ SHORT = {
 }
 UP = {"recompute.granularity": "selective", "recompute.modules": "[mla_up_proj]"}
 LATENT = [
-    (2, SHORT | {"parallel.sp": "true", "model.mla.q_rank": "9", "model.mtp.depths": "1"}),
+    (2, SHORT | {"parallel.sp": "true", "model.mla.q_rank": "9", "model.mtp.num_layers": "1"}),
     (2, SHORT | {"model.mla.q_rank": "9"}),
     (2, SHORT | {"parallel.sp": "true", "recompute.granularity": "full"}),
     (2, SHORT | {"parallel.sp": "true", "model.mla.q_rank": "9"} | UP),
@@ -366,12 +366,12 @@ LATENT = [
     (2, SHORT | {"parallel.tp": "1", "parallel.cp": "2"} | UP),
     (2, SHORT | {"parallel.tp": "1", "parallel.cp": "2", "parallel.context.kind": "a2a"} | UP),
 ]
-DEPTHS = {"model.mtp.depths": "2"}
-FEW = {"model.mtp.depths": "1"}
+DEPTHS = {"model.mtp.num_layers": "2"}
+FEW = {"model.mtp.num_layers": "1"}
 """Whose losses, summed over all ranks, are few numbers."""
 
 OWN = {"parallel.pp": "3", "parallel.pipeline.layout": "Ett|mm|L", "model.num_layers": "2"}
-FURTHER = [
+MTP_MODEL = [
     (2, DEPTHS | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
     (2, DEPTHS | {"parallel.tp": "2"}),
     (2, DEPTHS | {"parallel.cp": "2"}),
@@ -384,7 +384,12 @@ FURTHER = [
     ),
     (
         4,
-        {"model.mtp.depths": "1", "parallel.pp": "2", "parallel.tp": "2", "parallel.sp": "true"},
+        {
+            "model.mtp.num_layers": "1",
+            "parallel.pp": "2",
+            "parallel.tp": "2",
+            "parallel.sp": "true",
+        },
     ),  # few flags
     (2, DEPTHS | WIDE),
     (2, DEPTHS | {"model.positions": "learned", "parallel.pp": "2"}),
@@ -461,7 +466,7 @@ LOOKING = [
         ZERO[2],
         CONTEXT[0],
         PIPELINE[3],
-        FURTHER[0],
+        MTP_MODEL[0],
         CHOSEN[1],
         LATENT[0],
         LATENT[3],
@@ -475,7 +480,7 @@ def test_a_step_sends_what_the_plan_says(world: int, settings: dict[str, str]) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world, settings",
-    TENSOR + ZERO + SHARDED + CHOSEN + CONTEXT + PIPELINE + FURTHER + LATENT + LOOKING,
+    TENSOR + ZERO + SHARDED + CHOSEN + CONTEXT + PIPELINE + MTP_MODEL + LATENT + LOOKING,
 )
 def test_a_step_of_every_axis_sends_what_the_plan_says(
     world: int, settings: dict[str, str]
@@ -515,7 +520,7 @@ def test_shared_inputs_of_recomputed_layers_are_gathered() -> None:
 def test_the_page_on_experts_says_what_the_plan_says() -> None:
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "experts.md").read_text()
     run = resolve("qwen3_30b_a3b")
-    for dispatcher in ("exchange", "gather"):
+    for dispatcher in ("alltoall", "allgather"):
         sent_by_ep = []
         for ep in ("2", "4", "8", "16"):
             layout = {"parallel.dispatcher": dispatcher, "parallel.ep": ep}

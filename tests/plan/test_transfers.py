@@ -8,7 +8,7 @@ from megalith.plan.matching import matching_problems
 from megalith.plan.queues import queue_problems
 from megalith.plan.schedule import Action, Schedule, build_schedule
 from megalith.plan.simulate import simulate
-from megalith.plan.transfers import Channel, channels, neighbour, with_transfers
+from megalith.plan.transfers import Channel, channels, neighbor, with_transfers
 from megalith.testing.schedules import random_schedule
 from tests.cases import loop_over
 
@@ -44,7 +44,7 @@ def test_a_single_rank_and_the_turn_of_a_v_need_no_message() -> None:
         alone = build_schedule(name, num_ranks=1, num_chunks=2, num_microbatches=3)
         assert channels(alone) == () and with_transfers(alone) == alone
     v = with_transfers(build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=6))
-    assert neighbour(v, 2, 0, "forward") == (2, 1)
+    assert neighbor(v, 2, 0, "forward") == (2, 1)
     assert all(a.peer == 1 for a in v.ranks[2] if a.peer >= 0)
     assert [a.kind for a in v.ranks[2] if a.peer >= 0 and a.microbatch == 0 and a.chunk == 0] == [
         "recv_forward",
@@ -67,8 +67,8 @@ def test_channels_go_both_ways_around_a_loop_and_along_a_v() -> None:
 
 def test_the_first_and_the_last_stage_have_nobody_beyond_them() -> None:
     loop = build_schedule("interleaved", num_ranks=2, num_chunks=2, num_microbatches=2)
-    assert neighbour(loop, 0, 0, "backward") is None and neighbour(loop, 1, 1, "forward") is None
-    assert neighbour(loop, 1, 0, "forward") == (0, 1) and neighbour(loop, 0, 1, "backward") == (
+    assert neighbor(loop, 0, 0, "backward") is None and neighbor(loop, 1, 1, "forward") is None
+    assert neighbor(loop, 1, 0, "forward") == (0, 1) and neighbor(loop, 0, 1, "backward") == (
         1,
         0,
     )

@@ -11,7 +11,7 @@ from megalith.plan.transports import BUILT_IN, GROUP, installed_transports, tran
 @pytest.fixture
 def package(install_package: Callable[[str, dict[str, str]], Path]) -> Path:
     """An installed package that brings two ways, one under a name that is taken."""
-    return install_package(GROUP, {"fast": "fast_wires:build", "exchange": "fast_wires:other"})
+    return install_package(GROUP, {"fast": "fast_wires:build", "alltoall": "fast_wires:other"})
 
 
 def test_what_is_here_is_no_problem() -> None:

@@ -62,7 +62,7 @@ def test_what_no_layer_has_needs_no_settings() -> None:
 
 
 def test_biases_of_mlps_need_an_mlp_or_a_shared_expert() -> None:
-    biased, experts = replace(MODEL, mlp_bias=True), MoEConfig(experts=4, ffn_hidden_size=8)
+    biased, experts = replace(MODEL, mlp_bias=True), MoEConfig(num_experts=4, ffn_hidden_size=8)
     (text,) = unread_problems(replace(biased, moe=experts))
     assert text == (
         "model.mlp_bias=true with model.moe.shared_ffn_hidden_size=null: nothing would read it: "

@@ -25,19 +25,21 @@ CASES = [
         "rows are shared",
     ),
     (
-        {"parallel.ring_products": "messages"},
+        {"parallel.collective_matmul": "ring_exchange"},
         2,
-        "parallel.ring_products=messages: no effect here, because with parallel.rings=false "
+        "parallel.collective_matmul=ring_exchange: no effect here, because with "
+        "parallel.tp_comm_overlap=false "
         "nothing goes round",
     ),
     (
         {
-            "model.moe.experts": "4",
+            "model.moe.num_experts": "4",
             "model.moe.ffn_hidden_size": "8",
-            "parallel.dispatcher": "gather",
+            "parallel.dispatcher": "allgather",
         },
         2,
-        "parallel.dispatcher=gather: no effect here, because with parallel.ep=1 every rank has all "
+        "parallel.dispatcher=allgather: no effect here, because with parallel.ep=1 every rank has "
+        "all "
         "experts",
     ),
     (
@@ -157,8 +159,8 @@ def test_a_setting_without_effect_is_named_with_the_reason(
             {
                 "parallel.tp": "2",
                 "parallel.sp": "true",
-                "parallel.rings": "true",
-                "parallel.ring_products": "fused",
+                "parallel.tp_comm_overlap": "true",
+                "parallel.collective_matmul": "fused",
             },
             2,
         ),

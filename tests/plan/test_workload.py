@@ -57,21 +57,23 @@ def test_padding_of_documents_is_work_for_every_rank(
 
 
 def test_replicas_divide_among_fewer_ranks() -> None:
-    run = tiny_run({"parallel.zero": "2", "parallel.replicas": "3", "train.micro_batch_size": "1"})
+    run = tiny_run(
+        {"parallel.zero": "2", "parallel.dp_replicate": "3", "train.micro_batch_size": "1"}
+    )
     assert plan_workload(run, 6).shards == 2
 
 
 def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
     tied = {"model.tied_embeddings": "true", "parallel.pp": "2", "model.num_layers": "8"}
     loop = plan_workload(tiny_run(tied), 2)
-    assert loop.table_holders == (0, 1)
+    assert loop.table_stages == (0, 1)
     assert [one.name for rank in (0, 1) for one in loop.parameters(rank, 0)].count(
         "embed.weight"
     ) == 2
     v = plan_workload(
         tiny_run(tied | {"parallel.pipeline.schedule": "zb-v", "parallel.pipeline.vpp": "2"}), 2
     )
-    assert v.table_holders == (0,)
+    assert v.table_stages == (0,)
     assert [one.name for one in v.parameters(0, 0)].count("embed.weight") == 1
 
 
@@ -81,7 +83,7 @@ def test_depths_that_predict_further_share_the_table_as_built_models_do(
     tied: str, schedule: str
 ) -> None:
     settings = {
-        "model.mtp.depths": "2",
+        "model.mtp.num_layers": "2",
         "model.tied_embeddings": tied,
         "parallel.pp": "2",
         "model.num_layers": "4",
@@ -101,7 +103,7 @@ def test_depths_that_predict_further_share_the_table_as_built_models_do(
             for d, module, name in declared_parameters(built)
         ]
         assert sorted(real) == sorted((one.name, one.numel) for one in workload.parameters(rank, 0))
-        assert ("embed.weight" in dict(real)) == (rank in workload.table_holders)
+        assert ("embed.weight" in dict(real)) == (rank in workload.table_stages)
 
 
 def test_the_first_rank_at_a_place() -> None:

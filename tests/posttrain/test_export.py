@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.cli.main import main
 from megalith.config.lora import LoraConfig
 from megalith.config.tree import to_dict
@@ -98,7 +98,9 @@ def ours(source: Path) -> Tensor:
     opened = open_pretrained(locate(str(source)))
     model = Decoder(opened.model, mesh_of_one())
     allocate(model, CPU)
-    entries = [Entry(d.shard, "param", getattr(m, n)) for d, m, n in declared_parameters(model)]
+    entries = [
+        CheckpointEntry(d.shard, "param", getattr(m, n)) for d, m, n in declared_parameters(model)
+    ]
     load_pretrained(entries, str(source), mesh_of_one().world, model=opened.model)
     with torch.no_grad():
         return model.head.logits(model(IDS, tokens_of_lengths([len(IDS)], device="cpu")))

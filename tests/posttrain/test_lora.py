@@ -14,10 +14,10 @@ from megalith.cli.main import main
 from megalith.config.tree import Override, dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import RECORD
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.pretrained import adapters_in, locate, open_pretrained
 from megalith.models.release import release_run, write_release
-from megalith.nn.init import fill
+from megalith.nn.init import init_param_
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
@@ -40,7 +40,7 @@ class Drawn:
     def __init__(self, seed: int) -> None:
         self.model = Decoder(tiny_run().model, mesh_of_one())
         allocate(self.model, CPU)
-        initialise(self.model, seed=seed)
+        initialize(self.model, seed=seed)
         self.found = {
             d.shard.name: getattr(m, n).data.view(d.shard.shape)
             for d, m, n in declared_parameters(self.model)
@@ -102,13 +102,13 @@ def test_the_base_is_drawn_only_where_some_of_it_may_stay_so(
 
     def counted(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
         drawn.append(shard.name)
-        fill(parameter, shard, init, seed=seed)
+        init_param_(parameter, shard, init, seed=seed)
 
     monkeypatch.setattr(build, "fill", counted)
     train(
         tmp_path / "run",
         trained.parent / "base",
-        {"train.steps": "1", "checkpoint.missing": missing},
+        {"train.steps": "1", "checkpoint.missing_keys": missing},
     )
     assert any(".lora_" not in name for name in drawn) == base_too and len(drawn) >= 20
     if not base_too:
@@ -276,8 +276,8 @@ def test_in_bf16_adapters_have_masters_and_the_base_has_none(tmp_path: Path) -> 
     train(tmp_path / "run", load, {"precision.params": "bf16"})
     stored = tensors(tmp_path / "run" / "checkpoints" / "step_0000008")
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.02
-    masters = {key for key in stored if key.startswith("optimizer.master.")}
-    assert len(masters) == 20 and all(".lora_" in key for key in stored)
+    master_weights = {key for key in stored if key.startswith("optimizer.master.")}
+    assert len(master_weights) == 20 and all(".lora_" in key for key in stored)
     opened = open_pretrained(locate(str(tmp_path / "run")))
     assert adapters_in(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.main import main
 from megalith.config.layers import LayersConfig
@@ -21,7 +21,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.models.pretrained import Pretrained, open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
@@ -46,17 +46,17 @@ DENSE = ModelConfig(
     num_kv_heads=1,
     ffn_hidden_size=20,
     max_seq_len=32,
-    vocab_multiple=1,
+    pad_vocab_to_multiple_of=1,
     init_std=0.3,
 )
 IDS = torch.arange(23) * 7 % 61
-WHOLE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=20)
-HALVES = MoEConfig(experts=6, top_k=4, ffn_hidden_size=10)
+WHOLE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=20)
+HALVES = MoEConfig(num_experts=6, top_k=4, ffn_hidden_size=10)
 
 
-def entries_of(model: Decoder) -> list[Entry]:
+def entries_of(model: Decoder) -> list[CheckpointEntry]:
     return [
-        Entry(one.shard, "param", getattr(module, name))
+        CheckpointEntry(one.shard, "param", getattr(module, name))
         for one, module, name in declared_parameters(model)
     ]
 
@@ -66,7 +66,7 @@ def dense(path: Path, **changes: Any) -> Path:
     config = replace(DENSE, **changes)
     model = Decoder(config, mesh_of_one())
     allocate(model, CPU)
-    initialise(model, seed=1)
+    initialize(model, seed=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("_bias"):
@@ -113,7 +113,11 @@ def off(theirs: Tensor, ours: Tensor) -> float:
         replace(
             WHOLE,
             router=RouterConfig(
-                score="sigmoid", balancing_bias=True, scale=2.5, groups=2, top_groups=2
+                score="sigmoid",
+                expert_bias=True,
+                routed_scaling_factor=2.5,
+                num_groups=2,
+                topk_groups=2,
             ),
         ),
     ],
@@ -154,9 +158,11 @@ def test_scores_that_are_not_renormalised_are_made_up_for_on_average(tmp_path: P
     path = dense(
         tmp_path, init_overrides=(("*.router", 0.0),)
     )  # a router that knows nothing is the average
-    bare = replace(WHOLE, router=RouterConfig(renormalise=False))
-    single = replace(WHOLE, router=RouterConfig(score="sigmoid", renormalise=False, scale=3.0))
-    root = replace(WHOLE, router=RouterConfig(score="sqrt_softplus", renormalise=False))
+    bare = replace(WHOLE, router=RouterConfig(norm_topk_prob=False))
+    single = replace(
+        WHOLE, router=RouterConfig(score="sigmoid", norm_topk_prob=False, routed_scaling_factor=3.0)
+    )
+    root = replace(WHOLE, router=RouterConfig(score="sqrt_softplus", norm_topk_prob=False))
     assert (expected_weight(bare), expected_weight(single)) == (0.5, 3.0)
     assert factors_of(DENSE, bare, 1, "spread").down == pytest.approx(2 ** (1 / 3))
     assert factors_of(
@@ -207,7 +213,7 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
 def test_layers_that_predict_further_ahead_become_what_the_last_layer_does(
     layers: tuple[bool, ...], tmp_path: Path
 ) -> None:
-    path, moe = dense(tmp_path, mtp=MTPConfig(depths=1)), replace(WHOLE, layers=layers)
+    path, moe = dense(tmp_path, mtp=MTPConfig(num_layers=1)), replace(WHOLE, layers=layers)
     expected, found = losses_of_depths(path), losses_of_depths(path, moe)
     assert len(found) == 2 and bool(found.all()) and off(expected, found) < 1e-6
     made = upcycle(open_pretrained(path), moe)
@@ -242,7 +248,7 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
     assert "layers.2.mlp.gate_up -> layers.2.moe.experts.gate_up  (4, 2, 10, 12) float32" in said
     assert "new -> layers.2.moe.router" in said
     assert main(["convert", str(path), str(target), "--upcycle", str(file)]) == 0
-    moe = MoEConfig(experts=4, top_k=2, ffn_hidden_size=10)
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=10)
     assert torch.equal(logits(target), logits(path, moe))
     run = tiny_run({"train.steps": "3", "checkpoint.load": str(target), "train.eval_steps": "0"})
     made = open_pretrained(target)
@@ -272,9 +278,10 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
         (
             {"moe": WHOLE},
             WHOLE,
-            "model.moe.experts=4 in the source: it is a mixture of experts already. Use a dense",
+            "model.moe.num_experts=4 in the source: it is a mixture of experts already. "
+            "Use a dense",
         ),
-        ({}, replace(WHOLE, top_k=5), "model.moe.top_k=5 is more than model.moe.experts=4"),
+        ({}, replace(WHOLE, top_k=5), "model.moe.top_k=5 is more than model.moe.num_experts=4"),
         (
             {},
             replace(WHOLE, shared_gate=True),
@@ -298,13 +305,14 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
         (
             {},
             MoEConfig(
-                experts=4,
+                num_experts=4,
                 top_k=1,
                 ffn_hidden_size=20,
-                weigh_input=True,
-                router=RouterConfig(renormalise=False),
+                apply_router_weight_on_input=True,
+                router=RouterConfig(norm_topk_prob=False),
             ),
-            "model.moe.weigh_input=true: .* Set model.moe.weigh_input=false",
+            "model.moe.apply_router_weight_on_input=true: .* Set "
+            "model.moe.apply_router_weight_on_input=false",
         ),
         (
             {},
@@ -318,13 +326,14 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
         ),
         (
             {},
-            replace(HALVES, experts=5),
-            "model.moe.experts=5 is no multiple of 2: .* Set model.moe.experts to 6",
+            replace(HALVES, num_experts=5),
+            "model.moe.num_experts=5 is no multiple of 2: .* Set model.moe.num_experts to 6",
         ),
         (
             {},
-            replace(HALVES, top_k=2, router=RouterConfig(groups=2, top_groups=1)),
-            r"model.moe.router.groups=2 has 3 experts in a group: .* Set model.moe.router.groups "
+            replace(HALVES, top_k=2, router=RouterConfig(num_groups=2, topk_groups=1)),
+            r"model.moe.router.num_groups=2 has 3 experts in a group: .* Set "
+            r"model.moe.router.num_groups "
             r"to one of \[3\]",
         ),
         (

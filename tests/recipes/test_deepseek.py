@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megalith.config.moe import BalanceConfig
+from megalith.config.moe import AuxLossConfig
 from megalith.config.train import TrainRun
 from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.plan.costs import active_parameters, num_parameters
@@ -99,7 +99,7 @@ def test_a_second_model_is_the_one_that_its_authors_published(
     assert model.moe is not None and published.mla is not None
     mla = replace(published.mla, yarn_mscale=None)
     own = replace(published, mla=mla, max_seq_len=4096, rope=model.rope, init_std=0.006)
-    assert replace(model, moe=replace(model.moe, balance=BalanceConfig())) == own
+    assert replace(model, moe=replace(model.moe, aux_loss=AuxLossConfig())) == own
     assert (model.rope.theta, model.rope.interleaved) == (
         published.rope.theta,
         published.rope.interleaved,
@@ -123,10 +123,10 @@ def test_the_model_is_the_one_that_its_authors_published() -> None:
     own = replace(
         published, mla=mla, max_seq_len=4096, rope=model.rope, init_std=0.006, mtp=model.mtp
     )
-    assert replace(model, moe=replace(model.moe, balance=BalanceConfig())) == own
+    assert replace(model, moe=replace(model.moe, aux_loss=AuxLossConfig())) == own
     assert (model.rope.theta, model.rope.interleaved) == (
         published.rope.theta,
         published.rope.interleaved,
     )
-    alone = replace(model, mtp=replace(model.mtp, depths=0))
+    alone = replace(model, mtp=replace(model.mtp, num_layers=0))
     assert (num_parameters(alone), active_parameters(alone)) == (671_026_404_352, 37_552_282_624)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig
+from megalith.config.moe import AuxLossConfig
 from megalith.config.train import TrainRun
 from megalith.models import (
     gemma,
@@ -149,7 +149,7 @@ def test_recipe_has_the_published_model_config(recipe: str) -> None:
 def test_recipe_has_the_published_mixture_of_experts(recipe: str) -> None:
     model, published = model_of(recipe), MIXTURES[recipe]
     assert model.moe is not None
-    without_losses = replace(model, moe=replace(model.moe, balance=BalanceConfig()))
+    without_losses = replace(model, moe=replace(model.moe, aux_loss=AuxLossConfig()))
     assert without_losses == published.read_config(published.raw)
     assert (num_parameters(model), active_parameters(model)) == (
         published.num_parameters,
@@ -165,7 +165,9 @@ def test_recipe_has_the_published_number_of_parameters(recipe: str) -> None:
 def test_granite_2b_has_the_published_number_of_parameters_without_padding_of_the_vocabulary() -> (
     None
 ):
-    assert num_parameters(replace(model_of("granite_2b"), vocab_multiple=1)) == 2_533_531_648
+    assert (
+        num_parameters(replace(model_of("granite_2b"), pad_vocab_to_multiple_of=1)) == 2_533_531_648
+    )
 
 
 def test_published_number_of_parameters_of_llama_2_7b_is_the_one_of_its_weights() -> None:
@@ -175,7 +177,7 @@ def test_published_number_of_parameters_of_llama_2_7b_is_the_one_of_its_weights(
 def test_qwen_1_5_moe_has_the_published_weight_of_the_balance_loss() -> None:
     moe = model_of("qwen1_5_moe_a2_7b").moe
     assert moe is not None
-    assert moe.balance == BalanceConfig(batch=test_qwen2_moe.RAW["router_aux_loss_coef"])
+    assert moe.aux_loss == AuxLossConfig(batch_coeff=test_qwen2_moe.RAW["router_aux_loss_coef"])
 
 
 def test_a_run_has_the_models_vocabulary_and_trains_in_bf16_on_made_up_tokens() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import RankError
-from megalith.parallel.autograd import gather, leave, reduce_scatter
+from megalith.parallel.autograd import all_gather, reduce_from_tp, reduce_scatter
 from megalith.parallel.group import all_reduce_, start_all_reduce_
 from megalith.testing.inject import die, on_call, skip, slow_link
 from megalith.testing.ranks import everyone, run_ranks
@@ -96,11 +96,11 @@ def _same_numbers(rank: int, world: int) -> bool:
     plain = _all_kinds(rank, world, False)
     group = everyone(rank, world, "dp")
     x = torch.arange(6.0, requires_grad=True)
-    expected = leave(x, group), gather(x, group), reduce_scatter(x, group)
+    expected = reduce_from_tp(x, group), all_gather(x, group), reduce_scatter(x, group)
     for poison in (False, True):
         with slow_link(latency_seconds=0.001, poison=poison) as link:
             assert _all_kinds(rank, world, poison) == plain
-            found = leave(x, group), gather(x, group), reduce_scatter(x, group)
+            found = reduce_from_tp(x, group), all_gather(x, group), reduce_scatter(x, group)
             requests = [
                 dist.P2POp(dist.isend, x.detach(), 1 - rank),
                 dist.P2POp(dist.irecv, torch.zeros(6), 1 - rank),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lint_project import RULES, findings, parse
+from tools.lint_project import PACKAGE_RULES, RULES, findings, markdown_findings, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 AUTOGRAD = "from torch.autograd import Function\n"
@@ -78,6 +78,27 @@ FAULTS = [
     ("vague-name", "megalith/nn/utils.py", "x = 1"),
     ("long-function", "benchmarks/a.py", TOO_LONG),
     ("long-file", "tests/a.py", "x = 1\n" * 561),
+    ("old-word", "megalith/nn/a.py", "class FurtherLoss:\n    x = 1"),
+    ("old-word", "tests/a.py", "def test_what_is_told():\n    f()"),
+    ("old-word", "benchmarks/a.py", "raise ValueError(f'{n} holders')"),
+    ("old-word", "megalith/train/a.py", '"""Weights and masters."""'),
+    ("old-word", "megalith/train/exposure.py", "x = 1"),
+    ("old-word", "megalith/plan/a.py", "def deal(lengths):\n    return lengths"),
+    ("old-word", "megalith/kernels/a.py", "class _Products:\n    x = 1"),
+    ("old-word", "megalith/parallel/a.py", "class BucketSink:\n    x = 1"),
+    ("old-word", "megalith/kernels/a.py", "NAMES = ('sdpa', 'loops')"),
+    ("old-setting", "tests/a.py", "run('model.moe.experts=8')"),
+    ("old-setting", "megalith/config/a.py", "class RouterConfig:\n    top_groups: int = 1"),
+    ("old-setting", "megalith/a.py", '"""First line.\n\nSets data.documents.\n"""'),
+    ("british-spelling", "megalith/a.py", "def initialise():\n    f()"),
+    ("british-spelling", "tests/a.py", "x = 'two neighbours'"),
+    ("british-spelling", "megalith/a.py", '"""First line.\n\nValues are centred.\n"""'),
+    ("format-skip", "megalith/a.py", "x = (1,\n     2)  # fmt: " + "skip"),
+    ("vague-class", "megalith/a.py", "class _Kept:\n    x = 1"),
+    ("vague-variable", "megalith/a.py", "found = f()"),
+    ("vague-variable", "megalith/a.py", "def f(mine):\n    g()"),
+    ("vague-variable", "megalith/a.py", "for there in x:\n    g()"),
+    ("vague-variable", "megalith/a.py", "y = [g(theirs) for theirs in x]"),
 ]
 
 CLEAN = [
@@ -110,6 +131,19 @@ CLEAN = [
     ("tests/common.py", "x = 1"),
     ("megalith/a.py", LONG),
     ("megalith/a.py", "x = 1\n" * 560),
+    ("megalith/a.py", '"""First line.\n\nA further line may say what is told.\n"""'),
+    ("megalith/infer/a.py", "def deal(lengths):\n    return lengths"),
+    ("megalith/data/a.py", "draw = key(seed, 'sft', 'made up', number)"),
+    ("megalith/config/megatron/a.py", "x = '--mid-level-dataset-surplus'"),
+    ("megalith/nn/a.py", "def init(p):\n    p.register('balancing_bias')"),
+    ("megalith/models/a.py", "x = 'layers.1.moe.experts.up'"),
+    ("megalith/plan/a.py", "x = f'moe.experts.{name}'"),
+    ("megalith/config/a.py", "class MoEConfig:\n    num_experts: int = 1\n    mtp: int = 1"),
+    ("megalith/nn/a.py", "class AttentionSink:\n    x = 1"),
+    ("megalith/a.py", "x = 'four precise hours, otherwise noise: raise, advertised, rowwise'"),
+    ("megalith/a.py", "x = 'a line with # fmt: skip in a text'"),
+    ("tests/a.py", "found = f()"),
+    ("megalith/a.py", "f(found=1)\nx.mine = 1"),
 ]
 
 
@@ -118,6 +152,28 @@ def test_a_fault_is_found_by_its_rule_and_no_other(rule: str, path: str, text: s
     found = findings(parse(path, text))
     assert {line.split(": ")[1] for line in found} == {rule}
     assert found[0].startswith(f"{path}:")
+
+
+def test_a_class_name_in_two_files_of_the_package_is_found_in_the_second() -> None:
+    text = "class Layer:\n    x = 1"
+    first, second, test = (
+        parse(path, text) for path in ("megalith/a.py", "megalith/b.py", "tests/a.py")
+    )
+    assert findings(first, second, test) == [
+        "megalith/b.py:1: repeated-class: class Layer is also in megalith/a.py:1. Use another name "
+        "for one of them."
+    ]
+    assert findings(first, test) == []
+
+
+def test_old_words_in_code_of_markdown_are_found_and_prose_is_left_alone() -> None:
+    text = "Further words.\n`FurtherLoss` and `parallel.rings=true`\n```\nholders = 2\n```\nholders"
+    assert markdown_findings("docs/a.md", text) == [
+        'docs/a.md:2: old-word: name FurtherLoss: old word "further". Use mtp.',
+        'docs/a.md:2: old-setting: old setting "parallel.rings". Use parallel.tp_comm_overlap.',
+        'docs/a.md:4: old-word: name holders: old word "holders". Use replicas or replica_ranks.',
+    ]
+    assert markdown_findings("docs/log.md", text) == []
 
 
 @pytest.mark.parametrize(("path", "text"), CLEAN)
@@ -147,4 +203,4 @@ def test_the_command_counts_its_findings_and_ends_with_one(tmp_path: Path) -> No
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "bad.py:1: eval-exec" in done.stdout
-    assert done.stdout.endswith(f"1 files, {len(RULES)} rules, 1 findings\n")
+    assert done.stdout.endswith(f"1 files, {len(RULES) + len(PACKAGE_RULES)} rules, 1 findings\n")

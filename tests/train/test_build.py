@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalith.config.parallel import ParallelConfig
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, weight_entries
@@ -26,7 +26,7 @@ def test_first_weights_are_those_of_the_model_alone_whatever_the_engine_does_wit
     trainer = build()
     alone = Decoder(trainer.run.model, mesh_of_one())
     allocate(alone, CPU)
-    initialise(alone, seed=trainer.run.seed)
+    initialize(alone, seed=trainer.run.seed)
     weights = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
     for name, parameter in alone.named_parameters():
         assert torch.equal(weights[name], parameter) and bool(parameter.any()), name
@@ -43,14 +43,14 @@ def test_another_seed_gives_other_weights() -> None:
 
 def test_model_engine_and_optimizer_share_one_memory() -> None:
     trainer = build()
-    for slot, owned in zip(trainer.optimizer.slots, trainer.data.owned, strict=True):
+    for slot, param in zip(trainer.optimizer.slots, trainer.data.local_params, strict=True):
         slot.master.fill_(2.0)  # in fp32 the weights are their own masters
-        assert owned.weight.eq(2.0).all()
+        assert param.weight.eq(2.0).all()
     assert all(bool(parameter.eq(2.0).all()) for parameter in trainer.model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("params", "weights", "gradients", "masters"),
+    ("params", "weights", "gradients", "master_weights"),
     [
         ("fp32", torch.float32, torch.float32, torch.float32),
         ("bf16", torch.bfloat16, torch.float32, torch.float32),
@@ -58,12 +58,12 @@ def test_model_engine_and_optimizer_share_one_memory() -> None:
     ],
 )
 def test_each_precision_has_its_formats(
-    params: str, weights: torch.dtype, gradients: torch.dtype, masters: torch.dtype
+    params: str, weights: torch.dtype, gradients: torch.dtype, master_weights: torch.dtype
 ) -> None:
     trainer = build(precision__params=params)
-    assert {owned.weight.dtype for owned in trainer.data.owned} == {weights}
-    assert {owned.gradient.dtype for owned in trainer.data.owned} == {gradients}
-    assert {slot.master.dtype for slot in trainer.optimizer.slots} == {masters}
+    assert {param.weight.dtype for param in trainer.data.local_params} == {weights}
+    assert {param.gradient.dtype for param in trainer.data.local_params} == {gradients}
+    assert {slot.master.dtype for slot in trainer.optimizer.slots} == {master_weights}
     for slot in trainer.optimizer.slots:
         assert torch.equal(slot.master.to(weights), slot.weight)
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_holds_weights_and_moments_and_masters_where_they_are_apart
         ParallelConfig(tp=2, dp=3),
         ParallelConfig(dp=3, zero=1),
         ParallelConfig(tp=4, dp=2, sp=True, zero=2),
-        ParallelConfig(dp=4, zero=1, replicas=2),
+        ParallelConfig(dp=4, zero=1, dp_replicate=2),
         ParallelConfig(cp=2, dp=2, zero=1),
     ],
 )
@@ -109,7 +109,7 @@ def test_ranks_together_write_every_element_once(parallel: ParallelConfig) -> No
 def test_weights_alone_have_the_names_of_a_checkpoint() -> None:
     trainer = build()
     entries = weight_entries(
-        [(owned.shard, owned.weight) for owned in trainer.data.owned], trainer.mesh
+        [(param.shard, param.weight) for param in trainer.data.local_params], trainer.mesh
     )
     assert {entry.key for entry in entries} == {
         entry.key for entry in checkpoint_entries(trainer) if entry.role == "param"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.optim import LossScaleConfig
 from megalith.config.train import TrainRun
@@ -18,7 +18,7 @@ from megalith.errors import DataError
 from megalith.optim.loss_scale import LossScale
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.plan.shards import whole
+from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -60,7 +60,7 @@ def checkpoints(path: Path) -> list[int]:
         (StepResult(2.0, INF, updated=False, stop=False), None, True),
         (StepResult(NAN, NAN, updated=False, stop=False), None, True),
         (StepResult(0.0, 0.0, updated=False, stop=False, empty=True), None, False),
-        (StepResult(2.0, 1.0, updated=True, stop=False, further_losses=(INF,)), None, True),
+        (StepResult(2.0, 1.0, updated=True, stop=False, mtp_losses=(INF,)), None, True),
         (StepResult(2.0, INF, updated=False, stop=False), DYNAMIC, False),
         (StepResult(NAN, INF, updated=False, stop=False), DYNAMIC, True),
         (StepResult(2.0, INF, updated=False, stop=False), LOWEST, True),
@@ -76,8 +76,12 @@ def test_divergent_steps_are_those_that_no_lower_loss_scale_avoids(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_nonfinite_parameters_are_found_in_every_dtype(dtype: torch.dtype, value: float) -> None:
-    def entry(name: str, values: list[float], role: str = "param", *, mine: bool = True) -> Entry:
-        return Entry(whole(name, (len(values),)), role, torch.tensor(values, dtype=dtype), mine)
+    def entry(
+        name: str, values: list[float], role: str = "param", *, mine: bool = True
+    ) -> CheckpointEntry:
+        return CheckpointEntry(
+            Shard.full(name, (len(values),)), role, torch.tensor(values, dtype=dtype), mine
+        )
 
     largest = float(torch.finfo(dtype).max)
     entries = [
@@ -100,7 +104,7 @@ def test_advice_names_a_checkpoint_from_before_the_skipped_steps(tmp_path: Path)
     change = "with another setting, for example --schedule.lr 0.005 (0.01 now)"
     assert advice(3) == f"No checkpoint is from before that: start from the beginning {change}."
     for step in (2, 4):
-        entries = [Entry(whole("w", (2,)), "param", torch.ones(2))]
+        entries = [CheckpointEntry(Shard.full("w", (2,)), "param", torch.ones(2))]
         save_checkpoint(tmp_path, step, entries, {}, alone("world"), config_text="", keep=None)
     assert advice(1) == (
         f"No checkpoint is from before that: start from the beginning {change} and in another "
@@ -110,7 +114,7 @@ def test_advice_names_a_checkpoint_from_before_the_skipped_steps(tmp_path: Path)
     assert advice(3) == (
         f"The last checkpoint from before that is {older}: to continue from it, run the same "
         f"command again {change}, "
-        f"and with --run NAME --checkpoint.load {older} --checkpoint.take everything."
+        f"and with --run NAME --checkpoint.load {older} --checkpoint.load_mode all."
     )
     assert advice(4) == (
         f"The last checkpoint from before that is {newest}: run the same command again {change}, "

@@ -22,7 +22,7 @@ from megalith.train.build import DTYPES, build_trainer
 from megalith.train.evaluate import Evaluation, evaluate, held_weights, run_evaluation
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
-from megalith.train.staged import build_staged
+from megalith.train.staged import build_pipeline_model
 from megalith.verify.ragged import RaggedDocuments
 from megalith.verify.ranks import RaggedRows
 
@@ -47,7 +47,7 @@ def evaluation(
     )
     trainer = build_trainer(run, mesh, CPU)
     return evaluate(
-        trainer.staged,
+        trainer.pipeline_model,
         dataset(run),
         Masks(),
         samples=samples,
@@ -144,7 +144,7 @@ def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation,
         budget_of(run.train, run.parallel, run.model),
     )
     found = evaluate(
-        build_trainer(run, mesh, CPU).staged,
+        build_trainer(run, mesh, CPU).pipeline_model,
         documents,
         Masks(),
         samples=SAMPLES,
@@ -167,26 +167,26 @@ def test_packs_of_any_size_and_on_any_ranks_find_the_same_and_all_documents_are_
         )
 
 
-FURTHER = {
+MTP_MODEL = {
     "precision.params": "fp64",
-    "model.mtp.depths": "2",
+    "model.mtp.num_layers": "2",
     "model.vocab_size": "5",
     "model.num_layers": "2",
 }
 
 
 def test_depths_that_predict_further_are_judged_by_what_came() -> None:
-    run = tiny_run(FURTHER)
+    run = tiny_run(MTP_MODEL)
     trainer, found = build_trainer(run, mesh_of_one(), CPU), evaluation(0, 1, run, rows=3)
-    (model,) = trainer.staged.chunks
+    (model,) = trainer.pipeline_model.chunks
     losses, right, labels, runs, places = [0.0] * 3, [0, 0], [0] * 3, 0, 0
     for k in range(SAMPLES):
-        batch = build_batch([dataset(run).sample(k)], Masks(), device=CPU, further=2)
+        batch = build_batch([dataset(run).sample(k)], Masks(), device=CPU, num_mtp_layers=2)
         tokens = model.rotations.given_to(batch.tokens)
         x = model(batch.ids, tokens)
-        scores, depths = [model.head.logits(x)], batch.further
+        scores, depths = [model.head.logits(x)], batch.mtp_inputs
         for depth, (ids, _) in enumerate(depths):
-            x = model.further.depths[depth](x, ids, tokens)
+            x = model.mtp.layers[depth](x, ids, tokens)
             scores.append(model.head.logits(x))
         wanted = [batch.labels, *(labels for _, labels in depths)]
         for depth, (each, here) in enumerate(zip(scores, wanted, strict=True)):
@@ -198,21 +198,23 @@ def test_depths_that_predict_further_are_judged_by_what_came() -> None:
             if last >= 0:  # labels that are left out are at the end of a row
                 places += 1
                 runs += int(first) + int(first and second)
-    assert found.further_losses == pytest.approx(
+    assert found.mtp_losses == pytest.approx(
         [losses[d] / labels[d] for d in (1, 2)], rel=FP64.relative
     )
     assert (
-        found.accepted == (right[0] / labels[1], right[1] / labels[2]) and 0 < found.accepted[0] < 1
+        found.acceptance_rates == (right[0] / labels[1], right[1] / labels[2])
+        and 0 < found.acceptance_rates[0] < 1
     )
-    assert found.accepted_length == pytest.approx(1 + runs / places) and runs > 0
+    assert found.acceptance_length == pytest.approx(1 + runs / places) and runs > 0
     assert found.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
     row = found.of_depths()
     assert (
-        row["mtp_2_accepted"] == found.accepted[1]
-        and row["eval_mtp_1_loss"] == found.further_losses[0]
+        row["mtp_2_acceptance_rate"] == found.acceptance_rates[1]
+        and row["eval_mtp_1_loss"] == found.mtp_losses[0]
     )
     assert (
-        f"further tokens guessed {found.accepted[0]:.1%}".replace("%", " %") in found.depths_text()
+        f"mtp tokens guessed {found.acceptance_rates[0]:.1%}".replace("%", " %")
+        in found.depths_text()
     )
 
 
@@ -235,13 +237,13 @@ def test_depths_that_predict_further_are_judged_by_what_came() -> None:
     ],
 )
 def test_any_layout_judges_depths_alike(world: int, settings: dict[str, str]) -> None:
-    reference = evaluation(0, 1, tiny_run(FURTHER), 2)
-    for found in run_ranks(evaluation, world, tiny_run(FURTHER | settings), 2):
-        assert (found.accepted, found.accepted_length) == (
-            reference.accepted,
-            reference.accepted_length,
+    reference = evaluation(0, 1, tiny_run(MTP_MODEL), 2)
+    for found in run_ranks(evaluation, world, tiny_run(MTP_MODEL | settings), 2):
+        assert (found.acceptance_rates, found.acceptance_length) == (
+            reference.acceptance_rates,
+            reference.acceptance_length,
         )
-        assert found.further_losses == pytest.approx(reference.further_losses, rel=FP64.relative)
+        assert found.mtp_losses == pytest.approx(reference.mtp_losses, rel=FP64.relative)
 
 
 def test_a_finished_run_is_evaluated_from_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -268,9 +270,9 @@ def saved_loss(rank: int, world: int, run: TrainRun, path: Path) -> tuple[Evalua
         else mesh_of_one()
     )
     found = run_evaluation(run, RunFolder(path), mesh, CPU, split="valid", samples=5)
-    staged = build_staged(run, mesh, CPU, dtype=DTYPES[run.precision.params])
-    whole = sum(parameter.numel() for parameter in staged.modules.parameters())
-    return found, sum(rows.numel() for _, rows in held_weights(staged)), whole
+    pipeline_model = build_pipeline_model(run, mesh, CPU, dtype=DTYPES[run.precision.params])
+    whole = sum(parameter.numel() for parameter in pipeline_model.modules.parameters())
+    return found, sum(rows.numel() for _, rows in held_weights(pipeline_model)), whole
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
@@ -21,12 +21,12 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
 from megalith.train.experts import (
-    LayerUse,
+    LayerExpertLoad,
+    collect_expert_load,
+    expert_load_metrics,
     move_balancing_biases,
     move_balancing_offsets,
     routers_of,
-    row_of_use,
-    use_of_experts,
     with_routing,
 )
 from megalith.train.folder import RunFolder
@@ -39,26 +39,27 @@ from megalith.verify.ranks import RaggedRows
 def run_with(router: RouterConfig) -> TrainRun:
     run = tiny_run()
     return replace(
-        run, model=replace(run.model, moe=MoEConfig(experts=4, ffn_hidden_size=6, router=router))
+        run,
+        model=replace(run.model, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, router=router)),
     )
 
 
-BALANCED = RouterConfig(score="sigmoid", balancing_bias=True, balancing_rate=1e-3)
+BALANCED = RouterConfig(score="sigmoid", expert_bias=True, expert_bias_update_rate=1e-3)
 
 
 def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> None:
     trainer = build_trainer(run_with(BALANCED), mesh_of_one(), torch.device("cpu"))
-    first, second = routers_of(trainer.staged.modules)
-    move_balancing_biases(trainer.staged.modules, trainer.mesh)
+    first, second = routers_of(trainer.pipeline_model.modules)
+    move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert first.moved is not None and not first.moved.any(), "nothing was counted yet"
     record = first.balance.record_of(BalanceShare(0, 2, 1.0), torch.zeros(1))
     second.balance.record_of(BalanceShare(0, 2, 1.0), torch.zeros(1))
     record.counts[:] = torch.tensor([[2.0, 1, 0, 1], [1, 2, 1, 0]])
-    move_balancing_biases(trainer.staged.modules, trainer.mesh)
+    move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert torch.allclose(first.moved, torch.tensor([-1e-3, -1e-3, 1e-3, 1e-3]))
     assert second.moved is not None and not second.moved.any(), "all were chosen equally often"
     record.counts[:] = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]])
-    move_balancing_biases(trainer.staged.modules, trainer.mesh)
+    move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert torch.allclose(first.moved, torch.tensor([-2e-3, 0, 2e-3, 2e-3])), (
         "whole steps, however small the surplus"
     )
@@ -80,33 +81,33 @@ def test_a_step_that_updates_nothing_moves_no_bias(why: str) -> None:
         steps=2,
         device=torch.device("cpu"),
     )
-    owned = trainer.data.owned[-1]
-    before = owned.weight.clone()
-    owned.weight.fill_(torch.inf if why == "not finite" else 1.0)
-    trainer.data.publish()
+    param = trainer.data.local_params[-1]
+    before = param.weight.clone()
+    param.weight.fill_(torch.inf if why == "not finite" else 1.0)
+    trainer.data.all_gather_params()
     assert not train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).updated
-    routers = list(routers_of(trainer.staged.modules))
+    routers = list(routers_of(trainer.pipeline_model.modules))
     assert not any(router.moved.any() for router in routers if router.moved is not None)
-    owned.weight.copy_(before)
-    trainer.data.publish()
+    param.weight.copy_(before)
+    trainer.data.all_gather_params()
     assert train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).updated
     assert all(router.moved is not None and bool(router.moved.any()) for router in routers)
 
 
 def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains() -> None:
-    balance = BalanceConfig(quantile=True, quantile_ema=0.25)
+    balance = AuxLossConfig(quantile=True, quantile_ema=0.25)
     run = run_with(RouterConfig())
     assert run.model.moe is not None
-    run = replace(run, model=replace(run.model, moe=replace(run.model.moe, balance=balance)))
+    run = replace(run, model=replace(run.model, moe=replace(run.model.moe, aux_loss=balance)))
     trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
-    first, second = routers_of(trainer.staged.modules)
-    move_balancing_offsets(trainer.staged.modules, trainer.mesh)
+    first, second = routers_of(trainer.pipeline_model.modules)
+    move_balancing_offsets(trainer.pipeline_model.modules, trainer.mesh)
     assert first.offset is not None and not first.offset.any(), "nothing was noted yet"
     record = first.balance.record_of(BalanceShare(0, 3, 1.0), torch.zeros(1))
     second.balance.record_of(BalanceShare(0, 3, 1.0), torch.zeros(1))
     record.offsets[:] = torch.tensor([[4.0, 0, 0, 0, 1], [8.0, 4, 0, 0, 1], [0, 0, 0, 0, 0]])
     first.offset.data.copy_(torch.tensor([0.0, 4, 0, -4]))
-    move_balancing_offsets(trainer.staged.modules, trainer.mesh)
+    move_balancing_offsets(trainer.pipeline_model.modules, trainer.mesh)
     fresh = torch.tensor([6 * 0.75, 2 * 0.75 + 1, 0, -1.0])
     assert torch.allclose(first.offset, fresh - fresh.mean())
     assert second.offset is not None and not second.offset.any(), "nothing but padding"
@@ -114,11 +115,11 @@ def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains
 
 def test_routers_that_are_not_trained_keep_their_biases() -> None:
     trainer = build_trainer(run_with(BALANCED), mesh_of_one(), torch.device("cpu"))
-    router, _ = routers_of(trainer.staged.modules)
+    router, _ = routers_of(trainer.pipeline_model.modules)
     router.balance.record_of(BalanceShare(0, 1, 1.0), torch.zeros(1)).counts[0, 0] = 5
-    for weight in router.gate.sunk():
+    for weight in router.gate.accumulated_parameters():
         weight.requires_grad_(False)
-    move_balancing_biases(trainer.staged.modules, trainer.mesh)
+    move_balancing_biases(trainer.pipeline_model.modules, trainer.mesh)
     assert router.moved is not None and not router.moved.any()
 
 
@@ -128,7 +129,8 @@ def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
     run = replace(
         run,
         model=replace(
-            run.model, moe=replace(run.model.moe, balance=BalanceConfig(batch=0.5, z=0.1))
+            run.model,
+            moe=replace(run.model.moe, aux_loss=AuxLossConfig(batch_coeff=0.5, z_loss_coeff=0.1)),
         ),
     )
     trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
@@ -146,48 +148,55 @@ def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
 
     def gradients(scale: float) -> list[torch.Tensor]:
         trainer.data.begin_step(len(batches))
-        trainer.staged.forward_backward(batches, lambda losses: losses[0] * scale, scale=scale)
-        return [owned.gradient.clone() for owned in trainer.data.finish()]
+        trainer.pipeline_model.forward_backward(
+            batches, lambda losses: losses[0] * scale, scale=scale
+        )
+        return [param.gradient.clone() for param in trainer.data.finish()]
 
     for plain, scaled in zip(gradients(1.0), gradients(1024.0), strict=True):
         torch.testing.assert_close(
             scaled, plain * 1024, rtol=1e-5, atol=1e-4 * float(plain.abs().max())
         )
-    (router,) = (o.gradient for o in trainer.data.owned if o.shard.name == "layers.0.moe.router")
+    (router,) = (
+        o.gradient for o in trainer.data.local_params if o.shard.name == "layers.0.moe.router"
+    )
     trainer.data.begin_step(len(batches))
-    trainer.staged.forward_backward(batches, lambda losses: losses[0] * 0, scale=1.0)
+    trainer.pipeline_model.forward_backward(batches, lambda losses: losses[0] * 0, scale=1.0)
     trainer.data.finish()
     assert bool(router.any()), "the router learns from them alone, too"
 
 
 def test_a_row_tells_of_the_busiest_expert_of_every_layer() -> None:
     uses = [
-        LayerUse("layers.2", (6.0, 2.0, 0.0, 0.0), 2.0, (0.0, 1.5, 0.0, 0.0), 0.0),
-        LayerUse("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.0), 0.25),
+        LayerExpertLoad("layers.2", (6.0, 2.0, 0.0, 0.0), 2.0, (0.0, 1.5, 0.0, 0.0), 0.0),
+        LayerExpertLoad("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.0), 0.25),
     ]
-    assert row_of_use(uses, [0.0, 0.1, 0.0, 0.0]) == {
+    assert expert_load_metrics(uses, [0.0, 0.1, 0.0, 0.0]) == {
         "moe_batch_loss": 1.25,
         "moe_max_load": 3.0,
         "moe_entropy": 0.4056,
         "moe_idle_experts": 2,
-        "moe_refused": round(2 / 18, 6),
+        "moe_dropped_share": round(2 / 18, 6),
         "moe_bias_range": 0.25,
         "moe_layers_2_load": 3.0,
         "moe_mtp_0_layer_load": 1.0,
     }
-    assert row_of_use([], [0.0] * 4) == {}
-    even = LayerUse("layers.0", (5.0,) * 8, 0.0, (0.0,) * 4, 0.0)
+    assert expert_load_metrics([], [0.0] * 4) == {}
+    even = LayerExpertLoad("layers.0", (5.0,) * 8, 0.0, (0.0,) * 4, 0.0)
     for use in (even, even._replace(counts=(5.0,)), even._replace(counts=(0.0, 0.0))):
-        assert row_of_use([use], [0.0] * 4)["moe_entropy"] == 1.0
+        assert expert_load_metrics([use], [0.0] * 4)["moe_entropy"] == 1.0
 
 
 def test_a_row_tells_of_every_layer_where_it_shall() -> None:
     uses = [
-        LayerUse("layers.2", (6.0, 2.0, 0.0, 0.0), 2.0, (0.0, 1.5, 0.0, 0.25), 0.0),
-        LayerUse("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.75), 0.25),
+        LayerExpertLoad("layers.2", (6.0, 2.0, 0.0, 0.0), 2.0, (0.0, 1.5, 0.0, 0.25), 0.0),
+        LayerExpertLoad("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.75), 0.25),
     ]
     weights = [0.0, 0.1, 0.0, 0.01]
-    row, whole = row_of_use(uses, weights, per_layer=True), row_of_use(uses, weights)
+    row, whole = (
+        expert_load_metrics(uses, weights, per_layer=True),
+        expert_load_metrics(uses, weights),
+    )
     assert {name: value for name, value in row.items() if name in whole} == whole
     assert {name: value for name, value in row.items() if name not in whole} == {
         "moe_layers_2_batch_loss": 1.5,
@@ -204,7 +213,7 @@ def test_a_row_tells_of_every_layer_where_it_shall() -> None:
         "moe_mtp_0_layer_bias_range": 0.25,
         "moe_mtp_0_layer_tokens": [2, 2, 2, 2],
     }
-    assert row_of_use([], weights, per_layer=True) == {}
+    assert expert_load_metrics([], weights, per_layer=True) == {}
 
 
 def test_what_layers_without_experts_did_is_not_written() -> None:
@@ -236,11 +245,14 @@ def test_metrics_of_a_run_tell_of_every_layer_where_it_asks_for_it(tmp_path: Pat
     assert [sum(row[f"moe_layers_{layer}_tokens"]) for layer in (0, 1)] == [2 * row["tokens"]] * 2
 
 
-def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerUse]:
+def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerExpertLoad]:
     run = run_with(RouterConfig())
     assert run.model.moe is not None
     run = replace(
-        run, model=replace(run.model, moe=replace(run.model.moe, balance=BalanceConfig(batch=0.1)))
+        run,
+        model=replace(
+            run.model, moe=replace(run.model.moe, aux_loss=AuxLossConfig(batch_coeff=0.1))
+        ),
     )
     run = replace(run, parallel=parallel)
     mesh = (
@@ -249,7 +261,7 @@ def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerUse]:
         else build_mesh(model_grid(parallel, run.model, world), rank=rank)
     )
     trainer = build_trainer(run, mesh, torch.device("cpu"))
-    assert use_of_experts(trainer.staged.modules, mesh) == []
+    assert collect_expert_load(trainer.pipeline_model.modules, mesh) == []
     loader = Loader(
         RaggedRows(12, 257, 24, masked=()),
         Masks(),
@@ -261,7 +273,7 @@ def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerUse]:
         device=torch.device("cpu"),
     )
     train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
-    return use_of_experts(trainer.staged.modules, mesh)
+    return collect_expert_load(trainer.pipeline_model.modules, mesh)
 
 
 def test_every_rank_tells_what_one_process_tells() -> None:
@@ -304,12 +316,14 @@ def losses_replayed(
 
     def total(routing: Routing) -> list[float]:
         trainer.data.begin_step(len(batches))
-        found = trainer.staged.forward_backward(with_routing(batches, routing), sum)  # type: ignore[arg-type]  # of one
-        gradients = [float(owned.gradient.double().sum()) for owned in trainer.data.finish()]
+        found = trainer.pipeline_model.forward_backward(with_routing(batches, routing), sum)  # type: ignore[arg-type]  # of one
+        gradients = [float(param.gradient.double().sum()) for param in trainer.data.finish()]
         return [*found.tolist(), *gradients]
 
     recorded = total(routing)
-    assert len(routing.choices) == len(batches) * len(list(routers_of(trainer.staged.modules)))
+    assert len(routing.choices) == len(batches) * len(
+        list(routers_of(trainer.pipeline_model.modules))
+    )
     others = Routing(
         {key: (chosen + 1) % 4 for key, chosen in routing.choices.items()}, followed=True
     )
@@ -329,7 +343,7 @@ def losses_within_capacity(
     run = tiny_run({"precision.params": "fp64"})
     capacity = CapacityConfig(factor=0.8, pad=pad)
     moe = MoEConfig(
-        experts=4, ffn_hidden_size=6, balance=BalanceConfig(batch=0.1), capacity=capacity
+        num_experts=4, ffn_hidden_size=6, aux_loss=AuxLossConfig(batch_coeff=0.1), capacity=capacity
     )
     run = replace(run, model=replace(run.model, moe=moe), parallel=parallel)
     mesh = (
@@ -349,7 +363,7 @@ def losses_within_capacity(
         device=torch.device("cpu"),
     )
     losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).loss for _ in range(3)]
-    assert sum(use.refused for use in use_of_experts(trainer.staged.modules, mesh)) > 0
+    assert sum(use.refused for use in collect_expert_load(trainer.pipeline_model.modules, mesh)) > 0
     return losses
 
 
@@ -364,7 +378,8 @@ def test_filler_changes_no_loss_under_any_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    "router", [RouterConfig(), RouterConfig(jitter=0.2), replace(BALANCED, groups=2, top_groups=1)]
+    "router",
+    [RouterConfig(), RouterConfig(jitter=0.2), replace(BALANCED, num_groups=2, topk_groups=1)],
 )
 def test_replayed_choices_repeat_a_step_to_the_last_bit_and_others_do_not(
     router: RouterConfig,

@@ -10,14 +10,21 @@ from megalith.config.parallel import ParallelConfig
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.exposure import Exposure, Traffic, _axes, exposure_of
+from megalith.train.exposure import (
+    ExposedCommunication,
+    MeasuredTraffic,
+    _axes,
+    summarize_exposed_communication,
+)
 
 
-def measured(rank: int, world: int, overlap: bool) -> Exposure:
+def measured(rank: int, world: int, overlap: bool) -> ExposedCommunication:
     run = tiny_run()
     run = replace(run, parallel=ParallelConfig(dp=2, zero=1, overlap=overlap, bucket_numel=2000))
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
-    return exposure_of(run, mesh, torch.device("cpu"), steps=2, latency=0.005, bandwidth=1e9)
+    return summarize_exposed_communication(
+        run, mesh, torch.device("cpu"), steps=2, latency=0.005, bandwidth=1e9
+    )
 
 
 def test_every_rank_has_the_same_table_and_overlap_exposes_less() -> None:
@@ -35,8 +42,8 @@ def test_every_rank_has_the_same_table_and_overlap_exposes_less() -> None:
 
 
 def test_the_hidden_part_is_what_is_not_exposed() -> None:
-    assert Traffic("all_reduce", "dp", 3, 1.0, 0.2, 0.05).hidden == pytest.approx(0.75)
-    assert Traffic("all_reduce", "dp", 0, 0.0, 0.0, 0.0).hidden == 0.0
+    assert MeasuredTraffic("all_reduce", "dp", 3, 1.0, 0.2, 0.05).hidden == pytest.approx(0.75)
+    assert MeasuredTraffic("all_reduce", "dp", 0, 0.0, 0.0, 0.0).hidden == 0.0
 
 
 def test_groups_are_called_by_the_axes_of_the_settings() -> None:

@@ -13,8 +13,8 @@ from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.errors import CheckpointError
 from megalith.train.foresight import apply_routers, choices_of
 
-SIGMOID = RouterConfig(score="sigmoid", balancing_bias=True)
-MOE = MoEConfig(experts=6, top_k=2, ffn_hidden_size=3, router=SIGMOID)
+SIGMOID = RouterConfig(score="sigmoid", expert_bias=True)
+MOE = MoEConfig(num_experts=6, top_k=2, ffn_hidden_size=3, router=SIGMOID)
 NAME = "rank_00000_step_0000001.safetensors"
 
 
@@ -76,7 +76,7 @@ def test_the_next_router_finds_what_it_reads(tmp_path: Path, alike: bool) -> Non
 
 def test_biases_and_offsets_have_their_part() -> None:
     hidden, weight = torch.ones(1, 2), torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.0, 0.0]])
-    moe = MoEConfig(experts=3, top_k=1, ffn_hidden_size=3)
+    moe = MoEConfig(num_experts=3, top_k=1, ffn_hidden_size=3)
     assert choices_of(hidden, {"weight": weight}, moe).tolist() == [[0]]
     assert choices_of(
         hidden, {"weight": weight, "router_bias": torch.tensor([0.0, 1.0, 0.0])}, moe

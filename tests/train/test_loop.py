@@ -320,7 +320,7 @@ def test_fallback_resets_optimizer_state_that_the_older_checkpoint_does_not_have
     tmp_path: Path,
 ) -> None:
     """The damaged checkpoint has moments, and some are filled before the damage is read."""
-    fixed = CONSTANT | {"checkpoint.missing": "warn"}
+    fixed = CONSTANT | {"checkpoint.missing_keys": "warn"}
     for name in ("plain", "damaged"):
         train(tmp_path / name, fixed | {"train.steps": "2", "checkpoint.save_optimizer": "false"})
     train(tmp_path / "damaged", fixed | {"train.steps": "4"})
@@ -460,7 +460,9 @@ def test_a_run_goes_on_with_another_optimizer_only_when_told_to(tmp_path: Path) 
     change: dict[str, Override] = {"train.steps": "4", "optim.kind": "sgd"}
     with pytest.raises(CheckpointError, match="only in the checkpoint: optimizer.exp_avg"):
         train(tmp_path, change)
-    train(tmp_path, change | {"checkpoint.missing": "warn", "checkpoint.surplus": "warn"})
+    train(
+        tmp_path, change | {"checkpoint.missing_keys": "warn", "checkpoint.unexpected_keys": "warn"}
+    )
     state = json.loads((tmp_path / "checkpoints" / "step_0000004" / "state.json").read_text())
     assert state["optimizer_updates"] == 2, "moments that began at zero are two updates old"
 
@@ -474,7 +476,8 @@ def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
         "step_0000002 was trained on other data or in another order:\n  then: pretrain mock" in text
     )
     assert (
-        "Use the data and the data.num_train_samples that the run was started with, or choose "
+        "ExpertLoad the data and the data.num_train_samples that the run was started with, or "
+        "choose "
         "another" in text
     )
     assert "Keep train.tokens_per_microbatch set or unset, as it was" in text
@@ -493,7 +496,7 @@ def test_a_run_made_longer_than_its_order_goes_on_with_further_epochs(
     train(tmp_path / "a", fixed | {"train.steps": "9"}, show=True)
     told = capsys.readouterr().out
     assert "train.steps=9 reads 108 samples, and the order this run began with has " in told
-    assert "further epochs follow, shuffled on their own" in told
+    assert "mtp epochs follow, shuffled on their own" in told
     # Stopped on the way, made shorter, and longer again: what was read stays, whatever is asked for
     # later.
     train(tmp_path / "b", fixed | {"train.steps": "2"})
@@ -502,7 +505,7 @@ def test_a_run_made_longer_than_its_order_goes_on_with_further_epochs(
         == "stopped"
     )
     train(tmp_path / "b", fixed | {"train.steps": "7"}, show=True)
-    assert "further epochs" not in capsys.readouterr().out
+    assert "mtp epochs" not in capsys.readouterr().out
     assert rows(tmp_path / "b") == rows(tmp_path / "a")[:7]
     train(tmp_path / "b", fixed | {"train.steps": "19"})
     assert rows(tmp_path / "b")[:9] == rows(tmp_path / "a")
@@ -829,7 +832,7 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(self: object) -> None:
-        raise CheckpointError("taken over by process 7. Use another folder.")
+        raise CheckpointError("taken over by process 7. ExpertLoad another folder.")
 
     monkeypatch.setattr(loop.RunLock, "check", taken)
     with pytest.raises(CheckpointError, match="taken over by process 7"):
@@ -870,7 +873,7 @@ def work_of_a_step(rank: int, world: int, run: TrainRun, path: Path) -> tuple[in
 def test_padding_that_slicing_by_document_adds_is_no_work(documents: str, tmp_path: Path) -> None:
     fixed = {
         "train.seq_len": "11",
-        "data.documents": documents,
+        "data.document_masking": documents,
         "train.eval_steps": "0",
         "train.eval_every": "none",
     }

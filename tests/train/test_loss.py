@@ -1,4 +1,4 @@
-"""What heads minimise, and the share of the mean loss that one rank differentiates."""
+"""What heads minimize, and the share of the mean loss that one rank differentiates."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,12 +14,16 @@ from megalith.kernels.cross_entropy import (
     measured_cross_entropy,
     recomputed_cross_entropy,
 )
-from megalith.kernels.watched_loss import WatchedLoss
+from megalith.kernels.watched_loss import LossWithLogitStats
 from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.tensor import heads_of
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
-from megalith.train.loss import loss_of_heads, share_of_mean, share_of_means
+from megalith.train.loss import (
+    compute_head_losses,
+    normalize_loss_by_labels,
+    normalize_losses_by_labels,
+)
 from megalith.train.step import StepResult, train_step
 from megalith.verify.ranks import _loader as loader_of
 
@@ -28,7 +32,7 @@ def run_with(
     *, max_logit: bool = False, depths: int = 0, **train: Any
 ) -> TrainRun:  # settings of the loop
     run = tiny_run()
-    model = replace(run.model, mtp=MTPConfig(depths=depths))
+    model = replace(run.model, mtp=MTPConfig(num_layers=depths))
     observe = replace(run.observe, max_logit=max_logit)
     precision = replace(run.precision, params="fp64")
     return replace(
@@ -43,13 +47,13 @@ def steps_of(run: TrainRun) -> list[StepResult]:
 
 
 def test_heads_minimise_what_is_asked_for() -> None:
-    assert loss_of_heads(run_with()) is linear_cross_entropy
-    chunked = loss_of_heads(run_with(loss_chunk=7, label_smoothing=0.1))
+    assert compute_head_losses(run_with()) is linear_cross_entropy
+    chunked = compute_head_losses(run_with(loss_chunk=7, label_smoothing=0.1))
     assert isinstance(chunked, partial) and chunked.func is linear_cross_entropy
     assert chunked.keywords == {"smoothing": 0.1, "chunk": 7}
-    assert loss_of_heads(run_with(loss_backward="recomputed")) is recomputed_cross_entropy
-    told = loss_of_heads(run_with(z_loss=0.5))
-    assert isinstance(told, WatchedLoss) and told.z_loss == 0.5
+    assert compute_head_losses(run_with(loss_backward="recomputed")) is recomputed_cross_entropy
+    told = compute_head_losses(run_with(z_loss=0.5))
+    assert isinstance(told, LossWithLogitStats) and told.z_loss == 0.5
     assert isinstance(told.compute, partial) and told.compute.func is measured_cross_entropy
 
 
@@ -59,13 +63,15 @@ def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the
         ({"z_loss": 0.5, "loss_backward": "recomputed"}, True),
     ):
         trainer = build_trainer(run_with(depths=2, **train), mesh_of_one(), torch.device("cpu"))
-        heads = list(heads_of(trainer.staged.chunks))
+        heads = list(heads_of(trainer.pipeline_model.chunks))
         assert (
             heads[0] is trainer.model.head
             and [head.reads_table_again for head in heads] == [reads] * 3
         )
         records = [
-            head.summed_loss.seen for head in heads if isinstance(head.summed_loss, WatchedLoss)
+            head.summed_loss.seen
+            for head in heads
+            if isinstance(head.summed_loss, LossWithLogitStats)
         ]
         assert len({id(record) for record in records}) == 3
 
@@ -80,9 +86,9 @@ def test_what_scores_cost_is_minimised_and_told_apart_from_the_loss(backward: st
     assert (plain[0].z_loss, plain[0].max_logit) == (None, None)
     for mine, theirs in zip(told, plain, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-12) and mine.z_loss == 0.0
-        assert mine.further_losses == pytest.approx(theirs.further_losses, rel=1e-12)
+        assert mine.mtp_losses == pytest.approx(theirs.mtp_losses, rel=1e-12)
     assert costly[0].loss == pytest.approx(plain[0].loss, rel=1e-12)
-    assert costly[0].further_losses == pytest.approx(plain[0].further_losses, rel=1e-12)
+    assert costly[0].mtp_losses == pytest.approx(plain[0].mtp_losses, rel=1e-12)
     assert costly[0].max_logit == told[0].max_logit
     assert (
         costly[0].z_loss is not None and costly[0].z_loss > 0.3
@@ -92,16 +98,21 @@ def test_what_scores_cost_is_minimised_and_told_apart_from_the_loss(backward: st
 
 def test_the_shares_of_all_microbatches_add_up_to_the_mean_over_their_labels() -> None:
     sums = torch.tensor([6.0, 0.0, 3.5], dtype=torch.float64)
-    shares = [share_of_mean(loss, num_labels=10, mesh=mesh_of_one()) for loss in sums]
+    shares = [normalize_loss_by_labels(loss, num_labels=10, mesh=mesh_of_one()) for loss in sums]
     assert sum(shares) == 0.95
 
 
 def test_a_batch_without_labels_is_divided_by_one() -> None:
-    assert share_of_mean(torch.zeros(()), num_labels=0, mesh=mesh_of_one()) == 0.0
+    assert normalize_loss_by_labels(torch.zeros(()), num_labels=0, mesh=mesh_of_one()) == 0.0
 
 
 def test_every_further_depth_is_divided_by_its_own_labels_and_their_mean_is_weighed() -> None:
     losses = [torch.tensor(value, dtype=torch.float64) for value in (6.0, 4.0, 9.0)]
-    share = share_of_means(losses, num_labels=(10, 8, 0), weight=0.5, mesh=mesh_of_one(), scale=4.0)
+    share = normalize_losses_by_labels(
+        losses, num_labels=(10, 8, 0), weight=0.5, mesh=mesh_of_one(), scale=4.0
+    )
     assert float(share) == 4.0 * (6.0 / 10 + 0.5 * (4.0 / 8 + 9.0) / 2)
-    assert share_of_means(losses[:1], num_labels=(10,), weight=0.5, mesh=mesh_of_one()) == 0.6
+    assert (
+        normalize_losses_by_labels(losses[:1], num_labels=(10,), weight=0.5, mesh=mesh_of_one())
+        == 0.6
+    )

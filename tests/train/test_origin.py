@@ -23,10 +23,10 @@ from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_close
-from megalith.train.build import build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.build import all_gather_loaded_params, build_trainer, checkpoint_entries
 from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, _RunData, matching_tokenizer, run_training
-from megalith.train.origin import told_origin
+from megalith.train.origin import describe_checkpoint_source
 from megalith.train.rules import run_problems
 from megalith.train.state import TrainState
 from megalith.train.step import train_step
@@ -40,7 +40,7 @@ SHORT: dict[str, Override] = {
 LATER: dict[str, Override] = SHORT | {"train.steps": "6"}
 WIDE: dict[str, Override] = {"precision.params": "fp64", "optim.eps": "1e-3"}
 EXPERTS: dict[str, Override] = {
-    "model.moe.experts": "4",
+    "model.moe.num_experts": "4",
     "model.moe.top_k": "2",
     "model.moe.ffn_hidden_size": "10",
 }
@@ -85,12 +85,12 @@ def begun_by_hand(
             slot.master.copy_(
                 before.get(f"optimizer.master.{slot.shard.name}", weights).view_as(slot.master)
             )
-    publish_loaded(trainer)
+    all_gather_loaded_params(trainer)
     lengths = schedule_lengths(run.schedule, global_batch_size=rows, total_steps=run.train.steps)
     assert data.splits.train is not None
     loader = Loader(
         data.splits.train,
-        Masks(eod=matching_tokenizer(run).eod, documents=run.data.documents),
+        Masks(eod=matching_tokenizer(run).eod, documents=run.data.document_masking),
         mesh.dp,
         global_batch_size=rows,
         micro_batch_size=2,
@@ -127,7 +127,7 @@ def test_progress_without_an_optimizer_is_adamw_begun_anew_at_that_step(
     train(tmp_path / "a", fixed | {"checkpoint.every": "4"})
     begun = fixed | {
         "checkpoint.load": str(tmp_path / "a/checkpoints/step_0000004"),
-        "checkpoint.take": "progress",
+        "checkpoint.load_mode": "progress",
     }
     train(tmp_path / "b", begun, show=True)
     told = capsys.readouterr().out
@@ -161,7 +161,7 @@ def test_everything_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     train(tmp_path / "a", LATER | {"checkpoint.every": "4"})
     begun = LATER | {
         "checkpoint.load": str(tmp_path / "a/checkpoints/step_0000004"),
-        "checkpoint.take": "everything",
+        "checkpoint.load_mode": "everything",
     }
     train(tmp_path / "b", begun)
     for key, tensor in stored(tmp_path / "b", 6).items():
@@ -176,7 +176,7 @@ def test_a_run_that_began_with_a_new_optimizer_keeps_that_one_when_it_is_stopped
     train(tmp_path / "a", SHORT)
     begun = LATER | {
         "checkpoint.load": str(tmp_path / "a"),
-        "checkpoint.take": "progress",
+        "checkpoint.load_mode": "progress",
         "checkpoint.every": "1",
     }
     train(tmp_path / "c", begun)
@@ -200,7 +200,7 @@ LAYOUTS: dict[str, dict[str, Override]] = {
 def test_it_is_the_same_under_any_layout(layout: str, tmp_path: Path) -> None:
     fixed = LATER | WIDE
     train(tmp_path / "a", fixed | SHORT)
-    begun = fixed | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.take": "progress"}
+    begun = fixed | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.load_mode": "progress"}
     train(tmp_path / "one", begun)
     run_ranks(train_as_rank, 2, tiny_run(begun | LAYOUTS[layout]), tmp_path / "two")
     assert_close(stored(tmp_path / "two", 6), stored(tmp_path / "one", 6), FP64)
@@ -215,7 +215,7 @@ def test_experts_move_to_other_ranks_on_the_way(tmp_path: Path) -> None:
         tiny_run(fixed | SHORT | {"parallel.tp": "2", "parallel.etp": "2"}),
         tmp_path / "a",
     )
-    begun = fixed | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.take": "progress"}
+    begun = fixed | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.load_mode": "progress"}
     train(tmp_path / "one", begun)
     run_ranks(
         train_as_rank,
@@ -241,20 +241,24 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Pat
         "step_0000004 has no optimizer state: its run had checkpoint.save_optimizer=false" in text
     )
     assert (
-        "set checkpoint.missing=warn; in another folder, set checkpoint.load to it and "
-        "checkpoint.take=pro" in text
+        "set checkpoint.missing_keys=warn; in another folder, set checkpoint.load to it and "
+        "checkpoint.load_mode=pro" in text
     )
     begun: dict[str, Override] = LATER | {
         "precision.params": "bf16",
         "checkpoint.load": str(tmp_path / "a"),
     }
     with pytest.raises(CheckpointError, match="has no optimizer state"):
-        train(tmp_path / "b", begun | {"checkpoint.take": "everything"})
-    train(tmp_path / "b", begun | {"checkpoint.take": "progress"})
+        train(tmp_path / "b", begun | {"checkpoint.load_mode": "everything"})
+    train(tmp_path / "b", begun | {"checkpoint.load_mode": "progress"})
     train(
         tmp_path / "a",
         lean
-        | {"train.steps": "6", "checkpoint.missing": "warn", "checkpoint.save_optimizer": "true"},
+        | {
+            "train.steps": "6",
+            "checkpoint.missing_keys": "warn",
+            "checkpoint.save_optimizer": "true",
+        },
     )
     for key, tensor in stored(tmp_path / "b", 6).items():
         assert torch.equal(tensor, stored(tmp_path / "a", 6)[key]), key
@@ -271,10 +275,10 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Pat
 def test_a_vocabulary_may_be_padded_in_another_way(
     take: str, multiple: str, zero: str, tmp_path: Path
 ) -> None:
-    fixed = LATER | WIDE | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.take": take}
+    fixed = LATER | WIDE | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.load_mode": take}
     train(tmp_path / "a", LATER | WIDE | SHORT)
     train(tmp_path / "same", fixed)
-    other = fixed | {"model.vocab_multiple": multiple}
+    other = fixed | {"model.pad_vocab_to_multiple_of": multiple}
     if zero == "0":
         train(tmp_path / "other", other)
     else:
@@ -295,17 +299,17 @@ def test_where_a_run_goes_on_is_told_and_where_its_schedule_will_end(
     fresh: bool, tmp_path: Path
 ) -> None:
     train(tmp_path / "a", SHORT | {"train.steps": "2"})
-    origin = open_checkpoint(locate(str(tmp_path / "a")))
+    checkpoint_source = open_checkpoint(locate(str(tmp_path / "a")))
     begun, state = (
-        LATER | {"checkpoint.take": "everything"},
-        TrainState.from_json(origin.state["train"]),
+        LATER | {"checkpoint.load_mode": "everything"},
+        TrainState.from_json(checkpoint_source.state["train"]),
     )
-    told = told_origin(tiny_run(begun), origin, state, fresh=fresh)
+    told = describe_checkpoint_source(tiny_run(begun), checkpoint_source, state, fresh=fresh)
     assert (
         "with an optimizer that has seen nothing" in told
     ) == fresh and "train.steps" not in told
-    other = told_origin(
-        tiny_run(begun | {"train.global_batch_size": "24"}), origin, state, fresh=fresh
+    other = describe_checkpoint_source(
+        tiny_run(begun | {"train.global_batch_size": "24"}), checkpoint_source, state, fresh=fresh
     )
     assert (
         "train.global_batch_size=24, which it was not before, train.steps=6 end at sample 120 of"
@@ -323,15 +327,18 @@ def test_what_has_no_step_is_refused_by_name(tmp_path: Path) -> None:
         ("release", "its state lacks train, optimizer_updates"),
         ("theirs", "and no step to go on at"),
     ):
-        begun = LATER | {"checkpoint.load": str(tmp_path / name), "checkpoint.take": "progress"}
+        begun = LATER | {
+            "checkpoint.load": str(tmp_path / name),
+            "checkpoint.load_mode": "progress",
+        }
         with pytest.raises(
             CheckpointError,
-            match=rf"checkpoint.take=progress with checkpoint.load=.*{name}.*{lacks}",
+            match=rf"checkpoint.load_mode=progress with checkpoint.load=.*{name}.*{lacks}",
         ):
             train(tmp_path / "b", begun)
     begun = {
         "checkpoint.load": str(tmp_path / "a"),
-        "checkpoint.take": "everything",
+        "checkpoint.load_mode": "everything",
         "train.steps": "2",
     }
     with pytest.raises(
@@ -341,46 +348,50 @@ def test_what_has_no_step_is_refused_by_name(tmp_path: Path) -> None:
         train(tmp_path / "b", begun)
     other: dict[str, Override] = {
         "checkpoint.load": str(tmp_path / "a"),
-        "checkpoint.take": "progress",
+        "checkpoint.load_mode": "progress",
         "seed": "7",
     }
     with pytest.raises(
         CheckpointError,
-        match=r"(?s)trained on other data or in another order.* checkpoint.take=weights",
+        match=r"(?s)trained on other data or in another order.* checkpoint.load_mode=weights",
     ):
         train(tmp_path / "b", LATER | other)
 
 
 def test_settings_that_make_no_sense_together_are_told() -> None:
-    alone = run_problems(tiny_run({"checkpoint.take": "progress"}), 1)
+    alone = run_problems(tiny_run({"checkpoint.load_mode": "progress"}), 1)
     assert (
         len(alone) == 1
-        and "checkpoint.take=progress says what is taken from checkpoint.load, which is un"
+        and "checkpoint.load_mode=progress says what is taken from checkpoint.load, which is un"
         in alone[0]
     )
     skips = run_problems(
         tiny_run(
-            {"checkpoint.take": "everything", "checkpoint.load": "a", "checkpoint.skip": ["head.*"]}
+            {
+                "checkpoint.load_mode": "everything",
+                "checkpoint.load": "a",
+                "checkpoint.skip": ["head.*"],
+            }
         ),
         1,
     )
     assert (
-        len(skips) == 1 and "checkpoint.take=everything with checkpoint.skip=['head.*']" in skips[0]
+        len(skips) == 1 and "checkpoint.load_mode=all with checkpoint.skip=['head.*']" in skips[0]
     )
     rows: dict[str, Override] = {
-        "checkpoint.take": "progress",
+        "checkpoint.load_mode": "progress",
         "checkpoint.load": "a",
         "checkpoint.new_rows": "mean",
     }
     (told,) = run_problems(tiny_run(rows), 1)
     assert (
-        "checkpoint.take=progress with checkpoint.new_rows=mean" in told
+        "checkpoint.load_mode=progress with checkpoint.new_rows=mean" in told
         and "remove checkpoint.new_rows" in told
     )
     adapters = run_problems(
-        tiny_run({"checkpoint.take": "progress", "checkpoint.load": "a", "lora.rank": "2"}), 1
+        tiny_run({"checkpoint.load_mode": "progress", "checkpoint.load": "a", "lora.rank": "2"}), 1
     )
     assert any(
-        "checkpoint.take=progress with lora.rank=2: adapters that begin have no step" in t
+        "checkpoint.load_mode=progress with lora.rank=2: adapters that begin have no step" in t
         for t in adapters
     )

@@ -19,15 +19,15 @@ from megalith.kernels.replay import Routing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.train.build import Trainer, build_trainer
-from megalith.train.experts import LayerUse, routers_of, use_of_experts, with_routing
+from megalith.train.experts import LayerExpertLoad, collect_expert_load, routers_of, with_routing
 from megalith.train.replay import routing_of, whole_routing
 from megalith.train.step import train_step
 from megalith.verify.ranks import _loader, layout_case
 from megalith.verify.rows import staged
 from megalith.verify.variants import (
     BIASED_CHOICE,
-    FURTHER_EXPERTS,
     MIXTURES,
+    MTP_EXPERTS,
     NARROW,
     NOISY,
     OFFSET,
@@ -44,7 +44,7 @@ Whole = dict[str, Tensor]
 def push_experts(trainer: Trainer) -> None:
     """Biases and offsets of the choice as after some steps: they start at zero, and would move
     nothing."""
-    for router in routers_of(trainer.staged.modules):
+    for router in routers_of(trainer.pipeline_model.modules):
         for moved in (router.moved, router.offset):
             if moved is not None:
                 moved.data.copy_(torch.linspace(-0.02, 0.02, len(moved)))
@@ -70,9 +70,9 @@ def step_of(
     batches = _loader(run, mesh, consumed=0, steps=1).next().microbatches
     routing = Routing()
     if given is not None:
-        routing = routing_of(given, batches, trainer.staged.modules, mesh, sp=parallel.sp)
+        routing = routing_of(given, batches, trainer.pipeline_model.modules, mesh, sp=parallel.sp)
     trainer.data.begin_step(len(batches))
-    losses = trainer.staged.forward_backward(
+    losses = trainer.pipeline_model.forward_backward(
         with_routing(batches, routing), lambda found: sum(found)
     )  # type: ignore[arg-type,return-value]  # of tensors
     trainer.data.finish()
@@ -89,7 +89,7 @@ LAYOUTS: dict[str, tuple[ModelConfig, ParallelConfig, bool]] = {
     "cp2 ep2, documents": (BIASED_CHOICE, ParallelConfig(cp=2, ep=2), True),
     "pp2 vpp2": (BIASED_CHOICE, staged(2, vpp=2), False),
     "cp2 tp2 sp ep2, documents": (BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2), True),
-    "further, pp2 dp2 ep2": (FURTHER_EXPERTS, replace(staged(2, dp=2), ep=2), False),
+    "mtp, pp2 dp2 ep2": (MTP_EXPERTS, replace(staged(2, dp=2), ep=2), False),
     "few seats and latent, dp2 ep2": (FEW_SEATS, ParallelConfig(dp=2, ep=2), False),
     "few seats and latent, cp2 tp2 sp ep2, documents": (
         FEW_SEATS,
@@ -115,7 +115,7 @@ IN_EVERY_RUN = (
     "dp2 ep2",
     "tp2 sp ep2",
     "cp2 ep2, documents",
-    "further, pp2 dp2 ep2",
+    "mtp, pp2 dp2 ep2",
     "few seats and latent, dp2 ep2",
 )
 
@@ -130,7 +130,10 @@ IN_EVERY_RUN = (
 def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(name: str) -> None:
     model, parallel, documents = LAYOUTS[name]
     assert model.moe is not None
-    world, count = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1), model.moe.experts
+    world, count = (
+        parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1),
+        model.moe.num_experts,
+    )
     alone, _ = step_of(0, 1, model, ParallelConfig(), documents, None)
     assert all(len(experts) == 12 * 16 for experts in alone.values())
     others = {layer: (experts + 1) % count for layer, experts in alone.items()}
@@ -142,7 +145,7 @@ def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(na
         assert choices.keys() == alone.keys()
         assert all(torch.equal(choices[layer], alone[layer]) for layer in alone)
     found: list[Any] = run_ranks(step_of, world, model, parallel, documents, others)
-    heads = 1 + model.mtp.depths
+    heads = 1 + model.mtp.num_layers
     totals = [
         sum(losses[place] for _, losses in found) / parallel.tp for place in range(heads)
     ]  # tp ranks tell all
@@ -151,7 +154,7 @@ def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(na
         assert all(torch.equal(choices[layer], others[layer]) for layer in others)
 
 
-Trained = tuple[list[float], list[Tensor], list[LayerUse]]
+Trained = tuple[list[float], list[Tensor], list[LayerExpertLoad]]
 
 
 def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
@@ -164,7 +167,7 @@ def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
     routing = (
         Routing()
         if given is None
-        else routing_of(given, step.microbatches, trainer.staged.modules, mesh, sp=False)
+        else routing_of(given, step.microbatches, trainer.pipeline_model.modules, mesh, sp=False)
     )
     told = train_step(
         trainer,
@@ -172,12 +175,12 @@ def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
         lr=1e-2,
         weight_decay=0.0,
     )
-    gradients = [owned.gradient.clone() for owned in trainer.data.owned]
-    losses = [told.loss, told.grad_norm, *told.further_losses]
+    gradients = [param.gradient.clone() for param in trainer.data.local_params]
+    losses = [told.loss, told.grad_norm, *told.mtp_losses]
     return whole_routing(routing, step.microbatches, mesh), (
         losses,
         gradients,
-        use_of_experts(trainer.staged.modules, mesh),
+        collect_expert_load(trainer.pipeline_model.modules, mesh),
     )
 
 
@@ -210,13 +213,13 @@ def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
     case = layout_case(BIASED_CHOICE, ParallelConfig(), 1, micro_batch_size=6)
     trainer = build_trainer(case.run, mesh_of_one(), CPU)
     batches = _loader(case.run, trainer.mesh, consumed=0, steps=1).next().microbatches
-    model, mesh = trainer.staged.modules, trainer.mesh
+    model, mesh = trainer.pipeline_model.modules, trainer.mesh
     some = {f"layers.{layer}": torch.zeros(12 * 12, 2, dtype=torch.int64) for layer in range(4)}
     assert len(routing_of(some, batches, model, mesh, sp=False).choices) == 4 * 2
     few = some | {"layers.2": torch.zeros(5, 2, dtype=torch.int64)}
     with pytest.raises(
         DataError,
-        match=r"layers\.2: choices of 5 tokens for a step that reads 144. Use those of the",
+        match=r"layers\.2: choices of 5 tokens for a step that reads 144. ExpertLoad those of the",
     ):
         routing_of(few, batches, model, mesh, sp=False)
     few.pop("layers.2")
@@ -236,6 +239,6 @@ def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
 def test_choices_of_microbatches_of_several_sizes_are_refused() -> None:
     batches = [build_batch([Sample(np.arange(size), size)], Masks(), device=CPU) for size in (5, 8)]
     with pytest.raises(
-        DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"
+        DataError, match=r"microbatches of \[4, 7\] tokens: .* ExpertLoad train.seq_len without"
     ):
         whole_routing(Routing(), batches, mesh_of_one())

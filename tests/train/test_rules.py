@@ -68,7 +68,7 @@ CASES = [
     (
         {"parallel__pipeline__vpp": "2", "parallel__zero": "3", "model__mtp__depths": "1"},
         2,
-        "parallel.zero=3 with parallel.pp=1, parallel.pipeline.vpp=2 and model.mtp.depths=1",
+        "parallel.zero=3 with parallel.pp=1, parallel.pipeline.vpp=2 and model.mtp.num_layers=1",
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
     ),
     (
@@ -81,16 +81,16 @@ CASES = [
         FURTHER_APART
         | {"parallel__pp": "2", "parallel__pipeline__vpp": "2", "parallel__zero": "3"},
         4,
-        "parallel.zero=3 with parallel.pp=2, parallel.pipeline.vpp=2 and model.mtp.depths=1: two "
+        "parallel.zero=3 with parallel.pp=2, parallel.pipeline.vpp=2 and model.mtp.num_layers=1: "
+        "two "
         "chunks of a rank",
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
     ),
     (
         FURTHER_APART | {"parallel__pp": "4", "model__mtp__depths": "2"},
         4,
-        "parallel.pipeline.layout=Et|t|m|L has 1 layers that predict further ahead (m), but "
-        "model.mtp.depths=2",
-        "Use 2, as in E|t|t|mmL",
+        "parallel.pipeline.layout=Et|t|m|L has 1 MTP layers (m), but model.mtp.num_layers=2",
+        "ExpertLoad 2, as in E|t|t|mmL",
     ),
     (
         {"model__num_kv_heads": "3"},
@@ -108,7 +108,7 @@ CASES = [
         {"model__dropout__residual": "1.0"},
         1,
         "model.dropout.residual=1.0 must be a probability",
-        "Use 0.1",
+        "ExpertLoad 0.1",
     ),
     (
         {"model__gated": "false", "model__activation_clamp": "7.0", "model__up_offset": "1.0"},
@@ -120,14 +120,14 @@ CASES = [
         {"model__logit_softcap": "0"},
         1,
         "model.logit_softcap=0.0 must be a finite number above 0",
-        "Use 30.0",
+        "ExpertLoad 30.0",
     ),
     ({"model__head_dim": "5"}, 1, "model.head_dim=5 is odd", "Set model.head_dim to 6"),
-    ({"model__mtp__depths": "-1"}, 1, "model.mtp.depths=-1 must be at least 0", "Use 0"),
+    ({"model__mtp__depths": "-1"}, 1, "model.mtp.num_layers=-1 must be at least 0", "ExpertLoad 0"),
     (
         {"model__mtp__depths": "32"},
         1,
-        "train.seq_len=32 with model.mtp.depths=32",
+        "train.seq_len=32 with model.mtp.num_layers=32",
         "Set train.seq_len to 33 or more",
     ),
     (
@@ -168,25 +168,25 @@ CASES = [
     (
         {"parallel__rings": "true"},
         1,
-        "parallel.rings=true needs parallel.sp=true",
+        "parallel.tp_comm_overlap=true needs parallel.sp=true",
         "Set both, or remove",
     ),
     (
         {"parallel__ring_products": "fused"},
         1,
-        "parallel.ring_products=fused with parallel.rings=false",
-        "Set parallel.rings=true, or parallel.ring_products=auto",
+        "parallel.collective_matmul=fused with parallel.tp_comm_overlap=false",
+        "Set parallel.tp_comm_overlap=true, or parallel.collective_matmul=auto",
     ),
     (
         {"parallel__replicas": "2"},
         2,
-        "parallel.replicas=2 with parallel.zero=0",
+        "parallel.dp_replicate=2 with parallel.zero=0",
         "Set parallel.zero=1",
     ),
     (
         {"parallel__replicas": "4", "parallel__zero": "1"},
         6,
-        "parallel.replicas=4 does not divide dp=6",
+        "parallel.dp_replicate=4 does not divide dp=6",
         "one of [1, 2, 3, 6]",
     ),
     (
@@ -240,7 +240,7 @@ CASES = [
         {"parallel__pp": "2", "parallel__pipeline__layout": "Et|t"},
         2,
         "has no L: the loss is on no stage",
-        "Use one L at the end.",
+        "ExpertLoad one L at the end.",
     ),
     (
         {"parallel__pp": "2", "parallel__pipeline__schedule": "zb-v"},
@@ -294,7 +294,7 @@ CASES = [
         {"parallel__cp": "2", "parallel__context__layers": "[ring]"},
         2,
         "parallel.context.layers names 1 kinds for model.num_layers=2",
-        "Use one for each",
+        "ExpertLoad one for each",
     ),
     ({"parallel__cp": "0"}, 1, "parallel.cp=0 must be at least 1", "Set parallel.cp to 1 or more"),
     (
@@ -347,46 +347,46 @@ CASES = [
         {"train__eval_every": "-1"},
         1,
         "train.eval_every=-1 must be a finite number of at least 0",
-        "Use 0 or more",
+        "ExpertLoad 0 or more",
     ),
     (
         {"train__label_smoothing": "1.0"},
         1,
         "train.label_smoothing=1.0 must be in [0, 1)",
-        "Use 0.1, or 0",
+        "ExpertLoad 0.1, or 0",
     ),
     (
         {"train__z_loss": "-1"},
         1,
         "train.z_loss=-1.0 must be a finite number of at least 0",
-        "Use 1e-4",
+        "ExpertLoad 1e-4",
     ),
     (
         {"train__loss_chunk": "0"},
         1,
         "train.loss_chunk=0 must be at least 1",
-        "Use 1024, or leave it unset",
+        "ExpertLoad 1024, or leave it unset",
     ),
-    ({"optim__beta2": "1.0"}, 1, "optim.beta2=1.0 must be in [0, 1)", "Use 0.9 and 0.95"),
-    ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be a finite number above 0", "Use 1e-08"),
+    ({"optim__beta2": "1.0"}, 1, "optim.beta2=1.0 must be in [0, 1)", "ExpertLoad 0.9 and 0.95"),
+    ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be a finite number above 0", "ExpertLoad 1e-08"),
     (
         {"optim__clip_grad": "-1"},
         1,
         "optim.clip_grad=-1.0 must be a finite number of at least 0",
-        "Use 0",
+        "ExpertLoad 0",
     ),
-    ({"optim__eps": "inf"}, 1, "optim.eps=inf must be a finite number above 0", "Use 1e-08"),
+    ({"optim__eps": "inf"}, 1, "optim.eps=inf must be a finite number above 0", "ExpertLoad 1e-08"),
     (
         {"model__rope__factor": "0"},
         1,
         "model.rope.factor=0.0 must be a finite number above 0",
-        "Use 8.0",
+        "ExpertLoad 8.0",
     ),
     (
         {"model__rope__theta": "inf"},
         1,
         "model.rope.theta=inf must be a finite number above 0",
-        "Use 10000.0",
+        "ExpertLoad 10000.0",
     ),
     (
         {"model__rope__original_max_position": "0"},
@@ -398,37 +398,37 @@ CASES = [
         {"model__rope__scaling": "llama3", "model__rope__low_freq_factor": "5"},
         1,
         "model.rope.low_freq_factor=5.0 must be at most model.rope.high_freq_factor=4.0",
-        "Use 1.0 and 4.0",
+        "ExpertLoad 1.0 and 4.0",
     ),
     (
         {"model__init_std": "inf"},
         1,
         "model.init_std=inf must be a finite number of at least 0",
-        "Use 0 or more",
+        "ExpertLoad 0 or more",
     ),
     (
         {"model__init_std": "nan"},
         1,
         "model.init_std=nan must be a finite number of at least 0",
-        "Use 0 or more",
+        "ExpertLoad 0 or more",
     ),
     (
         {"observe__peak_tflops": "-3"},
         1,
         "observe.peak_tflops=-3.0 must be a finite number above 0",
-        "Use 100.0",
+        "ExpertLoad 100.0",
     ),
     (
         {"train__max_minutes": "-1"},
         1,
         "train.max_minutes=-1.0 must be a finite number of at least 0",
-        "Use 0",
+        "ExpertLoad 0",
     ),
     (
         {"checkpoint__every": "-1"},
         1,
         "checkpoint.every=-1 must be a finite number of at least 0",
-        "Use 0 or more",
+        "ExpertLoad 0 or more",
     ),
     (
         {"checkpoint__max_save_failures": "0"},
@@ -551,7 +551,7 @@ def test_plain_name_is_accepted(name: str) -> None:
 def test_every_number_has_a_finite_upper_bound() -> None:
     floats = [setting.path for setting in describe(TrainRun) if float in options_of(setting.hint)]
     full = tiny_run(
-        {"model.moe.experts": "4", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "6"}
+        {"model.moe.num_experts": "4", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "6"}
     )
     for path in floats:
         if path.startswith(("model.mla", "model.mup", "lora")):  # sections that need more settings
@@ -719,8 +719,12 @@ def test_documents_in_packs_need_no_rows_that_divide() -> None:
 
 
 def test_router_without_gradient_is_rejected_in_new_runs_and_reported_in_others() -> None:
-    single = {"model.moe.experts": "4", "model.moe.top_k": "1", "model.moe.ffn_hidden_size": "6"}
+    single = {
+        "model.moe.num_experts": "4",
+        "model.moe.top_k": "1",
+        "model.moe.ffn_hidden_size": "6",
+    }
     (text,) = run_problems(tiny_run(single), 1)
-    assert "Set model.moe.router.renormalise=false" in text
+    assert "Set model.moe.router.norm_topk_prob=false" in text
     assert run_problems(tiny_run(single | {"checkpoint.load": "theirs"}), 1) == []
     assert len(model_problems(tiny_run(single))) == 1

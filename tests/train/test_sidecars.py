@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalith.data.loader import Batch
-from megalith.kernels.replay import Seen
+from megalith.kernels.replay import RoutingCapture
 from megalith.parallel.mesh import mesh_of_one
-from megalith.train import sidecars
-from megalith.train.sidecars import WAITING, Sidecar, Watcher
+from megalith.train import sidecars as capture_files
+from megalith.train.sidecars import WAITING, CaptureFile, Watcher
 
 
 class FakeTokens:
@@ -34,7 +34,7 @@ class FakeBatch:
 
 
 BATCHES: list[Any] = [FakeBatch(), FakeBatch()]
-SEEN = Seen(
+SEEN = RoutingCapture(
     "layers.1",
     1,
     torch.randn(5, 3, generator=torch.Generator().manual_seed(0)),
@@ -46,16 +46,16 @@ SEEN = Seen(
 
 def test_a_file_has_its_name_when_it_is_whole_and_any_reader_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rank_00000_step_0000001.safetensors"
-    sidecar = Sidecar(path, most=20)
+    capture_file = CaptureFile(path, most=20)
     assert not path.parent.exists()
     values = {
         f"layers.{n}/0/hidden": torch.full((n, 3), float(n), dtype=torch.bfloat16)
         for n in range(20)
     }
     for name, tensor in values.items():
-        sidecar.put(name, tensor)
+        capture_file.put(name, tensor)
     assert not path.exists()
-    assert sidecar.finish() and [file.name for file in path.parent.iterdir()] == [path.name]
+    assert capture_file.finish() and [file.name for file in path.parent.iterdir()] == [path.name]
     found = load_file(path)
     assert found.keys() == values.keys() and all(
         torch.equal(found[name], values[name]) for name in values
@@ -63,7 +63,7 @@ def test_a_file_has_its_name_when_it_is_whole_and_any_reader_reads_it(tmp_path: 
 
 
 def test_without_tensors_there_is_no_file(tmp_path: Path) -> None:
-    assert not Sidecar(tmp_path / "x", most=0).finish() and not [*tmp_path.iterdir()]
+    assert not CaptureFile(tmp_path / "x", most=0).finish() and not [*tmp_path.iterdir()]
 
 
 def test_few_tensors_wait_for_the_disk_and_then_the_step_does(
@@ -75,18 +75,18 @@ def test_few_tensors_wait_for_the_disk_and_then_the_step_does(
         slow.wait(30)
         return []
 
-    monkeypatch.setattr(sidecars, "as_bytes", wait)
-    sidecar = Sidecar(tmp_path / "x", most=99)
+    monkeypatch.setattr(capture_files, "as_bytes", wait)
+    capture_file = CaptureFile(tmp_path / "x", most=99)
     for number in range(WAITING):
-        sidecar.put(str(number), torch.zeros(1))
-    late = threading.Thread(target=sidecar.put, args=("late", torch.zeros(1)))
+        capture_file.put(str(number), torch.zeros(1))
+    late = threading.Thread(target=capture_file.put, args=("late", torch.zeros(1)))
     late.start()
     late.join(0.05)
     assert late.is_alive()
     slow.set()
     late.join(30)
     assert not late.is_alive()
-    sidecar.abandon()
+    capture_file.abandon()
 
 
 def test_a_full_disk_is_told_in_the_end_and_leaves_nothing(
@@ -95,33 +95,33 @@ def test_a_full_disk_is_told_in_the_end_and_leaves_nothing(
     def full(values: Tensor) -> list[memoryview]:
         raise OSError(28, "No space left on device")
 
-    sidecar = Sidecar(tmp_path / "x", most=99)
-    sidecar.put("first", torch.zeros(3))
-    sidecar._wait(at_most=0)
-    monkeypatch.setattr(sidecars, "as_bytes", full)
+    capture_file = CaptureFile(tmp_path / "x", most=99)
+    capture_file.put("first", torch.zeros(3))
+    capture_file._wait(at_most=0)
+    monkeypatch.setattr(capture_files, "as_bytes", full)
     for number in range(3 * WAITING):
-        sidecar.put(str(number), torch.zeros(3))
+        capture_file.put(str(number), torch.zeros(3))
     with pytest.raises(OSError, match="No space left"):
-        sidecar.finish()
+        capture_file.finish()
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    sidecar = Sidecar(tmp_path / "x", most=9)
-    sidecar.put("first", torch.zeros(3))
-    sidecar._wait(at_most=0)
+    capture_file = CaptureFile(tmp_path / "x", most=9)
+    capture_file.put("first", torch.zeros(3))
+    capture_file._wait(at_most=0)
     assert [file.name for file in tmp_path.iterdir()] == ["x.part"]
-    sidecar.abandon()
+    capture_file.abandon()
     assert not [*tmp_path.iterdir()]
 
 
-def kept(path: Path, kinds: Any, *shown: Seen) -> dict[str, Tensor]:
+def kept(path: Path, kinds: Any, *shown: RoutingCapture) -> dict[str, Tensor]:
     """What a watcher keeps of what it is shown."""
-    sidecar = Sidecar(path, most=40)
-    watch = Watcher(kinds, sidecar, list[Batch](BATCHES), mesh_of_one())
+    capture_file = CaptureFile(path, most=40)
+    watch = Watcher(kinds, capture_file, list[Batch](BATCHES), mesh_of_one())
     for seen in shown:
         watch(seen)
-    assert sidecar.finish()
+    assert capture_file.finish()
     return load_file(path)
 
 

@@ -19,7 +19,7 @@ from megalith.kernels.sdpa import Mask, mask_for_torch
 from megalith.nn.moe.layer import MoE
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
-from megalith.parallel.expert import Exchange
+from megalith.parallel.expert import AllToAllDispatcher
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.parallel.watch import backend_timeout
 from megalith.testing.ranks import run_ranks
@@ -30,7 +30,7 @@ from megalith.train.build import build_trainer
 from megalith.train.evaluate import Evaluation, evaluate
 from megalith.train.folder import RunFolder
 from megalith.train.loop import _compare_stages, run_training
-from megalith.train.staged import build_staged, planned_step, splits_backward
+from megalith.train.staged import build_pipeline_model, planned_step, splits_backward
 from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
 
@@ -89,17 +89,20 @@ def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_exchanges_with_experts_hand_over_to_the_other_lane_if_asked_to(asked: bool) -> None:
-    experts = {"model.moe.experts": "4", "model.moe.ffn_hidden_size": "4", "parallel.ep": "2"}
+    experts = {"model.moe.num_experts": "4", "model.moe.ffn_hidden_size": "4", "parallel.ep": "2"}
     run = tiny_run(experts | {"parallel.overlap_experts": str(asked).lower()})
     mesh = mesh_on_paper(model_grid(run.parallel, run.model, 2), rank=0)
-    built = build_staged(run, mesh, torch.device("meta"), dtype=torch.float64)
+    built = build_pipeline_model(run, mesh, torch.device("meta"), dtype=torch.float64)
     mixtures = [module for module in built.modules.modules() if isinstance(module, MoE)]
     dispatchers = [
         one for mixture in mixtures for one in (mixture.dispatch, mixture.dispatch_within_capacity)
     ]
     assert len(dispatchers) == 2 * run.model.num_layers
     for dispatch in dispatchers:
-        assert isinstance(dispatch, Exchange) and (dispatch.meanwhile is built.turns) == asked
+        assert (
+            isinstance(dispatch, AllToAllDispatcher)
+            and (dispatch.overlap_fn is built.dual_batch) == asked
+        )
 
 
 def test_weight_gradients_wait_only_where_the_schedule_has_a_w() -> None:
@@ -119,14 +122,16 @@ def test_groups_for_messages_wait_as_long_as_all_others_so_that_the_watch_comes_
         raise _Asked(timeout_seconds)
 
     with patch.object(staged, "handles_of", told), pytest.raises(_Asked) as asked:
-        build_staged(run, mesh_of_one(), CPU, dtype=torch.float64)
+        build_pipeline_model(run, mesh_of_one(), CPU, dtype=torch.float64)
     assert asked.value.args == (backend_timeout(7),) and asked.value.args[0] > 7
 
 
 def _evaluate(rank: int, world: int, run: TrainRun) -> Evaluation:
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 20, masked=(3,))
-    return evaluate(trainer.staged, rows, Masks(), samples=19, rows=2, tokenizer=ByteTokenizer())
+    return evaluate(
+        trainer.pipeline_model, rows, Masks(), samples=19, rows=2, tokenizer=ByteTokenizer()
+    )
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -155,9 +160,9 @@ def _table(rank: int, world: int, run: TrainRun) -> tuple[list[float], dict[str,
         device=CPU,
     )
     losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
-    trainer.data.settle()
+    trainer.data.wait_params()
     found = {}
-    for chunk in trainer.staged.chunks:
+    for chunk in trainer.pipeline_model.chunks:
         for name in ("embed", "head"):
             if hasattr(chunk, name):
                 found[name] = getattr(chunk, name).weight.detach().clone()
@@ -238,7 +243,7 @@ def _stream(rank: int, world: int, run: TrainRun) -> tuple[set[torch.dtype], lis
         seen.update((given[0].dtype, out.dtype))
 
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
-    for layer in (layer for chunk in trainer.staged.chunks for layer in chunk.layers):
+    for layer in (layer for chunk in trainer.pipeline_model.chunks for layer in chunk.layers):
         layer.register_forward_hook(note)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
@@ -294,7 +299,7 @@ def _differ(rank: int, world: int, run: TrainRun) -> None:
     _compare_stages(trainer)
     if rank == 1:
         next(
-            owned for owned in trainer.data.owned if owned.shard.name == "embed.weight"
+            param for param in trainer.data.local_params if param.shard.name == "embed.weight"
         ).weight.view(-1)[7] += 1e-9
     _compare_stages(trainer)
 
@@ -302,7 +307,8 @@ def _differ(rank: int, world: int, run: TrainRun) -> None:
 def test_stages_that_start_from_other_tables_are_refused() -> None:
     with pytest.raises(
         RankError,
-        match=r"embed.weight is not the same on pipeline ranks \[0, 1\], which share it. Use",
+        match=r"embed.weight is not the same on pipeline ranks \[0, 1\], which share it. "
+        r"ExpertLoad",
     ):
         run_ranks(_differ, 2, tiny_run(settings("1f1b")))
 

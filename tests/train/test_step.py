@@ -80,7 +80,7 @@ def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> 
     model = plain.model
     for module in model.modules():
         if hasattr(module, "sink"):
-            module.sink = None  # gradients to autograd's own `.grad`
+            module.grad_accumulator = None  # gradients to autograd's own `.grad`
     named = {
         declared.shard: torch.nn.Parameter(getattr(module, name).detach().clone())
         for declared, module, name in declared_parameters(model)
@@ -288,7 +288,7 @@ def test_a_wish_to_stop_comes_back_after_the_step(stop: bool) -> None:
 def gradients(trainer: Trainer, step: StepBatches) -> dict[str, Tensor]:
     """Of one step, as applied."""
     train_step(trainer, step, lr=LR, weight_decay=DECAY)
-    return {owned.shard.name: owned.gradient.clone() for owned in trainer.data.owned}
+    return {param.shard.name: param.gradient.clone() for param in trainer.data.local_params}
 
 
 @pytest.mark.slow  # the compiler takes half a minute
@@ -320,12 +320,12 @@ def test_losses_of_further_depths_are_told_apart_and_trained_on() -> None:
         consumed=0,
         steps=3,
         device=CPU,
-        further=2,
+        num_mtp_layers=2,
     )
     results = [train_step(deep, batches.next(), lr=LR, weight_decay=DECAY) for _ in range(3)]
-    assert first.further_losses == () and results[0].loss == pytest.approx(
+    assert first.mtp_losses == () and results[0].loss == pytest.approx(
         first.loss, rel=FP64.relative
     )
     assert results[0].grad_norm > first.grad_norm
-    for before, after in zip(results[0].further_losses, results[2].further_losses, strict=True):
+    for before, after in zip(results[0].mtp_losses, results[2].mtp_losses, strict=True):
         assert 0.0 < after < before

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig
 from megalith.config.train import Captured, TrainRun
 from megalith.kernels.replay import Routing
 from megalith.observe.metrics import read_metrics
@@ -27,7 +27,7 @@ from megalith.train.rules import run_problems
 from megalith.train.trace import RoutingTrace
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "experts.md"
-MOE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=6, balance=BalanceConfig(batch=0.1))
+MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=6, aux_loss=AuxLossConfig(batch_coeff=0.1))
 SETTINGS = {
     "observe.routing_trace": "2",
     "precision.params": "fp64",
@@ -41,10 +41,10 @@ SETTINGS = {
 
 
 def mixture(moe: MoEConfig = MOE, /, **settings: str) -> TrainRun:
-    """The tiny run with experts in two layers and in one that predicts further ahead; with settings
+    """The tiny run with experts in two layers and in an MTP layer; with settings
     (__ for dots)."""
     given = {name.replace("__", "."): value for name, value in settings.items()}
-    run = tiny_run(SETTINGS | {"model.mtp.depths": "1"} | given)
+    run = tiny_run(SETTINGS | {"model.mtp.num_layers": "1"} | given)
     return replace(run, model=replace(run.model, moe=moe))
 
 
@@ -82,10 +82,12 @@ def captured(path: Path) -> Counter[tuple[int, str, bytes]]:
             (torch.bfloat16, row["num_tokens"])
         }
         assert widths == [24, 4, 2]
-        together = torch.cat([torch.tensor(row["experts"]).to(torch.bfloat16), *kinds], dim=1).view(
-            torch.int16
+        raise_on_all_ranks = torch.cat(
+            [torch.tensor(row["experts"]).to(torch.bfloat16), *kinds], dim=1
+        ).view(torch.int16)
+        found.update(
+            (row["step"], row["layer"], token.numpy().tobytes()) for token in raise_on_all_ranks
         )
-        found.update((row["step"], row["layer"], token.numpy().tobytes()) for token in together)
     return found
 
 
@@ -197,7 +199,7 @@ def test_what_experts_refuse_is_told_as_it_was_chosen(tmp_path: Path) -> None:
     train(
         0, 1, mixture(capacity, train__steps="1", observe__routing_captures="[weights]"), tmp_path
     )
-    refused = read_metrics(tmp_path / "metrics.jsonl")[0]["moe_refused"]
+    refused = read_metrics(tmp_path / "metrics.jsonl")[0]["moe_dropped_share"]
     (beside,) = (tmp_path / "routing").glob("*.safetensors")
     weights = torch.cat([*load_file(beside).values()])
     assert refused != 0 and (weights == 0).double().mean() == pytest.approx(refused, abs=1e-6)
@@ -396,7 +398,8 @@ def _refusing(opened: Any) -> Any:  # of files, as they are opened
 def test_wrong_values_are_refused_with_what_to_do() -> None:
     (problem,) = run_problems(mixture(observe__routing_trace="-1"), 1)
     assert (
-        problem == "observe.routing_trace=-1 must be a finite number of at least 0. Use 0 or more."
+        problem == "observe.routing_trace=-1 must be a finite number of at least 0. ExpertLoad 0 "
+        "or more."
     )
     (problem,) = run_problems(tiny_run({"observe.routing_trace": "3"}), 1)
     assert problem.startswith(

@@ -3,11 +3,11 @@ change."""
 
 import torch
 
-from megalith.nn.init import fill
+from megalith.nn.init import init_param_
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.tensor import Init
-from megalith.plan.shards import cut_dim, whole
+from megalith.plan.shards import Shard
 from megalith.verify.expert_faults import (
     division_by_ep_alone,
     division_of_dense,
@@ -19,9 +19,9 @@ from megalith.verify.expert_faults import (
 
 
 def test_experts_of_the_second_rank_are_drawn_as_the_first_ranks() -> None:
-    second = cut_dim(whole("experts.down", (4, 3, 2), inputs=2), 0, [2, 2], 1, ("ep",))
+    second = Shard.full("experts.down", (4, 3, 2), inputs=2).split_dim(0, [2, 2], 1, ("ep",))
     right, wrong, dense = (torch.zeros(second.matrix_shape) for _ in range(3))
-    fill(right, second, Init(1.0), seed=0)
+    init_param_(right, second, Init(1.0), seed=0)
     fill_as_if_mine_were_all(dense, second, Init(1.0), seed=0)
     assert torch.equal(right, dense), "what lies on the dense grid is drawn as it should be"
     fill_as_if_mine_were_all(

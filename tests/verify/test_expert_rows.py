@@ -12,7 +12,7 @@ def test_experts_meet_every_axis_and_every_way_to_send_tokens() -> None:
     rows = ROWS
     layouts = [row.parallel for row in rows]
     assert {p.ep for p in layouts} == {1, 2, 3, 4} and {p.etp for p in layouts} == {None, 1, 2}
-    assert {p.dispatcher for p in layouts} == {"exchange", "gather", "reference"} and {
+    assert {p.dispatcher for p in layouts} == {"alltoall", "allgather", "reference"} and {
         p.zero for p in layouts
     } == {
         0,
@@ -26,7 +26,9 @@ def test_experts_meet_every_axis_and_every_way_to_send_tokens() -> None:
     assert schedules == {"1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"}
     assert {row.rows for row in rows} == {1, 2, 3} and any(row.documents for row in rows)
     assert {row.recompute.granularity for row in rows} == {"none", "full", "selective"}
-    assert any(p.replicas > 1 for p in layouts) and any(p.order.startswith("dp") for p in layouts)
+    assert any(p.dp_replicate > 1 for p in layouts) and any(
+        p.order.startswith("dp") for p in layouts
+    )
     assert any(p.etp not in (None, p.tp) and p.ep == 1 for p in layouts), "the original's fault"
     over_ranks = [
         row for row in rows if balances_over_ranks(row.model) and (row.parallel.dp or 1) > 1
@@ -37,7 +39,7 @@ def test_experts_meet_every_axis_and_every_way_to_send_tokens() -> None:
     mixtures = [(row.model.moe, row.documents) for row in over_ranks if row.model.moe]
     assert not any(balances_by_microbatch(moe, documents=documents) for moe, documents in mixtures)
     few = [row.parallel for row in rows if row.sample]
-    assert {p.dispatcher for p in few} == {"exchange", "gather"} and {p.zero for p in few} >= {
+    assert {p.dispatcher for p in few} == {"alltoall", "allgather"} and {p.zero for p in few} >= {
         0,
         1,
         2,
@@ -48,7 +50,7 @@ def test_experts_meet_every_axis_and_every_way_to_send_tokens() -> None:
 
 
 def test_latent_attention_meets_experts_and_a_further_prediction_under_every_axis() -> None:
-    rows = [row for row in ROWS if row.model.mla and row.model.moe and row.model.mtp.depths]
+    rows = [row for row in ROWS if row.model.mla and row.model.moe and row.model.mtp.num_layers]
     assert all(
         any((getattr(row.parallel, axis) or 1) > 1 for row in rows)
         for axis in ("tp", "cp", "pp", "dp", "ep")
@@ -62,10 +64,10 @@ def test_latent_attention_meets_experts_and_a_further_prediction_under_every_axi
 
 
 def test_plans_of_all_ranks_meet_stages_slices_gathers_and_two_choices() -> None:
-    planned = [row for row in ROWS if row.model.moe and row.model.moe.balance.sinkhorn]
+    planned = [row for row in ROWS if row.model.moe and row.model.moe.aux_loss.sinkhorn]
     two = [row for row in planned if row.model.moe and row.model.moe.top_k == 2]
     assert any(
         row.parallel.pp > 1 and row.parallel.tp > 1 and row.parallel.etp is None for row in two
     )
-    assert any(row.parallel.dispatcher == "gather" for row in two) and len(two) < len(planned)
+    assert any(row.parallel.dispatcher == "allgather" for row in two) and len(two) < len(planned)
     assert all(row.model.moe.shared_ffn_hidden_size for row in two if row.model.moe)

@@ -36,9 +36,9 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "z_loss_of_own_rows": (False, "wrong gradients"),
     "dp_sum_averaged": (False, "wrong gradients"),
     "loss_scaled_per_rank": (False, "wrong loss"),
-    "further_loss_scaled_per_rank": (False, "wrong gradients"),
-    "further_table_not_summed": (False, "wrong gradients"),
-    "further_copy_not_summed": (False, "wrong gradients"),
+    "mtp_loss_scaled_per_rank": (False, "wrong gradients"),
+    "mtp_table_not_summed": (False, "wrong gradients"),
+    "mtp_copy_not_summed": (False, "wrong gradients"),
     "depths_in_other_order": (False, "wrong gradients"),
     "depths_gradients_kept": (False, "wrong gradients"),
     "depths_before_their_norms": (False, "wrong gradients"),
@@ -108,7 +108,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     # declaration.
     "embedding_not_summed": (True, "wrong loss"),
     "frozen_weights_decay": (False, "wrong weights after a step"),
-    "rates_of_the_neighbour": (False, "wrong weights after a step"),
+    "rates_of_the_neighbor": (False, "wrong weights after a step"),
     "bias_before_sum": (True, "wrong weights after a step"),
     "adamw_bias_correction_off_by_one": (False, "wrong update"),
     "vectors_decay": (False, "wrong update"),
@@ -201,7 +201,7 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
         "chunks" in fault.needs,
         "split backward" in fault.needs,
     )
-    assert (parallel.zero > 0, parallel.replicas > 1) == (
+    assert (parallel.zero > 0, parallel.dp_replicate > 1) == (
         "zero" in fault.needs,
         "replicas" in fault.needs,
     )
@@ -209,7 +209,7 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
         "zero 2" in fault.needs,
         "fsdp" in fault.needs,
     )
-    assert parallel.rings == ("rings" in fault.needs)
+    assert parallel.tp_comm_overlap == ("rings" in fault.needs)
     assert [parallel.context.kind == kind for kind in ("gather", "a2a")] == [
         n in fault.needs for n in ("gather", "a2a")
     ]
@@ -227,13 +227,13 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
         "ep" in fault.needs,
         "etp" in fault.needs,
     )
-    moe = model.moe or MoEConfig(experts=1, ffn_hidden_size=1)
-    assert (moe.capacity.factor is not None, moe.router.balancing_bias, moe.balance.quantile) == (
+    moe = model.moe or MoEConfig(num_experts=1, ffn_hidden_size=1)
+    assert (moe.capacity.factor is not None, moe.router.expert_bias, moe.aux_loss.quantile) == (
         "capacity" in fault.needs,
         "balancing bias" in fault.needs,
         "balancing offset" in fault.needs,
     )
-    assert (moe.balance.global_batch > 0) == ("balance over ranks" in fault.needs)
+    assert (moe.aux_loss.global_batch_coeff > 0) == ("balance over ranks" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
     assert model.output_bias == ("bias" in fault.needs)
     assert (model.dropout.residual > 0) == ("dropout" in fault.needs)

@@ -47,7 +47,7 @@ REFUSALS = {
     "row_sum_removed": (
         "layers.0.attention.out",
         "Found types: [P, ",
-        "over tp_copy on the Partial operand",
+        "over tp_copy on the MarkPartial operand",
     ),
     "row_sum_over_dp": (
         "layers.0.attention.out",
@@ -62,7 +62,7 @@ REFUSALS = {
     "bias_before_sum": (
         "layers.0.attention.out",
         "Found types: [P, ",
-        "over tp_copy on the Partial operand",
+        "over tp_copy on the MarkPartial operand",
     ),
     "sp_gather_removed": (
         "layers.0.attention",
@@ -82,12 +82,12 @@ REFUSALS = {
     "second_sum_removed": (
         "layers.0.attention.out",
         "Found types: [P, ",
-        "over tp_copy on the Partial operand",
+        "over tp_copy on the MarkPartial operand",
     ),
     "whole_norm_local": (
         "layers.0.attention.norms.q_norm",
         "Found types: [P, ",
-        "over tp_copy on the Partial operand",
+        "over tp_copy on the MarkPartial operand",
     ),
     "latent_key_not_entered": (
         "layers.0.attention",
@@ -107,7 +107,7 @@ REFUSALS = {
     "etp_sum_removed": (
         "layers.0.mlp",
         "Found types: [P]",
-        "leave over etp on the Partial operand",
+        "leave over etp on the MarkPartial operand",
     ),
     "etp_part_not_declared": (
         "layers.0.mlp",

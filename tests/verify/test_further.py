@@ -1,23 +1,23 @@
-"""Rows with further predictions elsewhere: under every axis, and never where the last layers and
-the loss are both."""
+"""Rows with multi-token predictions elsewhere: under every axis, and never where the last layers
+and the loss are both."""
 
 from megalith.plan.stages import plan_stages
-from megalith.verify.further import further_elsewhere
+from megalith.verify.further import mtp_stage_rows
 from megalith.verify.matrix import MATRIX
 
 
 def test_no_row_has_further_predictions_where_layers_and_loss_are_both() -> None:
-    rows = list(further_elsewhere())
+    rows = list(mtp_stage_rows())
     for row in rows:
-        p, depths = row.parallel, row.model.mtp.depths
+        p, depths = row.parallel, row.model.mtp.num_layers
         stages = plan_stages(p.pipeline, pp=p.pp, num_layers=row.model.num_layers, depths=depths)
-        (place,) = (stage for stage in stages if stage.further)
+        (place,) = (stage for stage in stages if stage.num_mtp_layers)
         assert depths and not (place.loss and place.norm), row.name
     assert {row.name for row in rows} <= {row.name for row in MATRIX}
 
 
 def test_together_they_have_every_axis_every_schedule_and_all_of_zero() -> None:
-    layouts = [row.parallel for row in further_elsewhere()]
+    layouts = [row.parallel for row in mtp_stage_rows()]
     assert {p.zero for p in layouts} == {0, 1, 2, 3} and {p.sp for p in layouts} == {False, True}
     assert all(
         any(getattr(p, axis) > 1 for p in layouts) for axis in ("tp", "cp", "dp", "ep", "pp")
@@ -29,4 +29,4 @@ def test_together_they_have_every_axis_every_schedule_and_all_of_zero() -> None:
         "zb-v",
         "dualpipe-v",
     }
-    assert [row.world for row in further_elsewhere() if row.sample] == [3]
+    assert [row.world for row in mtp_stage_rows() if row.sample] == [3]

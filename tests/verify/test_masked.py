@@ -60,7 +60,7 @@ def test_masks_type_check_beside_tensor_parallelism(model: ModelConfig) -> None:
 def test_a_mask_of_which_nothing_is_declared_is_refused() -> None:
     declare = types.declare_inputs
 
-    def without_masks(batch: types.Batch) -> None:
+    def without_masks(batch: types.PaperBatch) -> None:
         declare(replace(batch, tokens=replace(batch.tokens, visible=None)))
 
     with replaced(types, "declare_inputs", without_masks):

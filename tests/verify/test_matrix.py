@@ -41,14 +41,14 @@ def test_everything_is_in_it_and_in_its_sample(rows: list[Layout]) -> None:
     schedules: set[ScheduleName] = {schedule_name(p.pipeline) for p in layouts if p.pp > 1}
     assert schedules >= {"1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"}
     assert {kind for row in rows for kind in kinds(row)} == {"ring", "gather", "a2a", "a2a+ring"}
-    assert {p.zero for p in layouts} == {0, 1, 2, 3} and any(p.replicas > 1 for p in layouts)
+    assert {p.zero for p in layouts} == {0, 1, 2, 3} and any(p.dp_replicate > 1 for p in layouts)
     assert {p.context.slicing for p in layouts if p.cp > 1} == {"row", "document"}
     assert {p.overlap for p in layouts} == {True, False} and any(
         p.order.startswith("dp") for p in layouts
     )
     assert (
         any(p.sp for p in layouts)
-        and any(p.rings for p in layouts)
+        and any(p.tp_comm_overlap for p in layouts)
         and any(row.documents for row in rows)
     )
     assert any(p.pp > 1 and row.model.tied_embeddings for row, p in zip(rows, layouts, strict=True))
@@ -78,7 +78,9 @@ def test_what_divides_gradients_meets_what_delays_repeats_or_moves_them() -> Non
         "selective",
     }
     assert any(p.pp == 1 and p.pipeline.vpp > 1 for p in (row.parallel for row in divided))
-    assert any(p.pp > 1 and 1 < p.replicas < (p.dp or 1) for p in (row.parallel for row in MATRIX))
+    assert any(
+        p.pp > 1 and 1 < p.dp_replicate < (p.dp or 1) for p in (row.parallel for row in MATRIX)
+    )
 
 
 def test_rows_come_in_the_order_of_their_processes() -> None:

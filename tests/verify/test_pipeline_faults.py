@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalith.parallel.link import Message, Tensors
+from megalith.parallel.link import StageMessage, Tensors
 from megalith.testing.inject import replaced
 from megalith.verify import pipeline_faults
 from megalith.verify.pipeline_faults import (
@@ -18,8 +18,8 @@ from megalith.verify.pipeline_faults import (
     watched_inputs,
 )
 
-Sent = list[tuple[Message, Tensors]]
-ONWARD, BACK = Message("forward", 1, 0), Message("backward", 0, 0)
+DispatchedTokens = list[tuple[StageMessage, Tensors]]
+ONWARD, BACK = StageMessage("forward", 1, 0), StageMessage("backward", 0, 0)
 
 
 @pytest.fixture
@@ -27,9 +27,11 @@ def link() -> SimpleNamespace:
     return SimpleNamespace(num_microbatches=3)
 
 
-def sent(fault: object, link: SimpleNamespace, messages: list[tuple[Message, Tensors]]) -> Sent:
+def sent(
+    fault: object, link: SimpleNamespace, messages: list[tuple[StageMessage, Tensors]]
+) -> DispatchedTokens:
     """What would have gone over the border."""
-    found: Sent = []
+    found: DispatchedTokens = []
     with replaced(
         pipeline_faults,
         "ORIGINAL_SEND",
@@ -40,7 +42,7 @@ def sent(fault: object, link: SimpleNamespace, messages: list[tuple[Message, Ten
     return found
 
 
-def test_neighbouring_microbatches_change_places_onward_and_a_last_one_alone_does_not(
+def test_neighboring_microbatches_change_places_onward_and_a_last_one_alone_does_not(
     link: SimpleNamespace,
 ) -> None:
     messages = [(ONWARD._replace(microbatch=m), ()) for m in range(3)] + [(BACK, ())]

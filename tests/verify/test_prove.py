@@ -49,10 +49,10 @@ def test_what_the_types_are_of_is_said_where_it_is_something_else() -> None:
 
 
 def test_a_row_that_breaks_a_rule_is_not_run() -> None:
-    broken = replace(DP2, parallel=ParallelConfig(dp=2, replicas=2))
+    broken = replace(DP2, parallel=ParallelConfig(dp=2, dp_replicate=2))
     result = prove_row(broken)
     assert not result.holds and result.problems[0].startswith(
-        "a: parallel.replicas=2 with parallel.zero=0"
+        "a: parallel.dp_replicate=2 with parallel.zero=0"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.testing.ranks import run_ranks
 from megalith.verify.ranks import (
@@ -47,7 +47,7 @@ def model(*, heads: int, keys: int, tied: bool = False) -> ModelConfig:
     """One layer with odd sizes."""
     return ModelConfig(
         vocab_size=61,
-        vocab_multiple=4,
+        pad_vocab_to_multiple_of=4,
         hidden_size=24,
         num_layers=1,
         num_heads=heads,
@@ -235,10 +235,10 @@ EXPERTS = replace(
     model(heads=2, keys=2),
     num_layers=2,
     moe=MoEConfig(
-        experts=3,
+        num_experts=3,
         ffn_hidden_size=5,
-        router=RouterConfig(score="sigmoid", balancing_bias=True),
-        balance=BalanceConfig(batch=0.1),
+        router=RouterConfig(score="sigmoid", expert_bias=True),
+        aux_loss=AuxLossConfig(batch_coeff=0.1),
     ),
 )
 

@@ -12,7 +12,7 @@ from megalith.verify.faults import fault_named
 from megalith.verify.ranks import Difference
 from megalith.verify.report import (
     LayoutResult,
-    Row,
+    ReportRow,
     as_json,
     as_table,
     difference_rows,
@@ -41,7 +41,7 @@ REPORT = TypeReport(
 
 
 def test_rules_that_hold_are_one_row_and_broken_ones_one_each() -> None:
-    assert rule_rows([]) == [Row("a", "every rule across the settings", "holds", True)]
+    assert rule_rows([]) == [ReportRow("a", "every rule across the settings", "holds", True)]
     broken = rule_rows(["one is odd. Set it to 2.", "two"])
     assert [(row.part, row.answer, row.holds) for row in broken] == [
         ("a", "one is odd. Set it to 2.", False),
@@ -56,14 +56,14 @@ def test_the_type_check_says_what_it_looked_at() -> None:
     assert row.answer.startswith(
         "dp 512, tp 8; ranks 0, 2052, 4095; 9 parameters, 9 collectives; 1.2 s, 0.30 GiB"
     )
-    assert unproved == Row("b", "nothing is proved about axes of one rank", "cp", True)
+    assert unproved == ReportRow("b", "nothing is proved about axes of one rank", "cp", True)
 
 
 def test_what_has_no_types_is_said() -> None:
     *_, row = type_rows(
         replace(REPORT, unseen=("offload.layers=1: copies to host memory and back",))
     )
-    assert row == Row(
+    assert row == ReportRow(
         "b",
         "has no types, and is proved in (d) alone",
         "offload.layers=1: copies to host memory and back",
@@ -190,7 +190,7 @@ def test_the_matrix_holds_only_if_every_layout_and_every_fault_does() -> None:
 
 
 def test_the_document_is_json_and_holds_only_if_every_row_does() -> None:
-    rows = [Row("a", "q", "x", True), Row("b", "r", "y", False)]
+    rows = [ReportRow("a", "q", "x", True), ReportRow("b", "r", "y", False)]
     document = json.loads(json.dumps(as_json(rows)))
     assert document["holds"] is False
     assert document["rows"][1] == {"part": "b", "question": "r", "answer": "y", "holds": False}
@@ -198,7 +198,10 @@ def test_the_document_is_json_and_holds_only_if_every_row_does() -> None:
 
 
 def test_the_table_shows_every_row_whole() -> None:
-    rows = [Row("a", "is it right " * 10, "fine " * 20, True), Row("d", "and this", "no", False)]
+    rows = [
+        ReportRow("a", "is it right " * 10, "fine " * 20, True),
+        ReportRow("d", "and this", "no", False),
+    ]
     text = text_of(as_table(rows), width=60)
     assert text.split().count("fine") == 20 and text.split().count("right") == 10
     assert "NO" in text and "yes" in text

@@ -41,7 +41,7 @@ def test_layout_that_the_model_cannot_have_is_passed_over() -> None:
     odd = replace(tiny(num_heads=5, num_kv_heads=5), num_layers=1)
     run = resharded_run(layout_case(odd, ParallelConfig(dp=2), 2).run, 2)
     assert run is not None and (run.parallel.tp, run.parallel.dp, run.parallel.zero) == (2, 1, 0)
-    whole = replace(odd, qkv_bias=True, moe=MoEConfig(experts=3, ffn_hidden_size=5))
+    whole = replace(odd, qkv_bias=True, moe=MoEConfig(num_experts=3, ffn_hidden_size=5))
     run = resharded_run(layout_case(whole, ParallelConfig(dp=5), 5).run, 5)
     assert (
         run is not None

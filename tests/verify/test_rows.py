@@ -25,7 +25,7 @@ def test_a_row_has_as_many_processes_as_its_axes_say_and_a_case_with_all_of_it()
     assert (
         row.world == case.world == 12
         and case.run.train.micro_batch_size == 2
-        and case.run.data.documents
+        and case.run.data.document_masking
     )
     assert case.run.recompute.granularity == "full" and case.run.train.label_smoothing == 0.1
     assert case.run.lora == row.lora and case.run.checkpoint.load == "base"

@@ -69,43 +69,43 @@ def test_a_broken_rule_is_a_problem_and_nothing_is_run() -> None:
     assert report.summary() == "interleaved on 4 ranks, 6 microbatches: cannot be run"
 
 
-Row = list[Action]
+ReportRow = list[Action]
 
 
-def index_of(row: Row, kind: Kind, chunk: int, microbatch: int) -> int:
+def index_of(row: ReportRow, kind: Kind, chunk: int, microbatch: int) -> int:
     return next(
         index for index, action in enumerate(row) if action[:3] == (kind, chunk, microbatch)
     )
 
 
-def send_the_wrong_chunk(row: Row) -> None:
+def send_the_wrong_chunk(row: ReportRow) -> None:
     place = index_of(row, "send_forward", 1, 0)
     row[place] = row[place]._replace(chunk=0)
 
 
-def receive_the_wrong_chunk(row: Row) -> None:
+def receive_the_wrong_chunk(row: ReportRow) -> None:
     place = index_of(row, "recv_backward", 1, 1)
     row[place] = row[place]._replace(chunk=0)
 
 
-def forget_a_receive(row: Row) -> None:
+def forget_a_receive(row: ReportRow) -> None:
     del row[index_of(row, "recv_forward", 1, 2)]
 
 
-def forget_a_send(row: Row) -> None:
+def forget_a_send(row: ReportRow) -> None:
     del row[index_of(row, "send_backward", 1, 3)]
 
 
-def swap_two_sends(row: Row) -> None:
+def swap_two_sends(row: ReportRow) -> None:
     one, other = index_of(row, "send_forward", 0, 2), index_of(row, "send_forward", 0, 3)
     row[one], row[other] = row[other], row[one]
 
 
-def backward_too_early(row: Row) -> None:
+def backward_too_early(row: ReportRow) -> None:
     row.insert(0, row.pop(index_of(row, "B", 1, 0)))
 
 
-def weights_of_the_wrong_microbatch(row: Row) -> None:
+def weights_of_the_wrong_microbatch(row: ReportRow) -> None:
     place = index_of(row, "B", 0, 3)
     row[place] = row[place]._replace(microbatch=2)
 
@@ -124,7 +124,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "rank", "text"), FAULTS)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_planted_fault_is_refused_with_its_rank_and_action(
-    fault: Callable[[Row], None], rank: int, text: str, overlap: bool
+    fault: Callable[[ReportRow], None], rank: int, text: str, overlap: bool
 ) -> None:
     whole = with_transfers(
         build_schedule("interleaved", num_ranks=3, num_chunks=2, num_microbatches=6),
@@ -139,7 +139,7 @@ def test_a_planted_fault_is_refused_with_its_rank_and_action(
     assert all(problem.startswith(f"rank {rank}") for problem in report.problems)
 
 
-def changed(schedule: Schedule, rank: int, row: Row) -> Schedule:
+def changed(schedule: Schedule, rank: int, row: ReportRow) -> Schedule:
     return replace(
         schedule, ranks=(*schedule.ranks[:rank], tuple(row), *schedule.ranks[rank + 1 :])
     )

@@ -180,8 +180,8 @@ def test_every_kind_of_layer_has_a_copy_that_breaks_no_rule(name: str) -> None:
         assert {small.has_window(n) for n in range(small.num_layers)} == {
             large.has_window(n) for n in range(24)
         }
-        assert {small.turns(n) for n in range(small.num_layers)} == {
-            large.turns(n) for n in range(24)
+        assert {small.uses_rope(n) for n in range(small.num_layers)} == {
+            large.uses_rope(n) for n in range(24)
         }
         assert (small.width_factor() > 1) == (large.width_factor() > 1)
         parts = [
@@ -189,13 +189,13 @@ def test_every_kind_of_layer_has_a_copy_that_breaks_no_rule(name: str) -> None:
             for m in (small, large)
         ]
         assert parts[0] <= parts[1] and (len(parts[0]) > 1) == (len(parts[1]) > 1)
-        assert (small.mla is None, small.mtp.depths > 0) == (
+        assert (small.mla is None, small.mtp.num_layers > 0) == (
             large.mla is None,
-            large.mtp.depths > 0,
+            large.mtp.num_layers > 0,
         )
         assert small.attention.window is None or small.attention.window < case.run.train.seq_len
-        assert {small.looks(n) for n in range(small.num_layers)} == {
-            large.looks(n) for n in range(24)
+        assert {small.uses_cross_layer_source(n) for n in range(small.num_layers)} == {
+            large.uses_cross_layer_source(n) for n in range(24)
         }
 
 
@@ -207,7 +207,9 @@ def test_a_memory_crosses_borders_of_stages_where_it_does_in_the_run(memory: int
     small, p = case.run.model, case.run.parallel
     stages = plan_stages(p.pipeline, pp=p.pp, num_layers=small.num_layers)
     assert run_problems(case.run, case.world) == []
-    assert any(small.needs_memory(stage.layers.start) for stage in stages) == (memory < 18)
+    assert any(small.needs_cross_layer_source(stage.layers.start) for stage in stages) == (
+        memory < 18
+    )
     assert small.cross is not None and small.cross.memory <= memory
 
 
@@ -319,11 +321,13 @@ def test_a_pipeline_keeps_its_schedule_and_its_way_of_dividing(
 )
 def test_further_predictions_keep_their_kind_of_stage(layout: str, expected: str) -> None:
     parallel = staged(5, layout=layout)
-    run = replace(large(parallel), model=replace(large(parallel).model, mtp=MTPConfig(depths=3)))
+    run = replace(
+        large(parallel), model=replace(large(parallel).model, mtp=MTPConfig(num_layers=3))
+    )
     assert run_problems(run, 5) == []
     case = only(run)
     assert run_problems(case.run, case.world) == []
-    assert (case.run.parallel.pipeline.layout, case.run.model.mtp.depths) == (expected, 2)
+    assert (case.run.parallel.pipeline.layout, case.run.model.mtp.num_layers) == (expected, 2)
 
 
 @pytest.mark.parametrize(("microbatches", "expected"), [(2, 2), (4, 3), (64, 4)])
@@ -357,11 +361,11 @@ def test_shared_rows_keep_their_kinds_their_padding_and_their_slicing() -> None:
 
 def test_replicas_stay_replicas_and_gradients_travel_in_full() -> None:
     halves = only(
-        large(ParallelConfig(dp=16, zero=2, replicas=4, reduce_dtype="bf16"))
+        large(ParallelConfig(dp=16, zero=2, dp_replicate=4, reduce_dtype="bf16"))
     ).run.parallel
-    assert (halves.dp, halves.zero, halves.replicas, halves.reduce_dtype) == (4, 2, 2, "fp32")
-    alone = only(large(ParallelConfig(dp=16, zero=1, replicas=16))).run.parallel
-    assert (alone.dp, alone.replicas) == (2, 2)
+    assert (halves.dp, halves.zero, halves.dp_replicate, halves.reduce_dtype) == (4, 2, 2, "fp32")
+    alone = only(large(ParallelConfig(dp=16, zero=1, dp_replicate=16))).run.parallel
+    assert (alone.dp, alone.dp_replicate) == (2, 2)
 
 
 def test_recomputation_keeps_the_difference_between_some_layers_and_all() -> None:
@@ -422,14 +426,14 @@ def any_run(draw: random.Random) -> TrainRun:
     parallel = ParallelConfig(
         tp=tp,
         sp=(sp := tp > 1 and draw.random() < 0.7),
-        rings=sp and draw.random() < 0.5,
+        tp_comm_overlap=sp and draw.random() < 0.5,
         cp=cp,
         context=context,
         pp=pp,
         pipeline=pipeline,
         dp=dp,
         zero=draw.choice((0, 1, 2, 3)),
-        replicas=draw.choice((1, 1, 2, dp)),
+        dp_replicate=draw.choice((1, 1, 2, dp)),
     )
     recompute = draw.choice(
         (
@@ -448,9 +452,9 @@ def any_run(draw: random.Random) -> TrainRun:
         rows=draw.choice((1, 2)),
     )
     model = replace(run.model, num_heads=96, num_kv_heads=draw.choice((1, 2, 4, 96)))
-    documents = replace(run.data, documents=draw.random() < 0.5)
-    fused = parallel.rings and draw.random() < 0.5
-    run = replace(run, parallel=replace(parallel, ring_products="fused" if fused else "auto"))
+    documents = replace(run.data, document_masking=draw.random() < 0.5)
+    fused = parallel.tp_comm_overlap and draw.random() < 0.5
+    run = replace(run, parallel=replace(parallel, collective_matmul="fused" if fused else "auto"))
     return replace(
         run,
         model=model,
@@ -474,7 +478,9 @@ def test_whatever_breaks_no_rule_has_copies_that_break_none() -> None:
                 getattr(case.run.parallel, axis) > 1 for case in cases
             )
         for case in cases:
-            assert (case.run.parallel.ring_products == "fused") <= case.run.parallel.rings
+            assert (
+                case.run.parallel.collective_matmul == "fused"
+            ) <= case.run.parallel.tp_comm_overlap
             assert run_problems(case.run, case.world) == [], (run.parallel, case.run.parallel)
             assert case.world <= MOST_RANKS
             assert shrunk_words(run, world, case).endswith("tokens a row")
@@ -524,7 +530,7 @@ MIXED = {
     "contexts": ({"cp": "4", "dp": "2", "ep": "8"}, {}, (2, None, 4)),
     "groups": (
         {"dp": "16", "ep": "8"},
-        {"router.score": "sigmoid", "router.groups": "8", "router.top_groups": "4"},
+        {"router.score": "sigmoid", "router.num_groups": "8", "router.topk_groups": "4"},
         (2, None, 4),
     ),
 }
@@ -534,7 +540,7 @@ MIXED = {
 def test_a_copy_of_a_mixture_divides_its_experts_as_the_run_does(name: str) -> None:
     settings, moe, (ep, etp, world) = MIXED[name]
     if moe.get("top_k") == "1":
-        moe = moe | {"router.renormalise": "false"}
+        moe = moe | {"router.norm_topk_prob": "false"}
     run = with_experts(settings, moe)
     case = only(run)
     assert (
@@ -542,10 +548,10 @@ def test_a_copy_of_a_mixture_divides_its_experts_as_the_run_does(name: str) -> N
     )
     assert (case.run.parallel.ep, case.run.parallel.etp, case.world) == (ep, etp, world)
     mixture = case.run.model.moe
-    assert mixture is not None and mixture.experts <= 6 and mixture.top_k <= 2
-    assert (mixture.experts == ep) == (name == "one expert on each rank")
-    assert (mixture.router.groups is None) == (name != "groups")
-    assert f"{mixture.experts} of 64 experts" in shrunk_words(run, world_of(run.parallel), case)
+    assert mixture is not None and mixture.num_experts <= 6 and mixture.top_k <= 2
+    assert (mixture.num_experts == ep) == (name == "one expert on each rank")
+    assert (mixture.router.num_groups is None) == (name != "groups")
+    assert f"{mixture.num_experts} of 64 experts" in shrunk_words(run, world_of(run.parallel), case)
 
 
 def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> None:
@@ -557,7 +563,7 @@ def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> Non
             "shared_gate": "true",
             "latent_size": "32",
             "capacity.factor": "1.25",
-            "balance.global_batch": "0.1",
+            "aux_loss.global_batch_coeff": "0.1",
         },
     )
     case = only(run)
@@ -569,20 +575,27 @@ def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> Non
         1.25,
     )
     assert mixture.shared_gate and mixture.capacity.drop == "least"
-    assert (mixture.balance.global_batch, mixture.balance.batch) == (0.0, 0.1)
+    assert (mixture.aux_loss.global_batch_coeff, mixture.aux_loss.batch_coeff) == (0.0, 0.1)
     assert "balance by microbatch, as other parts of it are" in shrunk_words(run, 4, case)
 
 
 def test_a_copy_keeps_balance_over_the_global_batch_if_one_process_can_have_it() -> None:
     for moe, kept in (
-        ({"balance.global_batch": "0.1", "balance.z": "0.1", "balance.sequence": "0.2"}, 0.1),
-        ({"balance.global_batch": "0.1", "balance.batch": "0.2"}, 0.0),
+        (
+            {
+                "aux_loss.global_batch_coeff": "0.1",
+                "aux_loss.z_loss_coeff": "0.1",
+                "aux_loss.sequence_coeff": "0.2",
+            },
+            0.1,
+        ),
+        ({"aux_loss.global_batch_coeff": "0.1", "aux_loss.batch_coeff": "0.2"}, 0.0),
     ):
         run = with_experts({"dp": "4", "ep": "2"}, moe)
         case = only(run)
         mixture = case.run.model.moe
-        assert mixture is not None and mixture.balance.global_batch == kept
-        assert mixture.balance.batch == pytest.approx(0.0 if kept else 0.3)
+        assert mixture is not None and mixture.aux_loss.global_batch_coeff == kept
+        assert mixture.aux_loss.batch_coeff == pytest.approx(0.0 if kept else 0.3)
         assert ("balance by microbatch" in shrunk_words(run, 4, case)) == (not kept)
         rows = run_of_one(case).train.micro_batch_size
         assert rows == case.run.train.micro_batch_size * (
@@ -594,17 +607,21 @@ def full_experts_and_documents() -> LayoutCase:
     """The copy of a run whose full experts refuse those of least weight, among packed documents
     that begin alike."""
     run = with_experts(
-        {"cp": "2", "ep": "2"}, {"capacity.factor": "1.0", "balance.sequence": "0.01"}
+        {"cp": "2", "ep": "2"}, {"capacity.factor": "1.0", "aux_loss.sequence_coeff": "0.01"}
     )
     return only(
-        replace(run, data=replace(run.data, documents=True), train=replace(run.train, seq_len=64))
+        replace(
+            run, data=replace(run.data, document_masking=True), train=replace(run.train, seq_len=64)
+        )
     )
 
 
 def test_a_copy_with_documents_refuses_the_tokens_that_the_run_refuses() -> None:
     run = full_experts_and_documents().run
     assert (
-        run.data.documents and run.model.moe is not None and run.model.moe.capacity.drop == "least"
+        run.data.document_masking
+        and run.model.moe is not None
+        and run.model.moe.capacity.drop == "least"
     )
 
 
@@ -651,7 +668,7 @@ def test_copies_are_computed_as_the_run_is_but_for_what_takes_no_float64() -> No
     named = tiny_run(
         {
             "kernels.all": "torch",
-            "kernels.norm": "loops",
+            "kernels.norm": "numba",
             "train.z_loss": "0.01",
             "train.loss_chunk": "5",
         }

@@ -10,7 +10,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.optim.build import build_optimizer
 from megalith.optim.schedule import GroupRates
 from megalith.plan.groups import rates_in
-from megalith.plan.shards import whole
+from megalith.plan.shards import Shard
 from megalith.verify.matrix import MATRIX
 from megalith.verify.ranks import layout_case
 from megalith.verify.rows import tiny
@@ -50,7 +50,8 @@ def test_torch_computes_the_same_updates(optim: OptimConfig) -> None:
     run = replace(RUN, optim=replace(optim, eps=1e-3))
     first = gradients_of(100)
     shards = [
-        whole(name, shape, inputs=1 if name.endswith(".q") else 0) for name, shape in SHAPES.items()
+        Shard.full(name, shape, inputs=1 if name.endswith(".q") else 0)
+        for name, shape in SHAPES.items()
     ]
     weights = {name: weight.clone() for name, weight in first.items()}
     ours = build_optimizer(

@@ -20,7 +20,7 @@ from megalith.kernels.span_attention import span_attention
 from megalith.parallel import autograd
 from megalith.parallel.context import ring_attention
 from megalith.parallel.group import Group, alone
-from megalith.plan.context import Spans
+from megalith.plan.context import KeySpans
 from megalith.verify.type_rules import installed_rules, our_functions, types_of
 
 
@@ -45,16 +45,18 @@ SIZES = [1, 2, 1, 1, 1, 1, 1, 0]
 
 def in_two(x: Tensor) -> Tensor:
     """An exchange whose beginning and end lie apart."""
-    crossing = autograd.Crossing(GROUP, SIZES, [2] * 8)
-    return autograd.arrive(autograd.depart(x, crossing), crossing)
+    async_all_to_all = autograd.AsyncAllToAll(GROUP, SIZES, [2] * 8)
+    return autograd.wait_all_to_all(
+        autograd.start_all_to_all(x, async_all_to_all), async_all_to_all
+    )
 
 
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] = {
-    "enter": (lambda x: autograd.enter(x, GROUP), I, R, (8, 2)),
-    "leave": (lambda x: autograd.leave(x, GROUP), P, I, (8, 2)),
+    "enter": (lambda x: autograd.copy_to_tp(x, GROUP), I, R, (8, 2)),
+    "leave": (lambda x: autograd.reduce_from_tp(x, GROUP), P, I, (8, 2)),
     "all_reduce": (lambda x: autograd.all_reduce(x, GROUP), P, R, (8, 2)),
-    "gather": (lambda x: autograd.gather(x, GROUP, dim=1), V, R, (8, 16)),
-    "gather_uneven": (lambda x: autograd.gather(x, GROUP, sizes=[8] * 7 + [4]), V, R, (60, 2)),
+    "gather": (lambda x: autograd.all_gather(x, GROUP, dim=1), V, R, (8, 16)),
+    "gather_uneven": (lambda x: autograd.all_gather(x, GROUP, sizes=[8] * 7 + [4]), V, R, (60, 2)),
     "reduce_scatter": (lambda x: autograd.reduce_scatter(x, GROUP), P, V, (1, 2)),
     "reduce_scatter_uneven": (
         lambda x: autograd.reduce_scatter(x, GROUP, sizes=SIZES),
@@ -62,8 +64,8 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] =
         V,
         (1, 2),
     ),
-    "gather_same": (lambda x: autograd.gather_same(x, GROUP), V, I, (64, 2)),
-    "split": (lambda x: autograd.split(x, GROUP), I, V, (1, 2)),
+    "all_gather_invariant": (lambda x: autograd.all_gather_invariant(x, GROUP), V, I, (64, 2)),
+    "split": (lambda x: autograd.scatter_to_sp(x, GROUP), I, V, (1, 2)),
     "all_to_all": (
         lambda x: autograd.all_to_all(x, GROUP, send=SIZES, receive=[2] * 8),
         V,
@@ -71,7 +73,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] =
         (16, 2),
     ),
     "depart": (lambda x: in_two(x), V, V, (16, 2)),
-    "partial": (lambda x: autograd.partial(x, GROUP), V, P, (8, 2)),
+    "partial": (lambda x: autograd.mark_partial(x, GROUP), V, P, (8, 2)),
 }
 
 
@@ -134,7 +136,7 @@ def ring(*, sinks: Any = None, values: Any = None, **given: Any) -> Tensor:
         if values is None
         else [PairBiases(tensor(values, 4, 7), Distances(numbers, numbers, 3))] * 8
     )
-    spans = [Spans(1, np.zeros((8, 2), np.int64), ())] * 8
+    spans = [KeySpans(1, np.zeros((8, 2), np.int64), ())] * 8
     return ring_attention(q, k, v, GROUP, spans, Scores(softcap=2.0), offsets, biases=biases)
 
 
@@ -183,7 +185,7 @@ def test_biases_by_distance_in_a_ring_are_the_same_on_all_its_ranks() -> None:
 
 
 def test_heads_cut_over_tp_attend_with_their_own_sinks() -> None:
-    spans = Spans(2, np.zeros((4, 2), np.int64), ())
+    spans = KeySpans(2, np.zeros((4, 2), np.int64), ())
     with checking():
         q, k, v = (tensor(V, 8, heads, 2) for heads in (4, 2, 2))
         assert (
@@ -198,12 +200,12 @@ def test_heads_cut_over_tp_attend_with_their_own_sinks() -> None:
 
 def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
     with checking():
-        assert types_of(autograd.enter(tensor(R, grad=False), GROUP))["tp_kv"] is R
-        assert types_of(autograd.split(tensor(R, grad=False), GROUP))["tp_kv"] is V
+        assert types_of(autograd.copy_to_tp(tensor(R, grad=False), GROUP))["tp_kv"] is R
+        assert types_of(autograd.scatter_to_sp(tensor(R, grad=False), GROUP))["tp_kv"] is V
         with torch.no_grad():
-            assert types_of(autograd.enter(tensor(R), GROUP))["tp_kv"] is R
+            assert types_of(autograd.copy_to_tp(tensor(R), GROUP))["tp_kv"] is R
         with pytest.raises(SpmdTypeError, match="but was given V"):
-            autograd.enter(tensor(V, grad=False), GROUP)
+            autograd.copy_to_tp(tensor(V, grad=False), GROUP)
 
 
 def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
@@ -215,7 +217,7 @@ def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
         ),
     ):
         checker.assert_type(x, {AXES["dp"]: V, AXES["tp_kv"]: V, AXES["tp_copy"]: R})
-        autograd.gather(x, GROUP)
+        autograd.all_gather(x, GROUP)
 
 
 def test_a_tensor_without_types_is_refused() -> None:
@@ -225,13 +227,13 @@ def test_a_tensor_without_types_is_refused() -> None:
             SpmdTypeError, match="leave over .* but was given \\? \\(made outside the check"
         ),
     ):
-        autograd.leave(torch.empty(8, 2, device="meta"), GROUP)
+        autograd.reduce_from_tp(torch.empty(8, 2, device="meta"), GROUP)
 
 
 def test_a_group_whose_size_is_not_that_of_its_axes_is_refused() -> None:
     half = Group(axes=("tp_kv", "tp_copy"), ranks=(8, 9), rank=0, name="paper")
     with checking(), pytest.raises(SpmdTypeError, match="has 2 ranks, which its axes do not"):
-        autograd.enter(tensor(I), half)
+        autograd.copy_to_tp(tensor(I), half)
 
 
 def test_tokens_from_another_factorisation_of_the_ranks_are_read_in_this_one() -> None:
@@ -239,7 +241,7 @@ def test_tokens_from_another_factorisation_of_the_ranks_are_read_in_this_one() -
         x = torch.empty(8, 2, device="meta")
         with checker.set_current_mesh({"edp": MeshAxis.of(2, 16), "ep": MeshAxis.of(16, 1)}):
             checker.assert_type(x, {MeshAxis.of(2, 16): V, MeshAxis.of(16, 1): V})
-        assert types_of(autograd.gather(x, GROUP)) == {"dp": V, "tp_kv": R, "tp_copy": R}
+        assert types_of(autograd.all_gather(x, GROUP)) == {"dp": V, "tp_kv": R, "tp_copy": R}
 
 
 def losses(x: Tensor, weight: Tensor, labels: Tensor, group: Group = GROUP) -> Tensor:
@@ -257,7 +259,7 @@ def test_the_loss_of_each_token_is_the_same_on_every_rank_of_the_vocabulary() ->
         x, weight = tensor(R), tensor(V, 5, 2, dp=R)
         out = losses(x, weight, labels_of(R))
         assert out.shape == (8,) and types_of(out) == {"dp": V, "tp_kv": I, "tp_copy": I}
-        autograd.partial(
+        autograd.mark_partial(
             out.sum(), Group(axes=("dp",), ranks=(3, 11, 19, 27), rank=1, name="paper")
         ).backward()
     assert x.grad is not None and weight.grad is not None

@@ -25,10 +25,10 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
 from megalith.kernels.scores import Scores
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.models.decoder import Decoder
 from megalith.nn import dropout as dropout_layers
-from megalith.nn.block import Block, RecomputedCore
+from megalith.nn.block import RecomputedCore, SequentialBlock
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import autograd
@@ -52,7 +52,7 @@ from megalith.verify.types import (
     type_check,
     type_check_in_child,
 )
-from megalith.verify.variants import LOOKING_BACK, MIXTURES, NARROW, PLANNED, VARIANTS
+from megalith.verify.variants import CROSS_LAYER, MIXTURES, NARROW, PLANNED, VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/types.md"
 MODEL = ModelConfig(
@@ -71,7 +71,14 @@ LAYOUTS = [
     (THREE, ParallelConfig(tp=3), 6),
     (THREE, ParallelConfig(tp=3, sp=True), 12),
     (
-        replace(MODEL, num_heads=8, num_kv_heads=4, head_dim=6, vocab_size=61, vocab_multiple=4),
+        replace(
+            MODEL,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=6,
+            vocab_size=61,
+            pad_vocab_to_multiple_of=4,
+        ),
         ParallelConfig(tp=3),
         3,
     ),
@@ -94,7 +101,7 @@ def test_a_right_layout_has_no_problem(
 
 
 STAGED = replace(BIASED, num_layers=4)
-AHEAD = replace(STAGED, mtp=MTPConfig(depths=2), tied_embeddings=True)
+AHEAD = replace(STAGED, mtp=MTPConfig(num_layers=2), tied_embeddings=True)
 PIPELINES = [
     (STAGED, ParallelConfig(pp=2), 2),
     (STAGED, ParallelConfig(pp=4, tp=2), 16),
@@ -201,7 +208,7 @@ def test_every_kind_of_stage_is_looked_at_at_three_places_of_the_other_axes() ->
 def test_problems_on_a_middle_stage_are_found_under_the_layers_global_number() -> None:
     def no_sum(model: Decoder, mesh: Mesh) -> None:
         if model.stage.layers.start == 2:
-            layer(model, 0).mlp.down.region = WithoutSum(mesh)
+            layer(model, 0).mlp.down.tp_comm = WithoutSum(mesh)
 
     with changed_model(no_sum):
         (problem,) = type_check(STAGED, ParallelConfig(pp=4, tp=2), world=8, ranks=(4,)).problems
@@ -211,16 +218,16 @@ def test_problems_on_a_middle_stage_are_found_under_the_layers_global_number() -
 class WithoutSum:
     """A region that leaves divided work without the sum."""
 
-    border = None
+    overlapped = None
     rings = False
 
     def __init__(self, mesh: Mesh) -> None:
         self.group, self.invariant = mesh.tp, frozenset(mesh.tp.axes)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def prepare_input(self, x: Tensor) -> Tensor:
         return x
 
-    def leave(self, x: Tensor) -> Tensor:
+    def reduce_output(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -230,7 +237,7 @@ def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
     def forgets(
         self: Decoder,
         ids: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         caches: None = None,
         *,
         x: Tensor | None = None,
@@ -248,8 +255,8 @@ def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
 def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is_refused() -> None:
     """Taken on the first of four stages, not looked at on the second, looked at on the others."""
     for parallel in (ParallelConfig(pp=4, tp=2, sp=True), ParallelConfig(pp=4, tp=2)):
-        assert not type_check(LOOKING_BACK, parallel, world=16).problems
-    right, early = Decoder.forward, replace(LOOKING_BACK, cross=CrossConfig(memory=0))
+        assert not type_check(CROSS_LAYER, parallel, world=16).problems
+    right, early = Decoder.forward, replace(CROSS_LAYER, cross=CrossConfig(memory=0))
 
     def detached(self: Decoder, *arguments: Any, memory: Tensor | None = None, **rest: Any) -> Any:
         return right(self, *arguments, memory=None if memory is None else memory.detach(), **rest)
@@ -265,7 +272,7 @@ def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is
         return x, memory.detach()
 
     with replaced(Decoder, "forward", kept):
-        (problem,) = type_check(LOOKING_BACK, ParallelConfig(pp=2), world=2, ranks=(0,)).problems
+        (problem,) = type_check(CROSS_LAYER, ParallelConfig(pp=2), world=2, ranks=(0,)).problems
     assert str(problem).startswith(
         "memory_norm.weight (rank 0): no gradient reached this parameter."
     )
@@ -454,12 +461,14 @@ def test_a_sum_that_nobody_declared_pending_is_refused() -> None:
 
 
 def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() -> None:
-    right = Block.forward
+    right = SequentialBlock.forward
 
-    def wrong(self: Block, x: Tensor, tokens: Tokens, cache: None = None) -> Tensor:
-        return autograd.enter(right(self, x, tokens, cache), self.mlp.down.region.group)
+    def wrong(
+        self: SequentialBlock, x: Tensor, tokens: PackedSeqParams, cache: None = None
+    ) -> Tensor:
+        return autograd.copy_to_tp(right(self, x, tokens, cache), self.mlp.down.tp_comm.group)
 
-    with replaced(Block, "forward", wrong):
+    with replaced(SequentialBlock, "forward", wrong):
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
     assert problem.where == "layers.0"
     assert problem.what == (
@@ -619,7 +628,7 @@ def test_attention_that_runs_again_is_looked_at_again(monkeypatch: pytest.Monkey
     plain = RecomputedCore._attend
 
     def attend(
-        self: RecomputedCore, tokens: Tokens, scores: Scores, q: Tensor, *others: Tensor
+        self: RecomputedCore, tokens: PackedSeqParams, scores: Scores, q: Tensor, *others: Tensor
     ) -> Tensor:
         if torch._C._current_graph_task_id() != -1:  # in backward
             q = q + checker.assert_type(
@@ -677,7 +686,7 @@ def test_what_keeps_experts_busy_is_checked_but_for_plans_that_ask_for_numbers()
     }
     planned = type_check(PLANNED, replace(layout, ep=1, cp=4), world=8, ranks=(5,))
     assert planned.ok and [text.split(":")[0] for text in planned.unseen] == [
-        "model.moe.balance.sinkhorn"
+        "model.moe.aux_loss.sinkhorn"
     ]
 
 
@@ -691,10 +700,10 @@ MIXED = {
     "planned": replace(ON_EIGHT, ep=1),
     "offset": STAGED_EXPERTS,
     "clamped": replace(ON_EIGHT, dispatcher="reference", ep=4),
-    "further experts": PAIRED,
+    "mtp experts": PAIRED,
     "padded": replace(ON_EIGHT, etp=2, zero=2),
     "whole latent": replace(PAIRED, order="dp-tp-cp-ep-pp"),
-    "planned pairs": replace(STAGED_EXPERTS, dispatcher="gather"),
+    "planned pairs": replace(STAGED_EXPERTS, dispatcher="allgather"),
     "over the step": replace(ON_EIGHT, zero=1),
 }
 """Of every mixture one layout of 8 ranks: every dispatcher, etp 1 and tp, stages, pairs, state that
@@ -704,7 +713,7 @@ SLOW_MIXED = ("narrow", "planned", "clamped", "padded", "over the step")
 
 def test_every_mixture_and_every_way_to_send_tokens_has_a_layout_whose_types_are_checked() -> None:
     assert MIXED.keys() == MIXTURES.keys()
-    assert {one.dispatcher for one in MIXED.values()} == {"exchange", "gather", "reference"}
+    assert {one.dispatcher for one in MIXED.values()} == {"alltoall", "allgather", "reference"}
     assert {one.overlap_experts for one in MIXED.values()} == {True, False}
     for name, parallel in MIXED.items():
         assert run_problems(layout_case(MIXTURES[name], parallel, 8, seq_len=16).run, 8) == [], name
@@ -719,7 +728,7 @@ def test_every_mixture_has_no_problem(name: str) -> None:
     assert report.problems == ()
     assert any("over ep" in collective for collective in report.collectives) or MIXED[name].ep == 1
     kinds = [text.split(":")[0] for text in report.unseen]
-    assert kinds == ["model.moe.balance.sinkhorn"] * name.startswith("planned")
+    assert kinds == ["model.moe.aux_loss.sinkhorn"] * name.startswith("planned")
 
 
 @pytest.mark.slow

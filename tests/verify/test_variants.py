@@ -4,7 +4,7 @@ model where it says."""
 from dataclasses import fields
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import differences
@@ -21,7 +21,7 @@ SIZES = (
     "head_dim",
     "ffn_hidden_size",
     "max_seq_len",
-    "vocab_multiple",
+    "pad_vocab_to_multiple_of",
     "init_std",
     "norm_eps",
 )
@@ -44,9 +44,13 @@ def test_all_of_them_are_models_that_may_be_trained() -> None:
 def test_every_choice_of_a_mixture_is_in_one_of_them() -> None:
     """But those for measuring alone, and those that a family decides."""
     mixtures = [model.moe for model in MIXTURES.values() if model.moe is not None]
-    plain = MoEConfig(experts=4, ffn_hidden_size=10)
+    plain = MoEConfig(num_experts=4, ffn_hidden_size=10)
     changed = {path for moe in mixtures for path, _, _ in differences(plain, moe)}
-    parts = {"router": RouterConfig, "balance": BalanceConfig, "capacity": CapacityConfig}
+    parts = {"router": RouterConfig, "balance": AuxLossConfig, "capacity": CapacityConfig}
     choices = {f"{part}.{field.name}" for part, kind in parts.items() for field in fields(kind)}
     choices |= {field.name for field in fields(MoEConfig)} - set(parts)
-    assert choices - changed == {"router.dtype", "router.forced_balance", "router.forced_bias"}
+    assert choices - changed == {
+        "router.dtype",
+        "router.force_load_balancing",
+        "router.force_biased",
+    }

@@ -1,17 +1,17 @@
 """Megatron's flags that need nothing here: what they ask for is implemented, or done
 differently."""
 
-from megalith.config.megatron.table import Group
+from megalith.config.megatron.table import FlagGroup
 
 # so here anyway
 ALREADY = (
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="the loss is always the sum over the global batch divided by its labels",
         flags="--calculate-per-token-loss!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="gradients are always added in fp32, in contiguous buckets, each sent as soon as it "
@@ -23,7 +23,7 @@ ALREADY = (
             --gradient-accumulation-fusion! --use-contiguous-buffers-in-ddp!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason=(
@@ -32,7 +32,7 @@ ALREADY = (
         ),
         flags="--overlap-grad-reduce! --overlap-p2p-communication! --overlap-param-gather!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         switch="--num-experts",
@@ -40,41 +40,41 @@ ALREADY = (
         "and their gradients",
         flags="--moe-shared-expert-overlap!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="the softmax of attention is always computed in fp32, from unscaled queries "
         "and keys",
         flags="--attention-softmax-in-fp32! --no-query-key-layer-scaling!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="the rank on a machine comes from torchrun or `megalith train --nproc`, which sets "
         "it for each process",
         flags="--local-rank --local_rank",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="attention masks follow from document boundaries, and padding from its place in a "
         "row, not from an id",
         flags="--allow-ambiguous-pad-tokens! --no-create-attention-mask-in-dataloader!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="the first weights are the same under every layout, drawn part by part without "
         "whole tensors in memory",
         flags="--init-model-with-meta-device! --use-cpu-initialization!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="always in metrics.jsonl, and in TensorBoard where it is installed",
         flags="--log-throughput!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="every rank writes its part of a checkpoint, and any layout loads any checkpoint",
@@ -83,33 +83,33 @@ ALREADY = (
             --distrib-optim-fully-reshardable-mem-efficient! --use-dist-ckpt!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="Megatron refuses it unless positions are rotary, which have no table that could be "
         "left out",
         flags="--no-position-embedding!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="selects the only model there is, or permits other arguments, each of which has its "
         "own answer",
         flags="--enable-experimental! --use-mcore-models!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="Megatron itself ignores the flag",
         flags="--onnx-safe --openai-gelu!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="that is how Hugging Face tokenizers are read",
         flags="--tokenizer-hf-include-special-tokens! --tokenizer-hf-use-fast!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="padding is known by its place in a row, not by an id",
@@ -119,7 +119,7 @@ ALREADY = (
 
 # done differently here
 EXPLAINED = (
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason=(
@@ -133,7 +133,7 @@ EXPLAINED = (
             --no-gradient-reduce-div-fusion!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason=(
@@ -144,21 +144,21 @@ EXPLAINED = (
         flags="--no-async-tensor-model-parallel-allreduce! --no-delay-grad-reduce! "
         "--no-overlap-p2p-communication!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="stages send hidden states cut over tp where parallel.sp cuts them, and whole "
         "elsewhere",
         flags="--no-scatter-gather-tensors-in-pipeline!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="scores are not divided by the layer's number, which changed the range of fp16 and "
         "not the result",
         flags="--apply-query-key-layer-scaling!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason=(
@@ -177,14 +177,14 @@ EXPLAINED = (
             --use-te-activation-func! --use-transformer-engine-op-fuser!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="the backend follows the device: NCCL beside gloo on GPUs, gloo on CPUs; groups are "
         "made at the start",
         flags="--disable-gloo-process-groups! --distributed-backend --lazy-mpu-init",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason=(
@@ -196,7 +196,7 @@ EXPLAINED = (
             --mmap-warmup! --num-dataset-builder-threads --num-workers --per-dataset-sequences-path
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason=(
@@ -206,20 +206,20 @@ EXPLAINED = (
         ),
         flags="--data-parallel-random-init!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="TensorBoard is written with metrics.jsonl, every train.log_every steps",
         flags="--tensorboard-log-interval --tensorboard-queue-size",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="Hugging Face tokenizers are read from their own files in one way, the fast one's, "
         "with the same tokens",
         flags="--tokenizer-hf-no-use-fast!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason=(
@@ -228,20 +228,20 @@ EXPLAINED = (
         ),
         flags="--defer-embedding-wgrad-compute! --delay-wgrad-compute! --wgrad-deferral-limit",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="main weights and gradients of sharded parameters are fp32, whatever travels",
         flags="--megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype "
         "--megatron-fsdp-main-params-dtype",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="the loss is computed in fp32, which is more exact",
         flags="--fp16-lm-cross-entropy!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="SIGTERM and SIGINT always save and end the run with code 75; run the same command "
@@ -251,19 +251,19 @@ EXPLAINED = (
             --exit-signal-handler-for-training!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="a global batch that does not divide is refused, with the sizes that do",
         flags="--decrease-batch-size-if-needed!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
-        reason="weights are always initialised, then replaced by what a checkpoint holds",
+        reason="weights are always initialized, then replaced by what a checkpoint holds",
         flags="--no-initialization!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="a resumed run takes a changed learning rate or length from its config, and lists "
@@ -274,20 +274,20 @@ EXPLAINED = (
             --use-checkpoint-opt_param-scheduler!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="a run without a checkpoint in its folder starts from the first step, and says so",
         flags="--exit-on-missing-checkpoint!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="checkpoints hold no random state: every draw follows from the seed and from what "
         "it is for",
         flags="--no-save-rng!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason=(
@@ -302,7 +302,7 @@ EXPLAINED = (
             --verify-integrity!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason=(

@@ -12,12 +12,12 @@ from megalith.config.fields import Plain
 from megalith.config.megatron.already import ALREADY, EXPLAINED
 from megalith.config.megatron.elsewhere import OTHERS, REMOVED
 from megalith.config.megatron.mapped import MAPPED
-from megalith.config.megatron.table import Row, Takes, expand
+from megalith.config.megatron.table import FlagRow, Takes, expand
 from megalith.config.megatron.waiting import LATER, MODEL, NUMBERS
 from megalith.config.suggest import did_you_mean
 from megalith.errors import MAX_PROBLEMS, ConfigError
 
-ROWS: Mapping[str, Row] = {name: row for row in MAPPED for name in (row.name, *row.aliases)}
+ROWS: Mapping[str, FlagRow] = {name: row for row in MAPPED for name in (row.name, *row.aliases)}
 """Every flag that becomes settings of ours, under each of its spellings."""
 
 UNMAPPED = expand((*ALREADY, *EXPLAINED, *LATER, *NUMBERS, *MODEL, *REMOVED, *OTHERS))
@@ -175,7 +175,7 @@ def _flags(words: Sequence[str], problems: list[str]) -> list[tuple[str, tuple[s
     return [(name, tuple(behind)) for name, behind in flags]
 
 
-def _value(row: Row, words: tuple[str, ...]) -> tuple[Plain, str | None]:
+def _value(row: FlagRow, words: tuple[str, ...]) -> tuple[Plain, str | None]:
     """The value behind a flag, or what is wrong with it."""
     typed = _shown(row.name, words)
     unset = [name for word in words for name in _VARIABLE.findall(word)]
@@ -222,7 +222,7 @@ def _unset(typed: str, variable: str) -> str:
     return f"{typed}: nothing says what ${variable} is. Pass --set {variable}=VALUE."
 
 
-def _one(row: Row, word: str) -> tuple[Plain, str | None]:
+def _one(row: FlagRow, word: str) -> tuple[Plain, str | None]:
     if row.takes == "choice" and word not in row.choices:
         advice = did_you_mean(word, row.choices) or f" Use one of {', '.join(row.choices)}."
         return None, f"{row.name} {word:.200}: Megatron has no such choice.{advice}"

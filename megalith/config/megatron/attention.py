@@ -73,7 +73,7 @@ def _windows(draft: Draft) -> None:
 
 def _latent(draft: Draft) -> None:
     """Sizes; the short vectors are normed only where --qk-layernorm asks for it, and its rope turns
-    neighbours."""
+    neighbors."""
     flag, arguments = "--multi-latent-attention", draft.arguments
     draft.say("already", flag, "keys and values of all heads come from one short vector")
     sizes = (
@@ -85,7 +85,7 @@ def _latent(draft: Draft) -> None:
     )
     for name in sizes:
         draft.copy(name)
-    draft.put(flag, "model.rope.interleaved", True, "its positions turn pairs of neighbours")
+    draft.put(flag, "model.rope.interleaved", True, "its positions turn pairs of neighbors")
     if arguments.value("--qk-layernorm"):
         draft.put("--norm-epsilon", "model.mla.norm_eps", arguments.value("--norm-epsilon"))
         draft.say(

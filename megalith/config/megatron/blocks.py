@@ -6,7 +6,7 @@ from typing import Any
 
 from megalith import storage
 from megalith.config.blocks import Sizes, read_blocks
-from megalith.config.megatron.draft import Draft, Entry
+from megalith.config.megatron.draft import Draft, FlagReport
 
 PATH, TEXT = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
 GROUPS, WIDTH = "--num-query-groups", "--ffn-hidden-size"
@@ -91,7 +91,7 @@ def _put(draft: Draft, flag: str, found: Mapping[str, Any]) -> None:
         draft.say("already", WIDTH, f"is read for layers that have no width in {flag} only")
     if flag == TEXT and not draft.arguments.given(PATH) and (any(changed) or any(said.values())):
         draft.entries.append(
-            Entry(verdict="explained", flag=TEXT, text=TEXT_ALONE, effect="numbers")
+            FlagReport(verdict="explained", flag=TEXT, text=TEXT_ALONE, effect="numbers")
         )
 
 

@@ -64,7 +64,7 @@ def _documents(draft: Draft) -> None:
     if cut:
         for flag in (*masks, "--reset-position-ids"):
             if arguments.given(flag):
-                draft.put(flag, "data.documents", True)
+                draft.put(flag, "data.document_masking", True)
     elif arguments.value("--reset-position-ids"):
         text = (
             "positions start again together with attention. Add --reset-attention-mask, or "
@@ -252,20 +252,25 @@ def _padding(draft: Draft) -> None:
     if padded is not None:
         draft.put(
             "--padded-vocab-size",
-            "model.vocab_multiple",
+            "model.pad_vocab_to_multiple_of",
             padded,
             "the table has exactly these rows",
         )
     elif arguments.value("--no-pad-vocab-size"):
-        draft.put("--no-pad-vocab-size", "model.vocab_multiple", 1)
+        draft.put("--no-pad-vocab-size", "model.pad_vocab_to_multiple_of", 1)
     else:
         each, tp = (
             draft.number("--make-vocab-size-divisible-by"),
             draft.number("--tensor-model-parallel-size"),
         )
         text = f"{each} · tp {tp}" if tp > 1 else ""
-        draft.put("--make-vocab-size-divisible-by", "model.vocab_multiple", each * tp, text)
-    size, multiple = draft.settings.get("model.vocab_size"), draft.settings["model.vocab_multiple"]
+        draft.put(
+            "--make-vocab-size-divisible-by", "model.pad_vocab_to_multiple_of", each * tp, text
+        )
+    size, multiple = (
+        draft.settings.get("model.vocab_size"),
+        draft.settings["model.pad_vocab_to_multiple_of"],
+    )
     if isinstance(size, int) and size > 0 and multiple > 0 and size % multiple:
         rows = -(-size // multiple) * multiple
         flag = "--make-vocab-size-divisible-by" if padded is None else "--padded-vocab-size"

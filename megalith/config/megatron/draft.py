@@ -12,7 +12,7 @@ from megalith.config.train import TrainRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class FlagReport:
     """What became of one argument."""
 
     verdict: Literal["mapped"] | Verdict
@@ -44,7 +44,7 @@ class Draft:
     settings: dict[str, Plain] = field(default_factory=dict)
     """Values by dotted name."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[FlagReport] = field(default_factory=list)
     """What is said about the arguments."""
 
     problems: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Draft:
         elif self.arguments.given(flag) or value != _default(setting):
             typed = self.arguments.typed(flag)
             self.entries.append(
-                Entry(verdict="mapped", flag=typed, text=text, setting=setting, value=value)
+                FlagReport(verdict="mapped", flag=typed, text=text, setting=setting, value=value)
             )
 
     def sure(self, name: str) -> bool:
@@ -94,7 +94,7 @@ class Draft:
     def say(self, verdict: Verdict, flag: str, text: str, effect: Effect = "none") -> None:
         """What is to be known about an argument that becomes nothing."""
         typed = self.arguments.typed(flag)
-        self.entries.append(Entry(verdict=verdict, flag=typed, text=text, effect=effect))
+        self.entries.append(FlagReport(verdict=verdict, flag=typed, text=text, effect=effect))
 
     def need(self, flag: str, what: str) -> bool:
         """Was this argument given? If not, the run cannot be written: Megatron needs it, too."""
@@ -128,11 +128,17 @@ def judge_unmapped(draft: Draft) -> None:
             continue
         group, typed = flag.group, " ".join((name, *words))
         if group.switch is not None and not draft.arguments.given(group.switch):
-            entry = Entry(verdict="already", flag=typed, text=f"is read with {group.switch} only")
+            entry = FlagReport(
+                verdict="already", flag=typed, text=f"is read with {group.switch} only"
+            )
         elif _is_idle(flag.idle, words):
-            entry = Entry(verdict="already", flag=typed, text="asks for what is so here anyway")
+            entry = FlagReport(
+                verdict="already", flag=typed, text="asks for what is so here anyway"
+            )
         else:
-            entry = Entry(verdict=group.verdict, flag=typed, text=group.reason, effect=group.effect)
+            entry = FlagReport(
+                verdict=group.verdict, flag=typed, text=group.reason, effect=group.effect
+            )
         draft.entries.append(entry)
 
 

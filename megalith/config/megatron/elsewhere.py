@@ -1,28 +1,28 @@
 """Megatron's flags that its GPT training does not read: gone, or read by its other programs."""
 
-from megalith.config.megatron.table import Group
+from megalith.config.megatron.table import FlagGroup
 
 # gone from Megatron itself
 REMOVED = (
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="removed from Megatron. Use --micro-batch-size and --global-batch-size",
         flags="--batch-size",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="removed from Megatron. Use --lr-warmup-fraction or --lr-warmup-iters",
         flags="--warmup",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="removed from Megatron. Use --tensor-model-parallel-size",
         flags="--model-parallel-size",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="removed from Megatron. Use --recompute-granularity full --recompute-method "
@@ -32,32 +32,32 @@ REMOVED = (
             --checkpoint-activations! --checkpoint-num-layers --distribute-checkpointed-activations!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="removed from Megatron. Use --pipeline-model-parallel-layout with E|... , or remove "
         "it",
         flags="--standalone-embedding-stage!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="divides encoders from decoders, which this model does not have. Remove it",
         flags="--pipeline-model-parallel-split-rank",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="removed from Megatron. Use the model of Megatron Core, or remove it",
         flags="--use-legacy-models!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="removed from Megatron. Use --expert-tensor-parallel-size, or remove it",
         flags="--moe-extended-tp!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="removed from Megatron. Use --moe-expert-capacity-factor, or remove it",
@@ -67,7 +67,7 @@ REMOVED = (
 
 # read by other programs
 OTHERS = (
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="belongs to serving; training does not read it",
@@ -125,14 +125,14 @@ OTHERS = (
             --use-legacy-static-engine! --use-same-sampling-seed-across-dp-ranks!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="belongs to writing text: use `megalith generate --mlp-chunks`, or `megalith chat "
         "--mlp-chunks`",
         flags="--mlp-chunks-for-prefill",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="belongs to tools/preprocess_data.py: use `megalith prepare`",
@@ -142,7 +142,7 @@ OTHERS = (
             --pad-length --partitions --split-sentences! --workers --workers-to-check
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="belongs to tools/checkpoint/convert.py: use `megalith convert`",
@@ -152,7 +152,7 @@ OTHERS = (
             --target-tensor-parallel-size
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="belongs to BERT or T5; pretrain_gpt.py does not read it",
@@ -163,7 +163,7 @@ OTHERS = (
             --vocab-extra-ids
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="belongs to dense retrieval; pretrain_gpt.py does not read it",
@@ -176,7 +176,7 @@ OTHERS = (
             --titles-data-path --use-one-sent-docs!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="belongs to RETRO; pretrain_gpt.py does not read it",
@@ -187,7 +187,7 @@ OTHERS = (
             --retro-project-dir --retro-return-doc-ids! --retro-workdir
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="belongs to vision models; pretrain_gpt.py does not read it",
@@ -201,7 +201,7 @@ OTHERS = (
             --vision-model-type --vision-pretraining! --vision-pretraining-type
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="belongs to multimodal models, which cannot be translated yet. Remove it",

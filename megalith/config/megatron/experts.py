@@ -3,7 +3,11 @@
 from megalith.config.megatron.draft import Draft
 from megalith.config.megatron.patterns import pattern_of
 
-LOSSES = {"aux_loss": "batch", "seq_aux_loss": "sequence", "global_aux_loss": "global_batch"}
+LOSSES = {
+    "aux_loss": "batch_coeff",
+    "seq_aux_loss": "sequence_coeff",
+    "global_aux_loss": "global_batch_coeff",
+}
 """Megatron's names of the losses that keep experts busy, and ours."""
 
 _TYPES, _WEIGHTS = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
@@ -38,7 +42,7 @@ def translate_experts(draft: Draft) -> None:
     draft.put(
         "--moe-token-dispatcher-type",
         "parallel.dispatcher",
-        "gather" if kind == "allgather" else "exchange",
+        "allgather" if kind == "allgather" else "alltoall",
         how,
     )
 
@@ -83,14 +87,14 @@ def _router(draft: Draft) -> None:
         draft.put(
             _TYPES, "model.moe.router.score", score, "sinkhorn's weights are scores of all experts"
         )
-        draft.put(_TYPES, "model.moe.router.renormalise", False)
+        draft.put(_TYPES, "model.moe.router.norm_topk_prob", False)
     else:
         ours = "sqrt_softplus" if score == "sqrtsoftplus" else score
         draft.put("--moe-router-score-function", "model.moe.router.score", ours)
         bare = score == "softmax" and bool(arguments.value("--moe-router-pre-softmax"))
         draft.put(
             "--moe-router-pre-softmax" if score == "softmax" else "--moe-router-score-function",
-            "model.moe.router.renormalise",
+            "model.moe.router.norm_topk_prob",
             not bare and not (score != "softmax" and chosen == 1),
         )
     if arguments.value("--moe-router-group-topk") is not None and score == "softmax":
@@ -103,17 +107,17 @@ def _router(draft: Draft) -> None:
     text = "" if dtype else "Megatron's router computes in the model's dtype; fp32 is safer"
     draft.put("--moe-router-dtype", "model.moe.router.dtype", dtype or "model", text)
     if arguments.value("--moe-router-enable-expert-bias"):
-        draft.put("--moe-router-enable-expert-bias", "model.moe.router.balancing_bias", True)
+        draft.put("--moe-router-enable-expert-bias", "model.moe.router.expert_bias", True)
         draft.copy("--moe-router-bias-update-rate")
     devices = "--moe-router-topk-limited-devices"
     if arguments.value(devices) is not None:
         draft.put(
             devices,
-            "model.moe.router.groups",
+            "model.moe.router.num_groups",
             draft.number("--expert-model-parallel-size"),
             "one per ep rank",
         )
-        draft.put(devices, "model.moe.router.top_groups", arguments.value(devices))
+        draft.put(devices, "model.moe.router.topk_groups", arguments.value(devices))
 
 
 def _balance(draft: Draft) -> None:
@@ -121,10 +125,10 @@ def _balance(draft: Draft) -> None:
     kinds = _words(draft.arguments.value(_TYPES)) or ["aux_loss"]
     weights = _words(draft.arguments.value(_WEIGHTS)) or ["0"]
     if kinds == ["sinkhorn"]:
-        draft.put(_TYPES, "model.moe.balance.sinkhorn", True)
+        draft.put(_TYPES, "model.moe.aux_loss.sinkhorn", True)
         return
     if kinds == ["quantile_balancing"]:
-        draft.put(_TYPES, "model.moe.balance.quantile", True)
+        draft.put(_TYPES, "model.moe.aux_loss.quantile", True)
         if draft.arguments.value("--moe-router-quantile-balancing-ema"):
             draft.copy("--moe-router-quantile-balancing-ema")
         return
@@ -147,7 +151,7 @@ def _balance(draft: Draft) -> None:
         except ValueError:
             draft.problems.append(f"{_WEIGHTS} {weight} must be a number. Use {_WEIGHTS} 0.01.")
             return
-        draft.put(_WEIGHTS, f"model.moe.balance.{LOSSES[kind]}", value, kind)
+        draft.put(_WEIGHTS, f"model.moe.aux_loss.{LOSSES[kind]}", value, kind)
     if not any(map(float, weights[: len(named)])):
         draft.say("already", _TYPES, "no loss keeps experts busy")
 
@@ -173,8 +177,8 @@ def _capacity(draft: Draft) -> None:
 def _switches(draft: Draft) -> None:
     """What stands alone, and the biases that Megatron gives to all its matrices."""
     for flag, setting in (
-        ("--moe-router-force-load-balancing", "model.moe.router.forced_balance"),
-        ("--moe-apply-probs-on-input", "model.moe.weigh_input"),
+        ("--moe-router-force-load-balancing", "model.moe.router.force_load_balancing"),
+        ("--moe-apply-probs-on-input", "model.moe.apply_router_weight_on_input"),
         ("--moe-shared-expert-gate", "model.moe.shared_gate"),
         ("--overlap-moe-expert-parallel-comm", "parallel.overlap_experts"),
         ("--moe-per-layer-logging", "observe.per_layer"),
@@ -192,7 +196,7 @@ def _switches(draft: Draft) -> None:
     skew = draft.arguments.value("--moe-router-force-biased")
     if isinstance(skew, int | float) and skew:
         text = "" if skew < 0 else "the same numbers in every step, as with a number below 0"
-        draft.put("--moe-router-force-biased", "model.moe.router.forced_bias", abs(skew), text)
+        draft.put("--moe-router-force-biased", "model.moe.router.force_biased", abs(skew), text)
     dense, shared = "model.mlp_bias", draft.arguments.value("--moe-shared-expert-intermediate-size")
     if (
         not draft.settings.get("model.moe.layers") and not shared

@@ -57,7 +57,7 @@ def ranks_of(draft: Draft, dp: int | None) -> int:
     """Ranks of the run: with Megatron's data-parallel ranks where they are known, else with as few
     as it can have."""
     tp, pp, cp = (draft.number(flag) for flag in ("--tensor-model-parallel-size", _PP, _CP))
-    replicas = draft.settings.get("parallel.replicas", 1)
+    replicas = draft.settings.get("parallel.dp_replicate", 1)
     return tp * pp * cp * (dp or max(1, replicas))
 
 
@@ -79,7 +79,10 @@ def translate_layout(draft: Draft) -> None:
         )
     if draft.arguments.value("--tp-comm-overlap") and tp > 1:
         draft.put(
-            "--tp-comm-overlap", "parallel.rings", True, "sums are taken in the order of the ring"
+            "--tp-comm-overlap",
+            "parallel.tp_comm_overlap",
+            True,
+            "sums are taken in the order of the ring",
         )
     if draft.arguments.value("--use-tp-pp-dp-mapping"):
         draft.put("--use-tp-pp-dp-mapping", "parallel.order", "tp-cp-ep-pp-dp")
@@ -195,12 +198,12 @@ def _context(draft: Draft) -> None:
         mixed = len(set(kinds)) > 1
         kind = (
             "a2a+ring" if "a2a+ring" in kinds else kinds[0]
-        )  # the one that needs groups of neighbours
+        )  # the one that needs groups of neighbors
         draft.put(_EXCHANGE, "parallel.context.kind", kind)
         if mixed:
             draft.put(_EXCHANGE, "parallel.context.layers", kinds)
     if "a2a+ring" in kinds:
-        _neighbours(draft)
+        _neighbors(draft)
     elif _LEVELS in given:
         draft.say("already", _LEVELS, f"is read with {_EXCHANGE} a2a+p2p only")
 
@@ -217,8 +220,8 @@ def _exchange_kinds(draft: Draft) -> list[str]:
     return [_KINDS[word] for word in words if word in _KINDS]
 
 
-def _neighbours(draft: Draft) -> None:
-    """How many neighbours exchange heads before a ring goes across them."""
+def _neighbors(draft: Draft) -> None:
+    """How many neighbors exchange heads before a ring goes across them."""
     words, cp = draft.arguments.value(_LEVELS) or [], draft.number(_CP)
     sizes = [int(word) for word in words if word.isdecimal()]
     if len(sizes) == len(words) == 2 and sizes[0] * sizes[1] == cp:

@@ -5,7 +5,7 @@ Defaults are those of the `megatron-core` releases 0.8 to 0.19; where releases d
 one's.
 """
 
-from megalith.config.megatron.table import Row
+from megalith.config.megatron.table import FlagRow
 
 LAYERS = (
     "model.layers.attention",
@@ -18,73 +18,73 @@ LAYERS = (
 """What a file of blocks decides."""
 
 MODEL = (
-    Row(
+    FlagRow(
         name="--num-layers",
         takes="int",
         fields=("model.num_layers",),
         aliases=("--encoder-num-layers",),
     ),
-    Row(name="--hidden-size", takes="int", fields=("model.hidden_size",)),
-    Row(name="--num-attention-heads", takes="int", fields=("model.num_heads",)),
-    Row(
+    FlagRow(name="--hidden-size", takes="int", fields=("model.hidden_size",)),
+    FlagRow(name="--num-attention-heads", takes="int", fields=("model.num_heads",)),
+    FlagRow(
         name="--group-query-attention",
         takes="nothing",
         fields=("model.num_kv_heads",),
         how="without it every query head has its own key/value head",
     ),
-    Row(
+    FlagRow(
         name="--num-query-groups",
         takes="int",
         fields=("model.num_kv_heads",),
         default=1,
         how="read together with --group-query-attention only",
     ),
-    Row(
+    FlagRow(
         name="--ffn-hidden-size",
         takes="int",
         fields=("model.ffn_hidden_size",),
         how="left out: 4 times the hidden size; with --swiglu 8/3 of it, rounded down to a "
         "multiple of 64",
     ),
-    Row(
+    FlagRow(
         name="--swiglu",
         takes="nothing",
         fields=("model.activation", "model.gated"),
         how="silu, with a gate",
     ),
-    Row(
+    FlagRow(
         name="--quick-geglu",
         takes="nothing",
         fields=("model.activation", "model.gated"),
         how="quick_gelu, with a gate",
     ),
-    Row(
+    FlagRow(
         name="--squared-relu",
         takes="nothing",
         fields=("model.activation", "model.gated"),
         how="squared_relu, without a gate",
     ),
-    Row(
+    FlagRow(
         name="--no-bias-gelu-fusion",
         takes="nothing",
         fields=("model.activation",),
         how="gelu, as without biases; left out: gelu_tanh, which Megatron's fused GELU is",
     ),
-    Row(
+    FlagRow(
         name="--activation-func-clamp-value",
         takes="float",
         fields=("model.activation_clamp",),
         how="read where there is a gate",
     ),
-    Row(
+    FlagRow(
         name="--glu-linear-offset",
         takes="float",
         fields=("model.up_offset",),
         default=0.0,
         how="read where there is a gate",
     ),
-    Row(name="--kv-channels", takes="int", fields=("model.head_dim",)),
-    Row(
+    FlagRow(name="--kv-channels", takes="int", fields=("model.head_dim",)),
+    FlagRow(
         name="--normalization",
         takes="choice",
         fields=("model.norm",),
@@ -92,15 +92,15 @@ MODEL = (
         choices=("LayerNorm", "RMSNorm"),
         how="LayerNorm: layer; RMSNorm: rms",
     ),
-    Row(name="--apply-layernorm-1p", takes="nothing", fields=("model.norm_zero_centred",)),
-    Row(
+    FlagRow(name="--apply-layernorm-1p", takes="nothing", fields=("model.zero_centered_gamma",)),
+    FlagRow(
         name="--qk-layernorm",
         takes="nothing",
         fields=("model.attention.qk_norm",),
         how="head; with latent attention its short vectors are normed, and without the flag "
         "model.mla.norms is false",
     ),
-    Row(
+    FlagRow(
         name="--attention-backend",
         takes="choice",
         fields=("kernels.attention",),
@@ -108,16 +108,16 @@ MODEL = (
         choices=("flash", "fused", "unfused", "local", "auto"),
         how="unfused and local: reference; the others leave it at auto",
     ),
-    Row(name="--no-rope-fusion", takes="nothing", fields=("kernels.rope",), how="torch"),
-    Row(
+    FlagRow(name="--no-rope-fusion", takes="nothing", fields=("kernels.rope",), how="torch"),
+    FlagRow(
         name="--no-bias-swiglu-fusion",
         takes="nothing",
         fields=("kernels.activation",),
         how="torch, with --swiglu",
     ),
-    Row(name="--qk-l2-norm", takes="nothing", fields=("model.attention.qk_norm",), how="l2"),
-    Row(name="--attention-output-gate", takes="nothing", fields=("model.attention.gated",)),
-    Row(
+    FlagRow(name="--qk-l2-norm", takes="nothing", fields=("model.attention.qk_norm",), how="l2"),
+    FlagRow(name="--attention-output-gate", takes="nothing", fields=("model.attention.gated",)),
+    FlagRow(
         name="--softmax-type",
         takes="choice",
         fields=("model.attention.sinks", "model.attention.off_by_one"),
@@ -125,31 +125,31 @@ MODEL = (
         choices=("vanilla", "learnable", "off-by-one"),
         how="learnable: sinks; off-by-one: off_by_one",
     ),
-    Row(
+    FlagRow(
         name="--window-size",
         takes="text",
         fields=("model.attention.window",),
         how="the first number and one more, because the token itself counts here",
     ),
-    Row(
+    FlagRow(
         name="--window-attn-skip-freq",
         takes="text",
         fields=("model.attention.window_layers",),
         how="a pattern that repeats; a number counts to the layer without a window",
     ),
-    Row(
+    FlagRow(
         name="--multi-latent-attention",
         takes="nothing",
         fields=("model.rope.interleaved", "model.mla.norm_eps", "model.mla.norms"),
         how="with the sizes below; its vectors are normed by --norm-epsilon, its positions turn "
-        "neighbours",
+        "neighbors",
     ),
-    Row(name="--kv-lora-rank", takes="int", fields=("model.mla.kv_rank",), default=32),
-    Row(name="--q-lora-rank", takes="int", fields=("model.mla.q_rank",)),
-    Row(name="--qk-head-dim", takes="int", fields=("model.mla.nope_dim",), default=128),
-    Row(name="--qk-pos-emb-head-dim", takes="int", fields=("model.mla.rope_dim",), default=64),
-    Row(name="--v-head-dim", takes="int", fields=("model.mla.value_dim",), default=128),
-    Row(
+    FlagRow(name="--kv-lora-rank", takes="int", fields=("model.mla.kv_rank",), default=32),
+    FlagRow(name="--q-lora-rank", takes="int", fields=("model.mla.q_rank",)),
+    FlagRow(name="--qk-head-dim", takes="int", fields=("model.mla.nope_dim",), default=128),
+    FlagRow(name="--qk-pos-emb-head-dim", takes="int", fields=("model.mla.rope_dim",), default=64),
+    FlagRow(name="--v-head-dim", takes="int", fields=("model.mla.value_dim",), default=128),
+    FlagRow(
         name="--rope-type",
         takes="choice",
         fields=("model.rope.scaling", "model.rope.original_max_position"),
@@ -157,21 +157,21 @@ MODEL = (
         choices=("rope", "yarn"),
         how="of latent attention; yarn: from 4096 tokens, where --rotary-scaling-factor is above 1",
     ),
-    Row(
+    FlagRow(
         name="--rotary-scaling-factor",
         takes="float",
         fields=("model.rope.factor",),
         default=1.0,
         how="with yarn",
     ),
-    Row(
+    FlagRow(
         name="--mscale",
         takes="float",
         fields=("model.rope.attention_factor",),
         default=1.0,
         how="with yarn; the ratio of what it gives and what --mscale-all-dim gives",
     ),
-    Row(
+    FlagRow(
         name="--mscale-all-dim",
         takes="float",
         fields=("model.rope.attention_factor", "model.mla.yarn_mscale"),
@@ -179,64 +179,64 @@ MODEL = (
         how="the latter in latent attention only, and unset where it is 0; model.attention.scale "
         "with --rope-type rope",
     ),
-    Row(
+    FlagRow(
         name="--yarn-original-max-position-embeddings",
         takes="int",
         fields=("model.rope.original_max_position",),
         default=4096,
         how="read with --position-embedding-type yarn only, as the three below",
     ),
-    Row(name="--yarn-beta-fast", takes="float", fields=("model.rope.beta_fast",), default=32.0),
-    Row(name="--yarn-beta-slow", takes="float", fields=("model.rope.beta_slow",), default=1.0),
-    Row(
+    FlagRow(name="--yarn-beta-fast", takes="float", fields=("model.rope.beta_fast",), default=32.0),
+    FlagRow(name="--yarn-beta-slow", takes="float", fields=("model.rope.beta_slow",), default=1.0),
+    FlagRow(
         name="--no-yarn-correction-range-round-to-int",
         takes="nothing",
         fields=("model.rope.whole_pairs",),
         how="false",
     ),
-    Row(
+    FlagRow(
         name="--mrope-section",
         takes="words",
         fields=("model.rope.sections",),
         how="read with --position-embedding-type mrope only",
     ),
-    Row(name="--mtp-num-layers", takes="int", fields=("model.mtp.depths",)),
-    Row(
+    FlagRow(name="--mtp-num-layers", takes="int", fields=("model.mtp.num_layers",)),
+    FlagRow(
         name="--mtp-loss-scaling-factor",
         takes="float",
         fields=("model.mtp.loss_weight",),
         default=0.1,
         how="read with --mtp-num-layers only",
     ),
-    Row(
+    FlagRow(
         name="--mtp-standalone",
         takes="nothing",
         fields=("parallel.pipeline.layout",),
         how="the layout decides, as in Megatron: a stage with m and nothing else",
     ),
-    Row(
+    FlagRow(
         name="--attention-dropout", takes="float", fields=("model.dropout.attention",), default=0.1
     ),
-    Row(
+    FlagRow(
         name="--hidden-dropout",
         takes="float",
         fields=("model.dropout.embedding", "model.dropout.residual"),
         default=0.1,
     ),
-    Row(
+    FlagRow(
         name="--max-position-embeddings",
         takes="int",
         fields=("model.max_seq_len",),
         how="how far the model is meant to read; learned positions have a table of so many rows",
     ),
-    Row(
+    FlagRow(
         name="--norm-epsilon",
         takes="float",
         fields=("model.norm_eps",),
         default=1e-5,
         aliases=("--layernorm-epsilon",),
     ),
-    Row(
+    FlagRow(
         name="--position-embedding-type",
         takes="choice",
         fields=("model.positions", "model.rope.scaling"),
@@ -246,49 +246,53 @@ MODEL = (
         "relative is refused, "
         "because Megatron's GPT then has no positions",
     ),
-    Row(
+    FlagRow(
         name="--use-rotary-position-embeddings",
         takes="nothing",
         fields=("model.positions",),
         how="the old spelling of --position-embedding-type rope",
     ),
-    Row(name="--rotary-base", takes="float", fields=("model.rope.theta",), default=10_000.0),
-    Row(name="--rotary-percent", takes="float", fields=("model.rope.fraction",), default=1.0),
-    Row(name="--rotary-interleaved", takes="nothing", fields=("model.rope.interleaved",)),
-    Row(
+    FlagRow(name="--rotary-base", takes="float", fields=("model.rope.theta",), default=10_000.0),
+    FlagRow(name="--rotary-percent", takes="float", fields=("model.rope.fraction",), default=1.0),
+    FlagRow(name="--rotary-interleaved", takes="nothing", fields=("model.rope.interleaved",)),
+    FlagRow(
         name="--rotary-seq-len-interpolation-factor",
         takes="float",
         fields=("model.rope.scaling", "model.rope.factor"),
         how="linear, by this factor",
     ),
-    Row(
+    FlagRow(
         name="--no-rope-freq",
         takes="text",
         fields=("model.rope.skip",),
         how="a pattern that repeats; a number counts to the layer without positions",
     ),
-    Row(name="--use-rope-scaling", takes="nothing", fields=("model.rope.scaling",), how="llama3"),
-    Row(name="--rope-scaling-factor", takes="float", fields=("model.rope.factor",), default=8.0),
-    Row(
+    FlagRow(
+        name="--use-rope-scaling", takes="nothing", fields=("model.rope.scaling",), how="llama3"
+    ),
+    FlagRow(
+        name="--rope-scaling-factor", takes="float", fields=("model.rope.factor",), default=8.0
+    ),
+    FlagRow(
         name="--untie-embeddings-and-output-weights",
         takes="nothing",
         fields=("model.tied_embeddings",),
         how="false; left out: true",
     ),
-    Row(
+    FlagRow(
         name="--heterogeneous-layers-config-path",
         takes="text",
         fields=LAYERS,
         how="its block_configs; whatever else it says must agree with the other arguments",
     ),
-    Row(
+    FlagRow(
         name="--heterogeneous-layers-config-encoded-json",
         takes="text",
         fields=LAYERS,
         how="the same as text, which goes before a file; Megatron's layers are equal unless a file "
         "is named, too",
     ),
-    Row(
+    FlagRow(
         name="--disable-bias-linear",
         takes="nothing",
         fields=(
@@ -300,86 +304,88 @@ MODEL = (
         ),
         how="false; left out: true, all of them",
     ),
-    Row(name="--add-qkv-bias", takes="nothing", fields=("model.qkv_bias",), how="true"),
-    Row(name="--init-method-std", takes="float", fields=("model.init_std",), default=0.02),
-    Row(
+    FlagRow(name="--add-qkv-bias", takes="nothing", fields=("model.qkv_bias",), how="true"),
+    FlagRow(name="--init-method-std", takes="float", fields=("model.init_std",), default=0.02),
+    FlagRow(
         name="--fp32-residual-connection",
         takes="nothing",
         fields=("model.fp32_residual",),
         how="true",
     ),
-    Row(
+    FlagRow(
         name="--embedding-init-method-std",
         takes="float",
         fields=("model.embedding_init_std",),
         how="these tables then do not decay; Megatron's help says so, too, its source of August "
         "2026 lets them decay",
     ),
-    Row(
+    FlagRow(
         name="--init-method-xavier-uniform",
         takes="nothing",
         fields=("model.init",),
         how="xavier_uniform",
     ),
-    Row(
+    FlagRow(
         name="--use-mup",
         takes="nothing",
         fields=("model.mup.base_hidden_size",),
         how="with the six below",
     ),
-    Row(name="--mup-base-hidden-size", takes="int", fields=("model.mup.base_hidden_size",)),
-    Row(
+    FlagRow(name="--mup-base-hidden-size", takes="int", fields=("model.mup.base_hidden_size",)),
+    FlagRow(
         name="--mup-width-mult",
         takes="float",
         fields=("model.mup.base_hidden_size",),
         default=1.0,
         how="the hidden size divided by it, without --mup-base-hidden-size",
     ),
-    Row(name="--mup-base-head-dim", takes="int", fields=("model.mup.base_head_dim",)),
-    Row(
+    FlagRow(name="--mup-base-head-dim", takes="int", fields=("model.mup.base_head_dim",)),
+    FlagRow(
         name="--mup-attn-scale-power",
         takes="float",
         fields=("model.mup.attention_scale_power",),
         default=1.0,
     ),
-    Row(name="--mup-embedding-mult", takes="float", fields=("model.embedding_scale",), default=1.0),
-    Row(
+    FlagRow(
+        name="--mup-embedding-mult", takes="float", fields=("model.embedding_scale",), default=1.0
+    ),
+    FlagRow(
         name="--mup-output-mult",
         takes="float",
         fields=("model.logit_scale",),
         default=1.0,
         how="times the width, by which muP divides here; 1 is 1 / width in Megatron, too",
     ),
-    Row(
+    FlagRow(
         name="--make-vocab-size-divisible-by",
         takes="int",
-        fields=("model.vocab_multiple",),
+        fields=("model.pad_vocab_to_multiple_of",),
         default=128,
         how="times --tensor-model-parallel-size, as Megatron pads",
     ),
-    Row(
+    FlagRow(
         name="--no-pad-vocab-size",
         takes="nothing",
-        fields=("model.vocab_multiple",),
+        fields=("model.pad_vocab_to_multiple_of",),
         aliases=("--disable-pad-vocab-size",),
         how="1",
     ),
-    Row(
+    FlagRow(
         name="--padded-vocab-size",
         takes="int",
-        fields=("model.vocab_multiple",),
+        fields=("model.pad_vocab_to_multiple_of",),
         how="this many rows, so that the table has exactly them",
     ),
 )
 
 TOKENS = (
-    Row(
+    FlagRow(
         name="--vocab-size",
         takes="int",
         fields=("model.vocab_size", "tokenizer.vocab_size"),
         how="left out: read from the tokenizer's files",
     ),
-    Row(
+    FlagRow(
         name="--tokenizer-type",
         takes="choice",
         fields=("tokenizer.kind",),
@@ -405,40 +411,42 @@ TOKENS = (
         "GPTSentencePieceTokenizer, Llama2Tokenizer: sentencepiece; TikTokenizer: tiktoken; "
         "NullTokenizer: null",
     ),
-    Row(
+    FlagRow(
         name="--tiktoken-pattern",
         takes="choice",
         fields=("tokenizer.pattern",),
         default="v2",
         choices=("v1", "v2"),
     ),
-    Row(
+    FlagRow(
         name="--tiktoken-num-special-tokens",
         takes="int",
         fields=("tokenizer.num_special_tokens",),
         default=1000,
     ),
-    Row(name="--tiktoken-special-tokens", takes="words", fields=("tokenizer.special_tokens",)),
-    Row(name="--tokenizer-model", takes="text", fields=("tokenizer.path",)),
-    Row(name="--vocab-file", takes="text", fields=("tokenizer.path",), how="of GPT2BPETokenizer"),
-    Row(
+    FlagRow(name="--tiktoken-special-tokens", takes="words", fields=("tokenizer.special_tokens",)),
+    FlagRow(name="--tokenizer-model", takes="text", fields=("tokenizer.path",)),
+    FlagRow(
+        name="--vocab-file", takes="text", fields=("tokenizer.path",), how="of GPT2BPETokenizer"
+    ),
+    FlagRow(
         name="--merge-file",
         takes="text",
         fields=("tokenizer.path",),
         how="must lie beside the vocabulary",
     ),
-    Row(
+    FlagRow(
         name="--tokenizer-hf-no-include-special-tokens",
         takes="nothing",
         fields=("tokenizer.add_special_tokens",),
         how="false",
     ),
-    Row(name="--data-path", takes="words", fields=("data.path",)),
-    Row(name="--train-data-path", takes="words", fields=("data.train_path",)),
-    Row(name="--valid-data-path", takes="words", fields=("data.valid_path",)),
-    Row(name="--test-data-path", takes="words", fields=("data.test_path",)),
-    Row(name="--mock-data", takes="nothing", fields=("data.mock",)),
-    Row(
+    FlagRow(name="--data-path", takes="words", fields=("data.path",)),
+    FlagRow(name="--train-data-path", takes="words", fields=("data.train_path",)),
+    FlagRow(name="--valid-data-path", takes="words", fields=("data.valid_path",)),
+    FlagRow(name="--test-data-path", takes="words", fields=("data.test_path",)),
+    FlagRow(name="--mock-data", takes="nothing", fields=("data.mock",)),
+    FlagRow(
         name="--sft",
         takes="nothing",
         fields=(
@@ -452,57 +460,61 @@ TOKENS = (
         how="the data paths are files of conversations; rows as Megatron fills them: row, none, "
         "truncate",
     ),
-    Row(
+    FlagRow(
         name="--sft-tokenizer-prompt-format",
         takes="text",
         fields=("data.sft.template", "data.sft.loss_on"),
         default="nemotron-h-aligned",
         how="nemotron-h-aligned, nemotron-nano-v2; identity, with an end token; default: the "
         "tokenizer's own template, "
-        "and all is learnt; others need a Jinja file",
+        "and all is learned; others need a Jinja file",
     ),
-    Row(
+    FlagRow(
         name="--sequence-packing-scheduler",
         takes="text",
         fields=("train.tokens_per_microbatch",),
         how="dp_balanced, with --sft: conversations are packed step by step, and ranks get work "
         "that costs alike",
     ),
-    Row(
+    FlagRow(
         name="--max-seqlen-per-dp-cp-rank",
         takes="int",
         fields=("train.tokens_per_microbatch",),
         how="with --sequence-packing-scheduler dp_balanced",
     ),
-    Row(
+    FlagRow(
         name="--split",
         takes="text",
         fields=("data.split",),
         how="left out: 969,30,1, as in Megatron",
     ),
-    Row(name="--data-cache-path", takes="text", fields=("data.cache_path",)),
-    Row(name="--no-mmap-bin-files", takes="nothing", fields=("data.mmap",), how="false"),
-    Row(
+    FlagRow(name="--data-cache-path", takes="text", fields=("data.cache_path",)),
+    FlagRow(name="--no-mmap-bin-files", takes="nothing", fields=("data.mmap",), how="false"),
+    FlagRow(
         name="--mid-level-dataset-surplus",
         takes="float",
         fields=("data.mid_level_dataset_surplus",),
         default=0.005,
     ),
-    Row(name="--eod-mask-loss", takes="nothing", fields=("data.eod_mask_loss",)),
-    Row(
+    FlagRow(name="--eod-mask-loss", takes="nothing", fields=("data.eod_mask_loss",)),
+    FlagRow(
         name="--reset-attention-mask",
         takes="nothing",
-        fields=("data.documents",),
+        fields=("data.document_masking",),
         how="documents end at end-of-document tokens; positions start again there, too",
     ),
-    Row(
+    FlagRow(
         name="--reset-position-ids",
         takes="nothing",
-        fields=("data.documents",),
+        fields=("data.document_masking",),
         how="together with --reset-attention-mask",
     ),
-    Row(name="--dataloader-inter-document-masking", takes="nothing", fields=("data.documents",)),
-    Row(
+    FlagRow(
+        name="--dataloader-inter-document-masking",
+        takes="nothing",
+        fields=("data.document_masking",),
+    ),
+    FlagRow(
         name="--dataloader-type",
         takes="choice",
         fields=("data.sampler",),
@@ -510,7 +522,7 @@ TOKENS = (
         choices=("single", "cyclic", "external"),
         how="single: sequential; cyclic: cyclic_per_rank",
     ),
-    Row(
+    FlagRow(
         name="--no-data-sharding",
         takes="nothing",
         fields=("data.sampler",),
@@ -519,70 +531,74 @@ TOKENS = (
 )
 
 STEPS = (
-    Row(
+    FlagRow(
         name="--seq-length",
         takes="int",
         fields=("train.seq_len",),
         aliases=("--encoder-seq-length",),
     ),
-    Row(name="--micro-batch-size", takes="int", fields=("train.micro_batch_size",)),
-    Row(
+    FlagRow(name="--micro-batch-size", takes="int", fields=("train.micro_batch_size",)),
+    FlagRow(
         name="--global-batch-size",
         takes="int",
         fields=("train.global_batch_size",),
         how="left out: --micro-batch-size times the data-parallel ranks of the job",
     ),
-    Row(name="--train-iters", takes="int", fields=("train.steps",)),
-    Row(
+    FlagRow(name="--train-iters", takes="int", fields=("train.steps",)),
+    FlagRow(
         name="--train-samples",
         takes="int",
         fields=("train.steps", "data.num_train_samples"),
         how="divided by the global batch, rounded down; the order of samples is built for all of "
         "them",
     ),
-    Row(
+    FlagRow(
         name="--eval-interval",
         takes="int",
         fields=("train.eval_every",),
         how="left out or 0: after the last step only (Megatron before 0.19 assumed 1000)",
     ),
-    Row(name="--eval-iters", takes="int", fields=("train.eval_steps",), default=100),
-    Row(name="--log-interval", takes="int", fields=("train.log_every",), default=100),
-    Row(name="--exit-duration-in-mins", takes="float", fields=("train.max_minutes",)),
-    Row(name="--seed", takes="int", fields=("seed",), default=1234),
-    Row(name="--bf16", takes="nothing", fields=("precision.params",), how="bf16; left out: fp32"),
-    Row(
+    FlagRow(name="--eval-iters", takes="int", fields=("train.eval_steps",), default=100),
+    FlagRow(name="--log-interval", takes="int", fields=("train.log_every",), default=100),
+    FlagRow(name="--exit-duration-in-mins", takes="float", fields=("train.max_minutes",)),
+    FlagRow(name="--seed", takes="int", fields=("seed",), default=1234),
+    FlagRow(
+        name="--bf16", takes="nothing", fields=("precision.params",), how="bf16; left out: fp32"
+    ),
+    FlagRow(
         name="--fp16",
         takes="nothing",
         fields=("precision.params", "optim.nonfinite_grad"),
         how="fp16; a step whose gradients overflow is left out",
     ),
-    Row(
+    FlagRow(
         name="--initial-loss-scale",
         takes="float",
         fields=("precision.loss_scale.initial",),
         default=2.0**32,
         how="the loss scale is read with --fp16 only",
     ),
-    Row(
+    FlagRow(
         name="--min-loss-scale",
         takes="float",
         fields=("precision.loss_scale.min",),
         default=1.0,
         aliases=("--min-scale",),
     ),
-    Row(
+    FlagRow(
         name="--loss-scale-window",
         takes="int",
         fields=("precision.loss_scale.window",),
         default=1000,
     ),
-    Row(name="--hysteresis", takes="int", fields=("precision.loss_scale.hysteresis",), default=2),
-    Row(name="--loss-scale", takes="float", fields=("precision.loss_scale.constant",)),
+    FlagRow(
+        name="--hysteresis", takes="int", fields=("precision.loss_scale.hysteresis",), default=2
+    ),
+    FlagRow(name="--loss-scale", takes="float", fields=("precision.loss_scale.constant",)),
 )
 
 OPTIMIZER = (
-    Row(
+    FlagRow(
         name="--optimizer",
         takes="choice",
         fields=("optim.kind",),
@@ -590,16 +606,16 @@ OPTIMIZER = (
         choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
         how="adam: adamw; sgd: sgd",
     ),
-    Row(
+    FlagRow(
         name="--sgd-momentum",
         takes="float",
         fields=("optim.momentum",),
         default=0.9,
         how="with --optimizer sgd",
     ),
-    Row(name="--lr", takes="float", fields=("schedule.lr",)),
-    Row(name="--min-lr", takes="float", fields=("schedule.min_lr",), default=0.0),
-    Row(
+    FlagRow(name="--lr", takes="float", fields=("schedule.lr",)),
+    FlagRow(name="--min-lr", takes="float", fields=("schedule.min_lr",), default=0.0),
+    FlagRow(
         name="--lr-decay-style",
         takes="choice",
         fields=("schedule.style",),
@@ -607,122 +623,122 @@ OPTIMIZER = (
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
         how="inverse-square-root: inverse_square_root; WSD: wsd",
     ),
-    Row(name="--lr-decay-iters", takes="int", fields=("schedule.decay_steps",)),
-    Row(
+    FlagRow(name="--lr-decay-iters", takes="int", fields=("schedule.decay_steps",)),
+    FlagRow(
         name="--lr-decay-samples",
         takes="int",
         fields=("schedule.decay_steps",),
         how="divided by the global batch",
     ),
-    Row(name="--lr-warmup-iters", takes="int", fields=("schedule.warmup_steps",), default=0),
-    Row(
+    FlagRow(name="--lr-warmup-iters", takes="int", fields=("schedule.warmup_steps",), default=0),
+    FlagRow(
         name="--lr-warmup-samples",
         takes="int",
         fields=("schedule.warmup_steps",),
         how="divided by the global batch",
     ),
-    Row(
+    FlagRow(
         name="--lr-warmup-fraction",
         takes="float",
         fields=("schedule.warmup_steps",),
         how="of the length of the decay",
     ),
-    Row(name="--lr-warmup-init", takes="float", fields=("schedule.warmup_init",), default=0.0),
-    Row(name="--lr-wsd-decay-iters", takes="int", fields=("schedule.wsd_decay_steps",)),
-    Row(
+    FlagRow(name="--lr-warmup-init", takes="float", fields=("schedule.warmup_init",), default=0.0),
+    FlagRow(name="--lr-wsd-decay-iters", takes="int", fields=("schedule.wsd_decay_steps",)),
+    FlagRow(
         name="--lr-wsd-decay-samples",
         takes="int",
         fields=("schedule.wsd_decay_steps",),
         how="divided by the global batch",
     ),
-    Row(
+    FlagRow(
         name="--lr-wsd-decay-style",
         takes="choice",
         fields=("schedule.wsd_decay_style",),
         default="exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     ),
-    Row(name="--weight-decay", takes="float", fields=("schedule.weight_decay",), default=0.01),
-    Row(
+    FlagRow(name="--weight-decay", takes="float", fields=("schedule.weight_decay",), default=0.01),
+    FlagRow(
         name="--weight-decay-incr-style",
         takes="choice",
         fields=("schedule.weight_decay_style",),
         default="constant",
         choices=("constant", "linear", "cosine"),
     ),
-    Row(name="--start-weight-decay", takes="float", fields=("schedule.weight_decay",)),
-    Row(name="--end-weight-decay", takes="float", fields=("schedule.end_weight_decay",)),
-    Row(name="--adam-beta1", takes="float", fields=("optim.beta1",), default=0.9),
-    Row(name="--adam-beta2", takes="float", fields=("optim.beta2",), default=0.999),
-    Row(name="--adam-eps", takes="float", fields=("optim.eps",), default=1e-8),
-    Row(
+    FlagRow(name="--start-weight-decay", takes="float", fields=("schedule.weight_decay",)),
+    FlagRow(name="--end-weight-decay", takes="float", fields=("schedule.end_weight_decay",)),
+    FlagRow(name="--adam-beta1", takes="float", fields=("optim.beta1",), default=0.9),
+    FlagRow(name="--adam-beta2", takes="float", fields=("optim.beta2",), default=0.999),
+    FlagRow(name="--adam-eps", takes="float", fields=("optim.eps",), default=1e-8),
+    FlagRow(
         name="--no-decoupled-weight-decay",
         takes="nothing",
         fields=("optim.decoupled_weight_decay",),
         how="false",
     ),
-    Row(
+    FlagRow(
         name="--decoupled-lr",
         takes="float",
         fields=("optim.groups",),
         how="a group of embed.weight and head.weight; logged as lr_embedding_and_output",
     ),
-    Row(
+    FlagRow(
         name="--decoupled-min-lr",
         takes="float",
         fields=("optim.groups",),
         how="of that group; left out: --min-lr",
     ),
-    Row(
+    FlagRow(
         name="--apply-wd-to-qk-layernorm",
         takes="nothing",
         fields=("optim.decayed_vectors",),
         how="the norms of queries and keys",
     ),
-    Row(
+    FlagRow(
         name="--no-weight-decay-cond-type",
         takes="choice",
         fields=("optim.decayed_vectors",),
         choices=("apply_wd_to_qk_layernorm",),
         how="as --apply-wd-to-qk-layernorm",
     ),
-    Row(
+    FlagRow(
         name="--dump-param-to-param-group-map",
         takes="place",
         fields=("observe.parameters",),
         how="true: parameters.jsonl in the folder of the run",
     ),
-    Row(name="--clip-grad", takes="float", fields=("optim.clip_grad",), default=1.0),
-    Row(
+    FlagRow(name="--clip-grad", takes="float", fields=("optim.clip_grad",), default=1.0),
+    FlagRow(
         name="--no-check-for-nan-in-loss-and-grad",
         takes="nothing",
         fields=("optim.nonfinite_grad",),
         how="skip; left out: raise, or with --fp16 skip",
     ),
-    Row(name="--log-num-zeros-in-grad", takes="nothing", fields=("optim.count_zeros",)),
+    FlagRow(name="--log-num-zeros-in-grad", takes="nothing", fields=("optim.count_zeros",)),
 )
 
 LAYOUT = (
-    Row(name="--tensor-model-parallel-size", takes="int", fields=("parallel.tp",), default=1),
-    Row(
+    FlagRow(name="--tensor-model-parallel-size", takes="int", fields=("parallel.tp",), default=1),
+    FlagRow(
         name="--sequence-parallel",
         takes="nothing",
         fields=("parallel.sp",),
         how="false when tp is 1, as in Megatron",
     ),
-    Row(
+    FlagRow(
         name="--tp-comm-overlap",
         takes="nothing",
-        fields=("parallel.rings",),
+        fields=("parallel.tp_comm_overlap",),
         how="true, with sequence parallelism",
     ),
-    Row(
+    FlagRow(
         name="--use-tp-pp-dp-mapping",
         takes="nothing",
         fields=("parallel.order",),
         how="tp-cp-ep-pp-dp",
     ),
-    Row(
+    FlagRow(
         name="--distributed-timeout-minutes",
         takes="float",
         fields=("parallel.timeout_seconds",),
@@ -733,47 +749,47 @@ LAYOUT = (
 )
 
 PIPELINE = (
-    Row(name="--pipeline-model-parallel-size", takes="int", fields=("parallel.pp",), default=1),
-    Row(
+    FlagRow(name="--pipeline-model-parallel-size", takes="int", fields=("parallel.pp",), default=1),
+    FlagRow(
         name="--num-virtual-stages-per-pipeline-rank",
         takes="int",
         fields=("parallel.pipeline.vpp",),
         how="more than 1: the schedule is interleaved",
     ),
-    Row(
+    FlagRow(
         name="--num-layers-per-virtual-pipeline-stage",
         takes="int",
         fields=("parallel.pipeline.vpp",),
         how="layers of a rank divided by it",
     ),
-    Row(
+    FlagRow(
         name="--microbatch-group-size-per-virtual-pipeline-stage",
         takes="int",
         fields=("parallel.pipeline.group",),
         how="with a virtual pipeline; left out: parallel.pp",
     ),
-    Row(
+    FlagRow(
         name="--pipeline-model-parallel-layout",
         takes="text",
         fields=("parallel.pipeline.layout", "parallel.pipeline.vpp"),
         how="the same string, m included; vpp is the number of its stages divided by pp",
     ),
-    Row(
+    FlagRow(
         name="--decoder-first-pipeline-num-layers",
         takes="int",
         fields=("parallel.pipeline.first_layers",),
     ),
-    Row(
+    FlagRow(
         name="--decoder-last-pipeline-num-layers",
         takes="int",
         fields=("parallel.pipeline.last_layers",),
     ),
-    Row(
+    FlagRow(
         name="--account-for-embedding-in-pipeline-split",
         takes="nothing",
         fields=("parallel.pipeline.count_embedding",),
     ),
-    Row(
+    FlagRow(
         name="--account-for-loss-in-pipeline-split",
         takes="nothing",
         fields=("parallel.pipeline.count_loss",),
@@ -781,15 +797,15 @@ PIPELINE = (
 )
 
 CONTEXT = (
-    Row(name="--context-parallel-size", takes="int", fields=("parallel.cp",), default=1),
-    Row(
+    FlagRow(name="--context-parallel-size", takes="int", fields=("parallel.cp",), default=1),
+    FlagRow(
         name="--cp-comm-type",
         takes="words",
         fields=("parallel.context.kind", "parallel.context.layers"),
         how="p2p: ring; all_gather: gather; a2a: a2a; a2a+p2p: a2a+ring; one word, or one for each "
         "layer",
     ),
-    Row(
+    FlagRow(
         name="--hierarchical-context-parallel-sizes",
         takes="words",
         fields=("parallel.context.a2a",),
@@ -798,123 +814,127 @@ CONTEXT = (
 )
 
 EXPERTS = (
-    Row(
+    FlagRow(
         name="--num-experts",
         takes="int",
-        fields=("model.moe.experts",),
+        fields=("model.moe.num_experts",),
         how="left out or 0: no experts",
     ),
-    Row(
+    FlagRow(
         name="--moe-ffn-hidden-size",
         takes="int",
         fields=("model.moe.ffn_hidden_size",),
         how="left out: as an MLP",
     ),
-    Row(
+    FlagRow(
         name="--moe-layer-freq",
         takes="text",
         fields=("model.moe.layers",),
         how="a pattern that repeats; a number counts to the next layer with experts, from the "
         "first on",
     ),
-    Row(name="--moe-router-topk", takes="int", fields=("model.moe.top_k",), default=2),
-    Row(
+    FlagRow(name="--moe-router-topk", takes="int", fields=("model.moe.top_k",), default=2),
+    FlagRow(
         name="--moe-router-score-function",
         takes="choice",
         fields=("model.moe.router.score",),
         default="softmax",
         choices=("softmax", "sigmoid", "sqrtsoftplus"),
         how="sqrtsoftplus: sqrt_softplus; with one expert per token, these and sigmoid are not "
-        "renormalised",
+        "renormalized",
     ),
-    Row(
+    FlagRow(
         name="--moe-router-pre-softmax",
         takes="nothing",
-        fields=("model.moe.router.renormalise",),
-        how="false; left out: a softmax over the chosen is one over all, renormalised",
+        fields=("model.moe.router.norm_topk_prob",),
+        how="false; left out: a softmax over the chosen is one over all, renormalized",
     ),
-    Row(name="--moe-router-topk-scaling-factor", takes="float", fields=("model.moe.router.scale",)),
-    Row(name="--moe-router-num-groups", takes="int", fields=("model.moe.router.groups",)),
-    Row(name="--moe-router-group-topk", takes="int", fields=("model.moe.router.top_groups",)),
-    Row(
+    FlagRow(
+        name="--moe-router-topk-scaling-factor",
+        takes="float",
+        fields=("model.moe.router.routed_scaling_factor",),
+    ),
+    FlagRow(name="--moe-router-num-groups", takes="int", fields=("model.moe.router.num_groups",)),
+    FlagRow(name="--moe-router-group-topk", takes="int", fields=("model.moe.router.topk_groups",)),
+    FlagRow(
         name="--moe-router-topk-limited-devices",
         takes="int",
-        fields=("model.moe.router.groups", "model.moe.router.top_groups"),
+        fields=("model.moe.router.num_groups", "model.moe.router.topk_groups"),
         how="a group for each ep rank",
     ),
-    Row(
+    FlagRow(
         name="--moe-router-dtype",
         takes="choice",
         fields=("model.moe.router.dtype",),
         choices=("fp32", "fp64"),
         how="left out: model",
     ),
-    Row(
+    FlagRow(
         name="--moe-router-enable-expert-bias",
         takes="nothing",
-        fields=("model.moe.router.balancing_bias",),
+        fields=("model.moe.router.expert_bias",),
     ),
-    Row(
+    FlagRow(
         name="--moe-router-bias-update-rate",
         takes="float",
-        fields=("model.moe.router.balancing_rate",),
+        fields=("model.moe.router.expert_bias_update_rate",),
         default=1e-3,
         how="read with --moe-router-enable-expert-bias only",
     ),
-    Row(
+    FlagRow(
         name="--moe-router-load-balancing-type",
         takes="words",
         fields=(
-            "model.moe.balance.batch",
-            "model.moe.balance.sequence",
-            "model.moe.balance.global_batch",
-            "model.moe.balance.sinkhorn",
-            "model.moe.balance.quantile",
+            "model.moe.aux_loss.batch_coeff",
+            "model.moe.aux_loss.sequence_coeff",
+            "model.moe.aux_loss.global_batch_coeff",
+            "model.moe.aux_loss.sinkhorn",
+            "model.moe.aux_loss.quantile",
             "model.moe.router.score",
-            "model.moe.router.renormalise",
+            "model.moe.router.norm_topk_prob",
         ),
         how="aux_loss: batch; seq_aux_loss: sequence; global_aux_loss: global_batch; "
         "quantile_balancing: quantile; "
         "left out: aux_loss; sinkhorn weighs by softmax over all experts, and one expert per token "
         "by sigmoid",
     ),
-    Row(
+    FlagRow(
         name="--moe-router-quantile-balancing-ema",
         takes="float",
-        fields=("model.moe.balance.quantile_ema",),
+        fields=("model.moe.aux_loss.quantile_ema",),
         default=0.0,
         how="read with --moe-router-load-balancing-type quantile_balancing only",
     ),
-    Row(
+    FlagRow(
         name="--moe-aux-loss-coeff",
         takes="words",
         fields=(
-            "model.moe.balance.batch",
-            "model.moe.balance.sequence",
-            "model.moe.balance.global_batch",
+            "model.moe.aux_loss.batch_coeff",
+            "model.moe.aux_loss.sequence_coeff",
+            "model.moe.aux_loss.global_batch_coeff",
         ),
         how="a weight for each loss; left out: 0",
     ),
-    Row(name="--moe-z-loss-coeff", takes="float", fields=("model.moe.balance.z",)),
-    Row(name="--moe-input-jitter-eps", takes="float", fields=("model.moe.router.jitter",)),
-    Row(
+    FlagRow(name="--moe-z-loss-coeff", takes="float", fields=("model.moe.aux_loss.z_loss_coeff",)),
+    FlagRow(name="--moe-input-jitter-eps", takes="float", fields=("model.moe.router.jitter",)),
+    FlagRow(
         name="--moe-router-force-load-balancing",
         takes="nothing",
-        fields=("model.moe.router.forced_balance",),
+        fields=("model.moe.router.force_load_balancing",),
     ),
-    Row(
+    FlagRow(
         name="--moe-router-force-biased",
         takes="float",
-        fields=("model.moe.router.forced_bias",),
+        fields=("model.moe.router.force_biased",),
         how="without its sign: the numbers are the same in every step",
     ),
-    Row(
+    FlagRow(
         name="--moe-expert-capacity-factor",
         takes="float",
         fields=("model.moe.capacity.factor",),
         how="of a microbatch over all ranks that share it; below 0: unset",
     ),
-    Row(
+    FlagRow(
         name="--moe-token-drop-policy",
         takes="choice",
         fields=("model.moe.capacity.drop",),
@@ -922,84 +942,90 @@ EXPERTS = (
         choices=("probs", "position"),
         how="probs: least; position: last",
     ),
-    Row(
+    FlagRow(
         name="--moe-pad-expert-input-to-capacity",
         takes="nothing",
         fields=("model.moe.capacity.pad",),
     ),
-    Row(
+    FlagRow(
         name="--moe-token-dispatcher-type",
         takes="choice",
         fields=("parallel.dispatcher",),
         default="allgather",
         choices=("allgather", "alltoall", "flex"),
-        how="allgather: gather; the others: exchange",
+        how="allgather: allgather; the others: alltoall",
     ),
-    Row(
+    FlagRow(
         name="--overlap-moe-expert-parallel-comm",
         takes="nothing",
         fields=("parallel.overlap_experts",),
         how="with any schedule that runs forwards and backwards by turns, 1f1b included",
     ),
-    Row(name="--moe-per-layer-logging", takes="nothing", fields=("observe.per_layer",)),
-    Row(
+    FlagRow(name="--moe-per-layer-logging", takes="nothing", fields=("observe.per_layer",)),
+    FlagRow(
         name="--save-tokens-per-expert-interval",
         takes="int",
         fields=("observe.per_layer",),
         how="in metrics.jsonl, of all ranks, every train.log_every steps",
     ),
-    Row(
+    FlagRow(
         name="--moe-routing-trace-path",
         takes="place",
         fields=("observe.routing_trace",),
         how="written to routing/ of the run's folder",
     ),
-    Row(
+    FlagRow(
         name="--moe-routing-trace-max-training-iters",
         takes="int",
         fields=("observe.routing_trace",),
         how="read with --moe-routing-trace-path; left out, or 0: every step",
     ),
-    Row(
+    FlagRow(
         name="--moe-routing-trace-capture-hidden-states",
         takes="nothing",
         fields=("observe.routing_captures",),
         how="hidden, read with --moe-routing-trace-path",
     ),
-    Row(
+    FlagRow(
         name="--moe-routing-trace-capture-logits",
         takes="nothing",
         fields=("observe.routing_captures",),
         how="logits, read with --moe-routing-trace-path",
     ),
-    Row(
+    FlagRow(
         name="--moe-routing-trace-dump-weights",
         takes="nothing",
         fields=("observe.routing_captures",),
         how="routers, read with --moe-routing-trace-path; of every traced step",
     ),
-    Row(name="--moe-apply-probs-on-input", takes="nothing", fields=("model.moe.weigh_input",)),
-    Row(
+    FlagRow(
+        name="--moe-apply-probs-on-input",
+        takes="nothing",
+        fields=("model.moe.apply_router_weight_on_input",),
+    ),
+    FlagRow(
         name="--moe-shared-expert-intermediate-size",
         takes="int",
         fields=("model.moe.shared_ffn_hidden_size",),
     ),
-    Row(name="--moe-shared-expert-gate", takes="nothing", fields=("model.moe.shared_gate",)),
-    Row(name="--moe-latent-size", takes="int", fields=("model.moe.latent_size",)),
-    Row(name="--expert-model-parallel-size", takes="int", fields=("parallel.ep",), default=1),
-    Row(name="--expert-tensor-parallel-size", takes="int", fields=("parallel.etp",)),
+    FlagRow(name="--moe-shared-expert-gate", takes="nothing", fields=("model.moe.shared_gate",)),
+    FlagRow(name="--moe-latent-size", takes="int", fields=("model.moe.latent_size",)),
+    FlagRow(name="--expert-model-parallel-size", takes="int", fields=("parallel.ep",), default=1),
+    FlagRow(name="--expert-tensor-parallel-size", takes="int", fields=("parallel.etp",)),
 )
 
 DATA = (
-    Row(name="--use-distributed-optimizer", takes="nothing", fields=("parallel.zero",), how="1"),
-    Row(
+    FlagRow(
+        name="--use-distributed-optimizer", takes="nothing", fields=("parallel.zero",), how="1"
+    ),
+    FlagRow(
         name="--use-megatron-fsdp",
         takes="nothing",
         fields=("parallel.zero",),
         aliases=("--use-custom-fsdp",),
         how="as --data-parallel-sharding-strategy says",
     ),
-    Row(
+    FlagRow(
         name="--data-parallel-sharding-strategy",
         takes="choice",
         fields=("parallel.zero",),
@@ -1007,27 +1033,27 @@ DATA = (
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
         how="no_shard: 0; optim: 1; optim_grads: 2; optim_grads_params: 3",
     ),
-    Row(name="--use-torch-fsdp2", takes="nothing", fields=("parallel.zero",), how="3"),
-    Row(
+    FlagRow(name="--use-torch-fsdp2", takes="nothing", fields=("parallel.zero",), how="3"),
+    FlagRow(
         name="--torch-fsdp2-no-reshard-after-forward",
         takes="nothing",
         fields=("parallel.zero",),
         how="2: weights stay whole, gradients and optimizer states do not",
     ),
-    Row(
+    FlagRow(
         name="--num-distributed-optimizer-instances",
         takes="int",
-        fields=("parallel.replicas",),
+        fields=("parallel.dp_replicate",),
         default=1,
         how="groups of data-parallel ranks that each hold everything once",
     ),
-    Row(
+    FlagRow(
         name="--grad-reduce-in-bf16",
         takes="nothing",
         fields=("parallel.reduce_dtype",),
         how="bf16, where something is sharded; sums are taken in fp32",
     ),
-    Row(
+    FlagRow(
         name="--ddp-bucket-size",
         takes="int",
         fields=("parallel.bucket_numel",),
@@ -1036,32 +1062,32 @@ DATA = (
 )
 
 MEMORY = (
-    Row(
+    FlagRow(
         name="--recompute-granularity",
         takes="choice",
         fields=("recompute.granularity",),
         choices=("full", "selective"),
     ),
-    Row(
+    FlagRow(
         name="--recompute-activations",
         takes="nothing",
         fields=("recompute.granularity",),
         how="selective, unless --recompute-granularity is given",
     ),
-    Row(
+    FlagRow(
         name="--recompute-method",
         takes="choice",
         fields=("recompute.method",),
         choices=("uniform", "block"),
         how="left out: uniform",
     ),
-    Row(
+    FlagRow(
         name="--recompute-num-layers",
         takes="int",
         fields=("recompute.num_layers",),
         how="left out: 1",
     ),
-    Row(
+    FlagRow(
         name="--recompute-modules",
         takes="words",
         fields=("recompute.modules",),
@@ -1069,58 +1095,60 @@ MEMORY = (
         "mla_up_proj, with core_attn; "
         "those of other models are left out",
     ),
-    Row(
+    FlagRow(
         name="--moe-layer-recompute",
         takes="nothing",
         fields=("recompute.granularity", "recompute.modules"),
         how="selective, with moe among --recompute-modules",
     ),
-    Row(
+    FlagRow(
         name="--mlp-chunks-for-training",
         takes="int",
         fields=("recompute.mlp_chunks",),
         how="with mlp among --recompute-modules; elsewhere left out, since results are the same",
     ),
-    Row(name="--distribute-saved-activations", takes="nothing", fields=("recompute.shard_inputs",)),
-    Row(name="--cpu-offloading-num-layers", takes="int", fields=("offload.layers",), default=0),
+    FlagRow(
+        name="--distribute-saved-activations", takes="nothing", fields=("recompute.shard_inputs",)
+    ),
+    FlagRow(name="--cpu-offloading-num-layers", takes="int", fields=("offload.layers",), default=0),
 )
 
 FOLDERS = (
-    Row(
+    FlagRow(
         name="--save",
         takes="place",
         fields=("checkpoint.every",),
         how="the run's folder is chosen by train --run",
     ),
-    Row(
+    FlagRow(
         name="--no-save-optim", takes="nothing", fields=("checkpoint.save_optimizer",), how="false"
     ),
-    Row(
+    FlagRow(
         name="--load",
         takes="place",
         fields=("checkpoint.load",),
         how="the folder of --save: train resumes anyway",
     ),
-    Row(
+    FlagRow(
         name="--save-interval",
         takes="int",
         fields=("checkpoint.every",),
         aliases=("--persistent-save-interval",),
         how="without --save: only the last step is kept",
     ),
-    Row(
+    FlagRow(
         name="--save-retain-interval",
         takes="int",
         fields=("checkpoint.keep_every", "checkpoint.keep"),
         how="multiples of it stay, besides the newest; left out: all stay",
     ),
-    Row(
+    FlagRow(
         name="--most-recent-k",
         takes="int",
         fields=("checkpoint.keep",),
         how="the newest so many stay; -1: all",
     ),
-    Row(
+    FlagRow(
         name="--tensorboard-dir",
         takes="place",
         fields=("observe.tensorboard",),

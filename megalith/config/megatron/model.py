@@ -28,7 +28,7 @@ def translate_model(draft: Draft) -> None:
     translate_positions(draft)
     _biases(draft)
     _dropout(draft)
-    _further(draft)
+    _mtp(draft)
     translate_initial(draft)
     translate_experts(draft)
     _kernels(draft)
@@ -75,7 +75,7 @@ def _norms(draft: Draft) -> None:
         "--normalization", "model.norm", {"RMSNorm": "rms", "LayerNorm": "layer"}.get(str(kind))
     )
     if draft.arguments.value("--apply-layernorm-1p"):
-        draft.put("--apply-layernorm-1p", "model.norm_zero_centred", True)
+        draft.put("--apply-layernorm-1p", "model.zero_centered_gamma", True)
     if draft.arguments.value("--fp32-residual-connection"):
         draft.put("--fp32-residual-connection", "model.fp32_residual", True)
 
@@ -150,7 +150,7 @@ def _dropout(draft: Draft) -> None:
         )
 
 
-def _further(draft: Draft) -> None:
+def _mtp(draft: Draft) -> None:
     """Multi-token prediction."""
     if draft.arguments.value("--mtp-num-layers"):
         draft.copy("--mtp-num-layers")

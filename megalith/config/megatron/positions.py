@@ -59,8 +59,8 @@ def _rotary(draft: Draft, kind: str) -> None:
 
 def _pairs(draft: Draft, kind: str) -> None:
     """Which features turn. Megatron's yarn turns all of them, and only its rope turns
-    neighbours."""
-    percent, neighbours = "--rotary-percent", "--rotary-interleaved"
+    neighbors."""
+    percent, neighbors = "--rotary-percent", "--rotary-interleaved"
     if kind == "yarn" and draft.arguments.value(percent) != 1:
         draft.say(
             "not mapped",
@@ -70,15 +70,15 @@ def _pairs(draft: Draft, kind: str) -> None:
         )
     else:
         draft.copy(percent)
-    if draft.arguments.value(neighbours) and kind != "rope":
+    if draft.arguments.value(neighbors) and kind != "rope":
         draft.say(
             "not mapped",
-            neighbours,
+            neighbors,
             f"Megatron fails over it with {_TYPE} {kind}. Remove it",
             "model",
         )
-    elif draft.arguments.value(neighbours):
-        draft.put(neighbours, "model.rope.interleaved", True)
+    elif draft.arguments.value(neighbors):
+        draft.put(neighbors, "model.rope.interleaved", True)
 
 
 def _scaling(draft: Draft) -> None:
@@ -145,7 +145,7 @@ def translate_yarn_of_latents(draft: Draft, *, original: int) -> None:
     """The yarn of latent attention, which Megatron has unless --rope-type says rope; by a factor of
     1 it does nothing.
 
-    Turned features are multiplied by g(mscale) / g(mscale_all_dim), scores by g(mscale_all_dim)
+    LayerRope features are multiplied by g(mscale) / g(mscale_all_dim), scores by g(mscale_all_dim)
     squared, where g(m) is 0.1 m ln(factor) + 1; the latter also where --rope-type says rope.
     """
     arguments = draft.arguments

@@ -104,5 +104,5 @@ def _format(draft: Draft) -> None:
             "with the tokenizer's own template",
         )
     else:
-        text = "an end token follows each answer, and is learnt" if wanted == "identity" else ""
+        text = "an end token follows each answer, and is learned" if wanted == "identity" else ""
         draft.put("--sft-tokenizer-prompt-format", "data.sft.template", FORMATS[wanted], text)

@@ -14,7 +14,7 @@ _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\(")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WordPart:
     """A piece of a word."""
 
     kind: Literal["text", "variable", "arithmetic", "command"]
@@ -29,7 +29,7 @@ class Part:
 class Word:
     """One word, still to be filled in."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WordPart, ...]
     line: int
 
 
@@ -67,7 +67,7 @@ def tokens(text: str) -> Iterator[Token]:
         yield token
 
 
-def parts_of(text: str) -> tuple[Part, ...]:
+def parts_of(text: str) -> tuple[WordPart, ...]:
     """The pieces of a text as between double quotes; used for the default in `${NAME:-default}`."""
     reader = _Reader(text)
     return tuple(reader.quoted(end=None))
@@ -146,7 +146,7 @@ class _Reader:
             else:
                 yield Word(tuple(self.word()), self.line)
 
-    def word(self) -> Iterator[Part]:
+    def word(self) -> Iterator[WordPart]:
         """The pieces of one word; it ends at a blank or an operator."""
         start = self.at
         while self.at < len(self.text):
@@ -157,24 +157,24 @@ class _Reader:
                 self.at += 2
             elif character == "\\":
                 self.at += 2
-                yield Part("text", self.text[self.at - 1 : self.at], True)
+                yield WordPart("text", self.text[self.at - 1 : self.at], True)
             elif character == "'":
                 end = self.find("'", self.at + 1)
-                yield Part("text", self.text[self.at + 1 : end], True)
+                yield WordPart("text", self.text[self.at + 1 : end], True)
                 self.at = end + 1
             elif character == '"':
                 self.at += 1
-                yield Part("text", "", True)  # an empty word is a word
+                yield WordPart("text", "", True)  # an empty word is a word
                 yield from self.quoted(end='"')
                 self.at += 1
             elif character in "$`":
                 yield self.dollar(quoted=False)
             else:
                 self.at += 1
-                yield Part("text", character, False)
+                yield WordPart("text", character, False)
         assert self.at > start, f"no word at {start}"
 
-    def quoted(self, *, end: str | None) -> Iterator[Part]:
+    def quoted(self, *, end: str | None) -> Iterator[WordPart]:
         """The pieces up to the closing quote, or to the end of the text."""
         line = self.line
         while self.at < len(self.text):
@@ -189,26 +189,26 @@ class _Reader:
                 "\n",
             ):
                 self.at += 2
-                yield Part("text", self.text[self.at - 1].replace("\n", ""), True)
+                yield WordPart("text", self.text[self.at - 1].replace("\n", ""), True)
             elif character in "$`":
                 yield self.dollar(quoted=True)
             else:
                 self.at += 1
-                yield Part("text", character, True)
+                yield WordPart("text", character, True)
         if end is not None:
             raise ConfigError(
                 f"line {line}: the quote {end} is not closed. Use another {end} behind the text."
             )
 
-    def dollar(self, *, quoted: bool) -> Part:
+    def dollar(self, *, quoted: bool) -> WordPart:
         """A variable, an arithmetic expression, or a command whose output is meant."""
         start = self.at
         if self.text[start] == "`":
             self.at = self.find("`", start + 1) + 1
-            return Part("command", self.text[start : self.at], quoted)
+            return WordPart("command", self.text[start : self.at], quoted)
         if self.text.startswith("$((", start):
             self.at = self.find("))", start) + 2
-            return Part("arithmetic", self.text[start + 3 : self.at - 2], quoted)
+            return WordPart("arithmetic", self.text[start + 3 : self.at - 2], quoted)
         if self.text.startswith(("$(", "${"), start):
             self.at = self.closing(start + 1)
             kind: Literal["command", "variable"] = (
@@ -219,14 +219,14 @@ class _Reader:
                 if kind == "command"
                 else self.text[start + 2 : self.at - 1]
             )
-            return Part(kind, inside, quoted)
+            return WordPart(kind, inside, quoted)
         name = _NAME.match(self.text, start + 1)
         if name is None:
             self.at += 1
-            return Part("text", "$", quoted)
+            return WordPart("text", "$", quoted)
         # $10 means ${1}0: only one digit belongs to a parameter
         self.at = start + 2 if name[0][0].isdigit() else name.end()
-        return Part("variable", self.text[start + 1 : self.at], quoted)
+        return WordPart("variable", self.text[start + 1 : self.at], quoted)
 
     def closing(self, start: int) -> int:
         """Behind the bracket that closes the one at `start`."""

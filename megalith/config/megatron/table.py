@@ -18,7 +18,7 @@ Verdict = Literal["already", "explained", "not mapped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FlagRow:
     """A flag that becomes settings of ours."""
 
     name: str
@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class FlagGroup:
     """Flags that become nothing here, for one reason."""
 
     verdict: Verdict
@@ -72,14 +72,14 @@ class Unmapped:
     """One flag of a group."""
 
     name: str
-    group: Group
+    group: FlagGroup
     idle: tuple[str, ...]
     """Values under which it asks for nothing."""
     alone: bool
     """It takes no value."""
 
 
-def expand(groups: tuple[Group, ...]) -> dict[str, Unmapped]:
+def expand(groups: tuple[FlagGroup, ...]) -> dict[str, Unmapped]:
     """Every flag of the groups under its name."""
     flags = {}
     for group in groups:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megalith.config.fields import Plain
 from megalith.config.megatron.arguments import Arguments, read_arguments
 from megalith.config.megatron.data import tokenizer_settings, translate_data
-from megalith.config.megatron.draft import Draft, Entry, judge_unmapped, mention_the_rest
+from megalith.config.megatron.draft import Draft, FlagReport, judge_unmapped, mention_the_rest
 from megalith.config.megatron.experts import translate_trace
 from megalith.config.megatron.layout import data_parallel_ranks, ranks_of, translate_layout
 from megalith.config.megatron.memory import translate_memory
@@ -27,7 +27,7 @@ class Translation:
     run: TrainRun | None
     """The run, also when arguments were left out of it; None when it cannot be written at all."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[FlagReport, ...]
     """What became of each argument."""
 
     problems: tuple[str, ...]

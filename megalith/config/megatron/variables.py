@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megalith.config.megatron.shell import ArrayLiteral, Part, Word, parts_of
+from megalith.config.megatron.shell import ArrayLiteral, Word, WordPart, parts_of
 from megalith.errors import ConfigError
 
 MAX_WORK = 300_000
@@ -131,7 +131,7 @@ class Variables:
                 open_field = False
         return [] if vanished and fields == [""] else fields
 
-    def pieces(self, part: Part) -> tuple[list[str], bool]:
+    def pieces(self, part: WordPart) -> tuple[list[str], bool]:
         """The fields of one piece of a word, and whether blanks divided them (an empty end then
         closes a field)."""
         if part.kind == "text":
@@ -142,13 +142,13 @@ class Variables:
         text = " ".join(values)
         return re.split(r"\s+", text) if text else [], True
 
-    def joined(self, parts: Sequence[Part]) -> str:
+    def joined(self, parts: Sequence[WordPart]) -> str:
         """The same as one text, as an assignment takes it."""
         return "".join(
             " ".join(self.expand(part)) if part.kind != "text" else part.text for part in parts
         )
 
-    def expand(self, part: Part) -> list[str]:
+    def expand(self, part: WordPart) -> list[str]:
         """The values that a variable, an expression or a command stands for; unknown ones stay as
         they were written."""
         if part.kind == "command":

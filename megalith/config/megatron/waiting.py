@@ -1,10 +1,10 @@
 """Megatron's flags that wait for a feature here, sorted by what is missing without it."""
 
-from megalith.config.megatron.table import Group
+from megalith.config.megatron.table import FlagGroup
 
 # speed, memory and logs
 LATER = (
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason=(
@@ -14,7 +14,7 @@ LATER = (
         ),
         flags="--enable-full-sharding-in-hsdp! --outer-dp-sharding-strategy=no_shard",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: as many context-parallel ranks as each row needs. The numbers are "
@@ -23,7 +23,7 @@ LATER = (
             --create-all-gather-group! --hybrid-context-parallel! --max-seqlen-per-cp-rank
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason=(
@@ -40,7 +40,7 @@ LATER = (
             --overlap-cpu-optimizer-d2h-h2d! --use-torch-optimizer-for-cpu-offload!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: CUDA graphs. The numbers are the same",
@@ -50,12 +50,12 @@ LATER = (
             --optimizer-cuda-graph! --te-rng-tracker!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason=(
             "not yet: other ways for tensor-parallel products to overlap their communication than "
-            "parallel.rings. The "
+            "parallel.tp_comm_overlap. The "
             "numbers are the same"
         ),
         flags="""
@@ -69,7 +69,7 @@ LATER = (
             --tp-comm-overlap-cfg --tp-comm-overlap-rs-dgrad! --use-nccl-ub!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason=(
@@ -84,14 +84,14 @@ LATER = (
             --use-sharp!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: another timeout after the first step; parallel.timeout_seconds is that of "
         "the whole run",
         flags="--distributed-timeout-seconds-after-init",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason=(
@@ -105,7 +105,7 @@ LATER = (
             --overlap-p2p-communication-warmup-flush! --overlap-param-gather-with-optimizer-step!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: buffers and units of Megatron FSDP; those of parallel.zero=3 are planned "
@@ -117,19 +117,19 @@ LATER = (
             --no-use-layer-wise-param-layout! --suggested-communication-unit-size
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: another library that splits text into tokens; the tokenizer's own is used",
         flags="--use-gigatoken!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="`megalith verify` proves a layout on this machine without its ranks",
         flags="--fake-process-group!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: checkpoints written in the background, cached plans, and copies on local "
@@ -149,7 +149,7 @@ LATER = (
             --use-persistent-ckpt-worker!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason=(
@@ -181,7 +181,7 @@ LATER = (
             --straggler-ctrlr-port --straggler-minmax-count
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not logged here yet; see metrics.jsonl for what is",
@@ -198,13 +198,13 @@ LATER = (
             --timing-log-option
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: Weights & Biases; metrics.jsonl, TensorBoard and plots are written",
         flags="--wandb-entity --wandb-exp-name --wandb-project --wandb-save-dir",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="belongs to a logger inside NVIDIA",
@@ -213,7 +213,7 @@ LATER = (
             --one-logger-async! --one-logger-entity --one-logger-project --one-logger-run-name
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: profiling of a run",
@@ -224,13 +224,13 @@ LATER = (
             --record-memory-history! --record-shapes! --use-pytorch-profiler!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: a promise of equal bits on GPUs; on one kind of CPU it holds",
         flags="--deterministic-mode!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="memory and rounding are left to torch",
@@ -240,13 +240,13 @@ LATER = (
             --no-manual-gc-eval! --train-sync-interval
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: data in object stores. Use a path that this machine can read",
         flags="--disable-msc! --enable-msc! --object-storage-cache-path --s3-cache-path",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason=(
@@ -255,13 +255,13 @@ LATER = (
         ),
         flags="--exit-interval",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="says only how the run is tested",
         flags="--start-eval-at-iter --test-mode! --validation-set-names",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="the tokenizer is read from its own files: see --tokenizer-type",
@@ -276,22 +276,23 @@ LATER = (
 
 # the digits of the loss
 NUMBERS = (
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         reason="not yet: a batch size that changes during the run. Use one --global-batch-size",
         flags="--rampup-batch-size --step-batch-size-schedule",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         reason=(
-            "not yet: embeddings in fp32 beside bf16 matrices. The optimizer keeps fp32 masters of "
+            "not yet: embeddings in fp32 beside bf16 matrices. The optimizer keeps fp32 master "
+            "weights of "
             "all weights"
         ),
         flags="--embedding-weights-in-fp32!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         reason="not yet: 8-bit and 4-bit matrix products. bf16 takes their place",
@@ -301,7 +302,7 @@ NUMBERS = (
             --use-kitchen-attention!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with 8-bit or 4-bit products only",
@@ -315,32 +316,32 @@ NUMBERS = (
             --reuse-grad-buf-for-mxfp8-param-ag! --tp-only-amax-red!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         reason="not yet: optimizer states of other formats. All are fp32 here",
         flags="--exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32 --main-grads-dtype=fp32 "
         "--main-params-dtype=fp32",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="optimizer states are fp32 unless their formats are named",
         flags="--use-precision-aware-optimizer!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         reason="not yet: steps that are read and left out",
         flags="--iterations-to-skip",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         reason="not yet: orders of samples that change during the run",
         flags="--phase-transition-iterations --renormalize-blend-weights!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         reason="not yet: evaluating whole or several validation sets, or in batches of their own. "
@@ -348,19 +349,19 @@ NUMBERS = (
         flags="--eval-global-batch-size --eval-micro-batch-size --full-validation! "
         "--multiple-validation-sets!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         reason="not yet: clipping queries and keys by their largest score",
         flags="--qk-clip!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         reason="the null tokenizer ends documents with its last id",
         flags="--null-tokenizer-eod-id",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         switch="--load",
@@ -372,24 +373,24 @@ NUMBERS = (
         flags="--ckpt-step --load-main-params-from-ckpt! --load-model-opt-format! "
         "--override-ckpt-iteration",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="numbers",
         switch="--load",
         reason=(
             "not yet: Megatron's checkpoint folders. Of a run here, checkpoint.load and "
-            "checkpoint.take=progress go on "
+            "checkpoint.load_mode=progress go on "
             "at its step with a new optimizer"
         ),
         flags="--no-load-optim!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="nothing random is loaded: every draw follows from the seed and from what it is for",
         flags="--no-load-rng!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with --qk-clip only",
@@ -399,19 +400,19 @@ NUMBERS = (
 
 # the network, its data or its first weights
 MODEL = (
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         reason="the projections down to short vectors are computed apart, with the same result",
         flags="--mla-down-proj-fusion!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="not yet: linear and sparse attention. Remove it",
         flags="--experimental-attention-variant --linear-attention-type",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with --experimental-attention-variant only",
@@ -427,20 +428,20 @@ MODEL = (
             --no-dsa-indexer-scoring-relu!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="the pairs where yarn begins and ends are rounded to whole numbers unless that is "
         "turned off",
         flags="--yarn-correction-range-round-to-int!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="not yet: several residual streams, or norms in other places. Remove it",
         flags="--apply-residual-connection-post-layernorm! --enable-mhc-connections!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with --enable-mhc-connections only",
@@ -449,19 +450,20 @@ MODEL = (
             --mhc-sinkhorn-iterations
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         switch="--mtp-num-layers",
         reason=(
-            "not yet: further predictions by a layer that is used again, by layers of other kinds, "
+            "not yet: multi-token predictions by a layer that is used again, by layers of other "
+            "kinds, "
             "that train nothing "
             "else, or that read mixed hidden states. Remove it"
         ),
         flags="--mtp-detach-heads! --mtp-hsm! --mtp-hybrid-override-pattern "
         "--mtp-use-repeated-layer!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         switch="--num-experts",
@@ -483,14 +485,14 @@ MODEL = (
             --overlap-dispatch-backward-with-experts-wgrad! --use-grouped-gemm-for-shared-expert!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         switch="--num-experts",
         reason="not yet. Remove it",
         flags="--expert-tensor-parallel-num-weight-shards",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         switch="--num-experts",
@@ -502,7 +504,7 @@ MODEL = (
         ),
         flags="--moe-router-padding-for-fp8! --moe-router-padding-for-quantization!",
     ),
-    Group(
+    FlagGroup(
         verdict="explained",
         effect="none",
         switch="--num-experts",
@@ -510,7 +512,7 @@ MODEL = (
         "`with_routing`",
         flags="--enable-routing-replay! --moe-enable-routing-replay!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         switch="--num-experts",
@@ -521,7 +523,7 @@ MODEL = (
         ),
         flags="--moe-use-upcycling!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         switch="--moe-use-upcycling",
@@ -529,7 +531,7 @@ MODEL = (
         "expert",
         flags="--moe-upcycling-granularity",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="not yet: state-space layers, and modules of your own. Remove it",
@@ -538,7 +540,7 @@ MODEL = (
             --hybrid-override-pattern --is-hybrid-model! --spec
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with a hybrid pattern only",
@@ -547,7 +549,7 @@ MODEL = (
             --mamba-state-dim --mamba-training-ssm-states-dtype
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with another --optimizer only",
@@ -558,13 +560,13 @@ MODEL = (
             --muon-tp-mode --muon-use-nesterov! --muon-use-syrk!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="not yet: fill-in-the-middle samples. Remove it",
         flags="--fim-data!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with --fim-data only",
@@ -573,7 +575,7 @@ MODEL = (
             --fim-prefix-token --fim-rate --fim-split-sample --fim-spm-rate --fim-suffix-token
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason=(
@@ -583,13 +585,13 @@ MODEL = (
         ),
         flags="--sft-mock-dataset-config-json",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="not yet: reinforcement learning. Remove it",
         flags="--perform-rl-step!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with --perform-rl-step only",
@@ -625,19 +627,19 @@ MODEL = (
             --rl-use-sequence-packing! --rl-verify-model-weights-swap!
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="not yet: distillation. Remove it",
         flags="--logits-load-dir",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="none",
         reason="not yet: distillation; the training itself is the same",
         flags="--logits-save-dir",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with --logits-load-dir or --logits-save-dir only",
@@ -647,7 +649,7 @@ MODEL = (
             --logits-save-top-k --logits-save-top-p --logits-save-top-p-min-k
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="not yet: quantising, pruning and distilling with NVIDIA ModelOpt. Remove it",
@@ -664,14 +666,14 @@ MODEL = (
             --freeze-base-for-mtp! --modelopt-enabled! --qad-train-target --teacher-model-config
         """,
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="not yet: a run that trains nothing, to write down a teacher's scores. Use "
         "optim.frozen for parts",
         flags="--freeze-all-layers!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason=(
@@ -681,7 +683,7 @@ MODEL = (
         ),
         flags="--pretrained-checkpoint",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         switch="--load",
@@ -692,27 +694,27 @@ MODEL = (
         ),
         flags="--finetune! --use-checkpoint-args! --use-mp-args-from-checkpoint-args!",
     ),
-    Group(
+    FlagGroup(
         verdict="already",
         effect="none",
         reason="is read with --use-checkpoint-args only",
         flags="--disable-use-tokenizer-model-from-checkpoint-args! "
         "--no-use-tokenizer-model-from-checkpoint-args!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="use `megalith evaluate` on a checkpoint instead of a training that skips itself",
         flags="--skip-train!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="use `megalith convert`: a training does not rewrite checkpoints here",
         flags="--ckpt-convert-format --ckpt-convert-save "
         "--ckpt-convert-update-legacy-dist-opt-format!",
     ),
-    Group(
+    FlagGroup(
         verdict="not mapped",
         effect="model",
         reason="pass the arguments themselves: a YAML file of Megatron's is not read",

@@ -15,13 +15,17 @@ from megalith.kernels.balance import (
     z_loss,
 )
 from megalith.kernels.routing import Choice, best, shares_of_one
-from megalith.kernels.tokens import BalanceShare, Tokens
+from megalith.kernels.tokens import BalanceShare, PackedSeqParams
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Region
+from megalith.parallel.tensor import TPComm
 
 LOSSES = ("sequence", "batch", "global_batch", "z")
-"""Of balance, by the names of their weights in the config."""
+"""The losses of a router: load-balancing losses over a sequence, a microbatch and the global batch;
+z-loss."""
+
+LOSS_COEFFS = ("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff")
+"""Fields of `AuxLossConfig`, in the order of `LOSSES`."""
 
 
 @dataclass(slots=True)
@@ -51,13 +55,15 @@ class Balance:
     """Attaches the losses of balance to the weights of a choice, and keeps the record of the
     step."""
 
-    def __init__(self, moe: MoEConfig, region: Region, mesh: Mesh) -> None:
-        self.moe, self.region = moe, region
+    def __init__(self, moe: MoEConfig, tp_comm: TPComm, mesh: Mesh) -> None:
+        self.moe, self.tp_comm = moe, tp_comm
         self.sharing, self.everyone = mesh.over("cp", "tp"), mesh.over("dp", "cp", "tp")
-        self.weights = tuple(getattr(moe.balance, name) for name in LOSSES)
+        self.weights = tuple(getattr(moe.aux_loss, name) for name in LOSS_COEFFS)
         self.record: Record | None = None
 
-    def __call__(self, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens) -> Choice:
+    def __call__(
+        self, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
+    ) -> Choice:
         """The same choice, whose weights' backward goes into the losses. Collective over ranks that
         share tokens.
 
@@ -67,8 +73,8 @@ class Balance:
         if share is None:
             return choice
         record = self.record_of(share, logits)
-        valid, sequence = self.region.mine(tokens.valid), self.region.mine(tokens.document)
-        one, experts = torch.zeros_like(sequence), self.moe.experts
+        valid, sequence = self.tp_comm.mine(tokens.valid), self.tp_comm.mine(tokens.document_ids)
+        one, experts = torch.zeros_like(sequence), self.moe.num_experts
         with torch.no_grad():
             used = count_choices(choice.experts, one, valid, sequences=1, num_experts=experts)
             record.counts[share.microbatch] = used[0]
@@ -86,7 +92,7 @@ class Balance:
         logits: Tensor,
         valid: Tensor,
         sequence: Tensor,
-        tokens: Tokens,
+        tokens: PackedSeqParams,
         record: Record,
     ) -> Iterator[tuple[int, Tensor]]:
         """My part of every loss that has a weight, and which it is."""
@@ -97,10 +103,10 @@ class Balance:
             *(weight > 0 for weight in self.weights),
         )
         shares = shares_of_one(logits, moe.router.score)
-        counted = asked if moe.balance.of_choices else best(shares.detach(), moe.top_k)
+        counted = asked if moe.aux_loss.of_choices else best(shares.detach(), moe.top_k)
         sequences = len(tokens.lengths)
         counts = count_choices(
-            counted, sequence, valid, sequences=sequences, num_experts=moe.experts
+            counted, sequence, valid, sequences=sequences, num_experts=moe.num_experts
         )
         counts = all_reduce_(counts, self.sharing)
         everything = counts.sum(0, keepdim=True)
@@ -119,7 +125,7 @@ class Balance:
             yield 3, z_loss(logits, everything.sum() / moe.top_k, valid)
 
     def global_loss(
-        self, shares: Tensor, counts: Tensor, valid: Tensor, tokens: Tokens, record: Record
+        self, shares: Tensor, counts: Tensor, valid: Tensor, tokens: PackedSeqParams, record: Record
     ) -> Tensor:
         """Over the microbatches of the step up to this one, on all ranks."""
         assert tokens.balance is not None
@@ -134,7 +140,7 @@ class Balance:
 
     def record_of(self, share: BalanceShare, like: Tensor) -> Record:
         """Where this step's microbatches write."""
-        m, e = share.microbatches, self.moe.experts
+        m, e = share.microbatches, self.moe.num_experts
         if (
             self.record is None
             or len(self.record.counts) != m

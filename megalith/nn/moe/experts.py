@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
-from megalith.kernels.activation import Gate
+from megalith.kernels.activation import GatedActivation
 from megalith.kernels.experts import experts
-from megalith.kernels.rebuilt import value_of
+from megalith.kernels.rebuilt import output_tensor
 from megalith.kernels.weighted import weighted_activate, weighted_gated
-from megalith.parallel.expert import Sent
+from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, Declared, ExpertMatrix, Init
-from megalith.plan.shards import Shard, cut_dim, split_evenly, whole
+from megalith.parallel.tensor import ZEROS, ExpertMatrix, Init, ParameterSpec
+from megalith.plan.shards import Shard, split_evenly
 
 
 class Experts(nn.Module):
@@ -36,30 +36,32 @@ class Experts(nn.Module):
         self.compute: Callable[..., Tensor] = (
             experts  # held here, so that nn/kernels.py can tell it how
         )
-        self.weigh_input = moe.weigh_input
+        self.apply_router_weight_on_input = moe.apply_router_weight_on_input
         features = moe.latent_size or config.hidden_size
         halves, word = ((2,), "gate_up") if config.gated else ((), "up")
-        inside = (moe.experts, *halves, moe.ffn_hidden_size)
+        inside = (moe.num_experts, *halves, moe.ffn_hidden_size)
         cut = partial(_cut, moe=moe, mesh=mesh)
         up = cut(f"{name}.{word}", (*inside, features), inner=1 + len(halves))
-        down = cut(f"{name}.down", (moe.experts, features, moe.ffn_hidden_size), inner=2)
+        down = cut(f"{name}.down", (moe.num_experts, features, moe.ffn_hidden_size), inner=2)
         up_bias = cut(f"{name}.{word}_bias", inside, inner=1 + len(halves), inputs=0)
-        down_bias = cut(f"{name}.down_bias", (moe.experts, features), inner=None, inputs=0)
+        down_bias = cut(f"{name}.down_bias", (moe.num_experts, features), inner=None, inputs=0)
         std = config.init_std
         self.up = ExpertMatrix(
-            Declared(up, Init(std)), Declared(up_bias, ZEROS) if moe.biases else None, dtype=dtype
+            ParameterSpec(up, Init(std)),
+            ParameterSpec(up_bias, ZEROS) if moe.biases else None,
+            dtype=dtype,
         )
         self.down = ExpertMatrix(
-            Declared(down, Init(std / math.sqrt(2 * config.num_layers))),
-            Declared(down_bias, ZEROS) if moe.biases else None,
+            ParameterSpec(down, Init(std / math.sqrt(2 * config.num_layers))),
+            ParameterSpec(down_bias, ZEROS) if moe.biases else None,
             dtype=dtype,
         )
 
-    def forward(self, sent: Sent) -> Tensor:
+    def forward(self, sent: DispatchedTokens) -> Tensor:
         """Rows [r, d], expert after expert -> [r, d]."""
         rows, weights, groups = sent
-        if self.weigh_input:
-            read = value_of(rows)
+        if self.apply_router_weight_on_input:
+            read = output_tensor(rows)
             rows, weights = read * weights.unsqueeze(1).to(read.dtype), torch.ones_like(weights)
         return self.compute(rows, weights, groups, self.up(), self.down(), self.inner)
 
@@ -70,7 +72,8 @@ def weighted_activation(config: ModelConfig) -> Callable[[Tensor, Tensor], Tenso
     if not config.gated:
         return partial(weighted_activate, activation=config.activation)
     return partial(
-        weighted_gated, gate=Gate(config.activation, config.activation_clamp, config.up_offset)
+        weighted_gated,
+        gate=GatedActivation(config.activation, config.activation_clamp, config.up_offset),
     )
 
 
@@ -86,11 +89,14 @@ def _cut(
     """My experts' part of a parameter with all of them first: whole, or my features along dim
     `inner`."""
     ep, etp = mesh.over("ep"), mesh.over("etp")
-    shard = cut_dim(
-        whole(name, shape, inputs=inputs), 0, split_evenly(moe.experts, ep.size), ep.rank, ep.axes
+    shard = Shard.full(name, shape, inputs=inputs).split_dim(
+        0,
+        split_evenly(moe.num_experts, ep.size),
+        ep.rank,
+        ep.axes,
     )
     if inner is not None:
-        shard = cut_dim(
-            shard, inner, split_evenly(moe.ffn_hidden_size, etp.size), etp.rank, etp.axes
+        shard = shard.split_dim(
+            inner, split_evenly(moe.ffn_hidden_size, etp.size), etp.rank, etp.axes
         )
     return Shard(shard.name, shard.shape, shard.box, shard.cut, grid="expert", inputs=inputs)

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName
-from megalith.kernels.rebuilt import Input, Rebuilding
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.rebuilt import LayerInput, RecomputedOutputFactory
+from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.mlp import build_mlp
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
-from megalith.parallel.autograd import Meanwhile
-from megalith.parallel.expert import Room, calling
+from megalith.parallel.autograd import OverlapFn
+from megalith.parallel.expert import ExpertCapacity, calling
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Declared, Init, Region, WholeLinear
+from megalith.parallel.tensor import Init, ParameterSpec, TPComm, WholeLinear
 from megalith.parallel.transports import build_transport
-from megalith.plan.shards import whole
+from megalith.plan.shards import Shard
 
 
 def itself(module: nn.Module) -> nn.Module:
@@ -41,11 +41,11 @@ class MoE(nn.Module):
         config: ModelConfig,
         moe: MoEConfig,
         mesh: Mesh,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
-        dispatcher: DispatcherName = "exchange",
-        act_again: Rebuilding | None = None,
+        dispatcher: DispatcherName = "alltoall",
+        act_again: RecomputedOutputFactory | None = None,
         number: int = 0,
         around_shared: Callable[[nn.Module], nn.Module] = itself,
     ) -> None:
@@ -53,28 +53,28 @@ class MoE(nn.Module):
         experts' activation, where those of the others are never kept; `around_shared`: what runs
         them."""
         super().__init__()
-        self.router = Router(name, config, moe, mesh, region, dtype=dtype, number=number)
-        build = partial(build_transport, dispatcher, mesh, moe.experts)
+        self.router = Router(name, config, moe, mesh, tp_comm, dtype=dtype, number=number)
+        build = partial(build_transport, dispatcher, mesh, moe.num_experts)
         self.dispatch = build()
         self.dispatch_within_capacity = build(
-            refusing=moe.capacity.factor is not None, room=room_of(moe, mesh)
+            drops_tokens=moe.capacity.factor is not None, room=room_of(moe, mesh)
         )
         self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)
-        self.narrow, self.widen = latent_matrices(name, config, moe, region, dtype=dtype)
+        self.narrow, self.widen = latent_matrices(name, config, moe, tp_comm, dtype=dtype)
         shared = moe.shared_ffn_hidden_size is not None
         built = (
-            [SharedExperts(name, config, moe, mesh, region, dtype=dtype, act_again=act_again)]
+            [SharedExperts(name, config, moe, mesh, tp_comm, dtype=dtype, act_again=act_again)]
             if shared
             else []
         )
         self.shared = nn.ModuleList(map(around_shared, built))
 
-    def meanwhile(self, something: Meanwhile) -> None:
+    def overlap_fn(self, something: OverlapFn) -> None:
         """Call it whenever tokens are on their way between ranks, before waiting for them."""
         self.dispatch = calling(self.dispatch, something)
         self.dispatch_within_capacity = calling(self.dispatch_within_capacity, something)
 
-    def forward(self, x: Input, tokens: Tokens) -> Tensor:
+    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]."""
         dispatch = (
             self.dispatch if tokens.balance is None else self.dispatch_within_capacity
@@ -83,19 +83,19 @@ class MoE(nn.Module):
         for_all = [
             shared(x, tokens) for shared in self.shared
         ]  # while tokens are on their way, and their gradients
-        sent, way = leaving.arrive()
-        y: Tensor = self.widen(way.back(self.experts(sent)))
+        sent, way = leaving.wait()
+        y: Tensor = self.widen(way.combine(self.experts(sent)))
         for answer in for_all:
             y = y + answer
         return y
 
 
-def room_of(moe: MoEConfig, mesh: Mesh) -> Room | None:
+def room_of(moe: MoEConfig, mesh: Mesh) -> ExpertCapacity | None:
     """How many rows every expert computes, whatever tokens choose; None: as many as do."""
     capacity = moe.capacity
     if capacity.factor is None or not capacity.pad:
         return None
-    return Room(capacity.factor, moe.top_k, moe.experts, mesh.over("cp", "tp").size)
+    return ExpertCapacity(capacity.factor, moe.top_k, moe.num_experts, mesh.over("cp", "tp").size)
 
 
 class SharedExperts(nn.Module):
@@ -111,23 +111,23 @@ class SharedExperts(nn.Module):
         config: ModelConfig,
         moe: MoEConfig,
         mesh: Mesh,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
-        act_again: Rebuilding | None = None,
+        act_again: RecomputedOutputFactory | None = None,
     ) -> None:
         super().__init__()
         assert moe.shared_ffn_hidden_size is not None
         sized = replace(config, ffn_hidden_size=moe.shared_ffn_hidden_size)
         self.mlp = build_mlp(
-            f"{name}.shared", sized, mesh, region, dtype=dtype, act_again=act_again
+            f"{name}.shared", sized, mesh, tp_comm, dtype=dtype, act_again=act_again
         )
         weigh = _matrix(
-            f"{name}.shared_gate", 1, config.hidden_size, config.init_std, region, dtype
+            f"{name}.shared_gate", 1, config.hidden_size, config.init_std, tp_comm, dtype
         )
         self.weigh = nn.ModuleList([weigh] if moe.shared_gate else [])
 
-    def forward(self, x: Input, tokens: Tokens) -> Tensor:
+    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
         """x [t, h] -> [t, h]."""
         y: Tensor = self.mlp(x, tokens)
         for weigh in self.weigh:
@@ -136,7 +136,7 @@ class SharedExperts(nn.Module):
 
 
 def latent_matrices(
-    name: str, config: ModelConfig, moe: MoEConfig, region: Region, *, dtype: torch.dtype
+    name: str, config: ModelConfig, moe: MoEConfig, tp_comm: TPComm, *, dtype: torch.dtype
 ) -> tuple[nn.Module, nn.Module]:
     """What takes a token's features to those that experts work on, and back; nothing where these
     are the same."""
@@ -144,15 +144,16 @@ def latent_matrices(
     if latent is None:
         return nn.Identity(), nn.Identity()
     return (
-        _matrix(f"{name}.latent_in", latent, h, config.init_std, region, dtype),
-        _matrix(f"{name}.latent_out", h, latent, config.init_std, region, dtype),
+        _matrix(f"{name}.latent_in", latent, h, config.init_std, tp_comm, dtype),
+        _matrix(f"{name}.latent_out", h, latent, config.init_std, tp_comm, dtype),
     )
 
 
 def _matrix(
-    name: str, outputs: int, inputs: int, std: float, region: Region, dtype: torch.dtype
+    name: str, outputs: int, inputs: int, std: float, tp_comm: TPComm, dtype: torch.dtype
 ) -> WholeLinear:
     """A matrix that every rank has whole, for its own tokens."""
     return WholeLinear(
-        Declared(whole(name, (outputs, inputs), invariant=region.invariant), Init(std)), dtype=dtype
+        ParameterSpec(Shard.full(name, (outputs, inputs), invariant=tp_comm.invariant), Init(std)),
+        dtype=dtype,
     )

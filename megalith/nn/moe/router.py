@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.dropout import uniform_features
-from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.routing import (
     Choice,
     balancing_offsets,
@@ -24,26 +24,31 @@ from megalith.kernels.routing import (
     weigh,
     without,
 )
-from megalith.kernels.tokens import DropoutKey, Tokens
+from megalith.kernels.tokens import DropoutKey, PackedSeqParams
 from megalith.nn.dropout import key_of
 from megalith.nn.moe.balance import Balance
-from megalith.parallel.autograd import gathered_again
+from megalith.parallel.autograd import regather
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, Declared, Init, Region, WholeLinear, declare
-from megalith.plan.shards import whole
+from megalith.parallel.tensor import ZEROS, Init, ParameterSpec, TPComm, WholeLinear, register_param
+from megalith.plan.shards import Shard
 
 
-class Gate(WholeLinear):
+class RouterGate(WholeLinear):
     """Logits of a token's experts, computed in a dtype of its own: x [t, h] -> [t, E]."""
 
-    def __init__(self, weight: Declared, *, dtype: torch.dtype, inside: torch.dtype) -> None:
+    def __init__(self, weight: ParameterSpec, *, dtype: torch.dtype, inside: torch.dtype) -> None:
         super().__init__(weight, dtype=dtype)
         self.inside = inside
 
-    def forward(self, x: Input) -> Tensor:
+    def forward(self, x: LayerInput) -> Tensor:
         """x [t, h] -> [t, E], of dtype `inside`."""
-        return gate(x, getattr(self, self.weight_name), dtype=self.inside, sink=self.sink)
+        return gate(
+            x,
+            getattr(self, self.weight_name),
+            dtype=self.inside,
+            grad_accumulator=self.grad_accumulator,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +58,26 @@ class Noise:
 
     router: RouterConfig
     layer: int
-    region: Region
+    tp_comm: TPComm
 
-    def on_input(self, x: Input, tokens: Tokens) -> Input:
+    def on_input(self, x: LayerInput, tokens: PackedSeqParams) -> LayerInput:
         """x [t, h] times 1 - jitter to 1 + jitter."""
         if self.router.jitter == 0 or tokens.dropout is None:
             return x
-        value = value_of(x)
+        value = output_tensor(x)
         return value * (
             1 + self.router.jitter * self._draw(tokens.dropout, "jitter", value.shape[1])
         ).to(value.dtype)
 
-    def for_logits(self, logits: Tensor, tokens: Tokens) -> Tensor:
+    def for_logits(self, logits: Tensor, tokens: PackedSeqParams) -> Tensor:
         """Draws in place of logits [t, E], where balance is forced; gradients go to the logits
         all the same. And what moves all of an expert's, where imbalance is."""
         if tokens.dropout is None:
             return logits
-        if self.router.forced_balance:
+        if self.router.force_load_balancing:
             drawn = self._draw(tokens.dropout, "forced balance", logits.shape[1]).to(logits.dtype)
             logits = logits + (drawn - logits).detach()
-        if self.router.forced_bias > 0:
+        if self.router.force_biased > 0:
             logits = logits + self.bias_of_experts(tokens.dropout.seed, logits)
         return logits
 
@@ -90,11 +95,11 @@ class Noise:
             2
         )  # from 0 to 1
         normal = (-2 * sizes.clamp(min=2.0**-32).log()).sqrt() * (2 * math.pi * angles).cos()
-        return (self.router.forced_bias * normal).to(logits)
+        return (self.router.force_biased * normal).to(logits)
 
     def _draw(self, source: DropoutKey, purpose: str, features: int) -> Tensor:
         place = key_of(source.seed, "router", purpose, self.layer)
-        return uniform_features(place, self.region.mine(source.numbers), features)
+        return uniform_features(place, self.tp_comm.mine(source.numbers), features)
 
 
 class Router(nn.Module):
@@ -110,7 +115,7 @@ class Router(nn.Module):
         config: ModelConfig,
         moe: MoEConfig,
         mesh: Mesh,
-        region: Region,
+        tp_comm: TPComm,
         *,
         dtype: torch.dtype,
         number: int = 0,
@@ -123,37 +128,44 @@ class Router(nn.Module):
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
         """Whether ranks that share a microbatch are counted along cp first, as `parallel.order` may
         have it."""
-        self.noise = Noise(moe.router, number, region)
+        self.noise = Noise(moe.router, number, tp_comm)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
-        shard = whole(
-            f"{name}.router", (moe.experts, config.hidden_size), invariant=region.invariant
+        shard = Shard.full(
+            f"{name}.router", (moe.num_experts, config.hidden_size), invariant=tp_comm.invariant
         )
-        self.gate = Gate(Declared(shard, Init(config.init_std)), dtype=dtype, inside=inside)
-        vector = partial(whole, shape=(moe.experts,), invariant=region.invariant, inputs=0)
+        self.gate = RouterGate(
+            ParameterSpec(shard, Init(config.init_std)), dtype=dtype, inside=inside
+        )
+        vector = partial(
+            Shard.full, shape=(moe.num_experts,), invariant=tp_comm.invariant, inputs=0
+        )
         if moe.router.bias:
-            declare(
-                self, "router_bias", Declared(vector(f"{name}.router_bias"), ZEROS), dtype=dtype
+            register_param(
+                self,
+                "router_bias",
+                ParameterSpec(vector(f"{name}.router_bias"), ZEROS),
+                dtype=dtype,
             )
-        if moe.router.balancing_bias:
-            declare(
+        if moe.router.expert_bias:
+            register_param(
                 self,
                 "balancing_bias",
-                Declared(vector(f"{name}.balancing_bias"), ZEROS),
+                ParameterSpec(vector(f"{name}.balancing_bias"), ZEROS),
                 dtype=wide,
             )
             self.balancing_bias.requires_grad_(False)  # moved by counts, after each step
-        if moe.balance.quantile:
-            declare(
+        if moe.aux_loss.quantile:
+            register_param(
                 self,
                 "balancing_offset",
-                Declared(vector(f"{name}.balancing_offset"), ZEROS),
+                ParameterSpec(vector(f"{name}.balancing_offset"), ZEROS),
                 dtype=wide,
             )
             self.balancing_offset.requires_grad_(False)  # set after each step
-        self.balance = Balance(moe, region, mesh)
+        self.balance = Balance(moe, tp_comm, mesh)
 
-    def forward(self, x: Input, tokens: Tokens) -> Choice:
+    def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Choice:
         """x [t, h], of my own tokens -> experts and weights [t, k]."""
         logits = self.gate(self.noise.on_input(x, tokens))
         if self.moe.router.bias:
@@ -165,14 +177,14 @@ class Router(nn.Module):
         if tokens.decided is not None:
             tokens.decided.note(self.layer, choice.experts, within.experts)
         if tokens.route is not None:
-            tokens.route.show(self.layer, value_of(x), logits, within.weights, self.own())
+            tokens.route.show(self.layer, output_tensor(x), logits, within.weights, self.own())
         return self.balance(within, choice.experts, logits, tokens)
 
     def own(self) -> dict[str, Tensor]:
         """What choices are made by: `weight` [E, h], and by their names biases and offsets [E],
         where there are any."""
         there = self._parameters.keys() & {"router_bias", "balancing_bias", "balancing_offset"}
-        return {"weight": self.gate.sunk()[0]} | {
+        return {"weight": self.gate.accumulated_parameters()[0]} | {
             name: getattr(self, name) for name in sorted(there)
         }
 
@@ -186,7 +198,7 @@ class Router(nn.Module):
         """What is taken from experts' logits, where anything is."""
         return self._parameters.get("balancing_offset")
 
-    def chosen(self, logits: Tensor, tokens: Tokens) -> Choice:
+    def chosen(self, logits: Tensor, tokens: PackedSeqParams) -> Choice:
         """logits [t, E] -> [t, k]; the experts are those of an earlier time, where these are to
         be followed: of the first pass, or of a recording."""
         route, router = tokens.route, self.moe.router
@@ -206,7 +218,7 @@ class Router(nn.Module):
     def choose(self, logits: Tensor, *, training: bool) -> Choice:
         """logits [t, E] -> [t, k]."""
         moe, router = self.moe, self.moe.router
-        if moe.balance.sinkhorn and training:
+        if moe.aux_loss.sinkhorn and training:
             total = partial(all_reduce_, group=self.sharing)
             plan = sinkhorn(logits, total, tokens=len(logits) * self.sharing.size)
             experts = best(plan, moe.top_k)
@@ -215,22 +227,22 @@ class Router(nn.Module):
             )
         return choose_experts(logits, router, moe.top_k, self.moved, offsets=self.offset)
 
-    def note_offsets(self, logits: Tensor, tokens: Tokens) -> None:
+    def note_offsets(self, logits: Tensor, tokens: PackedSeqParams) -> None:
         """Writes down what would have made the experts equally busy in this microbatch, of all
         ranks that share it."""
         share, offset = tokens.balance, self.offset
         if share is None or offset is None:
             return
         with torch.no_grad():
-            text = self.noise.region.mine(tokens.valid).unsqueeze(1)
-            every = gathered_again(logits.detach().where(text, -math.inf), self.sharing)
+            text = self.noise.tp_comm.mine(tokens.valid).unsqueeze(1)
+            every = regather(logits.detach().where(text, -math.inf), self.sharing)
             valid = every[:, 0] > -math.inf  # told with the logits, in one message
             found = balancing_offsets(every, offset, valid, self.moe.top_k)
             there = valid.any()
             row = torch.cat([found.where(there, 0.0), there.to(found).unsqueeze(0)])
             self.balance.record_of(share, logits).offsets[share.microbatch] = row
 
-    def within_capacity(self, choice: Choice, tokens: Tokens) -> Choice:
+    def within_capacity(self, choice: Choice, tokens: PackedSeqParams) -> Choice:
         """Without what experts refuse. All ranks that share a microbatch decide together, so
         that no layout drops other tokens than another."""
         capacity = self.moe.capacity
@@ -240,24 +252,26 @@ class Router(nn.Module):
         if decided is not None:
             return without(choice, decided)
         group, mine = self.sharing, len(choice.experts)
-        padding = ~self.noise.region.mine(
+        padding = ~self.noise.tp_comm.mine(
             tokens.valid
         )  # refused first: it must not take the place of text
         seen = Choice(
             choice.experts, choice.weights.detach().masked_fill(padding.unsqueeze(1), -1.0)
         )
-        every = Choice(*(gathered_again(part.contiguous(), group) for part in seen))
-        limit = capacity_of(capacity.factor, len(every.experts), self.moe.top_k, self.moe.experts)
+        every = Choice(*(regather(part.contiguous(), group) for part in seen))
+        limit = capacity_of(
+            capacity.factor, len(every.experts), self.moe.top_k, self.moe.num_experts
+        )
         places = self.places(tokens, every.weights[:, 0] < 0)
         taken = refuse_surplus(
-            every, limit, capacity.drop, num_experts=self.moe.experts, order=places
+            every, limit, capacity.drop, num_experts=self.moe.num_experts, order=places
         )
         mine_taken = taken.narrow(
             0, group.rank * mine, mine
         ).clone()  # backward keeps it, and not all ranks'
         return without(choice, mine_taken)
 
-    def places(self, tokens: Tokens, padding: Tensor) -> Tensor:
+    def places(self, tokens: PackedSeqParams, padding: Tensor) -> Tensor:
         """Where in the microbatch the tokens of all ranks that share it stand, rank after rank,
         padding behind all others: padding bool [t of all] -> int64 [t of all]."""
         order = torch.arange(len(padding), device=padding.device)

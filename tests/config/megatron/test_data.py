@@ -67,7 +67,7 @@ def test_resetting_the_attention_mask_makes_documents(tiny: Translate) -> None:
         "--reset-attention-mask --reset-position-ids --eod-mask-loss --calculate-per-token-loss"
     )
     assert done.run is not None
-    assert done.run.data.documents and done.run.data.eod_mask_loss
+    assert done.run.data.document_masking and done.run.data.eod_mask_loss
     assert done.refusals(strict=True) == []
 
 
@@ -84,7 +84,7 @@ def test_documents_without_a_masked_end_drop_one_more_label(tiny: Translate) -> 
 
 def test_resetting_positions_alone_is_not_done(tiny: Translate) -> None:
     done = tiny("--reset-position-ids")
-    assert done.run is not None and not done.run.data.documents
+    assert done.run is not None and not done.run.data.document_masking
     assert (
         "--reset-position-ids: positions start again together with attention"
         in done.refusals(strict=True)[0]
@@ -200,7 +200,7 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it(tiny: Translate) -> None:
     }
     for added, multiple in sizes.items():
         run = tiny(added).run
-        assert run is not None and run.model.vocab_multiple == multiple
+        assert run is not None and run.model.pad_vocab_to_multiple_of == multiple
     known = (
         (50257, 1, 50304),
         (50257, 2, 50432),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.train.rules import model_problems, run_problems
 from tests.config.megatron.conftest import Translate
 
@@ -25,9 +25,11 @@ def test_no_experts_unless_asked_for(tiny: Translate) -> None:
 def test_defaults_are_megatrons(tiny: Translate) -> None:
     run = tiny(f"{PLAIN} --num-experts 8 --ffn-hidden-size 96").run
     assert run is not None
-    expected = MoEConfig(experts=8, top_k=2, ffn_hidden_size=96, router=RouterConfig(dtype="model"))
+    expected = MoEConfig(
+        num_experts=8, top_k=2, ffn_hidden_size=96, router=RouterConfig(dtype="model")
+    )
     assert run.model.moe == expected
-    assert (run.parallel.dispatcher, run.parallel.ep, run.parallel.etp) == ("gather", 1, None)
+    assert (run.parallel.dispatcher, run.parallel.ep, run.parallel.etp) == ("allgather", 1, None)
 
 
 def test_a_mixture_as_deepseek_v3_has_it(tiny: Translate) -> None:
@@ -41,10 +43,15 @@ def test_a_mixture_as_deepseek_v3_has_it(tiny: Translate) -> None:
         "--moe-aux-loss-coeff 1e-4 --moe-token-dispatcher-type alltoall",
     )
     assert moe.router == RouterConfig(
-        score="sigmoid", balancing_bias=True, balancing_rate=0.01, groups=4, top_groups=2, scale=2.5
+        score="sigmoid",
+        expert_bias=True,
+        expert_bias_update_rate=0.01,
+        num_groups=4,
+        topk_groups=2,
+        routed_scaling_factor=2.5,
     )
-    assert moe.balance == BalanceConfig(sequence=1e-4)
-    assert (moe.experts, moe.top_k, moe.ffn_hidden_size, moe.shared_ffn_hidden_size) == (
+    assert moe.aux_loss == AuxLossConfig(sequence_coeff=1e-4)
+    assert (moe.num_experts, moe.top_k, moe.ffn_hidden_size, moe.shared_ffn_hidden_size) == (
         16,
         4,
         32,
@@ -55,10 +62,10 @@ def test_a_mixture_as_deepseek_v3_has_it(tiny: Translate) -> None:
 @pytest.mark.parametrize(
     ("added", "router"),
     [
-        ("--moe-router-pre-softmax", RouterConfig(renormalise=False, dtype="model")),
+        ("--moe-router-pre-softmax", RouterConfig(norm_topk_prob=False, dtype="model")),
         (
             "--moe-router-topk 1 --moe-router-score-function sigmoid",
-            RouterConfig(score="sigmoid", renormalise=False, dtype="model"),
+            RouterConfig(score="sigmoid", norm_topk_prob=False, dtype="model"),
         ),
         (
             "--moe-input-jitter-eps 0.1 --moe-router-dtype fp64",
@@ -66,18 +73,21 @@ def test_a_mixture_as_deepseek_v3_has_it(tiny: Translate) -> None:
         ),
         (
             "--moe-router-load-balancing-type sinkhorn",
-            RouterConfig(renormalise=False, dtype="model"),
+            RouterConfig(norm_topk_prob=False, dtype="model"),
         ),
         (
             "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
-            RouterConfig(score="sigmoid", renormalise=False, dtype="model"),
+            RouterConfig(score="sigmoid", norm_topk_prob=False, dtype="model"),
         ),
         (
             "--moe-router-score-function sqrtsoftplus",
             RouterConfig(score="sqrt_softplus", dtype="model"),
         ),
-        ("--moe-router-force-biased -0.5", RouterConfig(forced_bias=0.5, dtype="model")),
-        ("--moe-router-force-load-balancing", RouterConfig(forced_balance=True, dtype="model")),
+        ("--moe-router-force-biased -0.5", RouterConfig(force_biased=0.5, dtype="model")),
+        (
+            "--moe-router-force-load-balancing",
+            RouterConfig(force_load_balancing=True, dtype="model"),
+        ),
     ],
 )
 def test_routers(tiny: Translate, added: str, router: RouterConfig) -> None:
@@ -96,8 +106,8 @@ def test_layers_with_experts_count_from_the_first(
 
 def test_a_weight_alone_is_of_the_loss_over_each_microbatch(tiny: Translate) -> None:
     """As --moe-router-load-balancing-type is aux_loss unless told otherwise."""
-    assert moe_of(tiny, "--num-experts 4 --moe-aux-loss-coeff 0.01").balance == BalanceConfig(
-        batch=0.01
+    assert moe_of(tiny, "--num-experts 4 --moe-aux-loss-coeff 0.01").aux_loss == AuxLossConfig(
+        batch_coeff=0.01
     )
     for without in (
         "",
@@ -106,7 +116,7 @@ def test_a_weight_alone_is_of_the_loss_over_each_microbatch(tiny: Translate) -> 
     ):
         found = tiny(f"{PLAIN} --num-experts 4 {without}")
         assert found.run is not None and found.run.model.moe is not None
-        assert found.run.model.moe.balance == BalanceConfig()
+        assert found.run.model.moe.aux_loss == AuxLossConfig()
         assert any(entry.text == "no loss keeps experts busy" for entry in found.entries)
 
 
@@ -115,8 +125,8 @@ def test_several_losses_have_a_weight_each(tiny: Translate) -> None:
         "--num-experts 4 --moe-router-load-balancing-type aux_loss global_aux_loss "
         "--moe-aux-loss-coeff"
     )
-    assert moe_of(tiny, f"{both} 0.1 0.2 --moe-z-loss-coeff 1e-3").balance == BalanceConfig(
-        batch=0.1, global_batch=0.2, z=1e-3
+    assert moe_of(tiny, f"{both} 0.1 0.2 --moe-z-loss-coeff 1e-3").aux_loss == AuxLossConfig(
+        batch_coeff=0.1, global_batch_coeff=0.2, z_loss_coeff=1e-3
     )
     for other in ("0.1 0.2 0.3", "0.1"):  # Megatron takes one for none of several, either
         (problem,) = tiny(f"{both} {other}").problems
@@ -125,16 +135,18 @@ def test_several_losses_have_a_weight_each(tiny: Translate) -> None:
         )
     assert moe_of(
         tiny, "--num-experts 4 --moe-router-load-balancing-type sinkhorn"
-    ).balance.sinkhorn
+    ).aux_loss.sinkhorn
     assert (
-        moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type none").balance
-        == BalanceConfig()
+        moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type none").aux_loss
+        == AuxLossConfig()
     )
     quantile = (
         "--num-experts 4 --moe-router-load-balancing-type quantile_balancing "
         "--moe-router-quantile-balancing-ema"
     )
-    assert moe_of(tiny, f"{quantile} 0.9").balance == BalanceConfig(quantile=True, quantile_ema=0.9)
+    assert moe_of(tiny, f"{quantile} 0.9").aux_loss == AuxLossConfig(
+        quantile=True, quantile_ema=0.9
+    )
 
 
 def test_capacities(tiny: Translate) -> None:

@@ -47,12 +47,12 @@ def test_tensor_parallelism_is_kept(tiny: Translate) -> None:
 
 def test_products_that_overlap_their_communication_are_rings(tiny: Translate) -> None:
     added = "--tp-comm-overlap --sequence-parallel --seq-length 33"
-    assert layout(tiny, f"{added} --tensor-model-parallel-size 3").rings
-    assert not layout(tiny, added).rings
+    assert layout(tiny, f"{added} --tensor-model-parallel-size 3").tp_comm_overlap
+    assert not layout(tiny, added).tp_comm_overlap
     run = tiny("--tp-comm-overlap --tensor-model-parallel-size 3").run
     assert run is not None
     (problem,) = run_problems(run, 3)
-    assert "parallel.rings=true needs parallel.sp=true" in problem
+    assert "parallel.tp_comm_overlap=true needs parallel.sp=true" in problem
 
 
 def test_the_run_is_checked_on_the_ranks_that_megatron_has(tiny: Translate) -> None:
@@ -305,12 +305,13 @@ def test_every_flag_that_decides_the_sharding_is_listed(tiny: Translate) -> None
 
 def test_instances_are_replicas(tiny: Translate) -> None:
     added = "--use-distributed-optimizer --num-distributed-optimizer-instances 3"
-    assert (layout(tiny, added, world=6).replicas, layout(tiny, added).replicas) == (3, 3)
-    assert layout(tiny, "--num-distributed-optimizer-instances 3", world=6).replicas == 1
+    assert (layout(tiny, added, world=6).dp_replicate, layout(tiny, added).dp_replicate) == (3, 3)
+    assert layout(tiny, "--num-distributed-optimizer-instances 3", world=6).dp_replicate == 1
     run = tiny(added, world=4).run
     assert run is not None
     assert any(
-        "parallel.replicas=3 does not divide dp=4" in problem for problem in run_problems(run, 4)
+        "parallel.dp_replicate=3 does not divide dp=4" in problem
+        for problem in run_problems(run, 4)
     )
 
 

@@ -103,9 +103,9 @@ def test_limits_of_a_gate_are_read_with_one(tiny: Translate) -> None:
 
 
 def test_norms_are_megatrons(tiny: Translate) -> None:
-    default, centred = tiny(without=("--normalization",)).run, tiny("--apply-layernorm-1p").run
+    default, centered = tiny(without=("--normalization",)).run, tiny("--apply-layernorm-1p").run
     assert default is not None and default.model.norm == "layer"
-    assert centred is not None and (centred.model.norm, centred.model.norm_zero_centred) == (
+    assert centered is not None and (centered.model.norm, centered.model.zero_centered_gamma) == (
         "rms",
         True,
     )
@@ -125,8 +125,8 @@ def test_further_predictions(tiny: Translate) -> None:
         tiny("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3").run,
         tiny("--mtp-num-layers 0").run,
     )
-    assert two is not None and (two.model.mtp.depths, two.model.mtp.loss_weight) == (2, 0.3)
-    assert none is not None and none.model.mtp.depths == 0
+    assert two is not None and (two.model.mtp.num_layers, two.model.mtp.loss_weight) == (2, 0.3)
+    assert none is not None and none.model.mtp.num_layers == 0
     assert tiny("--mtp-hsm").refusals(strict=True) == [], "asks for nothing without depths"
 
 
@@ -184,7 +184,7 @@ def test_gpt2_is_translated_as_a_whole(tiny: Translate) -> None:
             (),
             "--moe-router-padding-for-fp8: not yet: it rounds",
         ),
-        ("--mtp-num-layers 1 --mtp-hsm", (), "--mtp-hsm: not yet: further predictions"),
+        ("--mtp-num-layers 1 --mtp-hsm", (), "--mtp-hsm: not yet: multi-token predictions"),
         ("--spec my.module spec", (), "--spec my.module spec: not yet"),
     ],
 )

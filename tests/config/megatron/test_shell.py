@@ -2,13 +2,13 @@
 
 import pytest
 
-from megalith.config.megatron.shell import ArrayLiteral, Operator, Part, Word, parts_of, tokens
+from megalith.config.megatron.shell import ArrayLiteral, Operator, Word, WordPart, parts_of, tokens
 from megalith.errors import ConfigError
 
 
 def read(text: str) -> list[object]:
-    """Tokens in short: words as texts (variables as <NAME>), operators as themselves, arrays as
-    lists."""
+    """PackedSeqParams in short: words as texts (variables as <NAME>), operators as themselves,
+    arrays as lists."""
     return [_short(token) for token in tokens(text)]
 
 
@@ -53,9 +53,9 @@ def test_pieces_know_whether_they_are_quoted_and_words_their_line() -> None:
     words = [token for token in tokens('\na\n\n$A"$B"') if isinstance(token, Word)]
     assert [word.line for word in words] == [2, 4]
     assert words[1].parts == (
-        Part("variable", "A", False),
-        Part("text", "", True),
-        Part("variable", "B", True),
+        WordPart("variable", "A", False),
+        WordPart("text", "", True),
+        WordPart("variable", "B", True),
     )
 
 

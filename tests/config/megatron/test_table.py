@@ -2,12 +2,12 @@
 
 import pytest
 
-from megalith.config.megatron.table import Group, expand
+from megalith.config.megatron.table import FlagGroup, expand
 
 
-def group(flags: str) -> Group:
+def group(flags: str) -> FlagGroup:
     """A group of these flags."""
-    return Group(verdict="already", effect="none", reason="why", flags=flags)
+    return FlagGroup(verdict="already", effect="none", reason="why", flags=flags)
 
 
 def test_a_group_is_one_answer_for_many_flags() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from megalith.config.megatron.arguments import ROWS, known_flags
 from megalith.config.megatron.mapped import MAPPED
-from megalith.config.megatron.table import Row
+from megalith.config.megatron.table import FlagRow
 from megalith.config.megatron.translate import Translation, named_tokenizer, translate
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
@@ -62,7 +62,7 @@ def test_an_empty_list_names_all_that_is_needed() -> None:
     assert {*sizes, "--micro-batch-size", "--global-batch-size", "--lr", "--train-iters"} <= missing
 
 
-def _typed(row: Row | None) -> Sequence[str]:
+def _typed(row: FlagRow | None) -> Sequence[str]:
     """Words that may stand behind a flag."""
     takes = "nothing" if row is None else row.takes
     if takes == "choice":

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.balance import balance_loss, count_choices
 from megalith.kernels.routing import choose_experts, shares_of_one
-from megalith.kernels.tokens import BalanceShare, Tokens, tokens_of_lengths
-from megalith.models.decoder import allocate, initialise
-from megalith.nn.moe.balance import LOSSES, Balance
+from megalith.kernels.tokens import BalanceShare, PackedSeqParams, tokens_of_lengths
+from megalith.models.decoder import allocate, initialize
+from megalith.nn.moe.balance import LOSS_COEFFS, LOSSES, Balance
 from megalith.nn.moe.router import Router
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.parallel.tensor import SplitTokens, WholeTokens
+from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.verify.expert_faults import step_of_own_tokens
 
-MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=4)
+MOE = MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=4)
 MODEL = ModelConfig(
     vocab_size=8,
     hidden_size=6,
@@ -36,10 +36,10 @@ MODEL = ModelConfig(
     moe=MOE,
 )
 X = torch.randn(2, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-KINDS = [replace(MOE, balance=BalanceConfig(**{kind: 0.7})) for kind in LOSSES]
+KINDS = [replace(MOE, aux_loss=AuxLossConfig(**{name: 0.7})) for name in LOSS_COEFFS]
 
 
-def training(microbatch: int = 0, weight: float = 0.5) -> Tokens:
+def training(microbatch: int = 0, weight: float = 0.5) -> PackedSeqParams:
     """Three documents; the last token is padding."""
     tokens = tokens_of_lengths([5, 3, 4])
     valid = torch.arange(12) < 11
@@ -48,9 +48,11 @@ def training(microbatch: int = 0, weight: float = 0.5) -> Tokens:
 
 def router_of(moe: MoEConfig) -> Router:
     mesh = mesh_of_one()
-    router = Router("layers.0.moe", MODEL, moe, mesh, WholeTokens(mesh.tp), dtype=torch.float64)
+    router = Router(
+        "layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64
+    )
     allocate(router, torch.device("cpu"))
-    initialise(router, seed=3)
+    initialize(router, seed=3)
     return router
 
 
@@ -58,18 +60,18 @@ def gradient_of_losses(router: Router, batches: list[Tensor]) -> Tensor:
     """Of the gate, where nothing but the losses of balance is asked for."""
     for number, x in enumerate(batches):
         (router(x, training(number)).weights * 0).sum().backward()
-    (weight,) = router.gate.sunk()
+    (weight,) = router.gate.accumulated_parameters()
     assert weight.grad is not None
     return weight.grad
 
 
 def divided(rank: int, world: int, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
-    region = SplitTokens(mesh.tp)
-    router = Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64)
+    tp_comm = SequenceParallelComm(mesh.tp)
+    router = Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64)
     allocate(router, torch.device("cpu"))
-    initialise(router, seed=3)
-    gradient = gradient_of_losses(router, [region.mine(x) for x in X])
+    initialize(router, seed=3)
+    gradient = gradient_of_losses(router, [tp_comm.mine(x) for x in X])
     assert router.balance.record is not None
     return all_reduce_(gradient, mesh.tp), all_reduce_(
         router.balance.record.losses.clone(), mesh.tp
@@ -89,9 +91,9 @@ def test_ranks_that_share_tokens_have_the_gradient_of_one(moe: MoEConfig) -> Non
 
 def test_a_loss_enters_with_its_weight_and_the_microbatchs() -> None:
     def gradient(coefficient: float, share: float) -> Tensor:
-        router = router_of(replace(MOE, balance=BalanceConfig(batch=coefficient)))
+        router = router_of(replace(MOE, aux_loss=AuxLossConfig(batch_coeff=coefficient)))
         (router(X[0], training(weight=share)).weights * 0).sum().backward()
-        (weight,) = router.gate.sunk()
+        (weight,) = router.gate.accumulated_parameters()
         assert weight.grad is not None
         return weight.grad
 
@@ -102,15 +104,15 @@ def test_a_loss_enters_with_its_weight_and_the_microbatchs() -> None:
     zeros = torch.zeros(12, dtype=torch.int32)
     counts = count_choices(logits.topk(2).indices, zeros, valid, sequences=1, num_experts=5)
     balance_loss(shares, counts, zeros, valid, top_k=2).backward()
-    (weight,) = router.gate.sunk()
+    (weight,) = router.gate.accumulated_parameters()
     assert torch.allclose(gradient(1.0, 1.0), weight.grad)  # type: ignore[arg-type]
 
 
 def test_the_loss_counts_choices_by_score_and_the_record_those_made() -> None:
     moe = replace(
         MOE,
-        router=RouterConfig(score="sigmoid", balancing_bias=True),
-        balance=BalanceConfig(batch=0.1),
+        router=RouterConfig(score="sigmoid", expert_bias=True),
+        aux_loss=AuxLossConfig(batch_coeff=0.1),
     )
     router, tilted = router_of(moe), router_of(moe)
     assert tilted.moved is not None
@@ -125,9 +127,9 @@ def test_the_loss_counts_choices_by_score_and_the_record_those_made() -> None:
 
 def test_the_loss_counts_choices_as_made_before_any_was_refused_where_it_shall() -> None:
     """Biases and groups then show in it, and capacities do not hide who is asked for too much."""
-    balance = BalanceConfig(batch=0.1, of_choices=True)
-    moe = replace(MOE, router=RouterConfig(score="sigmoid", balancing_bias=True), balance=balance)
-    losses, plain = [], replace(moe, balance=replace(balance, of_choices=False))
+    balance = AuxLossConfig(batch_coeff=0.1, of_choices=True)
+    moe = replace(MOE, router=RouterConfig(score="sigmoid", expert_bias=True), aux_loss=balance)
+    losses, plain = [], replace(moe, aux_loss=replace(balance, of_choices=False))
     for each in (plain, moe, replace(moe, capacity=CapacityConfig(factor=0.5))):
         router = router_of(each)
         assert router.moved is not None
@@ -150,7 +152,7 @@ def test_the_loss_counts_choices_as_made_before_any_was_refused_where_it_shall()
 
 
 def test_a_microbatch_that_comes_again_changes_no_record_and_evaluation_none() -> None:
-    router = router_of(replace(MOE, balance=BalanceConfig(global_batch=0.1)))
+    router = router_of(replace(MOE, aux_loss=AuxLossConfig(global_batch_coeff=0.1)))
     for number, x in enumerate(X):
         router(x, training(number))
     record = router.balance.record
@@ -163,7 +165,9 @@ def test_a_microbatch_that_comes_again_changes_no_record_and_evaluation_none() -
 
 
 def test_the_loss_of_the_step_counts_all_microbatches_so_far() -> None:
-    router = router_of(replace(MOE, balance=BalanceConfig(global_batch=1.0, batch=1.0)))
+    router = router_of(
+        replace(MOE, aux_loss=AuxLossConfig(global_batch_coeff=1.0, batch_coeff=1.0))
+    )
     for number, x in enumerate(X):
         router(x, training(number))
     assert router.balance.record is not None
@@ -174,11 +178,11 @@ def test_the_loss_of_the_step_counts_all_microbatches_so_far() -> None:
 
 # --- over the global batch
 
-GLOBAL = replace(MOE, balance=BalanceConfig(global_batch=0.7))
+GLOBAL = replace(MOE, aux_loss=AuxLossConfig(global_batch_coeff=0.7))
 ROWS = torch.randn(2, 2, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 """Of two ranks along dp, two microbatches each."""
 REAL = (11, 7)
-"""Tokens that are no padding, of each rank's microbatches."""
+"""PackedSeqParams that are no padding, of each rank's microbatches."""
 OVER_DP = {
     "dp2": ParallelConfig(dp=2),
     "dp2 ep2": ParallelConfig(dp=2, ep=2),
@@ -217,16 +221,16 @@ def step_over_dp(
     """My place along dp; the gate, its gradient over all ranks, and the losses of ranks that share
     my tokens."""
     mesh = build_mesh(model_grid(parallel, replace(MODEL, moe=GLOBAL), world), rank=rank)
-    region = SplitTokens(mesh.tp) if parallel.sp else WholeTokens(mesh.tp)
-    router = Router("layers.0.moe", MODEL, GLOBAL, mesh, region, dtype=torch.float64)
+    tp_comm = SequenceParallelComm(mesh.tp) if parallel.sp else TensorParallelComm(mesh.tp)
+    router = Router("layers.0.moe", MODEL, GLOBAL, mesh, tp_comm, dtype=torch.float64)
     allocate(router, torch.device("cpu"))
-    initialise(router, seed=3)
+    initialize(router, seed=3)
     place = mesh.dp.rank
     with replaced(Balance, "global_loss", step_of_own_tokens) if fault else nullcontext():
         for number, x in enumerate(ROWS[place]):
             tokens = replace(training(number, weight=0.25), valid=torch.arange(12) < REAL[place])
-            (router(region.mine(x), tokens).weights * 0).sum().backward()
-    (weight,), record = router.gate.sunk(), router.balance.record
+            (router(tp_comm.mine(x), tokens).weights * 0).sum().backward()
+    (weight,), record = router.gate.accumulated_parameters(), router.balance.record
     assert weight.grad is not None and record is not None
     losses = all_reduce_(record.losses[:, 2].clone(), mesh.tp)
     return (

@@ -12,12 +12,12 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.grouped_linear import Groups
-from megalith.models.decoder import allocate, declared_parameters, initialise
+from megalith.models.decoder import allocate, declared_parameters, initialize
 from megalith.nn.moe.experts import Experts, weighted_activation
-from megalith.parallel.expert import Sent
+from megalith.parallel.expert import DispatchedTokens
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 
-MOE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=7)
+MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=7)
 MODEL = ModelConfig(
     vocab_size=8,
     hidden_size=6,
@@ -45,16 +45,18 @@ def build(
         if parallel is None
         else mesh_on_paper(model_grid(parallel, model, world), rank=rank)
     )
-    layer = Experts("layers.0.moe.experts", model, moe, mesh, dtype=torch.float64)
+    layer = Experts("layers.0.moe.num_experts", model, moe, mesh, dtype=torch.float64)
     allocate(layer, torch.device("cpu"))
-    initialise(layer, seed=3)
+    initialize(layer, seed=3)
     return layer
 
 
-def sent(counts: tuple[int, ...] = COUNTS, features: int = 6) -> Sent:
+def sent(counts: tuple[int, ...] = COUNTS, features: int = 6) -> DispatchedTokens:
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(sum(counts), features, dtype=torch.float64, generator=draw)
-    return Sent(rows, torch.rand(sum(counts), dtype=torch.float64, generator=draw), Groups(counts))
+    return DispatchedTokens(
+        rows, torch.rand(sum(counts), dtype=torch.float64, generator=draw), Groups(counts)
+    )
 
 
 def of_one_expert(layer: Experts, e: int, x: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ def test_each_row_is_answered_by_its_expert_and_weighed_once() -> None:
 
 
 def test_a_weight_that_meets_the_input_meets_nothing_else() -> None:
-    layer, given = build(replace(MOE, top_k=1, weigh_input=True)), sent()
+    layer, given = build(replace(MOE, top_k=1, apply_router_weight_on_input=True)), sent()
     weighed = given.rows * given.weights.unsqueeze(1)
     parts = [of_one_expert(layer, e, x) for e, x in enumerate(weighed.split(COUNTS))]
     assert torch.allclose(layer(given), torch.cat(parts), rtol=1e-12)
@@ -90,7 +92,7 @@ def test_ranks_along_ep_have_the_experts_that_one_rank_has_with_the_same_first_w
         assert torch.equal(layer.down.down.view(each, -1), whole.down.down.view(4, -1)[mine])  # type: ignore[operator]
         counts = COUNTS[mine]
         weights = given.weights.split(COUNTS)[mine]
-        y = layer(Sent(torch.cat(rows[mine]), torch.cat(weights), Groups(counts)))
+        y = layer(DispatchedTokens(torch.cat(rows[mine]), torch.cat(weights), Groups(counts)))
         assert torch.allclose(y, torch.cat(whole(given).split(COUNTS)[mine]), rtol=1e-12)
 
 
@@ -101,7 +103,7 @@ def test_ranks_along_etp_have_parts_of_every_expert_that_add_up() -> None:
 
 
 def test_parameters_lie_on_the_grid_of_experts_and_start_as_other_mlps_do() -> None:
-    layer = build(replace(MOE, biases=True, experts=40), replace(MODEL, hidden_size=64))
+    layer = build(replace(MOE, biases=True, num_experts=40), replace(MODEL, hidden_size=64))
     found = {
         declared.shard.name.rsplit(".", 1)[1]: (declared, module, name)
         for declared, module, name in declared_parameters(layer)

@@ -11,27 +11,27 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.kernels.tokens import tokens_of_rows
-from megalith.models.decoder import allocate, initialise
+from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.layer import MoE
 from megalith.parallel.mesh import mesh_of_one
-from megalith.parallel.tensor import WholeTokens
+from megalith.parallel.tensor import TensorParallelComm
 from megalith.testing.tolerance import PARITY, relative_error
 
 LATENT = MoEConfig(
-    experts=6,
+    num_experts=6,
     top_k=2,
     ffn_hidden_size=11,
     shared_ffn_hidden_size=13,
     latent_size=7,
-    router=RouterConfig(score="sigmoid", balancing_bias=True, scale=2.5),
+    router=RouterConfig(score="sigmoid", expert_bias=True, routed_scaling_factor=2.5),
 )
 KINDS = {
     "latent": LATENT,
     "latent, groups": replace(
-        LATENT, experts=8, top_k=4, router=replace(LATENT.router, groups=4, top_groups=2)
+        LATENT, num_experts=8, top_k=4, router=replace(LATENT.router, num_groups=4, topk_groups=2)
     ),
-    "latent, weights not renormalised": replace(
-        LATENT, router=replace(LATENT.router, renormalise=False)
+    "latent, weights not renormalized": replace(
+        LATENT, router=replace(LATENT.router, norm_topk_prob=False)
     ),
     "all features": replace(LATENT, latent_size=None),
 }
@@ -58,15 +58,15 @@ def theirs_of(moe: MoEConfig) -> Any:
         hidden_size=MODEL.hidden_size,
         layers_block_type=["moe"],
         mlp_hidden_act="relu2",
-        n_routed_experts=moe.experts,
+        n_routed_experts=moe.num_experts,
         num_experts_per_tok=moe.top_k,
         moe_intermediate_size=moe.ffn_hidden_size,
         moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
         moe_latent_size=moe.latent_size,
-        routed_scaling_factor=moe.router.scale,
-        norm_topk_prob=moe.router.renormalise,
-        n_group=moe.router.groups or 1,
-        topk_group=moe.router.top_groups or 1,
+        routed_scaling_factor=moe.router.routed_scaling_factor,
+        norm_topk_prob=moe.router.norm_topk_prob,
+        n_group=moe.router.num_groups or 1,
+        topk_group=moe.router.topk_groups or 1,
     )
     layer, draw = NemotronHMoE(config), torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -78,9 +78,9 @@ def theirs_of(moe: MoEConfig) -> Any:
 
 def ours_of(moe: MoEConfig) -> MoE:
     mesh = mesh_of_one()
-    layer = MoE("layers.0.moe", MODEL, moe, mesh, WholeTokens(mesh.tp), dtype=torch.float32)
+    layer = MoE("layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float32)
     allocate(layer, torch.device("cpu"))
-    initialise(layer, seed=3)
+    initialize(layer, seed=3)
     return layer
 
 

@@ -12,25 +12,25 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.kernels.replay import Decided
 from megalith.kernels.routing import NOWHERE, Choice, score_experts, weigh
-from megalith.kernels.tokens import BalanceShare, Tokens, tokens_of_rows
-from megalith.models.decoder import allocate, initialise
+from megalith.kernels.tokens import BalanceShare, PackedSeqParams, tokens_of_rows
+from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.layer import MoE
 from megalith.nn.moe.router import Router
 from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import WholeTokens
+from megalith.parallel.tensor import TensorParallelComm
 
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
 )
-MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=7)
+MOE = MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=7)
 
 
 def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
     mesh = mesh_of_one()
-    layer = MoE("layers.0.moe", model, moe, mesh, WholeTokens(mesh.tp), dtype=torch.float64)
+    layer = MoE("layers.0.moe", model, moe, mesh, TensorParallelComm(mesh.tp), dtype=torch.float64)
     allocate(layer, torch.device("cpu"))
-    initialise(layer, seed=3)
+    initialize(layer, seed=3)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(
@@ -41,15 +41,15 @@ def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
     return layer
 
 
-def training(rows: int = 1, length: int = 9) -> Tokens:
+def training(rows: int = 1, length: int = 9) -> PackedSeqParams:
     return replace(tokens_of_rows(rows, length), balance=BalanceShare(0, 1, 1.0))
 
 
 def plain(layer: MoE, x: Tensor, moe: MoEConfig) -> Tensor:
-    """Token by token, expert by expert: softmax, renormalised, SwiGLU."""
+    """Token by token, expert by expert: softmax, renormalized, SwiGLU."""
     scores = (x @ layer.router.gate.router.t()).softmax(1)
-    up = layer.experts.up.gate_up.view(moe.experts, 2, moe.ffn_hidden_size, -1)
-    down = layer.experts.down.down.view(moe.experts, -1, moe.ffn_hidden_size)
+    up = layer.experts.up.gate_up.view(moe.num_experts, 2, moe.ffn_hidden_size, -1)
+    down = layer.experts.down.down.view(moe.num_experts, -1, moe.ffn_hidden_size)
     out = []
     for token, row in zip(x, scores, strict=True):
         chosen = row.topk(moe.top_k)
@@ -78,7 +78,7 @@ def test_the_layer_is_the_weighted_sum_of_the_chosen_experts() -> None:
 
 
 def test_all_tokens_may_go_to_one_expert_and_none_to_others() -> None:
-    layer = build(replace(MOE, top_k=1, router=RouterConfig(renormalise=False, bias=True)))
+    layer = build(replace(MOE, top_k=1, router=RouterConfig(norm_topk_prob=False, bias=True)))
     with torch.no_grad():
         layer.router.router_bias.copy_(torch.tensor([0, 0, 1e6, 0, 0]))  # type: ignore[operator]
     x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
@@ -124,7 +124,7 @@ def test_filler_changes_nothing(factor: float) -> None:
             generator=torch.Generator().manual_seed(4),
             requires_grad=True,
         )
-        sent, _ = layer.dispatch_within_capacity(x, layer.router(x, training())).arrive()
+        sent, _ = layer.dispatch_within_capacity(x, layer.router(x, training())).wait()
         assert not pad or sent.groups.on_host() == (min(9, math.ceil(9 * 2 / 5 * factor)),) * 5
         y = layer(x, training())
         y.square().sum().backward()
@@ -140,9 +140,9 @@ def test_what_is_refused_adds_nothing_and_gets_no_gradient_through_experts() -> 
     layer = build(
         replace(
             MOE,
-            experts=1,
+            num_experts=1,
             top_k=1,
-            router=RouterConfig(score="sigmoid", renormalise=False),
+            router=RouterConfig(score="sigmoid", norm_topk_prob=False),
             capacity=CapacityConfig(factor=0.5, drop="last"),
         )
     )
@@ -185,7 +185,10 @@ def test_experts_may_work_on_fewer_features() -> None:
 def test_a_weight_may_multiply_what_goes_in() -> None:
     layer = build(
         replace(
-            MOE, top_k=1, weigh_input=True, router=RouterConfig(score="sigmoid", renormalise=False)
+            MOE,
+            top_k=1,
+            apply_router_weight_on_input=True,
+            router=RouterConfig(score="sigmoid", norm_topk_prob=False),
         )
     )
     x = torch.randn(3, 12, dtype=torch.float64)
@@ -199,9 +202,9 @@ def test_a_weight_may_multiply_what_goes_in() -> None:
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_biases_of_experts_are_weighted_with_what_they_give(gated: bool) -> None:
-    alone = RouterConfig(score="sigmoid", renormalise=False)
+    alone = RouterConfig(score="sigmoid", norm_topk_prob=False)
     model = replace(MODEL, gated=gated, activation="silu" if gated else "squared_relu")
-    layer = build(replace(MOE, experts=1, top_k=1, biases=True, router=alone), model)
+    layer = build(replace(MOE, num_experts=1, top_k=1, biases=True, router=alone), model)
     x = torch.randn(4, 12, dtype=torch.float64)
     word = "gate_up" if gated else "up"
     wide = x @ getattr(layer.experts.up, word).t() + getattr(layer.experts.up, f"{word}_bias")
@@ -220,7 +223,7 @@ class Flipping(Router):
         moe = self.moe
         experts = (
             super().choose(logits.detach(), training=training).experts + self.calls
-        ) % moe.experts
+        ) % moe.num_experts
         self.calls += 1
         return Choice(
             experts, weigh(logits, score_experts(logits, moe.router.score), experts, moe.router)

@@ -7,25 +7,25 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, Drop, MoEConfig, RouterConfig
+from megalith.config.moe import AuxLossConfig, CapacityConfig, Drop, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import (
     BalanceShare,
     DropoutKey,
-    Tokens,
+    PackedSeqParams,
     tokens_of_rows,
     tokens_of_slices,
 )
-from megalith.models.decoder import allocate, initialise
+from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.router import Router
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
-from megalith.parallel.tensor import SplitTokens, WholeTokens
+from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm
 from megalith.plan.context import plan_slices
 from megalith.testing.ranks import run_ranks
 
-MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=4)
+MOE = MoEConfig(num_experts=5, top_k=2, ffn_hidden_size=4)
 MODEL = ModelConfig(
     vocab_size=8,
     hidden_size=6,
@@ -39,7 +39,7 @@ MODEL = ModelConfig(
 X = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def training(seed: int = 0) -> Tokens:
+def training(seed: int = 0) -> PackedSeqParams:
     tokens = tokens_of_rows(2, 6)
     return replace(
         tokens, balance=BalanceShare(0, 1, 1.0), dropout=DropoutKey(seed, torch.arange(12))
@@ -48,20 +48,22 @@ def training(seed: int = 0) -> Tokens:
 
 def alone(moe: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
     mesh = mesh_of_one()
-    return filled(Router("layers.0.moe", MODEL, moe, mesh, WholeTokens(mesh.tp), dtype=dtype))
+    return filled(
+        Router("layers.0.moe", MODEL, moe, mesh, TensorParallelComm(mesh.tp), dtype=dtype)
+    )
 
 
 def filled(router: Router) -> Router:
     allocate(router, torch.device("cpu"))
-    initialise(router, seed=3)
+    initialize(router, seed=3)
     return router
 
 
 def divided(rank: int, world: int, moe: MoEConfig) -> Choice:
     mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
-    region = SplitTokens(mesh.tp)
-    choice = filled(Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64))(
-        region.mine(X), training()
+    tp_comm = SequenceParallelComm(mesh.tp)
+    choice = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))(
+        tp_comm.mine(X), training()
     )
     return Choice(choice.experts, choice.weights.detach())
 
@@ -88,11 +90,11 @@ def test_ranks_that_share_a_microbatch_refuse_the_same_choices() -> None:
 def shared(rank: int, world: int, moe: MoEConfig, order: str) -> tuple[Tensor, Tensor]:
     parallel = ParallelConfig(tp=2, cp=2, sp=True, order=order)
     mesh = build_mesh(model_grid(parallel, MODEL, world), rank=rank)
-    slicing, region = my_slicing(parallel, mesh), SplitTokens(mesh.tp)
+    slicing, tp_comm = my_slicing(parallel, mesh), SequenceParallelComm(mesh.tp)
     slices = plan_slices([12], row=12, slicing=slicing)
-    numbers = region.mine(torch.from_numpy(slices.numbers[slicing.rank]))
+    numbers = tp_comm.mine(torch.from_numpy(slices.numbers[slicing.rank]))
     tokens = replace(tokens_of_slices(slices, slicing), balance=BalanceShare(0, 1, 1.0))
-    router = filled(Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64))
+    router = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))
     return numbers, router(X[numbers], tokens).experts
 
 
@@ -120,7 +122,7 @@ def test_padding_takes_no_place_of_text(drop: Drop) -> None:
 
 
 def test_a_plan_for_equal_use_is_made_by_all_ranks_together() -> None:
-    moe = replace(MOE, balance=BalanceConfig(sinkhorn=True))
+    moe = replace(MOE, aux_loss=AuxLossConfig(sinkhorn=True))
     free = alone(MOE)(X, training())
     tilted = alone(replace(moe, router=RouterConfig(bias=True)))
     with torch.no_grad():
@@ -136,7 +138,7 @@ def test_a_plan_for_equal_use_is_made_by_all_ranks_together() -> None:
 
 
 def test_noise_is_a_tokens_own_and_of_training_alone() -> None:
-    for router in (RouterConfig(jitter=0.5), RouterConfig(forced_balance=True)):
+    for router in (RouterConfig(jitter=0.5), RouterConfig(force_load_balancing=True)):
         moe = replace(MOE, router=router)
         noisy = alone(moe)(X, training())
         assert not torch.equal(noisy.weights, alone(MOE)(X, training()).weights)
@@ -149,7 +151,7 @@ def test_noise_is_a_tokens_own_and_of_training_alone() -> None:
 
 
 def test_noise_of_one_layer_is_not_that_of_another() -> None:
-    for settings in (RouterConfig(jitter=0.5), RouterConfig(forced_balance=True)):
+    for settings in (RouterConfig(jitter=0.5), RouterConfig(force_load_balancing=True)):
         router = alone(replace(MOE, router=settings))
         first = router(X, training()).weights
         router.noise = replace(router.noise, layer=1)
@@ -157,7 +159,7 @@ def test_noise_of_one_layer_is_not_that_of_another() -> None:
 
 
 def test_forced_balance_keeps_all_experts_busy_whatever_the_input() -> None:
-    router = alone(replace(MOE, router=RouterConfig(forced_balance=True)))
+    router = alone(replace(MOE, router=RouterConfig(force_load_balancing=True)))
     tokens = replace(
         tokens_of_rows(1, 3000),
         dropout=DropoutKey(0, torch.arange(3000)),
@@ -172,14 +174,14 @@ def test_forced_balance_keeps_all_experts_busy_whatever_the_input() -> None:
 
 
 def test_forced_biases_keep_some_experts_busier_in_every_step_and_are_a_layers_own() -> None:
-    router = RouterConfig(forced_bias=3.0)
+    router = RouterConfig(force_biased=3.0)
     found = alone(replace(MOE, router=router))
     drawn = found.noise.bias_of_experts(0, X)
     assert torch.equal(drawn, found.noise.bias_of_experts(0, X)) and not torch.equal(
         drawn, found.noise.bias_of_experts(1, X)
     )
     other = replace(found.noise, layer=1).bias_of_experts(0, X)
-    many = replace(found.noise, router=replace(router, forced_bias=1.0)).bias_of_experts(
+    many = replace(found.noise, router=replace(router, force_biased=1.0)).bias_of_experts(
         0, X.new_zeros(1, 4000)
     )
     assert not torch.equal(drawn, other)
@@ -200,15 +202,15 @@ def offsets_noted(rank: int, world: int, moe: MoEConfig) -> Tensor:
         if world == 1
         else build_mesh(model_grid(ParallelConfig(tp=2, sp=True), MODEL, 2), rank=rank)
     )
-    region = SplitTokens(mesh.tp) if world > 1 else WholeTokens(mesh.tp)
-    router = filled(Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64))
-    router(region.mine(X), replace(training(), valid=torch.arange(12) < 10))
+    tp_comm = SequenceParallelComm(mesh.tp) if world > 1 else TensorParallelComm(mesh.tp)
+    router = filled(Router("layers.0.moe", MODEL, moe, mesh, tp_comm, dtype=torch.float64))
+    router(tp_comm.mine(X), replace(training(), valid=torch.arange(12) < 10))
     assert router.balance.record is not None
     return router.balance.record.offsets
 
 
 def test_offsets_are_found_over_all_tokens_that_ranks_share_without_padding() -> None:
-    moe = replace(MOE, balance=BalanceConfig(quantile=True))
+    moe = replace(MOE, aux_loss=AuxLossConfig(quantile=True))
     (found,) = offsets_noted(0, 1, moe)
     assert found[-1] == 1 and bool(found[:-1].any())
     assert all(torch.equal(each[0], found) for each in run_ranks(offsets_noted, 2, moe))
@@ -226,10 +228,10 @@ def test_offsets_are_found_over_all_tokens_that_ranks_share_without_padding() ->
 
 
 def test_gradients_reach_the_logits_although_the_choice_is_drawn() -> None:
-    router = alone(replace(MOE, router=RouterConfig(forced_balance=True)))
+    router = alone(replace(MOE, router=RouterConfig(force_load_balancing=True)))
     choice = router(X, training())
     (choice.weights * torch.arange(24).view(12, 2)).sum().backward()
-    (weight,) = router.gate.sunk()
+    (weight,) = router.gate.accumulated_parameters()
     assert weight.grad is not None and bool(weight.grad.any())
 
 
@@ -248,7 +250,7 @@ def test_scores_are_fp32_in_a_bf16_model_unless_the_model_shall_decide() -> None
 
 def test_the_balancing_bias_is_fp32_and_not_trained() -> None:
     router = alone(
-        replace(MOE, router=RouterConfig(score="sigmoid", balancing_bias=True)), torch.bfloat16
+        replace(MOE, router=RouterConfig(score="sigmoid", expert_bias=True)), torch.bfloat16
     )
     assert router.moved is not None
     assert router.moved.dtype == torch.float32 and not router.moved.requires_grad

@@ -1,4 +1,5 @@
-"""Settings that were renamed: the table `renamed.yaml`, successors for error messages, and translation of stored configs."""
+"""Settings that were renamed: the table `renamed.yaml`, successors for error messages, and
+translation of stored configs."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,9 @@ class RenamedSettings(NamedTuple):
 @functools.cache
 def read_renamed_settings() -> RenamedSettings:
     """Return the table that ships with the package."""
-    table = yaml.safe_load(resources.files(__package__).joinpath("renamed.yaml").read_text(encoding="utf-8"))
+    table = yaml.safe_load(
+        resources.files(__package__).joinpath("renamed.yaml").read_text(encoding="utf-8")
+    )
     return RenamedSettings(table["settings"], table["values"])
 
 
@@ -41,12 +44,18 @@ def successor_of_setting(path: str) -> str | None:
 
 
 def successor_of_value(path: str, value: object) -> str | None:
-    """Return what replaces the value of a setting, by its new name; None where the value was never renamed."""
-    return read_renamed_settings().values.get(path, {}).get(value) if isinstance(value, str) else None
+    """Return what replaces the value of a setting, by its new name; None where the value was never
+    renamed."""
+    return (
+        read_renamed_settings().values.get(path, {}).get(value) if isinstance(value, str) else None
+    )
 
 
-def translate_stored_settings(data: Any) -> Any:  # YAML of any shape; what is no mapping is returned as it is
-    """Return the settings of an older version's config.yaml under their names of today; unknown names stay."""
+def translate_stored_settings(
+    data: Any,
+) -> Any:  # YAML of any shape; what is no mapping is returned as it is
+    """Return the settings of an older version's config.yaml under their names of today; unknown
+    names stay."""
     if not isinstance(data, Mapping):
         return data
     translated: dict[str, Any] = {}

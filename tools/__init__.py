@@ -1,0 +1,1 @@
+"""Checks and scripts of the repository; not installed with the package."""
