@@ -1,8 +1,7 @@
-"""Activations and gates times one weight per token: what experts do between their matmuls.
+"""Activations with one weight per token, between the matmuls of experts.
 
-An expert's output is weighted before its second matmul, since down(w * y) = w * down(y): so the
-wide outputs need not be kept for the gradient of the weight, and backward keeps the input and the
-weights, as it would without weights.
+An expert's output is weighted before its second matmul, since down(w * y) = w * down(y): so
+backward need not save the wide outputs for the weights' gradient, only the input and the weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,9 +34,8 @@ def weighted_gated(
     """`gated(gate_up) * weights`: gate_up [t, 2 f], the gate first, weights [t] -> [t, f] in
     gate_up's dtype.
 
-    Computed in fp32 (float64 for float64) and rounded once; the weights may be of a wider dtype
-    than the features. Their gradient, a sum over the features, is summed in fp32 and has the
-    weights' dtype.
+    Computed in fp32 (float64 for float64) and rounded once; the weights may have a wider dtype than
+    the features. Their gradient is summed in fp32 and has the weights' dtype.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_gated(gate_up, weights, gate)
@@ -49,7 +47,7 @@ def weighted_gated(
 def weighted_activate(
     x: Tensor, weights: Tensor, activation: Activation, *, kernel: BackendName = "auto"
 ) -> Tensor:
-    """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; the rest as in
+    """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; precision as in
     `weighted_gated`."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_activate(x, weights, activation)
@@ -58,11 +56,11 @@ def weighted_activate(
     return y
 
 
-# --- what they compute, in plain operations
+# --- reference implementations
 
 
 def reference_weighted_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
-    """What `weighted_gated` computes, in plain operations."""
+    """Reference implementation of `weighted_gated` in plain PyTorch operations."""
     wide = gate_up.to(wide_of(gate_up))
     g, up = limited(wide, gate.clamp)
     inner = REFERENCES[gate.activation](g) * (up + gate.up_offset)
@@ -70,16 +68,16 @@ def reference_weighted_gated(gate_up: Tensor, weights: Tensor, gate: GatedActiva
 
 
 def reference_weighted_activate(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
-    """What `weighted_activate` computes, in plain operations."""
+    """Reference implementation of `weighted_activate` in plain PyTorch operations."""
     wide = x.to(wide_of(x))
     return (REFERENCES[activation](wide) * weights.to(wide.dtype).unsqueeze(-1)).to(x.dtype)
 
 
-# --- as autograd sees them
+# --- autograd functions
 
 
 class WeightedGatedFunction(Function):
-    """`weighted_gated` as autograd sees it."""
+    """Autograd function of `weighted_gated`."""
 
     reference = staticmethod(
         lambda gate_up, weights, gate, engine: reference_weighted_gated(gate_up, weights, gate)
@@ -103,7 +101,7 @@ class WeightedGatedFunction(Function):
 
 
 class WeightedActivationFunction(Function):
-    """`weighted_activate` as autograd sees it."""
+    """Autograd function of `weighted_activate`."""
 
     reference = staticmethod(
         lambda x, weights, activation, engine: reference_weighted_activate(x, weights, activation)
@@ -126,7 +124,7 @@ class WeightedActivationFunction(Function):
         return *ACTIVATED_BACKWARD[ctx.engine](dy, x, weights, ctx.activation), None, None
 
 
-# --- in torch's operations
+# --- torch backend
 
 
 def _gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
@@ -139,7 +137,7 @@ def _gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
 def _gated_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, gate: GatedActivation
 ) -> tuple[Tensor, Tensor]:
-    """Both halves of the features' gradient, 0 for what was cut off, and the weights'."""
+    """Return the gradient of gate_up, 0 for clamped elements, and that of the weights."""
     wide = gate_up.to(wide_of(gate_up))
     g, up = limited(wide, gate.clamp)
     formula, d, factor = FORMULAS[gate.activation], dy.to(wide.dtype), up + gate.up_offset
@@ -168,7 +166,7 @@ def _activated_backward(
     return dx.to(x.dtype), dweights.to(weights.dtype)
 
 
-# --- as compiled loops, in one pass
+# --- numba backend, in one pass
 
 
 def _loop_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
@@ -219,7 +217,7 @@ def _loop_squares_backward(
     return dx, dw.to(weights.dtype)
 
 
-# --- as Triton programs, in one pass
+# --- Triton backend, in one pass
 
 
 def _triton_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:

@@ -35,16 +35,17 @@ def test_a_form_that_is_asked_for_by_name_is_had_or_refused_with_one_that_can(
         assert select_backend("numba", x, op="rope") == "numba"  # however small
         with pytest.raises(
             ConfigError,
-            match="kernels.rope=numba: it takes fp32, bf16 on CPUs; it was given float64",
+            match="kernels.rope=numba: it supports fp32, bf16 on CPUs, but the input is float64",
         ):
             select_backend("numba", x.double(), op="rope")
         with pytest.raises(
-            ConfigError, match="gates of silu.* Set kernels.activation to torch, which takes this"
+            ConfigError,
+            match="gates of silu.* Set kernels.activation to torch, which supports this",
         ):
             select_backend("numba", x, op="activation", loops=False)
     with pytest.raises(
         ConfigError,
-        match="kernels.norm=triton: .* Set kernels.norm to torch, which takes this, or to",
+        match="kernels.norm=triton: .* Set kernels.norm to torch, which supports this, or to",
     ):
         select_backend("triton", x, op="norm")
     monkeypatch.setattr(cpu, "openmp", lambda: None)

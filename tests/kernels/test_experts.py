@@ -312,7 +312,7 @@ def test_products_that_are_asked_for_are_taken_or_refused() -> None:
         grouped_matmul_ops_by_name("batched", x, w, groups)
     with pytest.raises(
         ConfigError,
-        match="kernels.experts=grouped: .* Set kernels.experts to loop, which takes this",
+        match="kernels.experts=grouped: .* Set kernels.experts to loop, which supports this",
     ):
         grouped_matmul_ops_by_name("grouped", x.double(), w.double(), groups)
     if HAS_GROUPED_MM:

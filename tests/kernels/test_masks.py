@@ -80,33 +80,33 @@ def test_rows_begin_where_a_row_of_all_keys_would() -> None:
 MISTAKES: dict[str, tuple[Any, str]] = {
     "too few": (
         lambda: with_masks(THREE, masks()[:2]),
-        "masks: 2 for 3 documents. Pass one for each, or None",
+        "masks: got 2 masks for 3 documents. Pass one mask for each document, or None",
     ),
     "shape": (
         lambda: with_masks(THREE, [masks()[0], None, torch.ones(4, 1).bool()]),
-        "masks[2] is [4, 1]: document 2 must have [1, 4] (1 queries, 4 keys). Pass one of that "
-        "shape.",
+        "masks[2] has the shape [4, 1]: document 2 requires [1, 4] (1 queries, 4 keys). Pass a "
+        "tensor of that shape.",
     ),
     "added to scores": (
         lambda: with_masks(THREE, [torch.zeros(2, 3), None, None]),
-        "masks[0] is torch.float32: expected torch.bool, True where a key may be seen. Pass "
-        "masks[0].bool(), or "
-        "masks[0] == 0 if it was made to be added to scores.",
+        "masks[0] is torch.float32: expected torch.bool, True where a query may see a key. Pass "
+        "masks[0].bool(), or masks[0] == 0 if it is an additive mask.",
     ),
     "elsewhere": (
         lambda: with_masks(
             THREE, [masks()[0], None, torch.ones(1, 4, dtype=torch.bool, device="meta")]
         ),
-        "masks[2] is on meta: expected it where the tokens are. Pass masks[2].to('cpu').",
+        "masks[2] is on meta, but the tokens are on cpu. Pass masks[2].to('cpu').",
     ),
     "none of one document": (
         lambda: with_masks(THREE, masks(), alone=True),
-        "masks[1]=None with alone=True: masks take the place of causality, so each document must "
-        "have one. Pass torch.ones(3, 3, dtype=torch.bool).tril(0) for one that is causal.",
+        "masks[1]=None with alone=True: the masks replace causality, so each document needs one. "
+        "For a causal mask pass torch.ones(3, 3, dtype=torch.bool).tril(0).",
     ),
     "padding of queries alone": (
         lambda: with_padding(THREE, torch.ones(6).bool()),
-        "text is [6]: all keys of 3 documents must have [10]. Pass one of that shape.",
+        "text has the shape [6]: padding of 3 documents requires [10]. Pass a tensor of that "
+        "shape.",
     ),
     "padding as numbers": (
         lambda: with_padding(THREE, torch.ones(10, dtype=torch.int64)),

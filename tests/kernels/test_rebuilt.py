@@ -143,11 +143,11 @@ def test_another_shape_or_dtype_the_second_time_is_refused_with_both() -> None:
     assert torch.equal(recompute_output(torch.clone, (x,), like=like), x)
     with pytest.raises(
         RuntimeError,
-        match=r"computed torch.float32 \[3, 4\] again where forward had torch.float32 \[4, 3\]",
+        match=r"recomputed torch.float32 \[3, 4\] where forward computed torch.float32 \[4, 3\]",
     ):
         recompute_output(torch.t, (x,), like=like)
     with pytest.raises(
-        RuntimeError, match=r"float64 \[4, 3\] again .* must be made to give the same tensor"
+        RuntimeError, match=r"float64 \[4, 3\] where .* must return the same tensor"
     ):
         recompute_output(Tensor.double, (x,), like=like)
 

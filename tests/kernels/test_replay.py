@@ -28,7 +28,7 @@ def test_what_was_not_is_named() -> None:
         match=r"^microbatch 2: no choices of layers.3 to replay \(there are: \[0\]\). Rec",
     ):
         Route(routing, 2).recall("layers.3", (3, 2))
-    with pytest.raises(DataError, match=r"no choices of layers.4 to replay \(there are: none\)"):
+    with pytest.raises(DataError, match=r"no choices of layers.4 to replay \(recorded: none\)"):
         Route(routing, 0).recall("layers.4", (3, 2))
     with pytest.raises(
         DataError,

@@ -15,8 +15,8 @@ from megalith.kernels.routing import (
     coarse,
     gate,
     log_of_scores,
-    refuse_surplus,
     score_experts,
+    select_within_capacity,
     shares_of_one,
     sinkhorn,
     without,
@@ -160,7 +160,7 @@ def test_sinkhorn_ends_on_logits_that_are_no_numbers() -> None:
 
 def test_an_expert_takes_the_heaviest_tokens() -> None:
     choice = choose_experts(LOGITS, RouterConfig(), 2)
-    taken = refuse_surplus(choice, 1, "least", num_experts=4)
+    taken = select_within_capacity(choice, 1, "least", num_experts=4)
     kept = without(choice, taken)
     assert sorted(
         (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE
@@ -175,7 +175,7 @@ def test_an_expert_takes_the_heaviest_tokens() -> None:
 
 def test_with_room_for_two_only_the_third_is_refused() -> None:
     choice = choose_experts(LOGITS, RouterConfig(), 2)
-    kept = without(choice, refuse_surplus(choice, 2, "least", num_experts=4))
+    kept = without(choice, select_within_capacity(choice, 2, "least", num_experts=4))
     assert sorted(
         (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE
     ) == [
@@ -191,20 +191,20 @@ def test_with_room_for_two_only_the_third_is_refused() -> None:
 
 def test_an_expert_takes_the_first_tokens_in_the_order_given() -> None:
     choice = Choice(torch.tensor([[0], [0], [0]]), torch.tensor([[0.1], [0.9], [0.5]]))
-    assert refuse_surplus(choice, 2, "last", num_experts=1).flatten().tolist() == [
+    assert select_within_capacity(choice, 2, "last", num_experts=1).flatten().tolist() == [
         True,
         True,
         False,
     ]
     late_first = torch.tensor([2, 1, 0])
-    taken = refuse_surplus(choice, 2, "last", num_experts=1, order=late_first)
+    taken = select_within_capacity(choice, 2, "last", num_experts=1, order=late_first)
     assert taken.flatten().tolist() == [False, True, True]
 
 
 def test_of_equal_weights_the_later_token_is_taken() -> None:
     choice = Choice(torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1))
     assert (
-        refuse_surplus(choice, 3, "least", num_experts=2).flatten().tolist()
+        select_within_capacity(choice, 3, "least", num_experts=2).flatten().tolist()
         == [False] * 2 + [True] * 3
     )
 
@@ -332,7 +332,10 @@ def test_roundings_do_not_say_who_gets_the_last_seat(dtype: torch.dtype, digits:
         weights[up] *= 1 + digits
         choice = Choice(torch.zeros(3, 1, dtype=torch.int64), weights.to(dtype).view(3, 1))
         for seats, taken in ((1, [False, True, False]), (2, [True, True, False])):
-            assert refuse_surplus(choice, seats, "least", num_experts=1).flatten().tolist() == taken
+            assert (
+                select_within_capacity(choice, seats, "least", num_experts=1).flatten().tolist()
+                == taken
+            )
     near = torch.tensor([0.31, 0.3101], dtype=dtype)
     assert coarse(near).dtype == (torch.float32 if dtype == torch.float64 else dtype)
     assert bool((coarse(near)[0] < coarse(near)[1]) == (near[0] < near[1])), (

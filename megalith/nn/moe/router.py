@@ -18,8 +18,8 @@ from megalith.kernels.routing import (
     capacity_of,
     choose_experts,
     gate,
-    refuse_surplus,
     score_experts,
+    select_within_capacity,
     sinkhorn,
     weigh,
     without,
@@ -263,7 +263,7 @@ class Router(nn.Module):
             capacity.factor, len(every.experts), self.moe.top_k, self.moe.num_experts
         )
         places = self.places(tokens, every.weights[:, 0] < 0)
-        taken = refuse_surplus(
+        taken = select_within_capacity(
             every, limit, capacity.drop, num_experts=self.moe.num_experts, order=places
         )
         mine_taken = taken.narrow(
