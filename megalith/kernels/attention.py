@@ -220,13 +220,13 @@ def _masks_for_torch(
         hiding_scores.causal,
         hiding_scores.chunked,
     )
-    if cache_key in visible.found:
-        return visible.found[cache_key]
+    if cache_key in visible.torch_masks:
+        return visible.torch_masks[cache_key]
     masks = list(_masks(tokens, lengths, scores, q.device))
     masks = [_stacked(masks)] if len(masks) > 1 and len(set(lengths)) == 1 else masks
     torch_masks = [None if mask is None else mask_for_torch(mask, q.dtype) for mask in masks]
     if not torch.compiler.is_compiling():
-        visible.found[cache_key] = torch_masks
+        visible.torch_masks[cache_key] = torch_masks
     return torch_masks
 
 

@@ -53,7 +53,7 @@ def with_masks(
     ]
     flat_masks = [mask.reshape(-1) for mask in masks if mask is not None]
     existing = replace(
-        tokens.whole.visible or Visible(), found={}
+        tokens.whole.visible or Visible(), torch_masks={}
     )  # the cache belongs to the old masks
     if sum(map(len, flat_masks)) == 0:
         return _given(tokens, replace(existing, pairs=None, rows=None, starts=(), alone=False))
@@ -93,7 +93,7 @@ def with_padding(tokens: PackedSeqParams, text: Tensor) -> PackedSeqParams:
     if context is not None and context.slices.source is not None:
         source = torch.from_numpy(context.slices.source).to(device)
         text = (source >= 0) & text[source.clamp(min=0)]
-    existing = replace(whole.visible or Visible(), found={})
+    existing = replace(whole.visible or Visible(), torch_masks={})
     tokens = _given(
         tokens, replace(existing, keys=text if existing.keys is None else existing.keys & text)
     )
@@ -109,7 +109,7 @@ def for_one_pass(tokens: PackedSeqParams) -> PackedSeqParams:
     """Return the same tokens with an empty mask cache, so that masks over all pairs that are built
     in one forward and backward pass are freed after it; microbatches live for the whole step."""
     visible = tokens.whole.visible
-    return tokens if visible is None else _given(tokens, replace(visible, found={}))
+    return tokens if visible is None else _given(tokens, replace(visible, torch_masks={}))
 
 
 def rows_of(lengths: Lengths, starts: Sequence[int | None]) -> NDArray[np.int64]:

@@ -70,17 +70,17 @@ class Decided:
     process it.
     """
 
-    found: dict[str, Tensor] = field(default_factory=dict)
+    decisions: dict[str, Tensor] = field(default_factory=dict)
     """By layer: int32 [t, k], the expert, or -1 - its number where it dropped the token."""
 
     def note(self, layer: str, chosen: Tensor, kept: Tensor) -> None:
         """Record the chosen experts [t, k] and those that keep the token after dropping, negative
         elsewhere."""
-        self.found[layer] = chosen.where(kept >= 0, -1 - chosen).detach().to(torch.int32)
+        self.decisions[layer] = chosen.where(kept >= 0, -1 - chosen).detach().to(torch.int32)
 
     def chosen(self, layer: str) -> Tensor | None:
         """Return the chosen experts, int64 [t, k], or None if nothing is recorded."""
-        decisions = self.found.get(layer)
+        decisions = self.decisions.get(layer)
         return (
             None
             if decisions is None
@@ -90,7 +90,7 @@ class Decided:
     def taken(self, layer: str) -> Tensor | None:
         """Return which choices are kept after token dropping, bool [t, k], or None if nothing is
         recorded."""
-        decisions = self.found.get(layer)
+        decisions = self.decisions.get(layer)
         return None if decisions is None else decisions >= 0
 
 

@@ -41,13 +41,13 @@ def rope_frequencies(
         case "linear":
             return frequencies / config.factor
         case "llama3":
-            num_rotations = (
+            num_periods = (
                 config.original_max_position * frequencies / (2 * math.pi)
             )  # over the original training length
             width = max(
                 config.high_freq_factor - config.low_freq_factor, 1e-30
             )  # Llama 4 has a width of 0: no interpolation
-            keep = (num_rotations - config.low_freq_factor) / width
+            keep = (num_periods - config.low_freq_factor) / width
         case "yarn":
             first, last = yarn_range(config, size)
             pairs = torch.arange(size // 2, dtype=dtype)
@@ -84,10 +84,10 @@ def yarn_range(config: RopeConfig, size: int) -> tuple[float, float]:
     """Return the range of pair indices over which yarn interpolates: the pairs that rotate
     beta_fast and beta_slow times over the original training length."""
 
-    def pair(num_rotations: float) -> float:
+    def pair(num_periods: float) -> float:
         return (
             size
-            * math.log(config.original_max_position / (2 * math.pi * num_rotations))
+            * math.log(config.original_max_position / (2 * math.pi * num_periods))
             / (2 * math.log(config.theta))
         )
 

@@ -103,17 +103,21 @@ def attend(
 
 
 def _merge(
-    result: Result, place: tuple[slice, ...], found: Tensor, largest: Tensor, total: Tensor
+    result: Result,
+    place: tuple[slice, ...],
+    weighted_values: Tensor,
+    largest: Tensor,
+    total: Tensor,
 ) -> None:
-    """Add the sums `found` = sum of exp(score - largest) · v, and `total` of the same exponentials,
-    to the result."""
+    """Add to the result `weighted_values`, the sum of exp(score - largest) · v, and `total`, the
+    sum of the same exponentials."""
     out, old = result.out[place], result.lse[place]
     new = torch.logaddexp(old, total.log().add_(largest))
     finite = new.clamp(
         min=torch.finfo(new.dtype).min
     )  # -inf - -inf would be NaN: a row without visible keys gives 0
     out.mul_((old - finite).exp_().unsqueeze(-1)).addcmul_(
-        found, (largest - finite).exp_().unsqueeze(-1)
+        weighted_values, (largest - finite).exp_().unsqueeze(-1)
     )
     old.copy_(new)
 

@@ -26,7 +26,9 @@ from megalith.kernels.sdpa import sdpa_attention
 TILED_LENGTHS = range(
     64, 2049
 )  # document lengths for which this backend was measured to be faster than SDPA
-KEPT_LENGTH = 512  # up to this length probabilities are saved for backward: n * length bytes per token in bf16
+KEPT_LENGTH = 512
+"""Largest length whose probabilities are saved for backward: n * length bytes per token in bf16."""
+
 TILE_ROWS = 64  # queries of a head in a tile; more rows compute more scores above the diagonal
 TILE_SCORES = (
     1 << 22

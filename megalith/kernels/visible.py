@@ -39,7 +39,7 @@ class Visible:
     alone: bool = False
     """Whether masks replace causality; then every document has one."""
 
-    found: dict[Hashable, list[Mask | None]] = field(default_factory=dict, repr=False)
+    torch_masks: dict[Hashable, list[Mask | None]] = field(default_factory=dict, repr=False)
     """Cache of SDPA masks, which all layers share."""
 
     def scores(self, scores: Scores) -> Scores:

@@ -196,8 +196,10 @@ def test_padding_of_the_memory_and_masks_of_pairs_hide_it(layers: SimpleNamespac
     alone = layer(x, TEXTS, memory, with_padding(MEMORIES, torch.arange(12) != 4), masks)
     both = torch.tensor([0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0]).bool()
     assert_equals("masks", alone, layer(x, TEXTS, memory[both], tokens_of_lengths([1, 6, 1])), FP64)
-    kept = layer.remember(memory, MEMORIES)
-    assert torch.equal(layer.look(x, TEXTS, kept, masks), layer(x, TEXTS, memory, MEMORIES, masks))
+    kept = layer.encode_keys(memory, MEMORIES)
+    assert torch.equal(
+        layer.attend_encoded(x, TEXTS, kept, masks), layer(x, TEXTS, memory, MEMORIES, masks)
+    )
     with pytest.raises(DataError, match=r"masks\[0\] is \[5, 5\]: document 0 must have \[5, 3\]"):
         layer(x, TEXTS, memory, MEMORIES, [torch.eye(5).bool(), None, None])
 
@@ -222,7 +224,7 @@ def test_under_mup_scores_are_scaled_as_in_the_models_other_attention(
 
 def test_a_memory_is_read_once_however_many_tokens_look_at_it(layers: SimpleNamespace) -> None:
     layer, (x, memory) = build(layers.config(), mesh_of_one()), inputs()
-    kept = layer.remember(memory, MEMORIES)
+    kept = layer.encode_keys(memory, MEMORIES)
     read = [0, 0, 0]
     whole, starts = layer(x, TEXTS, memory, MEMORIES), [0, 5, 6]
     for step in ([2, 1, 3], [3, 0, 1], [0, 0, 2]):
@@ -232,7 +234,7 @@ def test_a_memory_is_read_once_however_many_tokens_look_at_it(layers: SimpleName
             for n in range(count)
         ]
         read = [before + count for before, count in zip(read, step)]
-        found = layer.look(
+        found = layer.attend_encoded(
             x[rows], tokens_of_queries(list(zip(step, read))), kept
         )  # as read on with a cache
         assert_equals("look", found, whole[rows], FP64)

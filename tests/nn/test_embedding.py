@@ -67,6 +67,6 @@ def test_a_document_longer_than_the_table_of_places_is_refused(layers: SimpleNam
     )
     with pytest.raises(
         DataError,
-        match=r"document of 33 tokens .* knows 32 places. Use documents of at most 32 tokens",
+        match=r"document has 33 tokens.* only 32 positions. Use documents of at most 32 tokens",
     ):
         input_embedding(layers.inputs(34), tokens)
