@@ -49,7 +49,7 @@ def refuse(
         f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"
     )
     reason = unavailable.get(
-        form, f"it supports {find_backend_spec(op, form).takes()}, but the input is {given}"
+        form, f"supported inputs: {find_backend_spec(op, form).takes()}; this input: {given}"
     )
     raise ConfigError(
         f"kernels.{op}={form}: {reason}. Set kernels.{op} to {works}, which supports this input, "

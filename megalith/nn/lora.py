@@ -189,21 +189,25 @@ class InputDropout(nn.Module):
     """
 
     def __init__(
-        self, place: str, p: float, mine: Callable[[Tensor], Tensor], *, first_feature: int = 0
+        self,
+        place: str,
+        p: float,
+        local_part: Callable[[Tensor], Tensor],
+        *,
+        first_feature: int = 0,
     ) -> None:
-        """`mine`: selects the local tokens; `first_feature`: index of x's first feature among
+        """`local_part`: selects the local tokens; `first_feature`: index of x's first feature among
         all."""
         super().__init__()
-        self.place, self.p, self.mine, self.first_feature, self.drop = (
+        self.place, self.p, self.local_part, self.first_feature, self.drop = (
             place,
             p,
-            mine,
+            local_part,
             first_feature,
             dropout,
         )
         self.tokens: PackedSeqParams | None = None
-        """Given by the attention or the MLP around, each time it begins: linear layers are not told
-        of tokens."""
+        # Set by a hook of the enclosing attention or MLP: linear layers do not receive tokens.
 
     def forward(self, x: LayerInput) -> LayerInput:
         """Return x itself outside training. Backward recomputes the mask, and x if it is a
@@ -218,7 +222,7 @@ class InputDropout(nn.Module):
             self.drop,
             p=self.p,
             key=key_of(dropout_key.seed, "adapter dropout", self.place),
-            numbers=self.mine(dropout_key.numbers),
+            numbers=self.local_part(dropout_key.numbers),
             first_feature=self.first_feature,
         )
         return as_recomputed(x).then(again(output_tensor(x)), again)
@@ -351,12 +355,12 @@ def _set_tokens_and_find(
     find: Find,
     short: LayerInput,
     latent: Tensor,
-    k_turned: Tensor,
+    k_rotated: Tensor,
     tokens: PackedSeqParams,
 ) -> Tensor:
     for drop in drops:
         drop.tokens = tokens
-    return find(short, latent, k_turned, tokens)
+    return find(short, latent, k_rotated, tokens)
 
 
 def _adapted(

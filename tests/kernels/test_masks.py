@@ -1,5 +1,4 @@
-"""Masks are checked, named when they do not fit, and laid down for whole documents wherever their
-tokens are."""
+"""Attention masks are validated, and stored for whole documents under context parallelism."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,7 @@ def test_each_document_has_its_mask() -> None:
     assert third is not None and third.tolist() == [[True, False, True, False]]
 
 
-def test_masks_and_padding_go_together_in_any_order() -> None:
+def test_masks_and_padding_combine_in_any_order() -> None:
     text = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 0, 0]).bool()
     for tokens in (
         with_padding(with_masks(THREE, masks()), text),
@@ -54,7 +53,7 @@ def test_masks_and_padding_go_together_in_any_order() -> None:
     assert less is not None and less.tolist() == [[False, False, True]]
 
 
-def test_nothing_hidden_is_no_mask_and_new_masks_take_the_place_of_old_ones() -> None:
+def test_masks_without_hidden_keys_are_removed_and_new_masks_replace_old_ones() -> None:
     assert with_masks(THREE, [None] * 3).visible is None
     empty = tokens_of_lengths([0, 0])
     assert with_masks(empty, [torch.ones(0, 0).bool(), None]).visible is None
@@ -70,7 +69,7 @@ def test_padding_of_whole_documents_is_not_valid() -> None:
     )
 
 
-def test_rows_begin_where_a_row_of_all_keys_would() -> None:
+def test_mask_row_starts() -> None:
     lengths, starts = [(2, 3), (3, 3), (0, 2), (1, 4)], [0, None, None, 6]
     rows = rows_of(lengths, starts)
     assert rows.tolist() == [0, 3, FREE, FREE, FREE, 6 - 8]
@@ -116,14 +115,14 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_does_not_fit_is_named(mistake: str) -> None:
+def test_invalid_masks_are_reported(mistake: str) -> None:
     run, text = MISTAKES[mistake]
     with pytest.raises(DataError) as refused:
         run()
     assert text in str(refused.value)
 
 
-def test_the_advice_for_a_causal_document_is_causal() -> None:
+def test_suggested_mask_is_causal() -> None:
     assert torch.ones(1, 4, dtype=torch.bool).tril(3).all()  # one query, the last of four keys
     assert torch.ones(2, 3, dtype=torch.bool).tril(1).tolist() == [
         [True, True, False],
@@ -131,9 +130,7 @@ def test_the_advice_for_a_causal_document_is_causal() -> None:
     ]
 
 
-def test_tokens_that_ranks_share_have_masks_of_whole_documents_with_padding_that_sees_nothing() -> (
-    None
-):
+def test_context_parallel_masks_cover_whole_documents_and_padding() -> None:
     slicing = Slicing(ranks=2, rank=1, by="document")
     slices = plan_slices([5, 3], row=8, slicing=slicing)
     given = [torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.5 for n in (5, 3)]
@@ -159,11 +156,13 @@ def test_tokens_that_ranks_share_have_masks_of_whole_documents_with_padding_that
         *text[5:].tolist(),
         False,
     ]
-    with pytest.raises(DataError, match=r"masks\[0\] is \[8, 8\]: document 0 must have \[5, 5\]"):
+    with pytest.raises(
+        DataError, match=r"masks\[0\] has the shape \[8, 8\]: document 0 requires \[5, 5\]"
+    ):
         with_masks(tokens, [torch.ones(8, 8).bool(), None])
 
 
-def test_rows_that_ranks_share_keep_their_lengths() -> None:
+def test_context_parallel_rows_keep_their_lengths() -> None:
     slicing = Slicing(ranks=2, rank=0)
     tokens = tokens_of_slices(plan_slices([3, 5], row=8, slicing=slicing), slicing)
     text = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1]).bool()
@@ -177,14 +176,14 @@ def test_rows_that_ranks_share_keep_their_lengths() -> None:
 PAGE = Path(__file__).parents[2] / "docs/concepts/layers.md"
 
 
-def test_the_example_of_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_of_the_docs_prints_its_output(capsys: pytest.CaptureFixture[str]) -> None:
     section = PAGE.read_text(encoding="utf-8").split("## Masks and padding")[1].split("\n## ")[0]
     code, printed = section.split("```python\n")[1].split("```\n")[0], section.split("```\n")[2]
     exec(code, {})  # lint: allow eval-exec: our own page
     assert capsys.readouterr().out == printed
 
 
-def test_other_fields_stay() -> None:
+def test_other_fields_are_unchanged() -> None:
     tokens = replace(tokens_of_lengths([3]), reach=(9,))
     assert with_masks(tokens, [torch.eye(3).bool()]).reach == (9,)
     assert np.array_equal(

@@ -1,5 +1,4 @@
-"""A tile of a mask is that part of it, in every row and for any rank's tokens; what stands alone
-lifts causality."""
+"""Tiles of attention masks are slices of them, in every row and for any rank's tokens."""
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def expected(tokens: PackedSeqParams) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tokens", [RAGGED, ROWS])
-def test_tiles_and_rows_are_parts_of_the_masks(tokens: PackedSeqParams) -> None:
+def test_tiles_and_rows_are_slices_of_the_masks(tokens: PackedSeqParams) -> None:
     spans, seen, whole = (
         spans_of_lengths(tokens.lengths, causal=False),
         of_all(tokens),
@@ -71,7 +70,7 @@ def test_tiles_and_rows_are_parts_of_the_masks(tokens: PackedSeqParams) -> None:
         )
 
 
-def test_queries_and_keys_may_be_any_of_all() -> None:
+def test_queries_and_keys_may_be_any_subset() -> None:
     whole = expected(RAGGED)
     queries, keys = torch.tensor([0, 2, 4, 8, 9]), torch.tensor([1, 2, 5, 13, 40, 83])
     inside = torch.block_diag(*(torch.ones(size) for size in RAGGED.lengths)).bool()[queries][
@@ -97,7 +96,7 @@ def test_the_last_keys_of_a_document_have_the_last_columns() -> None:
         )
 
 
-def test_only_masks_that_stand_alone_lift_causality_and_windows_end_where_they_did() -> None:
+def test_only_masks_with_alone_replace_causality() -> None:
     beside, alone = Visible(), Visible(alone=True)
     for scores in (
         PLAIN,

@@ -1,5 +1,4 @@
-"""Cross entropy that tells of scores, and makes their size cost something: exact, in every form and
-for any chunk."""
+"""Cross entropy with logit statistics and z-loss is exact for every backend and chunk size."""
 
 from itertools import product
 
@@ -59,7 +58,7 @@ def by_hand(
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("chunk", [1, 7, T])
 @pytest.mark.parametrize("logit_transform", [LogitTransform(), LogitTransform(1.5, 3.0)])
-def test_every_form_and_chunk_is_the_definition(
+def test_every_backend_and_chunk_matches_the_formula(
     form: str, kernel: Kernel, chunk: int, logit_transform: LogitTransform
 ) -> None:
     x, weight = inputs()
@@ -81,24 +80,24 @@ def test_every_form_and_chunk_is_the_definition(
         torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_asking_for_measures_changes_no_bit_of_the_loss() -> None:
+def test_logit_statistics_do_not_change_the_loss() -> None:
     x, weight = inputs(torch.float32)
     words = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
-    plain, told = (
+    plain, measured = (
         linear_cross_entropy(x, weight, LABELS, **words),
         measured_cross_entropy(x, weight, LABELS, **words),
     )
     again = recomputed_cross_entropy(x, weight, LABELS, **words)
-    assert torch.equal(plain, told.loss) and told.logsumexp.shape == (T,)
+    assert torch.equal(plain, measured.loss) and measured.logsumexp.shape == (T,)
     torch.testing.assert_close(again, plain)
     mine, theirs, others = (
-        torch.autograd.grad(each, (x, weight)) for each in (plain, told.loss, again)
+        torch.autograd.grad(each, (x, weight)) for each in (plain, measured.loss, again)
     )
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     torch.testing.assert_close(others, mine)
 
 
-def test_logsumexp_and_losses_of_tokens_have_the_gradients_of_finite_differences() -> None:
+def test_gradients_of_logsumexp_and_token_losses_match_finite_differences() -> None:
     x, weight = inputs()
     with torch.no_grad():
         weight[V:] = 0
@@ -130,7 +129,7 @@ def test_without_labels_loss_and_gradients_are_zero(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_compiled_loops_give_what_the_reference_gives(
+def test_numba_backend_matches_the_reference(
     form: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -192,5 +191,5 @@ def one_form(rank: int, world: int, form: str, kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_share_the_vocabulary_find_what_one_finds(world: int) -> None:
+def test_vocabulary_parallel_statistics_match_one_rank(world: int) -> None:
     run_ranks(on_ranks, world)

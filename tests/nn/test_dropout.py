@@ -39,7 +39,7 @@ def test_it_drops_by_seed_place_layer_and_the_tokens_numbers() -> None:
     assert all(not torch.equal(other, expected) for other in others)
 
 
-def test_where_nothing_is_trained_or_dropped_x_comes_back() -> None:
+def test_dropout_is_the_identity_outside_training() -> None:
     assert made()(X, tokens(seed=None)) is X
     assert made(0.0)(X, tokens()) is X
 
@@ -53,7 +53,7 @@ def _on_a_rank(rank: int, world: int, sp: bool) -> Tensor:
 
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("sp", [False, True])
-def test_tensor_parallel_ranks_drop_what_one_rank_drops(tp: int, sp: bool) -> None:
+def test_tensor_parallel_masks_match_one_rank(tp: int, sp: bool) -> None:
     found, expected = run_ranks(_on_a_rank, tp, sp), made()(X, tokens())
     if sp:
         assert torch.equal(torch.cat(found), expected)
@@ -61,7 +61,7 @@ def test_tensor_parallel_ranks_drop_what_one_rank_drops(tp: int, sp: bool) -> No
         assert all(torch.equal(each, expected) for each in found)
 
 
-def test_no_probability_means_no_step() -> None:
+def test_zero_probability_builds_no_dropout() -> None:
     tp_comm = TensorParallelComm(alone("tp"))
     assert dropping("mlp", 0, 0.0, tp_comm) == []
     (step,) = dropping("mlp", 2, 0.5, tp_comm)
@@ -69,7 +69,7 @@ def test_no_probability_means_no_step() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiler_takes_the_key_for_a_number() -> None:
+def test_torch_compile_treats_the_key_as_a_constant() -> None:
     compiled = torch.compile(made(), backend="eager", fullgraph=True)
     assert torch.equal(compiled(X, tokens()), made()(X, tokens()))
 
@@ -102,7 +102,7 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
     assert found == {0, round(1e6 / 0.6)}
 
 
-def test_ranks_drop_the_weights_of_their_own_heads() -> None:
+def test_tensor_parallel_attention_dropout_matches_one_rank() -> None:
     whole = DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, TRAINED)
     part = DroppingAttention(attention, 2, 0.4, 2)(Q[:, 2:], K[:, 1:], V[:, 1:], TRAINED)
     torch.testing.assert_close(part, whole[:, 2:])
@@ -110,16 +110,14 @@ def test_ranks_drop_the_weights_of_their_own_heads() -> None:
     assert not torch.equal(other_layer, whole)
 
 
-def test_where_nothing_is_trained_the_fast_attention_runs() -> None:
+def test_attention_dropout_is_off_outside_training() -> None:
     assert torch.equal(
         DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS), attention(Q, K, V, DOCUMENTS)
     )
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_only_with_a_probability_is_attention_another_and_it_knows_its_first_head(
-    latent: bool, layers: SimpleNamespace
-) -> None:
+def test_attention_is_wrapped_only_with_dropout(latent: bool, layers: SimpleNamespace) -> None:
     config = layers.config(num_kv_heads=6, mla=MLAConfig(kv_rank=4) if latent else None)
     assert with_dropped_weights(attention, config, 2, layers.paper(config, 2, 1)) is attention
     config = replace(config, dropout=DropoutConfig(attention=0.1))

@@ -1,5 +1,4 @@
-"""Frozen weights want no gradient, backward ends above them, and results are those of a model that
-is trained whole."""
+"""Frozen weights get no gradient, backward stops above them, and results match full training."""
 
 from collections.abc import Sequence
 
@@ -56,7 +55,7 @@ def gradients(optim: OptimConfig) -> dict[str, Tensor]:
         OptimConfig(trained=("embed.weight",)),
     ],
 )
-def test_gradients_are_those_of_a_model_trained_whole_and_of_nothing_else(
+def test_gradients_of_trained_weights_match_full_training(
     optim: OptimConfig,
 ) -> None:
     whole, some = gradients(TRAIN_ALL), gradients(optim)
@@ -65,7 +64,7 @@ def test_gradients_are_those_of_a_model_trained_whole_and_of_nothing_else(
         torch.testing.assert_close(gradient, whole[name], rtol=1e-12, atol=1e-14)
 
 
-def test_backward_ends_above_what_is_not_trained() -> None:
+def test_backward_stops_above_frozen_layers() -> None:
     upper = built(OptimConfig(trained=("layers.2.*",)))
     run: object = upper.run_layers
     assert isinstance(run, BelowTrained) and run.count == 2
@@ -79,7 +78,7 @@ def test_backward_ends_above_what_is_not_trained() -> None:
     )
 
 
-def test_nothing_changes_where_all_is_trained() -> None:
+def test_model_is_unchanged_without_frozen_weights() -> None:
     model = built(TRAIN_ALL)
     before: Sequence[nn.Module] = list(model.modules())
     freeze([model], MODEL, TRAIN_ALL)

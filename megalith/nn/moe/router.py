@@ -124,8 +124,7 @@ class Router(nn.Module):
         self.layer = name.removesuffix(".moe")
         self.moe, self.sharing = moe, mesh.over("cp", "tp")
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
-        """Whether ranks that share a microbatch are counted along cp first, as `parallel.order` may
-        have it."""
+        """Whether cp is inside tp in `parallel.order`."""
         self.noise = Noise(moe.router, number, tp_comm)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
