@@ -21,12 +21,12 @@ from megalith.kernels import cpu
 from megalith.kernels.engine import FusedBackend, select_backend
 from megalith.kernels.linear import Context
 
-QUICK = 1.702
+QUICK_GELU_SCALE = 1.702
 """Scale of x in quick_gelu's sigmoid, which then approximates the normal distribution best
 (arXiv:1606.08415, section 2)."""
 
-ROOT_2_OVER_PI, CUBE = 0.7978845608028654, 0.044715
-"""gelu_tanh is x / 2 * (1 + tanh(ROOT_2_OVER_PI * (x + CUBE * x^3)))."""
+SQRT_2_OVER_PI, GELU_TANH_CUBIC = 0.7978845608028654, 0.044715
+"""gelu_tanh is x / 2 * (1 + tanh(SQRT_2_OVER_PI * (x + GELU_TANH_CUBIC * x^3)))."""
 
 
 class GatedActivation(NamedTuple):
@@ -67,8 +67,8 @@ def gated(gate_up: Tensor, gate: GatedActivation, *, kernel: BackendName = "auto
 REFERENCES: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: x * torch.sigmoid(x),
     "gelu": lambda x: x / 2 * (1 + torch.erf(x / 2**0.5)),
-    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(ROOT_2_OVER_PI * (x + CUBE * x**3))),
-    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
+    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(SQRT_2_OVER_PI * (x + GELU_TANH_CUBIC * x**3))),
+    "quick_gelu": lambda x: x * torch.sigmoid(QUICK_GELU_SCALE * x),
     "relu": torch.relu,
     "squared_relu": lambda x: torch.relu(x).square(),
 }
@@ -76,12 +76,12 @@ REFERENCES: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 def reference_activate(x: Tensor, activation: Activation) -> Tensor:
     """Reference implementation of `activate` in plain PyTorch operations."""
-    return REFERENCES[activation](x.to(wide_of(x))).to(x.dtype)
+    return REFERENCES[activation](x.to(compute_dtype(x))).to(x.dtype)
 
 
 def reference_gated(gate_up: Tensor, gate: GatedActivation) -> Tensor:
     """Reference implementation of `gated` in plain PyTorch operations."""
-    g, up = gate_up.to(wide_of(gate_up)).chunk(2, dim=-1)
+    g, up = gate_up.to(compute_dtype(gate_up)).chunk(2, dim=-1)
     if gate.clamp is not None:
         g, up = g.clamp(max=gate.clamp), up.clamp(-gate.clamp, gate.clamp)
     return (REFERENCES[gate.activation](g) * (up + gate.up_offset)).to(gate_up.dtype)
@@ -102,12 +102,12 @@ class Formula(NamedTuple):
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    return torch.sigmoid(QUICK * x.to(wide_of(x))).mul_(x).to(x.dtype)
+    return torch.sigmoid(QUICK_GELU_SCALE * x.to(compute_dtype(x))).mul_(x).to(x.dtype)
 
 
 def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    wide = wide_of(x)  # quick_gelu(x) = silu(QUICK * x) / QUICK
-    dx: Tensor = torch.ops.aten.silu_backward(dy.to(wide), QUICK * x.to(wide))
+    wide = compute_dtype(x)  # quick_gelu(x) = silu(QUICK_GELU_SCALE * x) / QUICK_GELU_SCALE
+    dx: Tensor = torch.ops.aten.silu_backward(dy.to(wide), QUICK_GELU_SCALE * x.to(wide))
     return dx.to(x.dtype)
 
 
@@ -129,10 +129,10 @@ FORMULAS: Mapping[Activation, Formula] = {
 
 SIGMOIDS: Mapping[Activation, tuple[float, float]] = {
     "silu": (1.0, 0.0),
-    "quick_gelu": (QUICK, 0.0),
+    "quick_gelu": (QUICK_GELU_SCALE, 0.0),
     "gelu_tanh": (
-        2 * ROOT_2_OVER_PI,
-        2 * ROOT_2_OVER_PI * CUBE,
+        2 * SQRT_2_OVER_PI,
+        2 * SQRT_2_OVER_PI * GELU_TANH_CUBIC,
     ),  # (1 + tanh(u)) / 2 is sigmoid(2 u)
 }
 """(a, b) of the activations of the form x * sigmoid(a x + b x^3), which share one compiled loop."""
@@ -183,27 +183,27 @@ class GatedFunction(Function):
         return BACKWARD[ctx.engine](dy, gate_up, ctx.gate), None, None
 
 
-def wide_of(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which activations are computed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def limited(wide: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+def clamp_gate_up(wide: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
     """Return gate and up [t, f], clamped; without a clamp, views of `wide` [t, 2 f]."""
     g, up = wide.chunk(2, dim=-1)
     return (g, up) if clamp is None else (g.clamp(max=clamp), up.clamp(-clamp, clamp))
 
 
 def _forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    g, up = limited(gate_up.to(wide_of(gate_up)), gate.clamp)
+    g, up = clamp_gate_up(gate_up.to(compute_dtype(gate_up)), gate.clamp)
     value = FORMULAS[gate.activation].value(g)
     return value.mul_(up + gate.up_offset if gate.up_offset else up).to(gate_up.dtype)
 
 
 def _backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
     """Return the gradient of gate_up [t, 2 f]; clamped elements get 0."""
-    wide = gate_up.to(wide_of(gate_up))
-    g, up = limited(wide, gate.clamp)
+    wide = gate_up.to(compute_dtype(gate_up))
+    g, up = clamp_gate_up(wide, gate.clamp)
     formula, d = FORMULAS[gate.activation], dy.to(wide.dtype)
     halves = formula.backward(d * (up + gate.up_offset), g), formula.value(g).mul_(d)
     if gate.clamp is not None:
@@ -217,7 +217,7 @@ def _loop_forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
     gate_up = gate_up.contiguous()
     t, f = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(t, f)
-    cpu.run("gated", y.dtype, t, f, *numbers_of(gate), gate_up, y, elements=y.numel())
+    cpu.run("gated", y.dtype, t, f, *loop_constants(gate), gate_up, y, elements=y.numel())
     return y
 
 
@@ -228,7 +228,7 @@ def _loop_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor
         "gated_backward",
         dy.dtype,
         *dy.shape,
-        *numbers_of(gate),
+        *loop_constants(gate),
         dy,
         gate_up,
         out,
@@ -240,13 +240,13 @@ def _loop_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor
 def _triton_forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
     from megalith.kernels import triton_gated  # imports Triton
 
-    return triton_gated.forward(gate_up, gate.activation, limits_of(gate), None)
+    return triton_gated.forward(gate_up, gate.activation, clamp_and_offset(gate), None)
 
 
 def _triton_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
     from megalith.kernels import triton_gated
 
-    return triton_gated.backward(dy, gate_up, gate.activation, limits_of(gate), None)[0]
+    return triton_gated.backward(dy, gate_up, gate.activation, clamp_and_offset(gate), None)[0]
 
 
 FORWARD: Mapping[FusedBackend, Callable[[Tensor, GatedActivation], Tensor]] = {
@@ -261,11 +261,11 @@ BACKWARD: Mapping[FusedBackend, Callable[[Tensor, Tensor, GatedActivation], Tens
 }
 
 
-def limits_of(gate: GatedActivation) -> tuple[float, float]:
+def clamp_and_offset(gate: GatedActivation) -> tuple[float, float]:
     """Return (clamp, offset) of a gated activation; without a clamp, infinity."""
     return float("inf") if gate.clamp is None else gate.clamp, gate.up_offset
 
 
-def numbers_of(gate: GatedActivation) -> tuple[float, float, float, float]:
+def loop_constants(gate: GatedActivation) -> tuple[float, float, float, float]:
     """Return (a, b) of `SIGMOIDS`, the clamp and the offset of a gated activation."""
-    return *SIGMOIDS[gate.activation], *limits_of(gate)
+    return *SIGMOIDS[gate.activation], *clamp_and_offset(gate)

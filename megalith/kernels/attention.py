@@ -21,7 +21,7 @@ from megalith.config.kernels import BackendName, is_explicit_backend
 from megalith.kernels.dropout import DroppedWeights, weight_factors
 from megalith.kernels.engine import refuse
 from megalith.kernels.relative_bias import distance_biases
-from megalith.kernels.scores import PLAIN, Scores, keys_seen, masked_attention
+from megalith.kernels.scores import PLAIN, Scores, mask_of_scores, masked_attention
 from megalith.kernels.sdpa import Lengths, Mask, mask_for_torch, sdpa_attention, sdpa_masked
 from megalith.kernels.span_attention import span_attention
 from megalith.kernels.tiled_attention import TILED_LENGTHS, tiled_attention
@@ -53,23 +53,23 @@ def attention(
     """
     lengths = tokens.lengths
     if is_explicit_backend(kernel):
-        check_forced(kernel, q, k, v, tokens, scores, sinks)
+        check_explicit_backend(kernel, q, k, v, tokens, scores, sinks)
     if tokens.visible is not None:
         return _with_masks(q, k, v, tokens, tokens.visible, scores, sinks, kernel)
     if scores.window is not None and scores.chunked:
-        k, v, lengths = in_chunks(k, v, lengths, scores.window)
+        k, v, lengths = split_into_chunks(k, v, lengths, scores.window)
         scores = replace(scores, window=None, chunked=False)
     if scores.window is not None:
-        k, v, lengths = within_reach(k, v, lengths, scores.window)
+        k, v, lengths = drop_keys_before_window(k, v, lengths, scores.window)
         scores = (
             scores
             if scores.hides(max(keys for _, keys in lengths))
             else replace(scores, window=None)
         )
     if scores.relative is not None:
-        return _pair_by_pair(q, k, v, lengths, tokens, scores, sinks, kernel)
-    if kernel == "reference" or (kernel == "torch" and not known_to_torch(scores, sinks)):
-        return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
+        return _sdpa_or_reference(q, k, v, lengths, tokens, scores, sinks, kernel)
+    if kernel == "reference" or (kernel == "torch" and not sdpa_supports(scores, sinks)):
+        return _reference_by_document(q, k, v, lengths, tokens, scores, sinks)
     backend = (
         select_attention_backend(q, v, lengths, scores, sinks)
         if kernel == "auto"
@@ -81,13 +81,18 @@ def attention(
         run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
         return run(q, k, v, lengths, scores, sinks, dropped_between(tokens, scores))
     if backend in ("varlen", "flex"):
-        return _on_gpu(backend, q, k, _alone_in_memory(v, q, k), lengths, scores, sinks)
+        return _on_gpu(backend, q, k, _contiguous_if_view(v, q, k), lengths, scores, sinks)
     if backend == "cpu_tiled":
         return tiled_attention(
-            q, k, v, row_of(lengths), scale=scores.factor(q.shape[2]), causal=scores.causal
+            q,
+            k,
+            v,
+            lengths_of_one_row(lengths),
+            scale=scores.factor(q.shape[2]),
+            causal=scores.causal,
         )
     return sdpa_attention(
-        q, k, _alone_in_memory(v, q, k), lengths, scale=scores.scale, causal=scores.causal
+        q, k, _contiguous_if_view(v, q, k), lengths, scale=scores.scale, causal=scores.causal
     )
 
 
@@ -100,10 +105,10 @@ def reference_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Reference implementation of `attention`, document by document in plain PyTorch operations."""
-    return _document_by_document(q, k, v, tokens.lengths, tokens, scores, sinks)
+    return _reference_by_document(q, k, v, tokens.lengths, tokens, scores, sinks)
 
 
-def _document_by_document(
+def _reference_by_document(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -160,7 +165,7 @@ def _masks(
             tokens.visible.scores(scores),
         )
     for (queries, keys), mask in zip(lengths, document_masks, strict=True):
-        visible = keys_seen(queries, keys, scores, device=device)
+        visible = mask_of_scores(queries, keys, scores, device=device)
         yield visible if mask is None else mask if visible is None else visible & mask
 
 
@@ -171,7 +176,7 @@ def dropped_between(tokens: PackedSeqParams, scores: Scores) -> DroppedWeights |
     return DroppedWeights(scores.dropout, tokens.dropout.numbers, tokens.dropout.numbers_of_keys)
 
 
-def _pair_by_pair(
+def _sdpa_or_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -183,9 +188,9 @@ def _pair_by_pair(
 ) -> Tensor:
     """Attention with an attention mask or a pairwise bias: SDPA if it supports the other settings,
     else the reference."""
-    sdpa_supported = known_to_torch(replace(scores, window=None, relative=None), sinks)
+    sdpa_supported = sdpa_supports(replace(scores, window=None, relative=None), sinks)
     if kernel == "reference" or not sdpa_supported:
-        return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
+        return _reference_by_document(q, k, v, lengths, tokens, scores, sinks)
     # a view would keep the whole QKV projection alive for backward; the others are copies anyway
     v = v.contiguous()
     rows = len(lengths) if len(set(lengths)) == 1 else 1  # equal lengths: one call and one bias
@@ -223,14 +228,14 @@ def _masks_for_torch(
     if cache_key in visible.torch_masks:
         return visible.torch_masks[cache_key]
     masks = list(_masks(tokens, lengths, scores, q.device))
-    masks = [_stacked(masks)] if len(masks) > 1 and len(set(lengths)) == 1 else masks
+    masks = [_stack_masks(masks)] if len(masks) > 1 and len(set(lengths)) == 1 else masks
     torch_masks = [None if mask is None else mask_for_torch(mask, q.dtype) for mask in masks]
     if not torch.compiler.is_compiling():
         visible.torch_masks[cache_key] = torch_masks
     return torch_masks
 
 
-def _stacked(masks: list[Tensor | None]) -> Tensor | None:
+def _stack_masks(masks: list[Tensor | None]) -> Tensor | None:
     """Stack masks [queries or 1, keys] of documents of one length: [documents, queries or 1,
     keys]."""
     present_masks = [mask for mask in masks if mask is not None]
@@ -253,8 +258,8 @@ def _with_masks(
 ) -> Tensor:
     """Attention with an attention mask, by a backend that supports masks."""
     hiding_scores = visible.scores(scores)
-    kept = seen_at_most(tokens.lengths, hiding_scores)
-    k, v = _last_keys(k, v, tokens.lengths, kept)
+    kept = visible_key_lengths(tokens.lengths, hiding_scores)
+    k, v = _keep_last_keys(k, v, tokens.lengths, kept)
     window = (
         hiding_scores.window
         if hiding_scores.chunked or hiding_scores.hides(max(keys for _, keys in kept))
@@ -268,7 +273,7 @@ def _with_masks(
         else ATTENTION_BACKENDS.get(kernel, "torch")
     )
     if backend == "torch":
-        return _pair_by_pair(q, k, v, kept, tokens, scores, sinks, kernel)
+        return _sdpa_or_reference(q, k, v, kept, tokens, scores, sinks, kernel)
     lengths = kept
     if hiding_scores.window is not None and hiding_scores.chunked:
         lengths, hiding_scores = (
@@ -284,7 +289,7 @@ def _with_masks(
         from megalith.kernels.flex_attention import flexible_attention
 
         return flexible_attention(
-            q, k, _alone_in_memory(v, q, k), lengths, hiding_scores, sinks, seen
+            q, k, _contiguous_if_view(v, q, k), lengths, hiding_scores, sinks, seen
         )
     run = (
         torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
@@ -305,7 +310,7 @@ def select_masked_backend(
     cpu = q.device.type == "cpu"
     long = any(keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths)
     intervals = cpu and long and scores.causal and visible.pairs is None
-    if scores.relative is not None or (known_to_torch(scores, sinks) and not intervals):
+    if scores.relative is not None or (sdpa_supports(scores, sinks) and not intervals):
         return "torch"
     if cpu:
         return "split_kv"
@@ -314,7 +319,7 @@ def select_masked_backend(
     return "flex" if flex_attention.takes(q, v, scores) else "split_kv"
 
 
-def seen_at_most(lengths: Lengths, scores: Scores) -> Lengths:
+def visible_key_lengths(lengths: Lengths, scores: Scores) -> Lengths:
     """Return (queries, keys) of each document without the cached keys that lie before every query's
     window or chunk."""
     if scores.window is None:
@@ -363,7 +368,7 @@ ATTENTION_BACKENDS: Mapping[BackendName, AttentionBackend] = {
 """Attention backend of each backend name that a user can set."""
 
 
-def check_forced(
+def check_explicit_backend(
     kernel: BackendName,
     q: Tensor,
     k: Tensor,
@@ -377,13 +382,13 @@ def check_forced(
     Raises:
         ConfigError: the backend does not support them; the message names one that does.
     """
-    plain = known_to_torch(scores, sinks)
+    plain = sdpa_supports(scores, sinks)
     if scores.relative is not None:
-        is_supported = kernel == "sdpa" and known_to_torch(
+        is_supported = kernel == "sdpa" and sdpa_supports(
             replace(scores, window=None, relative=None), sinks
         )
     elif tokens.visible is not None and kernel in ("sdpa", "cpu_tiled", "varlen"):
-        is_supported = kernel == "sdpa" and known_to_torch(replace(scores, window=None), sinks)
+        is_supported = kernel == "sdpa" and sdpa_supports(replace(scores, window=None), sinks)
     elif kernel in ("sdpa", "cpu_tiled"):
         has_all_queries = all(queries == keys for queries, keys in tokens.lengths)
         is_supported = plain and (kernel == "sdpa" or (has_all_queries and q.device.type == "cpu"))
@@ -418,12 +423,12 @@ def select_attention_backend(
     """
     if q.device.type != "cpu":
         return _select_gpu_backend(q, v, lengths, scores, sinks)
-    if not known_to_torch(scores, sinks):
+    if not sdpa_supports(scores, sinks):
         return "split_kv"
     if torch.compiler.is_compiling():
         return "torch"
     whole = all(queries == keys for queries, keys in lengths)
-    if whole and _tiles_pay(q.dtype, row_of(lengths)):
+    if whole and _cpu_tiled_is_faster(q.dtype, lengths_of_one_row(lengths)):
         return "cpu_tiled"
     unfused = v.shape[2] != q.shape[2] and any(
         keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths
@@ -439,7 +444,7 @@ def _select_gpu_backend(
         varlen_attention,
     )  # imported here: they load parts of torch that CPUs do not need
 
-    sdpa_supported, equal_lengths = known_to_torch(scores, sinks), len(set(lengths)) == 1
+    sdpa_supported, equal_lengths = sdpa_supports(scores, sinks), len(set(lengths)) == 1
     if not (sdpa_supported and equal_lengths) and varlen_attention.takes(q, v, scores, sinks):
         return "varlen"
     if not sdpa_supported:
@@ -464,7 +469,7 @@ def _on_gpu(
     return flexible_attention(q, k, v, lengths, scores, sinks)
 
 
-def known_to_torch(scores: Scores, sinks: Tensor | None) -> bool:
+def sdpa_supports(scores: Scores, sinks: Tensor | None) -> bool:
     """Return whether SDPA computes these scores without a mask over all pairs."""
     has_unsupported = (
         scores.off_by_one
@@ -475,7 +480,7 @@ def known_to_torch(scores: Scores, sinks: Tensor | None) -> bool:
     return scores.window is None and scores.softcap is None and not has_unsupported
 
 
-def _tiles_pay(dtype: torch.dtype, lengths: tuple[int, ...]) -> bool:
+def _cpu_tiled_is_faster(dtype: torch.dtype, lengths: tuple[int, ...]) -> bool:
     """Return whether cpu_tiled is faster than SDPA: for documents of moderate length."""
     typical = sum(lengths) // max(1, sum(length > 0 for length in lengths))
     # Short documents: torch's bf16 backward is 4 to 9 times slower, and one tile holds several
@@ -484,12 +489,12 @@ def _tiles_pay(dtype: torch.dtype, lengths: tuple[int, ...]) -> bool:
     return shortest <= typical and max(lengths) < TILED_LENGTHS.stop
 
 
-def row_of(lengths: Lengths) -> tuple[int, ...]:
+def lengths_of_one_row(lengths: Lengths) -> tuple[int, ...]:
     """Return the lengths of the documents of one row: one length if all are equal, else all."""
     return tuple(keys for _, keys in (lengths[:1] if len(set(lengths)) == 1 else lengths))
 
 
-def within_reach(
+def drop_keys_before_window(
     k: Tensor, v: Tensor, lengths: Lengths, window: int
 ) -> tuple[Tensor, Tensor, Lengths]:
     """Drop the cached keys that lie before every query's window: return k, v and the remaining
@@ -499,7 +504,7 @@ def within_reach(
     those keys already.
     """
     kept = _of_windows(lengths, window)
-    return *_last_keys(k, v, lengths, kept), kept
+    return *_keep_last_keys(k, v, lengths, kept), kept
 
 
 def _of_windows(lengths: Lengths, window: int) -> Lengths:
@@ -508,7 +513,9 @@ def _of_windows(lengths: Lengths, window: int) -> Lengths:
     )
 
 
-def in_chunks(k: Tensor, v: Tensor, lengths: Lengths, size: int) -> tuple[Tensor, Tensor, Lengths]:
+def split_into_chunks(
+    k: Tensor, v: Tensor, lengths: Lengths, size: int
+) -> tuple[Tensor, Tensor, Lengths]:
     """Split documents into chunks of `size` tokens, each a document: return k and v without chunks
     that have no query, and the lengths.
 
@@ -516,7 +523,7 @@ def in_chunks(k: Tensor, v: Tensor, lengths: Lengths, size: int) -> tuple[Tensor
     have dropped whole chunks already.
     """
     kept = _of_chunks(lengths, size)
-    return *_last_keys(k, v, lengths, kept), lengths_of_chunks(kept, size)
+    return *_keep_last_keys(k, v, lengths, kept), lengths_of_chunks(kept, size)
 
 
 def _of_chunks(lengths: Lengths, size: int) -> Lengths:
@@ -541,7 +548,7 @@ def lengths_of_chunks(lengths: Lengths, size: int) -> Lengths:
     return tuple(chunk_lengths)
 
 
-def _last_keys(k: Tensor, v: Tensor, lengths: Lengths, kept: Lengths) -> tuple[Tensor, Tensor]:
+def _keep_last_keys(k: Tensor, v: Tensor, lengths: Lengths, kept: Lengths) -> tuple[Tensor, Tensor]:
     """Return the last keys and values of each document, as many as `kept` says; k and v themselves
     if nothing is dropped."""
     if len(k) == sum(keys for _, keys in kept):
@@ -559,7 +566,7 @@ def _last_keys(k: Tensor, v: Tensor, lengths: Lengths, kept: Lengths) -> tuple[T
     return k, v
 
 
-def _alone_in_memory(v: Tensor, *others: Tensor) -> Tensor:
+def _contiguous_if_view(v: Tensor, *others: Tensor) -> Tensor:
     """Return v, copied if it is a view of a larger tensor that backward would keep alive.
 
     Values are a view of the QKV projection, while rotated queries and keys are new tensors. In a

@@ -1,5 +1,5 @@
-"""Auxiliary (aux) losses that balance the load of experts, and `attach`, which adds their gradients
-to the graph.
+"""Auxiliary (aux) losses that balance the load of experts, and `attach_aux_loss`, which adds their
+gradients to the graph.
 
 Token counts per expert have no gradient, so each rank computes the part of a loss of its own tokens
 from counts that were summed over ranks; no gradient is communicated.
@@ -30,7 +30,7 @@ def count_choices(
     return counts.view(sequences, num_experts)
 
 
-def balance_loss(
+def load_balancing_loss(
     shares: Tensor, counts: Tensor, sequence: Tensor, valid: Tensor, *, top_k: int
 ) -> Tensor:
     """Return the local tokens' part of the load-balancing loss E / (K n²) Σ_i f_i Σ_t s_ti,
@@ -50,7 +50,7 @@ def balance_loss(
     return _weighted(shares, factors.to(shares.dtype)[sequence.long()], valid)
 
 
-def global_balance_loss(
+def global_load_balancing_loss(
     shares: Tensor, counts: Tensor, so_far: Tensor, valid: Tensor, *, top_k: int
 ) -> Tensor:
     """Return the local tokens' part of the load-balancing loss over the global batch so far: scores
@@ -78,15 +78,15 @@ def _weighted(shares: Tensor, factors: Tensor, valid: Tensor) -> Tensor:
     return ((shares * factors).sum(1) * valid).sum()
 
 
-def attach(x: Tensor, loss: Tensor, weight: float) -> Tensor:
+def attach_aux_loss(x: Tensor, loss: Tensor, weight: float) -> Tensor:
     """Return x; backward also flows into `loss` (a scalar), as if weight * loss had been added to
     the training loss."""
-    y: Tensor = Attach.apply(x, loss, weight)  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = AttachAuxLossFunction.apply(x, loss, weight)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-class Attach(Function):
-    """Autograd function of `attach`."""
+class AttachAuxLossFunction(Function):
+    """Autograd function of `attach_aux_loss`."""
 
     reference = staticmethod(lambda x, loss, weight: x)
 

@@ -39,10 +39,10 @@ Loop = Literal[
     "visible_exp",
 ]
 
-WORTH_A_LOOP = (
+MIN_LOOP_ELEMENTS = (
     1 << 13
 )  # elements; below, launching a loop costs more than the memory passes that it saves
-WORTH_THREADS = 1 << 15  # elements; below, waking a thread takes longer than the loop
+MIN_THREADED_ELEMENTS = 1 << 15  # elements; below, waking a thread takes longer than the loop
 
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -153,7 +153,7 @@ def _address(function: object) -> int:
 def takes(*tensors: Tensor) -> bool:
     """Return whether the compiled loops support these tensors and are faster: on the CPU, all fp32
     or all bf16, the first large enough."""
-    return tensors[0].numel() >= WORTH_A_LOOP and could_take(*tensors)
+    return tensors[0].numel() >= MIN_LOOP_ELEMENTS and could_take(*tensors)
 
 
 def could_take(*tensors: Tensor) -> bool:
@@ -184,7 +184,7 @@ def run(loop: Loop, dtype: torch.dtype, *arguments: Tensor | int | float, elemen
 
 def num_threads(elements: int) -> int:
     """Return the number of threads for work of this size."""
-    return torch.get_num_threads() if elements >= WORTH_THREADS else 1
+    return torch.get_num_threads() if elements >= MIN_THREADED_ELEMENTS else 1
 
 
 def _bits(argument: Tensor | int | float) -> int:

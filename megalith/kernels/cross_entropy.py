@@ -52,7 +52,7 @@ class LogitTransform:
 AS_THEY_ARE = LogitTransform()
 
 
-class Measured(NamedTuple):
+class CrossEntropyResult(NamedTuple):
     """Cross entropy and statistics of each token's logits over the whole vocabulary."""
 
     loss: Tensor
@@ -89,9 +89,9 @@ def linear_cross_entropy(
     rank of `vocab`; dx is a partial sum over `vocab`.
 
     With label `smoothing` a label has probability 1 - smoothing, and the other tokens of the
-    vocabulary share the rest evenly: see `spread_of`. With `z_loss` a labeled token adds z_loss *
-    logsumexp(logits)^2, which keeps the softmax close to normalized (Chowdhery et al. 2022,
-    arXiv:2204.02311, section 5).
+    vocabulary share the rest evenly: see `to_torch_label_smoothing`. With `z_loss` a labeled
+    token adds z_loss * logsumexp(logits)^2, which keeps the softmax close to normalized (Chowdhery
+    et al. 2022, arXiv:2204.02311, section 5).
 
     The required gradients are computed in forward, while a chunk's logits exist, and backward only
     scales them. Until then they occupy one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`:
@@ -128,7 +128,7 @@ def measured_cross_entropy(
     grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
-) -> Measured:
+) -> CrossEntropyResult:
     """Return `linear_cross_entropy` together with logit statistics of each token, which are not
     differentiable."""
     return _sum_of_losses(
@@ -162,10 +162,10 @@ def recomputed_measures(
     grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
-) -> Measured:
+) -> CrossEntropyResult:
     """Return `recomputed_cross_entropy` together with logit statistics of each token; logsumexp is
     differentiable."""
-    each = token_measures(
+    each = token_losses_with_stats(
         x,
         weight,
         labels,
@@ -229,7 +229,7 @@ def _sum_of_losses(
     kernel: BackendName,
     *,
     measures: bool,
-) -> Measured:
+) -> CrossEntropyResult:
     head = Head.of(
         weight,
         vocab,
@@ -244,16 +244,16 @@ def _sum_of_losses(
         measured = _plain_losses(x, weight, labels, head, grad_accumulator)
         return measured._replace(loss=_with_z_loss(measured, labels, z_loss).sum())
     grad = torch.is_grad_enabled()
-    wanted = Wanted(
+    wanted = RequiredOutputs(
         x=grad and x.requires_grad, weight=grad and weight.requires_grad, measures=measures
     )
     losses = LossSumFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
         x, weight, labels, vocab, head, wanted, grad_accumulator
     )
-    return Measured(*losses)
+    return CrossEntropyResult(*losses)
 
 
-def _with_z_loss(each: Measured, labels: Tensor, z_loss: float) -> Tensor:
+def _with_z_loss(each: CrossEntropyResult, labels: Tensor, z_loss: float) -> Tensor:
     """Return each token's loss including its z-loss: [t]."""
     if not z_loss:
         return each.loss
@@ -279,7 +279,7 @@ def token_losses(
     The weight gradient of a weighted sum of losses does not factor by token, so backward recomputes
     each chunk's logits (one matmul more than `linear_cross_entropy`).
     """
-    return token_measures(
+    return token_losses_with_stats(
         x,
         weight,
         labels,
@@ -294,7 +294,7 @@ def token_losses(
     ).loss
 
 
-def token_measures(
+def token_losses_with_stats(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -307,7 +307,7 @@ def token_measures(
     grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
-) -> Measured:
+) -> CrossEntropyResult:
     """Return `token_losses` together with logit statistics of each token; losses and logsumexp are
     differentiable."""
     head = Head.of(
@@ -322,16 +322,19 @@ def token_measures(
     head = replace(head.smoothed(smoothing, vocab_size), form=kernel)
     if kernel == "reference":
         return _plain_losses(x, weight, labels, head, grad_accumulator)
-    return Measured(*TokenLossesFunction.apply(x, weight, labels, vocab, head, grad_accumulator))  # type: ignore[no-untyped-call]  # torch's own
+    losses = TokenLossesFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
+        x, weight, labels, vocab, head, grad_accumulator
+    )
+    return CrossEntropyResult(*losses)
 
 
-def spread_of(smoothing: float, vocab_size: int) -> float:
+def to_torch_label_smoothing(smoothing: float, vocab_size: int) -> float:
     """Return torch's label_smoothing, the probability that all tokens share evenly, for `smoothing`
     shared by all tokens except the label.
 
     Source: Szegedy et al. 2015, arXiv:1512.00567, section 7.
 
-    >>> spread_of(0.1, 5)
+    >>> to_torch_label_smoothing(0.1, 5)
     0.125
     """
     return smoothing * vocab_size / (vocab_size - 1) if smoothing else 0.0
@@ -353,7 +356,7 @@ def reference_cross_entropy(
     ) * logit_transform.scale
     if logit_transform.softcap is not None:
         logits = logit_transform.softcap * torch.tanh(logits / logit_transform.softcap)
-    spread = spread_of(smoothing, vocab_size)
+    spread = to_torch_label_smoothing(smoothing, vocab_size)
     return torch.nn.functional.cross_entropy(
         logits, labels.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=spread
     )
@@ -365,7 +368,7 @@ def _plain_losses(
     labels: Tensor,
     head: "Head",
     grad_accumulator: GradAccumulator | None,
-) -> Measured:
+) -> CrossEntropyResult:
     """`reference_cross_entropy` with logit statistics, for a vocabulary that is sharded over ranks,
     or with a gradient accumulator."""
     logits = (
@@ -390,7 +393,7 @@ def _plain_losses(
         logit_sums = (logits - largest.unsqueeze(1)).masked_fill(padding, 0.0).sum(-1)
         target = (1 - head.spread) * target + head.spread_each * logit_sums
     losses = total.log() - reduce_from_tp(mark_partial(target, head.group), head.group)
-    return Measured(losses.masked_fill(labels < 0, 0.0), largest + total.log(), largest)
+    return CrossEntropyResult(losses.masked_fill(labels < 0, 0.0), largest + total.log(), largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +431,7 @@ class Head:
 
     def smoothed(self, smoothing: float, vocab_size: int) -> "Head":
         """Return the head with label smoothing."""
-        spread = spread_of(smoothing, vocab_size)
+        spread = to_torch_label_smoothing(smoothing, vocab_size)
         return replace(self, spread=spread, spread_each=spread / vocab_size) if spread else self
 
     @staticmethod
@@ -479,7 +482,7 @@ class Head:
         return local * is_local, is_local
 
 
-class Wanted(NamedTuple):
+class RequiredOutputs(NamedTuple):
     """The gradients and statistics to compute in forward."""
 
     x: bool
@@ -674,7 +677,7 @@ class LossSumFunction(Function):
         labels: Tensor,
         group: Group,
         head: Head,
-        wanted: Wanted,
+        wanted: RequiredOutputs,
         grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [t, h] -> the scalar loss, and logsumexp and largest logit of each token (empty unless
@@ -731,7 +734,8 @@ class TokenLossesFunction(Function):
         head: Head,
         grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [t, h] -> three tensors [t], as in `Measured`; saves x and three numbers per token."""
+        """x [t, h] -> three tensors [t], as in `CrossEntropyResult`; saves x and three numbers per
+        token."""
         softmax_stats = x.new_empty(
             3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32)
         )

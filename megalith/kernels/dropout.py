@@ -184,7 +184,7 @@ def _loop(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) ->
     return y
 
 
-def uniform_features(key: int, numbers: Tensor, features: int) -> Tensor:
+def hashed_uniform(key: int, numbers: Tensor, features: int) -> Tensor:
     """Draw uniform numbers from -1 to 1 that depend on key, token and feature only: numbers int64
     [t] -> fp32 [t, features]."""
     places = torch.arange(features, device=numbers.device)

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from megalith.kernels.gpu import has_triton
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.sdpa import Lengths
-from megalith.kernels.visible import FREE, VisiblePairs
+from megalith.kernels.visible import NO_MASK, VisiblePairs
 
 BLOCK = 128
 """Queries, and keys, of a block: the size that torch's kernels are tuned for."""
@@ -70,7 +70,7 @@ def flexible_attention(
     run: Any = _compiled() if compiled else flex_attention  # the result type depends on return_aux
     out, aux = run(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
-        score_mod=None if scores.softcap is None else capped_by(scores.softcap),
+        score_mod=None if scores.softcap is None else soft_cap_score_mod(scores.softcap),
         block_mask=mask,
         scale=scores.factor(q.shape[2]),
         enable_gqa=q.shape[1] != k.shape[1],
@@ -91,7 +91,7 @@ def _compiled() -> Callable[..., Any]:
     return run
 
 
-def capped_by(cap: float) -> Callable[..., Tensor]:
+def soft_cap_score_mod(cap: float) -> Callable[..., Tensor]:
     """Return flex_attention's score_mod of a soft cap."""
 
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -162,10 +162,10 @@ def plan_blocks(
     # The kernel does not check bounds inside whole blocks.
     full_queries = starts + block <= len(seen)
     whole &= full_queries[:, None] & (edges + block <= num_keys)[None] & (not borders)
-    return QueryBlocks(*_counted(touched & ~whole), *_counted(whole))
+    return QueryBlocks(*_count_and_sort(touched & ~whole), *_count_and_sort(whole))
 
 
-def _counted(blocks: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+def _count_and_sort(blocks: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """Return how many entries of each row are set, and the indices of these in order, followed by
     the others."""
     order = np.argsort(~blocks, axis=1, kind="stable")
@@ -216,14 +216,16 @@ def masked_blocks(
     )
     pairs = everything if visible.pairs is None else visible.pairs
     starts = (
-        torch.full_like(seen.queries, FREE) if visible.rows is None else visible.rows[seen.queries]
+        torch.full_like(seen.queries, NO_MASK)
+        if visible.rows is None
+        else visible.rows[seen.queries]
     )
     last = len(pairs) - 1
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         inside = (key >= interval[query, 0]) & (key < interval[query, 1]) & text[key]
         place = (starts[query] + numbers[key]).clamp(0, last)
-        return inside & (pairs[place] | (starts[query] < FREE // 2))
+        return inside & (pairs[place] | (starts[query] < NO_MASK // 2))
 
     return BlockMask.from_kv_blocks(
         mixed, mixed_keys, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(len(bounds), num_keys)

@@ -53,26 +53,26 @@ class ProgramTile(NamedTuple):
         return -(-rows // self.rows)
 
 
-def whole_rows(width: int) -> ProgramTile:
+def tile_of_whole_rows(width: int) -> ProgramTile:
     """Return a tile of entire rows of `width` features: several rows if they are short.
 
-    >>> whole_rows(100), whole_rows(5000)
+    >>> tile_of_whole_rows(100), tile_of_whole_rows(5000)
     (ProgramTile(rows=16, columns=128, warps=4), ProgramTile(rows=1, columns=8192, warps=16))
     """
-    columns = power_of_two(width)
+    columns = next_power_of_two(width)
     return ProgramTile(max(1, TILE // columns), columns, min(16, max(4, 4 * columns // TILE)))
 
 
-def part_of_rows(width: int) -> ProgramTile:
+def tile_of_row_parts(width: int) -> ProgramTile:
     """Return a tile that covers at most `TILE` columns of a wide row."""
-    columns = min(power_of_two(width), TILE)
+    columns = min(next_power_of_two(width), TILE)
     return ProgramTile(TILE // columns, columns, 4)
 
 
-def power_of_two(number: int) -> int:
+def next_power_of_two(number: int) -> int:
     """Return the smallest power of two that is not below `number`.
 
-    >>> [power_of_two(number) for number in (1, 2, 3, 64, 65)]
+    >>> [next_power_of_two(number) for number in (1, 2, 3, 64, 65)]
     [1, 2, 4, 64, 128]
     """
     return 1 << (number - 1).bit_length()

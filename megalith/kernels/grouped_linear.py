@@ -32,7 +32,7 @@ from megalith.kernels.rebuilt import LayerInput, output_tensor
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 ALIGNED = 16
 """Alignment in bytes that torch's grouped matmul requires of a row of features."""
-WORTH_A_COPY = 1 << 24
+MIN_ONEDNN_COPY_MULTIPLICATIONS = 1 << 24
 """Multiplications of an fp32 matmul on CPUs from which oneDNN plus a copy of its output is faster
 than MKL.
 
@@ -131,7 +131,7 @@ def loop_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
     weights = by_expert(w, len(counts))
     y = x.new_empty(x.shape[0], weights.shape[1])
     for rows, weight, out in _busy(counts, x.split(counts), weights, y.split(counts)):
-        if _worth_a_copy(rows, weight):
+        if _onednn_copy_pays(rows, weight):
             out.copy_(forward(rows, weight))
         else:
             torch.mm(rows, weight.t(), out=out)
@@ -145,7 +145,7 @@ def loop_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     for rows, weight, out in _busy(
         counts, dy.split(counts), by_expert(w, len(counts)), dx.split(counts)
     ):
-        if _worth_a_copy(rows, weight):
+        if _onednn_copy_pays(rows, weight):
             out.copy_(input_grad(rows, weight))
         else:
             torch.mm(rows, weight, out=out)
@@ -162,11 +162,11 @@ def _busy(counts: Sequence[int], *of_experts: Iterable[Tensor]) -> Iterator[tupl
     )
 
 
-def _worth_a_copy(part: Tensor, weight: Tensor) -> bool:
+def _onednn_copy_pays(part: Tensor, weight: Tensor) -> bool:
     if is_upcast(part):
         return True
     wanted = part.dtype == torch.float32 and part.device.type == "cpu" and HAS_ONEDNN
-    return wanted and part.shape[0] * weight.numel() >= WORTH_A_COPY
+    return wanted and part.shape[0] * weight.numel() >= MIN_ONEDNN_COPY_MULTIPLICATIONS
 
 
 def loop_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
@@ -234,10 +234,12 @@ def fused_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
     unwritten; these are set to 0."""
     ends = groups.on_device(dy.device)
     dw = grouped_mm(dy.t(), x, offs=ends)
-    return (dw if dy.device.type == "cpu" else without_rows_zero_(dw, groups, ends)).flatten(0, 1)
+    return (
+        dw if dy.device.type == "cpu" else zero_experts_without_rows_(dw, groups, ends)
+    ).flatten(0, 1)
 
 
-def without_rows_zero_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
+def zero_experts_without_rows_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
     """Set dw [e, o, i] of experts without rows to 0 in place; if counts are known on the host, only
     these are written."""
     if groups.counts is None:
@@ -265,7 +267,10 @@ def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMa
     ):  # the loop upcasts only the matrices of experts that have rows
         return LOOP
     if x.device.type == "cpu":
-        large = x.shape[0] * outputs * inputs >= WORTH_A_COPY * groups.experts and HAS_ONEDNN
+        large = (
+            x.shape[0] * outputs * inputs >= MIN_ONEDNN_COPY_MULTIPLICATIONS * groups.experts
+            and HAS_ONEDNN
+        )
         return (
             FUSED if x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not large) else LOOP
         )

@@ -16,7 +16,7 @@ Context = Any  # autograd's `ctx`, which accepts any attribute
 
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-WORTH_ONEDNN = 1 << 23
+MIN_ONEDNN_MULTIPLICATIONS = 1 << 23
 """Minimum multiplications of a matmul for oneDNN; below, its overhead exceeds its gain."""
 
 
@@ -49,7 +49,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     onednn_pays = (
         a.dtype == torch.float32
         and a.device.type == "cpu"
-        and a.shape[0] * b.numel() >= WORTH_ONEDNN
+        and a.shape[0] * b.numel() >= MIN_ONEDNN_MULTIPLICATIONS
     )
     if onednn_pays and HAS_ONEDNN and not torch.compiler.is_compiling():
         product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")

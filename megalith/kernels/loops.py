@@ -60,7 +60,7 @@ def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
     )  # the type of the block determines the type of a tensor's elements
     with install_listener("numba:run_pass", _FirstPass(cached=keep)):
         compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(
-            _twin(globals()[loop], dtype)
+            _copy_per_dtype(globals()[loop], dtype)
         )
     return int(compiled.address)
 
@@ -82,7 +82,7 @@ class _FirstPass(Listener):
         """Nothing to do."""
 
 
-def _twin(loop: FunctionType, dtype: torch.dtype) -> FunctionType:
+def _copy_per_dtype(loop: FunctionType, dtype: torch.dtype) -> FunctionType:
     """Return the same function under a separate name for each dtype and kind of processor.
 
     numba numbers the variants of a function in an index file that it does not lock, and does not

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalith.errors import DataError
 from megalith.kernels.tokens import PackedSeqParams
-from megalith.kernels.visible import FREE, Visible
+from megalith.kernels.visible import NO_MASK, Visible
 
 Lengths = Sequence[tuple[int, int]]
 """(queries, keys) of each document."""
@@ -123,10 +123,10 @@ def rows_of(lengths: Lengths, starts: Sequence[int | None]) -> NDArray[np.int64]
     document = np.repeat(np.arange(len(queries)), queries)
     place = np.arange(len(document)) - (np.cumsum(queries) - queries)[document]
     first = (np.cumsum(keys) - keys)[document]
-    start = np.array([FREE if start is None else start for start in starts], dtype=np.int64)[
+    start = np.array([NO_MASK if start is None else start for start in starts], dtype=np.int64)[
         document
     ]
-    return np.where(start == FREE, FREE, start + place * keys[document] - first)
+    return np.where(start == NO_MASK, NO_MASK, start + place * keys[document] - first)
 
 
 def _as_read(tokens: PackedSeqParams) -> Lengths:

@@ -14,7 +14,9 @@ from torch import Tensor
 from megalith.plan.context import KeyTile
 
 
-def buckets_of(distances: Tensor, *, num_buckets: int, max_distance: int, causal: bool) -> Tensor:
+def distance_buckets(
+    distances: Tensor, *, num_buckets: int, max_distance: int, causal: bool
+) -> Tensor:
     """Return the bucket of each distance, key minus query: int64, any shape -> int64.
 
     Unless `causal`, later keys use the second half of the buckets. Distances of at least
@@ -52,7 +54,7 @@ def distance_biases(
     if queries == 0 or keys == 0:
         return table.new_zeros(table.shape[1], queries, keys)
     distances = torch.arange(1 - keys, queries, device=table.device)
-    buckets = buckets_of(
+    buckets = distance_buckets(
         distances, num_buckets=len(table), max_distance=max_distance, causal=causal
     )
     return table[buckets].T.unfold(1, keys, 1).flip(1)
@@ -64,7 +66,7 @@ def biases_by_distance(table: Tensor, reach: int, *, max_distance: int, causal: 
     if table.is_meta:
         return table.sum(0).view(-1, 1).expand(-1, 2 * reach + 1)
     distances = torch.arange(-reach, reach + 1, device=table.device)
-    buckets = buckets_of(
+    buckets = distance_buckets(
         distances, num_buckets=len(table), max_distance=max_distance, causal=causal
     )
     return table[buckets].T.contiguous()
@@ -139,7 +141,7 @@ def reference_biases(
     """Reference implementation of `distance_biases`, pair by pair."""
     places = torch.arange(keys, device=table.device)
     distances = places - places[keys - queries :, None]
-    buckets = buckets_of(
+    buckets = distance_buckets(
         distances, num_buckets=len(table), max_distance=max_distance, causal=causal
     )
     return table[buckets].permute(2, 0, 1)

@@ -30,7 +30,7 @@ SINKHORN_LOOKS = 20
 """Rounds between checks for convergence on the host, which synchronize with the GPU; most plans
 converge within 20."""
 
-SMALL = -40.0
+SOFTPLUS_IS_EXP_BELOW = -40.0
 """Logit below which log(1 + exp(x)) equals exp(x), also in float64."""
 
 
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 # --- logits
 
 
-def gate(
+def router_logits(
     x: LayerInput,
     weight: Tensor,
     *,
@@ -58,14 +58,14 @@ def gate(
 
     Backward saves x and the weight in their dtypes and converts them again.
     """
-    logits: Tensor = GateFunction.apply(
+    logits: Tensor = RouterLogitsFunction.apply(
         output_tensor(x), plan_saved_input(x, [weight]), grad_accumulator, dtype, weight
     )  # type: ignore[no-untyped-call]  # torch's own
     return logits
 
 
-class GateFunction(Function):
-    """Autograd function of `gate`."""
+class RouterLogitsFunction(Function):
+    """Autograd function of `router_logits`."""
 
     reference = staticmethod(
         lambda x, kept, grad_accumulator, dtype, weight: x.to(dtype) @ weight.to(dtype).t()
@@ -122,11 +122,11 @@ def choose_experts(
     scores = score_experts(logits, router.score)
     order = scores if bias is None else scores + bias
     order = order if offsets is None else logits.to(offsets.dtype) - offsets
-    experts = best(among_groups(order.detach(), router, top_k), top_k)
-    return Choice(experts, weigh(logits, scores, experts, router))
+    experts = top_k_indices(mask_other_groups(order.detach(), router, top_k), top_k)
+    return Choice(experts, expert_weights(logits, scores, experts, router))
 
 
-def weigh(logits: Tensor, scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
+def expert_weights(logits: Tensor, scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
     """Return the weights of the outputs of `experts` [t, k]: logits and scores [t, E] -> [t, k]."""
     if router.norm_topk_prob and router.score == "softmax":
         chosen = logits.gather(1, experts).to(scores.dtype).softmax(1)
@@ -142,18 +142,18 @@ def score_experts(logits: Tensor, score: Score) -> Tensor:
     """Return the scores [t, E] of logits [t, E], in fp32 or float64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score == "sqrt_softplus":
-        return log_of_scores(wide, score).exp()
+        return log_scores(wide, score).exp()
     return wide.softmax(1) if score == "softmax" else wide.sigmoid()
 
 
-def shares_of_one(logits: Tensor, score: Score) -> Tensor:
+def normalized_scores(logits: Tensor, score: Score) -> Tensor:
     """Return the scores normalized to a sum of 1 per token for aux losses, also if all of them are
     tiny."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (wide if score == "softmax" else log_of_scores(wide, score)).softmax(1)
+    return (wide if score == "softmax" else log_scores(wide, score)).softmax(1)
 
 
-def log_of_scores(logits: Tensor, score: Score) -> Tensor:
+def log_scores(logits: Tensor, score: Score) -> Tensor:
     """Return the logarithm of sigmoid or sqrt_softplus scores: [t, E] -> [t, E]."""
     if score == "sigmoid":
         return torch.nn.functional.logsigmoid(logits)
@@ -164,7 +164,14 @@ def log_of_scores(logits: Tensor, score: Score) -> Tensor:
 def reference_log_root_softplus(x: Tensor) -> Tensor:
     """Return log √log(1 + exp(x)); x / 2 where exp(x) and log(1 + exp(x)) round to the same
     value."""
-    return torch.where(x > SMALL, torch.nn.functional.softplus(x.clamp(min=SMALL)).log(), x) / 2
+    return (
+        torch.where(
+            x > SOFTPLUS_IS_EXP_BELOW,
+            torch.nn.functional.softplus(x.clamp(min=SOFTPLUS_IS_EXP_BELOW)).log(),
+            x,
+        )
+        / 2
+    )
 
 
 class LogRootSoftplusFunction(Function):
@@ -183,15 +190,17 @@ class LogRootSoftplusFunction(Function):
     def backward(ctx: Context, dy: Tensor) -> Tensor:
         """dy * sigmoid(x) / softplus(x) / 2; the factor tends to 1/2 for small x."""
         (x,) = ctx.saved_tensors
-        near = x.clamp(min=SMALL)
+        near = x.clamp(min=SOFTPLUS_IS_EXP_BELOW)
         return (
             dy
-            * torch.where(x > SMALL, near.sigmoid() / torch.nn.functional.softplus(near), 1.0)
+            * torch.where(
+                x > SOFTPLUS_IS_EXP_BELOW, near.sigmoid() / torch.nn.functional.softplus(near), 1.0
+            )
             / 2
         )
 
 
-def best(scores: Tensor, count: int) -> Tensor:
+def top_k_indices(scores: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest scores of each row, largest first: [t, E] -> int64
     [t, count].
 
@@ -201,7 +210,7 @@ def best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
-def among_groups(scores: Tensor, router: RouterConfig, top_k: int) -> Tensor:
+def mask_other_groups(scores: Tensor, router: RouterConfig, top_k: int) -> Tensor:
     """Return scores [t, E] with -inf outside each token's best expert groups."""
     if router.num_groups is None or router.topk_groups is None:
         return scores
@@ -211,7 +220,7 @@ def among_groups(scores: Tensor, router: RouterConfig, top_k: int) -> Tensor:
     else:
         group_scores = grouped_scores.topk(top_k // router.topk_groups, dim=2).values.sum(2)
     chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
-        1, best(group_scores, router.topk_groups), True
+        1, top_k_indices(group_scores, router.topk_groups), True
     )
     return grouped_scores.masked_fill(~chosen.unsqueeze(2), -math.inf).flatten(1)
 
@@ -285,7 +294,9 @@ def select_within_capacity(
     if drop == "least":
         first = first.flip(0)
         first = first[
-            coarse(choice.weights.detach()).flatten()[first].argsort(descending=True, stable=True)
+            round_weights(choice.weights.detach())
+            .flatten()[first]
+            .argsort(descending=True, stable=True)
         ]
     of_expert = choice.experts.flatten()[first]
     by_expert = of_expert.argsort(stable=True)
@@ -301,7 +312,7 @@ def select_within_capacity(
     return taken.view(t, k)
 
 
-def coarse(weights: Tensor) -> Tensor:
+def round_weights(weights: Tensor) -> Tensor:
     """Round weights: float64 to fp32, fp32 to 16 significant bits, others unchanged.
 
     Tokens at equal document starts have equal weights, which parallel layouts round differently;
@@ -314,7 +325,7 @@ def coarse(weights: Tensor) -> Tensor:
     return ((weights.view(torch.int32) + 128) >> 8 << 8).view(torch.float32)
 
 
-def without(choice: Choice, taken: Tensor) -> Choice:
+def drop_choices(choice: Choice, taken: Tensor) -> Choice:
     """Return the choices with those dropped that are not `taken`, bool [t, k]; the other weights
     are not renormalized."""
     return Choice(choice.experts.where(taken, NOWHERE), choice.weights * taken)

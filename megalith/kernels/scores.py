@@ -134,7 +134,9 @@ def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
     return s.masked_fill(sees_nothing, 0).softmax(-1)[..., :keys].masked_fill(sees_nothing, 0)
 
 
-def keys_seen(queries: int, keys: int, scores: Scores, *, device: torch.device) -> Tensor | None:
+def mask_of_scores(
+    queries: int, keys: int, scores: Scores, *, device: torch.device
+) -> Tensor | None:
     """Return the attention mask of `scores`, bool [queries, keys], query i being token keys -
     queries + i; None: all keys are visible."""
     if scores.chunked and scores.window is not None:

@@ -79,11 +79,11 @@ class Mask(NamedTuple):
 
 def mask_for_torch(mask: Tensor, dtype: torch.dtype) -> Mask:
     """Return the additive mask of a bool mask, for queries in `dtype`."""
-    seen, blind = _without_blind(mask)
+    seen, blind = _unmask_blind_queries(mask)
     return Mask(torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf), blind)
 
 
-def _without_blind(mask: Tensor) -> tuple[Tensor, Tensor]:
+def _unmask_blind_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mask with queries that see nothing seeing all, since torch's kernels disagree on
     their output and gradient; and which queries these are."""
     blind = ~mask.any(-1, keepdim=True)
@@ -113,7 +113,7 @@ def sdpa_masked(
     if mask is None:
         return _call(q, k, v, bias, causal=False, scale=scale, rows=rows)
     if isinstance(mask, Tensor):
-        seen, blind = _without_blind(mask)
+        seen, blind = _unmask_blind_queries(mask)
         given = seen if bias is None else bias.to(q.dtype).masked_fill(~seen, -math.inf)
     else:
         added, blind = mask

@@ -12,7 +12,7 @@ import triton.language as tl  # lint: allow optional-import: as above
 from torch import Tensor
 
 from megalith.config.model import Activation
-from megalith.kernels.gpu import part_of_rows
+from megalith.kernels.gpu import tile_of_row_parts
 
 Pointer = Any  # in a kernel: address of a tensor
 Count = Any  # in a kernel: an integer
@@ -37,7 +37,7 @@ def forward(
     gate; weights [t] or None -> [t, f]."""
     x = x.contiguous()
     t, f = x.shape[0], x.shape[1] // (1 if limits is None else 2)
-    y, tile = x.new_empty(t, f), part_of_rows(f)
+    y, tile = x.new_empty(t, f), tile_of_row_parts(f)
     _forward[(tile.programs(t),)](
         x,
         x if weights is None else weights.contiguous(),
@@ -61,7 +61,7 @@ def backward(
     (t, f), dx = dy.shape, torch.empty_like(x)
     dweights, tile = (
         None if weights is None else x.new_empty(t, dtype=torch.float32),
-        part_of_rows(dy.shape[1]),
+        tile_of_row_parts(dy.shape[1]),
     )
     _backward[(tile.programs(t),)](
         dy,

@@ -6,7 +6,7 @@ import triton  # lint: allow optional-import: callers import this module inside 
 import triton.language as tl  # lint: allow optional-import: as above
 from torch import Tensor
 
-from megalith.kernels.gpu import TILE, power_of_two
+from megalith.kernels.gpu import TILE, next_power_of_two
 
 Pointer = Any  # in a kernel: address of a tensor
 Count = Any  # in a kernel: an integer
@@ -17,8 +17,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool)
     [t, pairs]."""
     x = x if x.stride(2) == 1 else x.contiguous()
     (t, n, d), pairs = x.shape, cos.shape[1]
-    y, columns = x.new_empty(x.shape), power_of_two(max(pairs, d - 2 * pairs))
-    heads = min(power_of_two(n), max(1, TILE // columns))
+    y, columns = x.new_empty(x.shape), next_power_of_two(max(pairs, d - 2 * pairs))
+    heads = min(next_power_of_two(n), max(1, TILE // columns))
     _rotate[(t, -(-n // heads))](
         x,
         cos.contiguous(),

@@ -15,7 +15,7 @@ from megalith.kernels.scores import Scores
 from megalith.kernels.sdpa import Mask
 from megalith.plan.context import KeySpans, KeyTile
 
-FREE = -(2**62)
+NO_MASK = -(2**62)
 """Row start of a query whose document has no mask."""
 
 
@@ -31,7 +31,7 @@ class Visible:
 
     rows: Tensor | None = None
     """int64 [t]: where each query's row in `pairs` would begin if it covered all keys; or
-    `FREE`."""
+    `NO_MASK`."""
 
     starts: tuple[int | None, ...] = ()
     """Start of each document's mask in `pairs`, on the host; None: no mask."""
@@ -121,4 +121,4 @@ class VisiblePairs:
             return seen
         starts = visible.rows[queries].unsqueeze(-1)
         own = visible.pairs[(starts + keys).clamp_(0, len(visible.pairs) - 1)]
-        return (own | (starts < FREE // 2)) & seen
+        return (own | (starts < NO_MASK // 2)) & seen

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megalith.kernels.cross_entropy import Measured
+from megalith.kernels.cross_entropy import CrossEntropyResult
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class LogitStats:
     largest: Tensor | None = None
     """float64: the largest logit, -inf without labels."""
 
-    def note(self, measured: Measured, labels: Tensor, z_loss: float) -> None:
+    def note(self, measured: CrossEntropyResult, labels: Tensor, z_loss: float) -> None:
         """Add the statistics of a microbatch."""
         is_unlabeled = labels < 0
         z = (
@@ -44,7 +44,7 @@ class LogitStats:
 class LossWithLogitStats:
     """Summed loss that records logit statistics; calls `compute` and returns its loss only."""
 
-    compute: Callable[..., Measured]
+    compute: Callable[..., CrossEntropyResult]
     z_loss: float = 0.0
     seen: LogitStats = field(default_factory=LogitStats)
 

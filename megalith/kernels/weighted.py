@@ -19,10 +19,10 @@ from megalith.kernels.activation import (
     REFERENCES,
     SIGMOIDS,
     GatedActivation,
-    limited,
-    limits_of,
-    numbers_of,
-    wide_of,
+    clamp_and_offset,
+    clamp_gate_up,
+    compute_dtype,
+    loop_constants,
 )
 from megalith.kernels.engine import FusedBackend, select_backend
 from megalith.kernels.linear import Context
@@ -61,15 +61,15 @@ def weighted_activate(
 
 def reference_weighted_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
     """Reference implementation of `weighted_gated` in plain PyTorch operations."""
-    wide = gate_up.to(wide_of(gate_up))
-    g, up = limited(wide, gate.clamp)
+    wide = gate_up.to(compute_dtype(gate_up))
+    g, up = clamp_gate_up(wide, gate.clamp)
     inner = REFERENCES[gate.activation](g) * (up + gate.up_offset)
     return (inner * weights.to(wide.dtype).unsqueeze(-1)).to(gate_up.dtype)
 
 
 def reference_weighted_activate(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
     """Reference implementation of `weighted_activate` in plain PyTorch operations."""
-    wide = x.to(wide_of(x))
+    wide = x.to(compute_dtype(x))
     return (REFERENCES[activation](wide) * weights.to(wide.dtype).unsqueeze(-1)).to(x.dtype)
 
 
@@ -128,8 +128,8 @@ class WeightedActivationFunction(Function):
 
 
 def _gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
-    wide = gate_up.to(wide_of(gate_up))
-    g, up = limited(wide, gate.clamp)
+    wide = gate_up.to(compute_dtype(gate_up))
+    g, up = clamp_gate_up(wide, gate.clamp)
     y = FORMULAS[gate.activation].value(g).mul_(up + gate.up_offset if gate.up_offset else up)
     return y.mul_(weights.unsqueeze(-1)).to(gate_up.dtype)
 
@@ -138,8 +138,8 @@ def _gated_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, gate: GatedActivation
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of gate_up, 0 for clamped elements, and that of the weights."""
-    wide = gate_up.to(wide_of(gate_up))
-    g, up = limited(wide, gate.clamp)
+    wide = gate_up.to(compute_dtype(gate_up))
+    g, up = clamp_gate_up(wide, gate.clamp)
     formula, d, factor = FORMULAS[gate.activation], dy.to(wide.dtype), up + gate.up_offset
     value = formula.value(g).mul_(d)
     dweights = torch.linalg.vecdot(value, factor)
@@ -153,14 +153,14 @@ def _gated_backward(
 
 
 def _activated(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
-    y = FORMULAS[activation].value(x.to(wide_of(x)))
+    y = FORMULAS[activation].value(x.to(compute_dtype(x)))
     return y.mul_(weights.unsqueeze(-1)).to(x.dtype)
 
 
 def _activated_backward(
     dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    wide, d = x.to(wide_of(x)), dy.to(wide_of(x))
+    wide, d = x.to(compute_dtype(x)), dy.to(compute_dtype(x))
     dweights = torch.linalg.vecdot(FORMULAS[activation].value(wide), d)
     dx = FORMULAS[activation].backward(d * weights.unsqueeze(-1), wide)
     return dx.to(x.dtype), dweights.to(weights.dtype)
@@ -173,7 +173,14 @@ def _loop_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tens
     gate_up, w = gate_up.contiguous(), weights.float().contiguous()
     y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     cpu.run(
-        "weighted_gated", y.dtype, *y.shape, *numbers_of(gate), w, gate_up, y, elements=y.numel()
+        "weighted_gated",
+        y.dtype,
+        *y.shape,
+        *loop_constants(gate),
+        w,
+        gate_up,
+        y,
+        elements=y.numel(),
     )
     return y
 
@@ -187,7 +194,7 @@ def _loop_gated_backward(
         "weighted_gated_backward",
         dy.dtype,
         *dy.shape,
-        *numbers_of(gate),
+        *loop_constants(gate),
         w,
         dy,
         gate_up,
@@ -223,7 +230,7 @@ def _loop_squares_backward(
 def _triton_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
     from megalith.kernels import triton_gated  # imports Triton
 
-    return triton_gated.forward(gate_up, gate.activation, limits_of(gate), weights)
+    return triton_gated.forward(gate_up, gate.activation, clamp_and_offset(gate), weights)
 
 
 def _triton_gated_backward(
@@ -231,7 +238,9 @@ def _triton_gated_backward(
 ) -> tuple[Tensor, Tensor]:
     from megalith.kernels import triton_gated
 
-    dx, dweights = triton_gated.backward(dy, gate_up, gate.activation, limits_of(gate), weights)
+    dx, dweights = triton_gated.backward(
+        dy, gate_up, gate.activation, clamp_and_offset(gate), weights
+    )
     assert dweights is not None
     return dx, dweights.to(weights.dtype)
 

@@ -21,10 +21,10 @@ from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import Attention, LayerCache
 from megalith.nn.cross_attention import CrossLayerAttention
-from megalith.nn.dropout import Step, dropping, with_dropped_weights
-from megalith.nn.mla import Find, LatentAttention, kept
+from megalith.nn.dropout import Step, add_attention_dropout, build_dropout
+from megalith.nn.mla import HeadsFn, LatentAttention, no_recompute
 from megalith.nn.mlp import MLP, GatedMLP, build_mlp
-from megalith.nn.moe.layer import MoE, itself
+from megalith.nn.moe.layer import MoE, no_wrapper
 from megalith.nn.norm import Norm, build_norm
 from megalith.nn.square import LinearReplacement
 from megalith.parallel import recompute as recomputation
@@ -70,7 +70,7 @@ class Layer(nn.Module):
         act = recomputed_output if "mlp_act" in again else None
 
         def attend(place: str, *, inside: bool = False) -> Attend:
-            dropped = with_dropped_weights(core, config, number, mesh, place=place)
+            dropped = add_attention_dropout(core, config, number, mesh, place=place)
             return (
                 RecomputedCore(dropped, check)
                 if "core_attention" in again and not inside
@@ -90,7 +90,9 @@ class Layer(nn.Module):
         def branch(word: str) -> ResidualBranch:
             own = norm(f"{word}_post_norm", again=None) if after else None
             return ResidualBranch(
-                own, config.residual_scale, dropping(word, number, config.dropout.residual, tp_comm)
+                own,
+                config.residual_scale,
+                build_dropout(word, number, config.dropout.residual, tp_comm),
             )
 
         before, after = config.norm_placement != "after", config.norm_placement != "before"
@@ -105,7 +107,7 @@ class Layer(nn.Module):
                 dtype=dtype,
                 index=index,
                 core=attend("weights", inside=up),
-                around=partial(Recomputed, check=check, turns=True) if up else kept,
+                around=partial(Recomputed, check=check, turns=True) if up else no_recompute,
             )
             self.attention_out = branch("attention")
         if config.uses_cross_layer_source(index):
@@ -137,7 +139,7 @@ class Layer(nn.Module):
                     number=number,
                     around_shared=partial(Recomputed, check=check)
                     if "shared_experts" in again
-                    else itself,
+                    else no_wrapper,
                 )
             else:
                 mlp = _mlp(
@@ -164,7 +166,7 @@ def _attention(
     dtype: torch.dtype,
     index: int,
     core: Attend,
-    around: Callable[[Find], Find],
+    around: Callable[[HeadsFn], HeadsFn],
 ) -> Attention | LatentAttention | LinearReplacement:
     """Build a layer's attention or its linear replacement."""
     if config.attention_part(index) == "linear":
@@ -318,7 +320,7 @@ class ResidualBranch(nn.Module):
     def __init__(self, norm: Norm | None, scale: float, dropped: Sequence[Step]) -> None:
         super().__init__()
         self.norm = norm or nn.Identity()
-        self.scale = (Scaled(scale),) if scale != 1.0 else ()
+        self.scale = (ScaleBy(scale),) if scale != 1.0 else ()
         self.dropped = tuple(dropped)
 
     def forward(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
@@ -330,7 +332,7 @@ class ResidualBranch(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaleBy:
     """Multiplies by a constant."""
 
     factor: float

@@ -48,7 +48,7 @@ class Dropout(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class DroppingAttention:
+class AttentionWithDropout:
     """Softmax attention with dropout of its weights in training: see `Attend`."""
 
     core: Attend
@@ -81,7 +81,7 @@ class DroppingAttention:
         return self.core(q, k, v, tokens, scores=dropping, sinks=sinks)
 
 
-def with_dropped_weights(
+def add_attention_dropout(
     core: Attend, config: ModelConfig, layer: int, mesh: Mesh, *, place: str = "weights"
 ) -> Attend:
     """Return `core` with the attention dropout of a layer, numbered over all stages; `core` itself
@@ -95,9 +95,9 @@ def with_dropped_weights(
         if config.mla is None
         else split_evenly(n, tp)
     )
-    return DroppingAttention(core, layer, p, sum(heads[: mesh.tp.rank]), place)
+    return AttentionWithDropout(core, layer, p, sum(heads[: mesh.tp.rank]), place)
 
 
-def dropping(place: str, layer: int, p: float, tp_comm: TPComm) -> list[Step]:
+def build_dropout(place: str, layer: int, p: float, tp_comm: TPComm) -> list[Step]:
     """Return a list with one `Dropout`, or an empty list if p is 0."""
     return [Dropout(place, layer, p, tp_comm)] if p else []

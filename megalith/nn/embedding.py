@@ -9,7 +9,7 @@ from megalith.config.model import ModelConfig
 from megalith.errors import DataError
 from megalith.kernels.embedding import embedding
 from megalith.kernels.tokens import PackedSeqParams
-from megalith.nn.dropout import Step, dropping
+from megalith.nn.dropout import Step, build_dropout
 from megalith.nn.norm import stream_dtype
 from megalith.parallel.tensor import Init, ParameterSpec, TPComm, register_param
 from megalith.plan.shards import Shard
@@ -97,8 +97,11 @@ class InputEmbedding(nn.Module):
         if config.embedding_scale != 1.0:
             steps.append(Scale(config.embedding_scale, dtype))
         if config.fp32_residual:
-            steps.append(Widened(stream_dtype(config, dtype)))
-        self.steps = (*steps, *dropping("embedding", number, config.dropout.embedding, tp_comm))
+            steps.append(CastToStream(stream_dtype(config, dtype)))
+        self.steps = (
+            *steps,
+            *build_dropout("embedding", number, config.dropout.embedding, tp_comm),
+        )
 
     def places(self) -> nn.Parameter | None:
         """Return the table of learned positions, or None."""
@@ -112,7 +115,7 @@ class InputEmbedding(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Widened:
+class CastToStream:
     """Converts x to the residual stream's dtype."""
 
     dtype: torch.dtype

@@ -48,7 +48,7 @@ class BelowTrained:
         )
 
 
-class BackwardEnd(nn.Module):
+class BackwardBoundary(nn.Module):
     """Input embedding with frozen weights whose output requires a gradient, because activation
     checkpointing has no backward otherwise."""
 
@@ -69,7 +69,7 @@ def end_backward_at(chunk: Any, layer: int) -> None:  # a `Decoder`, whose modul
     if below:
         chunk.run_layers = BelowTrained(chunk.run_layers, below)
     elif chunk.stage.embedding:
-        chunk.input_embedding = BackwardEnd(chunk.input_embedding)
+        chunk.input_embedding = BackwardBoundary(chunk.input_embedding)
 
 
 def freeze(chunks: Sequence[Any], model: ModelConfig, optim: OptimConfig) -> None:

@@ -25,7 +25,7 @@ from megalith.kernels.rebuilt import LayerInput, as_recomputed, output_tensor
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.dropout import key_of
 from megalith.nn.frozen import end_backward_at
-from megalith.nn.mla import Find, LatentAttention
+from megalith.nn.mla import HeadsFn, LatentAttention
 from megalith.parallel.autograd import mark_partial
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import (
@@ -62,7 +62,7 @@ class ColumnLora(nn.Module):
         )
         for name in names:
             a, b = column_adapter(_shard_of(base, name), lora, base.tp_comm)
-            _register_pair(self, name, a, b, dtype=dtype)
+            _register_adapter(self, name, a, b, dtype=dtype)
         self.drop = InputDropout(_shard_of(base, names[0]).name, lora.dropout, base.tp_comm.mine)
 
     def forward(self, x: LayerInput) -> Tensor:
@@ -82,7 +82,7 @@ class ColumnLora(nn.Module):
                 parts = getattr(self, f"{name}_lora_b").chunk(STACKED.get(name, 1))
                 starts += [start + number * len(part) for number, part in enumerate(parts)]
                 added += [linear(next(features), [part]) for part in parts]
-        adapted_y: Tensor = AddColumns.apply(y, starts, *added)  # type: ignore[no-untyped-call]  # torch's own
+        adapted_y: Tensor = AddColumnsFunction.apply(y, starts, *added)  # type: ignore[no-untyped-call]  # torch's own
         return adapted_y
 
     def accumulated_parameters(self) -> list[Tensor]:
@@ -103,7 +103,7 @@ class ColumnLora(nn.Module):
 
 
 def reference_add_columns(y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
-    """Reference implementation of `AddColumns` in plain PyTorch operations."""
+    """Reference implementation of `AddColumnsFunction` in plain PyTorch operations."""
     parts, end = [], 0
     for start, part in zip(starts, added, strict=True):
         parts += [y[:, end:start], y[:, start : start + part.shape[1]] + part]
@@ -111,7 +111,7 @@ def reference_add_columns(y: Tensor, starts: Sequence[int], *added: Tensor) -> T
     return torch.cat([*parts, y[:, end:]], dim=-1)
 
 
-class AddColumns(Function):
+class AddColumnsFunction(Function):
     """Adds tensors to the columns of y [t, o] that begin at `starts`, in place."""
 
     reference = staticmethod(reference_add_columns)
@@ -149,7 +149,7 @@ class RowLora(nn.Module):
         )
         weight = _shard_of(base, self.name)
         a, b = row_adapter(weight, lora, base.tp_comm)
-        _register_pair(self, self.name, a, b, dtype=dtype)
+        _register_adapter(self, self.name, a, b, dtype=dtype)
         self.drop = InputDropout(
             weight.name, lora.dropout, _all_tokens, first_feature=first_input(weight)
         )
@@ -162,7 +162,7 @@ class RowLora(nn.Module):
         return y + linear(z * self.scale, [getattr(self, f"{self.name}_lora_b")])
 
 
-class WholeLora(nn.Module):
+class ReplicatedLora(nn.Module):
     """A `WholeLinear` with an adapter: x [t, i], in the layout of `tp_comm` -> y [t, o]. A, B and W
     are replicated."""
 
@@ -172,7 +172,7 @@ class WholeLora(nn.Module):
         super().__init__()
         self.base, self.scale, self.name = base, lora.scale, base.weight_name
         weight = _shard_of(base, self.name)
-        _register_pair(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
+        _register_adapter(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
         self.drop = InputDropout(weight.name, lora.dropout, tp_comm.mine)
 
     def forward(self, x: LayerInput) -> Tensor:
@@ -345,14 +345,14 @@ def _set_tokens(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple
 
 
 def _around_with_tokens(
-    around: Callable[[Find], Find], drops: Sequence[InputDropout], find: Find
-) -> Find:
+    around: Callable[[HeadsFn], HeadsFn], drops: Sequence[InputDropout], find: HeadsFn
+) -> HeadsFn:
     return around(with_arguments(_set_tokens_and_find, drops, find))
 
 
 def _set_tokens_and_find(
     drops: Sequence[InputDropout],
-    find: Find,
+    find: HeadsFn,
     short: LayerInput,
     latent: Tensor,
     k_rotated: Tensor,
@@ -378,7 +378,7 @@ def _adapted(
         return ColumnLora(module, names, lora, dtype=dtype)
     if isinstance(module, RowLinear):
         return RowLora(module, lora, dtype=dtype)
-    return WholeLora(module, tp_comm, lora, dtype=dtype)
+    return ReplicatedLora(module, tp_comm, lora, dtype=dtype)
 
 
 def _all_tokens(values: Tensor) -> Tensor:
@@ -391,7 +391,9 @@ def _shard_of(layer: nn.Module, name: str) -> Shard:
     return specs[name].shard
 
 
-def _register_pair(module: nn.Module, name: str, a: Shard, b: Shard, *, dtype: torch.dtype) -> None:
+def _register_adapter(
+    module: nn.Module, name: str, a: Shard, b: Shard, *, dtype: torch.dtype
+) -> None:
     """Register A and B: A is normal with the variance of torch's linear layers (uniform in
     ±1/sqrt(inputs)), B is 0.
 

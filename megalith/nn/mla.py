@@ -29,7 +29,7 @@ from megalith.parallel.tensor import ColumnLinear, Init, ParameterSpec, TPComm, 
 from megalith.plan.shards import Shard, split_evenly
 
 
-class Parts(NamedTuple):
+class LatentInputs(NamedTuple):
     """Inputs of latent attention: t query tokens, t_kv key tokens."""
 
     q_plain: Tensor
@@ -45,11 +45,11 @@ class Parts(NamedTuple):
     """[t_kv, 1, rope_dim]: the rotated key that all heads share."""
 
 
-Form = Callable[["LatentAttention", Parts, PackedSeqParams], Tensor]
+LatentForm = Callable[["LatentAttention", LatentInputs, PackedSeqParams], Tensor]
 """Computes the heads' outputs [t, n, value_dim]; `expanded` and `absorbed` give the same result."""
 
 
-def expanded(layer: "LatentAttention", parts: Parts, tokens: PackedSeqParams) -> Tensor:
+def expanded(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
     """Compute attention with keys and values of each head, projected from the latent vectors."""
     kv = layer.kv_up(parts.latent).unflatten(-1, (layer.num_heads, -1))
     k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)
@@ -58,7 +58,7 @@ def expanded(layer: "LatentAttention", parts: Parts, tokens: PackedSeqParams) ->
     return layer.core(q, k, v, tokens, scores=layer.scores)
 
 
-def absorbed(layer: "LatentAttention", parts: Parts, tokens: PackedSeqParams) -> Tensor:
+def absorbed(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
     """Compute attention with the latent vectors as keys and values of all heads.
 
     The key projection is applied to the queries, the value projection to the output.
@@ -76,7 +76,7 @@ def absorbed(layer: "LatentAttention", parts: Parts, tokens: PackedSeqParams) ->
     return einsum("tnr,nvr->tnv", attended_latent, up_values)
 
 
-def cheaper_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> Form:
+def choose_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> LatentForm:
     """Return the form with fewer multiplications for documents with (queries, keys).
 
     Expanding costs r·(d_nope + d_v) for each key, absorbing the same for each query; a pair of the
@@ -93,16 +93,16 @@ def cheaper_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> Form:
     )
 
 
-Reading = Callable[[MLAConfig, Sequence[tuple[int, int]]], Form]
+ChooseForm = Callable[[MLAConfig, Sequence[tuple[int, int]]], LatentForm]
 """Chooses the form for documents with (queries, keys)."""
 
 
-Find = Callable[..., Tensor]
+HeadsFn = Callable[..., Tensor]
 """(latent vectors of queries, those of keys and values, the shared key, tokens) -> outputs of the
 heads [t, n, value_dim]."""
 
 
-def kept(find: Find) -> Find:
+def no_recompute(find: HeadsFn) -> HeadsFn:
     """Return the function itself: its intermediates are saved for backward."""
     return find
 
@@ -125,8 +125,8 @@ class LatentAttention(nn.Module):
         dtype: torch.dtype,
         index: int = 0,
         core: Attend = attention,
-        reading: Reading = cheaper_form,
-        around: Callable[[Find], Find] = kept,
+        reading: ChooseForm = choose_form,
+        around: Callable[[HeadsFn], HeadsFn] = no_recompute,
     ) -> None:
         """`index`: the layer's index over all stages; `reading`: chooses the form with a KV cache;
         `around`: wraps the computation from latent vectors to heads' outputs, for recomputation."""
@@ -202,7 +202,7 @@ class LatentAttention(nn.Module):
         """Compute the heads' outputs: latent vectors of queries, or x, [t, rq], those of keys and
         values [t, r] and the shared key [t, rope_dim], all in the layout of `tp_comm` -> [t, n,
         value_dim] of all tokens."""
-        form: Form = expanded
+        form: LatentForm = expanded
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
         q_plain, q_rotated = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
         k_rotated = self.apply_rope(
@@ -212,7 +212,9 @@ class LatentAttention(nn.Module):
             k_rotated, cached = cache.extend(k_rotated, latent.unsqueeze(1), tokens)
             latent, form = cached.squeeze(1), self.reading(self.sizes, tokens.lengths)
         return form(
-            self, Parts(q_plain, self.apply_rope(q_rotated, tokens), latent, k_rotated), tokens
+            self,
+            LatentInputs(q_plain, self.apply_rope(q_rotated, tokens), latent, k_rotated),
+            tokens,
         )
 
 

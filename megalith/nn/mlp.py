@@ -88,11 +88,11 @@ def build_mlp(
     backward instead of saved."""
     plain = choose_activation(config)
     kind = GatedMLP if config.gated else MLP
-    inner: Inner = plain if act_again is None else partial(computed_again, act_again, plain)
+    inner: Inner = plain if act_again is None else partial(recompute_activation, act_again, plain)
     return kind(name, config, mesh, tp_comm, dtype=dtype, activation=inner)
 
 
-class PromptInChunks(nn.Module):
+class ChunkedPrefillMLP(nn.Module):
     """MLP that processes prompts in chunks, so that inner features [t, f] never exist for all
     tokens.
 
@@ -119,7 +119,7 @@ def read_prompts_in_chunks(model: nn.Module, chunks: int) -> int:
         if isinstance(part, GatedMLP | MLP)
     ]
     for module, name, part in held:
-        setattr(module, name, PromptInChunks(part, chunks))
+        setattr(module, name, ChunkedPrefillMLP(part, chunks))
     return len(held)
 
 
@@ -132,7 +132,7 @@ def choose_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     return swiglu if gate == GatedActivation("silu") else partial(gated, gate=gate)
 
 
-def computed_again(
+def recompute_activation(
     again: RecomputedOutputFactory, activation: Callable[[Tensor], Tensor], x: Tensor
 ) -> RecomputedOutput:
     """Return `activation(x)` as a recomputed output; backward saves x only."""

@@ -146,7 +146,10 @@ def build_norm(
         again=again,
     )
     if config.fp32_residual:
-        norm.norm, norm.add_norm = Narrowed(norm.norm, dtype), NarrowedSum(norm.add_norm, dtype)
+        norm.norm, norm.add_norm = (
+            NormWithCast(norm.norm, dtype),
+            AddNormWithCast(norm.add_norm, dtype),
+        )
     return norm
 
 
@@ -156,7 +159,7 @@ def stream_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Narrowed:
+class NormWithCast:
     """A norm that converts its output from the residual stream's dtype to that of the layer."""
 
     norm: Callable[..., Tensor]
@@ -168,7 +171,7 @@ class Narrowed:
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowedSum:
+class AddNormWithCast:
     """A norm with fused residual addition that converts its output, but not the sum, to the layer's
     dtype."""
 

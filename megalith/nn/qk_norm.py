@@ -30,11 +30,11 @@ def build_qk_norms(
         case "none":
             return no_qk_norms
         case "l2":
-            return partial(l2_normed, eps=config.qk_norm_eps())
+            return partial(l2_normalize, eps=config.qk_norm_eps())
         case "head":
             return HeadNorms(name, config, dtype=dtype)
         case "whole":
-            return WholeNorms(name, config, mesh, heads, dtype=dtype)
+            return AllHeadsNorms(name, config, mesh, heads, dtype=dtype)
 
 
 def no_qk_norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def no_qk_norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def l2_normed(q: Tensor, k: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+def l2_normalize(q: Tensor, k: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     """Divide each head by its root mean square, without a weight."""
 
     def normed(x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class HeadNorms(nn.Module):
         return q, k
 
 
-class WholeNorms(nn.Module):
+class AllHeadsNorms(nn.Module):
     """QK norm over all heads of a token, by one mean square over the heads of all tensor-parallel
     ranks (RMSNorm).
 
@@ -88,10 +88,10 @@ class WholeNorms(nn.Module):
         self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.q_norm = WholeNorm(
+        self.q_norm = AllHeadsNorm(
             f"{name}.q_norm", config.num_heads, heads.queries, config, mesh.tp, dtype=dtype
         )
-        self.k_norm = WholeNorm(
+        self.k_norm = AllHeadsNorm(
             f"{name}.k_norm",
             config.num_kv_heads,
             heads.keys,
@@ -105,7 +105,7 @@ class WholeNorms(nn.Module):
         return self.q_norm(q), self.k_norm(k)
 
 
-class WholeNorm(nn.Module):
+class AllHeadsNorm(nn.Module):
     """RMSNorm over all heads of a token, which are sharded over `group`: x [t, n_tp, d] -> [t,
     n_tp, d]."""
 

@@ -24,7 +24,7 @@ ApplyRope = Callable[[Tensor, PackedSeqParams], Tensor]
 """Applies a layer's position embedding to queries or keys: [t, n, d] -> [t, n, d]."""
 
 
-class Angles(NamedTuple):
+class RopeTables(NamedTuple):
     """Cached RoPE tables for one kind of document lengths, on the tokens' device."""
 
     length: int
@@ -56,7 +56,7 @@ class RotaryEmbedding:
             self.kinds.append(replace(config.rope, theta=config.rope.local_theta, scaling="none"))
         # One table of short and one of long documents for each kind of layers, so that the cache
         # stays bounded.
-        self._made: dict[tuple[RopeConfig, bool], Angles] = {}
+        self._made: dict[tuple[RopeConfig, bool], RopeTables] = {}
 
     def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
         """Return the tokens with (cos, sin) [t, pairs] for every kind of layer, unless they have
@@ -97,7 +97,7 @@ class RotaryEmbedding:
             return self._computed(rope, tokens.position_ids, angles.frequencies)
         return angles.cos[tokens.position_ids], angles.sin[tokens.position_ids]
 
-    def _angles(self, rope: RopeConfig, length: int, tokens: PackedSeqParams) -> Angles:
+    def _angles(self, rope: RopeConfig, length: int, tokens: PackedSeqParams) -> RopeTables:
         """Return the cached tables if they cover these tokens on the same device, else new ones."""
         made, device = self._made.get((rope, length > 0)), tokens.position_ids.device
         room = 0
@@ -107,7 +107,7 @@ class RotaryEmbedding:
             room = 2 * len(made.cos)  # doubled, so that decoding rebuilds few tables
         frequencies = rope_frequencies(rope, self.size, length=length).to(device)
         positions = torch.arange(max(tokens.max_seqlen_kv, room), device=device)
-        made = Angles(length, frequencies, *self._computed(rope, positions, frequencies))
+        made = RopeTables(length, frequencies, *self._computed(rope, positions, frequencies))
         self._made[rope, length > 0] = made
         return made
 

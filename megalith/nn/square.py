@@ -29,7 +29,7 @@ class LinearReplacement(nn.Module):
         weight = Shard.full(f"{name}.linear", (h, h), invariant=tp_comm.invariant)
         self.linear = WholeLinear(ParameterSpec(weight, start), dtype=dtype)
         self.shift = (
-            Shift(f"{name}.linear_bias", h, tp_comm, dtype=dtype) if bias else nn.Identity()
+            AddBias(f"{name}.linear_bias", h, tp_comm, dtype=dtype) if bias else nn.Identity()
         )
 
     def forward(
@@ -40,7 +40,7 @@ class LinearReplacement(nn.Module):
         return y
 
 
-class Shift(nn.Module):
+class AddBias(nn.Module):
     """Adds a learned bias [h]: x [t, h] -> [t, h]."""
 
     weight: nn.Parameter

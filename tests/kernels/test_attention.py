@@ -15,17 +15,17 @@ from megalith.kernels import attention as ways
 from megalith.kernels.attention import (
     AttentionBackend,
     attention,
-    in_chunks,
+    drop_keys_before_window,
     reference_attention,
-    seen_at_most,
     select_attention_backend,
     select_masked_backend,
-    within_reach,
+    split_into_chunks,
+    visible_key_lengths,
 )
 from megalith.kernels.dropout import dropped_weights
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.relative_bias import reference_biases
-from megalith.kernels.scores import PLAIN, Scores, WeightDropout, keys_seen, masked_attention
+from megalith.kernels.scores import PLAIN, Scores, WeightDropout, mask_of_scores, masked_attention
 from megalith.kernels.tokens import (
     DropoutKey,
     PackedSeqParams,
@@ -243,13 +243,13 @@ def by_hand(
     """Every document by the definition, with what it sees spelled out."""
     outs, counts, every = [], *zip(*tokens.lengths)
     for queries, keys, values, mask in zip(q.split(counts), k.split(every), v.split(every), masks):
-        rule = keys_seen(len(queries), len(keys), scores, device=q.device)
+        rule = mask_of_scores(len(queries), len(keys), scores, device=q.device)
         if alone:  # the mask takes the place of causality; a window ends where it did
             band = scores.window is not None and not scores.chunked
             rule = (
                 rule
                 if band
-                else keys_seen(
+                else mask_of_scores(
                     len(queries), len(keys), replace(scores, causal=False), device=q.device
                 )
             )
@@ -383,7 +383,7 @@ def test_masked_decoding_with_kv_cache_matches_full_attention(kind: str) -> None
                 continue  # queries look at what comes later
             y = attention(q[first:last], k[:last], v[:last], part, scores, sinks)
             torch.testing.assert_close(y, expected[first:last], rtol=1e-12, atol=1e-12)
-            ((_, left),) = seen_at_most(part.lengths, scores)
+            ((_, left),) = visible_key_lengths(part.lengths, scores)
             assert torch.equal(
                 attention(
                     q[first:last], k[last - left : last], v[last - left : last], part, scores, sinks
@@ -542,7 +542,7 @@ def test_relative_biases_are_added_to_the_scores(variant: str, layout: str, kern
             if len(k)
             else None
         )
-        seen = keys_seen(len(q), len(k), scores, device=q.device)
+        seen = mask_of_scores(len(q), len(k), scores, device=q.device)
         outs.append(masked_attention(q, k, v, seen, scores, sinks, bias=bias))
     expected = torch.cat(outs)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
@@ -724,22 +724,26 @@ def test_window_over_whole_documents_is_ignored(monkeypatch: pytest.MonkeyPatch)
 
 def test_decoded_token_attends_only_to_its_window() -> None:
     k = torch.arange(9.0).view(9, 1, 1)
-    keys, values, lengths = within_reach(k, -k, ((1, 4), (2, 5), (0, 0)), 2)
+    keys, values, lengths = drop_keys_before_window(k, -k, ((1, 4), (2, 5), (0, 0)), 2)
     assert keys.flatten().tolist() == [2, 3, 6, 7, 8] and torch.equal(values, -keys)
     assert lengths == ((1, 2), (2, 3), (0, 0))
-    assert within_reach(k, k, ((4, 4), (5, 5)), 1)[0] is k
-    assert within_reach(keys, values, ((1, 4), (2, 5), (0, 0)), 2) == (keys, values, lengths), (
-        "dropped by the cache"
-    )
+    assert drop_keys_before_window(k, k, ((4, 4), (5, 5)), 1)[0] is k
+    assert drop_keys_before_window(keys, values, ((1, 4), (2, 5), (0, 0)), 2) == (
+        keys,
+        values,
+        lengths,
+    ), "dropped by the cache"
 
 
 def test_chunks_become_documents_and_use_only_the_current_cached_chunk() -> None:
     k = torch.arange(12.0).view(12, 1, 1)
-    keys, values, lengths = in_chunks(k, -k, ((1, 4), (4, 7), (0, 1)), 3)
+    keys, values, lengths = split_into_chunks(k, -k, ((1, 4), (4, 7), (0, 1)), 3)
     assert keys.flatten().tolist() == [3, 7, 8, 9, 10] and torch.equal(values, -keys)
     assert lengths == ((1, 1), (3, 3), (1, 1), (0, 0))
-    assert in_chunks(keys, values, ((1, 4), (4, 7), (0, 1)), 3)[0] is keys, "dropped by the cache"
-    assert in_chunks(k, k, ((5, 5), (7, 7)), 4) == (k, k, ((4, 4), (1, 1), (4, 4), (3, 3)))
+    assert split_into_chunks(keys, values, ((1, 4), (4, 7), (0, 1)), 3)[0] is keys, (
+        "dropped by the cache"
+    )
+    assert split_into_chunks(k, k, ((5, 5), (7, 7)), 4) == (k, k, ((4, 4), (1, 1), (4, 4), (3, 3)))
 
 
 @pytest.mark.parametrize(

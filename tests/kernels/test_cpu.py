@@ -69,14 +69,14 @@ def test_arguments_become_eight_bytes_each() -> None:
 
 
 def test_small_work_uses_one_thread(two_threads: None) -> None:
-    assert cpu.num_threads(cpu.WORTH_THREADS - 1) == 1
-    assert cpu.num_threads(cpu.WORTH_THREADS) == 2
+    assert cpu.num_threads(cpu.MIN_THREADED_ELEMENTS - 1) == 1
+    assert cpu.num_threads(cpu.MIN_THREADED_ELEMENTS) == 2
 
 
 @linux
 @pytest.mark.parametrize("rows", [1, 2, 3, 101])
 def test_two_threads_partition_any_number_of_rows(rows: int, two_threads: None) -> None:
-    h = cpu.WORTH_THREADS
+    h = cpu.MIN_THREADED_ELEMENTS
     x = torch.randn(rows, h, generator=torch.Generator().manual_seed(0), requires_grad=True)
     weight = torch.ones(h, requires_grad=True)
     results = []

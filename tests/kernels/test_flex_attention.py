@@ -157,12 +157,12 @@ def test_block_mask_covers_all_visible_pairs(
 
 @pytest.mark.parametrize("scores", SCORES)
 def test_intervals_match_the_reference_mask(scores: Scores) -> None:
-    from megalith.kernels.scores import keys_seen
+    from megalith.kernels.scores import mask_of_scores
 
     for lengths in LENGTHS:
         seen, row, start = intervals(lengths, scores.window, scores.after), 0, 0
         for queries, keys in lengths:
-            mask = keys_seen(queries, keys, scores, device=torch.device("cpu"))
+            mask = mask_of_scores(queries, keys, scores, device=torch.device("cpu"))
             key = np.arange(keys) + start
             mine = (key >= seen[row : row + queries, :1]) & (key < seen[row : row + queries, 1:])
             assert (mine == (True if mask is None else mask.numpy())).all()

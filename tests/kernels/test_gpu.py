@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith.kernels import gpu
-from megalith.kernels.gpu import ProgramTile, part_of_rows, whole_rows
+from megalith.kernels.gpu import ProgramTile, tile_of_row_parts, tile_of_whole_rows
 from megalith.testing.triton import INTERPRET
 
 FOLDER = Path(__file__).parent
@@ -60,7 +60,7 @@ def test_cpu_tensors_are_not_supported_and_triton_is_not_imported() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 100, 2048, 2049, gpu.WIDEST])
 def test_tile_sizes_are_powers_of_two(width: int) -> None:
-    whole, part = whole_rows(width), part_of_rows(width)
+    whole, part = tile_of_whole_rows(width), tile_of_row_parts(width)
     assert whole.columns >= width
     assert part.columns >= min(width, gpu.TILE)
     for tile in (whole, part):

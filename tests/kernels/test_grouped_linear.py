@@ -11,7 +11,7 @@ from megalith.kernels.grouped_linear import (
     FUSED,
     HAS_GROUPED_MM,
     LOOP,
-    WORTH_A_COPY,
+    MIN_ONEDNN_COPY_MULTIPLICATIONS,
     GroupedMatmulOps,
     Groups,
     equal_groups,
@@ -20,7 +20,7 @@ from megalith.kernels.grouped_linear import (
     put_grouped_product_,
     reference_grouped_linear,
     select_grouped_matmul_ops,
-    without_rows_zero_,
+    zero_experts_without_rows_,
 )
 from megalith.kernels.matmul import bf16_matmul
 from megalith.kernels.rebuilt import RecomputedOutput
@@ -64,7 +64,7 @@ def test_experts_without_rows_get_zeros_with_counts_on_host_or_device() -> None:
     ends = groups_of(torch.tensor(UNEVEN)).on_device(torch.device("cpu"))
     for groups in (Groups(tuple(UNEVEN)), Groups(None, ends)):
         dw = seeded(E, O, I)
-        found = without_rows_zero_(dw.clone(), groups, ends)
+        found = zero_experts_without_rows_(dw.clone(), groups, ends)
         for expert, count in enumerate(UNEVEN):
             assert torch.equal(
                 found[expert], dw[expert] if count else torch.zeros(O, I, dtype=dw.dtype)
@@ -162,7 +162,7 @@ def test_onednn_matmuls_match_mkl() -> None:
         seeded(*shape, dtype=torch.float32)
         for shape in [(140, inputs), (3 * outputs, inputs), (140, outputs)]
     )
-    assert 10 * outputs * inputs < WORTH_A_COPY < 130 * outputs * inputs
+    assert 10 * outputs * inputs < MIN_ONEDNN_COPY_MULTIPLICATIONS < 130 * outputs * inputs
     plain = each_way(x.double(), w.double(), dy.double(), groups_of(counts), LOOP)
     for mine, theirs in zip(each_way(x, w, dy, groups_of(counts), LOOP), plain):
         assert_equals("product", mine, theirs.float(), FP32)

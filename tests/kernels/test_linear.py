@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.linear import (
-    WORTH_ONEDNN,
+    MIN_ONEDNN_MULTIPLICATIONS,
     MatmulOps,
     add_product_,
     forward,
@@ -195,7 +195,7 @@ def test_onednn_matmuls_match_mkl() -> None:
         seeded(*shape, seed=n, dtype=torch.float32)
         for n, shape in enumerate([(300, 201), (190, 201), (300, 190)])
     )
-    assert x.shape[0] * w.numel() >= WORTH_ONEDNN
+    assert x.shape[0] * w.numel() >= MIN_ONEDNN_MULTIPLICATIONS
     assert_equals("y", forward(x, w), x @ w.t(), FP32)
     assert_equals("dx", input_grad(dy, w), dy @ w, FP32)
     strided = seeded(201, 300, dtype=torch.float32).t()

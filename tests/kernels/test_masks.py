@@ -17,7 +17,7 @@ from megalith.kernels.tokens import (
     tokens_of_queries,
     tokens_of_slices,
 )
-from megalith.kernels.visible import FREE
+from megalith.kernels.visible import NO_MASK
 from megalith.plan.context import Slicing, plan_slices
 
 THREE = tokens_of_queries([(2, 3), (3, 3), (1, 4)])
@@ -72,7 +72,7 @@ def test_padding_of_whole_documents_is_not_valid() -> None:
 def test_mask_row_starts() -> None:
     lengths, starts = [(2, 3), (3, 3), (0, 2), (1, 4)], [0, None, None, 6]
     rows = rows_of(lengths, starts)
-    assert rows.tolist() == [0, 3, FREE, FREE, FREE, 6 - 8]
+    assert rows.tolist() == [0, 3, NO_MASK, NO_MASK, NO_MASK, 6 - 8]
     assert rows_of([], []).tolist() == []
 
 

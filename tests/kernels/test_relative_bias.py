@@ -10,8 +10,8 @@ from megalith.kernels.relative_bias import (
     Distances,
     PairBiases,
     biases_by_distance,
-    buckets_of,
     distance_biases,
+    distance_buckets,
     reference_biases,
 )
 
@@ -35,7 +35,7 @@ def test_short_distances_have_a_bucket_each_and_long_ones_share(
     num_buckets: int, max_distance: int, causal: bool
 ) -> None:
     distances = list(range(-200, 200))
-    found = buckets_of(
+    found = distance_buckets(
         torch.tensor(distances), num_buckets=num_buckets, max_distance=max_distance, causal=causal
     )
     expected = [
@@ -49,9 +49,9 @@ def test_golden_buckets_of_t5() -> None:
     distances = torch.tensor(
         [-200, -128, -127, -64, -20, -16, -15, -8, -7, -1, 0, 1, 7, 8, 15, 16, 64, 127, 128, 200]
     )
-    both = buckets_of(distances, num_buckets=32, max_distance=128, causal=False).tolist()
+    both = distance_buckets(distances, num_buckets=32, max_distance=128, causal=False).tolist()
     assert both == [15, 15, 15, 14, 10, 10, 9, 8, 7, 1, 0, 17, 23, 24, 25, 26, 30, 31, 31, 31]
-    back = buckets_of(distances, num_buckets=32, max_distance=128, causal=True).tolist()
+    back = distance_buckets(distances, num_buckets=32, max_distance=128, causal=True).tolist()
     assert back == [31, 31, 31, 26, 17, 16, 15, 8, 7, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
@@ -65,7 +65,9 @@ def test_buckets_match_transformers(num_buckets: int, max_distance: int, causal:
     expected = theirs(
         distances, bidirectional=not causal, num_buckets=num_buckets, max_distance=max_distance
     )
-    found = buckets_of(distances, num_buckets=num_buckets, max_distance=max_distance, causal=causal)
+    found = distance_buckets(
+        distances, num_buckets=num_buckets, max_distance=max_distance, causal=causal
+    )
     assert torch.equal(found, expected)
 
 

@@ -7,19 +7,19 @@ from megalith.kernels.routing import (
     NOWHERE,
     SINKHORN_LOOKS,
     Choice,
-    among_groups,
     balancing_offsets,
-    best,
     capacity_of,
     choose_experts,
-    coarse,
-    gate,
-    log_of_scores,
+    drop_choices,
+    log_scores,
+    mask_other_groups,
+    normalized_scores,
+    round_weights,
+    router_logits,
     score_experts,
     select_within_capacity,
-    shares_of_one,
     sinkhorn,
-    without,
+    top_k_indices,
 )
 
 LOGITS = torch.tensor(
@@ -75,7 +75,7 @@ def test_experts_are_chosen_from_the_best_groups() -> None:
         (0.828426, 0.171574),
         (0.324027, 0.675973),
     )
-    masked = among_groups(scores, router, 2)
+    masked = mask_other_groups(scores, router, 2)
     assert masked.isinf().tolist() == [[False, False, True, True]] * 3 + [
         [True, True, False, False]
     ]
@@ -87,7 +87,9 @@ def test_experts_are_chosen_from_the_best_groups() -> None:
 def test_group_score_is_the_sum_or_the_maximum_of_its_best_experts(kind: str, group: int) -> None:
     scores = torch.tensor([[0.5, 0.4, 0.6, 0.1]])
     router = RouterConfig(num_groups=2, topk_groups=1, group_score=kind)  # type: ignore[arg-type]
-    assert best(among_groups(scores, router, 2), 2)[0].div(2, rounding_mode="floor").tolist() == [
+    assert top_k_indices(mask_other_groups(scores, router, 2), 2)[0].div(
+        2, rounding_mode="floor"
+    ).tolist() == [
         group,
         group,
     ]
@@ -119,17 +121,17 @@ def test_weights_have_the_dtype_of_logits_and_are_computed_in_fp32() -> None:
 
 
 def test_normalized_scores_do_not_underflow() -> None:
-    shares = shares_of_one(torch.tensor([[-200.0, -201.0]]), "sigmoid")
+    shares = normalized_scores(torch.tensor([[-200.0, -201.0]]), "sigmoid")
     assert torch.allclose(shares, torch.tensor([[0.73106, 0.26894]]), atol=1e-5)
     plain = LOGITS.sigmoid()
     assert torch.allclose(
-        shares_of_one(LOGITS, "sigmoid"), plain / plain.sum(1, keepdim=True), rtol=1e-13
+        normalized_scores(LOGITS, "sigmoid"), plain / plain.sum(1, keepdim=True), rtol=1e-13
     )
 
 
 def test_sinkhorn_balances_the_experts() -> None:
     plan = sinkhorn(LOGITS, lambda x: x, tokens=4)
-    assert best(plan, 2).tolist() == [[0, 2], [1, 2], [0, 2], [3, 1]]
+    assert top_k_indices(plan, 2).tolist() == [[0, 2], [1, 2], [0, 2], [3, 1]]
     assert torch.allclose(plan.sum(0), torch.full((4,), 0.25, dtype=torch.float64), atol=1e-4)
 
 
@@ -161,7 +163,7 @@ def test_sinkhorn_terminates_for_nan_logits() -> None:
 def test_expert_keeps_the_tokens_of_largest_weight() -> None:
     choice = choose_experts(LOGITS, RouterConfig(), 2)
     taken = select_within_capacity(choice, 1, "least", num_experts=4)
-    kept = without(choice, taken)
+    kept = drop_choices(choice, taken)
     assert sorted(
         (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE
     ) == [
@@ -175,7 +177,7 @@ def test_expert_keeps_the_tokens_of_largest_weight() -> None:
 
 def test_capacity_of_two_drops_the_third_choice() -> None:
     choice = choose_experts(LOGITS, RouterConfig(), 2)
-    kept = without(choice, select_within_capacity(choice, 2, "least", num_experts=4))
+    kept = drop_choices(choice, select_within_capacity(choice, 2, "least", num_experts=4))
     assert sorted(
         (t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE
     ) == [
@@ -223,7 +225,7 @@ def test_capacity_uses_the_decimal_value_of_the_factor() -> None:
 def test_router_logits_use_the_router_dtype_in_forward_and_backward() -> None:
     x = torch.randn(5, 7, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True)
-    y = gate(x, w, dtype=torch.float32)
+    y = router_logits(x, w, dtype=torch.float32)
     assert torch.equal(y, x.float() @ w.float().t())
     y.backward(dy := torch.randn(5, 3))
     assert x.grad is not None and torch.equal(x.grad, (dy @ w.float()).bfloat16())
@@ -248,7 +250,7 @@ def test_router_weight_gradient_is_accumulated_unrounded() -> None:
         torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True),
     )
     grad_accumulator = SavedInputPlan()
-    gate(x, w, dtype=torch.float32, grad_accumulator=grad_accumulator).sum().backward()
+    router_logits(x, w, dtype=torch.float32, grad_accumulator=grad_accumulator).sum().backward()
     assert w.grad is None and grad_accumulator.seen[0].dtype == torch.float32
     assert torch.equal(grad_accumulator.seen[0], torch.ones(5, 3).t() @ x.float())
 
@@ -271,13 +273,13 @@ def test_sqrt_softplus_scores_match_the_formula() -> None:
 def test_tiny_sqrt_softplus_scores_keep_shares_and_gradients(dtype: torch.dtype) -> None:
     far = torch.tensor([[-200.0, -201.0, -39.0, -41.0, 90.0]], dtype=dtype, requires_grad=True)
     assert torch.allclose(
-        log_of_scores(far, "sqrt_softplus"), torch.cat([far[:, :4] / 2, far[:, 4:].log() / 2], 1)
+        log_scores(far, "sqrt_softplus"), torch.cat([far[:, :4] / 2, far[:, 4:].log() / 2], 1)
     )
-    shares_of_one(far, "sqrt_softplus")[0, 0].backward()
+    normalized_scores(far, "sqrt_softplus")[0, 0].backward()
     score_experts(far, "sqrt_softplus").sum().backward()
     assert far.grad is not None and bool(far.grad.isfinite().all())
     near = LOGITS.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: log_of_scores(x, "sqrt_softplus"), near)
+    assert torch.autograd.gradcheck(lambda x: log_scores(x, "sqrt_softplus"), near)
 
 
 def test_offsets_balance_the_experts() -> None:
@@ -339,7 +341,7 @@ def test_rounding_does_not_decide_which_choice_is_dropped(
                 == taken
             )
     near = torch.tensor([0.31, 0.3101], dtype=dtype)
-    assert coarse(near).dtype == (torch.float32 if dtype == torch.float64 else dtype)
-    assert bool((coarse(near)[0] < coarse(near)[1]) == (near[0] < near[1])), (
+    assert round_weights(near).dtype == (torch.float32 if dtype == torch.float64 else dtype)
+    assert bool((round_weights(near)[0] < round_weights(near)[1]) == (near[0] < near[1])), (
         "weights that differ still do"
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.scores import PLAIN, Scores, keys_seen
+from megalith.kernels.scores import PLAIN, Scores, mask_of_scores
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths, tokens_of_queries
 from megalith.kernels.visible import Visible, VisiblePairs
 from megalith.plan.context import spans_of_lengths
@@ -106,11 +106,11 @@ def test_only_masks_with_alone_replace_causality() -> None:
     ):
         assert beside.scores(scores) == scores
     device = torch.device("cpu")
-    assert keys_seen(4, 6, alone.scores(PLAIN), device=device) is None
-    windowed = keys_seen(4, 6, alone.scores(Scores(window=3)), device=device)
-    before = keys_seen(4, 6, Scores(window=3), device=device)
+    assert mask_of_scores(4, 6, alone.scores(PLAIN), device=device) is None
+    windowed = mask_of_scores(4, 6, alone.scores(Scores(window=3)), device=device)
+    before = mask_of_scores(4, 6, Scores(window=3), device=device)
     assert windowed is not None and before is not None and torch.equal(windowed, before)
-    chunks = keys_seen(4, 6, alone.scores(Scores(window=3, chunked=True)), device=device)
+    chunks = mask_of_scores(4, 6, alone.scores(Scores(window=3, chunked=True)), device=device)
     assert (
         chunks is not None
         and chunks.tolist() == [[True] * 3 + [False] * 3] + [[False] * 3 + [True] * 3] * 3

@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.cross_entropy import Measured, linear_cross_entropy, measured_cross_entropy
+from megalith.kernels.cross_entropy import (
+    CrossEntropyResult,
+    linear_cross_entropy,
+    measured_cross_entropy,
+)
 from megalith.kernels.watched_loss import LogitStats, LossWithLogitStats
 from megalith.parallel.group import alone
 
 
-def measured(logsumexp: list[float], largest: list[float]) -> Measured:
-    return Measured(torch.zeros(()), torch.tensor(logsumexp), torch.tensor(largest))
+def measured(logsumexp: list[float], largest: list[float]) -> CrossEntropyResult:
+    return CrossEntropyResult(torch.zeros(()), torch.tensor(logsumexp), torch.tensor(largest))
 
 
 def test_microbatches_are_summed_without_unlabeled_tokens() -> None:

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.kernels.cross_entropy import (
+    CrossEntropyResult,
     LogitTransform,
-    Measured,
     linear_cross_entropy,
     measured_cross_entropy,
     recomputed_cross_entropy,
     recomputed_measures,
-    token_measures,
+    token_losses_with_stats,
 )
 from megalith.parallel.group import Group, alone
 from megalith.testing.ranks import everyone, run_ranks
@@ -42,7 +42,7 @@ def by_hand(
     z_loss: float,
     logit_transform: LogitTransform,
     smoothing: float = 0.0,
-) -> Measured:
+) -> CrossEntropyResult:
     scores = (x @ weight[:V].T) * logit_transform.scale
     if logit_transform.softcap is not None:
         scores = logit_transform.softcap * torch.tanh(scores / logit_transform.softcap)
@@ -51,7 +51,9 @@ def by_hand(
     losses = torch.nn.functional.cross_entropy(
         scores, labels.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=spread
     )
-    return Measured((losses + z_loss * total.square() * (labels >= 0)).sum(), total, largest)
+    return CrossEntropyResult(
+        (losses + z_loss * total.square() * (labels >= 0)).sum(), total, largest
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -104,12 +106,12 @@ def test_gradients_of_logsumexp_and_token_losses_match_finite_differences() -> N
     words = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
 
     def both(*leaves: Tensor) -> Tensor:
-        found = token_measures(*leaves, LABELS, **words)
+        found = token_losses_with_stats(*leaves, LABELS, **words)
         return found.loss + found.logsumexp.square()
 
     assert torch.autograd.gradcheck(both, (x, weight))
     assert torch.autograd.gradcheck(
-        lambda *a: token_measures(*a, LABELS, **words).logsumexp, (x, weight)
+        lambda *a: token_losses_with_stats(*a, LABELS, **words).logsumexp, (x, weight)
     )
     assert torch.autograd.gradcheck(
         lambda *a: recomputed_cross_entropy(*a, LABELS, **words, z_loss=0.2), (x, weight)
@@ -181,7 +183,7 @@ def one_form(rank: int, world: int, form: str, kernel: Kernel) -> None:
         chunk=4,
         kernel=kernel,
     )
-    for name, found, expected in zip(Measured._fields, ours, theirs, strict=True):
+    for name, found, expected in zip(CrossEntropyResult._fields, ours, theirs, strict=True):
         assert_equals(name, found.detach(), expected.detach(), FP64)
     dx, dw = torch.autograd.grad(ours.loss, (x, mine))
     whole_dx, whole_dw = torch.autograd.grad(theirs.loss, (x, weight))

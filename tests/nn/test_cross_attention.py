@@ -29,7 +29,7 @@ from megalith.kernels.tokens import (
 )
 from megalith.models.decoder import allocate, declared_parameters
 from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, across
-from megalith.nn.dropout import with_dropped_weights
+from megalith.nn.dropout import add_attention_dropout
 from megalith.nn.init import init_param_
 from megalith.parallel.autograd import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
@@ -50,7 +50,7 @@ def build(
 ) -> CrossAttention:
     """In float64 with random weights and biases, the same under every layout."""
     tp_comm = SequenceParallelComm(mesh.tp) if sp else TensorParallelComm(mesh.tp)
-    core = with_dropped_weights(
+    core = add_attention_dropout(
         attention, replace(config, dropout=DropoutConfig(attention=dropout)), 0, mesh
     )
     layer = CrossAttention(

@@ -11,7 +11,7 @@ from megalith.kernels.attention import attention
 from megalith.kernels.dropout import dropout
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_rows
-from megalith.nn.dropout import Dropout, DroppingAttention, dropping, with_dropped_weights
+from megalith.nn.dropout import AttentionWithDropout, Dropout, add_attention_dropout, build_dropout
 from megalith.parallel.group import Group, alone
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
 from megalith.plan.keys import key
@@ -63,8 +63,8 @@ def test_tensor_parallel_masks_match_one_rank(tp: int, sp: bool) -> None:
 
 def test_zero_probability_builds_no_dropout() -> None:
     tp_comm = TensorParallelComm(alone("tp"))
-    assert dropping("mlp", 0, 0.0, tp_comm) == []
-    (step,) = dropping("mlp", 2, 0.5, tp_comm)
+    assert build_dropout("mlp", 0, 0.0, tp_comm) == []
+    (step,) = build_dropout("mlp", 2, 0.5, tp_comm)
     assert torch.equal(step(X, tokens()), made(place="mlp")(X, tokens()))
 
 
@@ -94,7 +94,7 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
     for token in range(9):  # values that show what weight each query gives to this token
         v = torch.zeros_like(V)
         v[token] = 1.0
-        dropped = DroppingAttention(attention, 2, 0.4, 0)(
+        dropped = AttentionWithDropout(attention, 2, 0.4, 0)(
             Q, K, v, TRAINED, scores=scores, sinks=sinks
         )
         weights = attention(Q, K, v, DOCUMENTS, scores=scores, sinks=sinks)
@@ -103,23 +103,24 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
 
 
 def test_tensor_parallel_attention_dropout_matches_one_rank() -> None:
-    whole = DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, TRAINED)
-    part = DroppingAttention(attention, 2, 0.4, 2)(Q[:, 2:], K[:, 1:], V[:, 1:], TRAINED)
+    whole = AttentionWithDropout(attention, 2, 0.4, 0)(Q, K, V, TRAINED)
+    part = AttentionWithDropout(attention, 2, 0.4, 2)(Q[:, 2:], K[:, 1:], V[:, 1:], TRAINED)
     torch.testing.assert_close(part, whole[:, 2:])
-    other_layer = DroppingAttention(attention, 3, 0.4, 0)(Q, K, V, TRAINED)
+    other_layer = AttentionWithDropout(attention, 3, 0.4, 0)(Q, K, V, TRAINED)
     assert not torch.equal(other_layer, whole)
 
 
 def test_attention_dropout_is_off_outside_training() -> None:
     assert torch.equal(
-        DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS), attention(Q, K, V, DOCUMENTS)
+        AttentionWithDropout(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS),
+        attention(Q, K, V, DOCUMENTS),
     )
 
 
 @pytest.mark.parametrize("latent", [False, True])
 def test_attention_is_wrapped_only_with_dropout(latent: bool, layers: SimpleNamespace) -> None:
     config = layers.config(num_kv_heads=6, mla=MLAConfig(kv_rank=4) if latent else None)
-    assert with_dropped_weights(attention, config, 2, layers.paper(config, 2, 1)) is attention
+    assert add_attention_dropout(attention, config, 2, layers.paper(config, 2, 1)) is attention
     config = replace(config, dropout=DropoutConfig(attention=0.1))
-    found = with_dropped_weights(attention, config, 2, layers.paper(config, 2, 1))
-    assert found == DroppingAttention(attention, 2, 0.1, first_head=3)
+    found = add_attention_dropout(attention, config, 2, layers.paper(config, 2, 1))
+    assert found == AttentionWithDropout(attention, 2, 0.1, first_head=3)

@@ -119,7 +119,7 @@ def test_training_matches_for_all_kernel_settings(
     dtype: Literal["fp32", "bf16"], tolerance: float, drift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "megalith.kernels.cpu.WORTH_A_LOOP", 1
+        "megalith.kernels.cpu.MIN_LOOP_ELEMENTS", 1
     )  # so that loops take part in so small a model
     changes = {"precision": replace(tiny_run().precision, params=dtype)}
     losses, weights = losses_of("auto", **changes)

@@ -179,7 +179,7 @@ def test_add_columns_matches_the_reference() -> None:
     weights = torch.randn(3, 9, dtype=torch.float64, generator=draw)
     found, expected = (
         function(y * 1, (1, 5), one, two)
-        for function in (lora.AddColumns.apply, lora.AddColumns.reference)
+        for function in (lora.AddColumnsFunction.apply, lora.AddColumnsFunction.reference)
     )
     assert torch.equal(found, expected)
     theirs = torch.autograd.grad((expected * weights).sum(), (y, one, two))

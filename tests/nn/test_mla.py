@@ -13,7 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 from megalith.infer.cache import KVCache
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_queries
-from megalith.nn.mla import LatentAttention, absorbed, cheaper_form, expanded, latent_scores
+from megalith.nn.mla import LatentAttention, absorbed, choose_form, expanded, latent_scores
 from megalith.parallel.autograd import all_gather
 from megalith.parallel.tensor import SequenceParallelComm
 from megalith.testing.ranks import run_ranks
@@ -230,20 +230,20 @@ def test_expanded_and_absorbed_forms_match(
 
 def test_prefill_is_expanded_and_decoding_absorbed() -> None:
     large = MLAConfig(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-    assert cheaper_form(large, [(4096, 4096)]) is expanded
-    assert cheaper_form(large, [(1, 2)]) is absorbed
-    assert cheaper_form(large, [(1, 900), (1, 30)]) is absorbed
+    assert choose_form(large, [(4096, 4096)]) is expanded
+    assert choose_form(large, [(1, 2)]) is absorbed
+    assert choose_form(large, [(1, 900), (1, 30)]) is absorbed
     # MatmulOps of 4096 tokens read after 4096: n · r · (d_nope + d_v) per key, or more for each
     # pair.
-    assert cheaper_form(large, [(4096, 8192)]) is expanded
-    assert cheaper_form(large, [(64, 8192)]) is absorbed
+    assert choose_form(large, [(4096, 8192)]) is expanded
+    assert choose_form(large, [(64, 8192)]) is absorbed
     for queries, keys in ((16, 64), (300, 5000), (2, 3)):
         pairs = sum(keys - ago for ago in range(queries))
         costs = {
             expanded: keys * 512 * 256 + pairs * (128 + 64 + 128),
             absorbed: queries * 512 * 256 + pairs * (576 + 512),
         }
-        assert cheaper_form(large, [(queries, keys)]) is min(costs, key=costs.__getitem__)
+        assert choose_form(large, [(queries, keys)]) is min(costs, key=costs.__getitem__)
 
 
 def test_training_always_uses_the_expanded_form(layers: SimpleNamespace) -> None:

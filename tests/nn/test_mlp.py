@@ -22,12 +22,12 @@ from megalith.models.decoder import declared_parameters
 from megalith.nn.init import init_param_
 from megalith.nn.mlp import (
     MLP,
+    ChunkedPrefillMLP,
     GatedMLP,
-    PromptInChunks,
     build_mlp,
     choose_activation,
-    computed_again,
     read_prompts_in_chunks,
+    recompute_activation,
 )
 from megalith.parallel.autograd import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
@@ -80,7 +80,7 @@ def test_prompt_in_chunks_matches_the_full_prompt(layers: SimpleNamespace) -> No
     holder = nn.Sequential(layer)
     assert read_prompts_in_chunks(holder, 3) == 1
     divided = holder[0]
-    assert isinstance(divided, PromptInChunks)
+    assert isinstance(divided, ChunkedPrefillMLP)
     assert_equals("whole", divided(x, tokens_of_queries([(7, 9)])), layer(x), FP64)
     assert widest == [3, 2, 2, 7]
     divided(x[:2], tokens_of_queries([(2, 2)]))
@@ -186,7 +186,7 @@ def test_activation_is_recomputed_from_the_up_projection(
     changes: dict[str, Any], layers: SimpleNamespace
 ) -> None:
     x, activation = layers.inputs(5), choose_activation(layers.config(**changes))
-    found = computed_again(RecomputedOutput, activation, x)
+    found = recompute_activation(RecomputedOutput, activation, x)
     assert torch.equal(found.value, activation(x)) and torch.equal(
         found.again(*found.inputs), found.value
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 from megalith.config.attention import AttentionConfig, QKNorm
 from megalith.config.model import ModelConfig
 from megalith.nn.attention import Attention
-from megalith.nn.qk_norm import WholeNorms, l2_normed
+from megalith.nn.qk_norm import AllHeadsNorms, l2_normalize
 from megalith.plan.parameters import layer_parameters
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
@@ -75,7 +75,7 @@ def test_over_all_heads_every_feature_has_its_own_weight(
 
 def test_l2_norms_have_no_weight_and_commute_with_rope() -> None:
     q, k = seeded(5, 6, 4), seeded(5, 3, 4, seed=1)
-    normed_q, normed_k = l2_normed(q, k, eps=1e-5)
+    normed_q, normed_k = l2_normalize(q, k, eps=1e-5)
     assert_equals("q", normed_q, rms(q, (2,)), FP64)
     assert_equals("k", normed_k, rms(k, (2,)), FP64)
 
@@ -84,7 +84,7 @@ def normed_by_ranks(
     rank: int, world: int, config: ModelConfig, q: Tensor, build: object, real: object
 ) -> Tensor:
     layer = build(Attention, config, real(config, world, rank))  # type: ignore[operator]  # functions of the conftest
-    assert isinstance(layer.norms, WholeNorms)
+    assert isinstance(layer.norms, AllHeadsNorms)
     first = 6 * rank // world
     normed: Tensor = layer.norms.q_norm(q[:, first : first + layer.num_heads])
     return normed.detach()

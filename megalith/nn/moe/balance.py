@@ -8,13 +8,13 @@ from torch import Tensor
 
 from megalith.config.moe import MoEConfig
 from megalith.kernels.balance import (
-    attach,
-    balance_loss,
+    attach_aux_loss,
     count_choices,
-    global_balance_loss,
+    global_load_balancing_loss,
+    load_balancing_loss,
     z_loss,
 )
-from megalith.kernels.routing import Choice, best, shares_of_one
+from megalith.kernels.routing import Choice, normalized_scores, top_k_indices
 from megalith.kernels.tokens import BalanceShare, PackedSeqParams
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
@@ -83,7 +83,7 @@ class Balance:
         for kind, loss in self.losses(asked, logits, valid, sequence, tokens, record):
             with torch.no_grad():
                 record.losses[share.microbatch, kind] = loss * share.part
-            weights = attach(weights, loss, share.weight * self.weights[kind])
+            weights = attach_aux_loss(weights, loss, share.weight * self.weights[kind])
         return Choice(choice.experts, weights)
 
     def losses(
@@ -102,8 +102,8 @@ class Balance:
             self.moe,
             *(weight > 0 for weight in self.weights),
         )
-        shares = shares_of_one(logits, moe.router.score)
-        counted = asked if moe.aux_loss.of_choices else best(shares.detach(), moe.top_k)
+        shares = normalized_scores(logits, moe.router.score)
+        counted = asked if moe.aux_loss.of_choices else top_k_indices(shares.detach(), moe.top_k)
         sequences = len(tokens.lengths)
         counts = count_choices(
             counted, sequence, valid, sequences=sequences, num_experts=moe.num_experts
@@ -111,11 +111,11 @@ class Balance:
         counts = all_reduce_(counts, self.sharing)
         batch_counts = counts.sum(0, keepdim=True)
         if by_sequence:
-            yield 0, balance_loss(shares, counts, sequence, valid, top_k=moe.top_k)
+            yield 0, load_balancing_loss(shares, counts, sequence, valid, top_k=moe.top_k)
         if by_batch:
             yield (
                 1,
-                balance_loss(
+                load_balancing_loss(
                     shares, batch_counts, torch.zeros_like(sequence), valid, top_k=moe.top_k
                 ),
             )
@@ -137,7 +137,7 @@ class Balance:
         with torch.no_grad():
             record.chosen[number] = global_counts
         so_far = record.chosen[: number + 1].sum(0)
-        return global_balance_loss(shares, counts, so_far, valid, top_k=self.moe.top_k)
+        return global_load_balancing_loss(shares, counts, so_far, valid, top_k=self.moe.top_k)
 
     def record_of(self, share: BalanceShare, like: Tensor) -> Record:
         """Return the record of this step's microbatches."""

@@ -23,7 +23,7 @@ from megalith.parallel.transports import build_transport
 from megalith.plan.shards import Shard
 
 
-def itself(module: nn.Module) -> nn.Module:
+def no_wrapper(module: nn.Module) -> nn.Module:
     """Return the module without a wrapper."""
     return module
 
@@ -47,7 +47,7 @@ class MoE(nn.Module):
         dispatcher: DispatcherName = "alltoall",
         act_again: RecomputedOutputFactory | None = None,
         number: int = 0,
-        around_shared: Callable[[nn.Module], nn.Module] = itself,
+        around_shared: Callable[[nn.Module], nn.Module] = no_wrapper,
     ) -> None:
         """`number`: the layer's index over all stages; `act_again`: recomputation of the shared
         experts' activation (that of the routed experts is never saved); `around_shared`: wraps the
@@ -57,7 +57,7 @@ class MoE(nn.Module):
         build = partial(build_transport, dispatcher, mesh, moe.num_experts)
         self.dispatch = build()
         self.dispatch_within_capacity = build(
-            drops_tokens=moe.capacity.factor is not None, room=room_of(moe, mesh)
+            drops_tokens=moe.capacity.factor is not None, room=fixed_expert_capacity(moe, mesh)
         )
         self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)
         self.narrow, self.widen = latent_matrices(name, config, moe, tp_comm, dtype=dtype)
@@ -91,7 +91,7 @@ class MoE(nn.Module):
         return y
 
 
-def room_of(moe: MoEConfig, mesh: Mesh) -> ExpertCapacity | None:
+def fixed_expert_capacity(moe: MoEConfig, mesh: Mesh) -> ExpertCapacity | None:
     """Return the fixed number of rows of every expert; None: as many as are routed to it."""
     capacity = moe.capacity
     if capacity.factor is None or not capacity.pad:

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.kernels.dropout import uniform_features
+from megalith.kernels.dropout import hashed_uniform
 from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.routing import (
     Choice,
     balancing_offsets,
-    best,
     capacity_of,
     choose_experts,
-    gate,
+    drop_choices,
+    expert_weights,
+    router_logits,
     score_experts,
     select_within_capacity,
     sinkhorn,
-    weigh,
-    without,
+    top_k_indices,
 )
 from megalith.kernels.tokens import DropoutKey, PackedSeqParams
 from megalith.nn.dropout import key_of
@@ -44,7 +44,7 @@ class RouterGate(WholeLinear):
 
     def forward(self, x: LayerInput) -> Tensor:
         """x [t, h] -> [t, E], in dtype `inside`."""
-        return gate(
+        return router_logits(
             x,
             getattr(self, self.weight_name),
             dtype=self.inside,
@@ -91,7 +91,7 @@ class Noise:
             key_of(seed, "router", "forced bias", self.layer),
             torch.zeros(1, dtype=torch.int64),
         )
-        sizes, angles = ((uniform_features(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(
+        sizes, angles = ((hashed_uniform(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(
             2
         )  # from 0 to 1
         normal = (-2 * sizes.clamp(min=2.0**-32).log()).sqrt() * (2 * math.pi * angles).cos()
@@ -99,7 +99,7 @@ class Noise:
 
     def _draw(self, source: DropoutKey, purpose: str, features: int) -> Tensor:
         place = key_of(source.seed, "router", purpose, self.layer)
-        return uniform_features(place, self.tp_comm.mine(source.numbers), features)
+        return hashed_uniform(place, self.tp_comm.mine(source.numbers), features)
 
 
 class Router(nn.Module):
@@ -201,7 +201,8 @@ class Router(nn.Module):
         decided = None if tokens.decided is None else tokens.decided.chosen(self.layer)
         if decided is not None:
             return Choice(
-                decided, weigh(logits, score_experts(logits, router.score), decided, router)
+                decided,
+                expert_weights(logits, score_experts(logits, router.score), decided, router),
             )
         if route is None or not route.routing.followed:
             choice = self.choose(logits, training=tokens.balance is not None)
@@ -209,7 +210,9 @@ class Router(nn.Module):
                 route.note(self.layer, choice.experts)
             return choice
         experts = route.recall(self.layer, (len(logits), self.moe.top_k)).to(logits.device)
-        return Choice(experts, weigh(logits, score_experts(logits, router.score), experts, router))
+        return Choice(
+            experts, expert_weights(logits, score_experts(logits, router.score), experts, router)
+        )
 
     def choose(self, logits: Tensor, *, training: bool) -> Choice:
         """Choose experts by the logits [t, E] -> [t, k]."""
@@ -217,9 +220,10 @@ class Router(nn.Module):
         if moe.aux_loss.sinkhorn and training:
             total = partial(all_reduce_, group=self.sharing)
             plan = sinkhorn(logits, total, tokens=len(logits) * self.sharing.size)
-            experts = best(plan, moe.top_k)
+            experts = top_k_indices(plan, moe.top_k)
             return Choice(
-                experts, weigh(logits, score_experts(logits, router.score), experts, router)
+                experts,
+                expert_weights(logits, score_experts(logits, router.score), experts, router),
             )
         return choose_experts(logits, router, moe.top_k, self.moved, offsets=self.offset)
 
@@ -248,7 +252,7 @@ class Router(nn.Module):
             return choice
         decided = None if tokens.decided is None else tokens.decided.taken(self.layer)
         if decided is not None:
-            return without(choice, decided)
+            return drop_choices(choice, decided)
         group, num_local = self.sharing, len(choice.experts)
         is_padding = ~self.noise.tp_comm.mine(
             tokens.valid
@@ -267,7 +271,7 @@ class Router(nn.Module):
         local_taken = taken.narrow(
             0, group.rank * num_local, num_local
         ).clone()  # backward saves this, not all ranks' choices
-        return without(choice, local_taken)
+        return drop_choices(choice, local_taken)
 
     def places(self, tokens: PackedSeqParams, padding: Tensor) -> Tensor:
         """Return the place in the microbatch of the tokens of all ranks that share it, rank after

@@ -10,8 +10,8 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.balance import balance_loss, count_choices
-from megalith.kernels.routing import choose_experts, shares_of_one
+from megalith.kernels.balance import count_choices, load_balancing_loss
+from megalith.kernels.routing import choose_experts, normalized_scores
 from megalith.kernels.tokens import BalanceShare, PackedSeqParams, tokens_of_lengths
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.balance import LOSS_COEFFS, LOSSES, Balance
@@ -102,7 +102,7 @@ def test_aux_loss_is_scaled_by_its_coefficient_and_microbatch_weight() -> None:
     shares, valid = logits.softmax(1), training().valid
     zeros = torch.zeros(12, dtype=torch.int32)
     counts = count_choices(logits.topk(2).indices, zeros, valid, sequences=1, num_experts=5)
-    balance_loss(shares, counts, zeros, valid, top_k=2).backward()
+    load_balancing_loss(shares, counts, zeros, valid, top_k=2).backward()
     (weight,) = router.gate.accumulated_parameters()
     assert torch.allclose(gradient(1.0, 1.0), weight.grad)  # type: ignore[arg-type]
 
@@ -138,7 +138,7 @@ def test_loss_of_choices_counts_choices_before_token_dropping() -> None:
         losses.append(float(router.balance.record.losses[0, 1]))
     assert losses[1] != pytest.approx(losses[0], rel=1e-3) and losses[1] == losses[2]
     shares, chosen = (
-        shares_of_one(router_of(moe).gate(X[0]), "sigmoid")[:11],
+        normalized_scores(router_of(moe).gate(X[0]), "sigmoid")[:11],
         torch.zeros(5, dtype=torch.float64),
     )
     asked = choose_experts(
