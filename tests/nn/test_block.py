@@ -13,7 +13,7 @@ from megalith.models.decoder import declared_parameters
 from megalith.nn.attention import Attention
 from megalith.nn.block import RecomputedCore, SequentialBlock, block_of_layer
 from megalith.nn.init import init_param_
-from megalith.nn.mla import LatentAttention, kept
+from megalith.nn.mla import LatentAttention, no_recompute
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import mesh_of_one
@@ -98,7 +98,7 @@ def test_recomputed_mla_up_projection_contains_no_recomputed_module(
         ).attention
         assert isinstance(layer, LatentAttention)
         assert isinstance(layer.core, RecomputedCore) == ("mla_up_proj" not in modules)
-        assert (layer.around is kept) == ("mla_up_proj" not in modules)
+        assert (layer.around is no_recompute) == ("mla_up_proj" not in modules)
 
 
 def test_layer_with_linear_replacement_or_without_a_part(layers: SimpleNamespace) -> None:

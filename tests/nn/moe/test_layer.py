@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.kernels.replay import Decided
-from megalith.kernels.routing import NOWHERE, Choice, score_experts, weigh
+from megalith.kernels.routing import NOWHERE, Choice, expert_weights, score_experts
 from megalith.kernels.tokens import BalanceShare, PackedSeqParams, tokens_of_rows
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.layer import MoE
@@ -226,7 +226,8 @@ class Flipping(Router):
         ) % moe.num_experts
         self.calls += 1
         return Choice(
-            experts, weigh(logits, score_experts(logits, moe.router.score), experts, moe.router)
+            experts,
+            expert_weights(logits, score_experts(logits, moe.router.score), experts, moe.router),
         )
 
 
