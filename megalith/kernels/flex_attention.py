@@ -145,7 +145,7 @@ def plan_blocks(
     With `borders`, an attention mask may hide any pair, so no block counts as whole.
 
     >>> plan = plan_blocks(intervals(((4, 4),), None, 0), 4, block=2)
-    >>> plan.mixed.tolist(), plan.whole.tolist(), plan.whole_keys[1, 0]
+    >>> plan.mixed.tolist(), plan.whole.tolist(), int(plan.whole_keys[1, 0])
     ([1, 1], [0, 1], 0)
     """
     starts = np.arange(0, len(seen), block)
