@@ -121,8 +121,8 @@ def peak_bytes(kind: str, source: Path, target: Path) -> int:
     """What a process needs at most for the conversion, beyond what it holds before."""
     shutil.rmtree(target, ignore_errors=True)
     command = [sys.executable, __file__, "--once", kind, str(source), str(target)]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return int(told.split()[-1])
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return int(output.split()[-1])
 
 
 def once(kind: str, source: Path, target: Path) -> None:

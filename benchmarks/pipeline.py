@@ -131,7 +131,7 @@ def measure_hidden(*, rounds: int, nap_ms: float) -> Hidden:
         ]
     every = list(zip(times["free"], times["ahead"], times["late"], strict=True))
     added = spread([(late - free) / free for free, _, late in every])
-    hidden = spread([(late - ahead) / (late - free) for free, ahead, late in every])
+    hidden = spread([(late - prefetched) / (late - free) for free, prefetched, late in every])
     return Hidden(rounds, added, hidden, hidden.median >= BAR_HIDDEN)
 
 

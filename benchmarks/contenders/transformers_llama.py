@@ -24,7 +24,7 @@ from megalith.train.build import DTYPES
 
 
 class TransformersLlama:
-    """Holds model, masters and optimizer; `step()` is one optimizer update."""
+    """Holds model, master weights and optimizer; `step()` is one optimizer update."""
 
     def __init__(
         self, run: TrainRun, batches: StepBatches, weights: Mapping[str, Tensor], *, compiled: bool

@@ -1,2 +1,2 @@
-"""One operation per file: a plain reference, which is the definition, and faster versions tested
-against it."""
+"""Compute kernels: one operation per module, with a plain PyTorch reference that defines the result
+and faster backends that are tested against it."""

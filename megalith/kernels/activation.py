@@ -1,10 +1,9 @@
-"""What an MLP does to its inner features: an activation, or an activation that gates other
-features.
+"""Activation functions of MLPs, with and without a gate.
 
-Backward keeps the input alone and computes the activation again. SwiGLU has a file of its own
-(kernels/swiglu.py). Sources: gelu: Hendrycks and Gimpel 2016, arXiv:1606.08415; gated: Shazeer
-2020, arXiv:2002.05202; squared ReLU: So et al. 2021, arXiv:2109.08668; a clamped gate with an
-offset: gpt-oss, arXiv:2508.10925, section 2.
+Only the input is saved for backward; the activation is recomputed. SwiGLU is in kernels/swiglu.py.
+Sources: gelu: Hendrycks and Gimpel 2016, arXiv:1606.08415; gated: Shazeer 2020, arXiv:2002.05202;
+squared ReLU: So et al. 2021, arXiv:2109.08668; a clamped gate with an offset: gpt-oss,
+arXiv:2508.10925, section 2.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,40 +21,40 @@ from megalith.kernels import cpu
 from megalith.kernels.engine import FusedBackend, select_backend
 from megalith.kernels.linear import Context
 
-QUICK = 1.702
-"""quick_gelu's logistic function is nearest to the normal distribution's with this
+QUICK_GELU_SCALE = 1.702
+"""Scale of x in quick_gelu's sigmoid, which then approximates the normal distribution best
 (arXiv:1606.08415, section 2)."""
 
-ROOT_2_OVER_PI, CUBE = 0.7978845608028654, 0.044715
-"""gelu_tanh is x / 2 * (1 + tanh(ROOT_2_OVER_PI * (x + CUBE * x^3)))."""
+SQRT_2_OVER_PI, GELU_TANH_CUBIC = 0.7978845608028654, 0.044715
+"""gelu_tanh is x / 2 * (1 + tanh(SQRT_2_OVER_PI * (x + GELU_TANH_CUBIC * x^3)))."""
 
 
 class GatedActivation(NamedTuple):
-    """How gate [t, f] and up [t, f] become `activation(min(gate, clamp)) * (clip(up, -clamp, clamp)
-    + up_offset)`."""
+    """Parameters of a gated activation of gate [t, f] and up [t, f]: `activation(min(gate, clamp))
+    * (clip(up, -clamp, clamp) + up_offset)`."""
 
     activation: Activation
     clamp: float | None = None
-    """The largest gate, and the largest size of up; no gradient beyond. Unset: none."""
+    """Upper limit of the gate, and limit of |up|; the gradient beyond it is 0. Unset: no limit."""
 
     up_offset: float = 0.0
 
 
 def activate(x: Tensor, activation: Activation, *, kernel: BackendName = "auto") -> Tensor:
-    """The activation of every element: x [t, f] -> [t, f], computed in fp32 (float64 for float64),
-    rounded once."""
+    """Apply an activation to every element: x [t, f] -> [t, f], computed in fp32 (float64 for
+    float64) and rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_activate(x, activation)
     select_backend(
         kernel, x, op="activation", loops=False, triton=False
-    )  # it has neither, and no other is meant
+    )  # rejects backends that have no kernel for it
     y: Tensor = ActivationFunction.apply(x, activation)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
 def gated(gate_up: Tensor, gate: GatedActivation, *, kernel: BackendName = "auto") -> Tensor:
-    """The gated features: gate_up [t, 2 f], the gate first -> [t, f], computed in fp32 or float64,
-    rounded once."""
+    """Apply a gated activation: gate_up [t, 2 f], the gate first -> [t, f], computed in fp32 or
+    float64 and rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_gated(gate_up, gate)
     engine = select_backend(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
@@ -63,26 +62,26 @@ def gated(gate_up: Tensor, gate: GatedActivation, *, kernel: BackendName = "auto
     return y
 
 
-# --- what they compute, in plain operations
+# --- reference implementations
 
 REFERENCES: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: x * torch.sigmoid(x),
     "gelu": lambda x: x / 2 * (1 + torch.erf(x / 2**0.5)),
-    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(ROOT_2_OVER_PI * (x + CUBE * x**3))),
-    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
+    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(SQRT_2_OVER_PI * (x + GELU_TANH_CUBIC * x**3))),
+    "quick_gelu": lambda x: x * torch.sigmoid(QUICK_GELU_SCALE * x),
     "relu": torch.relu,
     "squared_relu": lambda x: torch.relu(x).square(),
 }
 
 
 def reference_activate(x: Tensor, activation: Activation) -> Tensor:
-    """What `activate` computes, in plain operations."""
-    return REFERENCES[activation](x.to(wide_of(x))).to(x.dtype)
+    """Reference implementation of `activate` in plain PyTorch operations."""
+    return REFERENCES[activation](x.to(compute_dtype(x))).to(x.dtype)
 
 
 def reference_gated(gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    """What `gated` computes, in plain operations."""
-    g, up = gate_up.to(wide_of(gate_up)).chunk(2, dim=-1)
+    """Reference implementation of `gated` in plain PyTorch operations."""
+    g, up = gate_up.to(compute_dtype(gate_up)).chunk(2, dim=-1)
     if gate.clamp is not None:
         g, up = g.clamp(max=gate.clamp), up.clamp(-gate.clamp, gate.clamp)
     return (REFERENCES[gate.activation](g) * (up + gate.up_offset)).to(gate_up.dtype)
@@ -92,8 +91,8 @@ def reference_gated(gate_up: Tensor, gate: GatedActivation) -> Tensor:
 
 
 class Formula(NamedTuple):
-    """An activation for tensors of any shape and floating dtype, which computes in fp32 at least
-    and rounds once."""
+    """An activation and its backward for tensors of any shape and floating dtype, computed in at
+    least fp32 and rounded once."""
 
     value: Callable[[Tensor], Tensor]
     """x -> y."""
@@ -103,12 +102,12 @@ class Formula(NamedTuple):
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    return torch.sigmoid(QUICK * x.to(wide_of(x))).mul_(x).to(x.dtype)
+    return torch.sigmoid(QUICK_GELU_SCALE * x.to(compute_dtype(x))).mul_(x).to(x.dtype)
 
 
 def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    wide = wide_of(x)  # quick_gelu(x) = silu(QUICK * x) / QUICK
-    dx: Tensor = torch.ops.aten.silu_backward(dy.to(wide), QUICK * x.to(wide))
+    wide = compute_dtype(x)  # quick_gelu(x) = silu(QUICK_GELU_SCALE * x) / QUICK_GELU_SCALE
+    dx: Tensor = torch.ops.aten.silu_backward(dy.to(wide), QUICK_GELU_SCALE * x.to(wide))
     return dx.to(x.dtype)
 
 
@@ -130,20 +129,20 @@ FORMULAS: Mapping[Activation, Formula] = {
 
 SIGMOIDS: Mapping[Activation, tuple[float, float]] = {
     "silu": (1.0, 0.0),
-    "quick_gelu": (QUICK, 0.0),
+    "quick_gelu": (QUICK_GELU_SCALE, 0.0),
     "gelu_tanh": (
-        2 * ROOT_2_OVER_PI,
-        2 * ROOT_2_OVER_PI * CUBE,
+        2 * SQRT_2_OVER_PI,
+        2 * SQRT_2_OVER_PI * GELU_TANH_CUBIC,
     ),  # (1 + tanh(u)) / 2 is sigmoid(2 u)
 }
-"""Those that are x * sigmoid(a x + b x^3), which one compiled loop computes: a and b."""
+"""(a, b) of the activations of the form x * sigmoid(a x + b x^3), which share one compiled loop."""
 
 
-# --- as autograd sees them
+# --- autograd functions
 
 
 class ActivationFunction(Function):
-    """`activate` as autograd sees it."""
+    """Autograd function of `activate`."""
 
     reference = staticmethod(reference_activate)
 
@@ -163,7 +162,7 @@ class ActivationFunction(Function):
 
 
 class GatedFunction(Function):
-    """`gated` as autograd sees it."""
+    """Autograd function of `gated`."""
 
     reference = staticmethod(lambda gate_up, gate, engine: reference_gated(gate_up, gate))
 
@@ -184,28 +183,27 @@ class GatedFunction(Function):
         return BACKWARD[ctx.engine](dy, gate_up, ctx.gate), None, None
 
 
-def wide_of(x: Tensor) -> torch.dtype:
-    """What activations are computed in."""
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which activations are computed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def limited(wide: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
-    """GatedActivation and up [t, f] within their limits; without any, parts of `wide` [t, 2 f]
-    itself."""
+def clamp_gate_up(wide: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+    """Return gate and up [t, f], clamped; without a clamp, views of `wide` [t, 2 f]."""
     g, up = wide.chunk(2, dim=-1)
     return (g, up) if clamp is None else (g.clamp(max=clamp), up.clamp(-clamp, clamp))
 
 
 def _forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    g, up = limited(gate_up.to(wide_of(gate_up)), gate.clamp)
+    g, up = clamp_gate_up(gate_up.to(compute_dtype(gate_up)), gate.clamp)
     value = FORMULAS[gate.activation].value(g)
     return value.mul_(up + gate.up_offset if gate.up_offset else up).to(gate_up.dtype)
 
 
 def _backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    """Both halves of the gradient, 0 for what was cut off."""
-    wide = gate_up.to(wide_of(gate_up))
-    g, up = limited(wide, gate.clamp)
+    """Return the gradient of gate_up [t, 2 f]; clamped elements get 0."""
+    wide = gate_up.to(compute_dtype(gate_up))
+    g, up = clamp_gate_up(wide, gate.clamp)
     formula, d = FORMULAS[gate.activation], dy.to(wide.dtype)
     halves = formula.backward(d * (up + gate.up_offset), g), formula.value(g).mul_(d)
     if gate.clamp is not None:
@@ -216,23 +214,21 @@ def _backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
 
 
 def _loop_forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    """`_forward` in one pass."""
     gate_up = gate_up.contiguous()
     t, f = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(t, f)
-    cpu.run("gated", y.dtype, t, f, *numbers_of(gate), gate_up, y, elements=y.numel())
+    cpu.run("gated", y.dtype, t, f, *loop_constants(gate), gate_up, y, elements=y.numel())
     return y
 
 
 def _loop_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    """`_backward` in one pass."""
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     out = torch.empty_like(gate_up)
     cpu.run(
         "gated_backward",
         dy.dtype,
         *dy.shape,
-        *numbers_of(gate),
+        *loop_constants(gate),
         dy,
         gate_up,
         out,
@@ -242,17 +238,15 @@ def _loop_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor
 
 
 def _triton_forward(gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    """`_forward` in one pass."""
     from megalith.kernels import triton_gated  # imports Triton
 
-    return triton_gated.forward(gate_up, gate.activation, limits_of(gate), None)
+    return triton_gated.forward(gate_up, gate.activation, clamp_and_offset(gate), None)
 
 
 def _triton_backward(dy: Tensor, gate_up: Tensor, gate: GatedActivation) -> Tensor:
-    """`_backward` in one pass."""
     from megalith.kernels import triton_gated
 
-    return triton_gated.backward(dy, gate_up, gate.activation, limits_of(gate), None)[0]
+    return triton_gated.backward(dy, gate_up, gate.activation, clamp_and_offset(gate), None)[0]
 
 
 FORWARD: Mapping[FusedBackend, Callable[[Tensor, GatedActivation], Tensor]] = {
@@ -267,11 +261,11 @@ BACKWARD: Mapping[FusedBackend, Callable[[Tensor, Tensor, GatedActivation], Tens
 }
 
 
-def limits_of(gate: GatedActivation) -> tuple[float, float]:
-    """The clamp, infinite where there is none, and the offset."""
+def clamp_and_offset(gate: GatedActivation) -> tuple[float, float]:
+    """Return (clamp, offset) of a gated activation; without a clamp, infinity."""
     return float("inf") if gate.clamp is None else gate.clamp, gate.up_offset
 
 
-def numbers_of(gate: GatedActivation) -> tuple[float, float, float, float]:
-    """a and b of `SIGMOIDS`, the clamp and the offset."""
-    return *SIGMOIDS[gate.activation], *limits_of(gate)
+def loop_constants(gate: GatedActivation) -> tuple[float, float, float, float]:
+    """Return (a, b) of `SIGMOIDS`, the clamp and the offset of a gated activation."""
+    return *SIGMOIDS[gate.activation], *clamp_and_offset(gate)

@@ -1,8 +1,8 @@
-"""Losses that keep experts equally busy, and how they enter a graph: beside the activations, not
-through the end.
+"""Auxiliary (aux) losses that balance the load of experts, and `attach_aux_loss`, which adds their
+gradients to the graph.
 
-Counts of tokens per expert carry no gradient; so each rank computes its own tokens' part of a loss
-from counts that were summed over ranks, and no gradient crosses between them.
+Token counts per expert have no gradient, so each rank computes the part of a loss of its own tokens
+from counts that were summed over ranks; no gradient is communicated.
 """
 
 import torch
@@ -16,44 +16,48 @@ from megalith.kernels.linear import Context
 def count_choices(
     experts: Tensor, sequence: Tensor, valid: Tensor, *, sequences: int, num_experts: int
 ) -> Tensor:
-    """How many tokens of each sequence go to each expert: experts int64 [t, k] -> float64
-    [sequences, E].
+    """Count the tokens of each sequence that were routed to each expert: experts int64 [t, k] ->
+    float64 [sequences, E].
 
-    sequence [t]: which one a token belongs to. Padding (valid [t] is False) and refused choices do
+    sequence [t]: the sequence of each token. Padding (valid [t] is False) and dropped choices do
     not count.
     """
-    places = sequence.long().unsqueeze(1) * num_experts + experts.clamp(min=0)
+    indices = sequence.long().unsqueeze(1) * num_experts + experts.clamp(min=0)
     ones = (valid.unsqueeze(1) & (experts >= 0)).double()
     counts = ones.new_zeros(sequences * num_experts).scatter_add_(
-        0, places.flatten(), ones.flatten()
+        0, indices.flatten(), ones.flatten()
     )
     return counts.view(sequences, num_experts)
 
 
-def balance_loss(
+def load_balancing_loss(
     shares: Tensor, counts: Tensor, sequence: Tensor, valid: Tensor, *, top_k: int
 ) -> Tensor:
-    """My tokens' part of E / (K n²) Σ_i f_i Σ_t s_ti, meant over the sequences: shares s [t, E] ->
-    scalar.
+    """Return the local tokens' part of the load-balancing loss E / (K n²) Σ_i f_i Σ_t s_ti,
+    averaged over sequences: scores s [t, E] -> scalar.
 
-    counts f [sequences, E]: over all ranks that share the sequences; n: tokens of a sequence. 1
-    when experts are equally busy. Source: Fedus et al. 2021, arXiv:2101.03961, section 2.2.
+    counts f [sequences, E]: summed over all ranks that share the sequences; n: tokens of a
+    sequence. The loss is 1 for perfect balance. Source: Fedus et al. 2021, arXiv:2101.03961,
+    section 2.2.
     """
     tokens = counts.sum(1, keepdim=True) / top_k
-    there = (tokens > 0).sum()
+    num_sequences = (tokens > 0).sum()
     factors = (
-        counts * (counts.shape[1] / top_k) / (tokens.clamp(min=1).square() * there.clamp(min=1))
+        counts
+        * (counts.shape[1] / top_k)
+        / (tokens.clamp(min=1).square() * num_sequences.clamp(min=1))
     )
     return _weighted(shares, factors.to(shares.dtype)[sequence.long()], valid)
 
 
-def global_balance_loss(
+def global_load_balancing_loss(
     shares: Tensor, counts: Tensor, so_far: Tensor, valid: Tensor, *, top_k: int
 ) -> Tensor:
-    """The same with f of the step so far: counts [E] of this microbatch, so_far [E] with those
-    before it, of all ranks.
+    """Return the local tokens' part of the load-balancing loss over the global batch so far: scores
+    [t, E] -> scalar.
 
-    Source: Qiu et al. 2025, arXiv:2501.11873.
+    counts [E]: of this microbatch; so_far [E]: of this and the earlier microbatches of the step;
+    both over all ranks. Source: Qiu et al. 2025, arXiv:2501.11873.
     """
     tokens, seen = (total.sum().clamp(min=1) / top_k for total in (counts, so_far))
     factors = so_far * (len(counts) / top_k) / (tokens * seen)
@@ -61,8 +65,8 @@ def global_balance_loss(
 
 
 def z_loss(logits: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
-    """My tokens' part of the mean of (log Σ_i exp(logit_i))² over `tokens`, a scalar: logits [t, E]
-    -> scalar.
+    """Return the local tokens' part of the router z-loss, the mean of (log Σ_i exp(logit_i))² over
+    `tokens` (a scalar): logits [t, E] -> scalar.
 
     Source: Zoph et al. 2022, arXiv:2202.08906, section 3.
     """
@@ -74,15 +78,15 @@ def _weighted(shares: Tensor, factors: Tensor, valid: Tensor) -> Tensor:
     return ((shares * factors).sum(1) * valid).sum()
 
 
-def attach(x: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """x as it is; backward goes into `loss` (a scalar) as well, as if weight * loss had been added
-    at the end."""
-    y: Tensor = Attach.apply(x, loss, weight)  # type: ignore[no-untyped-call]  # torch's own
+def attach_aux_loss(x: Tensor, loss: Tensor, weight: float) -> Tensor:
+    """Return x; backward also flows into `loss` (a scalar), as if weight * loss had been added to
+    the training loss."""
+    y: Tensor = AttachAuxLossFunction.apply(x, loss, weight)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-class Attach(Function):
-    """`attach` as autograd sees it."""
+class AttachAuxLossFunction(Function):
+    """Autograd function of `attach_aux_loss`."""
 
     reference = staticmethod(lambda x, loss, weight: x)
 
@@ -95,5 +99,5 @@ class Attach(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        """dy, and what the loss gets."""
+        """Return dy, and the gradient of the loss."""
         return dy, torch.full((), ctx.weight, dtype=ctx.dtype, device=ctx.device), None

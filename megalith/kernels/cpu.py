@@ -1,10 +1,9 @@
-"""The compiled loops of `kernels/loops.py`: when they serve, and how they run on the threads torch
-already has.
+"""Dispatch of the numba loops in `kernels/loops.py`, which run on torch's OpenMP threads.
 
-A second pool of threads would fight torch's for the same cores, because both spin for a while after
-their work. So a loop is handed to the OpenMP library that torch itself has loaded. Where there is
-none that we can call (macOS), no loop runs, and the operations use their torch versions; both give
-the same values to the last bit or two of the dtype.
+A second thread pool would compete with torch's for the same cores, because both spin for a while
+after their work. So a loop runs in the OpenMP library that torch has loaded. Where that library
+cannot be called (macOS), no loop runs and the operations use their torch versions; both give the
+same values up to the last bit or two of the dtype.
 """
 
 import ctypes
@@ -40,14 +39,14 @@ Loop = Literal[
     "visible_exp",
 ]
 
-WORTH_A_LOOP = (
+MIN_LOOP_ELEMENTS = (
     1 << 13
-)  # elements; below, starting a loop costs more than the passes over memory that it saves
-WORTH_THREADS = 1 << 15  # elements; below, waking a thread takes longer than the loop
+)  # elements; below, launching a loop costs more than the memory passes that it saves
+MIN_THREADED_ELEMENTS = 1 << 15  # elements; below, waking a thread takes longer than the loop
 
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""What the loops read and write."""
+"""Element dtypes that the loops support."""
 
 
 COMPILATION_LINE_SECONDS = (
@@ -56,11 +55,11 @@ COMPILATION_LINE_SECONDS = (
 
 
 class CompilationProgress:
-    """Reports the compilation of loops inside a `with` block: one line when it begins, then one
-    every few seconds."""
+    """Reports the compilation of loops inside a `with` block: one line at the start, then one every
+    few seconds."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """`say`: is given each line."""
+        """`say`: receives each line."""
         self._say = say
         self._num_compiled = 0
         self._began = self._last_line = 0.0
@@ -73,7 +72,7 @@ class CompilationProgress:
         _progress.reset(self._token)
 
     def start(self, *, cached: bool) -> None:
-        """Note that a loop is about to be compiled; `cached`: its machine code is kept for later
+        """Record that compilation of a loop starts; `cached`: its machine code is cached for later
         runs."""
         now = time.monotonic()
         if self._num_compiled == 0:
@@ -96,18 +95,18 @@ _progress: ContextVar[CompilationProgress | None] = ContextVar("compilation_prog
 
 
 def report_compilation(*, cached: bool) -> None:
-    """Tell the innermost `CompilationProgress`, if any, that a loop is about to be compiled."""
+    """Notify the innermost `CompilationProgress`, if any, that compilation of a loop starts."""
     progress = _progress.get()
     if progress is not None:
         progress.start(cached=cached)
 
 
 class OpenMP(NamedTuple):
-    """What we call in torch's OpenMP library."""
+    """Functions of torch's OpenMP library that we call."""
 
     parallel: Callable[..., None]
-    """GOMP_parallel(function, argument, threads, flags): runs function(argument) on every thread,
-    then waits."""
+    """GOMP_parallel(function, argument, threads, flags): runs function(argument) on every thread
+    and waits for all."""
 
     thread_num: int
     """Address of omp_get_thread_num."""
@@ -118,8 +117,7 @@ class OpenMP(NamedTuple):
 
 @cache
 def openmp() -> OpenMP | None:
-    """The OpenMP library that torch runs its own loops with; None where it is not one that we can
-    call."""
+    """Return the OpenMP library that torch uses; None if it has no GOMP interface."""
     for path in _loaded_libraries():
         library = ctypes.CDLL(path)
         if not hasattr(library, "GOMP_parallel"):
@@ -134,7 +132,7 @@ def openmp() -> OpenMP | None:
 
 
 def _loaded_libraries() -> list[str]:
-    """Paths of the OpenMP libraries in this process, torch's own first."""
+    """Return the paths of the OpenMP libraries in this process, torch's own first."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return []
@@ -153,13 +151,13 @@ def _address(function: object) -> int:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the compiled loops work on these and pay: on the CPU, all fp32 or all bf16, the first
-    large enough."""
-    return tensors[0].numel() >= WORTH_A_LOOP and could_take(*tensors)
+    """Return whether the compiled loops support these tensors and are faster: on the CPU, all fp32
+    or all bf16, the first large enough."""
+    return tensors[0].numel() >= MIN_LOOP_ELEMENTS and could_take(*tensors)
 
 
 def could_take(*tensors: Tensor) -> bool:
-    """Whether they work on these, of any size but none."""
+    """Return whether the compiled loops support these tensors, of any size except 0."""
     first = tensors[0]
     return (
         first.device.type == "cpu"
@@ -172,26 +170,26 @@ def could_take(*tensors: Tensor) -> bool:
 
 
 def run(loop: Loop, dtype: torch.dtype, *arguments: Tensor | int | float, elements: int) -> None:
-    """Run a compiled loop on torch's threads: tensors of `dtype`, work of `elements`, arguments as
-    the loop lists."""
+    """Run a compiled loop on torch's threads: tensors of `dtype`, `elements` elements of work,
+    arguments in the order of the loop's docstring."""
     from megalith.kernels.loops import (
         address,
-    )  # imports numba: half a second, only where a loop is needed
+    )  # imports numba, which takes half a second
 
-    library = openmp()
-    assert library is not None
-    block = (ctypes.c_int64 * len(arguments))(*map(_bits, arguments))
-    library.parallel(address(loop, dtype), block, num_threads(elements), 0)
+    openmp_library = openmp()
+    assert openmp_library is not None
+    argument_block = (ctypes.c_int64 * len(arguments))(*map(_bits, arguments))
+    openmp_library.parallel(address(loop, dtype), argument_block, num_threads(elements), 0)
 
 
 def num_threads(elements: int) -> int:
-    """How many threads share work of this size."""
-    return torch.get_num_threads() if elements >= WORTH_THREADS else 1
+    """Return the number of threads for work of this size."""
+    return torch.get_num_threads() if elements >= MIN_THREADED_ELEMENTS else 1
 
 
 def _bits(argument: Tensor | int | float) -> int:
-    """Eight bytes that stand for an argument: where a tensor lies, a number, or the bits of a
-    double."""
+    """Return the 8 bytes that represent an argument: a tensor's address, an integer, or the bits of
+    a double."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if isinstance(argument, float):

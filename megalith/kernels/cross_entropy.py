@@ -1,9 +1,9 @@
-"""The output head and its cross entropy in one: logits exist only chunk by chunk, over a vocabulary
-split by rows.
+"""Fused output head and cross entropy over a vocabulary-parallel weight: logits exist for one chunk
+of tokens at a time.
 
-The two collectives are small: per chunk of tokens, the ranks of the vocabulary agree on each
-token's largest logit, and sum its exponentials and its target's logit. Source of the parallel form:
-Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
+Two small collectives per chunk: the ranks of the vocabulary reduce each token's largest logit, and
+then its sum of exponentials and its target logit. Source of the parallel form: Shoeybi et al. 2019,
+arXiv:1909.08053, sec. 3.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,24 +27,23 @@ from megalith.plan.costs import loss_chunk
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """How the products of hidden states and vocabulary become scores: s = scale * product, then
-    softcap * tanh(s / softcap). In fp32 or float64, unless nothing is to be done."""
+    """Transform of the output head's products to logits: s = scale * product, then softcap * tanh(s
+    / softcap). Computed in fp32 or float64, unless it is the identity."""
 
     scale: float = 1.0
     softcap: float | None = None
-    """The largest score there can be; unset: none. Source: Gemma Team 2024, arXiv:2408.00118,
-    section 2."""
+    """Upper limit of |logit|; unset: none. Source: Gemma Team 2024, arXiv:2408.00118, section 2."""
 
     def scores(self, matmul_ops: Tensor) -> Tensor:
-        """What they become, in their memory where the dtype allows: [t, v] -> [t, v]."""
+        """Return the logits of products [t, v] -> [t, v], in place where the dtype allows."""
         if self == AS_THEY_ARE:
             return matmul_ops
         wide = matmul_ops.to(torch.promote_types(matmul_ops.dtype, torch.float32)).mul_(self.scale)
         return wide if self.softcap is None else wide.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def slopes(self, scores: Tensor) -> Tensor | float | None:
-        """The derivative of scores by products, from the scores [t, v]: 0 where a score is
-        infinite; None: 1."""
+        """Return the derivative of the logits [t, v] with respect to the products: 0 where a logit
+        is infinite; None: 1."""
         if self.softcap is not None:
             return (scores / self.softcap).square_().neg_().add_(1).clamp_(min=0).mul_(self.scale)
         return None if self.scale == 1.0 else self.scale
@@ -53,17 +52,17 @@ class LogitTransform:
 AS_THEY_ARE = LogitTransform()
 
 
-class Measured(NamedTuple):
-    """Cross entropy, and what it saw of each token's scores over the whole vocabulary."""
+class CrossEntropyResult(NamedTuple):
+    """Cross entropy and statistics of each token's logits over the whole vocabulary."""
 
     loss: Tensor
-    """One number, or [t]."""
+    """A scalar, or [t]."""
 
     logsumexp: Tensor
-    """[t]: log of the sum of exp(score), also of tokens without a label."""
+    """[t]: log of the sum of exp(logit), also of tokens without a label."""
 
     largest: Tensor
-    """[t]: the largest score. Nothing flows back through it."""
+    """[t]: the largest logit; not differentiable."""
 
 
 def linear_cross_entropy(
@@ -81,22 +80,22 @@ def linear_cross_entropy(
     chunk: int | None = None,
     kernel: BackendName = "auto",
 ) -> Tensor:
-    """Sum over labeled tokens of -log softmax(readout(x @ W.T))[label], for the whole vocabulary
-    W: one fp32 or fp64.
+    """Sum over labeled tokens of -log softmax(logits(x @ W.T))[label] over the whole vocabulary W:
+    a scalar in fp32 or fp64.
 
-    x [t, h], whole on every rank of `vocab`; weight [v_local, h], rows first_row ... of the padded
-    vocabulary; labels [t] int64, negative where a token has no loss, else below `vocab_size` (rows
-    from there on are padding and take no part). The loss is the same on every rank of `vocab`; dx
-    is this rank's part of a sum over them.
+    x [t, h], replicated over `vocab`; weight [v_local, h], rows first_row ... of the padded
+    vocabulary; labels [t] int64, negative where the loss mask excludes a token, else below
+    `vocab_size` (rows from there on are padding and are ignored). The loss is the same on every
+    rank of `vocab`; dx is a partial sum over `vocab`.
 
-    With `smoothing` a label is 1 - smoothing likely, and all other tokens of the vocabulary share
-    the rest evenly: see `spread_of`. With `z_loss` a labeled token adds z_loss *
-    logsumexp(scores)^2, which keeps scores near those of a normalized distribution (Chowdhery et
-    al. 2022, arXiv:2204.02311, section 5).
+    With label `smoothing` a label has probability 1 - smoothing, and the other tokens of the
+    vocabulary share the rest evenly: see `to_torch_label_smoothing`. With `z_loss` a labeled
+    token adds z_loss * logsumexp(logits)^2, which keeps the softmax close to normalized (Chowdhery
+    et al. 2022, arXiv:2204.02311, section 5).
 
-    The gradients that are wanted are formed here, while a chunk's logits are at hand; backward only
-    scales them. StopFilter then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`:
-    tokens at a time; kernel="reference" has all of them at once.
+    The required gradients are computed in forward, while a chunk's logits exist, and backward only
+    scales them. Until then they occupy one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`:
+    tokens per chunk; kernel="reference" uses a single chunk.
     """
     return _sum_of_losses(
         x,
@@ -129,9 +128,9 @@ def measured_cross_entropy(
     grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
-) -> Measured:
-    """`linear_cross_entropy`, and with it what it saw of each token, through which nothing flows
-    back."""
+) -> CrossEntropyResult:
+    """Return `linear_cross_entropy` together with logit statistics of each token, which are not
+    differentiable."""
     return _sum_of_losses(
         x,
         weight,
@@ -163,10 +162,10 @@ def recomputed_measures(
     grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
-) -> Measured:
-    """`recomputed_cross_entropy`, and with it what it saw of each token; logsumexp may be
-    differentiated."""
-    each = token_measures(
+) -> CrossEntropyResult:
+    """Return `recomputed_cross_entropy` together with logit statistics of each token; logsumexp is
+    differentiable."""
+    each = token_losses_with_stats(
         x,
         weight,
         labels,
@@ -197,8 +196,8 @@ def recomputed_cross_entropy(
     chunk: int | None = None,
     kernel: BackendName = "auto",
 ) -> Tensor:
-    """`linear_cross_entropy` whose backward computes logits again: one matmul more, and no
-    gradients wait for it."""
+    """`linear_cross_entropy` whose backward recomputes the logits: one matmul more, but no
+    gradients are stored between forward and backward."""
     return recomputed_measures(
         x,
         weight,
@@ -230,7 +229,7 @@ def _sum_of_losses(
     kernel: BackendName,
     *,
     measures: bool,
-) -> Measured:
+) -> CrossEntropyResult:
     head = Head.of(
         weight,
         vocab,
@@ -242,20 +241,20 @@ def _sum_of_losses(
     )
     head = replace(head.smoothed(smoothing, vocab_size), z_loss=z_loss, form=kernel)
     if kernel == "reference":
-        each = _plain_losses(x, weight, labels, head, grad_accumulator)
-        return each._replace(loss=_with_z_loss(each, labels, z_loss).sum())
+        measured = _plain_losses(x, weight, labels, head, grad_accumulator)
+        return measured._replace(loss=_with_z_loss(measured, labels, z_loss).sum())
     grad = torch.is_grad_enabled()
-    wanted = Wanted(
+    wanted = RequiredOutputs(
         x=grad and x.requires_grad, weight=grad and weight.requires_grad, measures=measures
     )
     losses = LossSumFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
         x, weight, labels, vocab, head, wanted, grad_accumulator
     )
-    return Measured(*losses)
+    return CrossEntropyResult(*losses)
 
 
-def _with_z_loss(each: Measured, labels: Tensor, z_loss: float) -> Tensor:
-    """What every token adds to the loss: [t]."""
+def _with_z_loss(each: CrossEntropyResult, labels: Tensor, z_loss: float) -> Tensor:
+    """Return each token's loss including its z-loss: [t]."""
     if not z_loss:
         return each.loss
     return each.loss + z_loss * each.logsumexp.square().masked_fill(labels < 0, 0.0)
@@ -275,12 +274,12 @@ def token_losses(
     chunk: int | None = None,
     kernel: BackendName = "auto",
 ) -> Tensor:
-    """The same loss of each token: [t], 0 where a token has none; fp32 or float64.
+    """Return the cross entropy of each token: [t], 0 where a token has no label; fp32 or float64.
 
-    The weight gradient of a weighted sum of losses does not factor by token, so backward computes
-    each chunk's logits again (one matmul more than `linear_cross_entropy`).
+    The weight gradient of a weighted sum of losses does not factor by token, so backward recomputes
+    each chunk's logits (one matmul more than `linear_cross_entropy`).
     """
-    return token_measures(
+    return token_losses_with_stats(
         x,
         weight,
         labels,
@@ -295,7 +294,7 @@ def token_losses(
     ).loss
 
 
-def token_measures(
+def token_losses_with_stats(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -308,9 +307,9 @@ def token_measures(
     grad_accumulator: GradAccumulator | None = None,
     chunk: int | None = None,
     kernel: BackendName = "auto",
-) -> Measured:
-    """`token_losses`, and what they saw of each token; losses and logsumexp may both be
-    differentiated."""
+) -> CrossEntropyResult:
+    """Return `token_losses` together with logit statistics of each token; losses and logsumexp are
+    differentiable."""
     head = Head.of(
         weight,
         vocab,
@@ -323,17 +322,19 @@ def token_measures(
     head = replace(head.smoothed(smoothing, vocab_size), form=kernel)
     if kernel == "reference":
         return _plain_losses(x, weight, labels, head, grad_accumulator)
-    return Measured(*TokenLossesFunction.apply(x, weight, labels, vocab, head, grad_accumulator))  # type: ignore[no-untyped-call]  # torch's own
+    losses = TokenLossesFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
+        x, weight, labels, vocab, head, grad_accumulator
+    )
+    return CrossEntropyResult(*losses)
 
 
-def spread_of(smoothing: float, vocab_size: int) -> float:
-    """What all tokens, the label included, share evenly, where the others share `smoothing` of what
-    labels are sure of.
+def to_torch_label_smoothing(smoothing: float, vocab_size: int) -> float:
+    """Return torch's label_smoothing, the probability that all tokens share evenly, for `smoothing`
+    shared by all tokens except the label.
 
-    It is what torch calls label_smoothing. Source: Szegedy et al. 2015, arXiv:1512.00567, section
-    7.
+    Source: Szegedy et al. 2015, arXiv:1512.00567, section 7.
 
-    >>> spread_of(0.1, 5)
+    >>> to_torch_label_smoothing(0.1, 5)
     0.125
     """
     return smoothing * vocab_size / (vocab_size - 1) if smoothing else 0.0
@@ -348,14 +349,14 @@ def reference_cross_entropy(
     logit_transform: LogitTransform = AS_THEY_ARE,
     smoothing: float = 0.0,
 ) -> Tensor:
-    """What `token_losses` computes where one rank has the whole vocabulary, in plain operations:
-    [t]."""
+    """Reference implementation of `token_losses` on one rank with the whole vocabulary, in plain
+    PyTorch operations: [t]."""
     logits = (x @ weight[:vocab_size].t()).to(
         torch.promote_types(x.dtype, torch.float32)
     ) * logit_transform.scale
     if logit_transform.softcap is not None:
         logits = logit_transform.softcap * torch.tanh(logits / logit_transform.softcap)
-    spread = spread_of(smoothing, vocab_size)
+    spread = to_torch_label_smoothing(smoothing, vocab_size)
     return torch.nn.functional.cross_entropy(
         logits, labels.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=spread
     )
@@ -367,9 +368,9 @@ def _plain_losses(
     labels: Tensor,
     head: "Head",
     grad_accumulator: GradAccumulator | None,
-) -> Measured:
-    """`reference_cross_entropy` where ranks share the vocabulary, or the weight's gradient goes
-    to a sink, and what it saw of each token."""
+) -> CrossEntropyResult:
+    """`reference_cross_entropy` with logit statistics, for a vocabulary that is sharded over ranks,
+    or with a gradient accumulator."""
     logits = (
         linear(x, [weight], grad_accumulator=grad_accumulator).to(
             torch.promote_types(x.dtype, torch.float32)
@@ -384,51 +385,53 @@ def _plain_losses(
     total = reduce_from_tp(
         mark_partial((logits - largest.unsqueeze(1)).exp().sum(-1), head.group), head.group
     )
-    rows, mine = head.target(labels)
-    target = torch.where(mine, logits.gather(1, rows), largest.unsqueeze(1)).squeeze(1) - largest
+    rows, is_local = head.target(labels)
+    target = (
+        torch.where(is_local, logits.gather(1, rows), largest.unsqueeze(1)).squeeze(1) - largest
+    )
     if head.spread:
-        every = (logits - largest.unsqueeze(1)).masked_fill(padding, 0.0).sum(-1)
-        target = (1 - head.spread) * target + head.spread_each * every
+        logit_sums = (logits - largest.unsqueeze(1)).masked_fill(padding, 0.0).sum(-1)
+        target = (1 - head.spread) * target + head.spread_each * logit_sums
     losses = total.log() - reduce_from_tp(mark_partial(target, head.group), head.group)
-    return Measured(losses.masked_fill(labels < 0, 0.0), largest + total.log(), largest)
+    return CrossEntropyResult(losses.masked_fill(labels < 0, 0.0), largest + total.log(), largest)
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What one rank has of the output head, and how it goes about it."""
+    """The local shard of the output head, and the settings of its loss."""
 
     group: Group
-    """The ranks that hold the vocabulary."""
+    """The ranks over which the vocabulary is sharded."""
 
     first_row: int
-    """Token number of my first row."""
+    """Token id of the first local row."""
 
     rows: int
-    """My rows that are not padding; 0 on a rank that has only those."""
+    """Number of local rows that are not padding; may be 0."""
 
     chunk: int
-    """PackedSeqParams at a time."""
+    """Tokens per chunk."""
 
     loops: bool
-    """Use compiled loops or Triton programs where they serve."""
+    """Use numba loops or Triton kernels where they are supported."""
 
     logit_transform: LogitTransform
 
     spread: float = 0.0
-    """Of what labels say, the part that all tokens share evenly."""
+    """Label smoothing: the probability that all tokens share evenly."""
 
     spread_each: float = 0.0
-    """What each of them gets of it."""
+    """The part of `spread` that each token gets."""
 
     form: BackendName = "auto"
-    """Which loops or programs."""
+    """The kernel backend."""
 
     z_loss: float = 0.0
-    """What the square of a labeled token's logsumexp counts."""
+    """Coefficient of the square of a labeled token's logsumexp."""
 
     def smoothed(self, smoothing: float, vocab_size: int) -> "Head":
-        """The same head where other tokens share `smoothing` of what labels say."""
-        spread = spread_of(smoothing, vocab_size)
+        """Return the head with label smoothing."""
+        spread = to_torch_label_smoothing(smoothing, vocab_size)
         return replace(self, spread=spread, spread_each=spread / vocab_size) if spread else self
 
     @staticmethod
@@ -442,54 +445,55 @@ class Head:
         loops: bool,
         logit_transform: LogitTransform = AS_THEY_ARE,
     ) -> "Head":
-        """The head whose matrix is `weight` [v_local, h]."""
+        """Return the head of the local rows `weight` [v_local, h]."""
         rows = max(0, min(weight.shape[0], vocab_size - first_row))
-        # From what all ranks know alike, not from my rows, which may be more than theirs: every
-        # chunk is a collective.
-        fitting = loss_chunk(vocab_size, ranks=group.size)
+        # The chunk size depends only on values that are equal on all ranks, not on the local rows:
+        # every chunk runs collectives.
+        default_chunk = loss_chunk(vocab_size, ranks=group.size)
         return Head(
             group,
             first_row,
             rows,
-            chunk if chunk is not None else fitting,
+            chunk if chunk is not None else default_chunk,
             loops and rows > 0,
             logit_transform,
         )
 
     def engine(self, logits: Tensor) -> FusedBackend:
-        """What works on them."""
+        """Return the backend for these logits."""
         return select_backend(self.form if self.loops else "torch", logits, op="cross_entropy")
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """My rows without padding; one row of padding if there is only that, so that no rank leaves
-        out a sum."""
+        """Return the local rows without padding; one padding row if there are no others, so that
+        every rank takes part in the collectives."""
         return weight[: max(1, self.rows)]
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [c, h] -> [c, rows], products rounded to x's dtype; -inf where there is only
+        """x [c, h] -> logits [c, rows], products rounded to x's dtype; -inf on a rank that has only
         padding."""
         logits = self.logit_transform.scores(linear_forward(x, self.matrix(weight)))
         return logits if self.rows else logits.fill_(float("-inf"))
 
     def target(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Each label as a row of mine [c, 1] (0 if it is not), and whether it is mine [c, 1]."""
+        """Return each label's local row [c, 1] (0 if it is not local), and whether it is local [c,
+        1]."""
         local = (labels - self.first_row).unsqueeze(1)
-        mine = (local >= 0) & (local < self.rows) & (labels >= 0).unsqueeze(1)
-        return local * mine, mine
+        is_local = (local >= 0) & (local < self.rows) & (labels >= 0).unsqueeze(1)
+        return local * is_local, is_local
 
 
-class Wanted(NamedTuple):
-    """Which gradients to form."""
+class RequiredOutputs(NamedTuple):
+    """The gradients and statistics to compute in forward."""
 
     x: bool
     weight: bool
 
     measures: bool = False
-    """And whether each token's logsumexp and largest score are of interest."""
+    """Whether each token's logsumexp and largest logit are required."""
 
 
 class Softmax(NamedTuple):
-    """What is left of each token's logits over the whole vocabulary, in fp32 or float64."""
+    """Softmax statistics of each token over the whole vocabulary, in fp32 or float64."""
 
     largest: Tensor
     """[c]: the largest logit."""
@@ -498,30 +502,31 @@ class Softmax(NamedTuple):
     """[c]: sum of exp(logit - largest)."""
 
     target: Tensor
-    """[c]: the label's logit - largest, 0 without a label; smoothed, the mean of what labels say of
-    all logits."""
+    """[c]: the label's logit - largest, 0 without a label; with label smoothing, the expected value
+    over the target distribution."""
 
     def losses(self, labels: Tensor) -> Tensor:
-        """[c]: -log p(label), or the mean of it over what labels say, 0 without one."""
+        """Return the loss [c]: -log p(label), or its expected value over the target distribution; 0
+        without a label."""
         return (self.total.log() - self.target).masked_fill_(labels < 0, 0.0)
 
     def logsumexp(self) -> Tensor:
-        """[c]: log of the sum of exp(logit), over the whole vocabulary."""
+        """Return log of the sum of exp(logit) over the whole vocabulary: [c]."""
         return self.largest + self.total.log()
 
 
 def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
-    """Two small collectives over the ranks that hold the vocabulary, whatever the labels are;
-    leaves logits alone."""
-    own_largest, own_total = ROW_SUMS[head.engine(logits)](logits)
-    largest = all_reduce_max_(own_largest.clone(), head.group)
-    rows, mine = head.target(labels)
-    target = (logits.gather(1, rows).squeeze(1) - largest).masked_fill_(~mine.squeeze(1), 0.0)
+    """Return the softmax statistics with two small collectives over the vocabulary's ranks,
+    whatever the labels are; logits are not modified."""
+    local_largest, local_total = ROW_SUMS[head.engine(logits)](logits)
+    largest = all_reduce_max_(local_largest.clone(), head.group)
+    rows, is_local = head.target(labels)
+    target = (logits.gather(1, rows).squeeze(1) - largest).masked_fill_(~is_local.squeeze(1), 0.0)
     if head.spread and head.rows:
-        every = (logits.to(target.dtype) - largest.unsqueeze(1)).sum(-1)
-        target.mul_(1 - head.spread).add_(every, alpha=head.spread_each)
+        logit_sums = (logits.to(target.dtype) - largest.unsqueeze(1)).sum(-1)
+        target.mul_(1 - head.spread).add_(logit_sums, alpha=head.spread_each)
     sums = all_reduce_(
-        torch.stack([own_total.mul_((own_largest - largest).exp_()), target]), head.group
+        torch.stack([local_total.mul_((local_largest - largest).exp_()), target]), head.group
     )
     return Softmax(largest, sums[0], sums[1])
 
@@ -534,47 +539,52 @@ def logit_gradient(
     head: Head,
     more: Tensor | None = None,
 ) -> Tensor:
-    """What products get: ((weights + more) * p - weights * what labels say) * slopes, [c, rows],
-    where possible in logits' memory.
+    """Return the gradient of the products: ((weights + more) * p - weights * target distribution) *
+    slopes, [c, rows], in the logits' memory if possible.
 
-    weights [c]: what each token's loss counts, 0 without a label; more [c]: what its logsumexp
-    does. The entry at the label is computed apart: in bf16, 1 would swallow the last digits of p.
+    weights [c]: gradient of each token's loss, 0 without a label; more [c]: gradient of its
+    logsumexp. The entry at the label is computed separately: in bf16, subtracting 1 would lose the
+    last digits of p.
     """
-    rows, mine = head.target(labels)
-    likely = _scores_of_labels(logits, rows, softmax, head).exp() / softmax.total
-    at_label = likely - 1
+    rows, is_local = head.target(labels)
+    label_probability = _scores_of_labels(logits, rows, softmax, head).exp() / softmax.total
+    at_label = label_probability - 1
     at_label = (at_label.add_(head.spread - head.spread_each) if head.spread else at_label).mul_(
         weights
     )
-    at_label = at_label if more is None else at_label.addcmul_(likely, more)
+    at_label = at_label if more is None else at_label.addcmul_(label_probability, more)
     factor = (weights if more is None else weights + more) / softmax.total
-    even = weights * head.spread_each if head.spread and head.rows else None
-    engine = head.engine(logits)
-    if engine == "triton":
-        row = torch.where(mine, rows, -1).squeeze(1)
+    smoothing_grad = weights * head.spread_each if head.spread and head.rows else None
+    backend = head.engine(logits)
+    if backend == "triton":
+        row = torch.where(is_local, rows, -1).squeeze(1)
         return _triton_gradient(
-            logits, softmax.largest, factor, row, at_label, even, head.logit_transform
+            logits, softmax.largest, factor, row, at_label, smoothing_grad, head.logit_transform
         )
-    slopes = head.logit_transform.slopes(logits)  # before the gradient takes their place
-    gradient = (_loop_scaled_exp if engine == "numba" else _scaled_exp)(
+    slopes = head.logit_transform.slopes(logits)  # before the gradient overwrites the logits
+    gradient = (_loop_scaled_exp if backend == "numba" else _scaled_exp)(
         logits, softmax.largest, factor
     )
-    gradient = gradient if even is None else gradient.sub_(even.unsqueeze(1).to(gradient.dtype))
+    gradient = (
+        gradient
+        if smoothing_grad is None
+        else gradient.sub_(smoothing_grad.unsqueeze(1).to(gradient.dtype))
+    )
     at_label = at_label.unsqueeze(1).to(gradient.dtype)
-    gradient.scatter_(1, rows, torch.where(mine, at_label, gradient.gather(1, rows)))
+    gradient.scatter_(1, rows, torch.where(is_local, at_label, gradient.gather(1, rows)))
     return gradient if slopes is None else gradient.mul_(slopes)
 
 
 def _scores_of_labels(logits: Tensor, rows: Tensor, softmax: Softmax, head: Head) -> Tensor:
-    """[c]: each label's logit - largest; where labels are smoothed, only of those that are mine."""
+    """Return each label's logit - largest, [c]; with label smoothing, only of local labels."""
     if not head.spread:
         return softmax.target
     return logits.gather(1, rows).squeeze(1).to(softmax.largest.dtype) - softmax.largest
 
 
 def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest of each row of [c, rows], and the sum of exp(logit - largest): [c] each, in fp32 or
-    float64."""
+    """Return the largest logit of each row of [c, rows] and the sum of exp(logit - largest): [c]
+    each, in fp32 or float64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = wide.amax(-1)
     # A row of -inf (a rank that has only padding) sums to 0, not to the NaN of inf - inf.
@@ -584,7 +594,6 @@ def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _loop_row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`_row_sums` in one pass."""
     largest, total = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
     cpu.run(
         "row_sums", logits.dtype, *logits.shape, logits, largest, total, elements=logits.numel()
@@ -593,13 +602,13 @@ def _loop_row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled_exp(logits: Tensor, largest: Tensor, factor: Tensor) -> Tensor:
-    """factor * exp(logit - largest), [c, rows] in the logits' dtype."""
+    """Return factor * exp(logit - largest), [c, rows] in the logits' dtype."""
     wide = logits.to(factor.dtype)
     return wide.sub_(largest.unsqueeze(1)).exp_().mul_(factor.unsqueeze(1)).to(logits.dtype)
 
 
 def _loop_scaled_exp(logits: Tensor, largest: Tensor, factor: Tensor) -> Tensor:
-    """`_scaled_exp` in one pass, in place."""
+    """Compute `_scaled_exp` in place."""
     cpu.run(
         "logit_gradients",
         logits.dtype,
@@ -613,7 +622,6 @@ def _loop_scaled_exp(logits: Tensor, largest: Tensor, factor: Tensor) -> Tensor:
 
 
 def _triton_row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`_row_sums` in one pass."""
     from megalith.kernels import triton_loss  # imports Triton
 
     return triton_loss.row_sums(logits)
@@ -635,7 +643,7 @@ def _triton_gradient(
     even: Tensor | None,
     logit_transform: LogitTransform,
 ) -> Tensor:
-    """All of `logit_gradient` in one pass, in place."""
+    """Compute `logit_gradient` in place."""
     from megalith.kernels import triton_loss
 
     scale, cap = logit_transform.scale, logit_transform.softcap
@@ -647,8 +655,8 @@ def _triton_gradient(
 def _add_gradients(
     dlogits: Tensor, x: Tensor, weight: Tensor, head: Head, dx: Tensor | None, dw: Tensor | None
 ) -> None:
-    """What a chunk's logits gradient [c, rows] gives x: written to dx [c, h]; and weight: added to
-    dw [v_local, h]."""
+    """Write the gradient of x to dx [c, h] and add that of the weight to dw [v_local, h], from a
+    chunk's logit gradient [c, rows]."""
     dlogits = dlogits.to(x.dtype)
     if dx is not None:
         dx.copy_(input_grad(dlogits, head.matrix(weight)))
@@ -657,7 +665,7 @@ def _add_gradients(
 
 
 class LossSumFunction(Function):
-    """`linear_cross_entropy` as autograd sees it."""
+    """Autograd function of `linear_cross_entropy`."""
 
     moves: ClassVar[tuple[str, str]] = ("V", "I")
 
@@ -669,14 +677,14 @@ class LossSumFunction(Function):
         labels: Tensor,
         group: Group,
         head: Head,
-        wanted: Wanted,
+        wanted: RequiredOutputs,
         grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [t, h] -> scalar, and of each token, if measures are wanted, logsumexp and largest
-        score, else empty ones; keeps dx and dw for a gradient of one."""
+        """x [t, h] -> the scalar loss, and logsumexp and largest logit of each token (empty unless
+        required); saves dx and dw for a gradient of 1."""
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = x.new_zeros((), dtype=wide)
-        seen = x.new_empty(2, x.shape[0] if wanted.measures else 0, dtype=wide)
+        logit_stats = x.new_empty(2, x.shape[0] if wanted.measures else 0, dtype=wide)
         dx = torch.empty_like(x) if wanted.x else None
         dw = x.new_zeros(weight.shape, dtype=wide) if wanted.weight else None
         for start in range(0, x.shape[0], head.chunk):
@@ -684,33 +692,35 @@ class LossSumFunction(Function):
             logits = head.logits(x[rows], weight)
             softmax = softmax_over_ranks(logits, labels[rows], head)
             loss += softmax.losses(labels[rows]).sum()
-            more = None
+            dlogsumexp = None
             if head.z_loss:
-                more = 2 * head.z_loss * softmax.logsumexp().masked_fill_(labels[rows] < 0, 0.0)
-                loss += (more * softmax.logsumexp()).sum() / 2
+                dlogsumexp = (
+                    2 * head.z_loss * softmax.logsumexp().masked_fill_(labels[rows] < 0, 0.0)
+                )
+                loss += (dlogsumexp * softmax.logsumexp()).sum() / 2
             if wanted.measures:
-                torch.stack([softmax.logsumexp(), softmax.largest], out=seen[:, rows])
+                torch.stack([softmax.logsumexp(), softmax.largest], out=logit_stats[:, rows])
             if wanted.x or wanted.weight:
                 weights = (labels[rows] >= 0).to(wide)
-                dlogits = logit_gradient(logits, labels[rows], softmax, weights, head, more)
+                dlogits = logit_gradient(logits, labels[rows], softmax, weights, head, dlogsumexp)
                 _add_gradients(dlogits, x[rows], weight, head, None if dx is None else dx[rows], dw)
         ctx.save_for_backward(dx, dw)
         ctx.grad_accumulator, ctx.dtype = grad_accumulator, weight.dtype
-        logsumexp, largest = seen
+        logsumexp, largest = logit_stats
         ctx.mark_non_differentiable(logsumexp, largest)
         return loss, logsumexp, largest
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dloss: Tensor, *nothing: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale what forward left, in place: dw may be the largest tensor there is. A second
-        backward is refused."""
+        """Scale the saved gradients in place, because dw may be the largest tensor; a second
+        backward raises an error."""
         dx, dw = (None if saved is None else saved.mul_(dloss) for saved in ctx.saved_tensors)
         return dx, _deliver(dw, ctx.grad_accumulator, ctx.dtype), None, None, None, None, None
 
 
 class TokenLossesFunction(Function):
-    """`token_losses` as autograd sees it."""
+    """Autograd function of `token_losses`."""
 
     moves: ClassVar[tuple[str, str]] = ("V", "I")
 
@@ -724,17 +734,20 @@ class TokenLossesFunction(Function):
         head: Head,
         grad_accumulator: GradAccumulator | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [t, h] -> three times [t], as in `Measured`; keeps three numbers per token."""
-        kept = x.new_empty(3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
+        """x [t, h] -> three tensors [t], as in `CrossEntropyResult`; saves x and three numbers per
+        token."""
+        softmax_stats = x.new_empty(
+            3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32)
+        )
         for start in range(0, x.shape[0], head.chunk):
             rows = slice(start, start + head.chunk)
             softmax = softmax_over_ranks(head.logits(x[rows], weight), labels[rows], head)
-            torch.stack(softmax, out=kept[:, rows])
-        ctx.save_for_backward(x, weight, labels, kept)
+            torch.stack(softmax, out=softmax_stats[:, rows])
+        ctx.save_for_backward(x, weight, labels, softmax_stats)
         ctx.head, ctx.grad_accumulator = head, grad_accumulator
-        ctx.set_materialize_grads(False)  # None says that nobody asked for a logsumexp
-        softmax = Softmax(*kept)
-        largest = softmax.largest.clone()  # an output is no view of what is kept
+        ctx.set_materialize_grads(False)  # dlogsumexp is None if logsumexp is unused
+        softmax = Softmax(*softmax_stats)
+        largest = softmax.largest.clone()  # an output must not be a view of a saved tensor
         ctx.mark_non_differentiable(largest)
         return softmax.losses(labels), softmax.logsumexp(), largest
 
@@ -743,18 +756,27 @@ class TokenLossesFunction(Function):
     def backward(
         ctx: Context, dlosses: Tensor | None, dlogsumexp: Tensor | None, nothing: None
     ) -> tuple[Tensor | None, ...]:
-        """dlosses, dlogsumexp [t] -> dx [t, h] and dw, logits computed again chunk by chunk; no
-        collective."""
-        x, weight, labels, kept = ctx.saved_tensors
+        """dlosses, dlogsumexp [t] -> dx [t, h] and dw; recomputes the logits chunk by chunk,
+        without collectives."""
+        x, weight, labels, softmax_stats = ctx.saved_tensors
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dw = x.new_zeros(weight.shape, dtype=kept.dtype) if ctx.needs_input_grad[1] else None
-        weights = kept.new_zeros(len(x)) if dlosses is None else dlosses * (labels >= 0)
+        dw = (
+            x.new_zeros(weight.shape, dtype=softmax_stats.dtype)
+            if ctx.needs_input_grad[1]
+            else None
+        )
+        weights = softmax_stats.new_zeros(len(x)) if dlosses is None else dlosses * (labels >= 0)
         for start in range(0, x.shape[0], ctx.head.chunk):
             rows = slice(start, start + ctx.head.chunk)
             logits = ctx.head.logits(x[rows], weight)
             more = None if dlogsumexp is None else dlogsumexp[rows]
             dlogits = logit_gradient(
-                logits, labels[rows], Softmax(*kept[:, rows]), weights[rows], ctx.head, more
+                logits,
+                labels[rows],
+                Softmax(*softmax_stats[:, rows]),
+                weights[rows],
+                ctx.head,
+                more,
             )
             _add_gradients(dlogits, x[rows], weight, ctx.head, None if dx is None else dx[rows], dw)
         return dx, _deliver(dw, ctx.grad_accumulator, weight.dtype), None, None, None, None
@@ -763,7 +785,7 @@ class TokenLossesFunction(Function):
 def _deliver(
     dw: Tensor | None, grad_accumulator: GradAccumulator | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """Hand dw to the sink, if there is one, else to autograd."""
+    """Pass dw to the gradient accumulator if there is one; else return it to autograd."""
     if dw is None:
         return None
     if grad_accumulator is None:

@@ -1,10 +1,11 @@
-"""Dropout whose masks are hashes: no generator, nothing kept but which tokens these are.
+"""Dropout with hashed masks: no random generator, and only the token numbers are saved for
+backward.
 
 Whether a feature is dropped depends on a key (seed, place, layer), the token's number in the run,
-and the feature. So a mask is the same wherever and whenever it is computed: on any rank of any
-layout, in backward, after a resume. Source of dropout: Srivastava et al. 2014, JMLR 15(56). Of the
-mixers: Steele et al. 2014, "Fast splittable pseudorandom number generators", section 2 (64 bits),
-and Appleby's MurmurHash3 (32 bits).
+and the feature. So a mask is reproducible on any rank of any layout, in backward and after a
+resume. Source of dropout: Srivastava et al. 2014, JMLR 15(56). Of the mixers: Steele et al. 2014,
+"Fast splittable pseudorandom number generators", section 2 (64 bits), and Appleby's MurmurHash3 (32
+bits).
 """
 
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ def dropout(
     first_feature: int = 0,
     kernel: BackendName = "auto",
 ) -> Tensor:
-    """Each feature is 0 with probability p, else divided by 1 - p: x [t, h], numbers int64 [t] ->
-    [t, h].
+    """Set each feature to 0 with probability p and divide the others by 1 - p: x [t, h], numbers
+    int64 [t] -> [t, h].
 
-    key: 63 bits for this place and layer (`plan/keys.py`); numbers: which token of the run each is;
-    first_feature: what the first column is, of all features. Backward computes the mask again.
+    key: 63 bits for this place and layer (`plan/keys.py`); numbers: the number of each token in the
+    run; first_feature: index of the first column among all features. Backward recomputes the mask.
     """
     assert 0.0 <= p < 1.0
     if p == 0.0:
@@ -53,7 +54,7 @@ def dropout(
 def reference_dropout(
     x: Tensor, p: float, key: int, numbers: Tensor, first_feature: int = 0
 ) -> Tensor:
-    """What `dropout` computes, in plain operations."""
+    """Reference implementation of `dropout` in plain PyTorch operations."""
     return (x * (1 / (1 - p))).masked_fill(
         dropped_features(p, key, numbers, first_feature, x.shape[-1]), 0.0
     )
@@ -62,7 +63,8 @@ def reference_dropout(
 def dropped_features(
     p: float, key: int, numbers: Tensor, first_feature: int, features: int
 ) -> Tensor:
-    """Which features are dropped: numbers int64 [t] -> bool [t, features]."""
+    """Return the dropout mask of features: numbers int64 [t] -> bool [t, features], True where
+    dropped."""
     places = torch.arange(first_feature, first_feature + features, device=numbers.device)
     return _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)) < _threshold(
         p
@@ -70,10 +72,10 @@ def dropped_features(
 
 
 def dropped_weights(p: float, key: int, queries: Tensor, keys: Tensor, heads: range) -> Tensor:
-    """Which of attention's weights are dropped: numbers int64 [t_q] and [t_k] of tokens -> bool
-    [heads, t_q, t_k].
+    """Return the dropout mask of attention weights: token numbers int64 [t_q] and [t_k] -> bool
+    [heads, t_q, t_k], True where dropped.
 
-    heads: which of the model's query heads these are.
+    heads: indices of these query heads in the model.
     """
     rows = torch.stack([_hash(queries, key + head) for head in heads])
     return _mix(rows.unsqueeze(-1), _hash(keys, ~key).to(torch.int32)) < _threshold(p)
@@ -81,36 +83,36 @@ def dropped_weights(p: float, key: int, queries: Tensor, keys: Tensor, heads: ra
 
 @dataclass(frozen=True, slots=True)
 class DroppedWeights:
-    """Which weights of attention between some queries and some keys are dropped."""
+    """Attention dropout between some queries and some keys."""
 
     dropout: WeightDropout
     queries: Tensor
-    """int64 [t_q]: which tokens of the run the queries are."""
+    """int64 [t_q]: number of each query's token in the run."""
 
     keys: Tensor
-    """int64 [t_k]: the same of the keys."""
+    """int64 [t_k]: number of each key's token in the run."""
 
     def factors(self, spans: KeySpans, tile: KeyTile, heads: slice, q: Tensor) -> Tensor:
-        """What a tile's weights are multiplied by, [its heads, shared * rows, keys]; `heads`: those
-        of the tile.
+        """Return the factors of a tile's attention weights, [heads of the tile, shared * rows,
+        keys].
 
-        q [heads, shared, length, d], as span attention orders it: key/value heads of row after row,
-        and the query heads that share each.
+        q [heads, shared, length, d] in the layout of kernels/span_attention.py: key/value heads of
+        row after row, and the query heads that share each.
         """
-        each, count, shared = [], q.shape[0] // spans.repeats, q.shape[1]
+        head_factors, num_kv_heads, shared = [], q.shape[0] // spans.repeats, q.shape[1]
         for head in range(*heads.indices(q.shape[0])):
-            first = self.dropout.first_head + head % count * shared
-            queries, keys = self._row(head // count, spans.repeats)
+            first = self.dropout.first_head + head % num_kv_heads * shared
+            queries, keys = self._row(head // num_kv_heads, spans.repeats)
             queries, keys = queries[tile.start : tile.stop], keys[tile.first : tile.last]
-            each.append(
+            head_factors.append(
                 weight_factors(
                     self.dropout, queries, keys, range(first, first + shared), q.dtype
                 ).flatten(0, 1)
             )
-        return torch.stack(each)
+        return torch.stack(head_factors)
 
     def of_row(self, row: int, rows: int, heads: int, dtype: torch.dtype) -> Tensor:
-        """The same of all pairs of one of equal rows, [heads, queries, keys]."""
+        """Return the factors of all pairs of one of `rows` equal rows, [heads, queries, keys]."""
         first = self.dropout.first_head
         return weight_factors(
             self.dropout, *self._row(row, rows), range(first, first + heads), dtype
@@ -123,14 +125,14 @@ class DroppedWeights:
 def weight_factors(
     dropout: WeightDropout, queries: Tensor, keys: Tensor, heads: range, dtype: torch.dtype
 ) -> Tensor:
-    """0 for weights that are dropped, else 1 / (1 - p), fp32 or float64: numbers [t_q], [t_k] ->
-    [heads, t_q, t_k]."""
+    """Return the factors of attention weights, 0 where dropped, else 1 / (1 - p), in fp32 or
+    float64: numbers [t_q], [t_k] -> [heads, t_q, t_k]."""
     kept = ~dropped_weights(dropout.p, dropout.key, queries, keys, heads)
     return kept.to(torch.promote_types(dtype, torch.float32)).div_(1 - dropout.p)
 
 
 class DropoutFunction(Function):
-    """`dropout` as autograd sees it: the same function of dy as of x."""
+    """Autograd function of `dropout`; backward applies the same function to dy."""
 
     reference = staticmethod(
         lambda x, p, key, numbers, first, loops: reference_dropout(x, p, key, numbers, first)
@@ -165,7 +167,6 @@ def _torch(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) -
 
 
 def _loop(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) -> Tensor:
-    """`_torch` in one pass."""
     x = x.contiguous()
     y, hashes = torch.empty_like(x), _hash(numbers, key)
     cpu.run(
@@ -183,9 +184,9 @@ def _loop(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) ->
     return y
 
 
-def uniform_features(key: int, numbers: Tensor, features: int) -> Tensor:
-    """Draws from -1 to 1 that depend on key, token and feature alone: numbers int64 [t] -> fp32 [t,
-    features]."""
+def hashed_uniform(key: int, numbers: Tensor, features: int) -> Tensor:
+    """Draw uniform numbers from -1 to 1 that depend on key, token and feature only: numbers int64
+    [t] -> fp32 [t, features]."""
     places = torch.arange(features, device=numbers.device)
     return (
         _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)).float() / 2**31
@@ -193,12 +194,13 @@ def uniform_features(key: int, numbers: Tensor, features: int) -> Tensor:
 
 
 def _threshold(p: float) -> int:
-    """Of all 32-bit integers, a share of p lies below."""
+    """Return the 32-bit signed integer below which a share p of all values lies."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def _hash(numbers: Tensor, key: int) -> Tensor:
-    """64 bits for each of numbers [t]: int64 [t]. Integers wrap around, as the mixers want it."""
+    """Return a 64-bit hash of each of numbers [t]: int64 [t]. Integer overflow wraps, as the mixer
+    requires."""
     z = numbers * _signed(STEP_64, 64) + _signed(key, 64)
     for shift, factor in zip((30, 27), MIX_64, strict=True):
         z = (z ^ _shifted(z, shift, 64)) * _signed(factor, 64)
@@ -206,11 +208,11 @@ def _hash(numbers: Tensor, key: int) -> Tensor:
 
 
 def _mix(hashes: Tensor, places: Tensor) -> Tensor:
-    """32 bits for each place of each row: hashes int64 [..., 1], places int32 [h] -> int32 [...,
-    h].
+    """Return a 32-bit hash of each feature of each row: hashes int64 [..., 1], places int32 [h] ->
+    int32 [..., h].
 
-    The low half of the hash is where a row begins. The high half comes in between the two rounds,
-    so that rows which begin near one another do not go on alike.
+    The low half of the row's hash is the start of the sequence; the high half is mixed in between
+    the two rounds, so that rows with close starts differ.
     """
     low, high = hashes.to(torch.int32), (hashes >> 32).to(torch.int32)
     z = low + places
@@ -220,11 +222,11 @@ def _mix(hashes: Tensor, places: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, by: int, bits: int) -> Tensor:
-    """z as an unsigned integer, shifted to the right."""
+    """Logical right shift of z."""
     return (z >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 
 def _signed(value: int, bits: int) -> int:
-    """The signed integer of the same bits."""
+    """Return the signed integer with the same bits."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value

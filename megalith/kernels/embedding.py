@@ -1,4 +1,5 @@
-"""`embedding`: token numbers to vectors, from the rows of the table that this rank owns."""
+"""`embedding`: look up token embeddings in the rows of a vocabulary-parallel table that this rank
+holds."""
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ def embedding(
     first_row: int = 0,
     grad_accumulator: GradAccumulator | None = None,
 ) -> Tensor:
-    """Look up my rows; the other ranks' rows come out as zeros, so that the sum over ranks is the
-    whole answer.
+    """Look up the local rows; ids of other ranks' rows give zeros, so the sum over ranks is the
+    full result.
 
     ids [t] int64, weight [rows, h] = rows first_row ... first_row + rows - 1 of the table -> [t,
     h].
@@ -26,9 +27,9 @@ def embedding(
 
 
 def reference_embedding(ids: Tensor, weight: Tensor, first_row: int) -> Tensor:
-    """What `embedding` computes, in plain operations."""
-    rows, mine = _local_rows(ids, weight, first_row)
-    return weight[rows] * mine.unsqueeze(1)
+    """Reference implementation of `embedding` in plain PyTorch operations."""
+    rows, is_local = _local_rows(ids, weight, first_row)
+    return weight[rows] * is_local.unsqueeze(1)
 
 
 def add_rows_(total: Tensor, rows: Tensor, dy: Tensor) -> Tensor:
@@ -38,14 +39,14 @@ def add_rows_(total: Tensor, rows: Tensor, dy: Tensor) -> Tensor:
 
 
 def _local_rows(ids: Tensor, weight: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
-    """Row numbers within `weight` (0 where the id is not mine), and which ids are mine."""
+    """Return the row of each id in `weight` (0 if it is not local), and whether it is local."""
     local = ids - first_row
-    mine = (local >= 0) & (local < weight.shape[0])
-    return local * mine, mine
+    is_local = (local >= 0) & (local < weight.shape[0])
+    return local * is_local, is_local
 
 
 class EmbeddingFunction(Function):
-    """`embedding` as autograd sees it."""
+    """Autograd function of `embedding`."""
 
     reference = staticmethod(
         lambda ids, weight, first_row, grad_accumulator: reference_embedding(ids, weight, first_row)
@@ -60,23 +61,22 @@ class EmbeddingFunction(Function):
         grad_accumulator: GradAccumulator | None,
     ) -> Tensor:
         """ids [t] -> [t, h]."""
-        rows, mine = _local_rows(ids, weight, first_row)
-        ctx.save_for_backward(rows, mine)
+        rows, is_local = _local_rows(ids, weight, first_row)
+        ctx.save_for_backward(rows, is_local)
         ctx.shape, ctx.grad_accumulator = weight.shape, grad_accumulator
-        return weight.index_select(0, rows).mul_(mine.unsqueeze(1))
+        return weight.index_select(0, rows).mul_(is_local.unsqueeze(1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [t, h] -> the table's gradient, or its rows to the sink."""
-        rows, mine = ctx.saved_tensors
-        dy = dy * mine.unsqueeze(
+        """dy [t, h] -> the table's gradient, or its rows to the gradient accumulator."""
+        rows, is_local = ctx.saved_tensors
+        dy = dy * is_local.unsqueeze(
             1
-        )  # an id of another rank adds zeros to row 0, so that no shape depends on the data
+        )  # ids of other ranks add zeros to row 0, so that shapes do not depend on the data
         if ctx.grad_accumulator is not None:
             ctx.grad_accumulator.rows(rows, dy)
             return None, None, None, None
-        # In bf16 a frequent token's later rows would be swallowed by its sum: add in fp32, round
-        # once.
+        # In bf16 a frequent token's sum would lose its later terms: add in fp32, round once.
         total = dy.new_zeros(ctx.shape, dtype=torch.promote_types(dy.dtype, torch.float32))
         return None, add_rows_(total, rows, dy).to(dy.dtype), None, None

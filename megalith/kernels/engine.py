@@ -1,5 +1,5 @@
-"""Which of an operation's forms computes it: compiled loops on CPUs, Triton programs on GPUs, or
-torch's operations."""
+"""Backend selection of fused operations: numba loops on CPUs, Triton kernels on GPUs, or torch
+operations."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -17,13 +17,12 @@ FusedBackend = Literal["numba", "triton", "torch"]
 def select_backend(
     kernel: BackendName, *tensors: Tensor, op: Op, loops: bool = True, triton: bool = True
 ) -> FusedBackend:
-    """The fastest form that works on these tensors; torch's, or one by name, where the caller asks
-    for that.
+    """Return the fastest backend that supports these tensors, or the one that `kernel` names.
 
-    `loops`, `triton`: whether there is a loop, and a program, for what is asked.
+    `loops`, `triton`: whether the operation has a numba loop, and a Triton kernel.
 
     Raises:
-        ConfigError: the form that is asked for by name does not take these tensors, or is not here.
+        ConfigError: the named backend does not support these tensors or is not available.
     """
     if kernel == "auto":
         if loops and cpu.takes(*tensors):
@@ -40,39 +39,42 @@ def select_backend(
 def refuse(
     op: Op, form: BackendName, *tensors: Tensor, works: BackendName = "torch"
 ) -> FusedBackend:
-    """Say that a way that was asked for cannot be taken, and which can.
+    """Raise the error for an explicitly set backend that cannot be used, with one that can.
 
     Raises:
         ConfigError: always.
     """
-    first, lacking = tensors[0], unavailable_backends()
-    given = f"{str(first.dtype).removeprefix('torch.')} {list(first.shape)} on {first.device.type}"
-    reason = lacking.get(
-        form, f"it takes {find_backend_spec(op, form).takes()}; it was given {given}"
+    tensor, unavailable = tensors[0], unavailable_backends()
+    given = (
+        f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"
+    )
+    reason = unavailable.get(
+        form, f"supported inputs: {find_backend_spec(op, form).takes()}; this input: {given}"
     )
     raise ConfigError(
-        f"kernels.{op}={form}: {reason}. Set kernels.{op} to {works}, which takes this, or to auto."
+        f"kernels.{op}={form}: {reason}. Set kernels.{op} to {works}, which supports this input, "
+        "or to auto."
     )
 
 
 def unavailable_backends() -> Mapping[str, str]:
-    """Ways that this machine cannot compute anything by, and why."""
-    found = (
+    """Return the backends that this machine cannot use, and the reason for each."""
+    reasons = (
         {}
         if cpu.openmp() is not None
-        else {"numba": "torch has no OpenMP library here that loops could run on"}
+        else {"numba": "torch's OpenMP library on this machine cannot be called"}
     )
     if not gpu.has_triton():
-        found |= {
+        reasons |= {
             "triton": "Triton is not installed",
-            "flex": "Triton, which it is compiled to, is not installed",
+            "flex": "Triton, which flex_attention is compiled to, is not installed",
         }
     from megalith.kernels.grouped_linear import HAS_GROUPED_MM
     from megalith.kernels.varlen_attention import (
         has_varlen,
-    )  # looks for a part of torch, and loads it if it is there
+    )  # loads a part of torch
 
-    found |= {} if HAS_GROUPED_MM else {"grouped": "this torch has no grouped_mm"}
-    return found | (
-        {} if has_varlen() else {"varlen": "this torch has no varlen_attn with windows"}
+    reasons |= {} if HAS_GROUPED_MM else {"grouped": "this version of torch has no grouped_mm"}
+    return reasons | (
+        {} if has_varlen() else {"varlen": "this version of torch has no varlen_attn with windows"}
     )

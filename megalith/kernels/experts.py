@@ -1,8 +1,9 @@
-"""The MLPs of all experts at once: up, an activation times each row's weight, and down.
+"""The MLPs of all experts: grouped matmul, activation times the row's router weight, grouped
+matmul.
 
-A row's weight multiplies its activation, which is narrower than what comes out and is computed
-again in backward anyway: so backward keeps the rows, what `up` gave and the weights, and nothing
-else. Bias and weight of an output `w (W a + b)` are then `W (w a) + w b`.
+A row's weight multiplies its activation, which is narrower than the output and is recomputed in
+backward anyway. So backward saves only the rows, the output of `up` and the weights. Bias and
+weight of an output `w (W a + b)` are then `W (w a) + w b`.
 """
 
 from collections.abc import Callable
@@ -36,24 +37,24 @@ from megalith.kernels.rebuilt import (
 )
 
 COLUMNS = 8
-"""What weights of rows are repeated to, so that matmuls with them are aligned."""
+"""Number of columns to which row weights are repeated, so that matmuls with them are aligned."""
 
 Inner = Callable[[Tensor, Tensor], Tensor]
-"""What lies between the matmuls: of [r, 2 f] with a gate, or [r, f] without, and the rows' weights
-[r] -> [r, f]."""
+"""Weighted activation between the matmuls: [r, 2 f] with a gate, or [r, f] without, and the rows'
+weights [r] -> [r, f]."""
 
 
 class Matrix(NamedTuple):
-    """One matrix of every expert, and where its gradient goes."""
+    """One weight matrix of every expert, with its bias and gradient accumulator."""
 
     weight: Tensor
-    """[e o, i], the experts' matrices one below the other."""
+    """[e o, i], the experts' matrices concatenated along the rows."""
 
     bias: Tensor | None = None
-    """e o numbers."""
+    """[e o]."""
 
     grad_accumulator: GroupedGradAccumulator | None = None
-    """Takes the weight's gradient; unset: autograd does."""
+    """Takes the weight's gradient (fused weight-gradient accumulation); unset: autograd does."""
 
 
 def experts(
@@ -67,10 +68,11 @@ def experts(
     again: RecomputedOutputFactory | None = RecomputedOutput,
     kernel: BackendName = "auto",
 ) -> Tensor:
-    """`down(inner(up(row), weight))` by the expert of each row: rows [r, h], weights [r] -> [r, h].
+    """Compute `down(inner(up(row), weight))` with the expert of each row: rows [r, h], weights [r]
+    -> [r, h].
 
-    `again`: how backward gets the activation; None: it is kept. kernel="reference": expert after
-    expert, each a plain MLP, of which backward keeps every step.
+    `again`: how backward recomputes the activation; None: it is saved. kernel="reference": each
+    expert as a plain MLP in a loop; backward saves every intermediate.
     """
     if kernel == "reference":
         return reference_experts(
@@ -81,22 +83,28 @@ def experts(
             _accumulate_grad(down),
             inner,
         )
-    first = grouped_matmul_ops_by_name(kernel, output_tensor(rows), up.weight, groups)
-    if first is LOOP:
-        groups = groups.known_on_host()  # a GPU is waited for once, not by every product
-    wide = with_bias(
+    up_ops = grouped_matmul_ops_by_name(kernel, output_tensor(rows), up.weight, groups)
+    if up_ops is LOOP:
+        groups = groups.known_on_host()  # one device synchronization instead of one per matmul
+    pre_activation = with_bias(
         grouped_linear(
-            rows, up.weight, groups, grad_accumulator=up.grad_accumulator, matmul_ops=first
+            rows, up.weight, groups, grad_accumulator=up.grad_accumulator, matmul_ops=up_ops
         ),
         up.bias,
         groups,
     )
-    narrow = inner(wide, weights)
-    kept: LayerInput = narrow if again is None else again(narrow, inner, (wide, weights))
-    last = grouped_matmul_ops_by_name(kernel, narrow, down.weight, groups)
+    activated = inner(pre_activation, weights)
+    down_input: LayerInput = (
+        activated if again is None else again(activated, inner, (pre_activation, weights))
+    )
+    down_ops = grouped_matmul_ops_by_name(kernel, activated, down.weight, groups)
     return with_bias(
         grouped_linear(
-            kept, down.weight, groups, grad_accumulator=down.grad_accumulator, matmul_ops=last
+            down_input,
+            down.weight,
+            groups,
+            grad_accumulator=down.grad_accumulator,
+            matmul_ops=down_ops,
         ),
         down.bias,
         groups,
@@ -107,31 +115,30 @@ def experts(
 def grouped_matmul_ops_by_name(
     kernel: BackendName, x: Tensor, w: Tensor, groups: Groups
 ) -> GroupedMatmulOps:
-    """The matmuls of experts that are asked for, of x [r, i] and w [e o, i]; the fastest unless by
-    name.
+    """Return the grouped matmuls that `kernel` names for x [r, i] and w [e o, i]; else the fastest.
 
     Raises:
-        ConfigError: these do not take such rows.
+        ConfigError: the named backend does not support these rows.
     """
     if kernel == "loop":
         return LOOP
     if kernel == "batched":
-        return BATCHED if groups.equal else _refused(kernel, x)
+        return BATCHED if groups.equal else _reject(kernel, x)
     if kernel == "grouped":
-        return FUSED if fused_takes(x, w, groups) else _refused(kernel, x)
+        return FUSED if fused_takes(x, w, groups) else _reject(kernel, x)
     return select_grouped_matmul_ops(x, w, groups)
 
 
-def _refused(kernel: BackendName, x: Tensor) -> GroupedMatmulOps:
+def _reject(kernel: BackendName, x: Tensor) -> GroupedMatmulOps:
     refuse("experts", kernel, x, works="loop")
-    raise AssertionError(f"{kernel} was refused")
+    raise AssertionError(f"kernels.experts={kernel} must have raised an error")
 
 
 def reference_experts(
     rows: Tensor, weights: Tensor, groups: Groups, up: Matrix, down: Matrix, inner: Inner
 ) -> Tensor:
-    """What `experts` computes, in plain operations, if `inner` is one: a loop in which weights meet
-    outputs."""
+    """Reference implementation of `experts` in plain PyTorch operations: a loop over experts;
+    weights multiply the outputs."""
     e, out = groups.experts, []
     matrices = zip(*(by_expert(each.weight, e) for each in (up, down)), strict=True)
     biases = [None if each.bias is None else each.bias.view(e, -1) for each in (up, down)]
@@ -144,15 +151,16 @@ def reference_experts(
 
 
 def _accumulate_grad(matrix: Matrix) -> Matrix:
-    """The same for plain operations: what autograd finds of the weight's gradient goes to its
-    sink."""
+    """Return the matrix with its gradient accumulator as an autograd function, for plain PyTorch
+    operations."""
     if matrix.grad_accumulator is None:
         return matrix
     return Matrix(AccumulateGradFunction.apply(matrix.weight, matrix.grad_accumulator), matrix.bias)  # type: ignore[no-untyped-call]  # torch's own
 
 
 class AccumulateGradFunction(Function):
-    """A weight as it is, whose gradient a sink takes."""
+    """Autograd function that returns a weight unchanged and passes its gradient to the gradient
+    accumulator."""
 
     reference = staticmethod(lambda weight, grad_accumulator: weight)
 
@@ -165,7 +173,7 @@ class AccumulateGradFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dw: Tensor) -> tuple[None, None]:
-        """dw [e o, i] -> the sink."""
+        """dw [e o, i] -> the gradient accumulator."""
         ctx.grad_accumulator.gradient(dw)
         return None, None
 
@@ -173,10 +181,10 @@ class AccumulateGradFunction(Function):
 def with_bias(
     y: Tensor, bias: Tensor | None, groups: Groups, weights: Tensor | None = None
 ) -> Tensor:
-    """y [r, o] plus each row's expert's bias, times the row's weight [r] if there are weights; y
-    itself without bias.
+    """Add the bias of each row's expert to y [r, o], times the row's weight [r] if weights are
+    given; without bias, return y.
 
-    y is overwritten, so it must be a result that no backward keeps, such as a matmul's.
+    y is overwritten, so it must not be saved for any backward, as the output of a matmul.
     """
     if bias is None:
         return y
@@ -185,13 +193,13 @@ def with_bias(
 
 
 def reference_with_bias(y: Tensor, bias: Tensor, groups: Groups, weights: Tensor | None) -> Tensor:
-    """What `with_bias` computes, in plain operations."""
+    """Reference implementation of `with_bias` in plain PyTorch operations."""
     each = bias.view(groups.experts, -1)[experts_of_rows(groups, y)]
     return y + (each if weights is None else each * weights.unsqueeze(1).to(y.dtype))
 
 
 def experts_of_rows(groups: Groups, rows: Tensor) -> Tensor:
-    """The expert of each row: rows [r, ...] -> [r] int64."""
+    """Return the expert of each row: rows [r, ...] -> [r] int64."""
     ends = groups.on_device(rows.device)
     return torch.searchsorted(
         ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True
@@ -199,7 +207,7 @@ def experts_of_rows(groups: Groups, rows: Tensor) -> Tensor:
 
 
 class BiasFunction(Function):
-    """`with_bias` as autograd sees it."""
+    """Autograd function of `with_bias`."""
 
     reference = staticmethod(reference_with_bias)
 
@@ -219,7 +227,7 @@ class BiasFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [r, o] -> itself, each bias's gradient, and the weights'."""
+        """dy [r, o] -> dy, and the gradients of biases and weights."""
         bias, weights = ctx.saved_tensors
         groups: Groups = ctx.groups
         dbias = dweights = None
@@ -233,8 +241,8 @@ class BiasFunction(Function):
 
 
 def _weighted_sums(dy: Tensor, weights: Tensor | None, groups: Groups) -> Tensor:
-    """Each expert's sum of its rows: dy [r, o], weights [r] -> [e o]; a matmul, so it adds in fp32
-    and in order."""
+    """Return each expert's weighted sum of its rows: dy [r, o], weights [r] -> [e o]; a matmul, so
+    it accumulates in fp32 and in a fixed order."""
     column = dy.new_ones(len(dy)) if weights is None else weights.to(dy.dtype)
     columns = column.unsqueeze(1).expand(-1, COLUMNS).contiguous()
     sums = select_grouped_matmul_ops(

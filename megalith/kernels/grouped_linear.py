@@ -1,8 +1,8 @@
-"""`grouped_linear`: one matmul for the rows of each expert, as `linear` does for all; any number of
-them, also none.
+"""`grouped_linear`: a grouped matmul, one matmul for the rows of each expert; any number of rows,
+also none.
 
-An expert without rows gets a gradient of zeros, never none: which experts are busy differs between
-ranks, and what they sum must not.
+An expert without rows gets a gradient of zeros instead of None: which experts have rows differs
+between ranks, but gradient collectives must not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,34 +31,33 @@ from megalith.kernels.rebuilt import LayerInput, output_tensor
 
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 ALIGNED = 16
-"""Bytes that torch's grouped matmul wants all rows of features to be a multiple of."""
-WORTH_A_COPY = 1 << 24
-"""Multiplications of an fp32 matmul on CPUs, from which oneDNN with a copy of what it gives beats
-MKL without one.
+"""Alignment in bytes that torch's grouped matmul requires of a row of features."""
+MIN_ONEDNN_COPY_MULTIPLICATIONS = 1 << 24
+"""Multiplications of an fp32 matmul on CPUs from which oneDNN plus a copy of its output is faster
+than MKL.
 
-oneDNN takes 0.88 of MKL's time, but not where to put the result. Measured, AMD Zen 4 with AVX-512,
-torch 2.13, one thread, 64 matrices of 512 x 512: MKL takes 1.09 (forward) and 1.05 (dx) of its time
-with 256 rows for each, copies included, and 0.99 and 0.89 with 32 rows.
+oneDNN takes 0.88 of MKL's time but cannot write to a given output. Measured, AMD Zen 4 with
+AVX-512, torch 2.13, one thread, 64 matrices of 512 x 512: MKL takes 1.09 (forward) and 1.05 (dx) of
+oneDNN's time with 256 rows each, copies included, and 0.99 and 0.89 with 32 rows.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """How many rows each expert has. They lie expert after expert, and no others behind them."""
+    """Number of rows of each expert. Rows are sorted by expert, and there are no others."""
 
     counts: tuple[int, ...] | None = None
-    """[e], where the host knows."""
+    """[e], if known on the host."""
 
     ends: Tensor | None = None
-    """[e] int32, where each expert's rows end, on the device that has them; unset: made of
-    `counts`."""
+    """[e] int32: end of each expert's rows, on the device; unset: derived from `counts`."""
 
     equal: bool = False
-    """All experts have equally many, whatever tokens chose."""
+    """Whether all experts always have the same number of rows."""
 
     @property
     def experts(self) -> int:
-        """How many there are."""
+        """Number of experts."""
         return (
             len(self.ends)
             if self.counts is None and self.ends is not None
@@ -66,7 +65,7 @@ class Groups:
         )
 
     def on_host(self) -> tuple[int, ...]:
-        """[e]; waits for a GPU if only that knows."""
+        """Return the counts [e]; synchronizes with the GPU if only `ends` is known."""
         if self.counts is not None:
             return self.counts
         assert self.ends is not None
@@ -74,7 +73,7 @@ class Groups:
         return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
     def on_device(self, device: torch.device) -> Tensor:
-        """`ends`, on `device`."""
+        """Return `ends` on `device`."""
         if self.ends is not None:
             return self.ends
         return (
@@ -82,18 +81,17 @@ class Groups:
         )
 
     def known_on_host(self) -> "Groups":
-        """The same, with `counts` from now on."""
+        """Return the groups with `counts` set."""
         return self if self.counts is not None else replace(self, counts=self.on_host())
 
     def known_on(self, device: torch.device) -> "Groups":
-        """The same, with `ends` on `device` from now on: each copy to a GPU waits for what that is
-        at."""
+        """Return the groups with `ends` set on `device`, so that the copy to a GPU, which
+        synchronizes, happens once."""
         return replace(self, ends=self.on_device(device))
 
 
 def groups_of(counts: Sequence[int] | Tensor) -> Groups:
-    """Groups of these sizes [e]: numbers, or an int64 tensor, which stays where it is if that is a
-    GPU."""
+    """Return groups of these sizes [e]: numbers, or an int64 tensor, which stays on its device."""
     if not isinstance(counts, Tensor):
         return Groups(tuple(counts))
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -101,15 +99,16 @@ def groups_of(counts: Sequence[int] | Tensor) -> Groups:
 
 
 def equal_groups(experts: int, rows: int) -> Groups:
-    """`rows` for every expert."""
+    """Return groups of `rows` rows for every expert."""
     return Groups((rows,) * experts, equal=True)
 
 
-# --- three products, each in three ways
+# --- three grouped matmuls, each with three implementations
 
 
 class GroupedMatmulOps(NamedTuple):
-    """The three matmuls of experts; precision recipes replace them, never the layer."""
+    """Forward, input-gradient and weight-gradient grouped matmuls; precision recipes replace them
+    instead of the layer."""
 
     forward: Callable[[Tensor, Tensor, Groups], Tensor]
     """x [r, i], w [e o, i] -> y [r, o]."""
@@ -122,54 +121,57 @@ class GroupedMatmulOps(NamedTuple):
 
 
 def by_expert(w: Tensor, e: int) -> Tensor:
-    """What lies expert after expert, equally much of each: [e n, i] -> [e, n, i]."""
+    """View a tensor that is equally divided among experts by expert: [e n, i] -> [e, n, i]."""
     return w.unflatten(0, (e, w.shape[0] // e))
 
 
 def loop_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """One matmul after the other, each into its rows of y."""
+    """Forward, one matmul per expert, each written into its rows of y."""
     counts = groups.on_host()
     weights = by_expert(w, len(counts))
     y = x.new_empty(x.shape[0], weights.shape[1])
-    for part, weight, out in _busy(counts, x.split(counts), weights, y.split(counts)):
-        if _worth_a_copy(part, weight):
-            out.copy_(forward(part, weight))
+    for rows, weight, out in _busy(counts, x.split(counts), weights, y.split(counts)):
+        if _onednn_copy_pays(rows, weight):
+            out.copy_(forward(rows, weight))
         else:
-            torch.mm(part, weight.t(), out=out)
+            torch.mm(rows, weight.t(), out=out)
     return y
 
 
 def loop_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """One matmul after the other, each into its rows of dx."""
+    """Input gradient, one matmul per expert, each written into its rows of dx."""
     counts = groups.on_host()
     dx = dy.new_empty(dy.shape[0], w.shape[1])
-    for part, weight, out in _busy(
+    for rows, weight, out in _busy(
         counts, dy.split(counts), by_expert(w, len(counts)), dx.split(counts)
     ):
-        if _worth_a_copy(part, weight):
-            out.copy_(input_grad(part, weight))
+        if _onednn_copy_pays(rows, weight):
+            out.copy_(input_grad(rows, weight))
         else:
-            torch.mm(part, weight, out=out)
+            torch.mm(rows, weight, out=out)
     return dx
 
 
 def _busy(counts: Sequence[int], *of_experts: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """What belongs to each expert that has rows: of hundreds, a single token being generated needs
-    a few."""
+    """Yield the tensors of each expert that has rows: decoding a single token uses only a few of
+    hundreds of experts."""
     return (
-        mine for count, mine in zip(counts, zip(*of_experts, strict=True), strict=True) if count
+        expert_tensors
+        for count, expert_tensors in zip(counts, zip(*of_experts, strict=True), strict=True)
+        if count
     )
 
 
-def _worth_a_copy(part: Tensor, weight: Tensor) -> bool:
+def _onednn_copy_pays(part: Tensor, weight: Tensor) -> bool:
     if is_upcast(part):
         return True
     wanted = part.dtype == torch.float32 and part.device.type == "cpu" and HAS_ONEDNN
-    return wanted and part.shape[0] * weight.numel() >= WORTH_A_COPY
+    return wanted and part.shape[0] * weight.numel() >= MIN_ONEDNN_COPY_MULTIPLICATIONS
 
 
 def loop_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """One matmul after the other, each into its expert's gradient; of no rows they are zeros."""
+    """Weight gradient, one matmul per expert, each written into its part of dw; zeros without
+    rows."""
     counts = groups.on_host()
     dw = dy.new_empty(len(counts) * dy.shape[1], x.shape[1])
     for part, inputs, out in _each(dw, dy, x, counts):
@@ -180,16 +182,16 @@ def loop_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
 def _each(
     total: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Each expert's rows of dy and of x, and its matrix [o, i] in `total`."""
+    """Yield each expert's rows of dy and of x, and its matrix [o, i] in `total`."""
     return zip(dy.split(counts), x.split(counts), by_expert(total, len(counts)), strict=True)
 
 
 LOOP = GroupedMatmulOps(loop_forward, loop_input_grad, loop_weight_grad)
-"""For every device and dtype."""
+"""Supports every device and dtype."""
 
 
 def batched_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """All experts' matmuls in one."""
+    """Forward of all experts as one batched matmul."""
     e = groups.experts
     weights, y = by_expert(w, e), x.new_empty(x.shape[0], w.shape[0] // e)
     bmm(by_expert(x, e), weights.transpose(1, 2), out=by_expert(y, e))
@@ -197,14 +199,14 @@ def batched_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
 
 
 def batched_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """All experts' matmuls in one."""
+    """Input gradient of all experts as one batched matmul."""
     e, dx = groups.experts, dy.new_empty(dy.shape[0], w.shape[1])
     bmm(by_expert(dy, e), by_expert(w, e), out=by_expert(dx, e))
     return dx
 
 
 def batched_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """All experts' matmuls in one."""
+    """Weight gradient of all experts as one batched matmul."""
     e = groups.experts
     dw = dy.new_empty(e * dy.shape[1], x.shape[1])
     bmm(by_expert(dy, e).transpose(1, 2), by_expert(x, e), out=by_expert(dw, e))
@@ -212,32 +214,34 @@ def batched_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
 
 
 BATCHED = GroupedMatmulOps(batched_forward, batched_input_grad, batched_weight_grad)
-"""For groups of one size."""
+"""Supports groups of equal size."""
 
 
 def fused_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """torch's grouped matmul."""
+    """Forward by torch's grouped matmul."""
     ends = groups.on_device(x.device)
     return grouped_mm(x, by_expert(w, len(ends)).transpose(1, 2), offs=ends)
 
 
 def fused_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """torch's grouped matmul."""
+    """Input gradient by torch's grouped matmul."""
     ends = groups.on_device(dy.device)
     return grouped_mm(dy, by_expert(w, len(ends)), offs=ends)
 
 
 def fused_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """torch's grouped matmul; what has no rows becomes zeros here, where it need not write them
-    itself."""
+    """Weight gradient by torch's grouped matmul, which may leave parts of experts without rows
+    unwritten; these are set to 0."""
     ends = groups.on_device(dy.device)
     dw = grouped_mm(dy.t(), x, offs=ends)
-    return (dw if dy.device.type == "cpu" else without_rows_zero_(dw, groups, ends)).flatten(0, 1)
+    return (
+        dw if dy.device.type == "cpu" else zero_experts_without_rows_(dw, groups, ends)
+    ).flatten(0, 1)
 
 
-def without_rows_zero_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
-    """dw [e, o, i], with zeros for experts that have no rows; where the host knows them, nothing
-    else is touched."""
+def zero_experts_without_rows_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
+    """Set dw [e, o, i] of experts without rows to 0 in place; if counts are known on the host, only
+    these are written."""
     if groups.counts is None:
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
         return dw.masked_fill_(empty.view(-1, 1, 1), 0.0)
@@ -248,22 +252,25 @@ def without_rows_zero_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
 
 
 FUSED = GroupedMatmulOps(fused_forward, fused_input_grad, fused_weight_grad)
-"""On GPUs one kernel, which reads the sizes of groups where they are; on CPUs a loop as `LOOP`, but
-not in Python."""
+"""On GPUs one kernel, which reads the group sizes on the device; on CPUs the same loop as `LOOP`,
+but not in Python."""
 
 
 def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMatmulOps:
-    """The fastest way for these: x [r, i], w [e o, i]."""
+    """Return the fastest grouped matmuls for x [r, i], w [e o, i]."""
     if groups.equal:
         return BATCHED
     outputs, inputs = w.shape[0] // groups.experts, w.shape[1]
     aligned = all(features * x.element_size() % ALIGNED == 0 for features in (outputs, inputs))
     if not (HAS_GROUPED_MM and aligned) or is_upcast(
         x
-    ):  # the loop upcasts the matrices of busy experts alone
+    ):  # the loop upcasts only the matrices of experts that have rows
         return LOOP
     if x.device.type == "cpu":
-        large = x.shape[0] * outputs * inputs >= WORTH_A_COPY * groups.experts and HAS_ONEDNN
+        large = (
+            x.shape[0] * outputs * inputs >= MIN_ONEDNN_COPY_MULTIPLICATIONS * groups.experts
+            and HAS_ONEDNN
+        )
         return (
             FUSED if x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not large) else LOOP
         )
@@ -271,22 +278,23 @@ def select_grouped_matmul_ops(x: Tensor, w: Tensor, groups: Groups) -> GroupedMa
 
 
 def fused_takes(x: Tensor, w: Tensor, groups: Groups) -> bool:
-    """Whether torch's grouped matmul works on these, whether or not it pays."""
+    """Return whether torch's grouped matmul supports these tensors, whether or not it is the
+    fastest."""
     features = (w.shape[0] // groups.experts, w.shape[1])
     aligned = all(count * x.element_size() % ALIGNED == 0 for count in features)
     dtypes = (torch.float32, torch.bfloat16) if x.device.type == "cpu" else (torch.bfloat16,)
     return HAS_GROUPED_MM and aligned and x.dtype in dtypes
 
 
-# --- where gradients go
+# --- gradient accumulators
 
 
 class GroupedGradAccumulator(GradAccumulator, Protocol):
-    """A sink that takes the gradient of all experts' matrices, as one parameter [e o, i]."""
+    """Gradient accumulator of all experts' matrices as one parameter [e o, i]."""
 
     def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
-        """Add each expert's `dy.T @ x`: x [r, i], dy [r, o]. Called for groups without rows,
-        too."""
+        """Add each expert's `dy.T @ x`: x [r, i], dy [r, o]. Also called for groups without
+        rows."""
 
 
 def put_grouped_product_(
@@ -298,11 +306,11 @@ def put_grouped_product_(
     fresh: bool,
     matmul_ops: GroupedMatmulOps | None = None,
 ) -> Tensor:
-    """`total += each expert's dy.T @ x` in place, or `total =` it if `fresh`: total [e o, i], of
-    any dtype.
+    """Compute `total += each expert's dy.T @ x` in place, or `total =` if `fresh`: total [e o, i],
+    of any dtype.
 
-    What most sinks do with a product. On CPUs an expert's product is added while it is still in a
-    cache.
+    Default implementation of gradient accumulators. On CPUs each expert's product is added while it
+    is in the cache.
     """
     if matmul_ops is None:
         matmul_ops = (
@@ -323,7 +331,7 @@ def put_grouped_product_(
     return total
 
 
-# --- as autograd sees it
+# --- autograd function
 
 
 def grouped_linear(
@@ -334,17 +342,19 @@ def grouped_linear(
     grad_accumulator: GroupedGradAccumulator | None = None,
     matmul_ops: GroupedMatmulOps | None = None,
 ) -> Tensor:
-    """Each expert's rows times its matrix: x [r, i], w [e o, i], the experts' matrices one below
-    the other -> [r, o].
+    """Multiply each expert's rows by its matrix: x [r, i], w [e o, i] (the experts' matrices
+    concatenated) -> [r, o].
 
-    Backward computes dx first. With a sink it then hands over (x, dy) once, and autograd sees none.
-    If x is `RecomputedOutput`, its inputs are kept instead of it; if w wants no gradient, neither.
-    `products`: unset, the fastest for x.
+    Backward computes dx first. With a gradient accumulator it then passes (x, dy) on once, and
+    autograd gets no gradient. If x is a `RecomputedOutput`, its inputs are saved instead of it; if
+    w requires no gradient, nothing is. `matmul_ops`: unset: the fastest for x.
     """
     value = output_tensor(x)
     assert groups.counts is None or sum(groups.counts) == len(value), (groups, value.shape)
     matmul_ops = matmul_ops or select_grouped_matmul_ops(value, w, groups)
-    groups = groups.known_on_host() if matmul_ops is LOOP else groups  # once for its three products
+    groups = (
+        groups.known_on_host() if matmul_ops is LOOP else groups
+    )  # one synchronization for the three matmuls
     y: Tensor = GroupedLinearFunction.apply(
         value, plan_saved_input(x, [w]), groups, grad_accumulator, matmul_ops, w
     )  # type: ignore[no-untyped-call]  # torch's own
@@ -352,7 +362,7 @@ def grouped_linear(
 
 
 def reference_grouped_linear(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """What `grouped_linear` computes, in plain operations."""
+    """Reference implementation of `grouped_linear` in plain PyTorch operations."""
     if groups.equal:
         e = groups.experts
         return (by_expert(x, e) @ by_expert(w, e).transpose(1, 2)).flatten(0, 1)
@@ -362,7 +372,7 @@ def reference_grouped_linear(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
 
 
 class GroupedLinearFunction(Function):
-    """`grouped_linear` as autograd sees it."""
+    """Autograd function of `grouped_linear`."""
 
     reference = staticmethod(
         lambda x, kept, groups, grad_accumulator, matmul_ops, w: reference_grouped_linear(
@@ -388,7 +398,7 @@ class GroupedLinearFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [r, o] -> dx [r, i], and dw to the sink or to w."""
+        """dy [r, o] -> dx [r, i], and dw to the gradient accumulator or to w."""
         w, *inputs = ctx.saved_tensors
         dy = dy.contiguous()
         dx = ctx.matmul_ops.input_grad(dy, w, ctx.groups) if ctx.needs_input_grad[0] else None

@@ -1,5 +1,5 @@
-"""`linear`: every weight matmul, as three plain functions and the one autograd function that calls
-them."""
+"""`linear`: every dense weight matmul, as three plain functions and one autograd function that
+calls them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -12,12 +12,12 @@ from torch.autograd.function import once_differentiable
 from megalith.kernels.matmul import is_upcast, mm
 from megalith.kernels.rebuilt import LayerInput, RecomputedOutput, output_tensor, recompute_output
 
-Context = Any  # what autograd passes as `ctx`: it takes any attribute
+Context = Any  # autograd's `ctx`, which accepts any attribute
 
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-WORTH_ONEDNN = 1 << 23
-"""Multiplications of a matmul; below, what oneDNN does around it costs more than it saves."""
+MIN_ONEDNN_MULTIPLICATIONS = 1 << 23
+"""Minimum multiplications of a matmul for oneDNN; below, its overhead exceeds its gain."""
 
 
 def forward(x: Tensor, w: Tensor) -> Tensor:
@@ -26,40 +26,40 @@ def forward(x: Tensor, w: Tensor) -> Tensor:
 
 
 def input_grad(dy: Tensor, w: Tensor) -> Tensor:
-    """What x gets: dy [t, o], w [o, i] -> dx [t, i]."""
+    """Input gradient: dy [t, o], w [o, i] -> dx [t, i]."""
     return _product(dy, w.t())
 
 
 def weight_grad(dy: Tensor, x: Tensor) -> Tensor:
-    """What w gets: dy [t, o], x [t, i] -> dw [o, i]."""
+    """Weight gradient: dy [t, o], x [t, i] -> dw [o, i]."""
     return mm(dy.t(), x)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b.T`: a [t, k], b [m, k], any strides -> [t, m].
 
-    For fp32, torch gives matmuls on x86 to MKL. oneDNN, which every such torch has too, takes 0.88
-    of MKL's time (AMD Zen 4 with AVX-512, torch 2.13, 2048 tokens, weights of 256 x 512 to 3072 x
-    512). For weight gradients, whose operands are both transposed, it gains nothing, so these stay
-    with `torch.mm`. bf16 goes to oneDNN anyway, or is upcast where that has no kernels for it; but
-    for one row, which torch multiplies as fast as it reads `b`.
+    For fp32 on x86, torch uses MKL. oneDNN, which every such torch build includes, takes 0.88 of
+    MKL's time (AMD Zen 4 with AVX-512, torch 2.13, 2048 tokens, weights of 256 x 512 to 3072 x
+    512). It gains nothing for weight gradients, whose operands are both transposed, so these use
+    `torch.mm`. bf16 uses oneDNN anyway, or is upcast where oneDNN has no bf16 kernels; except for
+    one row, where torch is limited by reading `b`.
     """
     if is_upcast(a) and not (a.shape[0] == 1 and b.is_contiguous()):
         return _product(a.float(), b.float()).to(a.dtype)
-    worth = (
+    onednn_pays = (
         a.dtype == torch.float32
         and a.device.type == "cpu"
-        and a.shape[0] * b.numel() >= WORTH_ONEDNN
+        and a.shape[0] * b.numel() >= MIN_ONEDNN_MULTIPLICATIONS
     )
-    if worth and HAS_ONEDNN and not torch.compiler.is_compiling():
+    if onednn_pays and HAS_ONEDNN and not torch.compiler.is_compiling():
         product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
         return product
     return torch.mm(a, b.t())
 
 
 class MatmulOps(NamedTuple):
-    """The three matmuls of a linear layer; precision recipes and communication rings replace them,
-    never the layer."""
+    """Forward, input-gradient and weight-gradient matmuls of a linear layer; precision recipes and
+    collective matmuls replace them instead of the layer."""
 
     forward: Callable[[Tensor, Tensor], Tensor] = forward
     input_grad: Callable[[Tensor, Tensor], Tensor] = input_grad
@@ -70,28 +70,29 @@ PLAIN = MatmulOps()
 
 
 class GradAccumulator(Protocol):
-    """Where the gradient of one weight matrix goes instead of autograd's `.grad`, now or later.
+    """Accumulates the gradient of one weight matrix (fused weight-gradient accumulation, Megatron's
+    main_grad) instead of autograd's `.grad`.
 
-    A sink may keep what it is given and add it up afterwards, so nobody may write to those tensors
-    again.
+    An accumulator may store its inputs and add them later, so callers must not modify these tensors
+    afterwards.
     """
 
     def product(self, x: Tensor, dy: Tensor) -> None:
         """Add `dy.T @ x`: x [t, i], dy [t, o] for a weight [o, i]."""
 
     def gradient(self, dw: Tensor) -> None:
-        """Add a gradient that is ready: dw [o, i]."""
+        """Add a computed gradient: dw [o, i]."""
 
     def rows(self, rows: Tensor, dy: Tensor) -> None:
-        """Add row i of dy [t, i] to row `rows[i]` of the gradient: rows [t] int64, repeats
-        allowed."""
+        """Add row i of dy [t, i] to row `rows[i]` of the gradient: rows [t] int64, may repeat."""
 
 
 def add_product_(total: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-    """`total += dy.T @ x` in place: total [o, i], of any dtype; what most sinks do with a product.
+    """Compute `total += dy.T @ x` in place: total [o, i], of any dtype. Default implementation of
+    gradient accumulators.
 
-    When the dtypes agree the matmul adds into `total` itself, which saves a pass over a matrix as
-    large as the weight.
+    If all dtypes are equal, the matmul accumulates into `total` directly, which saves a pass over a
+    matrix of the weight's size.
     """
     if total.dtype == dy.dtype == x.dtype:
         return (
@@ -103,20 +104,20 @@ def add_product_(total: Tensor, x: Tensor, dy: Tensor) -> Tensor:
 
 
 def stacked(parameters: Sequence[Tensor]) -> Tensor:
-    """One matrix made of the rows of all `parameters`: a view where they lie one below the other,
-    else a copy."""
+    """Concatenate the rows of all `parameters`: a view if they are adjacent in memory, else a
+    copy."""
     if len(parameters) == 1:
         return parameters[0]
     first = parameters[0]
-    if not _lie_below_one_another(parameters):
+    if not _are_adjacent_in_memory(parameters):
         return torch.cat(list(parameters))
     rows = sum(p.shape[0] for p in parameters)
     return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
 
 
-def _lie_below_one_another(parameters: Sequence[Tensor]) -> bool:
-    """Whether each contiguous matrix starts where the one before it ends, in one storage."""
-    if torch.compiler.is_compiling():  # a graph sees tensors, not the storage behind them
+def _are_adjacent_in_memory(parameters: Sequence[Tensor]) -> bool:
+    """Return whether each contiguous matrix starts where the previous one ends, in one storage."""
+    if torch.compiler.is_compiling():  # torch.compile does not expose storages
         return False
     first = parameters[0]
     storage, offset = first.untyped_storage()._cdata, first.storage_offset()
@@ -138,13 +139,14 @@ def linear(
     grad_accumulator: GradAccumulator | None = None,
     matmul_ops: MatmulOps = PLAIN,
 ) -> Tensor:
-    """`x @ W.T`, where W is the rows of `parameters` stacked (queries above keys and values, say).
+    """`x @ W.T`, where W is the concatenation of `parameters` along the rows (for example Q, K and
+    V).
 
     x [t, i], parameters [o_1, i], [o_2, i] ... -> [t, o_1 + o_2 ...]. Backward computes dx first.
-    With a sink it then hands over (x, dy) once for the whole stack, if any parameter wants a
-    gradient, and autograd sees none; without one, each parameter gets its rows of dw. If x is
-    `RecomputedOutput`, its inputs are kept instead of it; if no parameter wants a gradient,
-    neither.
+    With a gradient accumulator it then passes (x, dy) on once for all parameters if any requires a
+    gradient, and autograd gets none; without one, each parameter gets its rows of dw. If x is a
+    `RecomputedOutput`, its inputs are saved instead of it; if no parameter requires a gradient,
+    nothing is.
     """
     kept = plan_saved_input(x, parameters)
     y: Tensor = LinearFunction.apply(
@@ -154,19 +156,19 @@ def linear(
 
 
 class SavedInputPlan(NamedTuple):
-    """What backward gets x from."""
+    """How backward obtains the layer's input x."""
 
     wanted: bool
-    """Whether it needs x at all."""
+    """Whether backward needs x."""
 
     again: Callable[..., Tensor] | None = None
-    """Gives x when called with `inputs`; None: x itself is kept."""
+    """Recomputes x from `inputs`; None: x itself is saved."""
 
     inputs: tuple[Tensor, ...] = ()
 
 
 def plan_saved_input(x: LayerInput, parameters: Sequence[Tensor]) -> SavedInputPlan:
-    """What the backward of a linear layer gets its input from."""
+    """Return how the backward of a linear layer obtains its input."""
     wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
     return (
         SavedInputPlan(wanted, x.again, x.inputs)
@@ -176,16 +178,15 @@ def plan_saved_input(x: LayerInput, parameters: Sequence[Tensor]) -> SavedInputP
 
 
 def save(ctx: Context, kept: SavedInputPlan, x: Tensor, parameters: Sequence[Tensor]) -> None:
-    """In a forward: keep the parameters, and x [t, i] or what it is rebuilt from, for
-    `saved_input`."""
+    """Save the parameters, and x [t, i] or the inputs of its recomputation, for `saved_input`."""
     inputs = kept.inputs if kept.again is not None else (x,)
     ctx.save_for_backward(*parameters, *(inputs if kept.wanted else ()))
     ctx.again, ctx.like = kept.again, (x.shape, x.dtype)
 
 
 def saved_input(ctx: Context, wanted: Sequence[bool], inputs: tuple[Tensor, ...]) -> Tensor | None:
-    """In a backward: x, out of the saved tensors behind the parameters; None: no parameter wants a
-    gradient."""
+    """Return x in backward, from the saved tensors after the parameters; None if no parameter
+    requires a gradient."""
     if not any(wanted):
         return None
     return inputs[0] if ctx.again is None else recompute_output(ctx.again, inputs, like=ctx.like)
@@ -194,8 +195,8 @@ def saved_input(ctx: Context, wanted: Sequence[bool], inputs: tuple[Tensor, ...]
 def weight_gradients(
     ctx: Context, parameters: Sequence[Tensor], wanted: Sequence[bool], x: Tensor | None, dy: Tensor
 ) -> list[Tensor | None]:
-    """Hand x [t, i] and dy [t, o] to the sink, or give each parameter its rows of their product;
-    without x, nothing."""
+    """Pass x [t, i] and dy [t, o] to the gradient accumulator, or return each parameter's rows of
+    dw; None for each without x."""
     if x is None:
         return [None] * len(parameters)
     if ctx.grad_accumulator is not None:
@@ -206,12 +207,12 @@ def weight_gradients(
 
 
 def reference_linear(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """What `linear` computes, in plain operations."""
+    """Reference implementation of `linear` in plain PyTorch operations."""
     return torch.cat([x @ p.t() for p in parameters], dim=-1)
 
 
 class LinearFunction(Function):
-    """`linear` as autograd sees it."""
+    """Autograd function of `linear`."""
 
     reference = staticmethod(
         lambda x, kept, grad_accumulator, matmul_ops, *parameters: reference_linear(x, parameters)
@@ -234,7 +235,7 @@ class LinearFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [t, o] -> dx [t, i], and dw to the sink or to the parameters."""
+        """dy [t, o] -> dx [t, i], and dw to the gradient accumulator or to the parameters."""
         wanted = ctx.needs_input_grad[4:]
         saved = ctx.saved_tensors
         parameters, inputs = saved[: len(wanted)], saved[len(wanted) :]

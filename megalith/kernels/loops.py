@@ -1,10 +1,9 @@
-"""What lies between the matmuls, as single passes over memory for CPUs: compiled by numba on first
-use, then cached.
+"""Numba loops of memory-bound operations for CPUs, each a single pass over memory; compiled on
+first use and cached.
 
-Each loop handles fp32 and bf16; it computes in fp32 and rounds where the torch version does. A loop
-is given a block of 8-byte arguments (`cpu.run`) and works on its thread's share of the rows.
-Importing this file imports numba, which takes half a second, so it is imported when a loop is first
-needed.
+Each loop supports fp32 and bf16; it computes in fp32 and rounds where the torch version does. A
+loop receives a block of 8-byte arguments (`cpu.run`) and processes its thread's share of the rows.
+Importing this module imports numba, which takes half a second, so it is imported on first use.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from megalith.kernels.cpu import Loop, openmp, report_compilation
 # Sums may be reordered, so that they use the whole width of the vector unit; infinities and NaN
 # keep their meaning.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
-# inside a loop: what numba makes of an address; elements are fp32, or uint16 that hold bf16
+# inside a loop: an array view of an address; elements are fp32, or uint16 that hold bf16
 Array = Any
 Block = Any  # inside a loop: the arguments
 Value = Any  # inside a loop: one fp32 or uint16
@@ -41,15 +40,15 @@ _num_threads: Any = types.ExternalFunction("megalith_omp_num_threads", types.int
 
 @cache
 def address(loop: Loop, dtype: torch.dtype) -> int:
-    """Where the machine code of a loop for tensors of `dtype` starts; compiled when first asked
-    for."""
+    """Return the address of a loop's machine code for tensors of `dtype`; compiles it on first
+    use."""
     library = openmp()
     assert library is not None
     llvmlite.binding.add_symbol("megalith_omp_thread_num", library.thread_num)
     llvmlite.binding.add_symbol("megalith_omp_num_threads", library.num_threads)
     try:
         return _compile(loop, dtype, keep=True)
-    except RuntimeError as problem:  # numba found no folder that it may write to
+    except RuntimeError as problem:  # numba has no writable cache folder
         if "cannot cache" not in str(problem):
             raise
         return _compile(loop, dtype, keep=False)
@@ -58,16 +57,16 @@ def address(loop: Loop, dtype: torch.dtype) -> int:
 def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
     signature = types.void(
         types.CPointer(_ELEMENTS[dtype])
-    )  # the type of a tensor's elements, told by the block's
+    )  # the type of the block determines the type of a tensor's elements
     with install_listener("numba:run_pass", _FirstPass(cached=keep)):
         compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(
-            _twin(globals()[loop], dtype)
+            _copy_per_dtype(globals()[loop], dtype)
         )
     return int(compiled.address)
 
 
 class _FirstPass(Listener):
-    """Reports the compilation of a loop when its first pass starts; code from the cache has
+    """Reports the compilation of a loop when its first compiler pass starts; cached code has
     none."""
 
     def __init__(self, *, cached: bool) -> None:
@@ -83,14 +82,13 @@ class _FirstPass(Listener):
         """Nothing to do."""
 
 
-def _twin(loop: FunctionType, dtype: torch.dtype) -> FunctionType:
-    """The same function under a name of its own for each dtype and kind of processor.
+def _copy_per_dtype(loop: FunctionType, dtype: torch.dtype) -> FunctionType:
+    """Return the same function under a separate name for each dtype and kind of processor.
 
-    numba numbers the variants of a function in a file that it does not lock, and does not look
-    whether the code it finds under a number is the one it asked for: processes that compile two
-    variants at the same time, also on two machines that share a home, would give both the same
-    number, and one would then run the other's code. Under a name of its own a function has one
-    variant.
+    numba numbers the variants of a function in an index file that it does not lock, and does not
+    check whether the code under a number is the requested one: processes that compile two variants
+    concurrently, also on two machines with a shared home directory, could assign both the same
+    number, and one would run the other's code. With separate names each function has one variant.
     """
     processor = (
         llvmlite.binding.get_host_cpu_name() + llvmlite.binding.get_host_cpu_features().flatten()
@@ -104,20 +102,20 @@ def _twin(loop: FunctionType, dtype: torch.dtype) -> FunctionType:
     return twin
 
 
-# What loops are written with.
+# Building blocks of the loops.
 
 
 def part(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that loops may call."""
-    # Spelled out: numba would compile it with the options of whichever loop comes first, and keep
-    # that for the others.
+    """Compile a function that loops may call."""
+    # Explicit options: numba would otherwise compile it with those of the first loop that calls it,
+    # and reuse that for the others.
     result: Callable[P, R] = njit(nogil=True, error_model="numpy", fastmath=FAST)(function)
     return result
 
 
 def _read_block(
     typing: Any, block: Any
-) -> Any:  # numba's own protocol: a signature, and what emits the code
+) -> Any:  # numba's protocol: a signature, and a code generator
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], context.get_value_type(_INTEGERS))
 
@@ -145,52 +143,54 @@ def _point_to_int64(typing: Any, integer: Any) -> Any:
     return _INTEGERS(types.int64), emit
 
 
-# Any: numba gives them other arguments than it declares.
+# Any: numba passes other arguments than it declares.
 _integers: Any = intrinsic(_read_block)  # a block, as int64
-_elements: Any = intrinsic(_point_to_elements)  # an address, as one of what the block's type tells
-_floats: Any = intrinsic(_point_to_fp32)  # an address, as one of fp32
-_longs: Any = intrinsic(_point_to_int64)  # an address, as one of int64
+_elements: Any = intrinsic(
+    _point_to_elements
+)  # an address, as a pointer to the block's element type
+_floats: Any = intrinsic(_point_to_fp32)  # an address, as a pointer to fp32
+_longs: Any = intrinsic(_point_to_int64)  # an address, as a pointer to int64
 
 
 @part
 def count(block: Block, index: int) -> Any:
-    """Argument `index`, an integer."""
+    """Return argument `index`, an integer."""
     return carray(_integers(block), (index + 1,))[index]
 
 
 @part
 def number(block: Block, index: int) -> Any:
-    """Argument `index`, a double, as fp32."""
+    """Return argument `index`, a double, as fp32."""
     return np.float32(np.int64(count(block, index)).view(np.float64))
 
 
 @part
 def data(block: Block, index: int, shape: Any) -> Array:
-    """Argument `index`, a tensor of the dtype the loop is compiled for."""
+    """Return argument `index`, a tensor of the dtype the loop is compiled for."""
     return carray(_elements(count(block, index), block), shape)
 
 
 @part
 def wides(block: Block, index: int, shape: Any) -> Array:
-    """Argument `index`, an fp32 tensor."""
+    """Return argument `index`, an fp32 tensor."""
     return carray(_floats(count(block, index)), shape)
 
 
 @part
 def longs(block: Block, index: int, shape: Any) -> Array:
-    """Argument `index`, an int64 tensor."""
+    """Return argument `index`, an int64 tensor."""
     return carray(_longs(count(block, index)), shape)
 
 
 @part
 def share(rows: Any) -> Any:
-    """Which of `rows` this thread does: first and one past the last."""
+    """Return this thread's share of `rows`: the first and one past the last."""
     thread, threads = np.int64(_thread_num()), np.int64(_num_threads())
     return rows * thread // threads, rows * (thread + 1) // threads
 
 
 def wide(value: Value) -> Any:
-    """An element as fp32."""
+    """Convert an element to fp32."""
 
 
 @overload(wide)
@@ -205,7 +205,7 @@ def _wide(value: Any) -> Any:
 
 
 def narrow(value: Any, like: Array) -> Value:
-    """fp32 as an element of `like`, rounded to the nearest, ties to even."""
+    """Round fp32 to an element of `like`, to nearest, ties to even."""
 
 
 @overload(narrow)
@@ -225,11 +225,11 @@ def _narrow(value: Any, like: Any) -> Any:
 
 @part
 def exp(x: Any) -> Any:
-    """exp of an fp32 number to about 1e-7 (relative, plus 3e-8 |x|); 1e-38 below -87, never
-    infinite, NaN of NaN.
+    """exp of an fp32 number with an error of about 1e-7 (relative, plus 3e-8 |x|); 1e-38 below -87,
+    never infinite, NaN for NaN.
 
-    exp(x) = 2^n exp(r) with n the integer nearest to x / ln 2; r is at most 0.35, where eight terms
-    of the series do.
+    exp(x) = 2^n exp(r), where n is the integer nearest to x / ln 2; |r| is at most 0.35, for which
+    eight terms of the series suffice.
     """
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     x = np.float32(88.0) if x > np.float32(88.0) else x
@@ -248,17 +248,17 @@ def exp(x: Any) -> Any:
 
 @part
 def within(x: Any, limit: Any) -> Any:
-    """x, from -limit to limit; NaN of NaN."""
+    """Clamp x to [-limit, limit]; NaN stays NaN."""
     x = limit if x > limit else x
     return -limit if x < -limit else x
 
 
 @part
 def largest_of(row: Array) -> Any:
-    """The largest of a row, in fp32; NaN or the largest number where there is a NaN.
+    """Return the largest element of a row in fp32; NaN or the largest number if there is a NaN.
 
-    Compared as integers that order as the floats do, because a vector unit has no maximum of floats
-    that minds NaN.
+    Elements are compared as integers in the order of the floats, because vector units have no float
+    maximum that propagates NaN.
     """
     most = np.int32(-0x7FFFFFFF)
     for j in range(len(row)):
@@ -272,14 +272,14 @@ def largest_of(row: Array) -> Any:
 
 
 # The loops. Arguments in the order of the block. Arrays are shaped so that every innermost index is
-# the loop's own counter: an index with an offset may be negative for all numba knows, and the check
-# for that keeps the loop from the vector unit (measured: 3 to 5 times slower).
+# the loop counter: numba checks an index with an offset for negative values, which prevents
+# vectorization (measured: 3 to 5 times slower).
 
 
 def rms_norm(block: Block) -> None:
     """rows, h, eps, twice, x [rows, h], weight fp32 [h] -> y [rows, h], scale fp32 [rows].
 
-    `twice`: rounded before the multiplication with the weight, too.
+    `twice`: also round before the multiplication by the weight.
     """
     rows, h, eps, twice = count(block, 0), count(block, 1), number(block, 2), count(block, 3)
     x, weight, y = data(block, 4, (rows, h)), wides(block, 5, (h,)), data(block, 6, (rows, h))
@@ -304,7 +304,8 @@ def rms_norm_backward(block: Block) -> None:
     """rows, h, adds, dy [rows, h], x, weight fp32 [h], scale fp32 [rows], dsum [rows, h] if adds ->
     dx, dweight.
 
-    dweight is fp32 [threads, h], zero before. With `adds`, dx = what comes through the norm + dsum.
+    dweight is fp32 [threads, h] and must be 0 initially. With `adds`, dx = gradient through the
+    norm + dsum.
     """
     rows, h, adds = count(block, 0), count(block, 1), count(block, 2)
     dy, x = data(block, 3, (rows, h)), data(block, 4, (rows, h))
@@ -361,8 +362,8 @@ def swiglu_backward(block: Block) -> None:
 def gated(block: Block) -> None:
     """rows, f, a, b, clamp, offset, gate_up [rows, 2, f] -> y [rows, f].
 
-    y = g * sigmoid(a g + b g^3) * (u + offset), where g is the gate, at most clamp, and u is up,
-    from -clamp to clamp.
+    y = g * sigmoid(a g + b g^3) * (u + offset), where g is the gate, clamped to at most clamp, and
+    u is up, clamped to [-clamp, clamp].
     """
     rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
     clamp, offset = number(block, 4), number(block, 5)
@@ -379,7 +380,7 @@ def gated(block: Block) -> None:
 
 def gated_backward(block: Block) -> None:
     """rows, f, a, b, clamp, offset, dy [rows, f], gate_up [rows, 2, f] -> d gate_up; 0 where
-    `gated` cuts off."""
+    `gated` clamps."""
     rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
     clamp, offset = number(block, 4), number(block, 5)
     dy, gate_up, out = (
@@ -421,7 +422,7 @@ def weighted_gated_backward(block: Block) -> None:
     """rows, f, a, b, clamp, offset, weights fp32 [rows], dy [rows, f], gate_up [rows, 2, f] -> d
     gate_up, dw [rows].
 
-    dw is fp32: each row's sum of dy times what `gated` gives.
+    dw is fp32: each row's sum of dy times the output of `gated`.
     """
     rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
     clamp, offset, weights = number(block, 4), number(block, 5), wides(block, 6, (rows,))
@@ -483,9 +484,8 @@ def weighted_squared_relu_backward(block: Block) -> None:
 def dropout(block: Block) -> None:
     """rows, h, first, threshold, factor, hashes int64 [rows], x [rows, h] -> y [rows, h].
 
-    y = factor * x, or 0 where 32 bits mixed from the row's hash and the feature, first being the
-    first one's number, are below the threshold, as a signed integer. The mixer is that of
-    kernels/dropout.py.
+    y = factor * x, or 0 where a 32-bit hash of the row's hash and the feature number (counted from
+    `first`), as a signed integer, is below the threshold. The mixer is that of kernels/dropout.py.
     """
     rows, h, first_feature, threshold = (
         count(block, 0),
@@ -514,7 +514,7 @@ def rope(block: Block) -> None:
     """rows, n, d, row stride of x, head stride of x, sign, x, cos [rows, d / 2], sin -> y [rows, n,
     d].
 
-    sign 1 turns by the tables' angles, -1 turns back.
+    sign 1 rotates by the tables' angles, -1 rotates back.
     """
     rows, n, d = count(block, 0), count(block, 1), count(block, 2)
     row_stride, head_stride, sign = count(block, 3), count(block, 4), np.float32(count(block, 5))
@@ -538,7 +538,7 @@ def rope_part(block: Block) -> None:
     """rows, n, d, pairs, row stride of x, head stride of x, sign, x, cos [rows, pairs], sin -> y
     [rows, n, d].
 
-    As `rope`, but only the first 2 * pairs features turn; the rest stays.
+    As `rope`, but only the first 2 * pairs features are rotated; the rest is copied.
     """
     rows, n, d, pairs = count(block, 0), count(block, 1), count(block, 2), count(block, 3)
     row_stride, head_stride, sign = count(block, 4), count(block, 5), np.float32(count(block, 6))
@@ -568,7 +568,7 @@ def rope_part(block: Block) -> None:
 
 
 def rope_neighbors(block: Block) -> None:
-    """As `rope_part`, where pairs are features 2 j and 2 j + 1."""
+    """As `rope_part`, with interleaved pairs: features 2 j and 2 j + 1."""
     rows, n, d, pairs = count(block, 0), count(block, 1), count(block, 2), count(block, 3)
     row_stride, head_stride, sign = count(block, 4), count(block, 5), np.float32(count(block, 6))
     x, y = data(block, 7, (rows * row_stride + n * head_stride,)), data(block, 10, (rows * n * d,))
@@ -577,8 +577,8 @@ def rope_neighbors(block: Block) -> None:
     for i in range(first, last):
         for head in range(n):
             start, out = i * row_stride + head * head_stride, (i * n + head) * d
-            turning, turned = x[start : start + 2 * pairs], y[out : out + 2 * pairs]
-            two, both = turning.reshape((pairs, 2)), turned.reshape((pairs, 2))
+            rotated_x, rotated_y = x[start : start + 2 * pairs], y[out : out + 2 * pairs]
+            two, both = rotated_x.reshape((pairs, 2)), rotated_y.reshape((pairs, 2))
             rest, same = x[start + 2 * pairs : start + d], y[out + 2 * pairs : out + d]
             for j in range(pairs):
                 a, b = wide(two[j, 0]), wide(two[j, 1])
@@ -620,7 +620,7 @@ def logit_gradients(block: Block) -> None:
 
 @part
 def unseen(row: Array, start: Any, stop: Any) -> None:
-    """Zero before `start` and from `stop` on."""
+    """Set elements before `start` and from `stop` on to 0."""
     before, after = row[:start], row[stop:]
     for j in range(len(before)):
         before[j] = narrow(np.float32(0), before)
@@ -631,8 +631,8 @@ def unseen(row: Array, start: Any, stop: Any) -> None:
 def visible_softmax(block: Block) -> None:
     """rows, keys, queries, scores fp32 [rows, keys], visible int64 [queries, 2] -> p [rows, keys].
 
-    The softmax of each row over the keys that its query sees, `visible[i % queries]` being the
-    first of them and one past the last; 0 elsewhere. Overwrites the scores, which p may be.
+    Softmax of each row over the keys that its query sees; `visible[i % queries]` is the first of
+    them and one past the last; 0 elsewhere. Overwrites the scores; p may share their memory.
     """
     rows, keys, queries = count(block, 0), count(block, 1), count(block, 2)
     scores, visible = wides(block, 3, (rows, keys)), longs(block, 4, (queries, 2))
@@ -656,10 +656,10 @@ def visible_exp(block: Block) -> None:
     """rows, keys, queries, known, largest fp32 [rows], total fp32 [rows], scores fp32 [rows, keys],
     visible int64 [queries, 2] -> p [rows, keys].
 
-    exp(score - largest) of the keys that each row's query sees, `visible[i % queries]` being the
-    first of them and one past the last; 0 elsewhere. Unless `known`, largest is written: that of
-    the seen scores, or the lowest fp32 where there are none; and total, the sum over the keys. The
-    scores become p before rounding; p may be the same memory.
+    exp(score - largest) of the keys that each row's query sees; `visible[i % queries]` is the first
+    of them and one past the last; 0 elsewhere. Unless `known`, writes largest (of the visible
+    scores, or the lowest fp32 number without any) and total, the sum over the keys. Scores become p
+    before rounding; p may share their memory.
     """
     rows, keys, queries, known = count(block, 0), count(block, 1), count(block, 2), count(block, 3)
     largest, total = wides(block, 4, (rows,)), wides(block, 5, (rows,))
@@ -671,13 +671,13 @@ def visible_exp(block: Block) -> None:
         seen, out = scores[i, start:stop], p[i, start:stop]
         if not known:
             largest[i] = largest_of(seen) if stop > start else np.float32(-3.4028234663852886e38)
-        top, found = largest[i], np.float32(0)
+        top, row_total = largest[i], np.float32(0)
         for j in range(len(seen)):
             e = exp(seen[j] - top)
             seen[j] = e
-            found += e
+            row_total += e
         if not known:
-            total[i] = found
+            total[i] = row_total
         for j in range(len(seen)):
             out[j] = narrow(seen[j], out)
         unseen(scores[i], start, stop)

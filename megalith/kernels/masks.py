@@ -1,5 +1,4 @@
-"""Masks that a user gives to tokens: which keys of its document each query may see at most, and
-which are padding."""
+"""Attention masks that a user passes with the tokens: per-document masks and padding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from megalith.errors import DataError
 from megalith.kernels.tokens import PackedSeqParams
-from megalith.kernels.visible import FREE, Visible
+from megalith.kernels.visible import NO_MASK, Visible
 
 Lengths = Sequence[tuple[int, int]]
 """(queries, keys) of each document."""
@@ -20,46 +19,44 @@ Lengths = Sequence[tuple[int, int]]
 def with_masks(
     tokens: PackedSeqParams, masks: Sequence[Tensor | None], *, alone: bool = False
 ) -> PackedSeqParams:
-    """The tokens with a mask for each document: bool [queries, keys], True where a query may see a
-    key; None: all.
+    """Return the tokens with an attention mask for each document: bool [queries, keys], True where
+    a query may see a key; None: all.
 
-    Beside the masks layers hide what they hide without them: later tokens, if causal, and what is
-    outside a window. With `alone` masks say all but the window, so that a causal layer sees later
-    tokens where they let it; then each document needs one. A query that may see nothing finds 0.
-    Masks are of documents as they were read, on every rank alike: those that share tokens take
-    their own part.
+    The masks apply in addition to causality and windows. With `alone` they replace causality (not
+    windows), so that a causal layer sees later tokens where the mask allows it; then each document
+    needs a mask. A query that may see nothing gives 0. Masks refer to documents as they were read
+    and are the same on every rank: under context parallelism each rank uses its own part.
 
     Raises:
-        DataError: masks of another number, shape, type or device than the documents ask for.
+        DataError: the masks do not match the documents in number, shape, dtype or device.
     """
-    read, device = _as_read(tokens), tokens.position_ids.device
-    if len(masks) != len(read):
+    document_lengths, device = _as_read(tokens), tokens.position_ids.device
+    if len(masks) != len(document_lengths):
         raise DataError(
-            f"masks: {len(masks)} for {len(read)} documents. Pass one for each, or None where no "
-            "more is to be hidden."
+            f"masks: got {len(masks)} masks for {len(document_lengths)} documents. Pass one mask "
+            "for each document, or None for a document without a mask."
         )
     for number, mask in enumerate(masks):
         if mask is not None:
-            _check(mask, f"masks[{number}]", read[number], f"document {number}", device)
+            _check(mask, f"masks[{number}]", document_lengths[number], f"document {number}", device)
         elif alone:
+            queries, keys = document_lengths[number]
             raise DataError(
-                f"masks[{number}]=None with alone=True: masks take the place of causality, so each "
-                "document must have "
-                f"one. Pass torch.ones({read[number][0]}, {read[number][1]}, "
-                "dtype=torch.bool).tril("
-                f"{read[number][1] - read[number][0]}) for one that is causal."
+                f"masks[{number}]=None with alone=True: the masks replace causality, so each "
+                f"document needs one. For a causal mask pass torch.ones({queries}, {keys}, "
+                f"dtype=torch.bool).tril({keys - queries})."
             )
     lengths = tokens.whole.lengths
     masks = [
         None if mask is None else _extended(mask, *whole)
         for mask, whole in zip(masks, lengths, strict=True)
     ]
-    given = [mask.reshape(-1) for mask in masks if mask is not None]
-    before = replace(
-        tokens.whole.visible or Visible(), found={}
-    )  # what was found is for other masks
-    if sum(map(len, given)) == 0:
-        return _given(tokens, replace(before, pairs=None, rows=None, starts=(), alone=False))
+    flat_masks = [mask.reshape(-1) for mask in masks if mask is not None]
+    existing = replace(
+        tokens.whole.visible or Visible(), torch_masks={}
+    )  # the cache belongs to the old masks
+    if sum(map(len, flat_masks)) == 0:
+        return _given(tokens, replace(existing, pairs=None, rows=None, starts=(), alone=False))
     starts, end = list[int | None](), 0
     for mask in masks:
         starts.append(None if mask is None else end)
@@ -67,51 +64,56 @@ def with_masks(
     rows = torch.from_numpy(rows_of(lengths, starts)).to(device)
     return _given(
         tokens,
-        replace(before, pairs=torch.cat(given), rows=rows, starts=tuple(starts), alone=alone),
+        replace(
+            existing, pairs=torch.cat(flat_masks), rows=rows, starts=tuple(starts), alone=alone
+        ),
     )
 
 
 def with_padding(tokens: PackedSeqParams, text: Tensor) -> PackedSeqParams:
-    """The tokens of which those are padding where `text`, bool [t_kv], is False: no query sees
-    them.
+    """Return the tokens with a padding mask: `text`, bool [t_kv], is False for padding, which no
+    query sees.
 
-    Of documents that are read whole they are not `valid` either, so that they count as no expert's
-    work, and full experts refuse them first. `text` is of all keys as they were read, document
-    after document, on every rank alike.
+    For documents without cached keys, padding is also not `valid`: it does not count for expert
+    load balancing, and experts over capacity drop it first. `text` covers all keys as they were
+    read, document after document, on every rank.
 
     Raises:
-        DataError: `text` is of another length, type or device than the keys.
+        DataError: `text` does not match the keys in length, dtype or device.
     """
-    read, device = _as_read(tokens), tokens.position_ids.device
+    document_lengths, device = _as_read(tokens), tokens.position_ids.device
     _check(
-        text, "text", (sum(keys for _, keys in read),), f"all keys of {len(read)} documents", device
+        text,
+        "text",
+        (sum(keys for _, keys in document_lengths),),
+        f"padding of {len(document_lengths)} documents",
+        device,
     )
     whole, context = tokens.whole, tokens.context
     if context is not None and context.slices.source is not None:
         source = torch.from_numpy(context.slices.source).to(device)
         text = (source >= 0) & text[source.clamp(min=0)]
-    before = replace(whole.visible or Visible(), found={})
+    existing = replace(whole.visible or Visible(), torch_masks={})
     tokens = _given(
-        tokens, replace(before, keys=text if before.keys is None else before.keys & text)
+        tokens, replace(existing, keys=text if existing.keys is None else existing.keys & text)
     )
     if any(queries != keys for queries, keys in whole.lengths):
         return tokens
-    mine = text
+    local_text = text
     if context is not None:
-        mine = text[torch.from_numpy(context.slices.numbers[context.rank]).to(device)]
-    return replace(tokens, valid=tokens.valid & mine)
+        local_text = text[torch.from_numpy(context.slices.numbers[context.rank]).to(device)]
+    return replace(tokens, valid=tokens.valid & local_text)
 
 
 def for_one_pass(tokens: PackedSeqParams) -> PackedSeqParams:
-    """The same tokens, for one way through some layers and back: what is made of their masks on
-    it, as large as all pairs, lasts no longer. Microbatches themselves are there for the whole
-    step."""
+    """Return the same tokens with an empty mask cache, so that masks over all pairs that are built
+    in one forward and backward pass are freed after it; microbatches live for the whole step."""
     visible = tokens.whole.visible
-    return tokens if visible is None else _given(tokens, replace(visible, found={}))
+    return tokens if visible is None else _given(tokens, replace(visible, torch_masks={}))
 
 
 def rows_of(lengths: Lengths, starts: Sequence[int | None]) -> NDArray[np.int64]:
-    """[t]: where each query's row of a mask would begin, if it were of all keys; masks begin at
+    """Return where each query's mask row would begin if it covered all keys, [t]; masks begin at
     `starts`.
 
     >>> rows_of([(2, 2), (1, 3), (1, 4)], [0, None, 4])[[0, 1, 3]].tolist()
@@ -121,15 +123,15 @@ def rows_of(lengths: Lengths, starts: Sequence[int | None]) -> NDArray[np.int64]
     document = np.repeat(np.arange(len(queries)), queries)
     place = np.arange(len(document)) - (np.cumsum(queries) - queries)[document]
     first = (np.cumsum(keys) - keys)[document]
-    start = np.array([FREE if start is None else start for start in starts], dtype=np.int64)[
+    start = np.array([NO_MASK if start is None else start for start in starts], dtype=np.int64)[
         document
     ]
-    return np.where(start == FREE, FREE, start + place * keys[document] - first)
+    return np.where(start == NO_MASK, NO_MASK, start + place * keys[document] - first)
 
 
 def _as_read(tokens: PackedSeqParams) -> Lengths:
-    """Documents of the microbatch, all ranks together, without the padding of those that ranks
-    share."""
+    """Return (queries, keys) of the microbatch's documents over all ranks, without context-parallel
+    padding."""
     context = tokens.context
     if context is None or context.slices.source is None:
         return tokens.whole.lengths
@@ -139,28 +141,27 @@ def _as_read(tokens: PackedSeqParams) -> Lengths:
 
 
 def _check(given: Tensor, name: str, shape: tuple[int, ...], of: str, device: torch.device) -> None:
-    """Refuse what is not bool, of that shape and there."""
+    """Raise DataError unless the tensor is bool, of that shape and on that device."""
     if given.dtype != torch.bool:
         raise DataError(
-            f"{name} is {given.dtype}: expected torch.bool, True where a key may be seen. Pass "
-            f"{name}.bool(), or "
-            f"{name} == 0 if it was made to be added to scores."
+            f"{name} is {given.dtype}: expected torch.bool, True where a query may see a key. Pass "
+            f"{name}.bool(), or {name} == 0 if it is an additive mask."
         )
     if tuple(given.shape) != shape:
         what = f" ({shape[0]} queries, {shape[1]} keys)" if len(shape) == 2 else ""
         raise DataError(
-            f"{name} is {list(given.shape)}: {of} must have {list(shape)}{what}. Pass one of that "
-            "shape."
+            f"{name} has the shape {list(given.shape)}: {of} requires {list(shape)}{what}. Pass a "
+            "tensor of that shape."
         )
     if given.device != device:
         raise DataError(
-            f"{name} is on {given.device}: expected it where the tokens are. Pass "
+            f"{name} is on {given.device}, but the tokens are on {device}. Pass "
             f"{name}.to('{device}')."
         )
 
 
 def _extended(mask: Tensor, queries: int, keys: int) -> Tensor:
-    """The mask of a document with padding behind it, which sees nothing and is seen by none."""
+    """Return a document's mask extended by padding, which sees nothing and is seen by no query."""
     if mask.shape == (queries, keys):
         return mask
     whole = mask.new_zeros(queries, keys)
@@ -169,10 +170,10 @@ def _extended(mask: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def _given(tokens: PackedSeqParams, visible: Visible) -> PackedSeqParams:
-    """The tokens with these masks, if they say anything; with all of them where ranks share
-    tokens."""
-    found = None if visible.pairs is None and visible.keys is None else visible
+    """Return the tokens with these masks, or without any if they are empty; under context
+    parallelism the masks are stored with all tokens."""
+    masks = None if visible.pairs is None and visible.keys is None else visible
     if tokens.context is None:
-        return replace(tokens, visible=found)
-    whole = replace(tokens.context.whole, visible=found)
+        return replace(tokens, visible=masks)
+    whole = replace(tokens.context.whole, visible=masks)
     return replace(tokens, context=replace(tokens.context, whole=whole))

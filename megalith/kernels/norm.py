@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba et al. 2016,
 arXiv:1607.06450).
 
-Each alone, or together with the residual addition before it. Zero-centered ones multiply by 1 +
+Each is available with and without a fused residual addition. Zero-centered norms multiply by 1 +
 weight.
 """
 
@@ -28,14 +28,13 @@ def rms_norm(
 ) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`, row by row: x [t, h], weight [h] -> [t, h].
 
-    Statistics are taken in fp32 (float64 for float64), and the normed row is rounded to x's dtype
-    before it meets the weight, as the published Llama weights expect. If `zero_centered`, it is
-    multiplied by 1 + weight and rounded after that, as Gemma's expect. Backward keeps x and one
-    number per row.
+    Statistics are computed in fp32 (float64 for float64), and the normalized row is rounded to x's
+    dtype before the multiplication by the weight, as in Llama. If `zero_centered`, it is multiplied
+    by 1 + weight and then rounded, as in Gemma. Backward saves x and one number per row.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rms_norm(x, weight, eps, zero_centered=zero_centered)
-    engine = _engine(kernel, x, weight)
+    engine = _select_backend(kernel, x, weight)
     y: Tensor = RMSNormFunction.apply(x, weight, eps, zero_centered, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -49,14 +48,13 @@ def add_rms_norm(
     zero_centered: bool = False,
     kernel: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream and its norm: (residual + x, rms_norm(residual + x)), all [t, h].
+    """Fused residual addition and RMSNorm: (residual + x, rms_norm(residual + x)), all [t, h].
 
-    One function instead of two, because its backward adds the two gradients of the sum while it
-    computes one of them.
+    Fused, because its backward adds the two gradients of the sum while computing one of them.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_add_rms_norm(x, residual, weight, eps, zero_centered=zero_centered)
-    engine = _engine(kernel, x, weight, residual=residual)
+    engine = _select_backend(kernel, x, weight, residual=residual)
     total, normed = AddRMSNormFunction.apply(x, residual, weight, eps, zero_centered, engine)  # type: ignore[no-untyped-call]  # torch's own
     return total, normed
 
@@ -73,11 +71,12 @@ def layer_norm(
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, row by row: x [t, h], weight and bias
     [h] -> [t, h].
 
-    All of it in fp32 (float64 for float64), rounded once. Backward keeps x and two numbers per row.
+    Computed in fp32 (float64 for float64) and rounded once. Backward saves x and two numbers per
+    row.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_layer_norm(x, weight, bias, eps, zero_centered=zero_centered)
-    engine = _engine(kernel, x, weight, bias, loops=False)
+    engine = _select_backend(kernel, x, weight, bias, loops=False)
     y: Tensor = LayerNormFunction.apply(x, weight, bias, eps, zero_centered, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -92,37 +91,38 @@ def add_layer_norm(
     zero_centered: bool = False,
     kernel: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream and its norm: (residual + x, layer_norm(residual + x)), all [t, h]."""
+    """Fused residual addition and LayerNorm: (residual + x, layer_norm(residual + x)), all [t,
+    h]."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_add_layer_norm(x, residual, weight, bias, eps, zero_centered=zero_centered)
-    engine = _engine(kernel, x, weight, bias, residual=residual, loops=False)
+    engine = _select_backend(kernel, x, weight, bias, residual=residual, loops=False)
     total, normed = AddLayerNormFunction.apply(
         x, residual, weight, bias, eps, zero_centered, engine
     )  # type: ignore[no-untyped-call]  # torch's own
     return total, normed
 
 
-def _engine(
+def _select_backend(
     kernel: BackendName,
     x: Tensor,
     *affine: Tensor,
     residual: Tensor | None = None,
     loops: bool = True,
 ) -> FusedBackend:
-    """Triton programs give the sum the dtype of x, which is torch's only where the residual has it,
-    too."""
+    """Return the backend; the Triton kernels give the sum x's dtype, which equals torch's only if
+    the residual has the same dtype."""
     both = (x,) if residual is None else (x, residual)
     fits = x.shape[-1] <= gpu.WIDEST and both[-1].dtype == x.dtype
     return select_backend(kernel, *both, *affine, op="norm", loops=loops, triton=fits)
 
 
-# --- what they compute, in plain operations
+# --- reference implementations
 
 
 def reference_rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
 ) -> Tensor:
-    """What `rms_norm` computes, in plain operations."""
+    """Reference implementation of `rms_norm` in plain PyTorch operations."""
     wide = x.to(_wide(x))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if zero_centered:
@@ -133,7 +133,7 @@ def reference_rms_norm(
 def reference_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What `add_rms_norm` computes, in plain operations."""
+    """Reference implementation of `add_rms_norm` in plain PyTorch operations."""
     total = residual + x
     return total, reference_rms_norm(total, weight, eps, zero_centered=zero_centered)
 
@@ -141,7 +141,7 @@ def reference_add_rms_norm(
 def reference_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centered: bool = False
 ) -> Tensor:
-    """What `layer_norm` computes, in plain operations."""
+    """Reference implementation of `layer_norm` in plain PyTorch operations."""
     wide = x.to(_wide(x))
     centered = wide - wide.mean(-1, keepdim=True)
     normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
@@ -158,16 +158,16 @@ def reference_add_layer_norm(
     *,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What `add_layer_norm` computes, in plain operations."""
+    """Reference implementation of `add_layer_norm` in plain PyTorch operations."""
     total = residual + x
     return total, reference_layer_norm(total, weight, bias, eps, zero_centered=zero_centered)
 
 
-# --- as autograd sees them
+# --- autograd functions
 
 
 class RMSNormFunction(Function):
-    """`rms_norm` as autograd sees it."""
+    """Autograd function of `rms_norm`."""
 
     reference = staticmethod(
         lambda x, weight, eps, zero, engine: reference_rms_norm(x, weight, eps, zero_centered=zero)
@@ -196,7 +196,7 @@ class RMSNormFunction(Function):
 
 
 class AddRMSNormFunction(Function):
-    """`add_rms_norm` as autograd sees it."""
+    """Autograd function of `add_rms_norm`."""
 
     reference = staticmethod(
         lambda x, residual, weight, eps, zero, engine: reference_add_rms_norm(
@@ -214,7 +214,7 @@ class AddRMSNormFunction(Function):
         zero_centered: bool,
         engine: FusedBackend,
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [t, h] -> (sum, normed)."""
+        """x, residual [t, h] -> (sum, normalized)."""
         total, y, scale = FORWARD[engine](x, residual, weight, eps, zero_centered)
         ctx.save_for_backward(total, weight, scale)
         ctx.engine, ctx.zero_centered = engine, zero_centered
@@ -229,7 +229,7 @@ class AddRMSNormFunction(Function):
 
 
 class LayerNormFunction(Function):
-    """`layer_norm` as autograd sees it."""
+    """Autograd function of `layer_norm`."""
 
     reference = staticmethod(
         lambda x, weight, bias, eps, zero, engine: reference_layer_norm(
@@ -261,7 +261,7 @@ class LayerNormFunction(Function):
 
 
 class AddLayerNormFunction(Function):
-    """`add_layer_norm` as autograd sees it."""
+    """Autograd function of `add_layer_norm`."""
 
     reference = staticmethod(
         lambda x, residual, weight, bias, eps, zero, engine: reference_add_layer_norm(
@@ -280,7 +280,7 @@ class AddLayerNormFunction(Function):
         zero_centered: bool,
         engine: FusedBackend,
     ) -> tuple[Tensor, Tensor]:
-        """x, residual [t, h] -> (sum, normed)."""
+        """x, residual [t, h] -> (sum, normalized)."""
         total, y, scale, mean = LAYER_FORWARD[engine](x, residual, weight, bias, eps, zero_centered)
         ctx.save_for_backward(total, weight, scale, mean)
         ctx.engine, ctx.zero_centered = engine, zero_centered
@@ -295,16 +295,16 @@ class AddLayerNormFunction(Function):
         return dx, dx, dweight, dbias, None, None, None
 
 
-# --- RMSNorm's passes over memory
+# --- RMSNorm
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What statistics are taken in."""
+    """Return the dtype of the statistics."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
-    """What normed rows are multiplied by: the weight itself, or in fp32 one more."""
+    """Return the factor of normalized rows: the weight, or 1 + weight in fp32."""
     return weight.to(_wide(weight)) + 1 if zero_centered else weight
 
 
@@ -315,7 +315,7 @@ def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is normed, its normed rows, and 1 / root mean square of each row [t, 1], in the
+    """Return the norm's input, its output, and 1 / root mean square of each row [t, 1] in the
     statistics' dtype."""
     x = _sum(x, residual)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
@@ -327,7 +327,7 @@ def _forward(
 
 
 def _rms_gradients(ctx: Context, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dx [t, h] and dweight [h] in the dtypes of x and weight."""
+    """Return dx [t, h] and dweight [h] in the dtypes of x and weight."""
     x, weight, scale = ctx.saved_tensors
     factor = _factor(weight, ctx.zero_centered)
     dx, dweight = BACKWARD[ctx.engine](dy, x, factor, scale, dtotal)
@@ -337,11 +337,11 @@ def _rms_gradients(ctx: Context, dy: Tensor, dtotal: Tensor | None) -> tuple[Ten
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """dx [t, h], with dtotal added if there is one, and dweight [h].
+    """Return dx [t, h], with dtotal added if given, and dweight [h].
 
     With p = dy * x, both reductions are matrix-vector products: dweight = scale . p and, for each
-    row, the part of dy that only stretches x, p . weight. Then dx = scale * (dy * weight - x *
-    scale^2 * (p . weight) / h).
+    row, the component of dy along x, p . weight. Then dx = scale * (dy * weight - x * scale^2 * (p
+    . weight) / h).
     """
     wide = scale.dtype
     product = torch.mul(dy.to(wide), x)
@@ -355,7 +355,6 @@ def _backward(
 def _loop_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_forward` in one pass after the sum."""
     x, factor = _sum(x, residual).contiguous(), _factor(weight, zero_centered).float().contiguous()
     y, scale = torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32)
     cpu.run(
@@ -376,7 +375,7 @@ def _loop_forward(
 def _loop_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`_backward` in one pass; each thread sums its rows' part of dweight."""
+    """`_backward` in one pass; each thread sums dweight over its rows."""
     dy, x, weight, dx = (
         dy.contiguous(),
         x.contiguous(),
@@ -405,7 +404,6 @@ def _loop_backward(
 def _triton_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_forward` in one pass."""
     from megalith.kernels import triton_norm  # imports Triton
 
     factor = _factor(weight, zero_centered)
@@ -418,7 +416,6 @@ def _triton_forward(
 def _triton_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`_backward` in one pass."""
     from megalith.kernels import triton_norm
 
     dx, dweight, _ = triton_norm.norm_backward(dy, x, weight, scale, None, dtotal)
@@ -440,7 +437,7 @@ BACKWARD: Mapping[
 }
 
 
-# --- LayerNorm's: torch has them fused
+# --- LayerNorm, which torch has as fused kernels
 
 
 def _layer_forward(
@@ -451,12 +448,12 @@ def _layer_forward(
     eps: float,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is normed, its normed rows, and each row's 1 / standard deviation and mean [t, 1], in
+    """Return the norm's input, its output, and each row's 1 / standard deviation and mean [t, 1] in
     fp32 or float64."""
     x = _sum(x, residual)
     factor = _factor(weight, zero_centered).to(_wide(x))
     y, mean, scale = torch.native_layer_norm(
-        _taken(x), [x.shape[-1]], factor, bias.to(factor.dtype), eps
+        _layer_norm_input(x), [x.shape[-1]], factor, bias.to(factor.dtype), eps
     )
     return x, y.to(x.dtype), scale, mean
 
@@ -464,7 +461,7 @@ def _layer_forward(
 def _layer_gradients(
     ctx: Context, dy: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [t, h], with dtotal added if there is one, dweight [h] and dbias [h], in the dtypes of x
+    """Return dx [t, h], with dtotal added if given, dweight [h] and dbias [h], in the dtypes of x
     and weight."""
     x, weight, scale, mean = ctx.saved_tensors
     factor = _factor(weight, ctx.zero_centered).to(mean.dtype)
@@ -475,7 +472,7 @@ def _layer_gradients(
 def _layer_backward(
     dy: Tensor, x: Tensor, factor: Tensor, scale: Tensor, mean: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # of 16 bits, torch would add up dweight and dbias in 16 bits on CPUs: wrong by 3 % for 384 rows
+    # On CPUs torch sums dweight and dbias of 16-bit inputs in 16 bits: 3 % error for 384 rows.
     wide = mean.dtype
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy.to(wide).contiguous(),
@@ -491,11 +488,11 @@ def _layer_backward(
     return dx if dtotal is None else dx.add_(dtotal), dweight, dbias
 
 
-def _taken(x: Tensor) -> Tensor:
-    """x as torch's fused norms take it beside fp32 weights: on the CPU as it is, elsewhere in fp32,
-    too.
+def _layer_norm_input(x: Tensor) -> Tensor:
+    """Return x as input of torch's fused norm with fp32 weights: unchanged on the CPU, elsewhere in
+    fp32.
 
-    With bf16 weights they would keep statistics in bf16 on the CPU, and 1 + weight would be
+    With bf16 weights the CPU kernel would compute statistics in bf16, and 1 + weight would be
     rounded.
     """
     return x.contiguous() if x.device.type == "cpu" else x.to(_wide(x)).contiguous()
@@ -509,7 +506,7 @@ def _triton_layer_forward(
     eps: float,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_layer_forward` in one pass, without copies in fp32."""
+    """`_layer_forward` in one pass, without fp32 copies."""
     from megalith.kernels import triton_norm
 
     total, y, scale, mean = triton_norm.norm(
@@ -522,7 +519,6 @@ def _triton_layer_forward(
 def _triton_layer_backward(
     dy: Tensor, x: Tensor, factor: Tensor, scale: Tensor, mean: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_layer_backward` in one pass."""
     from megalith.kernels import triton_norm
 
     dx, dweight, dbias = triton_norm.norm_backward(dy, x, factor, scale, mean, dtotal)

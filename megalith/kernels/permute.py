@@ -1,8 +1,8 @@
-"""PackedSeqParams to the rows that experts work on, sorted by expert, and back: index arithmetic
-first, then moves of tensors.
+"""Permutation of tokens to rows sorted by expert, and back: index arithmetic first, then moves of
+tensors.
 
-Rows are gathered, and a token's rows are added up one after another in the order of its choices:
-nothing here depends on which thread comes first. The backward of either move is the other one.
+Rows are gathered, and a token's rows are added one after another in the order of its choices: the
+result does not depend on thread scheduling. The backward of either move is the other one.
 """
 
 from collections.abc import Sequence
@@ -16,37 +16,36 @@ from torch.autograd.function import once_differentiable
 
 from megalith.kernels.linear import Context
 
-# --- which row is whose
+# --- permutations
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which row is which choice of which token. Choice number `token * k + place` is a token's
-    choice at `place`."""
+    """Permutation between routing choices and rows sorted by expert. Choice `token * k + place` is
+    a token's choice at `place`."""
 
     counts: Tensor
-    """[e] int64: how many rows each expert has; they lie expert after expert, an expert's in the
-    order of tokens."""
+    """[e] int64: number of rows of each expert; rows are sorted by expert, and an expert's rows by
+    token."""
 
     choices: Tensor
-    """[r] int64: the choice that each row is."""
+    """[r] int64: the choice of each row."""
 
     tokens: Tensor
-    """[r] int64: the token that each row is of."""
+    """[r] int64: the token of each row."""
 
     rows: Tensor
-    """[m] int64: rows token after token, each token's in the order of its choices; m = r, or t k if
+    """[m] int64: rows sorted by token, each token's in the order of its choices; m = r, or t k if
     padded."""
 
     starts: Tensor
-    """[t] int64: where each token's begin in `rows`."""
+    """[t] int64: where each token's rows begin in `rows`."""
 
     filler: Tensor | None = None
-    """[r] bool, if padded: rows that are no token's. They are zeros, and nothing becomes of
-    them."""
+    """[r] bool, if padded: rows of padding, which are zeros and do not contribute to the output."""
 
     missing: Tensor | None = None
-    """[m] bool, if padded: entries of `rows` that are choices without a row."""
+    """[m] bool, if padded: entries of `rows` whose choice has no row (dropped)."""
 
 
 def order_choices(
@@ -56,10 +55,11 @@ def order_choices(
     num_rows: int | None = None,
     sort: "SortedChoices | None" = None,
 ) -> Order:
-    """The rows of all choices that are not dropped: chosen [t, k] int64, -1 for one that is.
+    """Return the permutation of all choices that are not dropped: chosen [t, k] int64, -1 for a
+    dropped choice.
 
-    `num_rows`: how many are not, where that is known (t k if none is); unset: they are counted, and
-    a GPU waited for. `sort`: of these choices, where they are sorted already.
+    `num_rows`: number of choices that are not dropped, if known (t k if none is); unset: they are
+    counted, which synchronizes with the GPU. `sort`: the sorted choices, if available.
     """
     t, k = chosen.shape
     num_rows = int((chosen >= 0).sum()) if num_rows is None else num_rows
@@ -68,18 +68,22 @@ def order_choices(
     if num_rows == t * k:
         rows = torch.empty_like(choices).scatter_(0, choices, _numbers(num_rows, chosen))
         return Order(sort.counts, choices, choices // k, rows, _numbers(t, chosen) * k)
-    of_tokens = (chosen >= 0).sum(1)
+    rows_per_token = (chosen >= 0).sum(1)
     return Order(
-        sort.counts, choices, choices // k, choices.argsort(), of_tokens.cumsum(0) - of_tokens
+        sort.counts,
+        choices,
+        choices // k,
+        choices.argsort(),
+        rows_per_token.cumsum(0) - rows_per_token,
     )
 
 
 def order_padded(chosen: Tensor, experts: int, *, capacity: int) -> Order:
-    """The same with exactly `capacity` rows for every expert, whatever was chosen, so that no shape
-    depends on it.
+    """Return the permutation with exactly `capacity` rows for every expert, so that no shape
+    depends on the routing.
 
-    chosen [t, k] int64, -1 for a dropped choice. An expert's rows beyond those that chose it are
-    filler; of more than `capacity`, the last are dropped here.
+    chosen [t, k] int64, -1 for a dropped choice. An expert with fewer choices gets padding rows; of
+    more than `capacity` choices, the last are dropped.
     """
     t, k = chosen.shape
     sort = sort_choices(chosen, experts)
@@ -88,7 +92,7 @@ def order_padded(chosen: Tensor, experts: int, *, capacity: int) -> Order:
     taken = (first.unsqueeze(1) + place).flatten().masked_fill_(filler, t * k)
     choices = torch.cat([sort.choices, sort.choices.new_full((1,), t * k)])[
         taken
-    ]  # t k: that of filler
+    ]  # t k stands for padding
     rows = chosen.new_full((t * k + 1,), -1).scatter_(
         0, choices, _numbers(experts * capacity, chosen)
     )[:-1]
@@ -100,7 +104,7 @@ def order_padded(chosen: Tensor, experts: int, *, capacity: int) -> Order:
 
 
 class SortedChoices(NamedTuple):
-    """All choices sorted by expert, dropped ones last, and how many each expert has."""
+    """All choices sorted by expert, dropped ones last, and the number of choices of each expert."""
 
     choices: Tensor
     """[t k] int64."""
@@ -110,11 +114,11 @@ class SortedChoices(NamedTuple):
 
 
 def sort_choices(chosen: Tensor, experts: int) -> SortedChoices:
-    """Choices [t, k] int64, -1 for a dropped one; nothing waits for a GPU."""
+    """Sort choices [t, k] int64 by expert, -1 for a dropped one; without GPU synchronization."""
     flat = chosen.flatten()
-    chosen_by, choices = torch.where(flat < 0, experts, flat).sort(stable=True)
-    # Not torch.bincount: on a GPU it waits to know how many bins there are.
-    ends = torch.searchsorted(chosen_by, _numbers(experts, chosen), right=True)
+    sorted_experts, choices = torch.where(flat < 0, experts, flat).sort(stable=True)
+    # Not torch.bincount, which synchronizes with the GPU to learn the number of bins.
+    ends = torch.searchsorted(sorted_experts, _numbers(experts, chosen), right=True)
     return SortedChoices(choices, ends.diff(prepend=ends.new_zeros(1)))
 
 
@@ -126,8 +130,8 @@ def _numbers(count: int, like: Tensor) -> Tensor:
 
 
 def permute(x: Tensor, order: Order) -> Tensor:
-    """Each row's token: x [t, h] -> [r, h]. Backward adds up the gradients of a token's rows, in
-    fp32, rounded once."""
+    """Gather the token of each row: x [t, h] -> [r, h]. Backward sums the gradients of a token's
+    rows in fp32, rounded once."""
     if torch.compiler.is_compiling():
         return reference_permute(x, order)
     rows: Tensor = PermuteFunction.apply(x, order)  # type: ignore[no-untyped-call]  # torch's own
@@ -135,8 +139,8 @@ def permute(x: Tensor, order: Order) -> Tensor:
 
 
 def unpermute(rows: Tensor, order: Order) -> Tensor:
-    """The sum of each token's rows: rows [r, h] -> [t, h], added in fp32, rounded once; 0 for a
-    token without any."""
+    """Sum each token's rows: rows [r, h] -> [t, h], in fp32, rounded once; 0 for a token without
+    rows."""
     if torch.compiler.is_compiling():
         return reference_unpermute(rows, order)
     y: Tensor = UnpermuteFunction.apply(rows, order)  # type: ignore[no-untyped-call]  # torch's own
@@ -144,20 +148,21 @@ def unpermute(rows: Tensor, order: Order) -> Tensor:
 
 
 def weights_of_rows(weights: Tensor, order: Order) -> Tensor:
-    """What each row counts: the weights of all choices [t, k] -> [r], 0 for filler."""
-    mine = weights.flatten().index_select(0, order.choices)
-    return mine if order.filler is None else mine.masked_fill(order.filler, 0.0)
+    """Return the router weight of each row: the weights of all choices [t, k] -> [r], 0 for
+    padding."""
+    row_weights = weights.flatten().index_select(0, order.choices)
+    return row_weights if order.filler is None else row_weights.masked_fill(order.filler, 0.0)
 
 
 def gather_rows(x: Tensor, order: Order) -> Tensor:
-    """What `permute` computes, for readers that rebuild its rows in their backward: x [t, h] -> [r,
-    h]."""
+    """Compute `permute` outside autograd, for layers that recompute its output in backward: x [t,
+    h] -> [r, h]."""
     rows = x.index_select(0, order.tokens)
     return rows if order.filler is None else rows.masked_fill_(order.filler.unsqueeze(1), 0.0)
 
 
 def _add_rows(rows: Tensor, order: Order) -> Tensor:
-    """rows [r, h] -> [t, h]. A bag of embeddings is what a token's rows are; torch adds them in
+    """Sum the rows of each token: rows [r, h] -> [t, h], by torch's embedding_bag, which sums in
     fp32 and in order."""
     if not len(rows) or not len(order.starts):
         return rows.new_zeros(len(order.starts), rows.shape[1])
@@ -168,13 +173,13 @@ def _add_rows(rows: Tensor, order: Order) -> Tensor:
 
 
 def reference_permute(x: Tensor, order: Order) -> Tensor:
-    """What `permute` computes, in plain operations."""
+    """Reference implementation of `permute` in plain PyTorch operations."""
     rows = x[order.tokens]
     return rows if order.filler is None else rows.masked_fill(order.filler.unsqueeze(1), 0.0)
 
 
 def reference_unpermute(rows: Tensor, order: Order) -> Tensor:
-    """What `unpermute` computes, in plain operations."""
+    """Reference implementation of `unpermute` in plain PyTorch operations."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     wide = wide if order.filler is None else wide.masked_fill(order.filler.unsqueeze(1), 0.0)
     total = wide.new_zeros(len(order.starts), rows.shape[1])
@@ -182,7 +187,7 @@ def reference_unpermute(rows: Tensor, order: Order) -> Tensor:
 
 
 class PermuteFunction(Function):
-    """`permute` as autograd sees it."""
+    """Autograd function of `permute`."""
 
     reference = staticmethod(reference_permute)
 
@@ -200,7 +205,7 @@ class PermuteFunction(Function):
 
 
 class UnpermuteFunction(Function):
-    """`unpermute` as autograd sees it."""
+    """Autograd function of `unpermute`."""
 
     reference = staticmethod(reference_unpermute)
 
@@ -217,11 +222,11 @@ class UnpermuteFunction(Function):
         return gather_rows(dy, ctx.order), None
 
 
-# --- chunks: rows that arrive from several ranks
+# --- chunks: rows from several ranks
 
 
 def expert_major(ranks: int, experts: int) -> list[int]:
-    """Chunks that lie rank after rank, each rank's one for every expert, in the order expert after
+    """Return the order that sorts chunks by expert, for chunks that are sorted by rank and then by
     expert.
 
     >>> expert_major(ranks=2, experts=3)  # chunk 4 is the second rank's for its second expert
@@ -231,7 +236,8 @@ def expert_major(ranks: int, experts: int) -> list[int]:
 
 
 def undone(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[int]]:
-    """What brings sorted chunks back: their sizes as they lie then, and the order.
+    """Return the inverse of `sort_chunks`: the sizes of the sorted chunks, and the order that
+    restores the original.
 
     >>> undone([5, 6, 7], [2, 0, 1])
     ([7, 5, 6], [1, 2, 0])
@@ -242,20 +248,20 @@ def undone(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[
 
 
 def sort_chunks(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Chunk `order[0]` first, and so on: rows [r, ...] in chunks of `sizes`, which add up to r ->
-    [r, ...]."""
+    """Reorder chunks, `order[0]` first: rows [r, ...] in chunks of `sizes`, which sum to r -> [r,
+    ...]."""
     y: Tensor = SortChunksFunction.apply(rows, sizes, order)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
 def reference_sort_chunks(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """What `sort_chunks` computes, in plain operations."""
+    """Reference implementation of `sort_chunks` in plain PyTorch operations."""
     chunks = rows.split(list(sizes))
     return torch.cat([chunks[number] for number in order])
 
 
 class SortChunksFunction(Function):
-    """`sort_chunks` as autograd sees it: nothing is kept."""
+    """Autograd function of `sort_chunks`; saves no tensors."""
 
     reference = staticmethod(reference_sort_chunks)
 

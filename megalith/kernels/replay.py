@@ -1,8 +1,8 @@
-"""Routing replay: the experts that tokens chose once, chosen again, by this model or another of the
-same layers.
+"""Routing replay: record the experts that tokens were routed to, and route them to the same experts
+again, in this or another model with the same layers.
 
-Rollouts and training disagree by rounding alone, and an expert that is chosen by one and not by the
-other makes that large. Source: Ma et al. 2025, arXiv:2510.11370.
+Rollouts and training differ by rounding only, but a different expert choice makes that difference
+large. Source: Ma et al. 2025, arXiv:2510.11370.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,86 +16,92 @@ from megalith.errors import DataError
 
 
 class RoutingCapture(NamedTuple):
-    """What a router read of one microbatch, and what it made of it: of my own tokens."""
+    """Input and output of a router for one microbatch, of the local tokens."""
 
     layer: str
-    """As its parameters are named."""
+    """Name prefix of the layer's parameters."""
 
     microbatch: int
     hidden: Tensor
-    """[t, h], before any noise."""
+    """[t, h], before jitter noise."""
 
     logits: Tensor
-    """[t, E], by which experts were chosen."""
+    """[t, E], from which experts were chosen."""
 
     weights: Tensor
-    """[t, k], what answers count, best choice first; 0 where the expert refused."""
+    """[t, k], weights of the experts' outputs, best choice first; 0 where the choice was
+    dropped."""
 
     routers: Mapping[str, Tensor]
-    """The router's own: weight [E, h], and what it adds to logits or scores, [E] each."""
+    """The router's parameters: weight [E, h], and what it adds to logits or scores, [E] each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The choices of all routers of this rank in a step's microbatches."""
+    """The routing choices of all local routers in the microbatches of a step."""
 
     choices: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    """By layer, as its parameters are named, and microbatch: int64 [t, k], of my own tokens, before
-    experts refuse."""
+    """By layer (name prefix of its parameters) and microbatch: int64 [t, k], of the local tokens,
+    before token dropping."""
 
     followed: bool = False
-    """Routers choose what is here; otherwise they write down what they choose."""
+    """Whether routers replay these choices instead of recording theirs."""
 
     watch: Callable[[RoutingCapture], None] | None = None
-    """Who is shown what routers read and make of it, once more in recomputation; None: nobody."""
+    """Callback that receives the input and output of every router, also during recomputation; None:
+    no callback."""
 
     def again(self) -> "Routing":
-        """The same choices, to be followed."""
+        """Return the same choices for replay."""
         return Routing(self.choices, followed=True)
 
     def microbatches(self, layer: str) -> Iterator[int]:
-        """Those that a layer has choices of."""
+        """Yield the microbatches for which a layer has choices."""
         return (number for name, number in self.choices if name == layer)
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What routers decided in a part of the model that backward runs once more: there they decide
-    the same again.
+    """Routing decisions of a part of the model that is recomputed in backward; recomputation reuses
+    them.
 
-    Where input comes back with other roundings, as after sums in no fixed order, a tie could
-    otherwise fall the other way, and backward would look for a token's gradient at an expert that
-    never had it.
+    If recomputed inputs differ by rounding, for example after sums in no fixed order, a tie could
+    be decided differently, and backward would look for a token's gradient at an expert that did not
+    process it.
     """
 
-    found: dict[str, Tensor] = field(default_factory=dict)
-    """By layer: int32 [t, k], the expert, or -1 - its number where it refused."""
+    decisions: dict[str, Tensor] = field(default_factory=dict)
+    """By layer: int32 [t, k], the expert, or -1 - its number where it dropped the token."""
 
     def note(self, layer: str, chosen: Tensor, kept: Tensor) -> None:
-        """Write down what was chosen, and what of it experts took: experts [t, k], the latter
-        negative elsewhere."""
-        self.found[layer] = chosen.where(kept >= 0, -1 - chosen).detach().to(torch.int32)
+        """Record the chosen experts [t, k] and those that keep the token after dropping, negative
+        elsewhere."""
+        self.decisions[layer] = chosen.where(kept >= 0, -1 - chosen).detach().to(torch.int32)
 
     def chosen(self, layer: str) -> Tensor | None:
-        """What was chosen, int64 [t, k], if this has been decided."""
-        found = self.found.get(layer)
-        return None if found is None else found.where(found >= 0, -1 - found).to(torch.int64)
+        """Return the chosen experts, int64 [t, k], or None if nothing is recorded."""
+        decisions = self.decisions.get(layer)
+        return (
+            None
+            if decisions is None
+            else decisions.where(decisions >= 0, -1 - decisions).to(torch.int64)
+        )
 
     def taken(self, layer: str) -> Tensor | None:
-        """Which of it experts took, bool [t, k]."""
-        found = self.found.get(layer)
-        return None if found is None else found >= 0
+        """Return which choices are kept after token dropping, bool [t, k], or None if nothing is
+        recorded."""
+        decisions = self.decisions.get(layer)
+        return None if decisions is None else decisions >= 0
 
 
 class Route(NamedTuple):
-    """What routers do with one microbatch. A microbatch that comes again, in recomputation, does
-    the same again."""
+    """Routing record or replay of one microbatch, also for its recomputation."""
 
     routing: Routing
     microbatch: int
 
     def note(self, layer: str, experts: Tensor) -> None:
-        """Write down what a layer chose, experts [t, k]."""
+        """Record the choices of a layer, experts [t, k]."""
         self.routing.choices[layer, self.microbatch] = experts.detach()
 
     def show(
@@ -106,24 +112,24 @@ class Route(NamedTuple):
         weights: Tensor,
         routers: Mapping[str, Tensor],
     ) -> None:
-        """Show a watcher what a layer's router read and made of it, as in `Seen`."""
+        """Pass the input and output of a layer's router to the callback, as a `RoutingCapture`."""
         if self.routing.watch is not None:
             self.routing.watch(
                 RoutingCapture(layer, self.microbatch, hidden, logits, weights, routers)
             )
 
     def recall(self, layer: str, shape: tuple[int, int]) -> Tensor:
-        """What a layer chose, int64 [t, k].
+        """Return the recorded choices of a layer, int64 [t, k].
 
         Raises:
-            DataError: nothing was written down for this microbatch, or for other tokens.
+            DataError: no choices were recorded for this microbatch, or for other tokens.
         """
         experts = self.routing.choices.get((layer, self.microbatch))
         if experts is None:
-            there = sorted(self.routing.microbatches(layer)) or "none"
+            recorded = sorted(self.routing.microbatches(layer)) or "none"
             raise DataError(
-                f"microbatch {self.microbatch}: no choices of {layer} to replay (there are: "
-                f"{there}). Record the same "
+                f"microbatch {self.microbatch}: no choices of {layer} to replay (recorded: "
+                f"{recorded}). Record the same "
                 f"microbatches first, with the same layers on this rank."
             )
         if experts.shape != shape:

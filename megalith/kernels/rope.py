@@ -1,5 +1,5 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of features that turn further with
-each position."""
+"""Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864): pairs of features are rotated
+by angles proportional to the position id."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +20,13 @@ from megalith.kernels.linear import Context
 def rope_frequencies(
     config: RopeConfig, size: int, *, length: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Radians per token of each pair: [size / 2] for `size` features that turn, fp32 unless asked
-    for float64.
+    """Return the rotation of each pair in radians per token: [size / 2] for `size` rotated
+    features, fp32 unless `dtype` is float64.
 
-    linear divides all by `factor`. llama3 divides the slow ones, keeps the fast ones, and blends
-    linearly in between. yarn does so too, over the number of the pair. dynamic raises theta once
-    rows of `length` tokens are longer than those of the first training; longrope divides each pair
-    by a factor of its own, and by another one then.
+    linear divides all frequencies by `factor`. llama3 divides the low ones, keeps the high ones,
+    and interpolates linearly in between. yarn does so too, over the index of the pair. dynamic
+    raises theta once sequences of `length` tokens are longer than those of the original training;
+    longrope divides each pair by its own factor, and by another one then.
     """
     exponents = torch.arange(0, size, 2, dtype=torch.int64).to(dtype) / size
     wavelengths = _theta(config, size, length) ** exponents
@@ -41,13 +41,13 @@ def rope_frequencies(
         case "linear":
             return frequencies / config.factor
         case "llama3":
-            turns = (
+            num_periods = (
                 config.original_max_position * frequencies / (2 * math.pi)
-            )  # over a row of the first training
+            )  # over the original training length
             width = max(
                 config.high_freq_factor - config.low_freq_factor, 1e-30
-            )  # 0 in Llama 4: nothing in part
-            keep = (turns - config.low_freq_factor) / width
+            )  # Llama 4 has a width of 0: no interpolation
+            keep = (num_periods - config.low_freq_factor) / width
         case "yarn":
             first, last = yarn_range(config, size)
             pairs = torch.arange(size // 2, dtype=dtype)
@@ -59,7 +59,7 @@ def rope_frequencies(
 
 
 def _theta(config: RopeConfig, size: int, length: int) -> float:
-    """The base of the wavelengths for rows of `length` tokens."""
+    """Return the base of the wavelengths for sequences of `length` tokens."""
     if config.scaling != "dynamic" or rope_length(config, length) == 0:
         return config.theta
     stretch: float = config.factor * length / config.original_max_position - (config.factor - 1)
@@ -67,8 +67,8 @@ def _theta(config: RopeConfig, size: int, length: int) -> float:
 
 
 def rope_length(config: RopeConfig, length: int) -> int:
-    """The shortest document, if not shorter than the first training's rows, that turns as one of
-    `length` tokens does; 0 for all that turn as those rows did.
+    """Return the shortest document length with the same angles as `length`; 0 if the angles are
+    those of the original training's length.
 
     >>> scalings = ("yarn", "dynamic", "longrope")
     >>> kinds = [RopeConfig(scaling=kind, original_max_position=8) for kind in scalings]
@@ -81,13 +81,13 @@ def rope_length(config: RopeConfig, length: int) -> int:
 
 
 def yarn_range(config: RopeConfig, size: int) -> tuple[float, float]:
-    """Numbers of the pairs between which yarn goes from keeping to stretching: those that turn
-    beta_fast and beta_slow times over a row of the first training."""
+    """Return the range of pair indices over which yarn interpolates: the pairs that rotate
+    beta_fast and beta_slow times over the original training length."""
 
-    def pair(turns: float) -> float:
+    def pair(num_periods: float) -> float:
         return (
             size
-            * math.log(config.original_max_position / (2 * math.pi * turns))
+            * math.log(config.original_max_position / (2 * math.pi * num_periods))
             / (2 * math.log(config.theta))
         )
 
@@ -99,7 +99,7 @@ def yarn_range(config: RopeConfig, size: int) -> tuple[float, float]:
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """What turned queries and keys are multiplied by, each."""
+    """Return the factor by which rotated queries and keys are each multiplied."""
     if config.scaling not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
@@ -119,11 +119,11 @@ def rope_tables(
     factor: float = 1.0,
     sections: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) * factor, each [t, pairs] in `dtype`: positions [t], frequencies [pairs] or [t,
-    pairs]; angles stay in the latter's.
+    """Return (cos, sin) * factor, each [t, pairs] in `dtype`: positions [t], frequencies [pairs] or
+    [t, pairs]; angles are computed in the frequencies' dtype.
 
-    Positions may also be [len(sections), t]: so many pairs, one section after the other, then turn
-    by each. One position stands for equal ones.
+    Positions may also be [len(sections), t] (multimodal RoPE): then the pairs of each section, in
+    order, are rotated by one of these positions. Positions [t] stand for equal ones.
     """
     axes = positions.to(frequencies.dtype).unsqueeze(-1)
     if positions.ndim == 1:
@@ -137,11 +137,11 @@ def rope_tables(
 def apply_rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, kernel: BackendName = "auto"
 ) -> Tensor:
-    """Turn every head: x [t, n, d], any strides; cos, sin [t, pairs] -> [t, n, d]. Backward turns
-    back, saving no x.
+    """Rotate every head: x [t, n, d], any strides; cos, sin [t, pairs] -> [t, n, d]. Backward
+    rotates back and does not save x.
 
-    The first 2 * pairs features turn, the rest stays. Pairs are features i and i + pairs, or,
-    interleaved, 2 i and 2 i + 1.
+    The first 2 * pairs features are rotated, the rest is copied. Pairs are features i and i +
+    pairs, or, interleaved, 2 i and 2 i + 1.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rope(x, cos, sin, interleaved)
@@ -151,25 +151,25 @@ def apply_rope(
 
 
 def reference_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """What `apply_rope` computes, in plain operations."""
+    """Reference implementation of `apply_rope` in plain PyTorch operations."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second, rest = _pairs(x, cos.shape[-1], interleaved)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
     return torch.cat([joined, rest], dim=-1)
 
 
 def _pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The first and the second feature of every pair, and the features that do not turn; views of
-    x."""
-    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    """Return the first and the second feature of every pair, and the features that are not rotated;
+    views of x."""
+    rotary, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if interleaved:
-        return turning[..., 0::2], turning[..., 1::2], rest
-    return turning[..., :pairs], turning[..., pairs:], rest
+        return rotary[..., 0::2], rotary[..., 1::2], rest
+    return rotary[..., :pairs], rotary[..., pairs:], rest
 
 
 class RopeFunction(Function):
-    """`apply_rope` as autograd sees it."""
+    """Autograd function of `apply_rope`."""
 
     reference = staticmethod(
         lambda x, cos, sin, interleaved, engine: reference_rope(x, cos, sin, interleaved)
@@ -181,19 +181,19 @@ class RopeFunction(Function):
     ) -> Tensor:
         """x [t, n, d] -> [t, n, d]."""
         ctx.save_for_backward(cos, sin)
-        ctx.turn = partial(ROTATE[engine], interleaved=interleaved)
-        y: Tensor = ctx.turn(x, cos, sin, sign=1)
+        ctx.rotate = partial(ROTATE[engine], interleaved=interleaved)
+        y: Tensor = ctx.rotate(x, cos, sin, sign=1)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [t, n, d] -> dx, turned back."""
-        return ctx.turn(dy, *ctx.saved_tensors, sign=-1), None, None, None, None
+        """dy [t, n, d] -> dx, rotated back."""
+        return ctx.rotate(dy, *ctx.saved_tensors, sign=-1), None, None, None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
-    """Turn by the tables' angles (sign 1) or back (sign -1)."""
+    """Rotate by the tables' angles (sign 1) or back (sign -1)."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     out = x.new_empty(x.shape)
     first, second, rest = _pairs(x, cos.shape[-1], interleaved)
@@ -205,7 +205,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool
 
 
 def _numba_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
-    """`_turn` in one pass."""
     x = x if x.stride(2) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
     tables = cos.contiguous(), sin.contiguous()
@@ -219,7 +218,6 @@ def _numba_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved
 
 
 def _triton_rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
-    """`_turn` in one pass."""
     from megalith.kernels import triton_rope  # imports Triton
 
     return triton_rope.rotate(x, cos, sin, sign=sign, interleaved=interleaved)
@@ -230,4 +228,4 @@ ROTATE: Mapping[FusedBackend, Callable[..., Tensor]] = {
     "numba": _numba_rotate,
     "triton": _triton_rotate,
 }
-"""(x, cos, sin, *, sign, interleaved) -> turned."""
+"""(x, cos, sin, *, sign, interleaved) -> rotated x."""

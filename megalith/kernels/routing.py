@@ -1,5 +1,5 @@
-"""Which experts a token goes to, and with what weight: scores, choices, capacities. Plain
-arithmetic on one rank."""
+"""Expert routing on one rank: router logits, scores, top-k choice, weights, balancing and capacity
+(token dropping)."""
 
 import math
 from collections.abc import Callable
@@ -23,50 +23,49 @@ from megalith.kernels.linear import (
 from megalith.kernels.rebuilt import LayerInput, output_tensor
 
 NOWHERE = -1
-"""The number of an expert that a token would have gone to, but was refused by."""
+"""Expert index of a choice that was dropped."""
 
 SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 200
 SINKHORN_LOOKS = 20
-"""Rounds after which a host asks whether a plan has settled, and waits for a GPU; most do within
-20."""
+"""Rounds between checks for convergence on the host, which synchronize with the GPU; most plans
+converge within 20."""
 
-SMALL = -40.0
-"""A logit from which on log(1 + exp(x)) is exp(x), in float64, too."""
+SOFTPLUS_IS_EXP_BELOW = -40.0
+"""Logit below which log(1 + exp(x)) equals exp(x), also in float64."""
 
 
 class Choice(NamedTuple):
-    """The experts that each token goes to: those chosen first stand first."""
+    """The experts chosen for each token, in the order of choice, and their weights."""
 
     experts: Tensor
-    """int64 [t, k], each expert of a token once; `NOWHERE` where it was refused."""
+    """int64 [t, k], distinct experts of each token; `NOWHERE` where the choice was dropped."""
 
     weights: Tensor
-    """[t, k]: what the expert's answer counts; 0 where it was refused."""
+    """[t, k]: weight of each expert's output; 0 where the choice was dropped."""
 
 
 # --- logits
 
 
-def gate(
+def router_logits(
     x: LayerInput,
     weight: Tensor,
     *,
     dtype: torch.dtype,
     grad_accumulator: GradAccumulator | None = None,
 ) -> Tensor:
-    """How much each expert suits each token: x [t, h], weight [E, h] -> logits [t, E], computed in
-    `dtype`.
+    """Compute router logits: x [t, h], weight [E, h] -> [t, E], computed in `dtype`.
 
-    Backward keeps x and the weight as they are, and widens them once more.
+    Backward saves x and the weight in their dtypes and converts them again.
     """
-    logits: Tensor = GateFunction.apply(
+    logits: Tensor = RouterLogitsFunction.apply(
         output_tensor(x), plan_saved_input(x, [weight]), grad_accumulator, dtype, weight
     )  # type: ignore[no-untyped-call]  # torch's own
     return logits
 
 
-class GateFunction(Function):
-    """`gate` as autograd sees it."""
+class RouterLogitsFunction(Function):
+    """Autograd function of `router_logits`."""
 
     reference = staticmethod(
         lambda x, kept, grad_accumulator, dtype, weight: x.to(dtype) @ weight.to(dtype).t()
@@ -89,7 +88,8 @@ class GateFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [t, E] -> dx [t, h], and the weight's gradient to the sink or to the weight."""
+        """dy [t, E] -> dx [t, h], and the weight's gradient to the gradient accumulator or to the
+        weight."""
         weight, *inputs = ctx.saved_tensors
         dx = (dy @ weight.to(ctx.dtype)).to(weight.dtype) if ctx.needs_input_grad[0] else None
         x = saved_input(ctx, ctx.needs_input_grad[4:], tuple(inputs))
@@ -113,22 +113,21 @@ def choose_experts(
     *,
     offsets: Tensor | None = None,
 ) -> Choice:
-    """Each token's best `top_k` experts and their weights: logits [t, E] -> [t, k].
+    """Choose each token's `top_k` experts and their weights: logits [t, E] -> [t, k].
 
-    For the choice alone `bias` [E] is added to scores, or logits less `offsets` [E] stand for them.
-    Of equal experts the one of the lower number is chosen. Weights have the dtype of the logits;
-    what lies between is fp32 or float64.
+    Only the choice uses `bias` [E] (the expert bias), added to the scores, or `offsets` [E],
+    subtracted from the logits. Of equal experts the one with the lower index is chosen. Weights
+    have the dtype of the logits; intermediates are fp32 or float64.
     """
     scores = score_experts(logits, router.score)
     order = scores if bias is None else scores + bias
     order = order if offsets is None else logits.to(offsets.dtype) - offsets
-    experts = best(among_groups(order.detach(), router, top_k), top_k)
-    return Choice(experts, weigh(logits, scores, experts, router))
+    experts = top_k_indices(mask_other_groups(order.detach(), router, top_k), top_k)
+    return Choice(experts, expert_weights(logits, scores, experts, router))
 
 
-def weigh(logits: Tensor, scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
-    """What the answers of `experts` [t, k] count, whoever chose them: logits and scores [t, E] ->
-    [t, k]."""
+def expert_weights(logits: Tensor, scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
+    """Return the weights of the outputs of `experts` [t, k]: logits and scores [t, E] -> [t, k]."""
     if router.norm_topk_prob and router.score == "softmax":
         chosen = logits.gather(1, experts).to(scores.dtype).softmax(1)
     else:
@@ -140,22 +139,22 @@ def weigh(logits: Tensor, scores: Tensor, experts: Tensor, router: RouterConfig)
 
 
 def score_experts(logits: Tensor, score: Score) -> Tensor:
-    """Scores [t, E] of logits [t, E], in fp32 or float64."""
+    """Return the scores [t, E] of logits [t, E], in fp32 or float64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score == "sqrt_softplus":
-        return log_of_scores(wide, score).exp()
+        return log_scores(wide, score).exp()
     return wide.softmax(1) if score == "softmax" else wide.sigmoid()
 
 
-def shares_of_one(logits: Tensor, score: Score) -> Tensor:
-    """The same for balancing: scores that add up to 1 for each token, however small all of them
-    are."""
+def normalized_scores(logits: Tensor, score: Score) -> Tensor:
+    """Return the scores normalized to a sum of 1 per token for aux losses, also if all of them are
+    tiny."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (wide if score == "softmax" else log_of_scores(wide, score)).softmax(1)
+    return (wide if score == "softmax" else log_scores(wide, score)).softmax(1)
 
 
-def log_of_scores(logits: Tensor, score: Score) -> Tensor:
-    """Logarithms of scores that do not depend on one another: [t, E] -> [t, E]."""
+def log_scores(logits: Tensor, score: Score) -> Tensor:
+    """Return the logarithm of sigmoid or sqrt_softplus scores: [t, E] -> [t, E]."""
     if score == "sigmoid":
         return torch.nn.functional.logsigmoid(logits)
     log: Tensor = LogRootSoftplusFunction.apply(logits)  # type: ignore[no-untyped-call]  # torch's own
@@ -163,13 +162,20 @@ def log_of_scores(logits: Tensor, score: Score) -> Tensor:
 
 
 def reference_log_root_softplus(x: Tensor) -> Tensor:
-    """log √log(1 + exp(x)): half of x, where exp(x) is too small to be told from log(1 +
-    exp(x))."""
-    return torch.where(x > SMALL, torch.nn.functional.softplus(x.clamp(min=SMALL)).log(), x) / 2
+    """Return log √log(1 + exp(x)); x / 2 where exp(x) and log(1 + exp(x)) round to the same
+    value."""
+    return (
+        torch.where(
+            x > SOFTPLUS_IS_EXP_BELOW,
+            torch.nn.functional.softplus(x.clamp(min=SOFTPLUS_IS_EXP_BELOW)).log(),
+            x,
+        )
+        / 2
+    )
 
 
 class LogRootSoftplusFunction(Function):
-    """`reference_log_root_softplus`, of which backward keeps x alone."""
+    """Autograd function of `reference_log_root_softplus`; saves x only."""
 
     reference = staticmethod(reference_log_root_softplus)
 
@@ -182,97 +188,105 @@ class LogRootSoftplusFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> Tensor:
-        """Half of sigmoid(x) / softplus(x) each, which goes to 1/2 for small x."""
+        """dy * sigmoid(x) / softplus(x) / 2; the factor tends to 1/2 for small x."""
         (x,) = ctx.saved_tensors
-        near = x.clamp(min=SMALL)
+        near = x.clamp(min=SOFTPLUS_IS_EXP_BELOW)
         return (
             dy
-            * torch.where(x > SMALL, near.sigmoid() / torch.nn.functional.softplus(near), 1.0)
+            * torch.where(
+                x > SOFTPLUS_IS_EXP_BELOW, near.sigmoid() / torch.nn.functional.softplus(near), 1.0
+            )
             / 2
         )
 
 
-def best(scores: Tensor, count: int) -> Tensor:
-    """The places of the largest `count` scores of each row, largest first: [t, E] -> int64 [t,
-    count].
+def top_k_indices(scores: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` largest scores of each row, largest first: [t, E] -> int64
+    [t, count].
 
-    Of equal ones the first stands first; top-k of torch promises no order among them.
+    Of equal scores the first comes first; torch.topk does not guarantee an order.
     """
-    # Contiguous, because backward keeps choices, and with a part of the order the whole of it.
+    # Contiguous, because backward saves the choices, and a view would keep the full order alive.
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
-def among_groups(scores: Tensor, router: RouterConfig, top_k: int) -> Tensor:
-    """Scores [t, E] with -inf outside each token's best groups."""
+def mask_other_groups(scores: Tensor, router: RouterConfig, top_k: int) -> Tensor:
+    """Return scores [t, E] with -inf outside each token's best expert groups."""
     if router.num_groups is None or router.topk_groups is None:
         return scores
-    inside = scores.view(len(scores), router.num_groups, -1)
+    grouped_scores = scores.view(len(scores), router.num_groups, -1)
     if router.group_score == "max":
-        of_groups = inside.amax(2)
+        group_scores = grouped_scores.amax(2)
     else:
-        of_groups = inside.topk(top_k // router.topk_groups, dim=2).values.sum(2)
-    chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(
-        1, best(of_groups, router.topk_groups), True
+        group_scores = grouped_scores.topk(top_k // router.topk_groups, dim=2).values.sum(2)
+    chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
+        1, top_k_indices(group_scores, router.topk_groups), True
     )
-    return inside.masked_fill(~chosen.unsqueeze(2), -math.inf).flatten(1)
+    return grouped_scores.masked_fill(~chosen.unsqueeze(2), -math.inf).flatten(1)
 
 
 def sinkhorn(logits: Tensor, total: Callable[[Tensor], Tensor], *, tokens: int) -> Tensor:
-    """A plan [t, E] near exp(logits) by which all experts get equally much of all `tokens`.
+    """Return a transport plan [t, E] close to exp(logits) in which all experts have equal shares of
+    all `tokens`.
 
-    `total` adds what ranks have that share the tokens. Stays as it is once the experts' factors
-    move by less than 1e-4 on average, or are no numbers. Source: Sinkhorn and Knopp 1967; Clark et
-    al. 2022, arXiv:2202.01169.
+    `total` sums over the ranks that share the tokens. Iterates until the experts' factors change by
+    less than 1e-4 on average, or are NaN. Source: Sinkhorn and Knopp 1967; Clark et al. 2022,
+    arXiv:2202.01169.
     """
     wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-    plan = torch.exp(wide - wide.amax(1, keepdim=True))  # a factor per token changes nothing
-    of_experts, of_tokens = plan.new_ones(plan.shape[1]), plan.new_ones(len(plan))
-    going_on = torch.ones((), dtype=torch.bool, device=plan.device)
-    for number in range(1, SINKHORN_ROUNDS + 1):
-        fresh = 1 / tokens / ((plan * of_experts).sum(1) + 1e-8)
-        settled = 1 / plan.shape[1] / (total((plan * fresh[:, None]).sum(0)) + 1e-8)
-        moved = (settled - of_experts).abs().mean()
-        of_tokens, of_experts = (
-            fresh.where(going_on, of_tokens),
-            settled.where(going_on, of_experts),
+    plan = torch.exp(
+        wide - wide.amax(1, keepdim=True)
+    )  # factors per token do not change the result
+    expert_factors, token_factors = plan.new_ones(plan.shape[1]), plan.new_ones(len(plan))
+    is_active = torch.ones((), dtype=torch.bool, device=plan.device)
+    for round_number in range(1, SINKHORN_ROUNDS + 1):
+        new_token_factors = 1 / tokens / ((plan * expert_factors).sum(1) + 1e-8)
+        new_expert_factors = (
+            1 / plan.shape[1] / (total((plan * new_token_factors[:, None]).sum(0)) + 1e-8)
         )
-        going_on = going_on & (moved > SINKHORN_TOLERANCE)
-        if number % SINKHORN_LOOKS == 0 and not going_on:
+        mean_change = (new_expert_factors - expert_factors).abs().mean()
+        token_factors, expert_factors = (
+            new_token_factors.where(is_active, token_factors),
+            new_expert_factors.where(is_active, expert_factors),
+        )
+        is_active = is_active & (mean_change > SINKHORN_TOLERANCE)
+        if round_number % SINKHORN_LOOKS == 0 and not is_active:
             break
-    return plan * of_experts * of_tokens[:, None]
+    return plan * expert_factors * token_factors[:, None]
 
 
 def balancing_offsets(logits: Tensor, offsets: Tensor, valid: Tensor, top_k: int) -> Tensor:
-    """What to take from the logits of each expert, so that all get equally many of these tokens:
-    [t, E] -> [E].
+    """Return the offsets of the experts' logits that balance the load for these tokens: [t, E] ->
+    [E].
 
-    offsets [E]: those of now. A token wants an expert by how far its logit lies above the token's
-    best that is not chosen; the new offset of an expert is what K n / E of the n `valid` tokens
-    (bool [t]) want it by more than.
+    offsets [E]: the current ones. A token's demand for an expert is its logit minus the token's
+    best logit that is not chosen; an expert's new offset is the demand that K n / E of the n
+    `valid` tokens (bool [t]) exceed.
     """
     wide = logits.to(offsets.dtype)
     next_best = (wide - offsets).topk(top_k + 1, dim=1).values[:, -1:]
-    wants = (
+    demand = (
         (wide - next_best)
         .masked_fill(~valid.unsqueeze(1), -math.inf)
         .sort(dim=0, descending=True)
         .values
     )
-    seats = valid.sum() * top_k // logits.shape[1]
-    return wants.index_select(0, seats.view(1).clamp(max=len(wants) - 1)).squeeze(0)
+    capacity = valid.sum() * top_k // logits.shape[1]
+    return demand.index_select(0, capacity.view(1).clamp(max=len(demand) - 1)).squeeze(0)
 
 
 # --- capacity
 
 
-def refuse_surplus(
+def select_within_capacity(
     choice: Choice, capacity: int, drop: Drop, *, num_experts: int, order: Tensor | None = None
 ) -> Tensor:
-    """Which choices [t, k] their experts take, bool: no expert takes more than `capacity`.
+    """Return which choices [t, k] remain under the expert capacity, bool: each expert keeps at most
+    `capacity`.
 
-    drop: those of least weight are refused, or those of the last tokens; `order` int64 [t] is each
-    token's place then, unless they stand in order. Of weights that are equal, but for roundings,
-    the later token is taken.
+    drop: choices of least weight are dropped, or those of the last tokens; `order` int64 [t] is
+    each token's place, unless tokens are in order. Of weights that are equal up to rounding, the
+    later token's is kept.
     """
     t, k = choice.experts.shape
     places = torch.arange(t, device=choice.experts.device) if order is None else order
@@ -280,7 +294,9 @@ def refuse_surplus(
     if drop == "least":
         first = first.flip(0)
         first = first[
-            coarse(choice.weights.detach()).flatten()[first].argsort(descending=True, stable=True)
+            round_weights(choice.weights.detach())
+            .flatten()[first]
+            .argsort(descending=True, stable=True)
         ]
     of_expert = choice.experts.flatten()[first]
     by_expert = of_expert.argsort(stable=True)
@@ -290,18 +306,17 @@ def refuse_surplus(
         .scatter_add_(0, of_expert, torch.ones_like(of_expert))
     )
     starts = counts.cumsum(0) - counts
-    seats = torch.arange(t * k, device=places.device) - starts[of_expert[by_expert]]
+    rank_in_expert = torch.arange(t * k, device=places.device) - starts[of_expert[by_expert]]
     taken = torch.zeros(t * k, dtype=torch.bool, device=places.device)
-    taken[first[by_expert]] = seats < capacity
+    taken[first[by_expert]] = rank_in_expert < capacity
     return taken.view(t, k)
 
 
-def coarse(weights: Tensor) -> Tensor:
-    """Weights with fewer digits: float64 as fp32, fp32 with 16 significant bits, others as they
-    are.
+def round_weights(weights: Tensor) -> Tensor:
+    """Round weights: float64 to fp32, fp32 to 16 significant bits, others unchanged.
 
-    PackedSeqParams that begin documents alike weigh alike, and layouts round them differently:
-    these digits must not say who gets the last seat.
+    Tokens at equal document starts have equal weights, which parallel layouts round differently;
+    the low digits must not decide which choice is dropped.
     """
     if weights.dtype == torch.float64:
         return weights.float()
@@ -310,13 +325,15 @@ def coarse(weights: Tensor) -> Tensor:
     return ((weights.view(torch.int32) + 128) >> 8 << 8).view(torch.float32)
 
 
-def without(choice: Choice, taken: Tensor) -> Choice:
-    """The choices that are `taken`, bool [t, k]; the weights of those left are not made larger."""
+def drop_choices(choice: Choice, taken: Tensor) -> Choice:
+    """Return the choices with those dropped that are not `taken`, bool [t, k]; the other weights
+    are not renormalized."""
     return Choice(choice.experts.where(taken, NOWHERE), choice.weights * taken)
 
 
 def capacity_of(factor: float, tokens: int, top_k: int, experts: int) -> int:
-    """PackedSeqParams that an expert takes of a microbatch: at most all of them."""
+    """Return the expert capacity: the number of tokens that an expert processes of a microbatch, at
+    most all."""
     return min(
         tokens, math.ceil(Fraction(str(factor)) * tokens * top_k / experts)
-    )  # 1.1 · 100 is 110, not a bit more
+    )  # 1.1 · 100 is exactly 110

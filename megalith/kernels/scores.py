@@ -1,5 +1,5 @@
-"""How the scores of queries and keys become weights: scale, cap, biases, sinks, and which keys are
-seen at all."""
+"""Attention scores: scale, soft cap, sinks, visible keys and dropout settings, and the reference
+attention that uses them."""
 
 import math
 from dataclasses import dataclass
@@ -10,57 +10,56 @@ from torch import Tensor
 
 
 class WeightDropout(NamedTuple):
-    """Which of attention's weights are zero, while training: see kernels/dropout.py."""
+    """Dropout of attention weights in training: see kernels/dropout.py."""
 
     p: float
     key: int
     """63 bits for this place and layer."""
 
     first_head: int
-    """Of all query heads of the model, the first that is here."""
+    """Index of the first local query head among all heads of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What becomes of q · k until it weighs values. Every field unset: scaled by 1 / sqrt(d), all
-    earlier keys seen."""
+    """How attention scores q · k become weights. By default they are scaled by 1 / sqrt(d), and
+    attention is causal."""
 
     scale: float | None = None
-    """Scores are multiplied by this; None: 1 / sqrt(d)."""
+    """Factor of the scores; None: 1 / sqrt(d)."""
 
     window: int | None = None
-    """A token sees itself and the window - 1 tokens before it; None: all before it. The same after
-    it, if not causal.
-    """
+    """Sliding window: a token sees itself and the window - 1 tokens before it, and, if not causal,
+    after it; None: no window."""
 
     chunked: bool = False
-    """It sees those of its own run of `window` tokens instead, counted from the first of its
-    document."""
+    """Chunked attention: a token sees its chunk of `window` tokens, counted from the start of its
+    document, instead of a sliding window."""
 
     softcap: float | None = None
-    """Then scores s become softcap · tanh(s / softcap); None: they stay."""
+    """Soft cap: scores s become softcap · tanh(s / softcap); None: no cap."""
 
     causal: bool = True
-    """A token sees none that comes after it."""
+    """Whether a token sees no later tokens."""
 
     right: int | None = None
-    """With a window, and not causal: it sees so many tokens after it; None: as many as before
-    it."""
+    """With a window, and not causal: number of later tokens in the window; None: as many as earlier
+    ones."""
 
     off_by_one: bool = False
-    """A score of 0 takes part in softmax and stands for no key: weights are exp(s) / (1 + sum of
+    """Softmax with an additional score of 0 that has no key: weights are exp(s) / (1 + sum of
     exp(s)). Source: Miller 2023, "Attention is off by one"."""
 
     relative: int | None = None
-    """Scores gain a bias by the distance of query and key, from the table that comes with the
-    tokens; distances of this many tokens and more are alike. None: none."""
+    """Relative position bias: scores gain a bias by distance from the table in
+    `PackedSeqParams.biases`; distances of at least this many tokens are equal. None: no bias."""
 
     dropout: WeightDropout | None = None
-    """Weights dropped after softmax; None: none."""
+    """Attention dropout, after softmax; None: no dropout."""
 
     @property
     def after(self) -> int | None:
-        """How many of the tokens after it a token sees; None: all of its document."""
+        """Number of later tokens that a token sees; None: all of its document."""
         if self.causal:
             return 0
         if self.window is None:
@@ -68,13 +67,13 @@ class Scores:
         return self.window - 1 if self.right is None else self.right
 
     def hides(self, longest: int) -> bool:
-        """Whether the window hides any token of documents of at most so many."""
+        """Return whether the window hides any token of documents of at most `longest` tokens."""
         if self.window is None:
             return False
         return self.window < longest or (not self.causal and (self.after or 0) < longest - 1)
 
     def factor(self, head_dim: int) -> float:
-        """What q · k of so many features is multiplied by."""
+        """Return the factor of q · k for this head dim."""
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
 
 
@@ -92,15 +91,14 @@ def masked_attention(
     bias: Tensor | None = None,
     factors: Tensor | None = None,
 ) -> Tensor:
-    """The definition of attention, in plain operations: q [q, n, d], k [kv, g, d], v [kv, g, d_v]
-    -> [q, n, d_v].
+    """Reference implementation of attention in plain PyTorch operations: q [q, n, d], k [kv, g, d],
+    v [kv, g, d_v] -> [q, n, d_v].
 
-    `visible`, bool [q, kv], says which keys a query sees, None that it sees all; window, causality
-    and dropout of `scores` are not looked at. `sinks` [n] are scores that take part in softmax and
-    stand for no key (Xiao et al. 2023, arXiv:2309.17453, of which those of OpenAI 2025,
-    arXiv:2508.10925, are learned). Scores and softmax are fp32 or float64. A query that sees no key
-    gives 0. `bias` [n, q, kv]: added to the scores; `factors` [n, q, kv]: what weights are
-    multiplied by after softmax.
+    `visible`, bool [q, kv], is the attention mask; None: all keys are visible; window, causality
+    and dropout of `scores` are ignored. `sinks` [n] are scores that take part in softmax without a
+    key (Xiao et al. 2023, arXiv:2309.17453; learned: OpenAI 2025, arXiv:2508.10925). Scores and
+    softmax are fp32 or float64. A query without visible keys gives 0. `bias` [n, q, kv] is added to
+    the scores; `factors` [n, q, kv] multiply the weights after softmax.
     """
     shared, dtype = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
@@ -114,15 +112,15 @@ def masked_attention(
 
 
 def _sinks(s: Tensor, scores: Scores, sinks: Tensor | None) -> Tensor | None:
-    """Scores that stand for no key, beside s [n, q, kv]: [n, q, 1]."""
+    """Return the scores of sinks for s [n, q, kv]: [n, q, 1], or None."""
     if scores.off_by_one:
         return torch.zeros_like(s[..., :1])
     return None if sinks is None else sinks.to(s.dtype)[:, None, None].expand(-1, s.shape[1], 1)
 
 
 def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Weights [n, q, kv] of the keys seen; 0 for all others. Those of a query add up to less than 1
-    with sinks."""
+    """Return the weights [n, q, kv]; 0 for hidden keys. With sinks the weights of a query sum to
+    less than 1."""
     keys = s.shape[-1]
     if visible is not None:
         s = s.masked_fill(~visible, -math.inf)
@@ -130,19 +128,23 @@ def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
         s = torch.cat([s, sinks], dim=-1)
     if visible is None:
         return s.softmax(-1)[..., :keys]
-    blind = ~visible.any(
+    sees_nothing = ~visible.any(
         -1, keepdim=True
     )  # softmax of nothing but -inf is NaN, and so are its gradients
-    return s.masked_fill(blind, 0).softmax(-1)[..., :keys].masked_fill(blind, 0)
+    return s.masked_fill(sees_nothing, 0).softmax(-1)[..., :keys].masked_fill(sees_nothing, 0)
 
 
-def keys_seen(queries: int, keys: int, scores: Scores, *, device: torch.device) -> Tensor | None:
-    """bool [queries, keys]: which keys each query sees, query i being token keys - queries + i;
-    None: all."""
+def mask_of_scores(
+    queries: int, keys: int, scores: Scores, *, device: torch.device
+) -> Tensor | None:
+    """Return the attention mask of `scores`, bool [queries, keys], query i being token keys -
+    queries + i; None: all keys are visible."""
     if scores.chunked and scores.window is not None:
-        runs = torch.arange(keys, device=device) // scores.window
-        alike = runs[keys - queries :, None] == runs
-        return alike & causal_mask(queries, keys, device=device) if scores.causal else alike
+        chunks = torch.arange(keys, device=device) // scores.window
+        same_chunk = chunks[keys - queries :, None] == chunks
+        return (
+            same_chunk & causal_mask(queries, keys, device=device) if scores.causal else same_chunk
+        )
     if scores.causal:
         return causal_mask(queries, keys, window=scores.window, device=device)
     if scores.window is None or not scores.hides(keys):
@@ -156,8 +158,8 @@ def keys_seen(queries: int, keys: int, scores: Scores, *, device: torch.device) 
 def causal_mask(
     queries: int, keys: int, *, window: int | None = None, device: torch.device
 ) -> Tensor:
-    """bool [queries, keys]: query i, which is token keys - queries + i, sees itself and what came
-    before.
+    """Return a causal attention mask, bool [queries, keys]: query i, which is token keys - queries
+    + i, sees itself and earlier keys.
 
     With a `window` it sees itself and the window - 1 tokens before it.
     """

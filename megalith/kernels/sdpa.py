@@ -1,9 +1,9 @@
-"""Attention by torch's own kernel: documents of one length in one call, else one call for each
-document.
+"""Attention by torch's scaled_dot_product_attention (SDPA): one call for documents of equal length,
+else one call per document.
 
-It knows causal masks, none and given ones, biases of pairs, another scale than 1 / sqrt(d) and
-values of another width than keys (on CPUs these by an unfused way that keeps all scores of a
-document). Caps and sinks it does not know.
+Supports causality, attention masks, pairwise biases, any scale, and values of another width than
+keys (on CPUs with an unfused kernel that materializes all scores of a document). Does not support
+soft caps and sinks.
 """
 
 import math
@@ -44,7 +44,8 @@ def sdpa_attention(
 def sdpa_documents(
     q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: float | None = None, causal: bool = True
 ) -> Tensor:
-    """Documents of one length, without copying: [t, n, d] seen as [documents, n, length, d]."""
+    """Attention of documents of equal length, without copies: [t, n, d] viewed as [documents, n,
+    length, d]."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(
         q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], scale=scale
@@ -53,38 +54,38 @@ def sdpa_documents(
 
 
 def _sdpa_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
-    """q [q, n, d], k [kv, g, d] and v [kv, g, d_v] of one document -> [q, n, d_v]."""
+    """Attention of one document: q [q, n, d], k [kv, g, d] and v [kv, g, d_v] -> [q, n, d_v]."""
     queries, keys = q.shape[0], k.shape[0]
     if queries == 0 or keys == 0:
         return q.new_zeros(queries, q.shape[1], v.shape[2])
-    # is_causal aligns the first query with the first key, so a cache needs the mask spelled out;
-    # one query sees all.
+    # is_causal aligns the first query with the first key, so cached keys need an explicit mask; a
+    # single query sees all keys.
     plain = queries == keys or not causal or queries == 1
     mask = None if plain else causal_mask(queries, keys, device=q.device)
     return _call(q, k, v, mask, causal=causal and queries == keys, scale=scale)
 
 
 class Mask(NamedTuple):
-    """A mask as torch's kernels want it in the end; from one of bool each call would make, and
-    keep, its own."""
+    """An additive attention mask for SDPA; from a bool mask each call would build, and save, its
+    own."""
 
     added: Tensor
-    """[q or 1, kv], or of each row [rows, q or 1, kv]: 0 or -inf, which scores gain; all 0 for
-    queries that see nothing."""
+    """[q or 1, kv], or [rows, q or 1, kv]: 0 or -inf, added to the scores; all 0 for queries that
+    see nothing."""
 
     blind: Tensor
-    """bool [q or 1, 1] or [rows, q or 1, 1]: which those are."""
+    """bool [q or 1, 1] or [rows, q or 1, 1]: queries that see nothing."""
 
 
 def mask_for_torch(mask: Tensor, dtype: torch.dtype) -> Mask:
-    """From a mask that may let a query see nothing, for queries in `dtype`."""
-    seen, blind = _without_blind(mask)
+    """Return the additive mask of a bool mask, for queries in `dtype`."""
+    seen, blind = _unmask_blind_queries(mask)
     return Mask(torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf), blind)
 
 
-def _without_blind(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask with queries that see nothing seeing all, since torch's kernels do not agree on
-    what such a query gives, nor on its gradient; and which those are."""
+def _unmask_blind_queries(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mask with queries that see nothing seeing all, since torch's kernels disagree on
+    their output and gradient; and which queries these are."""
     blind = ~mask.any(-1, keepdim=True)
     return mask | blind, blind
 
@@ -99,9 +100,10 @@ def sdpa_masked(
     rows: int = 1,
     scale: float | None = None,
 ) -> Tensor:
-    """Documents of one length in which query i sees key j where mask[i, j]; None: all see all.
+    """Attention of documents of equal length where query i sees key j if mask[i, j]; None: all see
+    all.
 
-    The mask is of every row, bool [q, kv], or a `Mask`. `bias` [n, q, kv] is added to the
+    The mask applies to every row: bool [q, kv], or a `Mask`. `bias` [n, q, kv] is added to the
     scores. Queries that see nothing give 0.
     """
     if mask is None and bias is None and rows == 1:
@@ -111,7 +113,7 @@ def sdpa_masked(
     if mask is None:
         return _call(q, k, v, bias, causal=False, scale=scale, rows=rows)
     if isinstance(mask, Tensor):
-        seen, blind = _without_blind(mask)
+        seen, blind = _unmask_blind_queries(mask)
         given = seen if bias is None else bias.to(q.dtype).masked_fill(~seen, -math.inf)
     else:
         added, blind = mask

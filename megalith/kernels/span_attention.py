@@ -1,23 +1,21 @@
-"""Attention in which each query sees an interval of the keys, in pieces: what several sets of keys
-give can be merged.
+"""Attention in which each query sees an interval of the keys, computed in parts that can be merged
+(split-KV).
 
-With the output comes the log of the sum of exponentials, `lse`. Two results of the same queries for
-different keys merge into that for all of them: both are weighted by their share of the sum.
-Backward needs nothing but the merged lse, from which any piece's probabilities follow. A query that
-sees no key gives 0 and lse -inf. A sink, a score that stands for no key, is what a query has found
-before it sees the first one: nothing, with lse = sink. Weights that are dropped count in the sum
-all the same: what is dropped is decided after softmax. Biases by distance are looked up tile by
-tile, so that no more than a tile's scores are ever there. So are masks of single pairs, which hide
-keys of the intervals.
+Besides the output, each part gives `lse`, the log of the sum of exponentials. Two results of the
+same queries for different keys merge by weighting each with its share of the sum. Backward needs
+only the merged lse, from which the probabilities of any part follow. A query that sees no key gives
+0 and lse -inf. A sink, a score without a key, is the initial state of a query: output 0 and lse =
+sink. Dropped weights count in the sum, because dropout follows softmax. Relative position biases
+and attention masks are looked up tile by tile, so that only a tile's scores are in memory.
 
-Tensors are ordered by head, as `by_head` gives them: q [heads, shared, length, d], k and v [heads,
-keys, d], where `heads` counts key/value heads of all rows, and `shared` the query heads that use
+Tensors are ordered by head, as by `by_head`: q [heads, shared, length, d], k and v [heads, keys,
+d], where `heads` counts the key/value heads of all rows, and `shared` the query heads that share
 each. Widths of k and v may differ.
 
-Time of forward + backward beside plain causal attention of the same tokens in tiles, 2048 tokens in
-fp32 (bf16), 8 heads of 64 features, one core with AVX-512, torch 2.13: sinks 1.03 (1.13), a soft
-cap 1.44 (1.70), a window of 128 tokens 0.22 (0.30); 512 tokens: 1.28 (1.49), 1.74 (2.22), 0.80
-(1.04). Source: Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135.
+Time of forward + backward relative to cpu_tiled causal attention, 2048 tokens in fp32 (bf16), 8
+heads of 64 features, one core with AVX-512, torch 2.13: sinks 1.03 (1.13), a soft cap 1.44 (1.70),
+a window of 128 tokens 0.22 (0.30); 512 tokens: 1.28 (1.49), 1.74 (2.22), 0.80 (1.04). Source:
+Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135.
 """
 
 import math
@@ -42,20 +40,21 @@ from megalith.plan.context import KeySpans, KeyTile
 
 
 class Result(NamedTuple):
-    """What queries have found so far."""
+    """Attention output of queries over the keys processed so far."""
 
     out: Tensor
     """[heads, shared, length, d of v], fp32 or float64."""
 
     lse: Tensor
-    """[heads, shared, length]: log of the sum of exp(score) over the keys seen; -inf: none yet."""
+    """[heads, shared, length]: log of the sum of exp(score) over the visible keys so far; -inf:
+    none yet."""
 
 
 def nothing_found(
     q: Tensor, width: int, sinks: Tensor | None = None, *, off_by_one: bool = False
 ) -> Result:
-    """The result before any key has been seen; `width`: features of a value; sinks [n];
-    `off_by_one`: a sink of 0."""
+    """Return the result before any key; `width`: features of a value; sinks [n]; `off_by_one`: a
+    sink of 0."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:3], 0.0 if off_by_one else -math.inf, dtype=dtype)
     if sinks is not None:
@@ -64,7 +63,7 @@ def nothing_found(
 
 
 def _by_head(sinks: Tensor, q: Tensor) -> Tensor:
-    """[n] -> [heads, shared, 1], the same in every row."""
+    """Expand sinks [n] -> [heads, shared, 1], equal in every row."""
     return (
         sinks.view(-1, q.shape[1]).repeat(q.shape[0] * q.shape[1] // sinks.numel(), 1).unsqueeze(-1)
     )
@@ -81,9 +80,9 @@ def attend(
     biases: PairBiases | None = None,
     seen: VisiblePairs | None = None,
 ) -> None:
-    """Let queries see these keys, too: merges into `result`, in place. What `scores` hide is in
-    the spans, which weights are dropped in `dropped`, what scores gain in `biases`, and which
-    pairs masks let see in `seen`."""
+    """Attend to these keys and merge into `result` in place. Hidden keys are given by the spans and
+    the attention mask `seen`; `dropped` is attention dropout, `biases` the relative position
+    bias."""
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
         s = _scores(wide_q, wide_k, tile, heads, scores)
@@ -95,36 +94,42 @@ def attend(
         mask = None if seen is None else seen.of_tile(spans, tile, heads, q)
         p, largest, total = _exponentials(s, tile, v.dtype, mask)
         p = p if dropped is None else p * dropped.factors(spans, tile, heads, q).to(p.dtype)
-        found = bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
-        place = heads, slice(None), slice(tile.start, tile.stop)
-        shape = result.lse[place].shape
-        _merge(result, place, found.view(*shape, -1), largest.view(shape), total.view(shape))
+        weighted_values = bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
+        index = heads, slice(None), slice(tile.start, tile.stop)
+        shape = result.lse[index].shape
+        _merge(
+            result, index, weighted_values.view(*shape, -1), largest.view(shape), total.view(shape)
+        )
 
 
 def _merge(
-    result: Result, place: tuple[slice, ...], found: Tensor, largest: Tensor, total: Tensor
+    result: Result,
+    place: tuple[slice, ...],
+    weighted_values: Tensor,
+    largest: Tensor,
+    total: Tensor,
 ) -> None:
-    """Add the sums `found` = sum of exp(score - largest) · v, and `total` of the same exponentials,
-    to the result."""
+    """Add to the result `weighted_values`, the sum of exp(score - largest) · v, and `total`, the
+    sum of the same exponentials."""
     out, old = result.out[place], result.lse[place]
     new = torch.logaddexp(old, total.log().add_(largest))
     finite = new.clamp(
         min=torch.finfo(new.dtype).min
-    )  # -inf - -inf would be NaN: a row that still sees nothing is 0
+    )  # -inf - -inf would be NaN: a row without visible keys gives 0
     out.mul_((old - finite).exp_().unsqueeze(-1)).addcmul_(
-        found, (largest - finite).exp_().unsqueeze(-1)
+        weighted_values, (largest - finite).exp_().unsqueeze(-1)
     )
     old.copy_(new)
 
 
 class Gradients(NamedTuple):
-    """Sums of gradients, fp32 or float64, ordered by head."""
+    """Accumulated gradients, fp32 or float64, ordered by head."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dvalues: Tensor | None = None
-    """Of biases by distance, [n, distances], where there are any."""
+    """Gradient of the relative position bias, [n, distances], if there is one."""
 
 
 def attend_backward(
@@ -141,8 +146,8 @@ def attend_backward(
     biases: PairBiases | None = None,
     seen: VisiblePairs | None = None,
 ) -> None:
-    """Add what these keys contribute to the gradients, given the lse over all keys and `delta` =
-    sum of dout · out.
+    """Add the contribution of these keys to the gradients, given the lse over all keys and `delta`
+    = sum of dout · out.
 
     dout as q with the width of v; lse and delta [heads, shared, length] fp32 or float64.
     """
@@ -182,8 +187,8 @@ def attend_backward(
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """What my queries contribute to the gradient of the sinks [n]: lse and delta [heads, shared,
-    length] of all keys.
+    """Return the contribution of the local queries to the gradient of the sinks [n]: lse and delta
+    [heads, shared, length] of all keys.
 
     A sink's share of softmax is exp(sink - lse), and its value is 0.
     """
@@ -192,23 +197,23 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _work(q: Tensor, spans: KeySpans) -> Iterator[tuple[KeyTile, slice]]:
-    """Every tile, for as many heads at a time as keep its scores in a cache; none where there are
-    no numbers."""
+    """Yield every tile with as many heads at a time as keep its scores in the cache; nothing for
+    meta tensors."""
     for tile in () if q.is_meta else spans.tiles:
         scores = q.shape[1] * (tile.stop - tile.start) * (tile.last - tile.first)
-        together = max(1, TILE_SCORES // scores)
-        for head in range(0, q.shape[0], together):
-            yield tile, slice(head, head + together)
+        heads_per_tile = max(1, TILE_SCORES // scores)
+        for head in range(0, q.shape[0], heads_per_tile):
+            yield tile, slice(head, head + heads_per_tile)
 
 
 def _kv_heads(heads: slice, q: Tensor, spans: KeySpans) -> Tensor:
-    """Which key/value heads those of a tile are: their numbers begin anew in every row."""
+    """Return the key/value heads of a tile; their indices restart in every row."""
     return torch.arange(*heads.indices(q.shape[0]), device=q.device) % (q.shape[0] // spans.repeats)
 
 
 def _scores(q: Tensor, k: Tensor, tile: KeyTile, heads: slice, scores: Scores) -> Tensor:
-    """Scores of a tile [heads, shared * rows, keys], scaled and capped; of keys that are not seen,
-    too."""
+    """Return the scores of a tile [heads, shared * rows, keys], scaled and capped, including hidden
+    keys."""
     rows, keys = q[heads, :, tile.start : tile.stop].flatten(1, 2), k[heads, tile.first : tile.last]
     s = rows.new_empty(*rows.shape[:2], keys.shape[1])
     factor, cap = scores.factor(q.shape[-1]), scores.softcap
@@ -222,24 +227,24 @@ def _scores(q: Tensor, k: Tensor, tile: KeyTile, heads: slice, scores: Scores) -
 
 
 def _slope(s: Tensor, cap: float) -> Tensor:
-    """How fast capped scores s grow with what was capped: the derivative of cap · tanh(x / cap)."""
+    """Return the derivative of cap · tanh(x / cap) from capped scores s."""
     return s.square().mul_(-1 / cap**2).add_(1)
 
 
 def _exponentials(
     scores: Tensor, tile: KeyTile, dtype: torch.dtype, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(score - largest) of the keys seen in `dtype`, 0 elsewhere; the largest; the sum.
-    Overwrites the scores."""
+    """Return exp(score - largest) of the visible keys in `dtype`, 0 elsewhere; the largest; the
+    sum. Overwrites the scores."""
     largest, total = scores.new_empty(scores.shape[:2]), scores.new_empty(scores.shape[:2])
     if (
         mask is None and cpu.takes(scores) and dtype in cpu.DTYPES
-    ):  # the compiled pass knows intervals alone
+    ):  # the numba loop supports intervals, not masks
         return _loop(scores, tile, dtype, largest, total, known=False), largest, total
     _hide(scores, tile, mask)
     torch.amax(scores, -1, out=largest).clamp_(
         min=torch.finfo(scores.dtype).min
-    )  # -inf where nothing is seen
+    )  # -inf where nothing is visible
     p = scores.sub_(largest.unsqueeze(-1)).exp_()
     return p.to(dtype), largest, torch.sum(p, -1, out=total)
 
@@ -247,12 +252,12 @@ def _exponentials(
 def _probabilities(
     scores: Tensor, tile: KeyTile, lse: Tensor, dtype: torch.dtype, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """exp(score - lse) of the keys seen, 0 elsewhere: as it is, and in `dtype`. Overwrites the
-    scores."""
+    """Return exp(score - lse) of the visible keys, 0 elsewhere: in the scores' dtype and in
+    `dtype`. Overwrites the scores."""
     if mask is None and cpu.takes(scores) and dtype in cpu.DTYPES:
         return scores, _loop(scores, tile, dtype, lse.contiguous(), lse, known=True)
     _hide(scores, tile, mask)
-    # lse of a query without any key is -inf, and so is its score: 0, not NaN.
+    # A query without keys has lse -inf and scores -inf: the result is 0, not NaN.
     p = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
     return p, p.to(dtype)
 
@@ -266,8 +271,8 @@ def _loop(
     *,
     known: bool,
 ) -> Tensor:
-    """exp(score - largest) in one compiled pass, in `dtype`; finds largest and total unless they
-    are `known`."""
+    """Compute exp(score - largest) in one numba pass, in `dtype`; also computes largest and total
+    unless they are `known`."""
     p = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
     rows, keys, queries = largest.numel(), scores.shape[-1], tile.stop - tile.start
     seen = (
@@ -293,8 +298,8 @@ def _loop(
 
 
 def _hide(scores: Tensor, tile: KeyTile, mask: Tensor | None) -> None:
-    """Set the scores of keys that a query does not see to -inf: outside its interval, and where
-    its `mask`, bool [heads, 1, rows or 1, keys], is False."""
+    """Set the scores of hidden keys to -inf: outside the query's interval, and where `mask`, bool
+    [heads, 1, rows or 1, keys], is False."""
     if mask is not None:
         scores.unflatten(1, (-1, tile.stop - tile.start)).masked_fill_(~mask, -math.inf)
     if tile.visible is None:
@@ -307,8 +312,7 @@ def _hide(scores: Tensor, tile: KeyTile, mask: Tensor | None) -> None:
 
 
 class SpanAttention(Function):
-    """Attention of queries to all the keys they see, at once; keeps q, k, v, the output and the
-    lse."""
+    """Autograd function of `span_attention`; saves q, k, v, the output and the lse."""
 
     reference = staticmethod(
         lambda q, k, v, spans, scores, sinks, dropped, values, distances, seen: (
@@ -354,7 +358,7 @@ class SpanAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """dout [t, n, d_v] -> dq, dk, dv and the gradients of the sinks and of biases."""
+        """dout [t, n, d_v] -> dq, dk, dv and the gradients of sinks and relative position bias."""
         q, k, v, out, lse, sinks, values = ctx.saved_tensors
         heads, repeats = ctx.kv_heads, ctx.spans.repeats
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
@@ -382,7 +386,7 @@ class SpanAttention(Function):
 
 
 def zeros_for(values: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Where the gradient of biases by distance is summed, if there are any."""
+    """Return zeros for the gradient of the relative position bias, or None without one."""
     return None if values is None else torch.zeros_like(values, dtype=dtype)
 
 
@@ -396,8 +400,8 @@ def rows_by_head(x: Tensor, kv_heads: int, repeats: int) -> Tensor:
 
 
 def output_share(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of dout · out over the features, [t, n, 1]: what softmax's backward subtracts from each
-    probability's."""
+    """Return the sum of dout · out over the features, [t, n, 1], which softmax's backward subtracts
+    from each probability's gradient."""
     return (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
 
 
@@ -415,8 +419,8 @@ def span_attention(
     """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d]
     -> [t, n, d_v].
 
-    What `scores` hide is in the spans, which weights are zero in `dropped`, what scores gain in
-    `biases`, and which pairs masks let see in `seen`; sinks [n].
+    Hidden keys are given by the spans and the attention mask `seen`; `dropped` is attention
+    dropout, `biases` the relative position bias; sinks [n].
     """
     if q.is_meta:
         return reference_span_attention(q, k, v, spans, scores, sinks, biases=biases)
@@ -438,9 +442,10 @@ def reference_span_attention(
     biases: PairBiases | None = None,
     seen: VisiblePairs | None = None,
 ) -> Tensor:
-    """The same in plain operations, row by row, with the intervals as a mask."""
+    """Reference implementation of `span_attention` in plain PyTorch operations, row by row with the
+    intervals as a mask."""
     visible = None
-    if not q.is_meta:  # without numbers there is nothing to mask
+    if not q.is_meta:  # meta tensors have no values to mask
         place = torch.arange(k.shape[0] // spans.repeats, device=q.device)
         bounds = torch.from_numpy(spans.visible).to(q.device)
         visible = (place >= bounds[:, :1]) & (place < bounds[:, 1:])

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer 2020, arXiv:2002.05202): an MLP's hidden features, gated."""
+"""SwiGLU (Shazeer 2020, arXiv:2002.05202): the gated activation of an MLP."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,8 +15,8 @@ from megalith.kernels.linear import Context
 
 
 def swiglu(gate_up: Tensor, *, kernel: BackendName = "auto") -> Tensor:
-    """`silu(gate) * up`: gate_up [t, 2 f], the gate first -> [t, f]. Backward keeps gate_up and
-    computes silu again."""
+    """`silu(gate) * up`: gate_up [t, 2 f], the gate first -> [t, f]. Backward saves gate_up and
+    recomputes silu."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_swiglu(gate_up)
     y: Tensor = SwigluFunction.apply(gate_up, select_backend(kernel, gate_up, op="activation"))  # type: ignore[no-untyped-call]  # torch's own
@@ -24,13 +24,13 @@ def swiglu(gate_up: Tensor, *, kernel: BackendName = "auto") -> Tensor:
 
 
 def reference_swiglu(gate_up: Tensor) -> Tensor:
-    """What `swiglu` computes, in plain operations."""
+    """Reference implementation of `swiglu` in plain PyTorch operations."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gate * torch.sigmoid(gate) * up
 
 
 class SwigluFunction(Function):
-    """`swiglu` as autograd sees it."""
+    """Autograd function of `swiglu`."""
 
     reference = staticmethod(lambda gate_up, engine: reference_swiglu(gate_up))
 
@@ -55,7 +55,7 @@ def _forward(gate_up: Tensor) -> Tensor:
 
 
 def _backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """Both halves of the gradient, each written in place."""
+    """Return the gradient of gate_up; both halves are written in place."""
     gate, up = gate_up.chunk(2, dim=-1)
     out = torch.empty_like(gate_up)
     dgate, dup = out.chunk(2, dim=-1)
@@ -67,7 +67,6 @@ def _backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def _loop_forward(gate_up: Tensor) -> Tensor:
-    """`_forward` in one pass."""
     gate_up = gate_up.contiguous()
     t, f = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(t, f)
@@ -76,7 +75,6 @@ def _loop_forward(gate_up: Tensor) -> Tensor:
 
 
 def _loop_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """`_backward` in one pass."""
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     out = torch.empty_like(gate_up)
     cpu.run("swiglu_backward", dy.dtype, *dy.shape, dy, gate_up, out, elements=dy.numel())
@@ -84,21 +82,19 @@ def _loop_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def _triton_forward(gate_up: Tensor) -> Tensor:
-    """`_forward` in one pass."""
     from megalith.kernels import triton_gated  # imports Triton
 
     return triton_gated.forward(gate_up, "silu", UNLIMITED, None)
 
 
 def _triton_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """`_backward` in one pass."""
     from megalith.kernels import triton_gated
 
     return triton_gated.backward(dy, gate_up, "silu", UNLIMITED, None)[0]
 
 
 UNLIMITED = math.inf, 0.0
-"""No clamp, nothing added to up."""
+"""(clamp, up_offset): no clamp, no offset."""
 
 FORWARD: Mapping[FusedBackend, Callable[[Tensor], Tensor]] = {
     "torch": _forward,

@@ -1,11 +1,11 @@
-"""Attention of whole documents in tiles, causal or not, on CPUs.
+"""Tiled attention of whole documents on CPUs (backend cpu_tiled), causal or not.
 
-Ours works in tiles of a few query rows, like FlashAttention (Dao et al. 2022, arXiv:2205.14135),
-but a tile sees all of its keys at once, so that softmax needs no second pass, and a tile covers
-many heads, so that each step is one batched matmul. On CPUs this beats torch's kernel for documents
-of moderate length: forward + backward of 64 features, one core with AVX-512, torch 2.13: 256 tokens
-1.4 times in fp32 and 2.4 times in bf16; 512: 1.7 and 2.5; 2048: 1.06 and 1.2; packed documents of
-20 to 150 tokens 1.0 to 1.2 and 2.2 to 2.9.
+Tiles have a few query rows, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135), but a tile
+sees all of its keys at once, so that softmax needs no second pass, and a tile covers many heads, so
+that each step is one batched matmul. On CPUs this is faster than SDPA for documents of moderate
+length: forward + backward of 64 features, one core with AVX-512, torch 2.13: 256 tokens 1.4 times
+in fp32 and 2.4 times in bf16; 512: 1.7 and 2.5; 2048: 1.06 and 1.2; packed documents of 20 to 150
+tokens 1.0 to 1.2 and 2.2 to 2.9.
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,21 +25,21 @@ from megalith.kernels.sdpa import sdpa_attention
 
 TILED_LENGTHS = range(
     64, 2049
-)  # tokens of documents that our way computes on a CPU: where it was measured to be faster
-KEPT_LENGTH = (
-    512  # up to here the probabilities are kept for backward: n * length bytes per token in bf16
-)
+)  # document lengths for which this backend was measured to be faster than SDPA
+KEPT_LENGTH = 512
+"""Largest length whose probabilities are saved for backward: n * length bytes per token in bf16."""
+
 TILE_ROWS = 64  # queries of a head in a tile; more rows compute more scores above the diagonal
 TILE_SCORES = (
     1 << 22
-)  # scores of a tile over all its heads: 16 MiB in fp32; larger gains nothing, smaller adds steps
+)  # scores of a tile over all heads: 16 MiB in fp32; larger is not faster, smaller is slower
 
 
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, scale: float, causal: bool = True
 ) -> Tensor:
-    """Documents of these lengths in every row: q [t, n, d], k [t, g, d], v [t, g, d_v], any strides
-    -> [t, n, d_v].
+    """Attention of documents of these lengths in every row: q [t, n, d], k [t, g, d], v [t, g,
+    d_v], any strides -> [t, n, d_v].
 
     t is a multiple of the sum of the lengths. `scale`: of the scores.
     """
@@ -51,7 +51,7 @@ def tiled_attention(
 class AttentionTile(NamedTuple):
     """Queries `start` to `stop` of some key/value heads, with the keys `first` to `last`.
 
-    The documents lie one after the other; the first is that of query `start`.
+    Documents follow one another; `first` is the start of the document of query `start`.
     """
 
     heads: slice
@@ -59,33 +59,42 @@ class AttentionTile(NamedTuple):
     start: int
     stop: int
     last: int
-    """Where the queries end, or, if not causal, the last query's document."""
+    """End of the queries, or, if not causal, of the last query's document."""
 
     documents: tuple[int, ...]
-    """Where each later document among these queries starts."""
+    """Start of each later document among these queries."""
 
     causal: bool
 
     @property
     def keys(self) -> tuple[slice, slice]:
-        """Index of k and v [heads, length, d]."""
+        """Index of the tile's keys in k and v [heads, length, d]."""
         return self.heads, slice(self.first, self.last)
 
 
 def _tiles(
     heads: int, shared: int, lengths: Sequence[int], causal: bool
 ) -> Iterator[AttentionTile]:
-    """Every tile of `heads` key/value heads, each used by `shared` query heads, over documents of
-    these lengths."""
+    """Yield the tiles of `heads` key/value heads, each shared by `shared` query heads, over
+    documents of these lengths."""
     total, starts = sum(lengths), [0, *accumulate(lengths)]
-    together = max(1, TILE_SCORES // (shared * TILE_ROWS * max(lengths)))
-    for head in range(0, heads, together):
+    heads_per_tile = max(1, TILE_SCORES // (shared * TILE_ROWS * max(lengths)))
+    for head in range(0, heads, heads_per_tile):
         for start in range(0, total, TILE_ROWS):
             stop = min(start + TILE_ROWS, total)
-            before, after = bisect_right(starts, start), bisect_left(starts, stop)
-            last, inside = stop if causal else starts[after], tuple(starts[before:after])
+            num_started, end_document = bisect_right(starts, start), bisect_left(starts, stop)
+            last, inside = (
+                stop if causal else starts[end_document],
+                tuple(starts[num_started:end_document]),
+            )
             yield AttentionTile(
-                slice(head, head + together), starts[before - 1], start, stop, last, inside, causal
+                slice(head, head + heads_per_tile),
+                starts[num_started - 1],
+                start,
+                stop,
+                last,
+                inside,
+                causal,
             )
 
 
@@ -101,18 +110,15 @@ def by_token(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _rows(x: Tensor, tile: AttentionTile) -> Tensor:
-    """A tile's query rows as one matrix per key/value head: [heads, shared * rows, d]."""
+    """Return a tile's query rows as one matrix per key/value head: [heads, shared * rows, d]."""
     return x[tile.heads, :, tile.start : tile.stop].flatten(1, 2)
 
 
 def _probabilities(
     q: Tensor, k: Tensor, tile: AttentionTile, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """softmax(scale · q k^T) of a tile: q [heads, shared, length, d], k [heads, length, d] in fp32
-    or float64.
-
-    [tile's heads, shared * rows, keys] in `dtype`.
-    """
+    """Return softmax(scale · q k^T) of a tile in `dtype`, [heads of the tile, shared * rows, keys]:
+    q [heads, shared, length, d], k [heads, length, d] in fp32 or float64."""
     rows, keys = _rows(q, tile), k[tile.keys]
     scores = rows.new_empty(rows.shape[0], rows.shape[1], keys.shape[1])
     torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
@@ -125,8 +131,8 @@ def _probabilities(
 
 
 def _loop_softmax(scores: Tensor, tile: AttentionTile, dtype: torch.dtype) -> Tensor:
-    """Softmax over the keys that each query sees, in one pass; overwrites the scores [heads, shared
-    * rows, keys]."""
+    """Softmax over the visible keys of each query in one numba pass; overwrites the scores [heads,
+    shared * rows, keys]."""
     p = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
     queries, keys = tile.stop - tile.start, tile.last - tile.first
     cpu.run(
@@ -144,8 +150,8 @@ def _loop_softmax(scores: Tensor, tile: AttentionTile, dtype: torch.dtype) -> Te
 
 
 def _visible_keys(tile: AttentionTile) -> Tensor:
-    """The first key that each of a tile's queries sees, and one past the last, counted from its
-    first: [rows, 2]."""
+    """Return the first visible key of each of a tile's queries, and one past the last, relative to
+    the tile's first key: [rows, 2]."""
     visible = torch.zeros(tile.stop - tile.start, 2, dtype=torch.int64)
     if tile.causal:
         torch.arange(tile.start - tile.first + 1, tile.stop - tile.first + 1, out=visible[:, 1])
@@ -159,8 +165,8 @@ def _visible_keys(tile: AttentionTile) -> Tensor:
 
 
 def _hidden(tile: AttentionTile, like: Tensor) -> Tensor:
-    """-inf where a query may not see a key, 0 elsewhere: [rows, keys], or of the last keys if all
-    others are seen."""
+    """Return the additive mask of a tile, -inf for hidden keys: [rows, keys], or of the last keys
+    if all others are visible."""
     size, keys = tile.stop - tile.start, tile.last - tile.first
     if not tile.documents:
         return like.new_full((size, size), float("-inf")).triu(1)
@@ -174,7 +180,7 @@ def _hidden(tile: AttentionTile, like: Tensor) -> Tensor:
 
 
 class TiledAttention(Function):
-    """Attention, tile by tile, over rows of tokens; each row has documents of these lengths."""
+    """Autograd function of `tiled_attention`."""
 
     reference = staticmethod(
         lambda q, k, v, lengths, scale, causal, wanted: _sdpa_rows(q, k, v, lengths, scale, causal)
@@ -191,22 +197,22 @@ class TiledAttention(Function):
         causal: bool,
         wanted: bool,
     ) -> Tensor:
-        """q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v]; keeps copies of them, ordered by
+        """q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v]; saves copies of them, ordered by
         head."""
         kv_heads = k.shape[1]
         q, k, v = (by_head(x, kv_heads, sum(lengths)) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
         wide_q, wide_k = wide(q), wide(k)
         out = q.new_empty(*q.shape[:3], v.shape[2])
-        kept = []
+        saved_probabilities = []
         for tile in _tiles(q.shape[0], q.shape[1], lengths, causal):
             p = _probabilities(wide_q, wide_k, tile, scale, q.dtype)
             out[tile.heads, :, tile.start : tile.stop] = bmm(p, v[tile.keys]).unflatten(
                 1, (q.shape[1], -1)
             )
             if wanted and max(lengths) <= KEPT_LENGTH:
-                kept.append(p)
-        ctx.save_for_backward(q, k, v, *kept)
+                saved_probabilities.append(p)
+        ctx.save_for_backward(q, k, v, *saved_probabilities)
         ctx.kv_heads, ctx.lengths, ctx.scale, ctx.causal = kv_heads, lengths, scale, causal
         return by_token(out, kv_heads)
 
@@ -214,15 +220,19 @@ class TiledAttention(Function):
     @once_differentiable
     def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
         """dout [t, n, d_v] -> dq, dk, dv."""
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, *saved_probabilities = ctx.saved_tensors
         dout = by_head(dout, ctx.kv_heads, q.shape[2])
-        wide_q, wide_k = (q, k) if kept else (wide(q), wide(k))
+        wide_q, wide_k = (q, k) if saved_probabilities else (wide(q), wide(k))
         dq = torch.empty_like(q)
         dk, dv = (
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v)
         )
         for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], ctx.lengths, ctx.causal)):
-            p = kept[number] if kept else _probabilities(wide_q, wide_k, tile, ctx.scale, q.dtype)
+            p = (
+                saved_probabilities[number]
+                if saved_probabilities
+                else _probabilities(wide_q, wide_k, tile, ctx.scale, q.dtype)
+            )
             rows, drows = _rows(q, tile), _rows(dout, tile)
             dv[tile.keys] += bmm(p.transpose(1, 2), drows)
             dp = bmm(drows, v[tile.keys].transpose(1, 2))
@@ -244,7 +254,7 @@ class TiledAttention(Function):
 def _sdpa_rows(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, causal: bool
 ) -> Tensor:
-    """What `TiledAttention` computes, by torch's kernel."""
+    """Reference implementation of `TiledAttention` by SDPA."""
     rows = q.shape[0] // sum(lengths)
     return sdpa_attention(
         q, k, v, tuple((length, length) for length in lengths) * rows, scale=scale, causal=causal
@@ -252,5 +262,5 @@ def _sdpa_rows(
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the dtype that scores are computed in: fp32, or float64."""
+    """Convert x to the dtype of the scores: fp32, or float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

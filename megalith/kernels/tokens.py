@@ -1,5 +1,4 @@
-"""`PackedSeqParams`: which document each token belongs to and where; the only thing that knows
-about documents."""
+"""`PackedSeqParams`: documents, position ids and masks of packed tokens (as in Megatron Core)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,18 +16,18 @@ from megalith.plan.context import KeySpans, Numbers, Slices, Slicing, plan_spans
 
 @dataclass(frozen=True, slots=True)
 class PackedSeqParams:
-    """What travels beside activations [t, h]: t tokens, row after row, cut into documents.
+    """Metadata of activations [t, h]: t packed tokens, row after row, divided into documents.
 
-    Attention stays inside a document. The Python values are known on the host, so that nothing
-    waits for a device.
+    Attention stays inside a document. The Python values are known on the host, so that no device
+    synchronization is needed.
     """
 
     cu_seqlens_q: Tensor
-    """int32 [documents + 1]: where each document's queries start; begins with 0, ends with t."""
+    """int32 [documents + 1]: start of each document's queries; from 0 to t."""
 
     cu_seqlens_kv: Tensor
-    """int32 [documents + 1]: the same for keys, which are more than the queries when a cache holds
-    earlier ones."""
+    """int32 [documents + 1]: start of each document's keys, of which there are more than queries if
+    a KV cache holds earlier ones."""
 
     max_seqlen_q: int
     """Longest document, in queries."""
@@ -37,15 +36,15 @@ class PackedSeqParams:
     """Longest document, in keys."""
 
     uniform: int | None
-    """Length of every document when all have the same and queries and keys are the same tokens;
-    else None."""
+    """Length of every document if all are equal and queries and keys are the same tokens; else
+    None."""
 
     position_ids: Tensor
-    """int64 [t]: place of each token within its document; or [3, t]: its places in time, height
-    and width, as tokens of pictures have them (see `with_places`)."""
+    """int64 [t]: position ids, the place of each token in its document; or [3, t]: its time, height
+    and width for multimodal RoPE (see `with_places`)."""
 
     document_ids: Tensor
-    """int32 [t]: number of the document a token belongs to."""
+    """int32 [t]: document of each token."""
 
     valid: Tensor
     """bool [t]: False for padding."""
@@ -54,135 +53,135 @@ class PackedSeqParams:
     """(queries, keys) of each document, on the host."""
 
     reach: tuple[int, ...] | None = None
-    """How long each document is known to be, on the host, where it is read in parts; None: as long
-    as its keys."""
+    """Full length of each document, on the host, as far as known when it is processed in parts;
+    None: the number of its keys."""
 
     rotary: tuple[Tensor, ...] = ()
-    """Cosine and sine [t, pairs] of each token's rotation, filled in once per forward by the
-    model; a second pair where some layers turn by other angles."""
+    """Cosine and sine [t, pairs] of RoPE, set once per forward by the model; a second pair if some
+    layers have other angles."""
 
     biases: Tensor | None = None
-    """[buckets, n]: what scores gain by the bucket of a distance, for each head that is here; a
-    parameter of the model, filled in once per forward, where it has relative positions."""
+    """[buckets, n]: relative position bias of the local heads by bucket of distance, a parameter of
+    the model that is set once per forward; None: no relative positions."""
 
     memory: Tensor | None = None
-    """Hidden states [t, h] of these tokens after an earlier layer, in the layout of `tp_comm`,
-    normed: for layers that look at them, filled in by the model where it takes them."""
+    """Normalized hidden states [t, h] of these tokens after an earlier layer, in the layout of
+    `tp_comm`, set by the model for layers with cross-layer attention."""
 
     dropout: "DropoutKey | None" = None
-    """What dropout's masks are made from; None where nothing is dropped, as in evaluation."""
+    """Key of the dropout masks; None: no dropout, as in evaluation."""
 
     balance: "BalanceShare | None" = None
-    """What losses that keep experts busy count; None where nothing is trained."""
+    """Scale of the aux losses of this microbatch; None outside training."""
 
     decided: Decided | None = None
-    """What routers decided when these tokens came here first; filled in where a part of the model
-    runs twice."""
+    """Routing decisions of the first pass, set where a part of the model is recomputed."""
 
     route: Route | None = None
-    """What routers write down of this microbatch, or follow; None: neither."""
+    """Routing record or replay of this microbatch; None: neither."""
 
     visible: Visible | None = None
-    """What of its document each query may see at most, as `kernels/masks.py` gives it; None: no
-    more is hidden than layers hide. Where ranks share tokens, `whole` alone has it."""
+    """Attention mask and padding mask, see `kernels/masks.py`; None: no mask besides those of the
+    layers. Under context parallelism only `whole` has it."""
 
     context: "Context | None" = None
-    """Which tokens of the microbatch these are, when ranks share it. `cu_seqlens_q` and
-    `lengths` then count queries that are here, and keys wherever they are."""
+    """The local tokens of the microbatch under context parallelism. `cu_seqlens_q` and `lengths`
+    then count local queries, and the keys of all ranks."""
 
     @property
     def num_tokens(self) -> int:
-        """t."""
+        """Number of tokens t."""
         return int(self.position_ids.shape[-1])
 
     @property
     def whole(self) -> "PackedSeqParams":
-        """All tokens of the microbatch, when ranks share it; else these."""
+        """All tokens of the microbatch under context parallelism; else self."""
         return self if self.context is None else self.context.whole
 
 
 class BalanceShare(NamedTuple):
-    """Which microbatch of a step this is, and its part in the step's loss."""
+    """Index of a microbatch in its step, and its weight in the step's loss."""
 
     microbatch: int
-    """Its number on this rank."""
+    """Index of the microbatch on this rank."""
 
     microbatches: int
-    """How many this rank has in the step."""
+    """Number of microbatches of this rank in the step."""
 
     weight: float
-    """What a mean over the microbatch counts: `part` / (microbatches of all ranks), times the loss
-    scale of fp16."""
+    """Weight of a mean over the microbatch: `part` / (microbatches of all ranks), times the fp16
+    loss scale."""
 
     part: float = 1.0
-    """How many of the step's tokens it has, as a multiple of an even part."""
+    """The microbatch's share of the step's tokens, relative to an even share."""
 
 
 class DropoutKey(NamedTuple):
-    """What tells the masks of two tokens apart, and those of two runs."""
+    """Key of dropout masks: the run's seed and the number of each token."""
 
     seed: int
-    """The run's."""
+    """Seed of the run."""
 
     numbers: Tensor
-    """int64 [t]: which token of the whole run each is: (row, counted from the run's first) *
-    seq_len + place in it; -1 for padding. A number comes once in a run, so that it stands for
-    the step, too."""
+    """int64 [t]: number of each token in the run: (row, counted from the run's first) * seq_len +
+    position in the row; -1 for padding. A number occurs once in a run, so it also identifies the
+    step."""
 
     keys: Tensor | None = None
-    """The same of the keys, where those are other tokens than the queries."""
+    """The numbers of the keys, if these are other tokens than the queries."""
 
     @property
     def numbers_of_keys(self) -> Tensor:
-        """int64 [t_kv]."""
+        """Numbers of the keys: int64 [t_kv]."""
         return self.numbers if self.keys is None else self.keys
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The order of the tokens that some ranks put together."""
+    """Permutation between the natural order of tokens and the concatenated parts of several
+    ranks."""
 
     order: Tensor
-    """int64 [n]: where each token, in natural order, lies among the ranks' parts one after the
-    other."""
+    """int64 [n]: place in the concatenated parts of each token in natural order."""
 
     back: Tensor
-    """int64 [n]: the way back: which token, in natural order, each of the parts' is."""
+    """int64 [n]: place in natural order of each token of the concatenated parts (the inverse)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Which tokens of a microbatch one of several ranks has, and what they see of those of the
-    others."""
+    """The tokens of a microbatch that one context-parallel rank holds, and the keys they see on all
+    ranks."""
 
     slices: Slices
     rank: int
 
     whole: PackedSeqParams
-    """All of them, padding included."""
+    """All tokens, including padding."""
 
     everyone: Join
-    """Of all ranks."""
+    """The order of the tokens of all ranks."""
 
     neighbors: Join
-    """Of those that exchange heads before a ring goes across them; of me alone where there are
-    none."""
+    """The order of the tokens of the ranks that exchange heads (Ulysses) inside a ring of such
+    groups; of this rank only, without such groups."""
 
     seen: dict[tuple[int, int | None, int | None, bool, bool], tuple[KeySpans, ...]] = field(
         default_factory=dict, repr=False
     )
-    """What has been planned so far, since all layers ask the same."""
+    """Cache of planned spans, which all layers share."""
 
     numbered: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
-    """The same of `numbers_of_groups`."""
+    """Cache of `numbers_of_groups`."""
 
     def numbers_of_groups(self, near: int) -> tuple[Tensor, ...]:
-        """Which tokens, in natural order, each group of `near` neighbors has: int64 [near * t]."""
+        """Return the tokens, by natural order, of each group of `near` neighbors: int64 [near *
+        t]."""
         if near not in self.numbered:
             parts, device = self.slices.joined(near), self.everyone.order.device
             on_host = tuple(torch.from_numpy(part) for part in parts)
-            # Biases without numbers look none up, and what is checked there should not see them
-            # move.
+            # Relative biases on meta tensors look nothing up, and the type check must not see these
+            # tensors change devices.
             self.numbered[near] = (
                 on_host if device.type == "meta" else tuple(part.to(device) for part in on_host)
             )
@@ -197,15 +196,16 @@ class Context:
         causal: bool = True,
         chunked: bool = False,
     ) -> tuple[KeySpans, ...]:
-        """What the tokens of my group of `near` neighbors see of those of every such group."""
-        asked = near, window, right, causal, chunked
-        if asked not in self.seen:
+        """Return the keys of each group of `near` neighbors that the tokens of the local group
+        see."""
+        cache_key = near, window, right, causal, chunked
+        if cache_key not in self.seen:
             parts = self.slices.joined(near)
-            mine = parts[self.rank // near]
-            self.seen[asked] = tuple(
-                self._spans(mine, keys, window, right, causal, chunked) for keys in parts
+            local_tokens = parts[self.rank // near]
+            self.seen[cache_key] = tuple(
+                self._spans(local_tokens, keys, window, right, causal, chunked) for keys in parts
             )
-        return self.seen[asked]
+        return self.seen[cache_key]
 
     def spans_of_all(
         self,
@@ -215,13 +215,15 @@ class Context:
         causal: bool = True,
         chunked: bool = False,
     ) -> KeySpans:
-        """What my tokens see of all tokens in natural order."""
-        asked = 0, window, right, causal, chunked
-        if asked not in self.seen:
-            everything = np.arange(self.slices.num_tokens, dtype=np.int64)
-            mine = self.slices.numbers[self.rank]
-            self.seen[asked] = (self._spans(mine, everything, window, right, causal, chunked),)
-        return self.seen[asked][0]
+        """Return the keys, among all tokens in natural order, that the local tokens see."""
+        cache_key = 0, window, right, causal, chunked
+        if cache_key not in self.seen:
+            all_tokens = np.arange(self.slices.num_tokens, dtype=np.int64)
+            local_tokens = self.slices.numbers[self.rank]
+            self.seen[cache_key] = (
+                self._spans(local_tokens, all_tokens, window, right, causal, chunked),
+            )
+        return self.seen[cache_key][0]
 
     def spans_of_whole(
         self,
@@ -231,15 +233,15 @@ class Context:
         causal: bool = True,
         chunked: bool = False,
     ) -> KeySpans:
-        """What all tokens, in natural order, see of one another; unlike `whole`, without the
-        padding that follows."""
-        asked = -1, window, right, causal, chunked
-        if asked not in self.seen:
-            everything = np.arange(self.slices.num_tokens, dtype=np.int64)
-            self.seen[asked] = (
-                self._spans(everything, everything, window, right, causal, chunked),
+        """Return the keys that all tokens see, in natural order; unlike `whole`, without trailing
+        padding."""
+        cache_key = -1, window, right, causal, chunked
+        if cache_key not in self.seen:
+            all_tokens = np.arange(self.slices.num_tokens, dtype=np.int64)
+            self.seen[cache_key] = (
+                self._spans(all_tokens, all_tokens, window, right, causal, chunked),
             )
-        return self.seen[asked][0]
+        return self.seen[cache_key][0]
 
     def _spans(
         self,
@@ -253,9 +255,7 @@ class Context:
         slices, starts = self.slices, self.slices.starts()
         ends, repeats = None if causal else slices.ends(), slices.repeats
         if ends is not None and len(set((ends - starts).tolist())) > 1:
-            repeats = (
-                1  # documents that are as long as one another with their padding, but not without
-            )
+            repeats = 1  # documents have equal lengths only with their padding
         return plan_spans(
             queries,
             keys,
@@ -271,12 +271,12 @@ class Context:
 def tokens_of_rows(
     rows: int, length: int, *, device: torch.device | str = "cpu"
 ) -> PackedSeqParams:
-    """`rows` rows of `length` tokens, each row one document."""
+    """Return `rows` rows of `length` tokens, each row one document."""
     return tokens_of_lengths([length] * rows, device=device)
 
 
 def tokens_of_lengths(lengths: list[int], *, device: torch.device | str = "cpu") -> PackedSeqParams:
-    """Documents of the given lengths, one after the other, each read from its first token."""
+    """Return documents of these lengths, one after the other, each from its first token."""
     return tokens_of_queries([(length, length) for length in lengths], device=device)
 
 
@@ -286,8 +286,8 @@ def tokens_of_queries(
     reach: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> PackedSeqParams:
-    """Documents of which only the last `queries` of `keys` tokens are read now: (queries, keys)
-    for each; `reach`: what each will have when all of it is read."""
+    """Return documents of which only the last `queries` of `keys` tokens are processed: (queries,
+    keys) for each; `reach`: the full length of each."""
     queries = np.array([q for q, _ in lengths], dtype=np.int32)
     keys = np.array([k for _, k in lengths], dtype=np.int32)
     cu_seqlens_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
@@ -313,11 +313,15 @@ def tokens_of_queries(
 def tokens_of_slices(
     slices: Slices, slicing: Slicing, *, device: torch.device | str = "cpu"
 ) -> PackedSeqParams:
-    """One rank's tokens of documents that several ranks share; documents and positions count over
-    all of them."""
-    mine, document, starts = slices.numbers[slicing.rank], slices.document(), slices.starts()
+    """Return one context-parallel rank's tokens of documents; document ids and position ids count
+    over all ranks."""
+    local_tokens, document, starts = (
+        slices.numbers[slicing.rank],
+        slices.document(),
+        slices.starts(),
+    )
     lengths = [int(length) for length in slices.lengths]
-    queries = np.bincount(document[mine], minlength=len(lengths))
+    queries = np.bincount(document[local_tokens], minlength=len(lengths))
     cu_seqlens_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     whole = tokens_of_lengths(lengths, device=device)
     first = slicing.rank // slicing.near * slicing.near
@@ -334,8 +338,8 @@ def tokens_of_slices(
         max_seqlen_q=int(queries.max()),
         max_seqlen_kv=whole.max_seqlen_kv,
         uniform=None,
-        position_ids=torch.from_numpy(mine - starts[mine]).to(device),
-        document_ids=torch.from_numpy(document[mine]).to(device),
+        position_ids=torch.from_numpy(local_tokens - starts[local_tokens]).to(device),
+        document_ids=torch.from_numpy(document[local_tokens]).to(device),
         valid=torch.from_numpy(slices.as_read(slicing.rank) >= 0).to(device),
         lengths=tuple(zip(queries.tolist(), lengths)),
         context=context,
@@ -343,8 +347,8 @@ def tokens_of_slices(
 
 
 def with_places(tokens: PackedSeqParams, places: NDArray[np.int64]) -> PackedSeqParams:
-    """The tokens with `places` [3, t] in time, height and width, given for all that were read;
-    filler is at 0.
+    """Return the tokens with position ids `places` [3, t] in time, height and width, given for all
+    tokens that were read; padding gets 0.
 
     Source: Wang et al. 2024, arXiv:2409.12191, section 2.1.
     """
@@ -352,13 +356,15 @@ def with_places(tokens: PackedSeqParams, places: NDArray[np.int64]) -> PackedSeq
     if context is None:
         return replace(tokens, position_ids=torch.from_numpy(places).to(device))
     slices = context.slices
-    mine, everyone = slices.as_read(context.rank), slices.source
-    mine = np.where(mine >= 0, places[:, mine], 0)
-    every = places if everyone is None else np.where(everyone >= 0, places[:, everyone], 0)
-    whole = replace(context.whole, position_ids=torch.from_numpy(every).to(device))
+    local_sources, all_sources = slices.as_read(context.rank), slices.source
+    local_places = np.where(local_sources >= 0, places[:, local_sources], 0)
+    all_places = (
+        places if all_sources is None else np.where(all_sources >= 0, places[:, all_sources], 0)
+    )
+    whole = replace(context.whole, position_ids=torch.from_numpy(all_places).to(device))
     return replace(
         tokens,
-        position_ids=torch.from_numpy(mine).to(device),
+        position_ids=torch.from_numpy(local_places).to(device),
         context=replace(context, whole=whole),
     )
 

@@ -1,44 +1,43 @@
-"""Gates and weighted activations on GPUs: a program takes rows part by part, and computes
-activations again backward.
+"""Triton kernels of gated and weighted activations; backward recomputes the activation.
 
-One program serves all of them: with a gate or without, weighted or not. What is left out is left
-out when it is compiled.
+One kernel covers all variants: with or without a gate, weighted or not. Compile-time constants
+select the variant.
 """
 
 from typing import Any
 
 import torch
-import triton  # lint: allow optional-import: what needs this file imports it inside a function
+import triton  # lint: allow optional-import: callers import this module inside functions
 import triton.language as tl  # lint: allow optional-import: as above
 from torch import Tensor
 
 from megalith.config.model import Activation
-from megalith.kernels.gpu import part_of_rows
+from megalith.kernels.gpu import tile_of_row_parts
 
-Pointer = Any  # inside a program: where a tensor begins
-Count = Any  # inside a program: an integer
-Tensors = Any  # inside a program: numbers of many threads
+Pointer = Any  # in a kernel: address of a tensor
+Count = Any  # in a kernel: an integer
+Tensors = Any  # in a kernel: a block of values
 
 Limits = tuple[float, float]
-"""The clamp and what is added to up: see `GatedActivation`."""
+"""(clamp, up_offset): see `GatedActivation`."""
 
 CUBES = {
     "silu": (1.0, 0.0),
     "quick_gelu": (1.702, 0.0),
     "gelu_tanh": (1.5957691216057308, 0.07135481627),
 }
-"""Activations that are x * sigmoid(a x + b x^3): a and b; held to kernels/activation.py's by a
-test."""
+"""(a, b) of activations of the form x * sigmoid(a x + b x^3); a test compares them with
+kernels/activation.py."""
 
 
 def forward(
     x: Tensor, activation: Activation, limits: Limits | None, weights: Tensor | None
 ) -> Tensor:
-    """x [t, 2 f], the gate first, or, without limits, x [t, f] without a gate; weights [t] or none
-    -> [t, f]."""
+    """Apply the activation: x [t, 2 f], the gate first, or, without limits, x [t, f] without a
+    gate; weights [t] or None -> [t, f]."""
     x = x.contiguous()
     t, f = x.shape[0], x.shape[1] // (1 if limits is None else 2)
-    y, tile = x.new_empty(t, f), part_of_rows(f)
+    y, tile = x.new_empty(t, f), tile_of_row_parts(f)
     _forward[(tile.programs(t),)](
         x,
         x if weights is None else weights.contiguous(),
@@ -62,7 +61,7 @@ def backward(
     (t, f), dx = dy.shape, torch.empty_like(x)
     dweights, tile = (
         None if weights is None else x.new_empty(t, dtype=torch.float32),
-        part_of_rows(dy.shape[1]),
+        tile_of_row_parts(dy.shape[1]),
     )
     _backward[(tile.programs(t),)](
         dy,
@@ -101,7 +100,7 @@ def _sigmoid(x: "Tensors", A: tl.constexpr, B: tl.constexpr) -> "Tensors":
 
 @triton.jit
 def _within(x: "Tensors", limit: "Any") -> "Tensors":
-    """From -limit to limit; NaN of NaN, which minimum and maximum would lose."""
+    """Clamp to [-limit, limit]; NaN stays NaN, unlike with minimum and maximum."""
     x = tl.where(x > limit, limit, x)
     return tl.where(x < -limit, -limit, x)
 

@@ -1,28 +1,28 @@
-"""What cross entropy does to a chunk of logits on GPUs: each row's sum of exponentials, and the
+"""Triton kernels of cross entropy on a chunk of logits: each row's sum of exponentials, and the
 gradient in place.
 
-The ranks of a divided vocabulary each do this to their own columns; what they agree on in between,
-the largest logit and the sum over all columns, comes in as numbers of a row.
+With a vocabulary-parallel head each rank processes its own columns; the reduced values of a row
+(largest logit, sum of exponentials) are inputs.
 """
 
 from typing import Any
 
 import torch
-import triton  # lint: allow optional-import: what needs this file imports it inside a function
+import triton  # lint: allow optional-import: callers import this module inside functions
 import triton.language as tl  # lint: allow optional-import: as above
 from torch import Tensor
 
-from megalith.kernels.gpu import part_of_rows
+from megalith.kernels.gpu import tile_of_row_parts
 
-Pointer = Any  # inside a program: where a tensor begins
-Count = Any  # inside a program: an integer
+Pointer = Any  # in a kernel: address of a tensor
+Count = Any  # in a kernel: an integer
 
 
 def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest of each row of [c, v], and the sum of exp(logit - largest): [c] each, in fp32, in one
-    pass."""
+    """Return the largest logit of each row of [c, v] and the sum of exp(logit - largest): [c] each,
+    in fp32, in one pass."""
     logits = logits.contiguous()
-    (c, v), tile = logits.shape, part_of_rows(logits.shape[1])
+    (c, v), tile = logits.shape, tile_of_row_parts(logits.shape[1])
     largest, total = logits.new_empty(2, c, dtype=torch.float32)
     _row_sums[(tile.programs(c),)](
         logits, largest, total, c, v, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps
@@ -41,13 +41,13 @@ def gradient_(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """factor * exp(logit - largest) - even, but `at_label` in column `label`, times the slope of
-    the readout; in place.
+    """Compute factor * exp(logit - largest) - even, but `at_label` in column `label`, times the
+    derivative of the logit transform; in place.
 
-    logits [c, v]; largest, factor, at_label, even [c] in fp32; label [c] int64, below 0 where it is
-    not among these columns.
+    logits [c, v]; largest, factor, at_label, even [c] in fp32; label [c] int64, negative if it is
+    not in these columns.
     """
-    (c, v), tile = logits.shape, part_of_rows(logits.shape[1])
+    (c, v), tile = logits.shape, tile_of_row_parts(logits.shape[1])
     assert logits.is_contiguous()
     _gradient[(tile.programs(c), -(-v // tile.columns))](
         logits,
@@ -80,9 +80,7 @@ def _row_sums(
     COLUMNS: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    lowest = (
-        -3.4028234663852886e38
-    )  # finite, so that a row of -inf sums to 0, and not to the NaN of inf - inf
+    lowest = -3.4028234663852886e38  # finite, so that a row of -inf sums to 0 instead of NaN
     largest, total = tl.full((ROWS,), lowest, tl.float32), tl.zeros((ROWS,), tl.float32)
     for start in range(0, v, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
@@ -90,9 +88,11 @@ def _row_sums(
         logits = tl.load(
             logits_at + rows[:, None] * v + columns[None, :], inside, float("-inf")
         ).to(tl.float32)
-        found = tl.maximum(largest, tl.max(logits, 1))
-        total = total * tl.exp(largest - found) + tl.sum(tl.exp(logits - found[:, None]), 1)
-        largest = found
+        new_largest = tl.maximum(largest, tl.max(logits, 1))
+        total = total * tl.exp(largest - new_largest) + tl.sum(
+            tl.exp(logits - new_largest[:, None]), 1
+        )
+        largest = new_largest
     tl.store(largest_at + rows, largest, rows < c)
     tl.store(total_at + rows, total, rows < c)
 

@@ -1,25 +1,25 @@
-"""RMSNorm and LayerNorm on GPUs, with the residual addition before them: one pass forward, one
+"""Triton kernels of RMSNorm and LayerNorm with a fused residual addition: one pass forward, one
 backward.
 
-A program takes whole rows. In backward there are only a few programs, each with many rows, of which
-it sums its part of the weight's gradient; the parts are added up afterwards.
+A program processes entire rows. Backward uses few programs with many rows each, which sum their
+part of the weight's gradient; the parts are summed afterwards.
 """
 
 from typing import Any
 
 import torch
-import triton  # lint: allow optional-import: what needs this file imports it inside a function
+import triton  # lint: allow optional-import: callers import this module inside functions
 import triton.language as tl  # lint: allow optional-import: as above
 from torch import Tensor
 
-from megalith.kernels.gpu import whole_rows
+from megalith.kernels.gpu import tile_of_whole_rows
 
 PROGRAMS = 256
-"""At most so many in backward: about two for each processor of a large GPU, and a sum of so many
-rows afterwards."""
+"""Maximum number of programs in backward: about two per streaming multiprocessor of a large GPU;
+their partial sums are added afterwards."""
 
-Pointer = Any  # inside a program: where a tensor begins
-Count = Any  # inside a program: an integer
+Pointer = Any  # in a kernel: address of a tensor
+Count = Any  # in a kernel: an integer
 
 
 def norm(
@@ -31,14 +31,14 @@ def norm(
     residual: Tensor | None = None,
     twice: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(total, y, scale, mean): what is normed [t, h], normed, and each row's factor and mean [t, 1]
-    in fp32.
+    """Return (total, y, scale, mean): the norm's input and output [t, h], and each row's factor and
+    mean [t, 1] in fp32.
 
-    x [t, h], weight [h]. total is residual + x, or x. RMSNorm without a bias, and then there is no
-    mean. `twice`: rounded before the multiplication with the weight, too.
+    x [t, h], weight [h]. total is residual + x, or x. Without a bias it is an RMSNorm, and mean is
+    None. `twice`: also round before the multiplication by the weight.
     """
     x = x.contiguous()
-    (t, h), tile = x.shape, whole_rows(x.shape[1])
+    (t, h), tile = x.shape, tile_of_whole_rows(x.shape[1])
     y, scale = torch.empty_like(x), x.new_empty(t, 1, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(scale)
     total = x if residual is None else torch.empty_like(x)
@@ -56,7 +56,7 @@ def norm(
         h,
         eps,
         ADDS=residual is not None,
-        CENTRED=bias is not None,
+        CENTERED=bias is not None,
         TWICE=twice,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
@@ -68,10 +68,10 @@ def norm(
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, mean: Tensor | None, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx [t, h], with dtotal [t, h] added if there is one, dweight [h] and, with a mean, dbias [h];
-    these in fp32."""
+    """Return dx [t, h], with dtotal [t, h] added if given, dweight [h] and, with a mean, dbias [h];
+    the last two in fp32."""
     dy, x = dy.contiguous(), x.contiguous()
-    (t, h), tile, dx = x.shape, whole_rows(x.shape[1]), torch.empty_like(x)
+    (t, h), tile, dx = x.shape, tile_of_whole_rows(x.shape[1]), torch.empty_like(x)
     programs = min(PROGRAMS, tile.programs(t))
     dweight = x.new_empty(programs, h, dtype=torch.float32)
     dbias = None if mean is None else torch.empty_like(dweight)
@@ -89,7 +89,7 @@ def norm_backward(
         t,
         h,
         ADDS=dtotal is not None,
-        CENTRED=mean is not None,
+        CENTERED=mean is not None,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         num_warps=tile.warps,
@@ -98,7 +98,7 @@ def norm_backward(
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """The tensor, or another one in its place, which the program does not touch."""
+    """Return the tensor, or a placeholder that the kernel does not access."""
     return other if tensor is None else tensor
 
 
@@ -116,7 +116,7 @@ def _norm(
     h: "Count",
     eps: "Any",
     ADDS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     TWICE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -130,8 +130,8 @@ def _norm(
         x += tl.load(residual_at + place, inside, 0.0).to(tl.float32)
         total = x.to(total_at.dtype.element_ty)
         tl.store(total_at + place, total, inside)
-        x = total.to(tl.float32)  # what others read of it is what is normed
-    if CENTRED:
+        x = total.to(tl.float32)  # normalize the rounded sum, which the next layers read
+    if CENTERED:
         mean = tl.sum(x, 1) / h
         tl.store(mean_at + rows, mean, rows < t)
         x = tl.where(inside, x - mean[:, None], 0.0)
@@ -141,7 +141,7 @@ def _norm(
     if TWICE:
         y = y.to(y_at.dtype.element_ty).to(tl.float32)
     y *= tl.load(weight_at + columns, columns < h, 0.0).to(tl.float32)[None, :]
-    if CENTRED:
+    if CENTERED:
         y += tl.load(bias_at + columns, columns < h, 0.0).to(tl.float32)[None, :]
     tl.store(y_at + place, y.to(y_at.dtype.element_ty), inside)
 
@@ -160,7 +160,7 @@ def _norm_backward(
     t: "Count",
     h: "Count",
     ADDS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -176,19 +176,21 @@ def _norm_backward(
         dy = tl.load(dy_at + place, inside, 0.0).to(tl.float32)
         normed = tl.load(x_at + place, inside, 0.0).to(tl.float32)
         scale = tl.load(scale_at + rows, rows < t, 0.0)[:, None]
-        if CENTRED:
+        if CENTERED:
             normed = tl.where(inside, normed - tl.load(mean_at + rows, rows < t, 0.0)[:, None], 0.0)
         normed *= scale
         dweight += tl.sum(dy * normed, 0)
         dbias += tl.sum(dy, 0)
         dy *= weight
-        dx = dy - normed * (tl.sum(dy * normed, 1) / h)[:, None]  # less what only stretches the row
-        if CENTRED:
-            dx -= (tl.sum(dy, 1) / h)[:, None]  # less what only shifts it
+        dx = (
+            dy - normed * (tl.sum(dy * normed, 1) / h)[:, None]
+        )  # minus the component along the row
+        if CENTERED:
+            dx -= (tl.sum(dy, 1) / h)[:, None]  # minus the mean
         dx *= scale
         if ADDS:
             dx += tl.load(dtotal_at + place, inside, 0.0).to(tl.float32)
         tl.store(dx_at + place, dx.to(dx_at.dtype.element_ty), inside)
     tl.store(dweight_at + program * h + columns, dweight, columns < h)
-    if CENTRED:
+    if CENTERED:
         tl.store(dbias_at + program * h + columns, dbias, columns < h)

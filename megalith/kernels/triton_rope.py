@@ -1,24 +1,24 @@
-"""Rotary positions on GPUs: a program turns some heads of one token."""
+"""Triton kernel of rotary position embedding: a program rotates some heads of one token."""
 
 from typing import Any
 
-import triton  # lint: allow optional-import: what needs this file imports it inside a function
+import triton  # lint: allow optional-import: callers import this module inside functions
 import triton.language as tl  # lint: allow optional-import: as above
 from torch import Tensor
 
-from megalith.kernels.gpu import TILE, power_of_two
+from megalith.kernels.gpu import TILE, next_power_of_two
 
-Pointer = Any  # inside a program: where a tensor begins
-Count = Any  # inside a program: an integer
+Pointer = Any  # in a kernel: address of a tensor
+Count = Any  # in a kernel: an integer
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
-    """Turn by the tables' angles (sign 1) or back (sign -1): x [t, n, d], any strides; cos, sin [t,
-    pairs]."""
+    """Rotate by the tables' angles (sign 1) or back (sign -1): x [t, n, d], any strides; cos, sin
+    [t, pairs]."""
     x = x if x.stride(2) == 1 else x.contiguous()
     (t, n, d), pairs = x.shape, cos.shape[1]
-    y, columns = x.new_empty(x.shape), power_of_two(max(pairs, d - 2 * pairs))
-    heads = min(power_of_two(n), max(1, TILE // columns))
+    y, columns = x.new_empty(x.shape), next_power_of_two(max(pairs, d - 2 * pairs))
+    heads = min(next_power_of_two(n), max(1, TILE // columns))
     _rotate[(t, -(-n // heads))](
         x,
         cos.contiguous(),

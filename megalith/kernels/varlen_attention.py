@@ -1,7 +1,7 @@
-"""Attention on GPUs by torch's kernel for documents of many lengths: one call for all of them,
-windows included.
+"""Attention on GPUs by torch's varlen_attn (FlashAttention): one call for documents of several
+lengths, with windows.
 
-It knows no caps and no sinks, and wants 16 bits and values as wide as keys. Source: Dao 2023,
+Does not support soft caps and sinks; requires 16 bits and values as wide as keys. Source: Dao 2023,
 arXiv:2307.08691.
 """
 
@@ -19,8 +19,8 @@ from megalith.kernels.sdpa import Lengths
 
 @cache
 def has_varlen() -> bool:
-    """Whether torch has it, with windows and shared heads; known by what it asks for, not by a
-    version."""
+    """Return whether torch has varlen_attn with windows and grouped-query attention, by its
+    signature."""
     if find_spec("torch.nn.attention.varlen") is None:
         return False
     from torch.nn.attention.varlen import varlen_attn
@@ -29,16 +29,16 @@ def has_varlen() -> bool:
 
 
 def takes(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
-    """Whether it computes these scores here: on GPUs since Ampere."""
-    strange = scores.off_by_one or scores.dropout is not None or sinks is not None
+    """Return whether varlen_attn supports these scores on this device: GPUs since Ampere."""
+    has_unsupported = scores.off_by_one or scores.dropout is not None or sinks is not None
     return (
-        q.device.type == "cuda"  # lint: allow cuda-literal: the kernel is made for nothing else
+        q.device.type == "cuda"  # lint: allow cuda-literal: the kernel only supports CUDA
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] == v.shape[2]
         and q.shape[2] % 8 == 0
         and q.shape[2] <= 256
         and len(q) > 0
-        and not (strange or scores.softcap is not None)
+        and not (has_unsupported or scores.softcap is not None)
         and not torch.compiler.is_compiling()
         and has_varlen()
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
@@ -50,7 +50,7 @@ def varlen_attention(
 ) -> Tensor:
     """Softmax attention inside each document: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d].
 
-    A document's queries are the last of its keys, as the kernel has it, too.
+    A document's queries are the last of its keys, as varlen_attn assumes.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -72,17 +72,16 @@ def varlen_attention(
     return out
 
 
-@lru_cache(maxsize=8)  # every layer of a forward asks for the same one
+@lru_cache(maxsize=8)  # all layers of a forward use the same one
 def starts(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each document's queries and keys start, and where the last one's end: int32 [documents
-    + 1] each."""
+    """Return the cumulative lengths of queries and keys: int32 [documents + 1] each."""
     both = np.cumsum(np.array([(0, 0), *lengths], np.int32), axis=0, dtype=np.int32)
     queries, keys = torch.from_numpy(both.T.copy()).to(device, non_blocking=True)
     return queries, keys
 
 
 def window_of(scores: Scores) -> tuple[int, int]:
-    """How many keys before its own place, and after it, a query sees; -1: all.
+    """Return how many keys before and after its own position a query sees; -1: all.
 
     >>> both_sides = Scores(window=4, right=1, causal=False)
     >>> window_of(PLAIN), window_of(Scores(window=4)), window_of(both_sides)

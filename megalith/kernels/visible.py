@@ -1,9 +1,7 @@
-"""Which keys each query may see at most, beside what a layer hides: masks of single documents, and
-padding.
+"""Attention masks in addition to those of a layer: per-document masks, and padding.
 
-Masks lie in one piece of memory, row after row. So whatever computes attention asks for no more
-than the pairs that it is at: a whole document, or a tile of some queries of one rank with some keys
-of another.
+Masks are stored in one tensor, row after row, so that a backend reads only the pairs that it
+processes: a document, or a tile of some queries of one rank with some keys of another.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,40 +15,38 @@ from megalith.kernels.scores import Scores
 from megalith.kernels.sdpa import Mask
 from megalith.plan.context import KeySpans, KeyTile
 
-FREE = -(2**62)
-"""Where the row of a query begins whose document has no mask."""
+NO_MASK = -(2**62)
+"""Row start of a query whose document has no mask."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # tensors do not compare to one truth value
 class Visible:
-    """Which keys of its document each of t queries may see at most."""
+    """Attention mask: the keys of its document that each of t queries may see."""
 
     keys: Tensor | None = None
-    """bool [t_kv]: False for keys that no query sees, as padding; None: none is hidden from all."""
+    """bool [t_kv]: False for keys that no query sees (padding); None: no padding."""
 
     pairs: Tensor | None = None
-    """bool: the masks [queries, keys] of the documents that have one, row after row; None: none has
-    one."""
+    """bool: the masks [queries, keys] of documents that have one, row after row; None: no masks."""
 
     rows: Tensor | None = None
-    """int64 [t]: where in `pairs` each query would find the first of all keys, were its row that
-    long; or `FREE`."""
+    """int64 [t]: where each query's row in `pairs` would begin if it covered all keys; or
+    `NO_MASK`."""
 
     starts: tuple[int | None, ...] = ()
-    """Where the mask of each document begins in `pairs`, on the host; None: it has none."""
+    """Start of each document's mask in `pairs`, on the host; None: no mask."""
 
     alone: bool = False
-    """Whether masks take the place of causality; then every document has one."""
+    """Whether masks replace causality; then every document has one."""
 
-    found: dict[Hashable, list[Mask | None]] = field(default_factory=dict, repr=False)
-    """What torch's kernel has been given so far, since all layers ask the same: one mask is kept
-    for all of them."""
+    torch_masks: dict[Hashable, list[Mask | None]] = field(default_factory=dict, repr=False)
+    """Cache of SDPA masks, which all layers share."""
 
     def scores(self, scores: Scores) -> Scores:
-        """What hides keys beside the masks: as before, but for causality where masks stand alone.
+        """Return the scores without causality if masks replace it.
 
-        A window hides what it hid: that of a causal layer ends at the token itself. Chunks hide
-        what is outside.
+        A window hides the same keys as before: that of a causal layer ends at the token itself.
+        Chunks hide keys outside.
         """
         if not self.alone or not scores.causal:
             return scores
@@ -60,9 +56,9 @@ class Visible:
     def of_documents(
         self, lengths: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]
     ) -> list[Tensor | None]:
-        """For each document of (queries, keys), of whose keys the last are left: bool [queries or
-        1, keys left]."""
-        found, ends = [], accumulate(keys for _, keys in lengths)
+        """Return the mask of each document with (queries, keys) of which the last keys are kept:
+        bool [queries or 1, keys left], or None."""
+        masks, ends = [], accumulate(keys for _, keys in lengths)
         for n, ((queries, keys), end, (_, left)) in enumerate(
             zip(lengths, ends, kept, strict=True)
         ):
@@ -74,27 +70,28 @@ class Visible:
             if self.keys is not None:
                 seen = self.keys[end - left : end].unsqueeze(0)
                 mask = seen if mask is None else mask & seen
-            found.append(mask)
-        return found
+            masks.append(mask)
+        return masks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisiblePairs:
-    """The same of some queries and some keys, as span attention orders them."""
+    """The attention mask of some queries and some keys, in the layout of
+    kernels/span_attention.py."""
 
     visible: Visible
 
     queries: Tensor
-    """int64 [t_q]: which of all queries these are."""
+    """int64 [t_q]: indices among all queries."""
 
     keys: Tensor
-    """int64 [t_k]: which of all keys these are."""
+    """int64 [t_k]: indices among all keys."""
 
     def of_tile(self, spans: KeySpans, tile: KeyTile, heads: slice, q: Tensor) -> Tensor:
-        """For a tile's scores: bool [its heads, 1, rows or 1, keys].
+        """Return the mask of a tile's scores: bool [heads of the tile, 1, rows or 1, keys].
 
-        q [heads, shared, length, d], as span attention orders it: key/value heads of row after row.
-        Pairs of tokens of two documents are as they may be: the tile hides them.
+        q [heads, shared, length, d]: key/value heads of row after row. Entries of pairs of two
+        documents are arbitrary: the tile hides them.
         """
         count = q.shape[0] // spans.repeats
         rows = torch.arange(*heads.indices(q.shape[0]), device=q.device) // count
@@ -109,7 +106,7 @@ class VisiblePairs:
         return seen.index_select(0, rows - first).unsqueeze(1)
 
     def of_row(self, row: int, rows: int) -> Tensor:
-        """For all pairs of one of equal rows: bool [queries or 1, keys]."""
+        """Return the mask of all pairs of one of `rows` equal rows: bool [queries or 1, keys]."""
         return self._between(*(x.view(rows, -1)[row : row + 1] for x in (self.queries, self.keys)))[
             0
         ]
@@ -124,4 +121,4 @@ class VisiblePairs:
             return seen
         starts = visible.rows[queries].unsqueeze(-1)
         own = visible.pairs[(starts + keys).clamp_(0, len(visible.pairs) - 1)]
-        return (own | (starts < FREE // 2)) & seen
+        return (own | (starts < NO_MASK // 2)) & seen

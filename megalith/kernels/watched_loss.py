@@ -1,5 +1,4 @@
-"""A loss over the vocabulary that also notes what it saw of scores: how large they are, and what
-their size costs."""
+"""Loss over the vocabulary that also records logit statistics: the largest logit and the z-loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,24 +6,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megalith.kernels.cross_entropy import Measured
+from megalith.kernels.cross_entropy import CrossEntropyResult
 
 
 @dataclass(slots=True)
 class LogitStats:
-    """What a head saw of labeled tokens since it was last asked, on the device where it saw it."""
+    """Logit statistics of labeled tokens since the last call of `taken`, on the device of the
+    head."""
 
     z: Tensor | None = None
-    """float64: sum of z_loss * logsumexp^2; None: nothing was seen."""
+    """float64: sum of z_loss * logsumexp^2; None: no microbatch yet."""
 
     largest: Tensor | None = None
-    """float64: the largest score, -inf without labels."""
+    """float64: the largest logit, -inf without labels."""
 
-    def note(self, measured: Measured, labels: Tensor, z_loss: float) -> None:
-        """One more microbatch."""
-        absent = labels < 0
-        z = z_loss * measured.logsumexp.detach().double().square().masked_fill(absent, 0.0).sum()
-        largest = measured.largest.detach().double().masked_fill(absent, float("-inf"))
+    def note(self, measured: CrossEntropyResult, labels: Tensor, z_loss: float) -> None:
+        """Add the statistics of a microbatch."""
+        is_unlabeled = labels < 0
+        z = (
+            z_loss
+            * measured.logsumexp.detach().double().square().masked_fill(is_unlabeled, 0.0).sum()
+        )
+        largest = measured.largest.detach().double().masked_fill(is_unlabeled, float("-inf"))
         largest = torch.cat(
             [largest, largest.new_full((1,), float("-inf"))]
         ).amax()  # of no token, too
@@ -32,17 +35,16 @@ class LogitStats:
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
     def taken(self) -> tuple[Tensor | None, Tensor | None]:
-        """z and the largest score; from now on it begins again."""
-        found, self.z, self.largest = (self.z, self.largest), None, None
-        return found
+        """Return z and the largest logit, and reset both."""
+        stats, self.z, self.largest = (self.z, self.largest), None, None
+        return stats
 
 
 @dataclass(frozen=True, slots=True)
 class LossWithLogitStats:
-    """A summed loss that notes what it saw; takes what `compute` takes, and gives its loss
-    alone."""
+    """Summed loss that records logit statistics; calls `compute` and returns its loss only."""
 
-    compute: Callable[..., Measured]
+    compute: Callable[..., CrossEntropyResult]
     z_loss: float = 0.0
     seen: LogitStats = field(default_factory=LogitStats)
 

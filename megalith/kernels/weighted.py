@@ -1,8 +1,7 @@
-"""Activations and gates times one weight per token: what experts do between their matmuls.
+"""Activations with one weight per token, between the matmuls of experts.
 
-An expert's output is weighted before its second matmul, since down(w * y) = w * down(y): so the
-wide outputs need not be kept for the gradient of the weight, and backward keeps the input and the
-weights, as it would without weights.
+An expert's output is weighted before its second matmul, since down(w * y) = w * down(y): so
+backward need not save the wide outputs for the weights' gradient, only the input and the weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,10 +19,10 @@ from megalith.kernels.activation import (
     REFERENCES,
     SIGMOIDS,
     GatedActivation,
-    limited,
-    limits_of,
-    numbers_of,
-    wide_of,
+    clamp_and_offset,
+    clamp_gate_up,
+    compute_dtype,
+    loop_constants,
 )
 from megalith.kernels.engine import FusedBackend, select_backend
 from megalith.kernels.linear import Context
@@ -35,9 +34,8 @@ def weighted_gated(
     """`gated(gate_up) * weights`: gate_up [t, 2 f], the gate first, weights [t] -> [t, f] in
     gate_up's dtype.
 
-    Computed in fp32 (float64 for float64) and rounded once; the weights may be of a wider dtype
-    than the features. Their gradient, a sum over the features, is summed in fp32 and has the
-    weights' dtype.
+    Computed in fp32 (float64 for float64) and rounded once; the weights may have a wider dtype than
+    the features. Their gradient is summed in fp32 and has the weights' dtype.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_gated(gate_up, weights, gate)
@@ -49,7 +47,7 @@ def weighted_gated(
 def weighted_activate(
     x: Tensor, weights: Tensor, activation: Activation, *, kernel: BackendName = "auto"
 ) -> Tensor:
-    """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; the rest as in
+    """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; precision as in
     `weighted_gated`."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_activate(x, weights, activation)
@@ -58,28 +56,28 @@ def weighted_activate(
     return y
 
 
-# --- what they compute, in plain operations
+# --- reference implementations
 
 
 def reference_weighted_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
-    """What `weighted_gated` computes, in plain operations."""
-    wide = gate_up.to(wide_of(gate_up))
-    g, up = limited(wide, gate.clamp)
+    """Reference implementation of `weighted_gated` in plain PyTorch operations."""
+    wide = gate_up.to(compute_dtype(gate_up))
+    g, up = clamp_gate_up(wide, gate.clamp)
     inner = REFERENCES[gate.activation](g) * (up + gate.up_offset)
     return (inner * weights.to(wide.dtype).unsqueeze(-1)).to(gate_up.dtype)
 
 
 def reference_weighted_activate(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
-    """What `weighted_activate` computes, in plain operations."""
-    wide = x.to(wide_of(x))
+    """Reference implementation of `weighted_activate` in plain PyTorch operations."""
+    wide = x.to(compute_dtype(x))
     return (REFERENCES[activation](wide) * weights.to(wide.dtype).unsqueeze(-1)).to(x.dtype)
 
 
-# --- as autograd sees them
+# --- autograd functions
 
 
 class WeightedGatedFunction(Function):
-    """`weighted_gated` as autograd sees it."""
+    """Autograd function of `weighted_gated`."""
 
     reference = staticmethod(
         lambda gate_up, weights, gate, engine: reference_weighted_gated(gate_up, weights, gate)
@@ -103,7 +101,7 @@ class WeightedGatedFunction(Function):
 
 
 class WeightedActivationFunction(Function):
-    """`weighted_activate` as autograd sees it."""
+    """Autograd function of `weighted_activate`."""
 
     reference = staticmethod(
         lambda x, weights, activation, engine: reference_weighted_activate(x, weights, activation)
@@ -126,12 +124,12 @@ class WeightedActivationFunction(Function):
         return *ACTIVATED_BACKWARD[ctx.engine](dy, x, weights, ctx.activation), None, None
 
 
-# --- in torch's operations
+# --- torch backend
 
 
 def _gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
-    wide = gate_up.to(wide_of(gate_up))
-    g, up = limited(wide, gate.clamp)
+    wide = gate_up.to(compute_dtype(gate_up))
+    g, up = clamp_gate_up(wide, gate.clamp)
     y = FORMULAS[gate.activation].value(g).mul_(up + gate.up_offset if gate.up_offset else up)
     return y.mul_(weights.unsqueeze(-1)).to(gate_up.dtype)
 
@@ -139,9 +137,9 @@ def _gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
 def _gated_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, gate: GatedActivation
 ) -> tuple[Tensor, Tensor]:
-    """Both halves of the features' gradient, 0 for what was cut off, and the weights'."""
-    wide = gate_up.to(wide_of(gate_up))
-    g, up = limited(wide, gate.clamp)
+    """Return the gradient of gate_up, 0 for clamped elements, and that of the weights."""
+    wide = gate_up.to(compute_dtype(gate_up))
+    g, up = clamp_gate_up(wide, gate.clamp)
     formula, d, factor = FORMULAS[gate.activation], dy.to(wide.dtype), up + gate.up_offset
     value = formula.value(g).mul_(d)
     dweights = torch.linalg.vecdot(value, factor)
@@ -155,27 +153,34 @@ def _gated_backward(
 
 
 def _activated(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
-    y = FORMULAS[activation].value(x.to(wide_of(x)))
+    y = FORMULAS[activation].value(x.to(compute_dtype(x)))
     return y.mul_(weights.unsqueeze(-1)).to(x.dtype)
 
 
 def _activated_backward(
     dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    wide, d = x.to(wide_of(x)), dy.to(wide_of(x))
+    wide, d = x.to(compute_dtype(x)), dy.to(compute_dtype(x))
     dweights = torch.linalg.vecdot(FORMULAS[activation].value(wide), d)
     dx = FORMULAS[activation].backward(d * weights.unsqueeze(-1), wide)
     return dx.to(x.dtype), dweights.to(weights.dtype)
 
 
-# --- as compiled loops, in one pass
+# --- numba backend, in one pass
 
 
 def _loop_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
     gate_up, w = gate_up.contiguous(), weights.float().contiguous()
     y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     cpu.run(
-        "weighted_gated", y.dtype, *y.shape, *numbers_of(gate), w, gate_up, y, elements=y.numel()
+        "weighted_gated",
+        y.dtype,
+        *y.shape,
+        *loop_constants(gate),
+        w,
+        gate_up,
+        y,
+        elements=y.numel(),
     )
     return y
 
@@ -189,7 +194,7 @@ def _loop_gated_backward(
         "weighted_gated_backward",
         dy.dtype,
         *dy.shape,
-        *numbers_of(gate),
+        *loop_constants(gate),
         w,
         dy,
         gate_up,
@@ -219,13 +224,13 @@ def _loop_squares_backward(
     return dx, dw.to(weights.dtype)
 
 
-# --- as Triton programs, in one pass
+# --- Triton backend, in one pass
 
 
 def _triton_gated(gate_up: Tensor, weights: Tensor, gate: GatedActivation) -> Tensor:
     from megalith.kernels import triton_gated  # imports Triton
 
-    return triton_gated.forward(gate_up, gate.activation, limits_of(gate), weights)
+    return triton_gated.forward(gate_up, gate.activation, clamp_and_offset(gate), weights)
 
 
 def _triton_gated_backward(
@@ -233,7 +238,9 @@ def _triton_gated_backward(
 ) -> tuple[Tensor, Tensor]:
     from megalith.kernels import triton_gated
 
-    dx, dweights = triton_gated.backward(dy, gate_up, gate.activation, limits_of(gate), weights)
+    dx, dweights = triton_gated.backward(
+        dy, gate_up, gate.activation, clamp_and_offset(gate), weights
+    )
     assert dweights is not None
     return dx, dweights.to(weights.dtype)
 

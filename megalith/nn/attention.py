@@ -1,4 +1,5 @@
-"""Grouped-query attention with rotary positions, its heads split over the tensor-parallel ranks."""
+"""Grouped-query attention with rotary position embedding; heads are sharded over the
+tensor-parallel group."""
 
 import math
 from typing import Protocol
@@ -28,15 +29,15 @@ from megalith.plan.shards import HeadSplit, Shard, split_heads
 
 
 class LayerCache(Protocol):
-    """Keys and values of earlier tokens, for one layer, while text is generated."""
+    """KV cache of one layer in text generation."""
 
     def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """Keep k, v [t, g, d] of the tokens read now; give back those of all tokens of each
-        document [t_kv, g, d]."""
+        """Append k, v [t, g, d] of the current tokens; return those of all tokens of each document
+        [t_kv, g, d]."""
 
 
 class Attention(nn.Module):
-    """Each token looks at the earlier tokens of its document, or at all of them: x [t, h] -> [t,
+    """Self-attention of each token to earlier tokens of its document, or to all: x [t, h] -> [t,
     h].
 
     Source: Vaswani et al. 2017, arXiv:1706.03762; grouped queries: Ainslie et al. 2023,
@@ -54,7 +55,8 @@ class Attention(nn.Module):
         index: int = 0,
         core: Attend = attention,
     ) -> None:
-        """`index`: its number over all stages, which decides about positions and windows."""
+        """`index`: the layer's index over all stages, which determines position embedding and
+        window; `core`: computes softmax attention."""
         super().__init__()
         self.core, self.scores = core, scores_of_layer(config, index)
         self.apply_rope, self.attention_temperature = (
@@ -111,8 +113,8 @@ def output_linear(
     *,
     dtype: torch.dtype,
 ) -> RowLinear:
-    """From what my heads found back to the residual stream: o [h, n, d_v], `heads` of it on each tp
-    rank."""
+    """Build the output projection from the local heads to the residual stream: o [h, n, d_v],
+    sharded into `heads` per tp rank."""
     o = Shard.full(
         f"{name}.o", (config.hidden_size, config.num_heads, config.value_size()), inputs=2
     )
@@ -129,7 +131,7 @@ def output_linear(
 
 
 def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
-    """What becomes of the scores in a layer, numbered over all stages."""
+    """Return the score settings of a layer, numbered over all stages."""
     kind = config.attention
     window = kind.window if config.has_window(layer) else None
     relative = config.relative.max_distance if config.positions == "relative" else None
@@ -146,8 +148,8 @@ def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
 
 
 class Sinks(nn.Module):
-    """A learned score per head that takes part in softmax and stands for no token: -> [n_tp], my
-    heads'.
+    """Learned attention sinks: a score per head that takes part in softmax without a key: ->
+    [n_tp], of the local heads.
 
     Source: Xiao et al. 2023, arXiv:2309.17453.
     """
@@ -163,33 +165,34 @@ class Sinks(nn.Module):
         register_param(self, "weight", ParameterSpec(shard, Init(config.init_std)), dtype=dtype)
 
     def forward(self) -> Tensor:
-        """The scores."""
+        """Return the sinks [n_tp]."""
         return self.weight
 
 
 def no_sinks() -> None:
-    """Softmax over tokens alone."""
+    """Return no sinks."""
 
 
 def sigmoid_gate(heads: Tensor, gate: Tensor) -> Tensor:
-    """heads, gate [t, n d] -> [t, n d]. Source: Qiu et al. 2025, arXiv:2505.06708."""
+    """Gate the heads' outputs: heads, gate [t, n d] -> [t, n d]. Source: Qiu et al. 2025,
+    arXiv:2505.06708."""
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     return heads * wide.sigmoid().to(heads.dtype)
 
 
 def no_gate(heads: Tensor, gate: Tensor) -> Tensor:
-    """What attention found, as it is."""
+    """Return the heads' outputs unchanged."""
     return heads
 
 
 def _input_shards(
     name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, columns: int | None
 ) -> list[Shard]:
-    """My slices of q [n, d, h], kv [2, g, d, h] and, where there is one, gate [n, d, h]; or of
-    their biases [n, d] and [2, g, d] when there are no columns.
+    """Return the local shards of q [n, d, h], kv [2, g, d, h] and, with a gate, gate [n, d, h];
+    without columns those of the biases [n, d] and [2, g, d].
 
-    Key/value heads that several ranks share are whole along tp_copy, so their gradients are summed
-    over it.
+    Key/value heads that several ranks share are replicated along tp_copy, so their gradients are
+    summed over it.
     """
     d = config.head_size()
     inputs, suffix = ((columns,), "") if columns is not None else ((), "_bias")

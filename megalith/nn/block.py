@@ -1,5 +1,4 @@
-"""Transformer layers: attention and an MLP, each normed somewhere and added to the residual
-stream."""
+"""Transformer layers: attention and an MLP with norms and residual connections."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.attention import Attention, LayerCache
 from megalith.nn.cross_attention import CrossLayerAttention
-from megalith.nn.dropout import Step, dropping, with_dropped_weights
-from megalith.nn.mla import Find, LatentAttention, kept
+from megalith.nn.dropout import Step, add_attention_dropout, build_dropout
+from megalith.nn.mla import HeadsFn, LatentAttention, no_recompute
 from megalith.nn.mlp import MLP, GatedMLP, build_mlp
-from megalith.nn.moe.layer import MoE, itself
+from megalith.nn.moe.layer import MoE, no_wrapper
 from megalith.nn.norm import Norm, build_norm
 from megalith.nn.square import LinearReplacement
 from megalith.parallel import recompute as recomputation
@@ -39,10 +38,10 @@ KEEP_ALL = RecomputeConfig()
 
 
 class Layer(nn.Module):
-    """What every kind of layer is made of; how its parts are put together is its `forward`."""
+    """Base of all kinds of layers: builds the modules; subclasses define `forward`."""
 
     attentions = 1
-    """How many attentions have a KV cache each while text is generated."""
+    """Number of attention modules with a KV cache."""
 
     def __init__(
         self,
@@ -58,9 +57,10 @@ class Layer(nn.Module):
         recompute: RecomputeConfig = KEEP_ALL,
         dispatcher: DispatcherName = "alltoall",
     ) -> None:
-        """`index`: its number over all stages, which decides its kind; `number`: what dropout
-        knows it by, unless by that; `core`: how attention sees other tokens; `recompute`: parts
-        whose results backward computes again; `dispatcher`: how tokens reach experts."""
+        """`index`: the layer's index over all stages, which determines its kind; `number`:
+        identifies its dropout masks, default `index`; `core`: computes softmax attention;
+        `recompute`: modules that are recomputed in backward; `dispatcher`: token dispatcher of
+        experts."""
         super().__init__()
         config, number = config.at(index), index if number is None else number
         again, check = modules_again(recompute), recompute.check
@@ -70,7 +70,7 @@ class Layer(nn.Module):
         act = recomputed_output if "mlp_act" in again else None
 
         def attend(place: str, *, inside: bool = False) -> Attend:
-            dropped = with_dropped_weights(core, config, number, mesh, place=place)
+            dropped = add_attention_dropout(core, config, number, mesh, place=place)
             return (
                 RecomputedCore(dropped, check)
                 if "core_attention" in again and not inside
@@ -90,7 +90,9 @@ class Layer(nn.Module):
         def branch(word: str) -> ResidualBranch:
             own = norm(f"{word}_post_norm", again=None) if after else None
             return ResidualBranch(
-                own, config.residual_scale, dropping(word, number, config.dropout.residual, tp_comm)
+                own,
+                config.residual_scale,
+                build_dropout(word, number, config.dropout.residual, tp_comm),
             )
 
         before, after = config.norm_placement != "after", config.norm_placement != "before"
@@ -105,7 +107,7 @@ class Layer(nn.Module):
                 dtype=dtype,
                 index=index,
                 core=attend("weights", inside=up),
-                around=partial(Recomputed, check=check, turns=True) if up else kept,
+                around=partial(Recomputed, check=check, turns=True) if up else no_recompute,
             )
             self.attention_out = branch("attention")
         if config.uses_cross_layer_source(index):
@@ -137,7 +139,7 @@ class Layer(nn.Module):
                     number=number,
                     around_shared=partial(Recomputed, check=check)
                     if "shared_experts" in again
-                    else itself,
+                    else no_wrapper,
                 )
             else:
                 mlp = _mlp(
@@ -148,8 +150,8 @@ class Layer(nn.Module):
 
 
 def _again(mlp: nn.Module, recompute: RecomputeConfig) -> nn.Module:
-    """What stands for the MLP of a layer and runs again in backward; experts that tokens choose see
-    all of them."""
+    """Wrap the MLP of a layer for recomputation in backward, in chunks if set; MoE layers are not
+    chunked."""
     if recompute.mlp_chunks > 1 and isinstance(mlp, GatedMLP | MLP):
         return RecomputedInChunks(mlp, recompute.mlp_chunks, check=recompute.check)
     return Recomputed(mlp, check=recompute.check)
@@ -164,9 +166,9 @@ def _attention(
     dtype: torch.dtype,
     index: int,
     core: Attend,
-    around: Callable[[Find], Find],
+    around: Callable[[HeadsFn], HeadsFn],
 ) -> Attention | LatentAttention | LinearReplacement:
-    """What a layer that is not without it has for attention."""
+    """Build a layer's attention or its linear replacement."""
     if config.attention_part(index) == "linear":
         return LinearReplacement(name, config, tp_comm, bias=config.output_bias, dtype=dtype)
     if config.mla is None:
@@ -186,14 +188,15 @@ def _mlp(
     index: int,
     act_again: RecomputedOutputFactory | None,
 ) -> GatedMLP | MLP | LinearReplacement:
-    """What a layer that is not without it has for its MLP."""
+    """Build a layer's dense MLP or its linear replacement."""
     if config.mlp_part(index) == "linear":
         return LinearReplacement(name, config, tp_comm, bias=config.mlp_bias, dtype=dtype)
     return build_mlp(name, config, mesh, tp_comm, dtype=dtype, act_again=act_again)
 
 
 class SequentialBlock(Layer):
-    """Attention is added to x, and then what the MLP makes of the sum: x [t, h] -> x [t, h]."""
+    """Layer with attention and then an MLP, each added to the residual stream: x [t, h] -> x [t,
+    h]."""
 
     def forward(
         self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
@@ -205,9 +208,9 @@ class SequentialBlock(Layer):
 
 
 class CrossBlock(Layer):
-    """Between attention and the MLP, a look at the memory is added to x: x [t, h] -> x [t, h].
+    """Layer with cross-layer attention between attention and MLP: x [t, h] -> x [t, h].
 
-    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.1, where norms come after the sums.
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.1 (with post-norm).
     """
 
     attentions = 2
@@ -217,19 +220,19 @@ class CrossBlock(Layer):
         x: Tensor,
         tokens: PackedSeqParams,
         cache: LayerCache | None = None,
-        of_memory: LayerCache | None = None,
+        cross_cache: LayerCache | None = None,
     ) -> Tensor:
-        """x [t, h], with the memory among the tokens -> [t, h]; caches: of self-attention, and of
-        the memory."""
+        """x [t, h] -> [t, h]; the tokens hold the source hidden states. Caches: of self-attention,
+        and of cross-layer attention."""
         attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
         x, normed = self.cross_norm.after_adding(attended, x)
-        found = self.cross_out(self.cross(normed, tokens, of_memory), tokens)
-        x, normed = self.mlp_norm.after_adding(found, x)
+        cross_attended = self.cross_out(self.cross(normed, tokens, cross_cache), tokens)
+        x, normed = self.mlp_norm.after_adding(cross_attended, x)
         return x + self.mlp_out(self.mlp(normed, tokens), tokens)
 
 
 class ParallelBlock(Layer):
-    """Attention and the MLP read the same x, and both are added to it: x [t, h] -> x [t, h].
+    """Layer whose attention and MLP read the same x and are both added to it: x [t, h] -> x [t, h].
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 2; Black et al. 2022, arXiv:2204.06745,
     section 2.
@@ -244,7 +247,7 @@ class ParallelBlock(Layer):
 
 
 class OneNormBlock(Layer):
-    """A parallel layer with one norm for both: x [t, h] -> x [t, h]."""
+    """Parallel layer with one norm for attention and MLP: x [t, h] -> x [t, h]."""
 
     def forward(
         self, x: Tensor, tokens: PackedSeqParams, cache: LayerCache | None = None
@@ -280,11 +283,12 @@ BLOCKS: dict[str, type[Layer]] = {
     "parallel": ParallelBlock,
     "parallel_one_norm": OneNormBlock,
 }
-"""By model.block, for layers that have both parts."""
+"""Layer class by model.block, for layers with attention and MLP."""
 
 
 def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
-    """The class of a layer, numbered over all stages; every layer has one part at least."""
+    """Return the class of a layer, numbered over all stages; every layer has attention or an
+    MLP."""
     if config.attention_part(layer) == "none":
         return MLPBlock
     if config.mlp_part(layer) == "none":
@@ -293,7 +297,7 @@ def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
 
 
 class IdentityNorm(nn.Module):
-    """Where a layer has no norm: x as it is, in the dtype of what reads it."""
+    """Placeholder of an absent norm: returns x in the dtype of the layer."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -304,19 +308,19 @@ class IdentityNorm(nn.Module):
         return x.to(self.dtype)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum, and once more the sum."""
+        """Return the residual sum in the stream's dtype and in the layer's dtype."""
         total = residual + x
         return total, total.to(self.dtype)
 
 
 class ResidualBranch(nn.Module):
-    """What attention or MLP gives, on its way to the residual stream: normed, scaled and dropped,
-    as the model says."""
+    """Output of attention or MLP before the residual addition: optional post-norm, scale and
+    dropout."""
 
     def __init__(self, norm: Norm | None, scale: float, dropped: Sequence[Step]) -> None:
         super().__init__()
         self.norm = norm or nn.Identity()
-        self.scale = (Scaled(scale),) if scale != 1.0 else ()
+        self.scale = (ScaleBy(scale),) if scale != 1.0 else ()
         self.dropped = tuple(dropped)
 
     def forward(self, y: Tensor, tokens: PackedSeqParams) -> Tensor:
@@ -328,8 +332,8 @@ class ResidualBranch(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """Multiplies by a number."""
+class ScaleBy:
+    """Multiplies by a constant."""
 
     factor: float
 
@@ -340,7 +344,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedCore:
-    """Attention whose inner tensors are not kept for backward: see `Attend`."""
+    """Softmax attention that is recomputed in backward: see `Attend`."""
 
     core: Attend
     check: bool
@@ -355,8 +359,8 @@ class RecomputedCore:
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Keeps q, k, v: made contiguous, because values are a part of a larger tensor, which would
-        be kept whole."""
+        """Save q, k, v, made contiguous, because values are a view of a larger tensor that would be
+        kept alive."""
         tensors = [x.contiguous() for x in (k, v, sinks) if x is not None]
         return recomputation.recompute(
             partial(self._attend, tokens, scores), q, *tensors, check=self.check

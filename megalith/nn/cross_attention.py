@@ -1,5 +1,4 @@
-"""Cross attention: tokens look at other features than their own: an encoder's, a picture's, or of
-an earlier layer."""
+"""Cross-attention to encoder states or image features, and to hidden states of an earlier layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,23 +22,24 @@ from megalith.plan.shards import Shard, split_heads
 
 
 class EncodedKeys(NamedTuple):
-    """Keys and values of what is looked at: computed once, however many tokens look at them while a
-    text is written."""
+    """Cached keys and values of cross-attention, computed once per generated text."""
 
     k: Tensor
-    """[t_kv, g, d], of this rank's heads."""
+    """[t_kv, g, d], of the local heads."""
 
     v: Tensor
     tokens: PackedSeqParams
-    """Its documents, the n-th for the n-th of those that look; of any lengths, also empty."""
+    """Documents of the keys, the n-th for the n-th document of queries; of any lengths, also
+    empty."""
 
 
-class CrossLayerState(nn.Module):
-    """Queries come from x, keys and values from a memory; neither knows positions.
+class CrossAttentionBase(nn.Module):
+    """Base of cross-attention: queries from x, keys and values from `encoder_hidden`, without
+    position embedding.
 
-    Both are in the layout of `tp_comm`: under sequence parallelism each rank's part of either.
-    Scores are scaled and capped as in the model's other attention; queries and keys are not normed.
-    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3.
+    Both are in the layout of `tp_comm`: under sequence parallelism each rank's part. Scores are
+    scaled and capped as in the model's self-attention; queries and keys are not normalized. Source:
+    Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class CrossLayerState(nn.Module):
         causal: bool = False,
         core: Attend = attention,
     ) -> None:
-        """`memory_size`: features of the memory (m); unset: as many as of x. `causal`: the
-        memory is of the tokens that look, and none sees that of later ones."""
+        """`memory_size`: features of the encoder states (m); unset: as many as of x. `causal`: the
+        encoder states are those of the same tokens, and no token attends to later ones."""
         super().__init__()
         self.core = core
         self.scores = Scores(config.score_scale(), softcap=config.attention.softcap, causal=causal)
@@ -89,9 +89,9 @@ class CrossLayerState(nn.Module):
         self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
         self.out = output_linear(name, config, heads.queries, mesh, tp_comm, dtype=dtype)
 
-    def remember(self, memory: LayerInput, tokens: PackedSeqParams) -> EncodedKeys:
-        """Keys and values of memory [t_kv, m], to look at as often as need be."""
-        k, v = self.keys(memory).chunk(2, dim=-1)
+    def encode_keys(self, encoder_hidden: LayerInput, tokens: PackedSeqParams) -> EncodedKeys:
+        """Return keys and values of encoder_hidden [t_kv, m], which can be used repeatedly."""
+        k, v = self.keys(encoder_hidden).chunk(2, dim=-1)
         g = self.num_kv_heads
         return EncodedKeys(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), tokens)
 
@@ -101,83 +101,91 @@ class CrossLayerState(nn.Module):
         return self.out(self.core(q, k, v, tokens, scores=self.scores).flatten(1))
 
 
-class CrossAttention(CrossLayerState):
-    """Each token looks at a whole document of a memory of other tokens: x [t, h], memory [t_kv, m]
-    -> [t, h].
+class CrossAttention(CrossAttentionBase):
+    """Cross-attention of each token to a document of other tokens: x [t, h], encoder_hidden [t_kv,
+    m] -> [t, h].
 
-    Nobody sees what is padding in the memory; `masks` may hide more, for each document bool
-    [queries, its keys].
+    Padding among the keys is hidden; `masks` may hide more, for each document bool [queries, its
+    keys].
     """
 
     def forward(
         self,
         x: LayerInput,
         tokens: PackedSeqParams,
-        memory: Tensor,
-        memory_tokens: PackedSeqParams,
+        encoder_hidden: Tensor,
+        encoder_tokens: PackedSeqParams,
         masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """x [t, h], memory [t_kv, m] -> [t, h]."""
-        return self.look(x, tokens, self.remember(memory, memory_tokens), masks)
+        """x [t, h], encoder_hidden [t_kv, m] -> [t, h]."""
+        return self.attend_encoded(
+            x, tokens, self.encode_keys(encoder_hidden, encoder_tokens), masks
+        )
 
-    def look(
+    def attend_encoded(
         self,
         x: LayerInput,
         tokens: PackedSeqParams,
-        memory: EncodedKeys,
+        encoded_keys: EncodedKeys,
         masks: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """x [t, h] -> [t, h].
+        """x [t, h] -> [t, h], with precomputed keys and values.
 
         Raises:
-            DataError: masks that do not fit the documents.
+            DataError: the masks do not fit the documents.
         """
-        both = across(tokens, memory.tokens)
+        both = across(tokens, encoded_keys.tokens)
         return self.attend(
-            x, memory.k, memory.v, both if masks is None else with_masks(both, masks)
+            x, encoded_keys.k, encoded_keys.v, both if masks is None else with_masks(both, masks)
         )
 
 
-class CrossLayerAttention(CrossLayerState):
-    """Each token looks at what an earlier layer made of itself and of earlier tokens: x [t, h] ->
-    [t, h].
+class CrossLayerAttention(CrossAttentionBase):
+    """Attention of each token to an earlier layer's hidden states of itself and of earlier tokens:
+    x [t, h] -> [t, h].
 
-    The memory [t, h] comes with the tokens. It has their documents, and their cuts wherever ranks
-    share them; so it is seen as the tokens are in self-attention, over cp, too.
+    The source hidden states [t, h] are part of the tokens, with the same documents and the same
+    sharding under context parallelism, so attention works as self-attention does.
     """
 
     def forward(
         self, x: LayerInput, tokens: PackedSeqParams, cache: LayerCache | None = None
     ) -> Tensor:
-        """x [t, h] -> [t, h]; cache: keys and values of the memory of earlier tokens."""
-        assert tokens.memory is not None, "the model gives its memory to the tokens"
-        k, v, _ = self.remember(tokens.memory, tokens)
+        """x [t, h] -> [t, h]; cache: keys and values of the source hidden states of earlier
+        tokens."""
+        assert tokens.memory is not None, (
+            "the model must set the cross-layer source in tokens.memory"
+        )
+        k, v, _ = self.encode_keys(tokens.memory, tokens)
         if cache is not None:
             k, v = cache.extend(k, v, tokens)
         return self.attend(x, k, v, tokens)
 
 
-def across(tokens: PackedSeqParams, memory: PackedSeqParams) -> PackedSeqParams:
-    """Queries of some tokens with keys of others, document by document; of masks only the others'
-    padding counts."""
-    assert len(tokens.lengths) == len(memory.lengths), (
-        "one document of the memory for each that looks at it"
+def across(tokens: PackedSeqParams, encoder_tokens: PackedSeqParams) -> PackedSeqParams:
+    """Return queries of some tokens with keys of others, document by document; of the attention
+    masks only the keys' padding applies."""
+    assert len(tokens.lengths) == len(encoder_tokens.lengths), (
+        "cross-attention requires one document of keys for each document of queries"
     )
-    assert tokens.context is None is memory.context, (
-        "a memory of other tokens is not shared over cp"
+    assert tokens.context is None is encoder_tokens.context, (
+        "cross-attention to other tokens does not support context parallelism"
     )
     lengths = tuple(
-        (own, other) for (own, _), (other, _) in zip(tokens.lengths, memory.lengths, strict=True)
+        (num_queries, num_keys)
+        for (num_queries, _), (num_keys, _) in zip(
+            tokens.lengths, encoder_tokens.lengths, strict=True
+        )
     )
     dropout = None
-    if tokens.dropout is not None and memory.dropout is not None:
-        dropout = tokens.dropout._replace(keys=memory.dropout.numbers)
-    padding = None if memory.visible is None else memory.visible.keys
+    if tokens.dropout is not None and encoder_tokens.dropout is not None:
+        dropout = tokens.dropout._replace(keys=encoder_tokens.dropout.numbers)
+    padding = None if encoder_tokens.visible is None else encoder_tokens.visible.keys
     return replace(
         tokens,
         lengths=lengths,
-        cu_seqlens_kv=memory.cu_seqlens_q,
-        max_seqlen_kv=memory.max_seqlen_q,
+        cu_seqlens_kv=encoder_tokens.cu_seqlens_q,
+        max_seqlen_kv=encoder_tokens.max_seqlen_q,
         uniform=None,
         biases=None,
         dropout=dropout,

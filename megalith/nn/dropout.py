@@ -1,5 +1,4 @@
-"""Dropout of activations outside divided work, and of attention's weights, the same under every
-layout."""
+"""Dropout of activations and of attention weights, equal under every parallel layout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,25 +20,25 @@ Step = Callable[[Tensor, PackedSeqParams], Tensor]
 """x [t, h], in the layout of `tp_comm` -> [t, h]."""
 
 key_of = torch.compiler.assume_constant_result(key)
-"""`key`, which a compiler takes for the number that it is."""
+"""`key` as a constant for torch.compile."""
 
 
 class Dropout(nn.Module):
-    """While training, set each feature of each token to zero with probability p: x [t, h] -> [t,
-    h].
+    """Dropout in training, by hashed masks: x [t, h] -> [t, h]; the other features are divided by 1
+    - p.
 
-    The same features whatever the layout, also when backward computes a layer again; the others are
-    divided by 1 - p. Source: Srivastava et al. 2014, JMLR 15(56).
+    Masks are equal under every layout and in recomputation. Source: Srivastava et al. 2014, JMLR
+    15(56).
     """
 
     def __init__(self, place: str, layer: int, p: float, tp_comm: TPComm) -> None:
-        """`place` and `layer`, numbered over all stages, keep apart the masks of one token."""
+        """`place` and `layer` (numbered over all stages) give each dropout its own masks."""
         super().__init__()
         self.place, self.layer, self.p, self.tp_comm, self.drop = place, layer, p, tp_comm, dropout
 
     def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
-        """x [t, h], of the tokens that I have outside divided work -> [t, h]; x itself where
-        nothing is trained."""
+        """x [t, h] of the local tokens, in the layout of `tp_comm` -> [t, h]; x itself outside
+        training."""
         if tokens.dropout is None:
             return x
         seed, numbers = tokens.dropout.seed, tokens.dropout.numbers
@@ -49,20 +48,20 @@ class Dropout(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class DroppingAttention:
-    """While training, set each of attention's weights to zero with probability p: see `Attend`."""
+class AttentionWithDropout:
+    """Softmax attention with dropout of its weights in training: see `Attend`."""
 
     core: Attend
-    """How tokens are seen."""
+    """Computes softmax attention."""
 
     layer: int
     p: float
 
     first_head: int
-    """Of all query heads, the first that I have."""
+    """Index of the first local head among all query heads."""
 
     place: str = "weights"
-    """Keeps apart the masks of several attentions in one layer."""
+    """Distinguishes the masks of several attention modules in a layer."""
 
     def __call__(
         self,
@@ -74,7 +73,7 @@ class DroppingAttention:
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """What `core` does, with the weights to be dropped among the scores' settings."""
+        """Call `core` with the dropout settings in `scores`."""
         if tokens.dropout is None:
             return self.core(q, k, v, tokens, scores=scores, sinks=sinks)
         place = key_of(tokens.dropout.seed, "dropout", self.place, self.layer)
@@ -82,11 +81,11 @@ class DroppingAttention:
         return self.core(q, k, v, tokens, scores=dropping, sinks=sinks)
 
 
-def with_dropped_weights(
+def add_attention_dropout(
     core: Attend, config: ModelConfig, layer: int, mesh: Mesh, *, place: str = "weights"
 ) -> Attend:
-    """`core` for a layer of the model, numbered over all stages; `core` itself where no weights are
-    dropped."""
+    """Return `core` with the attention dropout of a layer, numbered over all stages; `core` itself
+    without dropout."""
     p = config.dropout.attention
     if p == 0.0:
         return core
@@ -96,9 +95,9 @@ def with_dropped_weights(
         if config.mla is None
         else split_evenly(n, tp)
     )
-    return DroppingAttention(core, layer, p, sum(heads[: mesh.tp.rank]), place)
+    return AttentionWithDropout(core, layer, p, sum(heads[: mesh.tp.rank]), place)
 
 
-def dropping(place: str, layer: int, p: float, tp_comm: TPComm) -> list[Step]:
-    """`Dropout` as the one step it is, and no step where p is 0."""
+def build_dropout(place: str, layer: int, p: float, tp_comm: TPComm) -> list[Step]:
+    """Return a list with one `Dropout`, or an empty list if p is 0."""
     return [Dropout(place, layer, p, tp_comm)] if p else []

@@ -1,5 +1,4 @@
-"""What becomes of the embeddings before the first layer: a learned vector for every place, a scale,
-dropout."""
+"""Input embedding after the table lookup: learned position embedding, scale and dropout."""
 
 from dataclasses import dataclass
 
@@ -10,20 +9,19 @@ from megalith.config.model import ModelConfig
 from megalith.errors import DataError
 from megalith.kernels.embedding import embedding
 from megalith.kernels.tokens import PackedSeqParams
-from megalith.nn.dropout import Step, dropping
+from megalith.nn.dropout import Step, build_dropout
 from megalith.nn.norm import stream_dtype
 from megalith.parallel.tensor import Init, ParameterSpec, TPComm, register_param
 from megalith.plan.shards import Shard
 
 
 class LearnedPositions(nn.Module):
-    """Adds to each token the vector of its place in its document: x [t, h] -> [t, h], as the region
-    has tokens.
+    """Learned position embedding, added to each token: x [t, h] -> [t, h], in the layout of
+    `tp_comm`.
 
-    The table [max_seq_len, h] is whole on every rank. With `ahead`, what is read are embeddings of
-    tokens so much further on, whose places they get; where a document has none, and the table no
-    such place, nothing is added. Source: Radford et al. 2018; Gehring et al. 2017,
-    arXiv:1705.03122.
+    The table [max_seq_len, h] is replicated. With `position_offset` (MTP), x are embeddings of
+    tokens that many positions later; beyond the document and the table nothing is added. Source:
+    Radford et al. 2018; Gehring et al. 2017, arXiv:1705.03122.
     """
 
     weight: nn.Parameter
@@ -34,12 +32,12 @@ class LearnedPositions(nn.Module):
         tp_comm: TPComm,
         *,
         dtype: torch.dtype,
-        ahead: int = 0,
+        position_offset: int = 0,
         shared: nn.Parameter | None = None,
     ) -> None:
-        """`shared`: the table, where this rank has it already."""
+        """`shared`: the table, if this rank has it already."""
         super().__init__()
-        self.tp_comm, self.ahead = tp_comm, ahead
+        self.tp_comm, self.position_offset = tp_comm, position_offset
         shard = Shard.full(
             "positions.weight",
             (config.max_seq_len, config.hidden_size),
@@ -54,26 +52,29 @@ class LearnedPositions(nn.Module):
         """x [t, h] -> [t, h].
 
         Raises:
-            DataError: a document has more places than the table.
+            DataError: a document is longer than the table.
         """
-        # Rows that ranks share may end with filler beyond the table, which is given zeros.
+        # Context-parallel rows may end with padding beyond the table, which gets zeros.
         if tokens.context is None and tokens.max_seqlen_kv > len(self.weight):
             raise DataError(
-                f"a document of {tokens.max_seqlen_kv} tokens with model.positions=learned, which "
-                "knows "
-                f"{len(self.weight)} "
-                f"places. Use documents of at most {len(self.weight)} tokens, or set "
-                "model.max_seq_len to as many."
+                f"a document has {tokens.max_seqlen_kv} tokens, but model.positions=learned has "
+                f"only {len(self.weight)} positions. Use documents of at most {len(self.weight)} "
+                f"tokens, or set model.max_seq_len={tokens.max_seqlen_kv}."
             )
-        places = tokens.position_ids + self.ahead if self.ahead else tokens.position_ids
+        places = (
+            tokens.position_ids + self.position_offset
+            if self.position_offset
+            else tokens.position_ids
+        )
         return x + embedding(self.tp_comm.mine(places), self.weight)
 
 
 class InputEmbedding(nn.Module):
-    """From embeddings to the residual stream: x [t, h] -> [t, h], in the layout of `tp_comm`."""
+    """Input of the first layer from token embeddings: x [t, h] -> [t, h], in the layout of
+    `tp_comm`."""
 
     positions: LearnedPositions
-    """Only with learned positions."""
+    """Only with model.positions=learned."""
 
     def __init__(
         self,
@@ -84,24 +85,26 @@ class InputEmbedding(nn.Module):
         number: int = 0,
         places: nn.Parameter | None = None,
     ) -> None:
-        """`number`: how far ahead the tokens are whose embeddings it gets, and what dropout
-        knows it by, where a model has several; `places`: the table of learned positions, where
-        this rank has it already."""
+        """`number`: offset of the embedded tokens (MTP depth), which also identifies the dropout
+        masks; `places`: the table of learned positions, if this rank has it already."""
         super().__init__()
         steps: list[Step] = []
         if config.positions == "learned":
             self.positions = LearnedPositions(
-                config, tp_comm, dtype=dtype, ahead=number, shared=places
+                config, tp_comm, dtype=dtype, position_offset=number, shared=places
             )
             steps.append(self.positions)
         if config.embedding_scale != 1.0:
             steps.append(Scale(config.embedding_scale, dtype))
         if config.fp32_residual:
-            steps.append(Widened(stream_dtype(config, dtype)))
-        self.steps = (*steps, *dropping("embedding", number, config.dropout.embedding, tp_comm))
+            steps.append(CastToStream(stream_dtype(config, dtype)))
+        self.steps = (
+            *steps,
+            *build_dropout("embedding", number, config.dropout.embedding, tp_comm),
+        )
 
     def places(self) -> nn.Parameter | None:
-        """The table of learned positions, if there is one."""
+        """Return the table of learned positions, or None."""
         return self.positions.weight if hasattr(self, "positions") else None
 
     def forward(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
@@ -112,8 +115,8 @@ class InputEmbedding(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Widened:
-    """Makes the residual stream as wide as it stays."""
+class CastToStream:
+    """Converts x to the residual stream's dtype."""
 
     dtype: torch.dtype
 
@@ -123,8 +126,8 @@ class Widened:
 
 
 class Scale:
-    """Multiplies by a number, rounded to the dtype of activations first, as published weights
-    expect."""
+    """Multiplies by a constant that is rounded to the activations' dtype first, as published
+    weights expect."""
 
     def __init__(self, factor: float, dtype: torch.dtype) -> None:
         self.factor = torch.tensor(factor, dtype=dtype).item()

@@ -1,4 +1,4 @@
-"""Weights that are not trained: which they are, and where backward ends above them."""
+"""Frozen weights: which parameters are not trained, and where backward ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ from megalith.plan.frozen import first_trained_layer, tables_trained
 
 @dataclass(frozen=True, slots=True)
 class BelowTrained:
-    """Runs the layers of a chunk: those below everything that is trained without backward, for
-    which nothing of them is kept."""
+    """Runs the layers of a chunk; layers below all trained ones run without autograd and save
+    nothing."""
 
     run: LayerRunner
     count: int
-    """Of those layers: the chunk's first ones, or all it has. Then its result wants no gradient
-    either."""
+    """Number of leading frozen layers; if it is all of the chunk's, the result requires no
+    gradient."""
 
     def __call__(
         self,
         layers: Sequence[nn.Module],
         x: Tensor,
         tokens: PackedSeqParams,
-        remember: SpanHook | None = None,
+        span_hook: SpanHook | None = None,
     ) -> tuple[Tensor, PackedSeqParams]:
-        """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on
-        the way."""
+        """x [t, h], in the layout of the layers -> [t, h], and the tokens with the cross-layer
+        source."""
         training = torch.is_grad_enabled()
-        below = remember is not None and remember.before < self.count
+        below = span_hook is not None and span_hook.before < self.count
         with torch.no_grad():
-            x, tokens = self.run(layers[: self.count], x, tokens, remember if below else None)
+            x, tokens = self.run(layers[: self.count], x, tokens, span_hook if below else None)
         rest, later = (
             layers[self.count :],
-            None if remember is None or below else remember.after(self.count),
+            None if span_hook is None or below else span_hook.after(self.count),
         )
         return (
             self.run(rest, x.requires_grad_() if training else x, tokens, later)
@@ -48,9 +48,9 @@ class BelowTrained:
         )
 
 
-class BackwardEnd(nn.Module):
-    """What enters the layers, as the place where backward ends: frozen embeddings give nothing
-    that wants a gradient, and regions that are computed again would have no backward."""
+class BackwardBoundary(nn.Module):
+    """Input embedding with frozen weights whose output requires a gradient, because activation
+    checkpointing has no backward otherwise."""
 
     def __init__(self, input_embedding: nn.Module) -> None:
         super().__init__()
@@ -62,27 +62,28 @@ class BackwardEnd(nn.Module):
         return x.requires_grad_() if torch.is_grad_enabled() else x
 
 
-def end_backward_at(chunk: Any, layer: int) -> None:  # a `Decoder`, which is built of what is here
-    """Let backward reach no layer of a chunk below this one, and not the embedding."""
+def end_backward_at(chunk: Any, layer: int) -> None:  # a `Decoder`, whose module imports this one
+    """Stop backward above the frozen layers of a chunk: no layer below `layer` and no embedding
+    gets a gradient."""
     below = sum(number < layer for number in chunk.stage.layers)
     if below:
         chunk.run_layers = BelowTrained(chunk.run_layers, below)
     elif chunk.stage.embedding:
-        chunk.input_embedding = BackwardEnd(chunk.input_embedding)
+        chunk.input_embedding = BackwardBoundary(chunk.input_embedding)
 
 
 def freeze(chunks: Sequence[Any], model: ModelConfig, optim: OptimConfig) -> None:
-    """Let nothing be trained that `optim` does not name, in the chunks of a model on the meta
+    """Freeze all parameters that `optim` does not train, in the chunks of a model on the meta
     device; a parameter that two chunks share is one parameter.
 
-    Chunks: `Decoder`s, which are built of what is here, so that this file cannot name them.
+    `chunks` are `Decoder`s, which this module cannot import without a cycle.
     """
     if optim.trains_all():
         return
     for chunk in chunks:
         for module in chunk.modules():
-            for name, declared in module.__dict__.get("declared", {}).items():
-                if not optim.trains(declared.shard.name):
+            for name, spec in module.__dict__.get("declared", {}).items():
+                if not optim.trains(spec.shard.name):
                     getattr(module, name).requires_grad_(False)
         if not tables_trained(model, optim):
             end_backward_at(chunk, first_trained_layer(model, optim))

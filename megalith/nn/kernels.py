@@ -1,8 +1,8 @@
-"""How a whole model computes: its layers hold the operations that they compute with, and each can
-be told how to.
+"""Kernel backend selection for a whole model: modules hold the operations that they call, and each
+operation can be bound to a backend.
 
-Matmuls of bf16 on CPUs are selected for the whole process. CrossLayerState up embeddings and moving
-rows to experts have one form, and stay as they are.
+Matmuls of bf16 on CPUs are selected for the whole process. Embedding lookup and expert permutation
+have a single implementation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from megalith.kernels.span_attention import reference_span_attention
 from megalith.parallel.context import AllGatherAttend, HeadExchange, HeadsThenRing, Ring
 from megalith.parallel.mesh import Mesh
 
-Held = Any  # whatever an attribute of a layer is
+Held = Any  # any attribute of a module
 
 
 OPERATIONS: Mapping[str, Op] = {
@@ -33,12 +33,12 @@ OPERATIONS: Mapping[str, Op] = {
     "experts": "experts",
     "cross_entropy": "cross_entropy",
 }
-"""What the files of kernels/ that have several forms compute."""
+"""Operation of each module of kernels/ that has several backends."""
 
 
 def use_kernels(models: Iterable[nn.Module], kernels: KernelSetting, mesh: Mesh) -> None:
-    """Let every layer compute by `kernels`; auto is how layers are built. `matmul` is selected for
-    the process."""
+    """Bind every module's operations to the backends of `kernels`; auto is the default. `matmul` is
+    selected for the process."""
     config = kernels_of(kernels)
     select_bf16_matmul(config.of("matmul"))
     if config == KernelsConfig():
@@ -50,33 +50,35 @@ def use_kernels(models: Iterable[nn.Module], kernels: KernelSetting, mesh: Mesh)
 
 
 def with_kernel(held: Held, config: KernelsConfig, mesh: Mesh) -> Held:
-    """The same with every operation in it, however deep, computed as `config` says; itself, where
-    there is none in it.
+    """Return an attribute with every operation in it, however deep, bound to its backend; the
+    attribute itself without any.
 
-    An operation is a function of kernels/ with a keyword `kernel`. Attention across ranks has none:
-    it becomes the plain definition over the keys of all ranks.
+    An operation is a function of kernels/ with a keyword `kernel`. Context-parallel attention has
+    no backends: with torch or reference it is replaced by the reference over the keys of all ranks.
     """
-    if isinstance(held, nn.Module):  # one that its owner has not registered, as steps of a tuple
+    if isinstance(held, nn.Module):  # a module that is not registered, for example in a tuple
         use_kernels([held], config, mesh)
         return held
     if isinstance(held, Ring | AllGatherAttend | HeadExchange | HeadsThenRing):
         plain = config.of("attention") in ("torch", "reference")
         return AllGatherAttend(mesh.cp, reference_span_attention) if plain else held
     if isinstance(held, FunctionType):
-        return _told(held, config)
+        return _bind_backend(held, config)
     parts = _parts(held)
-    made = {name: with_kernel(part, config, mesh) for name, part in parts.items()}
-    changed = {name: part for name, part in made.items() if part is not parts[name]}
+    rebound = {name: with_kernel(part, config, mesh) for name, part in parts.items()}
+    changed = {name: part for name, part in rebound.items() if part is not parts[name]}
     if not changed:
         return held
     if isinstance(held, partial):
-        words = {word: made[word] for word in held.keywords}
-        return partial(made[""], *(made[str(place)] for place in range(len(held.args))), **words)
-    return tuple(made.values()) if isinstance(held, tuple) else replace(held, **changed)
+        words = {word: rebound[word] for word in held.keywords}
+        return partial(
+            rebound[""], *(rebound[str(place)] for place in range(len(held.args))), **words
+        )
+    return tuple(rebound.values()) if isinstance(held, tuple) else replace(held, **changed)
 
 
-def _told(function: FunctionType, config: KernelsConfig) -> Held:
-    """An operation with its form; any other function as it is."""
+def _bind_backend(function: FunctionType, config: KernelsConfig) -> Held:
+    """Bind an operation to its backend; return any other function unchanged."""
     if "kernel" not in (function.__kwdefaults__ or {}):
         return function
     form: BackendName = config.of(OPERATIONS[function.__module__.rpartition(".")[2]])
@@ -84,8 +86,7 @@ def _told(function: FunctionType, config: KernelsConfig) -> Held:
 
 
 def _parts(held: Held) -> dict[str, Held]:
-    """What a tuple, a partial function or a dataclass consists of, by names of which none comes
-    twice."""
+    """Return the components of a tuple, a partial function or a dataclass under unique names."""
     if isinstance(held, partial):
         return {"": held.func, **_numbered(held.args), **held.keywords}
     if type(held) is tuple:

@@ -1,9 +1,9 @@
-"""LoRA: two thin trained matrices beside each frozen one, under every layout.
+"""LoRA: two trained low-rank matrices in addition to each frozen one, under every parallel layout.
 
-A takes the features of a token to r features, B takes these to the outputs. Only the r features
-cross tensor-parallel ranks: whatever lies on the side of the adapter that no axis cuts is computed
-outside divided work, by `invariant` ranks alike or by each for its own tokens, as a norm is.
-Source: Hu et al. 2021, arXiv:2106.09685, section 4.
+A maps the features of a token to r features, B maps these to the outputs. Only the r features are
+communicated over tensor-parallel ranks: the matrix of the adapter that no axis shards is computed
+outside the tensor-parallel region, replicated on `invariant` ranks or by each rank for its own
+tokens, as a norm. Source: Hu et al. 2021, arXiv:2106.09685, section 4.
 """
 
 import math
@@ -25,7 +25,7 @@ from megalith.kernels.rebuilt import LayerInput, as_recomputed, output_tensor
 from megalith.kernels.tokens import PackedSeqParams
 from megalith.nn.dropout import key_of
 from megalith.nn.frozen import end_backward_at
-from megalith.nn.mla import Find, LatentAttention
+from megalith.nn.mla import HeadsFn, LatentAttention
 from megalith.parallel.autograd import mark_partial
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import (
@@ -42,16 +42,16 @@ from megalith.plan.shards import Shard
 
 
 class ColumnLora(nn.Module):
-    """A `ColumnLinear` with adapters beside some of its matrices: x [t, i] -> y [t, f_tp].
+    """A `ColumnLinear` with adapters of some of its matrices: x [t, i] -> y [t, f_tp].
 
-    A is whole on every rank and multiplies what the region has outside divided work; B is cut as
-    the matrix's rows. The r features enter divided work between them.
+    A is replicated and multiplies x outside the tensor-parallel region; B is sharded like the
+    matrix's rows. The r features enter the tensor-parallel region in between.
     """
 
     def __init__(
         self, base: ColumnLinear, names: Sequence[str], lora: LoraConfig, *, dtype: torch.dtype
     ) -> None:
-        """`names`: of those matrices, in the base's order."""
+        """`names`: the matrices with adapters, in the base's order."""
         super().__init__()
         self.base, self.tp_comm, self.scale, self.rank, self.names = (
             base,
@@ -62,7 +62,7 @@ class ColumnLora(nn.Module):
         )
         for name in names:
             a, b = column_adapter(_shard_of(base, name), lora, base.tp_comm)
-            _register_pair(self, name, a, b, dtype=dtype)
+            _register_adapter(self, name, a, b, dtype=dtype)
         self.drop = InputDropout(_shard_of(base, names[0]).name, lora.dropout, base.tp_comm.mine)
 
     def forward(self, x: LayerInput) -> Tensor:
@@ -82,28 +82,28 @@ class ColumnLora(nn.Module):
                 parts = getattr(self, f"{name}_lora_b").chunk(STACKED.get(name, 1))
                 starts += [start + number * len(part) for number, part in enumerate(parts)]
                 added += [linear(next(features), [part]) for part in parts]
-        found: Tensor = AddColumns.apply(y, starts, *added)  # type: ignore[no-untyped-call]  # torch's own
-        return found
+        adapted_y: Tensor = AddColumnsFunction.apply(y, starts, *added)  # type: ignore[no-untyped-call]  # torch's own
+        return adapted_y
 
     def accumulated_parameters(self) -> list[Tensor]:
-        """My rows of every matrix as it acts, W + scale · B · A: for readers that multiply in
-        another order."""
-        found: list[Tensor] = []
+        """Return the local rows of every merged matrix, W + scale · B · A, for absorbed
+        projections."""
+        merged: list[Tensor] = []
         for name, weight in zip(
             self.base.weight_names, self.base.accumulated_parameters(), strict=True
         ):
             if name not in self.names:
-                found.append(weight)
+                merged.append(weight)
                 continue
             count = STACKED.get(name, 1)
             a, b = (getattr(self, f"{name}_lora_{word}").chunk(count) for word in "ab")
             products = torch.cat([right @ left for left, right in zip(a, b, strict=True)])
-            found.append(weight + self.scale * products)
-        return found
+            merged.append(weight + self.scale * products)
+        return merged
 
 
 def reference_add_columns(y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
-    """What `AddColumns` computes, in plain operations."""
+    """Reference implementation of `AddColumnsFunction` in plain PyTorch operations."""
     parts, end = [], 0
     for start, part in zip(starts, added, strict=True):
         parts += [y[:, end:start], y[:, start : start + part.shape[1]] + part]
@@ -111,9 +111,8 @@ def reference_add_columns(y: Tensor, starts: Sequence[int], *added: Tensor) -> T
     return torch.cat([*parts, y[:, end:]], dim=-1)
 
 
-class AddColumns(Function):
-    """y [t, o] with tensors added to its columns from some `starts` on, in place; other columns are
-    not looked at."""
+class AddColumnsFunction(Function):
+    """Adds tensors to the columns of y [t, o] that begin at `starts`, in place."""
 
     reference = staticmethod(reference_add_columns)
 
@@ -129,15 +128,15 @@ class AddColumns(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [t, o] -> itself, and its columns for what was added."""
+        """dy [t, o] -> dy, and its columns for each added tensor."""
         return dy, None, *(dy.narrow(-1, start, length) for start, length in ctx.places)
 
 
 class RowLora(nn.Module):
     """A `RowLinear` with an adapter: x [t, i_tp] -> y [t, o] in the layout of `tp_comm`.
 
-    A is cut as the matrix's columns, so its r features are partial sums, which leave divided work;
-    B is whole.
+    A is sharded like the matrix's columns, so its r features are partial sums that are reduced; B
+    is replicated.
     """
 
     def __init__(self, base: RowLinear, lora: LoraConfig, *, dtype: torch.dtype) -> None:
@@ -150,9 +149,9 @@ class RowLora(nn.Module):
         )
         weight = _shard_of(base, self.name)
         a, b = row_adapter(weight, lora, base.tp_comm)
-        _register_pair(self, self.name, a, b, dtype=dtype)
+        _register_adapter(self, self.name, a, b, dtype=dtype)
         self.drop = InputDropout(
-            weight.name, lora.dropout, _all_of_them, first_feature=first_input(weight)
+            weight.name, lora.dropout, _all_tokens, first_feature=first_input(weight)
         )
 
     def forward(self, x: LayerInput) -> Tensor:
@@ -163,9 +162,9 @@ class RowLora(nn.Module):
         return y + linear(z * self.scale, [getattr(self, f"{self.name}_lora_b")])
 
 
-class WholeLora(nn.Module):
-    """A `WholeLinear` with an adapter: x [t, i], in the layout of `tp_comm` -> y [t, o]. A and B
-    are whole, as W is."""
+class ReplicatedLora(nn.Module):
+    """A `WholeLinear` with an adapter: x [t, i], in the layout of `tp_comm` -> y [t, o]. A, B and W
+    are replicated."""
 
     def __init__(
         self, base: WholeLinear, tp_comm: TPComm, lora: LoraConfig, *, dtype: torch.dtype
@@ -173,7 +172,7 @@ class WholeLora(nn.Module):
         super().__init__()
         self.base, self.scale, self.name = base, lora.scale, base.weight_name
         weight = _shard_of(base, self.name)
-        _register_pair(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
+        _register_adapter(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
         self.drop = InputDropout(weight.name, lora.dropout, tp_comm.mine)
 
     def forward(self, x: LayerInput) -> Tensor:
@@ -184,53 +183,56 @@ class WholeLora(nn.Module):
 
 
 class InputDropout(nn.Module):
-    """What A sees of x: while training, each feature of each token is 0 with probability p; x [t,
-    i] -> [t, i].
+    """Dropout of an adapter's input in training: x [t, i] -> [t, i].
 
-    Matrices that one matmul reads share it. The same features under every layout, as
-    `nn/dropout.py` has it.
+    Adapters of one matmul share it. Masks are equal under every layout, as in `nn/dropout.py`.
     """
 
     def __init__(
-        self, place: str, p: float, mine: Callable[[Tensor], Tensor], *, first_feature: int = 0
+        self,
+        place: str,
+        p: float,
+        local_part: Callable[[Tensor], Tensor],
+        *,
+        first_feature: int = 0,
     ) -> None:
-        """`mine`: what the layer has of something known of all tokens; `first_feature`: the first
-        of x, of all."""
+        """`local_part`: selects the local tokens; `first_feature`: index of x's first feature among
+        all."""
         super().__init__()
-        self.place, self.p, self.mine, self.first_feature, self.drop = (
+        self.place, self.p, self.local_part, self.first_feature, self.drop = (
             place,
             p,
-            mine,
+            local_part,
             first_feature,
             dropout,
         )
         self.tokens: PackedSeqParams | None = None
-        """Given by the attention or the MLP around, each time it begins: linear layers are not told
-        of tokens."""
+        # Set by a hook of the enclosing attention or MLP: linear layers do not receive tokens.
 
     def forward(self, x: LayerInput) -> LayerInput:
-        """x itself where nothing is trained. Backward computes the mask again, from what x is
-        rebuilt from."""
+        """Return x itself outside training. Backward recomputes the mask, and x if it is a
+        recomputed output."""
         if self.p == 0.0:
             return x
-        assert self.tokens is not None, f"{self.place}: no one said which tokens these are"
+        assert self.tokens is not None, f"{self.place}: the hook did not set the tokens"
         if self.tokens.dropout is None:
             return x
-        seen = self.tokens.dropout
+        dropout_key = self.tokens.dropout
         again = with_arguments(
             self.drop,
             p=self.p,
-            key=key_of(seen.seed, "adapter dropout", self.place),
-            numbers=self.mine(seen.numbers),
+            key=key_of(dropout_key.seed, "adapter dropout", self.place),
+            numbers=self.local_part(dropout_key.numbers),
             first_feature=self.first_feature,
         )
         return as_recomputed(x).then(again(output_tensor(x)), again)
 
 
 def column_adapter(weight: Shard, lora: LoraConfig, tp_comm: TPComm) -> tuple[Shard, Shard]:
-    """A [r, i] or [2, r, i], whole, and B [*outputs, r], cut as the outputs of `weight`.
+    """Return the shards of A [r, i] or [2, r, i], replicated, and B [*outputs, r], sharded like the
+    outputs of `weight`.
 
-    Ranks that all have all tokens repeat each other's work with A, and have its whole gradient.
+    Ranks that hold all tokens compute A redundantly and have its full gradient.
     """
     outputs = len(weight.shape) - weight.inputs
     count = STACKED.get(weight.name.rsplit(".", 1)[1])
@@ -254,7 +256,8 @@ def column_adapter(weight: Shard, lora: LoraConfig, tp_comm: TPComm) -> tuple[Sh
 
 
 def row_adapter(weight: Shard, lora: LoraConfig, tp_comm: TPComm) -> tuple[Shard, Shard]:
-    """A [r, *inputs], cut as the inputs of `weight`, and B [o, r], whole."""
+    """Return the shards of A [r, *inputs], sharded like the inputs of `weight`, and B [o, r],
+    replicated."""
     outputs = len(weight.shape) - weight.inputs
     a = replace(
         weight,
@@ -276,7 +279,7 @@ def row_adapter(weight: Shard, lora: LoraConfig, tp_comm: TPComm) -> tuple[Shard
 
 
 def whole_adapter(weight: Shard, lora: LoraConfig) -> tuple[Shard, Shard]:
-    """A [r, i] and B [o, r], both whole, as `weight` is."""
+    """Return the shards of A [r, i] and B [o, r], both replicated like `weight`."""
     (outputs, inputs), rank = weight.shape, lora.rank
     a, b = (
         replace(
@@ -288,7 +291,7 @@ def whole_adapter(weight: Shard, lora: LoraConfig) -> tuple[Shard, Shard]:
 
 
 def first_input(weight: Shard) -> int:
-    """Which of all inputs, one after the other, is the first of my slice of them."""
+    """Return the flat index of the first local input among all inputs."""
     sizes, starts = (
         weight.shape[-weight.inputs :],
         [start for start, _ in weight.box[-weight.inputs :]],
@@ -297,11 +300,10 @@ def first_input(weight: Shard) -> int:
 
 
 def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig | None) -> None:
-    """Freeze what the chunks of a model on the meta device have, and put adapters beside the
-    matrices of their layers; None: leave them as they are. MTP layers get
-    none.
+    """Freeze the chunks of a model on the meta device and add adapters to the matrices of their
+    layers; None: leave the model unchanged. MTP layers get no adapters.
 
-    Chunks: `Decoder`s, which are built of what is here, so that this file cannot name them.
+    `chunks` are `Decoder`s, which this module cannot import without a cycle.
     """
     if lora is None:
         return
@@ -314,8 +316,8 @@ def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig 
 
 
 def _attach(layer: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraConfig) -> None:
-    """Put adapters into one layer, and let attentions and MLP say which tokens they are called
-    with."""
+    """Add adapters to one layer, and hooks that pass the tokens of attention and MLP to their
+    dropout."""
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
             if (adapted := _adapted(child, tp_comm, model, lora)) is not None:
@@ -323,46 +325,48 @@ def _attach(layer: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraCon
     for part in (
         child for name, child in layer.named_children() if name in ("attention", "cross", "mlp")
     ):
-        told = (
+        called_module = (
             part.get_submodule("function") if isinstance(part, Recomputed) else part
-        )  # backward calls it again
+        )  # recomputation calls it
         drops = [
-            module for module in told.modules() if isinstance(module, InputDropout) and module.p > 0
+            module
+            for module in called_module.modules()
+            if isinstance(module, InputDropout) and module.p > 0
         ]
         if drops:
-            told.register_forward_pre_hook(with_arguments(_tell, drops))
-        if drops and isinstance(told, LatentAttention):  # of which backward may call a part again
-            told.around = with_arguments(_around_telling, told.around, drops)
+            called_module.register_forward_pre_hook(with_arguments(_set_tokens, drops))
+        if drops and isinstance(called_module, LatentAttention):  # part of which may be recomputed
+            called_module.around = with_arguments(_around_with_tokens, called_module.around, drops)
 
 
-def _tell(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
+def _set_tokens(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
     for drop in drops:
         drop.tokens = arguments[1]
 
 
-def _around_telling(
-    around: Callable[[Find], Find], drops: Sequence[InputDropout], find: Find
-) -> Find:
-    return around(with_arguments(_tell_and_find, drops, find))
+def _around_with_tokens(
+    around: Callable[[HeadsFn], HeadsFn], drops: Sequence[InputDropout], find: HeadsFn
+) -> HeadsFn:
+    return around(with_arguments(_set_tokens_and_find, drops, find))
 
 
-def _tell_and_find(
+def _set_tokens_and_find(
     drops: Sequence[InputDropout],
-    find: Find,
+    find: HeadsFn,
     short: LayerInput,
     latent: Tensor,
-    k_turned: Tensor,
+    k_rotated: Tensor,
     tokens: PackedSeqParams,
 ) -> Tensor:
     for drop in drops:
         drop.tokens = tokens
-    return find(short, latent, k_turned, tokens)
+    return find(short, latent, k_rotated, tokens)
 
 
 def _adapted(
     module: nn.Module, tp_comm: TPComm, model: ModelConfig, lora: LoraConfig
 ) -> nn.Module | None:
-    """The module with adapters; None: it gets none."""
+    """Return the module with adapters; None if it gets none."""
     if not isinstance(module, ColumnLinear | RowLinear | WholeLinear):
         return None
     names = module.weight_names if isinstance(module, ColumnLinear) else [module.weight_name]
@@ -374,24 +378,26 @@ def _adapted(
         return ColumnLora(module, names, lora, dtype=dtype)
     if isinstance(module, RowLinear):
         return RowLora(module, lora, dtype=dtype)
-    return WholeLora(module, tp_comm, lora, dtype=dtype)
+    return ReplicatedLora(module, tp_comm, lora, dtype=dtype)
 
 
-def _all_of_them(values: Tensor) -> Tensor:
-    """In divided work every rank has all tokens."""
+def _all_tokens(values: Tensor) -> Tensor:
+    """Return all values: inside the tensor-parallel region every rank has all tokens."""
     return values
 
 
 def _shard_of(layer: nn.Module, name: str) -> Shard:
-    declared: dict[str, ParameterSpec] = layer.__dict__["declared"]
-    return declared[name].shard
+    specs: dict[str, ParameterSpec] = layer.__dict__["declared"]
+    return specs[name].shard
 
 
-def _register_pair(module: nn.Module, name: str, a: Shard, b: Shard, *, dtype: torch.dtype) -> None:
-    """A starts normal with the variance that torch's linear layers (uniform in ±1/sqrt(inputs))
-    start with; B at zero.
+def _register_adapter(
+    module: nn.Module, name: str, a: Shard, b: Shard, *, dtype: torch.dtype
+) -> None:
+    """Register A and B: A is normal with the variance of torch's linear layers (uniform in
+    ±1/sqrt(inputs)), B is 0.
 
-    PEFT starts A as those layers are; its `gaussian` has another variance.
+    PEFT initializes A uniformly like these layers; its `gaussian` has another variance.
     """
     inputs = math.prod(a.shape[len(a.shape) - a.inputs :])
     register_param(

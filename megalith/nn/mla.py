@@ -1,4 +1,5 @@
-"""Multi-head latent attention: keys and values of all heads come from one short vector per token.
+"""Multi-head latent attention (MLA): keys and values of all heads are projected from one latent
+vector per token.
 
 Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1; absorbed projections: the same, section
 2.1.2.
@@ -28,57 +29,59 @@ from megalith.parallel.tensor import ColumnLinear, Init, ParameterSpec, TPComm, 
 from megalith.plan.shards import Shard, split_evenly
 
 
-class Parts(NamedTuple):
-    """What latent attention compares: t tokens that look, t_kv that are seen."""
+class LatentInputs(NamedTuple):
+    """Inputs of latent attention: t query tokens, t_kv key tokens."""
 
     q_plain: Tensor
-    """[t, n, nope_dim]: of queries, what knows no position."""
+    """[t, n, nope_dim]: the part of the queries without position embedding."""
 
-    q_turned: Tensor
-    """[t, n, rope_dim]."""
+    q_rotated: Tensor
+    """[t, n, rope_dim]: the rotated part of the queries."""
 
     latent: Tensor
-    """[t_kv, r]: the short vectors; in training in the layout of `tp_comm`."""
+    """[t_kv, r]: the latent vectors; in training in the layout of `tp_comm`."""
 
-    k_turned: Tensor
-    """[t_kv, 1, rope_dim]: the key that all heads share."""
-
-
-Form = Callable[["LatentAttention", Parts, PackedSeqParams], Tensor]
-"""A way to compute what each head finds: [t, n, value_dim]. They give the same numbers."""
+    k_rotated: Tensor
+    """[t_kv, 1, rope_dim]: the rotated key that all heads share."""
 
 
-def expanded(layer: "LatentAttention", parts: Parts, tokens: PackedSeqParams) -> Tensor:
-    """Every head has keys and values of its own, made from the short vectors."""
+LatentForm = Callable[["LatentAttention", LatentInputs, PackedSeqParams], Tensor]
+"""Computes the heads' outputs [t, n, value_dim]; `expanded` and `absorbed` give the same result."""
+
+
+def expanded(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
+    """Compute attention with keys and values of each head, projected from the latent vectors."""
     kv = layer.kv_up(parts.latent).unflatten(-1, (layer.num_heads, -1))
     k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)
-    q = torch.cat([parts.q_plain, parts.q_turned], dim=-1)
-    k = torch.cat([k_plain, parts.k_turned.expand(-1, layer.num_heads, -1)], dim=-1)
+    q = torch.cat([parts.q_plain, parts.q_rotated], dim=-1)
+    k = torch.cat([k_plain, parts.k_rotated.expand(-1, layer.num_heads, -1)], dim=-1)
     return layer.core(q, k, v, tokens, scores=layer.scores)
 
 
-def absorbed(layer: "LatentAttention", parts: Parts, tokens: PackedSeqParams) -> Tensor:
-    """The short vectors serve all heads as keys and as values.
+def absorbed(layer: "LatentAttention", parts: LatentInputs, tokens: PackedSeqParams) -> Tensor:
+    """Compute attention with the latent vectors as keys and values of all heads.
 
-    The projection up to keys is applied to the queries, that up to values to what attention finds.
+    The key projection is applied to the queries, the value projection to the output.
     """
     (weight,) = layer.kv_up.accumulated_parameters()
     up = weight.unflatten(0, (layer.num_heads, -1))
     up_keys, up_values = up.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=1)
-    q = torch.cat([einsum("tnd,ndr->tnr", parts.q_plain, up_keys), parts.q_turned], dim=-1)
-    both = torch.cat([parts.latent.unsqueeze(1), parts.k_turned], dim=-1)
-    # The few turned features go along as values, unused: torch's fused kernel wants values as wide
+    q = torch.cat([einsum("tnd,ndr->tnr", parts.q_plain, up_keys), parts.q_rotated], dim=-1)
+    both = torch.cat([parts.latent.unsqueeze(1), parts.k_rotated], dim=-1)
+    # Values include the few rotated features, unused: torch's fused kernel requires values as wide
     # as keys.
-    found = layer.core(q, both, both, tokens, scores=layer.scores)[..., : layer.sizes.kv_rank]
-    return einsum("tnr,nvr->tnv", found, up_values)
+    attended_latent = layer.core(q, both, both, tokens, scores=layer.scores)[
+        ..., : layer.sizes.kv_rank
+    ]
+    return einsum("tnr,nvr->tnv", attended_latent, up_values)
 
 
-def cheaper_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> Form:
-    """The form with fewer products for documents of which (queries, keys) are read and seen.
+def choose_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> LatentForm:
+    """Return the form with fewer multiplications for documents with (queries, keys).
 
     Expanding costs r·(d_nope + d_v) for each key, absorbing the same for each query; a pair of the
-    two then costs d_nope + d_rope + d_v or 2·r + d_rope. Prompts are expanded, single tokens after
-    many absorbed.
+    two then costs d_nope + d_rope + d_v or 2·r + d_rope. Prefill uses expanded, decoding with many
+    cached tokens absorbed.
     """
     queries, keys = (sum(count) for count in zip(*lengths, strict=True))
     pairs = sum(q * k - q * (q - 1) // 2 for q, k in lengths)
@@ -90,26 +93,26 @@ def cheaper_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> Form:
     )
 
 
-Reading = Callable[[MLAConfig, Sequence[tuple[int, int]]], Form]
-"""Chooses the form for documents of which (queries, keys) are read and seen."""
+ChooseForm = Callable[[MLAConfig, Sequence[tuple[int, int]]], LatentForm]
+"""Chooses the form for documents with (queries, keys)."""
 
 
-Find = Callable[..., Tensor]
-"""(short vectors of queries, those of keys and values, the shared key, tokens) -> what heads find
-[t, n, value_dim]."""
+HeadsFn = Callable[..., Tensor]
+"""(latent vectors of queries, those of keys and values, the shared key, tokens) -> outputs of the
+heads [t, n, value_dim]."""
 
 
-def kept(find: Find) -> Find:
-    """The function itself, whose inner tensors are kept for backward."""
+def no_recompute(find: HeadsFn) -> HeadsFn:
+    """Return the function itself: its intermediates are saved for backward."""
     return find
 
 
 class LatentAttention(nn.Module):
-    """Each token looks at the earlier tokens of its document: x [t, h] -> [t, h].
+    """Multi-head latent attention to the earlier tokens of a document: x [t, h] -> [t, h].
 
-    A token's short vector c [r] gives keys and values of every head, and one more key of a few
-    features, which all heads share, knows its position. The vectors are computed where tokens are
-    whole features; heads divide over tp.
+    A token's latent vector c [r] gives keys and values of every head; one more key of a few
+    features, which all heads share, has the position embedding. The latent vectors are computed
+    outside the tensor-parallel region; heads are sharded over tp.
     """
 
     def __init__(
@@ -122,11 +125,11 @@ class LatentAttention(nn.Module):
         dtype: torch.dtype,
         index: int = 0,
         core: Attend = attention,
-        reading: Reading = cheaper_form,
-        around: Callable[[Find], Find] = kept,
+        reading: ChooseForm = choose_form,
+        around: Callable[[HeadsFn], HeadsFn] = no_recompute,
     ) -> None:
-        """`index`: its number over all stages; `reading`: how it goes on from what a cache has;
-        `around`: what becomes of everything between the short vectors and what heads find."""
+        """`index`: the layer's index over all stages; `reading`: chooses the form with a KV cache;
+        `around`: wraps the computation from latent vectors to heads' outputs, for recomputation."""
         super().__init__()
         assert config.mla is not None
         self.core, self.tp_comm, self.apply_rope, self.sizes = (
@@ -180,48 +183,50 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """x [t, h] -> [t, h]."""
         short: LayerInput = x
-        for step in list(self.queries)[:-1]:  # down to short vectors, where queries have some
+        for step in list(self.queries)[:-1]:  # the down projection, if queries have one
             short = step(short)
-        latent, k_turned = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
+        latent, k_rotated = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
         latent = output_tensor(self.kv_norm(latent.contiguous()))
         if cache is None:
-            return self.out(self.around(self.find)(short, latent, k_turned, tokens).flatten(1))
-        return self.out(self.find(short, latent, k_turned, tokens, cache).flatten(1))
+            return self.out(self.around(self.find)(short, latent, k_rotated, tokens).flatten(1))
+        return self.out(self.find(short, latent, k_rotated, tokens, cache).flatten(1))
 
     def find(
         self,
         short: LayerInput,
         latent: Tensor,
-        k_turned: Tensor,
+        k_rotated: Tensor,
         tokens: PackedSeqParams,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """What heads find: short vectors of queries, or x, [t, rq], those of keys and values [t,
-        r] and the shared key [t, rope_dim], all in the layout of `tp_comm` -> [t, n, value_dim] of
-        all tokens."""
-        form: Form = expanded
+        """Compute the heads' outputs: latent vectors of queries, or x, [t, rq], those of keys and
+        values [t, r] and the shared key [t, rope_dim], all in the layout of `tp_comm` -> [t, n,
+        value_dim] of all tokens."""
+        form: LatentForm = expanded
         q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
-        q_plain, q_turned = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
-        k_turned = self.apply_rope(
-            output_tensor(self.tp_comm.prepare_input(k_turned.contiguous())).unsqueeze(1), tokens
+        q_plain, q_rotated = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
+        k_rotated = self.apply_rope(
+            output_tensor(self.tp_comm.prepare_input(k_rotated.contiguous())).unsqueeze(1), tokens
         )
         if cache is not None:
-            k_turned, cached = cache.extend(k_turned, latent.unsqueeze(1), tokens)
+            k_rotated, cached = cache.extend(k_rotated, latent.unsqueeze(1), tokens)
             latent, form = cached.squeeze(1), self.reading(self.sizes, tokens.lengths)
         return form(
-            self, Parts(q_plain, self.apply_rope(q_turned, tokens), latent, k_turned), tokens
+            self,
+            LatentInputs(q_plain, self.apply_rope(q_rotated, tokens), latent, k_rotated),
+            tokens,
         )
 
 
 def latent_scores(config: ModelConfig, index: int) -> Scores:
-    """What becomes of the scores: by default divided by the root of both parts' features, and
-    scaled by the temperature under yarn."""
+    """Return the score settings of MLA: by default scaled by 1 / sqrt(nope_dim + rope_dim) and
+    yarn's attention temperature."""
     scores, sizes = scores_of_layer(config, index), config.mla
     assert sizes is not None
     if config.attention.scale is not None:
         return scores
     scale = 1 / math.sqrt(config.key_size()) if scores.scale is None else scores.scale
-    sharper = 1.0
+    yarn_temperature = 1.0
     if sizes.yarn_mscale is not None and config.rope.scaling == "yarn" and config.rope.factor > 1:
-        sharper = 0.1 * sizes.yarn_mscale * math.log(config.rope.factor) + 1.0
-    return replace(scores, scale=sharper**2 * scale)
+        yarn_temperature = 0.1 * sizes.yarn_mscale * math.log(config.rope.factor) + 1.0
+    return replace(scores, scale=yarn_temperature**2 * scale)

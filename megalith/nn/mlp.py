@@ -1,4 +1,4 @@
-"""MLPs, gated or not, their inner features split over the tensor-parallel ranks."""
+"""MLPs, gated or not; inner features are sharded over the tensor-parallel group."""
 
 import math
 from collections.abc import Callable
@@ -23,8 +23,7 @@ from megalith.parallel.tensor import ZEROS, ColumnLinear, Init, ParameterSpec, R
 from megalith.plan.shards import Shard, split_evenly
 
 Inner = Callable[[Tensor], LayerInput]
-"""What lies between the two matmuls: an activation [t, f] -> [t, f], or a gate [t, 2 f] -> [t,
-f]."""
+"""Activation between the two matmuls: [t, f] -> [t, f], or gated [t, 2 f] -> [t, f]."""
 
 
 class GatedMLP(nn.Module):
@@ -41,15 +40,14 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype,
         activation: Inner = swiglu,
     ) -> None:
-        """`activation`: what becomes of gate and up, side by side."""
+        """`activation`: gated activation of the concatenated gate and up."""
         super().__init__()
         self.activation = activation
         self.gate_up = _up(f"{name}.gate_up", (2,), config, mesh, tp_comm, dtype)
         self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
 
     def forward(self, x: LayerInput, tokens: PackedSeqParams | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of
-        their features."""
+        """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.gate_up(x)))
 
 
@@ -73,8 +71,7 @@ class MLP(nn.Module):
         self.down = _down(f"{name}.down", config, mesh, tp_comm, dtype)
 
     def forward(self, x: LayerInput, tokens: PackedSeqParams | None = None) -> Tensor:
-        """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of
-        their features."""
+        """x [t, h] -> [t, h]. `tokens` are used by hooks of LoRA dropout."""
         return self.down(self.activation(self.up(x)))
 
 
@@ -87,20 +84,19 @@ def build_mlp(
     dtype: torch.dtype,
     act_again: RecomputedOutputFactory | None = None,
 ) -> GatedMLP | MLP:
-    """The MLP that the config describes. `act_again`: backward computes the activation again
-    instead of keeping it."""
+    """Build the MLP that the config describes. `act_again`: the activation is recomputed in
+    backward instead of saved."""
     plain = choose_activation(config)
     kind = GatedMLP if config.gated else MLP
-    inner: Inner = plain if act_again is None else partial(computed_again, act_again, plain)
+    inner: Inner = plain if act_again is None else partial(recompute_activation, act_again, plain)
     return kind(name, config, mesh, tp_comm, dtype=dtype, activation=inner)
 
 
-class PromptInChunks(nn.Module):
-    """An MLP that reads a prompt chunk by chunk, so that its inner features [t, f] never exist for
-    all tokens.
+class ChunkedPrefillMLP(nn.Module):
+    """MLP that processes prompts in chunks, so that inner features [t, f] never exist for all
+    tokens.
 
-    x [t, h] -> [t, h]. Where each text gets one token more there is nothing to divide. For writing,
-    without gradients.
+    x [t, h] -> [t, h]. Decoding steps are not divided. For inference, without gradients.
     """
 
     def __init__(self, mlp: GatedMLP | MLP, chunks: int) -> None:
@@ -108,14 +104,14 @@ class PromptInChunks(nn.Module):
         self.mlp, self.chunks = mlp, chunks
 
     def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Tensor:
-        """x [t, h] -> [t, h]; fewer chunks where there are fewer tokens."""
+        """x [t, h] -> [t, h]; fewer chunks if there are fewer tokens."""
         count = min(self.chunks, output_tensor(x).shape[0]) if tokens.max_seqlen_q > 1 else 1
         return torch.cat([self.mlp(part, tokens) for part in split_rows(x, count)])
 
 
 def read_prompts_in_chunks(model: nn.Module, chunks: int) -> int:
-    """Let every MLP of a model that writes, experts for all tokens included, read prompts in so
-    many chunks; returns how many there are."""
+    """Let every MLP of an inference model, shared experts included, process prompts in chunks;
+    returns the number of MLPs."""
     held = [
         (module, name, part)
         for module in model.modules()
@@ -123,22 +119,23 @@ def read_prompts_in_chunks(model: nn.Module, chunks: int) -> int:
         if isinstance(part, GatedMLP | MLP)
     ]
     for module, name, part in held:
-        setattr(module, name, PromptInChunks(part, chunks))
+        setattr(module, name, ChunkedPrefillMLP(part, chunks))
     return len(held)
 
 
 def choose_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """What the config says lies between the matmuls, by the fastest kernel that there is for it."""
+    """Return the activation between the matmuls that the config describes, by its fastest
+    kernel."""
     if not config.gated:
         return partial(activate, activation=config.activation)
     gate = GatedActivation(config.activation, config.activation_clamp, config.up_offset)
     return swiglu if gate == GatedActivation("silu") else partial(gated, gate=gate)
 
 
-def computed_again(
+def recompute_activation(
     again: RecomputedOutputFactory, activation: Callable[[Tensor], Tensor], x: Tensor
 ) -> RecomputedOutput:
-    """`activation(x)`, of which backward keeps x alone, as the activation does anyway."""
+    """Return `activation(x)` as a recomputed output; backward saves x only."""
     return again(activation(x), activation, (x,))
 
 
@@ -150,7 +147,8 @@ def _up(
     tp_comm: TPComm,
     dtype: torch.dtype,
 ) -> ColumnLinear:
-    """My inner features of one matrix [f, h], or of several, [*stack, f, h]."""
+    """Build the up projection to the local inner features: one matrix [f, h], or several, [*stack,
+    f, h]."""
     h, f = config.hidden_size, config.ffn_hidden_size
     cut = split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
     weight = Shard.full(name, (*stack, f, h)).split_dim(len(stack), *cut)
@@ -164,7 +162,7 @@ def _up(
 def _down(
     name: str, config: ModelConfig, mesh: Mesh, tp_comm: TPComm, dtype: torch.dtype
 ) -> RowLinear:
-    """Back to [h] from my inner features."""
+    """Build the down projection [h, f] from the local inner features."""
     h, f = config.hidden_size, config.ffn_hidden_size
     weight = Shard.full(name, (h, f)).split_dim(
         1, split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes

@@ -1,17 +1,16 @@
-"""Multi-token prediction: layers after the last that learn to predict further tokens than the
-next.
+"""Multi-token prediction (MTP): additional layers after the last that predict tokens beyond the
+next one.
 
-Depth 1 reads the hidden states that the next token is predicted from and the embedding of that
-token, and predicts the token after it; each further depth reads what the one before it gives, and
-the token one further on. Tables and head are the model's own, and so are positions: layers turn, or
-are biased, by the place of the token that predicts, while a learned place is that of the token
-whose embedding it is added to. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; the
-embedding comes first in what is projected, as in the published weights, where the paper's equation
-21 has it last.
+Depth 1 takes the hidden states from which the next token is predicted and the embedding of that
+token, and predicts the token after it; each later depth takes the output of the previous one and
+the embedding one token later. Embedding table and output head are shared with the model. RoPE and
+relative biases use the position of the predicting token, a learned position embedding that of the
+embedded token. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; the projection's input has
+the embedding first, as in the published weights, while equation 21 of the paper has it last.
 
-In a pipeline all depths are on one stage, which has a copy of the embedding's table. Their losses
-are computed where the model's own is, by the same head: where that is another stage, it is handed
-the hidden states of every depth.
+Under pipeline parallelism all depths are on one stage, which has a copy of the embedding table.
+Their losses are computed on the stage of the model's output head; if that is another stage, it
+receives the hidden states of every depth.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,18 +43,18 @@ from megalith.plan.shards import Shard
 KEEP_ALL = RecomputeConfig()
 
 MTPInputs = Sequence[tuple[Tensor, Tensor]]
-"""(ids, labels), each [t], of every depth; of none, where only the next token is of interest."""
+"""(ids, labels), each [t], of every depth; empty if only the next token is predicted."""
 
 
 class MTPLayer(nn.Module):
-    """Hidden states x [t, h] and the token k further on than each, ids [t] -> hidden states for the
-    token after that.
+    """One MTP depth: hidden states x [t, h] and the ids [t] of the tokens `depth + 1` positions
+    later -> hidden states that predict the token after these.
 
-    x in the layout of `tp_comm`, ids of all of them -> [t, h] in the layout of `tp_comm`, normed.
+    x and the normalized result [t, h] are in the layout of `tp_comm`; ids are those of all tokens.
     """
 
     head: VocabHead
-    """Only where the stage has the loss."""
+    """Only on the stage with the loss."""
 
     def __init__(
         self,
@@ -73,9 +72,9 @@ class MTPLayer(nn.Module):
         dispatcher: DispatcherName = "alltoall",
         places: nn.Parameter | None = None,
     ) -> None:
-        """`depth`: its number; `table`: the embedding's; `shared`: its parameter, where this
-        rank has it already, and `places` that of learned positions; `head`: the model's, unless
-        another stage has it."""
+        """`depth`: from 0; `table`: spec of the embedding table; `shared`: its parameter, if this
+        rank has it already, and `places` that of learned positions; `head`: the model's output
+        head, unless it is on another stage."""
         super().__init__()
         name, h = f"mtp.{depth}", config.hidden_size
         self.embed = VocabEmbedding(table, tp_comm, dtype=dtype, tied=shared)
@@ -119,11 +118,11 @@ class MTPLayer(nn.Module):
 
 
 class MTPBlock(nn.Module):
-    """All depths, one after the other; none where the model predicts the next token only. Losses
-    are computed here only if the stage has the head.
+    """All MTP depths in sequence; empty without MTP. Losses are computed here only if the stage has
+    the output head.
 
-    A module of its own, and no list in the model, so that engines which look for layers take it for
-    one part.
+    A separate module instead of a list in the model, so that FSDP and activation checkpointing
+    treat it as one unit.
     """
 
     def __init__(
@@ -164,17 +163,17 @@ class MTPBlock(nn.Module):
     def states(
         self, x: Tensor, mtp_inputs: MTPInputs, tokens: PackedSeqParams
     ) -> tuple[Tensor, ...]:
-        """Hidden states of every depth, each [t, h] as x: those of the model."""
-        found = []
+        """Return the hidden states of every depth, each [t, h]; x: those of the model."""
+        hidden_states = []
         for prediction, (ids, _) in self._each(mtp_inputs):
             x = prediction(x, ids, tokens)
-            found.append(x)
-        return tuple(found)
+            hidden_states.append(x)
+        return tuple(hidden_states)
 
     def losses(
         self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
     ) -> Iterator[Tensor]:
-        """The summed loss of every depth; hidden: the model's hidden states alone."""
+        """Yield the summed loss of every depth; hidden: only the model's hidden states."""
         (x,) = hidden
         for prediction, (ids, labels) in self._each(mtp_inputs):
             x = prediction(x, ids, tokens)
@@ -183,7 +182,7 @@ class MTPBlock(nn.Module):
     def evaluate(
         self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Of every depth the summed loss, as `losses`, and where its best token is the label: bool
+        """Return the summed loss of every depth, and where its most likely token is the label: bool
         [t]."""
         (x,), losses, right = hidden, [], []
         for prediction, (ids, labels) in self._each(mtp_inputs):
@@ -191,7 +190,7 @@ class MTPBlock(nn.Module):
             losses.append(prediction.head.loss(x, labels, evaluating=True))
             right.append(
                 prediction.head.best(x) == labels
-            )  # no token is negative, as a missing label is
+            )  # a missing label is negative, so it never matches
         return losses, right
 
     def _each(self, mtp_inputs: MTPInputs) -> Iterator[tuple[MTPLayer, tuple[Tensor, Tensor]]]:
@@ -201,10 +200,10 @@ class MTPBlock(nn.Module):
 
 
 class MTPLoss(nn.Module):
-    """The losses of depths whose hidden states another stage computes: what `MTPBlock`
-    has where both are.
+    """Losses of MTP depths whose hidden states are computed on another stage; counterpart of
+    `MTPBlock.losses`.
 
-    The head once more for each depth, and no other parameters.
+    Has the shared output head for each depth, and no other parameters.
     """
 
     def __init__(self, depths: int, head: VocabHead) -> None:
@@ -214,7 +213,7 @@ class MTPLoss(nn.Module):
     def losses(
         self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
     ) -> Iterator[Tensor]:
-        """The summed loss of every depth; hidden: the model's hidden states, and those of every
+        """Yield the summed loss of every depth; hidden: the hidden states of the model and of every
         depth."""
         for head, x, labels in self._each(hidden, mtp_inputs):
             yield head.loss(x, labels)
@@ -222,7 +221,7 @@ class MTPLoss(nn.Module):
     def evaluate(
         self, hidden: Sequence[Tensor], mtp_inputs: MTPInputs, tokens: PackedSeqParams
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """As `MTPBlock.evaluate`."""
+        """Evaluate as `MTPBlock.evaluate`."""
         each = list(self._each(hidden, mtp_inputs))
         losses = [head.loss(x, labels, evaluating=True) for head, x, labels in each]
         return losses, [head.best(x) == labels for head, x, labels in each]
@@ -238,17 +237,18 @@ class MTPLoss(nn.Module):
 
 
 def mtp_acceptance_rate(right: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-    """What of the depths' guesses a reader who knows the text would accept: float64 [depths + 1].
+    """Return how many MTP predictions are accepted: float64 [depths + 1].
 
-    right: bool [t] of each depth; labels: [t] of each. How often each depth is right; and how many
-    depths are so from the first on without a gap, summed over the `complete` tokens. Source:
-    Leviathan et al. 2023, arXiv:2211.17192, section 3: a guess counts when all before it were
-    right.
+    right: bool [t] of each depth; labels: [t] of each. The number of correct tokens of each depth,
+    and the number of accepted tokens (correct at all depths up to theirs), summed over the
+    `complete` tokens. Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.
     """
-    run = torch.stack(list(right)).long().cumprod(0).sum(0)
-    return torch.stack([*(one.sum() for one in right), run[complete(labels)].sum()]).double()
+    num_accepted = torch.stack(list(right)).long().cumprod(0).sum(0)
+    return torch.stack(
+        [*(correct.sum() for correct in right), num_accepted[complete(labels)].sum()]
+    ).double()
 
 
 def complete(labels: Sequence[Tensor]) -> Tensor:
-    """PackedSeqParams that have a label at every depth: bool [t]."""
+    """Return which tokens have a label at every depth: bool [t]."""
     return torch.stack([one >= 0 for one in labels]).all(0)

@@ -1,4 +1,4 @@
-"""Normalization of each token's features."""
+"""RMSNorm and LayerNorm modules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from megalith.plan.shards import Shard
 
 
 class Norm(nn.Module):
-    """What all norms do: x [t, h] -> x [t, h], alone or after the residual addition before it."""
+    """Base of norms: x [t, h] -> x [t, h], alone or fused with the residual addition before it."""
 
     norm: Callable[..., Tensor]
-    """(x, *affine) -> normed."""
+    """(x, *affine) -> normalized x."""
 
     add_norm: Callable[..., tuple[Tensor, Tensor]]
-    """(x, residual, *affine) -> their sum, normed."""
+    """(x, residual, *affine) -> their sum, and the normalized sum."""
 
     weight: nn.Parameter
 
@@ -35,8 +35,7 @@ class Norm(nn.Module):
         zero_centered: bool,
         again: RecomputedOutputFactory | None,
     ) -> None:
-        """`again`: the layer that reads the result computes it again in backward instead of keeping
-        it."""
+        """`again`: the output is recomputed in backward instead of saved by the next layer."""
         super().__init__()
         self.again = again
         shard = Shard.full(f"{name}.weight", (size,), invariant=invariant, inputs=0)
@@ -45,7 +44,7 @@ class Norm(nn.Module):
         )
 
     def affine(self) -> tuple[Tensor, ...]:
-        """What normed features are multiplied by, and what is added to them."""
+        """Return the parameters: scale, and shift if there is one."""
         return (self.weight,)
 
     def forward(self, x: Tensor) -> LayerInput:
@@ -53,8 +52,8 @@ class Norm(nn.Module):
         return self._result(self.norm(x, *self.affine()), x)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, LayerInput]:
-        """x, residual [t, h] -> their sum, and the norm of the sum; in one function, backward has
-        one pass less."""
+        """x, residual [t, h] -> their sum, and the normalized sum; fused, which saves one pass in
+        backward."""
         total, normed = self.add_norm(x, residual, *self.affine())
         return total, self._result(normed, total)
 
@@ -65,8 +64,8 @@ class Norm(nn.Module):
 
 
 class RMSNorm(Norm):
-    """Divide each token by the root of its mean square, then scale its features: x [t, h] -> x [t,
-    h].
+    """RMSNorm: divide each token by its root mean square, then scale its features: x [t, h] -> x
+    [t, h].
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -91,8 +90,8 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """Take each token's mean away, divide by its standard deviation, then scale and shift: x [t, h]
-    -> x [t, h].
+    """LayerNorm: subtract each token's mean, divide by its standard deviation, then scale and
+    shift: x [t, h] -> x [t, h].
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
@@ -120,7 +119,7 @@ class LayerNorm(Norm):
         self.add_norm = partial(add_layer_norm, eps=eps, zero_centered=zero_centered)
 
     def affine(self) -> tuple[Tensor, ...]:
-        """Scale and shift."""
+        """Return scale and shift."""
         return self.weight, self.bias
 
 
@@ -134,8 +133,8 @@ def build_norm(
     again: RecomputedOutputFactory | None = None,
     eps: float | None = None,
 ) -> Norm:
-    """The norm that a model uses everywhere, over `size` features; `eps`: unless its own. See
-    `Norm` about the rest."""
+    """Build the model's norm over `size` features; `eps`: default that of the model. Other
+    arguments: see `Norm`."""
     kind = {"rms": RMSNorm, "layer": LayerNorm}[config.norm]
     norm = kind(
         name,
@@ -147,18 +146,21 @@ def build_norm(
         again=again,
     )
     if config.fp32_residual:
-        norm.norm, norm.add_norm = Narrowed(norm.norm, dtype), NarrowedSum(norm.add_norm, dtype)
+        norm.norm, norm.add_norm = (
+            NormWithCast(norm.norm, dtype),
+            AddNormWithCast(norm.add_norm, dtype),
+        )
     return norm
 
 
 def stream_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """What the residual stream is in, between layers that compute in `dtype`."""
+    """Return the dtype of the residual stream between layers that compute in `dtype`."""
     return torch.promote_types(dtype, torch.float32) if config.fp32_residual else dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Narrowed:
-    """A norm of a wide stream, as what reads it computes."""
+class NormWithCast:
+    """A norm that converts its output from the residual stream's dtype to that of the layer."""
 
     norm: Callable[..., Tensor]
     dtype: torch.dtype
@@ -169,8 +171,9 @@ class Narrowed:
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowedSum:
-    """The same after an addition, whose sum stays wide."""
+class AddNormWithCast:
+    """A norm with fused residual addition that converts its output, but not the sum, to the layer's
+    dtype."""
 
     add_norm: Callable[..., tuple[Tensor, Tensor]]
     dtype: torch.dtype

@@ -1,7 +1,6 @@
-"""Norms of queries and keys before they are compared, so that no score grows without bound.
+"""QK norm: normalization of queries and keys before attention, which bounds the scores.
 
-Source: Henry et al. 2020, arXiv:2010.04245; over whole rows: Dehghani et al. 2023,
-arXiv:2302.05442.
+Source: Henry et al. 2020, arXiv:2010.04245; over all heads: Dehghani et al. 2023, arXiv:2302.05442.
 """
 
 from collections.abc import Callable
@@ -20,31 +19,31 @@ from megalith.parallel.tensor import ONES, ZEROS, ParameterSpec, register_param
 from megalith.plan.shards import HeadSplit, Shard
 
 QKNorms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""q [t, n, d], k [t, g, d] -> the same, normed."""
+"""q [t, n, d], k [t, g, d] -> normalized q and k."""
 
 
 def build_qk_norms(
     name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
 ) -> QKNorms:
-    """What a layer does to queries and keys, before it turns them by their positions."""
+    """Build the QK norm of a layer, applied before RoPE."""
     match config.attention.qk_norm:
         case "none":
             return no_qk_norms
         case "l2":
-            return partial(l2_normed, eps=config.qk_norm_eps())
+            return partial(l2_normalize, eps=config.qk_norm_eps())
         case "head":
             return HeadNorms(name, config, dtype=dtype)
         case "whole":
-            return WholeNorms(name, config, mesh, heads, dtype=dtype)
+            return AllHeadsNorms(name, config, mesh, heads, dtype=dtype)
 
 
 def no_qk_norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """As they are."""
+    """Return queries and keys unchanged."""
     return q, k
 
 
-def l2_normed(q: Tensor, k: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
-    """Each head divided by the root of its mean square, without a weight."""
+def l2_normalize(q: Tensor, k: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """Divide each head by its root mean square, without a weight."""
 
     def normed(x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -54,9 +53,9 @@ def l2_normed(q: Tensor, k: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class HeadNorms(nn.Module):
-    """Each head by itself, all with the same weight [d].
+    """QK norm per head, with one weight [d] for all heads.
 
-    Ranks norm other heads with the same weight, so its gradient is summed over them.
+    Ranks normalize different heads with the same weight, so its gradient is summed over them.
     """
 
     def __init__(self, name: str, config: ModelConfig, *, dtype: torch.dtype) -> None:
@@ -70,7 +69,7 @@ class HeadNorms(nn.Module):
         )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [t, n, d], k [t, g, d] -> the same, normed."""
+        """q [t, n, d], k [t, g, d] -> normalized q and k."""
         normed = (
             output_tensor(norm(x.flatten(0, 1))) for norm, x in ((self.q_norm, q), (self.k_norm, k))
         )
@@ -78,21 +77,21 @@ class HeadNorms(nn.Module):
         return q, k
 
 
-class WholeNorms(nn.Module):
-    """All heads of a token together, by one mean square over the heads of all tensor-parallel ranks
-    (RMSNorm).
+class AllHeadsNorms(nn.Module):
+    """QK norm over all heads of a token, by one mean square over the heads of all tensor-parallel
+    ranks (RMSNorm).
 
-    Weights are [n, d] and [g, d], of which a rank has those of its heads.
+    Weights are [n, d] and [g, d]; a rank has those of its heads.
     """
 
     def __init__(
         self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.q_norm = WholeNorm(
+        self.q_norm = AllHeadsNorm(
             f"{name}.q_norm", config.num_heads, heads.queries, config, mesh.tp, dtype=dtype
         )
-        self.k_norm = WholeNorm(
+        self.k_norm = AllHeadsNorm(
             f"{name}.k_norm",
             config.num_kv_heads,
             heads.keys,
@@ -102,13 +101,13 @@ class WholeNorms(nn.Module):
         )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [t, n, d], k [t, g, d] -> the same, normed."""
+        """q [t, n, d], k [t, g, d] -> normalized q and k."""
         return self.q_norm(q), self.k_norm(k)
 
 
-class WholeNorm(nn.Module):
-    """RMSNorm over all heads of a token, some of which `group`'s other ranks have: x [t, n_tp, d]
-    -> [t, n_tp, d]."""
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over all heads of a token, which are sharded over `group`: x [t, n_tp, d] -> [t,
+    n_tp, d]."""
 
     weight: nn.Parameter
 
@@ -146,6 +145,6 @@ class WholeNorm(nn.Module):
         )
         normed = wide * torch.rsqrt(squares / self.features + self.eps)
         weight = self.weight.view(x.shape[1:])
-        if self.zero_centered:  # in fp32: 1 + weight has fewer digits of the weight than the weight
+        if self.zero_centered:  # in fp32, because 1 + weight loses digits of the weight
             return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
         return normed.to(x.dtype) * weight

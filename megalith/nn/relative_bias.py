@@ -1,4 +1,4 @@
-"""Relative positions of a model: one table of biases by distance, which all layers read."""
+"""Relative position bias of a model: one table of biases by distance that all layers share."""
 
 from dataclasses import replace
 
@@ -13,9 +13,9 @@ from megalith.plan.shards import Shard, split_heads
 
 
 class RelativeBias(nn.Module):
-    """Gives tokens the table [buckets, n] by which scores grow with the distance of query and key.
+    """Adds the table of relative position biases [buckets, n] to the tokens.
 
-    A rank has the columns of its heads. Stages of a pipeline hold a copy each, whose gradients are
+    A rank has the columns of its heads. Pipeline stages hold a copy each, whose gradients are
     summed; chunks of a rank share one. Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
     """
 
@@ -29,7 +29,7 @@ class RelativeBias(nn.Module):
         dtype: torch.dtype,
         shared: nn.Parameter | None = None,
     ) -> None:
-        """`shared`: the table, where another chunk of this rank has it already."""
+        """`shared`: the table, if another chunk of this rank has it already."""
         super().__init__()
         n, heads = (
             config.num_heads,
@@ -47,14 +47,14 @@ class RelativeBias(nn.Module):
             self.register_parameter("weight", shared)
 
     def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
-        """The tokens with my heads' biases. The parameter itself, so that layers that run again
-        read it anew."""
+        """Return the tokens with the local heads' biases: the parameter itself, so that recomputed
+        layers read it again."""
         return replace(tokens, biases=self.weight)
 
 
 class NoBias(nn.Module):
-    """Scores as they are."""
+    """Placeholder for models without relative position bias."""
 
     def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
-        """The tokens as they are."""
+        """Return the tokens unchanged."""
         return tokens

@@ -1,5 +1,5 @@
-"""Rotary positions of a model: the angles of every token, looked up once per forward and shared by
-all layers."""
+"""Rotary position embedding (RoPE) of a model: cosines and sines of every token, looked up once per
+forward and shared by all layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,32 +21,31 @@ from megalith.kernels.rope import (
 from megalith.kernels.tokens import PackedSeqParams
 
 ApplyRope = Callable[[Tensor, PackedSeqParams], Tensor]
-"""What a layer does to its queries and keys [t, n, d] -> [t, n, d], so that they know their
-places."""
+"""Applies a layer's position embedding to queries or keys: [t, n, d] -> [t, n, d]."""
 
 
-class Angles(NamedTuple):
-    """How documents of one kind turn, on the device where tokens are."""
+class RopeTables(NamedTuple):
+    """Cached RoPE tables for one kind of document lengths, on the tokens' device."""
 
     length: int
-    """What `rope_length` says about the documents."""
+    """`rope_length` of the documents."""
 
     frequencies: Tensor
     """Radians per token of each pair: [pairs]."""
 
     cos: Tensor
-    """Of every position so far asked for: [positions, pairs]."""
+    """Cosines of all positions so far: [positions, pairs]."""
 
     sin: Tensor
-    """The same."""
+    """Sines of all positions so far: [positions, pairs]."""
 
 
 class RotaryEmbedding:
-    """Gives tokens the tables that layers turn by: one pair, and a second where windowed layers
-    have their own.
+    """Adds RoPE tables to the tokens: one (cos, sin) pair, and a second if windowed layers have
+    their own theta.
 
-    Cosines and sines of all positions are made once and stay where tokens are; they are no part of
-    a checkpoint.
+    Cosines and sines of all positions are computed once and cached on the tokens' device; they are
+    not part of a checkpoint.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -55,32 +54,32 @@ class RotaryEmbedding:
         self.kinds = [config.rope] if config.positions == "rope" else []
         if self.kinds and config.rope.local_theta is not None:
             self.kinds.append(replace(config.rope, theta=config.rope.local_theta, scaling="none"))
-        # For each kind of layers, one of short documents and one of long ones, so that nothing
-        # piles up.
-        self._made: dict[tuple[RopeConfig, bool], Angles] = {}
+        # One table of short and one of long documents for each kind of layers, so that the cache
+        # stays bounded.
+        self._made: dict[tuple[RopeConfig, bool], RopeTables] = {}
 
     def given_to(self, tokens: PackedSeqParams) -> PackedSeqParams:
-        """The tokens with (cos, sin) [t, pairs] for every kind of layer, unless they have them.
+        """Return the tokens with (cos, sin) [t, pairs] for every kind of layer, unless they have
+        them.
 
-        `dynamic` and `longrope` look at the length of each document, as far as it is known.
+        `dynamic` and `longrope` depend on the length of each document, as far as it is known.
 
         Raises:
-            DataError: tokens have places in time, height and width, which this model does not know.
+            DataError: the number of position ids per token does not match model.rope.sections.
         """
         if tokens.rotary:
             return tokens
         if tokens.position_ids.ndim == 2 and len(tokens.position_ids) != len(self.sections):
             raise DataError(
-                f"tokens with {len(tokens.position_ids)} positions each for "
-                f"model.rope.sections={list(self.sections)}: "
-                "set model.rope.sections to one count of pairs for each, or give tokens one "
-                "position each."
+                f"model.rope.sections={list(self.sections)}, but tokens have "
+                f"{len(tokens.position_ids)} position ids each. Set model.rope.sections to one "
+                "number of pairs for each of them, or pass one position id per token."
             )
         pairs = [self._pair(rope, tokens) for rope in self.kinds]
         return replace(tokens, rotary=tuple(table for pair in pairs for table in pair))
 
     def _pair(self, rope: RopeConfig, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [t, pairs] of one kind of layers."""
+        """Return (cos, sin) [t, pairs] of one kind of layers."""
         lengths = [
             rope_length(rope, end) for end in tokens.reach or (keys for _, keys in tokens.lengths)
         ]
@@ -98,17 +97,17 @@ class RotaryEmbedding:
             return self._computed(rope, tokens.position_ids, angles.frequencies)
         return angles.cos[tokens.position_ids], angles.sin[tokens.position_ids]
 
-    def _angles(self, rope: RopeConfig, length: int, tokens: PackedSeqParams) -> Angles:
-        """As made before, if they reach as far as these tokens, on the same device."""
+    def _angles(self, rope: RopeConfig, length: int, tokens: PackedSeqParams) -> RopeTables:
+        """Return the cached tables if they cover these tokens on the same device, else new ones."""
         made, device = self._made.get((rope, length > 0)), tokens.position_ids.device
         room = 0
         if made is not None and made.length == length and made.cos.device == device:
             if len(made.cos) >= tokens.max_seqlen_kv:
                 return made
-            room = 2 * len(made.cos)  # documents that grow token by token make few tables
+            room = 2 * len(made.cos)  # doubled, so that decoding rebuilds few tables
         frequencies = rope_frequencies(rope, self.size, length=length).to(device)
         positions = torch.arange(max(tokens.max_seqlen_kv, room), device=device)
-        made = Angles(length, frequencies, *self._computed(rope, positions, frequencies))
+        made = RopeTables(length, frequencies, *self._computed(rope, positions, frequencies))
         self._made[rope, length > 0] = made
         return made
 
@@ -123,10 +122,10 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class LayerRope:
-    """DualBatchOverlap queries and keys by one pair of the tables."""
+    """Rotates queries or keys by one (cos, sin) pair of the tokens."""
 
     first: int
-    """Where the pair begins among them."""
+    """Index of the pair's cosines in `PackedSeqParams.rotary`."""
 
     interleaved: bool
     rotate: Callable[..., Tensor] = apply_rope
@@ -138,12 +137,12 @@ class LayerRope:
 
 
 def no_rope(x: Tensor, tokens: PackedSeqParams) -> Tensor:
-    """A layer that knows no positions."""
+    """Return x unchanged, in a layer without position embedding."""
     return x
 
 
 def build_apply_rope(config: ModelConfig, layer: int) -> ApplyRope:
-    """How a layer, numbered over all stages, turns its queries and keys."""
+    """Build the RoPE of a layer, numbered over all stages."""
     if not config.uses_rope(layer):
         return no_rope
     own = config.rope.local_theta is not None and config.has_window(layer)
@@ -152,21 +151,19 @@ def build_apply_rope(config: ModelConfig, layer: int) -> ApplyRope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTemperature:
-    """Multiplies queries by what grows with their position, so that attention among many tokens
-    stays sharp.
+    """Attention temperature: multiplies queries by a factor that grows with their position, so that
+    attention over many tokens stays sharp.
 
     Source: Nakanishi 2025, arXiv:2501.19399; in steps: Meta 2025, the Llama 4 release.
     """
 
     growth: float
     step: int
-    """PackedSeqParams."""
+    """Tokens per step."""
 
     def __call__(self, x: Tensor, tokens: PackedSeqParams) -> Tensor:
         """x [t, n, d] -> [t, n, d]: times 1 + growth * ln(1 + floor((position + 1) / step))."""
-        time = tokens.position_ids.view(-1, tokens.num_tokens)[
-            0
-        ]  # of tokens of pictures, that in time
+        time = tokens.position_ids.view(-1, tokens.num_tokens)[0]  # for multimodal RoPE, the time
         steps = torch.div(time + 1, self.step, rounding_mode="floor")
         factor = 1 + self.growth * torch.log1p(
             steps.to(torch.promote_types(x.dtype, torch.float32))
@@ -175,7 +172,7 @@ class AttentionTemperature:
 
 
 def build_attention_temperature(config: ModelConfig, layer: int) -> ApplyRope:
-    """How a layer, numbered over all stages, has_attention_temperature its queries."""
+    """Build the attention temperature of a layer, numbered over all stages."""
     if not config.has_attention_temperature(layer):
         return no_rope
     return AttentionTemperature(config.rope.skip_growth, config.rope.skip_step)

@@ -1,5 +1,4 @@
-"""One matrix in place of attention or of an MLP, in layers that have learned to do with so
-little."""
+"""A single linear layer in place of attention or an MLP (Puzzle, DeciLM)."""
 
 import math
 
@@ -15,11 +14,11 @@ from megalith.plan.shards import Shard
 
 
 class LinearReplacement(nn.Module):
-    """`y = x @ W.T`, or with a bias `y = x @ W.T + b`: x [t, h] -> [t, h], of the tokens that the
-    region has.
+    """Linear layer in place of attention or an MLP: `y = x @ W.T`, or with a bias `y = x @ W.T +
+    b`: x [t, h] -> [t, h], in the layout of `tp_comm`.
 
-    All of W [h, h] is on every rank: it is small beside what it replaces, and its tokens stay where
-    they are. Source: Bercovich et al. 2024, arXiv:2411.19146, section 3.1.
+    W [h, h] is replicated: it is small, and tokens need no communication. Source: Bercovich et al.
+    2024, arXiv:2411.19146, section 3.1.
     """
 
     def __init__(
@@ -30,20 +29,19 @@ class LinearReplacement(nn.Module):
         weight = Shard.full(f"{name}.linear", (h, h), invariant=tp_comm.invariant)
         self.linear = WholeLinear(ParameterSpec(weight, start), dtype=dtype)
         self.shift = (
-            Shift(f"{name}.linear_bias", h, tp_comm, dtype=dtype) if bias else nn.Identity()
+            AddBias(f"{name}.linear_bias", h, tp_comm, dtype=dtype) if bias else nn.Identity()
         )
 
     def forward(
         self, x: LayerInput, tokens: PackedSeqParams | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        """x [t, h] -> [t, h]; which tokens these are, and what came before them, is nothing to
-        it."""
+        """x [t, h] -> [t, h]; `tokens` and `cache` are ignored."""
         y: Tensor = self.shift(self.linear(x))
         return y
 
 
-class Shift(nn.Module):
-    """Adds a learned vector [h]: x [t, h] -> [t, h]."""
+class AddBias(nn.Module):
+    """Adds a learned bias [h]: x [t, h] -> [t, h]."""
 
     weight: nn.Parameter
 

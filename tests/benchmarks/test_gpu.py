@@ -186,7 +186,7 @@ def test_the_mixture_has_the_sizes_of_qwen3(scripts: tuple[ModuleType, ModuleTyp
     )
 
 
-def test_contenders_of_a_mixture_are_alike_and_one_that_is_not_is_told(
+def test_differing_contenders_of_a_mixture_are_reported(
     scripts: tuple[ModuleType, ModuleType],
 ) -> None:
     mixture = importlib.import_module("contenders.mixture")
@@ -237,8 +237,8 @@ def test_the_rehearsal_of_a_mixture_tells_ratios_the_bar_and_its_matmuls(
     assert verdict.split(" / ")[0][2:] in ("holds  ours", "MISSED ours") and " >= 2.0: " in verdict
     monkeypatch.setattr(gpu, "unlike", lambda steps: ["y of transformers is off"])
     assert not gpu.mixture("tiny-mixture", torch.device("cpu"), rounds=1)
-    told = capsys.readouterr().out
-    assert "  MISSED y of transformers is off\n" in told and ">= 2.0" not in told
+    output = capsys.readouterr().out
+    assert "  MISSED y of transformers is off\n" in output and ">= 2.0" not in output
 
 
 @pytest.mark.slow

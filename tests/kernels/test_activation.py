@@ -1,5 +1,5 @@
-"""Activations and gates: the published formulas, right gradients up to the clamp's borders, little
-kept."""
+"""Activations and gates match the published formulas, with right gradients up to the clamp's
+boundaries."""
 
 from typing import get_args
 
@@ -41,7 +41,7 @@ def close(mine: Tensor, theirs: Tensor, tolerance: float) -> None:
     assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-def test_they_are_the_functions_that_torch_and_transformers_know_by_these_names() -> None:
+def test_activations_match_torch_and_transformers() -> None:
     x = 3 * seeded(40)
     for name, expected in {
         "silu": functional.silu(x),
@@ -60,7 +60,7 @@ def test_they_are_the_functions_that_torch_and_transformers_know_by_these_names(
     [("quick_gelu", 0.0203, 2.27), ("gelu_tanh", 4.73e-4, 2.70)],
     ids=lambda value: str(value),
 )
-def test_kinds_of_gelu_are_as_far_apart_as_is_known_and_no_kernel_takes_one_for_another(
+def test_gelu_variants_differ_and_kernels_do_not_confuse_them(
     other: Activation, apart: float, at: float
 ) -> None:
     x = torch.linspace(-6, 6, 120_001, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_kinds_of_gelu_are_as_far_apart_as_is_known_and_no_kernel_takes_one_for_
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_are_those_of_finite_differences(activation: Activation) -> None:
+def test_gradients_match_finite_differences(activation: Activation) -> None:
     assert torch.autograd.gradcheck(
         lambda x: activate(x, activation), (2 * seeded(5, 6).requires_grad_(),)
     )
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_finite_differences(activation: Activation) -> No
 
 
 @pytest.mark.parametrize("gate", GATES[len(ACTIVATIONS) :])
-def test_gradients_of_clamped_gates_are_those_of_finite_differences(gate: GatedActivation) -> None:
+def test_gradients_of_clamped_gates_match_finite_differences(gate: GatedActivation) -> None:
     x = gate.clamp * 2 * seeded(9, 6) if gate.clamp else seeded(9, 6)
     assert torch.autograd.gradcheck(lambda x: gated(x, gate), (x.requires_grad_(),))
 
@@ -160,7 +160,7 @@ def test_silu_without_limits_is_swiglu() -> None:
 
 
 @pytest.mark.parametrize("which", ["gated", "activate"])
-def test_only_the_input_is_kept_and_nothing_is_overwritten(which: str) -> None:
+def test_only_the_input_is_saved_and_inputs_are_not_modified(which: str) -> None:
     x, kept = seeded(5, 6).requires_grad_(), []
     copy = x.detach().clone()
 
@@ -177,7 +177,7 @@ def test_only_the_input_is_kept_and_nothing_is_overwritten(which: str) -> None:
     assert bool((dy == 1).all())
 
 
-def test_shapes_hold_on_meta() -> None:
+def test_shapes_on_meta_device() -> None:
     x = torch.empty(5, 6, device="meta", requires_grad=True)
     y = gated(x, GPT_OSS) * 2 + activate(x, "gelu_tanh")[:, :3]
     y.sum().backward()

@@ -1,5 +1,5 @@
-"""Attention stays inside a document, looks back or both ways, serves a cache, and knows windows,
-caps, sinks, masks."""
+"""Attention inside documents: causal and bidirectional, with KV cache, windows, soft caps, sinks
+and masks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,17 +15,17 @@ from megalith.kernels import attention as ways
 from megalith.kernels.attention import (
     AttentionBackend,
     attention,
-    in_chunks,
+    drop_keys_before_window,
     reference_attention,
-    seen_at_most,
     select_attention_backend,
     select_masked_backend,
-    within_reach,
+    split_into_chunks,
+    visible_key_lengths,
 )
 from megalith.kernels.dropout import dropped_weights
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.relative_bias import reference_biases
-from megalith.kernels.scores import PLAIN, Scores, WeightDropout, keys_seen, masked_attention
+from megalith.kernels.scores import PLAIN, Scores, WeightDropout, mask_of_scores, masked_attention
 from megalith.kernels.tokens import (
     DropoutKey,
     PackedSeqParams,
@@ -126,7 +126,7 @@ def test_every_variant_equals_the_reference(layout: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_are_those_of_finite_differences(variant: str) -> None:
+def test_gradients_match_finite_differences(variant: str) -> None:
     scores, has_sinks = VARIANTS[variant]
     tokens = tokens_of_lengths([2, 6])
     inputs = [*qkv(tokens, heads=2, kv_heads=1, d=3, d_v=2), *([sinks_of(2)] if has_sinks else [])]
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_finite_differences(variant: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_kernel_gives_the_same(variant: str, kernel: Kernel) -> None:
+def test_all_backends_match(variant: str, kernel: Kernel) -> None:
     tokens, (scores, has_sinks) = LAYOUTS["long documents"], VARIANTS[variant]
     q, k, v = (x.detach() for x in qkv(tokens, heads=4, kv_heads=2, dtype=torch.float32))
     sinks = sinks_of(4, torch.float32).detach() if has_sinks else None
@@ -151,7 +151,7 @@ def test_every_kernel_gives_the_same(variant: str, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_in_narrow_types_stay_near_float64(variant: str, dtype: torch.dtype) -> None:
+def test_variants_in_low_precision_match_float64(variant: str, dtype: torch.dtype) -> None:
     tokens, (scores, has_sinks) = tokens_of_lengths([100, 90]), VARIANTS[variant]
     inputs = qkv(tokens, heads=4, kv_heads=2, dtype=dtype) + (
         [sinks_of(4, dtype)] if has_sinks else []
@@ -173,7 +173,7 @@ def test_variants_in_narrow_types_stay_near_float64(variant: str, dtype: torch.d
         assert (mine - right).norm() <= tolerance * size
 
 
-def test_the_reference_says_what_each_variant_means() -> None:
+def test_reference_of_each_variant_matches_its_formula() -> None:
     """Query by query, for one head: scaled, then capped, then hidden; a sink is one more score with
     no value."""
     tokens = tokens_of_rows(1, 5)
@@ -187,7 +187,7 @@ def test_the_reference_says_what_each_variant_means() -> None:
         torch.testing.assert_close(y[i], weights @ v[seen, 0])
 
 
-def test_both_ways_and_off_by_one_mean_what_they_say() -> None:
+def test_bidirectional_and_off_by_one_attention_match_their_formulas() -> None:
     """A query sees what comes after it, too, a window to each side; and weights are exp(s) / (1 +
     sum of exp(s))."""
     tokens = tokens_of_lengths([3, 5])
@@ -206,7 +206,7 @@ def test_both_ways_and_off_by_one_mean_what_they_say() -> None:
     torch.testing.assert_close(y, same)
 
 
-def test_off_by_one_needs_no_large_scores_to_stay_finite() -> None:
+def test_off_by_one_is_finite_for_low_scores() -> None:
     tokens = tokens_of_rows(1, 4)
     q, k, v = (1e3 * x.detach() for x in qkv(tokens, heads=1, kv_heads=1))
     for kernel in ("auto", "reference"):
@@ -243,13 +243,13 @@ def by_hand(
     """Every document by the definition, with what it sees spelled out."""
     outs, counts, every = [], *zip(*tokens.lengths)
     for queries, keys, values, mask in zip(q.split(counts), k.split(every), v.split(every), masks):
-        rule = keys_seen(len(queries), len(keys), scores, device=q.device)
+        rule = mask_of_scores(len(queries), len(keys), scores, device=q.device)
         if alone:  # the mask takes the place of causality; a window ends where it did
             band = scores.window is not None and not scores.chunked
             rule = (
                 rule
                 if band
-                else keys_seen(
+                else mask_of_scores(
                     len(queries), len(keys), replace(scores, causal=False), device=q.device
                 )
             )
@@ -284,7 +284,7 @@ def masked(tokens: PackedSeqParams, kind: str) -> tuple[PackedSeqParams, list[Te
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("layout", ["long rows", "long documents", "rows", "cache", "padded"])
 @pytest.mark.parametrize("kind", MASKS)
-def test_masks_hide_keys_beside_what_the_scores_hide(
+def test_attention_masks_hide_keys_in_addition_to_scores(
     kind: str, layout: str, kernel: Kernel
 ) -> None:
     tokens, masks = masked(LAYOUTS[layout], kind)
@@ -307,7 +307,7 @@ def test_masks_hide_keys_beside_what_the_scores_hide(
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masked_attention_in_narrow_types_stays_near_float64(
+def test_masked_attention_in_low_precision_matches_float64(
     dtype: torch.dtype, kernel: Kernel
 ) -> None:
     tokens, _ = masked(LAYOUTS["long documents"], "both")
@@ -331,7 +331,7 @@ def test_masked_attention_in_narrow_types_stays_near_float64(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
-def test_what_masks_hide_changes_no_bit_and_has_no_gradient(
+def test_masked_keys_do_not_change_the_output_and_get_no_gradient(
     kernel: Kernel, dtype: torch.dtype
 ) -> None:
     """Keys and values that are padding, and pairs that a mask hides; queries that see nothing give
@@ -366,7 +366,7 @@ def test_what_masks_hide_changes_no_bit_and_has_no_gradient(
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_masked_text_read_from_a_cache_is_the_tail_of_the_whole(kind: str) -> None:
+def test_masked_decoding_with_kv_cache_matches_full_attention(kind: str) -> None:
     """Also where a cache has dropped what no later query sees."""
     whole, masks = masked(tokens_of_rows(1, 12), kind)
     for scores, has_sinks in VARIANTS.values():
@@ -383,7 +383,7 @@ def test_masked_text_read_from_a_cache_is_the_tail_of_the_whole(kind: str) -> No
                 continue  # queries look at what comes later
             y = attention(q[first:last], k[:last], v[:last], part, scores, sinks)
             torch.testing.assert_close(y, expected[first:last], rtol=1e-12, atol=1e-12)
-            ((_, left),) = seen_at_most(part.lengths, scores)
+            ((_, left),) = visible_key_lengths(part.lengths, scores)
             assert torch.equal(
                 attention(
                     q[first:last], k[last - left : last], v[last - left : last], part, scores, sinks
@@ -392,7 +392,7 @@ def test_masked_text_read_from_a_cache_is_the_tail_of_the_whole(kind: str) -> No
             )
 
 
-def test_masks_alone_let_a_causal_layer_see_later_tokens() -> None:
+def test_masks_that_replace_causality_show_later_tokens() -> None:
     tokens = with_masks(tokens_of_rows(1, 6), [torch.ones(6, 6, dtype=torch.bool)], alone=True)
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
     torch.testing.assert_close(
@@ -403,7 +403,7 @@ def test_masks_alone_let_a_causal_layer_see_later_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_masks_hide_pairs_of_which_weights_are_dropped_and_scores_biased(kind: str) -> None:
+def test_attention_masks_combine_with_dropout_and_biases(kind: str) -> None:
     tokens, _ = masked(LAYOUTS["long documents"], kind)
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4).requires_grad_()
     tokens = replace(tokens, biases=table, dropout=DropoutKey(5, torch.arange(tokens.num_tokens)))
@@ -428,7 +428,7 @@ def test_masks_hide_pairs_of_which_weights_are_dropped_and_scores_biased(kind: s
             torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
-def test_layers_that_hide_the_same_keep_one_mask() -> None:
+def test_layers_with_equal_masks_share_one_cached_mask() -> None:
     tokens, _ = masked(tokens_of_rows(2, 9), "both")
     q, k, v = qkv(tokens, heads=4, kv_heads=4)
     kept: list[int] = []
@@ -445,7 +445,7 @@ def test_layers_that_hide_the_same_keep_one_mask() -> None:
     assert not attention(q, k, v, other).any() and torch.equal(attention(q, k, v, tokens), outs[0])
 
 
-def test_with_masks_no_way_is_asked_that_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_attention_uses_backends_that_support_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tiled_attention", "sdpa_attention"):
         monkeypatch.setattr(ways, name, None)
     for layout in LAYOUTS.values():
@@ -478,7 +478,7 @@ def test_with_masks_no_way_is_asked_that_knows_none(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_padding_of_long_causal_documents_takes_no_mask_of_all_pairs() -> None:
+def test_padding_of_long_causal_documents_builds_no_full_mask() -> None:
     q, pairs, long = (
         torch.empty(1, 2, 8),
         Visible(pairs=torch.ones(4, dtype=torch.bool)),
@@ -498,7 +498,7 @@ def test_padding_of_long_causal_documents_takes_no_mask_of_all_pairs() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", ["long rows", "long documents", "rows"])
-def test_dropped_weights_are_those_of_the_definition(layout: str, variant: str) -> None:
+def test_attention_dropout_matches_the_reference(layout: str, variant: str) -> None:
     tokens, (scores, has_sinks) = LAYOUTS[layout], VARIANTS[variant]
     numbers = torch.arange(700, 700 + tokens.num_tokens)
     trained = replace(tokens, dropout=DropoutKey(5, numbers))
@@ -526,9 +526,7 @@ def test_dropped_weights_are_those_of_the_definition(layout: str, variant: str) 
 @pytest.mark.parametrize(
     "variant", ["scale", "window", "everything", "both ways", "both ways, everything"]
 )
-def test_biases_by_distance_are_added_to_the_scores(
-    variant: str, layout: str, kernel: Kernel
-) -> None:
+def test_relative_biases_are_added_to_the_scores(variant: str, layout: str, kernel: Kernel) -> None:
     scores, has_sinks = VARIANTS[variant]
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4).requires_grad_()
     tokens, biased = replace(LAYOUTS[layout], biases=table), replace(scores, relative=20)
@@ -544,7 +542,7 @@ def test_biases_by_distance_are_added_to_the_scores(
             if len(k)
             else None
         )
-        seen = keys_seen(len(q), len(k), scores, device=q.device)
+        seen = mask_of_scores(len(q), len(k), scores, device=q.device)
         outs.append(masked_attention(q, k, v, seen, scores, sinks, bias=bias))
     expected = torch.cat(outs)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
@@ -555,7 +553,7 @@ def test_biases_by_distance_are_added_to_the_scores(
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
-def test_queries_may_be_other_tokens_than_keys_and_more() -> None:
+def test_queries_and_keys_may_be_different_tokens() -> None:
     """As in cross attention: documents of a memory, one of them empty."""
     tokens = tokens_of_queries([(5, 3), (2, 70), (4, 0), (1, 1)])
     for scores in (
@@ -575,7 +573,7 @@ def test_queries_may_be_other_tokens_than_keys_and_more() -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_sink_takes_its_share_and_a_very_low_one_takes_none() -> None:
+def test_sink_takes_its_share_of_softmax() -> None:
     tokens = tokens_of_rows(1, 1)
     q, k, v = (x.detach() for x in qkv(tokens, heads=2, kv_heads=1))
     sinks = torch.tensor([(q[0, 0] @ k[0, 0]) / 8**0.5, -1e4], dtype=torch.float64)
@@ -595,7 +593,7 @@ def test_the_reference_is_softmax_over_visible_scores() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 4, 3], [40, 90, 10, 60], [100, 100]])
-def test_a_token_changes_nothing_before_it_nor_in_other_documents(lengths: list[int]) -> None:
+def test_token_does_not_affect_earlier_tokens_or_other_documents(lengths: list[int]) -> None:
     tokens = tokens_of_lengths(lengths)
     q, k, v = (x.detach() for x in qkv(tokens, heads=2, kv_heads=2))
     before = attention(q, k, v, tokens)
@@ -608,7 +606,7 @@ def test_a_token_changes_nothing_before_it_nor_in_other_documents(lengths: list[
     assert torch.equal(moved, same_document & (torch.arange(tokens.num_tokens) >= changed))
 
 
-def test_reading_one_token_at_a_time_from_a_cache_gives_the_same() -> None:
+def test_decoding_with_kv_cache_matches_full_attention() -> None:
     whole = tokens_of_rows(1, 6)
     q, k, v = (x.detach() for x in qkv(whole, heads=4, kv_heads=2))
     expected = attention(q, k, v, whole)
@@ -632,7 +630,7 @@ def test_slices_of_one_wide_projection_need_no_copy(layout: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("layout", ["rows", "documents", "cache"])
-def test_narrow_types_stay_near_float64(dtype: torch.dtype, tolerance: float, layout: str) -> None:
+def test_low_precision_matches_float64(dtype: torch.dtype, tolerance: float, layout: str) -> None:
     tokens = LAYOUTS[layout]
     inputs = [x.detach() for x in qkv(tokens, heads=4, kv_heads=2, dtype=dtype)]
     y = attention(*inputs, tokens)
@@ -642,7 +640,7 @@ def test_narrow_types_stay_near_float64(dtype: torch.dtype, tolerance: float, la
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shapes_hold_on_meta(layout: str) -> None:
+def test_shapes_on_meta_device(layout: str) -> None:
     tokens = LAYOUTS[layout]
     q, k, v = (x.detach().to("meta").requires_grad_() for x in qkv(tokens, heads=4, kv_heads=2))
     y = attention(q, k, v, tokens)
@@ -652,7 +650,7 @@ def test_shapes_hold_on_meta(layout: str) -> None:
     assert k.grad.shape == k.shape
 
 
-def test_values_that_are_a_part_of_a_larger_tensor_do_not_keep_all_of_it() -> None:
+def test_values_do_not_keep_the_qkv_projection_alive() -> None:
     kept: dict[int, int] = {}
 
     def note(saved: Tensor) -> Tensor:
@@ -700,7 +698,7 @@ ATTENTION_BACKENDS: list[
 
 
 @pytest.mark.parametrize(("backend", "lengths", "dtype", "d_v", "scores"), ATTENTION_BACKENDS)
-def test_the_way_follows_from_device_lengths_and_scores(
+def test_backend_selection_by_device_lengths_and_scores(
     backend: AttentionBackend,
     lengths: tuple[tuple[int, int], ...],
     dtype: torch.dtype,
@@ -715,7 +713,7 @@ def test_the_way_follows_from_device_lengths_and_scores(
     assert elsewhere == ("split_kv" if strange else "torch")
 
 
-def test_a_window_over_whole_documents_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_over_whole_documents_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "span_attention", None)
     tokens = tokens_of_lengths([7, 4])
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
@@ -724,30 +722,34 @@ def test_a_window_over_whole_documents_is_none(monkeypatch: pytest.MonkeyPatch) 
         attention(q, k, v, tokens, Scores(window=6))
 
 
-def test_a_token_read_from_a_cache_costs_its_window() -> None:
+def test_decoded_token_attends_only_to_its_window() -> None:
     k = torch.arange(9.0).view(9, 1, 1)
-    keys, values, lengths = within_reach(k, -k, ((1, 4), (2, 5), (0, 0)), 2)
+    keys, values, lengths = drop_keys_before_window(k, -k, ((1, 4), (2, 5), (0, 0)), 2)
     assert keys.flatten().tolist() == [2, 3, 6, 7, 8] and torch.equal(values, -keys)
     assert lengths == ((1, 2), (2, 3), (0, 0))
-    assert within_reach(k, k, ((4, 4), (5, 5)), 1)[0] is k
-    assert within_reach(keys, values, ((1, 4), (2, 5), (0, 0)), 2) == (keys, values, lengths), (
-        "dropped by the cache"
-    )
+    assert drop_keys_before_window(k, k, ((4, 4), (5, 5)), 1)[0] is k
+    assert drop_keys_before_window(keys, values, ((1, 4), (2, 5), (0, 0)), 2) == (
+        keys,
+        values,
+        lengths,
+    ), "dropped by the cache"
 
 
-def test_chunks_are_documents_and_a_cache_gives_no_more_than_the_one_that_is_read() -> None:
+def test_chunks_become_documents_and_use_only_the_current_cached_chunk() -> None:
     k = torch.arange(12.0).view(12, 1, 1)
-    keys, values, lengths = in_chunks(k, -k, ((1, 4), (4, 7), (0, 1)), 3)
+    keys, values, lengths = split_into_chunks(k, -k, ((1, 4), (4, 7), (0, 1)), 3)
     assert keys.flatten().tolist() == [3, 7, 8, 9, 10] and torch.equal(values, -keys)
     assert lengths == ((1, 1), (3, 3), (1, 1), (0, 0))
-    assert in_chunks(keys, values, ((1, 4), (4, 7), (0, 1)), 3)[0] is keys, "dropped by the cache"
-    assert in_chunks(k, k, ((5, 5), (7, 7)), 4) == (k, k, ((4, 4), (1, 1), (4, 4), (3, 3)))
+    assert split_into_chunks(keys, values, ((1, 4), (4, 7), (0, 1)), 3)[0] is keys, (
+        "dropped by the cache"
+    )
+    assert split_into_chunks(k, k, ((5, 5), (7, 7)), 4) == (k, k, ((4, 4), (1, 1), (4, 4), (3, 3)))
 
 
 @pytest.mark.parametrize(
     "variant", [name for name, (scores, _) in VARIANTS.items() if scores.causal]
 )
-def test_reading_on_from_a_cache_gives_the_tail_of_the_whole(variant: str) -> None:
+def test_continued_prefill_with_kv_cache_matches_full_attention(variant: str) -> None:
     scores, has_sinks = VARIANTS[variant]
     whole = tokens_of_rows(1, 12)
     q, k, v = (x.detach() for x in qkv(whole, heads=4, kv_heads=2, d_v=6))
@@ -761,7 +763,7 @@ def test_reading_on_from_a_cache_gives_the_tail_of_the_whole(variant: str) -> No
 
 
 @pytest.mark.slow
-def test_compiled_layers_leave_variants_out_of_their_graphs() -> None:
+def test_torch_compile_excludes_split_kv_from_the_graph() -> None:
     """What is planned for lengths at hand would be traced and compiled once more for all others."""
     graphs = []
 
@@ -783,7 +785,7 @@ def test_compiled_layers_leave_variants_out_of_their_graphs() -> None:
     assert len(graphs) <= before + 1
 
 
-def test_a_way_that_is_asked_for_is_taken_or_refused() -> None:
+def test_explicit_backend_is_used_or_rejected() -> None:
     q, k, v = (torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     rows, windowed = tokens_of_rows(2, 4), Scores(window=2)
     plain = reference_attention(q, k, v, rows)
@@ -799,12 +801,12 @@ def test_a_way_that_is_asked_for_is_taken_or_refused() -> None:
     for form in ("cpu_tiled", "sdpa"):
         with pytest.raises(
             ConfigError,
-            match=f"kernels.attention={form}: it takes .*plain scores.* Set kernels.atten",
+            match=f"kernels.attention={form}: supported inputs: .*plain scores.* Set kernels.atten",
         ):
             attention(q, k, v, rows, windowed, kernel=form)
     for form in ("varlen", "flex"):
         with pytest.raises(
             ConfigError,
-            match=f"kernels.attention={form}: .* Set kernels.attention to torch, which ta",
+            match=f"kernels.attention={form}: .* Set kernels.attention to torch, which su",
         ):
             attention(q, k, v, rows, kernel=form)

@@ -1,4 +1,4 @@
-"""The best token is that of whole logits, whoever holds which rows of the vocabulary."""
+"""Greedy decoding over a sharded vocabulary matches the argmax of full logits."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def expected() -> list[int]:
 
 
 @pytest.mark.parametrize("chunk", [4, 100])
-def test_it_is_the_largest_of_all_logits(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_token_has_the_largest_logit(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(best_token, "loss_chunk", lambda vocab_size, ranks: chunk)
     x, table = inputs()
     assert (
@@ -50,11 +50,11 @@ def test_it_is_the_largest_of_all_logits(chunk: int, monkeypatch: pytest.MonkeyP
     assert 3 in expected() and 30 not in expected()  # of equals the first
 
 
-def test_ranks_that_share_the_vocabulary_agree() -> None:
+def test_vocabulary_parallel_ranks_return_the_same_token() -> None:
     assert run_ranks(best_of_rank, 2) == [expected()] * 2
 
 
-def test_a_rank_with_padding_alone_has_no_say() -> None:
+def test_rank_with_only_padding_rows_is_ignored() -> None:
     x, table = inputs()
     only = best_tokens(x[:2], table[VOCAB:], vocab=alone("tp"), first_row=VOCAB, vocab_size=VOCAB)
     assert only.tolist() == [

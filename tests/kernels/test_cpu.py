@@ -1,4 +1,4 @@
-"""Compiled loops run on torch's own threads, and only on what they were made for."""
+"""Numba loops run on torch's threads, and only on supported tensors."""
 
 import struct
 import sys
@@ -34,13 +34,13 @@ def two_threads() -> Iterator[None]:
 
 
 @linux
-def test_the_library_is_the_one_that_torch_brought() -> None:
+def test_openmp_library_is_torchs_own() -> None:
     assert cpu.openmp() is not None
     assert "/torch" in cpu._loaded_libraries()[0]
 
 
 @linux
-def test_loops_take_large_cpu_tensors_of_one_narrow_dtype() -> None:
+def test_loops_support_large_fp32_or_bf16_cpu_tensors() -> None:
     large, weight = torch.zeros(128, 64), torch.zeros(64)
     assert cpu.takes(large, weight)
     assert cpu.takes(large.bfloat16(), weight.bfloat16())
@@ -51,7 +51,7 @@ def test_loops_take_large_cpu_tensors_of_one_narrow_dtype() -> None:
     assert not cpu.takes(large.to("meta"), weight.to("meta"))
 
 
-def test_without_a_library_to_call_the_torch_versions_do_the_work(
+def test_torch_backend_is_used_without_openmp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate_up = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
@@ -68,17 +68,15 @@ def test_arguments_become_eight_bytes_each() -> None:
     assert struct.unpack("d", struct.pack("q", cpu._bits(1e-5))) == (1e-5,)
 
 
-def test_small_work_stays_on_one_thread(two_threads: None) -> None:
-    assert cpu.num_threads(cpu.WORTH_THREADS - 1) == 1
-    assert cpu.num_threads(cpu.WORTH_THREADS) == 2
+def test_small_work_uses_one_thread(two_threads: None) -> None:
+    assert cpu.num_threads(cpu.MIN_THREADED_ELEMENTS - 1) == 1
+    assert cpu.num_threads(cpu.MIN_THREADED_ELEMENTS) == 2
 
 
 @linux
 @pytest.mark.parametrize("rows", [1, 2, 3, 101])
-def test_any_number_of_rows_is_shared_by_two_threads_without_gap_or_overlap(
-    rows: int, two_threads: None
-) -> None:
-    h = cpu.WORTH_THREADS
+def test_two_threads_partition_any_number_of_rows(rows: int, two_threads: None) -> None:
+    h = cpu.MIN_THREADED_ELEMENTS
     x = torch.randn(rows, h, generator=torch.Generator().manual_seed(0), requires_grad=True)
     weight = torch.ones(h, requires_grad=True)
     results = []
@@ -93,7 +91,7 @@ def test_any_number_of_rows_is_shared_by_two_threads_without_gap_or_overlap(
 
 
 @linux
-def test_the_same_threads_give_the_same_bits_every_time(two_threads: None) -> None:
+def test_results_are_deterministic_for_equal_thread_counts(two_threads: None) -> None:
     x = torch.randn(512, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
     weight = torch.ones(96, requires_grad=True)
 
@@ -115,7 +113,7 @@ def everything(x: Tensor, weight: Tensor) -> Tensor:
     return linear_cross_entropy(x, weight, ids, vocab=alone("tp"), first_row=0, vocab_size=190)
 
 
-def test_every_kernel_goes_into_one_graph() -> None:
+def test_torch_compile_captures_every_kernel_in_one_graph() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(n, 96, generator=generator).mul(0.1).requires_grad_() for n in (128, 192)

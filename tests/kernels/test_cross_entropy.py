@@ -1,5 +1,4 @@
-"""Cross entropy over a vocabulary that is never held in full: exact, whatever the chunk, padding
-and masks."""
+"""Chunked vocabulary-parallel cross entropy is exact for any chunk size, padding and loss mask."""
 
 from typing import Any
 
@@ -123,7 +122,7 @@ def test_gradients_of_token_losses_are_those_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_padding_rows_change_nothing_and_get_no_gradient(form: str) -> None:
+def test_padding_rows_do_not_affect_the_loss_and_get_no_gradient(form: str) -> None:
     x, weight = inputs()
     with torch.no_grad():
         weight[V:] = 1e6
@@ -147,7 +146,7 @@ def test_extreme_logits_stay_finite(form: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_labels_at_all_give_zero_and_zero_gradients(form: str) -> None:
+def test_loss_and_gradients_without_labels_are_zero(form: str) -> None:
     x, weight = inputs()
     ours = loss(form, x, weight, torch.full((T,), -1))
     assert ours.item() == 0
@@ -157,7 +156,7 @@ def test_no_labels_at_all_give_zero_and_zero_gradients(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_part_made_of_padding_only_sees_no_label_and_adds_no_exponential(form: str) -> None:
+def test_vocabulary_shard_of_padding_does_not_affect_softmax(form: str) -> None:
     x, weight = inputs()
     whole = linear_cross_entropy if form == "sum" else token_losses
     last = whole(x, weight[:3], LABELS, vocab=alone("tp"), first_row=V, vocab_size=V)
@@ -167,7 +166,7 @@ def test_a_part_made_of_padding_only_sees_no_label_and_adds_no_exponential(form:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_sink_gets_the_scaled_gradient_and_autograd_none(form: str) -> None:
+def test_gradient_accumulator_gets_the_scaled_gradient_and_autograd_none(form: str) -> None:
     x, weight = inputs()
     grad_accumulator = Recorder()
     (loss(form, x, weight, grad_accumulator=grad_accumulator, chunk=4) / 7).backward()
@@ -196,7 +195,7 @@ def test_bf16_gives_an_fp32_loss_and_adds_the_weight_gradient_in_fp32(form: str)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nothing_is_kept_when_no_gradient_is_wanted(form: str) -> None:
+def test_nothing_is_saved_when_no_gradient_is_required(form: str) -> None:
     x, weight = inputs()
     with torch.no_grad():
         ours = loss(form, x, weight)
@@ -204,7 +203,7 @@ def test_nothing_is_kept_when_no_gradient_is_wanted(form: str) -> None:
     torch.testing.assert_close(ours, torch_loss(x, weight).detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_a_second_backward_is_refused_rather_than_scaled_twice() -> None:
+def test_second_backward_raises_an_error() -> None:
     x, weight = inputs()
     ours = loss("sum", x, weight)
     torch.autograd.grad(2 * ours, (x, weight), retain_graph=True)
@@ -213,7 +212,7 @@ def test_a_second_backward_is_refused_rather_than_scaled_twice() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_weight_of_a_frozen_head_gets_nothing(form: str) -> None:
+def test_frozen_head_gets_no_gradient(form: str) -> None:
     x, weight = inputs()
     ours = loss(form, x, weight.detach())
     (dx,) = torch.autograd.grad(ours, x)
@@ -223,7 +222,7 @@ def test_the_weight_of_a_frozen_head_gets_nothing(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_logits_are_never_held_in_full(form: str) -> None:
+def test_full_logits_are_never_materialized(form: str) -> None:
     t, v = 64, 40
     x, weight = torch.randn(t, 8, requires_grad=True), torch.randn(v, 8, requires_grad=True)
     with Largest() as largest:
@@ -232,7 +231,7 @@ def test_logits_are_never_held_in_full(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_shapes_hold_on_meta(form: str) -> None:
+def test_shapes_on_meta_device(form: str) -> None:
     x = torch.empty(T, H, device="meta", requires_grad=True)
     weight = torch.empty(PADDED, H, device="meta", requires_grad=True)
     ours = loss(form, x, weight, LABELS.to("meta"))
@@ -244,7 +243,7 @@ def test_shapes_hold_on_meta(form: str) -> None:
 
 
 def large(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """More logits than the compiled loops ask for, with some tokens unlabelled and padding rows."""
+    """More logits than the compiled loops ask for, with some tokens unlabeled and padding rows."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 33, generator=generator).to(dtype).requires_grad_()
     weight = (0.5 * torch.randn(320, 33, generator=generator)).to(dtype).requires_grad_()
@@ -263,7 +262,7 @@ READOUTS = (
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("logit_transform", READOUTS)
-def test_every_kernel_gives_what_the_reference_gives(
+def test_all_backends_match_the_reference(
     form: str, dtype: torch.dtype, tolerance: float, kernel: Kernel, logit_transform: LogitTransform
 ) -> None:
     x, weight, labels = large(dtype)
@@ -290,7 +289,7 @@ def test_every_kernel_gives_what_the_reference_gives(
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("logit_transform", READOUTS)
-def test_smoothed_labels_are_those_of_torch_with_padding_left_out(
+def test_label_smoothing_matches_torch_without_padding_rows(
     kernel: Kernel, chunk: int | None, logit_transform: LogitTransform
 ) -> None:
     x, weight = inputs()
@@ -320,7 +319,7 @@ def test_smoothed_labels_are_those_of_torch_with_padding_left_out(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_compiled_loops_smooth_labels(dtype: torch.dtype, tolerance: float) -> None:
+def test_numba_backend_supports_label_smoothing(dtype: torch.dtype, tolerance: float) -> None:
     x, weight, labels = large(dtype)
     results = []
     for kernel in ("auto", "reference"):
@@ -357,7 +356,7 @@ def test_a_confident_bf16_token_keeps_its_small_gradient(kernel: Kernel) -> None
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
-def test_numbers_that_are_none_reach_the_loss(form: str, kernel: Kernel, bad: float) -> None:
+def test_nan_and_inf_propagate_to_the_loss(form: str, kernel: Kernel, bad: float) -> None:
     x, weight, labels = large(torch.float32)
     labels[3] = 5
     with torch.no_grad():
@@ -372,7 +371,7 @@ def test_numbers_that_are_none_reach_the_loss(form: str, kernel: Kernel, bad: fl
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("logit_transform", READOUTS)
-def test_gradients_of_scaled_and_capped_scores_equal_torch_also_far_beyond_the_cap(
+def test_gradients_of_scaled_and_soft_capped_logits_match_torch(
     form: str, logit_transform: LogitTransform
 ) -> None:
     for scale in (1.0, 1e3):
@@ -406,7 +405,7 @@ def test_gradients_of_scaled_and_capped_scores_equal_torch_also_far_beyond_the_c
             torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_scores_that_are_neither_scaled_nor_capped_stay_the_products_themselves() -> None:
+def test_identity_logit_transform_returns_its_input() -> None:
     matmul_ops = torch.randn(4, 5).bfloat16()
     assert (
         LogitTransform().scores(matmul_ops) is matmul_ops
@@ -414,7 +413,7 @@ def test_scores_that_are_neither_scaled_nor_capped_stay_the_products_themselves(
     )
 
 
-def test_capped_scores_are_computed_in_fp32() -> None:
+def test_soft_capped_logits_are_computed_in_fp32() -> None:
     matmul_ops = 30 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = LogitTransform(softcap=30.0).scores(matmul_ops)
     assert found.dtype == torch.float32
@@ -433,7 +432,7 @@ def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(
     assert slopes is None or isinstance(slopes, float) or bool((slopes == 0).all())
 
 
-def test_ranks_with_uneven_parts_cut_the_tokens_alike() -> None:
+def test_ranks_with_uneven_vocabulary_shards_use_equal_chunks() -> None:
     ranks = [Group(axes=("tp",), ranks=(0, 1, 2), rank=rank) for rank in range(3)]
     parts = [torch.zeros(rows, 4) for rows in (16384, 16383, 16383)]
     heads = [Head.of(part, group, 0, 49150, None, loops=True) for part, group in zip(parts, ranks)]

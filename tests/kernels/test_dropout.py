@@ -1,5 +1,4 @@
-"""Dropout: the right share is dropped, independently, by hashes that every kernel and every layout
-computes alike."""
+"""Dropout: rate and independence of hashed masks, equal for every backend and layout."""
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def correlation(a: Tensor, b: Tensor, p: float) -> float:
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_the_share_that_is_dropped_is_p_in_all_in_each_token_and_in_each_feature(p: float) -> None:
+def test_dropped_share_is_p_per_token_and_per_feature(p: float) -> None:
     dropped = dropped_features(p, KEY, NUMBERS, 0, 768).double()
     sigma = (p * (1 - p)) ** 0.5
     assert abs(dropped.mean() - p) < 4 * sigma / dropped.numel() ** 0.5
@@ -36,7 +35,7 @@ def test_the_share_that_is_dropped_is_p_in_all_in_each_token_and_in_each_feature
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_neighbors_steps_layers_places_and_runs_are_dropped_independently(p: float) -> None:
+def test_masks_of_tokens_steps_layers_and_runs_are_independent(p: float) -> None:
     mask = dropped_features(p, KEY, NUMBERS, 0, 256)
     others = {
         "next layer": dropped_features(p, key(1, "dropout", "residual", 4), NUMBERS, 0, 256),
@@ -64,9 +63,7 @@ def test_no_two_tokens_of_many_have_the_same_mask() -> None:
     ("dtype", "t"), [(torch.float64, 33), (torch.float32, 211), (torch.bfloat16, 211)]
 )
 @pytest.mark.parametrize("first", [0, 5])
-def test_every_kernel_drops_the_same_and_divides_the_rest(
-    dtype: torch.dtype, t: int, first: int
-) -> None:
+def test_all_backends_have_equal_masks_and_scale(dtype: torch.dtype, t: int, first: int) -> None:
     x, numbers = seeded(t, 97, dtype=dtype), torch.arange(t) * 977
     dropped = dropped_features(0.3, KEY, numbers, first, 97)
     expected = (x.double() / 0.7).masked_fill(dropped, 0.0)
@@ -83,7 +80,7 @@ def test_every_kernel_drops_the_same_and_divides_the_rest(
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_backward_drops_what_forward_dropped_and_keeps_only_the_numbers(kernel: Kernel) -> None:
+def test_backward_uses_the_forward_mask_and_saves_only_token_numbers(kernel: Kernel) -> None:
     x, numbers, kept = seeded(211, 97, dtype=torch.float32).requires_grad_(), torch.arange(211), []
 
     def note(saved: Tensor) -> Tensor:
@@ -100,12 +97,12 @@ def test_backward_drops_what_forward_dropped_and_keeps_only_the_numbers(kernel: 
         assert [saved.data_ptr() for saved in kept] == [numbers.data_ptr()]
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     x, numbers = seeded(5, 7).requires_grad_(), torch.arange(5)
     assert torch.autograd.gradcheck(lambda x: dropout(x, 0.4, KEY, numbers), (x,))
 
 
-def test_parts_of_tokens_and_features_are_dropped_as_the_whole_is() -> None:
+def test_masks_of_slices_are_slices_of_the_mask() -> None:
     x = seeded(64, 48)
     whole = dropout(x, 0.3, KEY, NUMBERS[:64])
     assert torch.equal(dropout(x[20:30], 0.3, KEY, NUMBERS[20:30]), whole[20:30])
@@ -128,7 +125,7 @@ def by_hand(p: float, number: int, feature: int) -> bool:
     return (y + 2**31) % 2**32 < p * 2**32
 
 
-def test_masks_are_what_the_definition_gives_in_plain_integers() -> None:
+def test_masks_match_a_reference_in_python_integers() -> None:
     numbers = [-1, 0, 1, 2**40, 2**62]
     found = dropped_features(0.3, 7, torch.tensor(numbers), 2**20, 50)
     assert found.tolist() == [
@@ -136,7 +133,7 @@ def test_masks_are_what_the_definition_gives_in_plain_integers() -> None:
     ]
 
 
-def test_what_is_dropped_may_be_anything_and_nothing_dropped_is_the_input_itself() -> None:
+def test_dropped_nan_becomes_zero_and_p_zero_returns_the_input() -> None:
     x = torch.full((64, 200), float("nan"))
     y = dropout(x, 0.5, KEY, torch.arange(64))
     assert 0.4 < y.isnan().float().mean() < 0.6
@@ -144,7 +141,7 @@ def test_what_is_dropped_may_be_anything_and_nothing_dropped_is_the_input_itself
     assert dropout(x, 0.0, KEY, torch.arange(64)) is x
 
 
-def test_attention_weights_are_dropped_by_head_query_and_key_wherever_they_are() -> None:
+def test_attention_dropout_depends_only_on_head_query_and_key() -> None:
     queries, keys = torch.arange(100, 140), torch.arange(80, 140)
     whole = dropped_weights(0.3, KEY, queries, keys, range(6))
     assert whole.shape == (6, 40, 60)
@@ -160,7 +157,7 @@ def test_attention_weights_are_dropped_by_head_query_and_key_wherever_they_are()
         assert abs(correlation(a, b, 0.3)) < 4, name
 
 
-def test_shapes_hold_on_meta() -> None:
+def test_shapes_on_meta_device() -> None:
     x = torch.empty(5, 6, device="meta", requires_grad=True)
     dropout(x, 0.1, KEY, torch.empty(5, dtype=torch.int64, device="meta")).sum().backward()
     assert x.grad is not None

@@ -1,4 +1,5 @@
-"""Embeddings: each rank looks up its own rows, and their gradients add up in a fixed order."""
+"""Vocabulary-parallel embedding: each rank looks up its own rows; gradients are summed in a fixed
+order."""
 
 from itertools import pairwise
 
@@ -43,7 +44,7 @@ def test_lookup_and_gradient_equal_torch() -> None:
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_equals_the_reference_on_a_part_of_the_table() -> None:
+def test_table_shard_matches_the_reference() -> None:
     ours, theirs = table(3).requires_grad_(), table(3).requires_grad_()
     y, expected = embedding(IDS, ours, first_row=2), reference_embedding(IDS, theirs, 2)
     assert torch.equal(y, expected)
@@ -52,21 +53,21 @@ def test_equals_the_reference_on_a_part_of_the_table() -> None:
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_uneven_parts_sum_to_the_whole_table() -> None:
+def test_uneven_table_shards_sum_to_the_full_lookup() -> None:
     whole, cuts = table(), [0, 3, 5, 7]
     parts = [embedding(IDS, whole[a:b], first_row=a) for a, b in pairwise(cuts)]
     assert torch.equal(torch.stack(parts).sum(0), whole[IDS])
     assert [int((part != 0).any(1).sum()) for part in parts] == [2, 3, 2]
 
 
-def test_gradients_of_other_ranks_rows_stay_out() -> None:
+def test_ids_of_other_ranks_get_no_gradient() -> None:
     part = table(2).requires_grad_()
     embedding(IDS, part, first_row=3).sum().backward()
     assert part.grad is not None
     assert part.grad.tolist() == [[3.0] * 4, [0.0] * 4]
 
 
-def test_a_sink_gets_local_rows_and_zeros_for_those_of_other_ranks() -> None:
+def test_gradient_accumulator_gets_local_rows_and_zeros_for_other_ranks() -> None:
     part, grad_accumulator, dy = (
         table(3).requires_grad_(),
         Recorder(),
@@ -104,7 +105,7 @@ def test_repeated_rows_add_in_the_same_order_every_time() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shapes_hold_on_meta(dtype: torch.dtype) -> None:
+def test_shapes_on_meta_device(dtype: torch.dtype) -> None:
     weight = torch.empty(7, 4, device="meta", dtype=dtype, requires_grad=True)
     y = embedding(IDS.to("meta"), weight, first_row=2)
     assert (y.shape, y.dtype) == ((7, 4), dtype)

@@ -1,4 +1,4 @@
-"""Which form of an operation serves: never a fast one where the plain or torch's is asked for."""
+"""Backend selection of fused operations."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megalith.kernels import cpu, gpu
 from megalith.kernels.engine import select_backend, unavailable_backends
 
 
-def test_loops_serve_on_cpus_and_torch_where_they_do_not_or_is_asked_for() -> None:
+def test_numba_is_selected_on_cpus_if_supported() -> None:
     x = torch.ones(200, 200)
     assert select_backend("auto", x, op="norm") == ("torch" if cpu.openmp() is None else "numba")
     assert select_backend("auto", x, op="norm", loops=False) == "torch"
@@ -16,7 +16,7 @@ def test_loops_serve_on_cpus_and_torch_where_they_do_not_or_is_asked_for() -> No
     assert select_backend("torch", x, op="norm") == "torch"
 
 
-def test_programs_serve_on_gpus_unless_there_is_none_for_what_is_asked(
+def test_triton_is_selected_on_gpus_if_supported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "takes", lambda *tensors: False)
@@ -27,7 +27,7 @@ def test_programs_serve_on_gpus_unless_there_is_none_for_what_is_asked(
     assert select_backend("torch", x, op="norm") == "torch"
 
 
-def test_a_form_that_is_asked_for_by_name_is_had_or_refused_with_one_that_can(
+def test_explicit_backend_is_selected_or_rejected_with_an_alternative(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.ones(3, 5)
@@ -35,24 +35,25 @@ def test_a_form_that_is_asked_for_by_name_is_had_or_refused_with_one_that_can(
         assert select_backend("numba", x, op="rope") == "numba"  # however small
         with pytest.raises(
             ConfigError,
-            match="kernels.rope=numba: it takes fp32, bf16 on CPUs; it was given float64",
+            match="kernels.rope=numba: supported inputs: fp32, bf16 on CPUs; this input: float64",
         ):
             select_backend("numba", x.double(), op="rope")
         with pytest.raises(
-            ConfigError, match="gates of silu.* Set kernels.activation to torch, which takes this"
+            ConfigError,
+            match="gates of silu.* Set kernels.activation to torch, which supports this",
         ):
             select_backend("numba", x, op="activation", loops=False)
     with pytest.raises(
         ConfigError,
-        match="kernels.norm=triton: .* Set kernels.norm to torch, which takes this, or to",
+        match="kernels.norm=triton: .* Set kernels.norm to torch, which supports this input, or to",
     ):
         select_backend("triton", x, op="norm")
     monkeypatch.setattr(cpu, "openmp", lambda: None)
-    with pytest.raises(ConfigError, match="kernels.norm=numba: torch has no OpenMP library here"):
+    with pytest.raises(ConfigError, match="kernels.norm=numba: torch's OpenMP library on this"):
         select_backend("numba", x, op="norm")
 
 
-def test_what_a_machine_lacks_is_named_by_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_backends_are_listed_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "openmp", lambda: None)
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
     assert {"numba", "triton", "flex"} <= set(unavailable_backends())

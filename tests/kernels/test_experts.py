@@ -1,4 +1,4 @@
-"""The MLPs of all experts: what a loop over them gives, with less kept."""
+"""Grouped experts match a loop over experts and save less for backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -85,7 +85,7 @@ def run(
 @pytest.mark.parametrize("inner", [SWIGLU, CLAMPED, SQUARED], ids=["swiglu", "clamped", "ungated"])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("counts", [UNEVEN, (0, 9, 0, 0), (0, 0, 0, 0)], ids=str)
-def test_experts_are_a_loop_over_experts(
+def test_grouped_experts_match_a_loop_over_experts(
     inner: Inner, biases: bool, counts: tuple[int, ...]
 ) -> None:
     given = inputs(sum(counts), wide=F if inner is SQUARED else 2 * F, biases=biases)
@@ -112,7 +112,7 @@ class Total:
 
 
 @pytest.mark.parametrize("counts", [UNEVEN, (0, 0, 0, 0)], ids=str)
-def test_gradients_of_the_definition_go_to_the_same_places(counts: tuple[int, ...]) -> None:
+def test_reference_gradients_go_to_the_same_accumulators(counts: tuple[int, ...]) -> None:
     given, dy = inputs(sum(counts), biases=True), seeded(sum(counts), H, seed=9)
     expected = torch.autograd.grad(
         run(reference_experts, groups_of(counts), SWIGLU, *given), given, dy
@@ -136,13 +136,13 @@ def test_gradients_of_the_definition_go_to_the_same_places(counts: tuple[int, ..
 @pytest.mark.parametrize(
     "groups", [groups_of((2, 0, 1, 1)), equal_groups(E, 1)], ids=["uneven", "equal"]
 )
-def test_gradients_are_those_of_finite_differences(biases: bool, groups: Groups) -> None:
+def test_gradients_match_finite_differences(biases: bool, groups: Groups) -> None:
     assert torch.autograd.gradcheck(partial(run, experts, groups, SWIGLU), inputs(4, biases=biases))
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("biases", [False, True])
-def test_other_dtypes_are_as_good_as_their_rounding(
+def test_low_precision_error_is_within_rounding(
     dtype: torch.dtype, close: float, biases: bool
 ) -> None:
     given = inputs(9, biases=biases, dtype=dtype)
@@ -161,7 +161,7 @@ def test_other_dtypes_are_as_good_as_their_rounding(
         assert (mine - theirs).abs().max() <= close * theirs.abs().max(), number
 
 
-def test_experts_without_rows_get_zeros_and_not_none() -> None:
+def test_experts_without_rows_get_zero_gradients() -> None:
     given = inputs(9, biases=True)
     run(experts, groups_of(UNEVEN), SWIGLU, *given).sum().backward()
     for each in given[2:]:
@@ -192,12 +192,12 @@ def kept_bytes(again: Callable[..., RecomputedOutput] | None) -> int:
     return sum(kept.values()) - sum(each.nbytes for each in given)
 
 
-def test_backward_keeps_what_up_gave_and_computes_the_activation_again() -> None:
+def test_backward_saves_the_up_projection_and_recomputes_the_activation() -> None:
     assert kept_bytes(RecomputedOutput) == 8 * 9 * 2 * F
     assert kept_bytes(None) == 8 * 9 * 3 * F
 
 
-def test_keeping_the_activation_changes_no_bit() -> None:
+def test_saving_the_activation_gives_equal_bits() -> None:
     results = []
     for again in (RecomputedOutput, None):
         given = inputs(9)
@@ -242,7 +242,7 @@ def our_layer(order: Order, x: Tensor, weights: Tensor, up: Tensor, down: Tensor
 
 
 @pytest.mark.parametrize("dropped", [0.0, 0.4])
-def test_a_layer_gives_what_asking_expert_by_expert_gives(dropped: float) -> None:
+def test_moe_layer_matches_a_loop_over_experts(dropped: float) -> None:
     draw = torch.Generator().manual_seed(1)
     chosen = torch.rand(7, E, generator=draw).argsort(1)[:, :2]
     chosen = chosen.masked_fill(torch.rand(7, 2, generator=draw) < dropped, -1)
@@ -260,7 +260,7 @@ def test_a_layer_gives_what_asking_expert_by_expert_gives(dropped: float) -> Non
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_experts_padded_to_their_capacity_give_what_the_others_dropped_choices_give(
+def test_experts_padded_to_capacity_match_token_dropping(
     biases: bool,
 ) -> None:
     chosen = torch.rand(9, E, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :2]
@@ -279,7 +279,7 @@ def test_experts_padded_to_their_capacity_give_what_the_others_dropped_choices_g
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_biases_of_rows_equal_the_reference(weighted: bool) -> None:
+def test_expert_biases_match_the_reference(weighted: bool) -> None:
     y, bias, weights = seeded(9, H), wants(E, H, seed=1), wants(9, seed=2) if weighted else None
     given = [bias] if weights is None else [bias, weights]
     ours = with_bias(y.clone(), bias, groups_of(UNEVEN), weights)
@@ -292,27 +292,27 @@ def test_biases_of_rows_equal_the_reference(weighted: bool) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_without_a_bias_nothing_happens() -> None:
+def test_without_bias_the_input_is_returned() -> None:
     y = seeded(9, H)
     assert with_bias(y, None, groups_of(UNEVEN)) is y
 
 
-def test_rows_know_their_experts() -> None:
+def test_expert_of_each_row() -> None:
     assert experts_of_rows(groups_of(UNEVEN), torch.empty(9, 1)).tolist() == [0] * 5 + [2] + [3] * 3
 
 
-def test_products_that_are_asked_for_are_taken_or_refused() -> None:
+def test_explicit_grouped_matmul_is_used_or_rejected() -> None:
     x, w, groups = torch.ones(6, 8), torch.ones(3 * 4, 8), groups_of([1, 2, 3])
     assert grouped_matmul_ops_by_name("loop", x, w, groups) is LOOP
     assert grouped_matmul_ops_by_name("batched", x, w, equal_groups(3, 2)) is BATCHED
     with pytest.raises(
         ConfigError,
-        match="kernels.experts=batched: it takes everything; equally many rows for every",
+        match="kernels.experts=batched: supported inputs: everything; equally many rows for every",
     ):
         grouped_matmul_ops_by_name("batched", x, w, groups)
     with pytest.raises(
         ConfigError,
-        match="kernels.experts=grouped: .* Set kernels.experts to loop, which takes this",
+        match="kernels.experts=grouped: .* Set kernels.experts to loop, which supports this",
     ):
         grouped_matmul_ops_by_name("grouped", x.double(), w.double(), groups)
     if HAS_GROUPED_MM:

@@ -1,5 +1,4 @@
-"""flex_attention: documents, windows, caps, sinks and masks give the attention of the plain
-definition."""
+"""flex_attention matches the reference with documents, windows, soft caps, sinks and masks."""
 
 from dataclasses import replace
 
@@ -60,7 +59,7 @@ def inputs_of(
         if not (sinks and each.off_by_one)
     ],
 )
-def test_values_and_gradients_are_those_of_the_definition(
+def test_values_and_gradients_match_the_reference(
     scores: Scores, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torch refuses gradients on CPUs before it looks whether it must compile; what it would then do
@@ -101,7 +100,7 @@ def masked(device: str = "cpu", *, alone: bool = False) -> PackedSeqParams:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", ["beside", "alone", "padding"])
-def test_masks_hide_what_the_definition_hides(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_masks_match_the_reference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     tokens = masked(alone=kind == "alone")
     assert tokens.visible is not None
@@ -130,7 +129,7 @@ def test_masks_hide_what_the_definition_hides(kind: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("block", [16, 128])
-def test_blocks_leave_out_no_pair_and_whole_ones_hide_none(
+def test_block_mask_covers_all_visible_pairs(
     lengths: Lengths, window: int | None, causal: bool, block: int
 ) -> None:
     seen, num_keys = (
@@ -157,25 +156,27 @@ def test_blocks_leave_out_no_pair_and_whole_ones_hide_none(
 
 
 @pytest.mark.parametrize("scores", SCORES)
-def test_intervals_are_the_definitions_mask(scores: Scores) -> None:
-    from megalith.kernels.scores import keys_seen
+def test_intervals_match_the_reference_mask(scores: Scores) -> None:
+    from megalith.kernels.scores import mask_of_scores
 
     for lengths in LENGTHS:
         seen, row, start = intervals(lengths, scores.window, scores.after), 0, 0
         for queries, keys in lengths:
-            mask = keys_seen(queries, keys, scores, device=torch.device("cpu"))
+            mask = mask_of_scores(queries, keys, scores, device=torch.device("cpu"))
             key = np.arange(keys) + start
             mine = (key >= seen[row : row + queries, :1]) & (key < seen[row : row + queries, 1:])
             assert (mine == (True if mask is None else mask.numpy())).all()
             row, start = row + queries, start + keys
 
 
-def test_one_mask_serves_all_layers() -> None:
+def test_block_mask_is_cached_for_all_layers() -> None:
     device = torch.device("cpu")
     assert block_mask(LENGTHS[0], 5, 0, device) is block_mask(LENGTHS[0], 5, 0, device)
 
 
-def test_nothing_on_a_cpu_and_no_dropped_weights_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensors_and_attention_dropout_are_not_supported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q = torch.empty(3, 2, 16)
     assert not takes(q, q, Scores(softcap=2.0))
     monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: True)
@@ -191,7 +192,7 @@ def test_nothing_on_a_cpu_and_no_dropped_weights_are_taken(monkeypatch: pytest.M
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("masks", [None, "beside", "alone"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_the_compiled_kernel_gives_what_the_definition_gives(
+def test_compiled_kernel_on_gpu_matches_the_reference(
     scores: Scores, dtype: torch.dtype, masks: str | None
 ) -> None:
     q, k, v, sink = inputs_of(LENGTHS[0], dtype, "cuda", size=64)

@@ -1,4 +1,4 @@
-"""Triton programs: which tensors they take, and, interpreted on a CPU, that their tests hold."""
+"""Triton dispatch, and the Triton kernels' tests in the interpreter on CPUs."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalith.kernels import gpu
-from megalith.kernels.gpu import ProgramTile, part_of_rows, whole_rows
+from megalith.kernels.gpu import ProgramTile, tile_of_row_parts, tile_of_whole_rows
 from megalith.testing.triton import INTERPRET
 
 FOLDER = Path(__file__).parent
@@ -19,7 +19,7 @@ FILES = sorted(str(path) for path in FOLDER.glob("test_triton_*.py"))
 
 
 @pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
-def test_every_program_passes_its_tests_under_the_interpreter() -> None:
+def test_triton_kernels_pass_their_tests_in_the_interpreter() -> None:
     # About 10 s of computing: an interpreter is slow, and one process runs all, because starting it
     # takes 3 s.
     assert len(FILES) == len(
@@ -47,7 +47,7 @@ def test_every_program_passes_its_tests_under_the_interpreter() -> None:
     assert "skipped" not in result.stdout
 
 
-def test_nothing_on_a_cpu_is_taken_and_triton_is_not_loaded() -> None:
+def test_cpu_tensors_are_not_supported_and_triton_is_not_imported() -> None:
     code = (
         "import sys, torch\n"
         "from megalith.kernels import activation, cross_entropy, norm, rope, swiglu, weighted\n"
@@ -59,8 +59,8 @@ def test_nothing_on_a_cpu_is_taken_and_triton_is_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 100, 2048, 2049, gpu.WIDEST])
-def test_tiles_are_powers_of_two_that_hold_a_row_or_a_fixed_part_of_one(width: int) -> None:
-    whole, part = whole_rows(width), part_of_rows(width)
+def test_tile_sizes_are_powers_of_two(width: int) -> None:
+    whole, part = tile_of_whole_rows(width), tile_of_row_parts(width)
     assert whole.columns >= width
     assert part.columns >= min(width, gpu.TILE)
     for tile in (whole, part):
@@ -81,8 +81,8 @@ def programs() -> Iterator[tuple[Any, Given]]:
     from megalith.kernels import triton_gated, triton_loss, triton_norm, triton_rope
 
     tile = {"ROWS": 2, "COLUMNS": 1024}
-    yield triton_norm._norm, {"ADDS": True, "CENTRED": True, "TWICE": True, **tile}
-    yield triton_norm._norm_backward, {"ADDS": True, "CENTRED": True, **tile}
+    yield triton_norm._norm, {"ADDS": True, "CENTERED": True, "TWICE": True, **tile}
+    yield triton_norm._norm_backward, {"ADDS": True, "CENTERED": True, **tile}
     yield triton_rope._rotate, {"INTERLEAVED": True, "RESTS": True, "HEADS": 8, "COLUMNS": 64}
     for kind, gated in (("silu", True), ("gelu", True), ("squared_relu", False), ("relu", False)):
         for program in (triton_gated._forward, triton_gated._backward):
@@ -97,7 +97,7 @@ def programs() -> Iterator[tuple[Any, Given]]:
 @pytest.mark.slow
 @pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
 @pytest.mark.parametrize("generation", [80, 90])
-def test_every_program_compiles_for_gpus_that_are_not_here(
+def test_triton_kernels_compile_for_other_gpus(
     generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import triton

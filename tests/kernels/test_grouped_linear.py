@@ -1,5 +1,4 @@
-"""Matmuls of experts with uneven rows: three products in every way there is, and where gradients
-are sent."""
+"""Grouped matmuls of experts with uneven rows, and their gradient accumulators."""
 
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from megalith.kernels.grouped_linear import (
     FUSED,
     HAS_GROUPED_MM,
     LOOP,
-    WORTH_A_COPY,
+    MIN_ONEDNN_COPY_MULTIPLICATIONS,
     GroupedMatmulOps,
     Groups,
     equal_groups,
@@ -21,7 +20,7 @@ from megalith.kernels.grouped_linear import (
     put_grouped_product_,
     reference_grouped_linear,
     select_grouped_matmul_ops,
-    without_rows_zero_,
+    zero_experts_without_rows_,
 )
 from megalith.kernels.matmul import bf16_matmul
 from megalith.kernels.rebuilt import RecomputedOutput
@@ -61,11 +60,11 @@ class Recorder:
         raise AssertionError("experts hand over grouped products")
 
 
-def test_experts_without_rows_get_zeros_whether_or_not_the_host_knows_them() -> None:
+def test_experts_without_rows_get_zeros_with_counts_on_host_or_device() -> None:
     ends = groups_of(torch.tensor(UNEVEN)).on_device(torch.device("cpu"))
     for groups in (Groups(tuple(UNEVEN)), Groups(None, ends)):
         dw = seeded(E, O, I)
-        found = without_rows_zero_(dw.clone(), groups, ends)
+        found = zero_experts_without_rows_(dw.clone(), groups, ends)
         for expert, count in enumerate(UNEVEN):
             assert torch.equal(
                 found[expert], dw[expert] if count else torch.zeros(O, I, dtype=dw.dtype)
@@ -82,7 +81,7 @@ def each_way(
 
 
 @pytest.mark.parametrize("counts", [UNEVEN, [0, 0, 9, 0, 0], [9, 0, 0, 0, 0], [0] * 5], ids=str)
-def test_gradients_are_those_of_finite_differences(counts: list[int]) -> None:
+def test_gradients_match_finite_differences(counts: list[int]) -> None:
     x, w = wants(sum(counts), 3), wants(E * 2, 3, seed=1)
     assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, groups_of(counts)), (x, w))
 
@@ -110,9 +109,7 @@ def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, counts: li
 @pytest.mark.skipif(not HAS_GROUPED_MM, reason="this torch has no grouped_mm")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [UNEVEN, [0, 0, 9, 0, 0], [0] * 5], ids=str)
-def test_torchs_grouped_matmul_gives_what_the_loop_gives(
-    dtype: torch.dtype, counts: list[int]
-) -> None:
+def test_torch_grouped_matmul_matches_the_loop(dtype: torch.dtype, counts: list[int]) -> None:
     r = sum(counts)
     x, w, dy = (
         seeded(r, I, dtype=dtype),
@@ -130,7 +127,7 @@ def test_torchs_grouped_matmul_gives_what_the_loop_gives(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 4096])
-def test_the_way_is_chosen_by_what_is_multiplied(dtype: torch.dtype, rows: int) -> None:
+def test_grouped_matmul_selection(dtype: torch.dtype, rows: int) -> None:
     x, w = torch.empty(2 * rows, 64, dtype=dtype), torch.empty(2 * 128, 64, dtype=dtype)
     small = dtype != torch.float64 and (dtype == torch.bfloat16 or rows < 1024)
     with bf16_matmul("torch"):
@@ -159,19 +156,19 @@ def test_equal_groups_are_one_batched_matmul(dtype: torch.dtype, rows: int) -> N
     )
 
 
-def test_matmuls_large_enough_for_another_library_equal_small_ones() -> None:
+def test_onednn_matmuls_match_mkl() -> None:
     counts, outputs, inputs = [130, 10, 0], 400, 330
     x, w, dy = (
         seeded(*shape, dtype=torch.float32)
         for shape in [(140, inputs), (3 * outputs, inputs), (140, outputs)]
     )
-    assert 10 * outputs * inputs < WORTH_A_COPY < 130 * outputs * inputs
+    assert 10 * outputs * inputs < MIN_ONEDNN_COPY_MULTIPLICATIONS < 130 * outputs * inputs
     plain = each_way(x.double(), w.double(), dy.double(), groups_of(counts), LOOP)
     for mine, theirs in zip(each_way(x, w, dy, groups_of(counts), LOOP), plain):
         assert_equals("product", mine, theirs.float(), FP32)
 
 
-def test_a_sink_gets_everything_once_and_autograd_nothing() -> None:
+def test_gradient_accumulator_is_called_once_and_autograd_gets_none() -> None:
     x, w, dy, grad_accumulator = (
         wants(R, I),
         wants(E * O, I, seed=1),
@@ -187,7 +184,7 @@ def test_a_sink_gets_everything_once_and_autograd_nothing() -> None:
     assert groups.on_host() == tuple(UNEVEN)
 
 
-def test_a_rank_without_rows_still_tells_its_sink() -> None:
+def test_rank_without_rows_calls_its_gradient_accumulator() -> None:
     x, w, grad_accumulator = wants(0, I), wants(E * O, I, seed=1), Recorder()
     grouped_linear(x, w, groups_of([0] * E), grad_accumulator=grad_accumulator).sum().backward()
     [(kept_x, kept_dy, groups)] = grad_accumulator.matmul_ops
@@ -202,7 +199,7 @@ def test_a_rank_without_rows_still_tells_its_sink() -> None:
 @pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("matmul_ops", [LOOP, BATCHED, FUSED], ids=["loop", "batched", "fused"])
-def test_a_product_is_put_where_it_belongs(
+def test_grouped_product_is_written_or_added(
     dtype: torch.dtype, total_dtype: torch.dtype, fresh: bool, matmul_ops: GroupedMatmulOps
 ) -> None:
     counts = [2, 2, 2] if matmul_ops is BATCHED else [4, 0, 2]
@@ -223,7 +220,7 @@ def test_a_product_is_put_where_it_belongs(
     )
 
 
-def test_frozen_weights_keep_nothing_of_the_input() -> None:
+def test_frozen_weights_do_not_save_the_input() -> None:
     kept: list[Tensor] = []
     x, w = wants(R, I), seeded(E * O, I, seed=1)
 
@@ -238,7 +235,7 @@ def test_frozen_weights_keep_nothing_of_the_input() -> None:
     assert x.grad is not None
 
 
-def test_an_input_that_can_be_rebuilt_is_not_kept() -> None:
+def test_recomputed_input_is_not_saved() -> None:
     kept: list[Tensor] = []
     source, w, dy = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2)
 
@@ -259,7 +256,7 @@ def test_an_input_that_can_be_rebuilt_is_not_kept() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_products_are_replaced_without_touching_the_layer() -> None:
+def test_matmul_ops_can_be_replaced() -> None:
     tripled = LOOP._replace(weight_grad=lambda dy, x, groups: 3 * LOOP.weight_grad(dy, x, groups))
     x, w, dy = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2)
     (mine,) = torch.autograd.grad(
@@ -270,7 +267,7 @@ def test_products_are_replaced_without_touching_the_layer() -> None:
 
 
 @pytest.mark.parametrize("counts", [UNEVEN, [2], [0, 0]], ids=str)
-def test_sizes_on_the_host_and_ends_on_the_device_are_one_thing(counts: list[int]) -> None:
+def test_counts_on_host_and_ends_on_device_agree(counts: list[int]) -> None:
     host, device = groups_of(counts), Groups(ends=groups_of(counts).on_device(torch.device("cpu")))
     assert host.experts == device.experts == len(counts)
     assert (
@@ -286,12 +283,12 @@ def test_sizes_on_the_host_and_ends_on_the_device_are_one_thing(counts: list[int
     )
 
 
-def test_rows_that_the_groups_do_not_name_are_refused() -> None:
+def test_rows_outside_the_groups_raise_an_error() -> None:
     with pytest.raises(AssertionError, match="counts=\\(3, 0, 5, 1, 0\\)"):
         grouped_linear(seeded(10, I), seeded(E * O, I), groups_of(UNEVEN))
 
 
-def test_a_gradient_that_is_a_view_of_one_number_is_no_trouble() -> None:
+def test_expanded_scalar_gradient_is_supported() -> None:
     for groups in (groups_of([2, 2]), equal_groups(2, 2)):
         x, w = wants(4, 3), wants(4, 3, seed=1)
         dx, dw = torch.autograd.grad(grouped_linear(x, w, groups).sum(), (x, w))
@@ -299,7 +296,7 @@ def test_a_gradient_that_is_a_view_of_one_number_is_no_trouble() -> None:
         torch.testing.assert_close(dw, x.detach().view(2, 2, 3).sum(1).repeat_interleave(2, 0))
 
 
-def test_no_memory_is_needed_on_meta() -> None:
+def test_meta_device_allocates_no_memory() -> None:
     for groups in (groups_of([1, 3]), equal_groups(2, 2)):
         x = torch.empty(4, 3, device="meta", requires_grad=True)
         w = torch.empty(10, 3, device="meta", requires_grad=True)
@@ -311,7 +308,7 @@ def test_no_memory_is_needed_on_meta() -> None:
         assert w.grad.shape == (10, 3)
 
 
-def test_a_loop_over_experts_waits_once_for_how_many_rows_each_has() -> None:
+def test_loop_over_experts_synchronizes_once() -> None:
     """In forward and backward together, where only the device knows."""
     asked: list[Groups] = []
 

@@ -1,12 +1,11 @@
-"""Linear layers: one matmul over stacked weights, and weight gradients that go where they are
-sent."""
+"""Linear layers: one matmul over stacked weights, and gradient accumulators."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalith.kernels.linear import (
-    WORTH_ONEDNN,
+    MIN_ONEDNN_MULTIPLICATIONS,
     MatmulOps,
     add_product_,
     forward,
@@ -45,7 +44,7 @@ def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return seeded(*shape, seed=seed, dtype=dtype).requires_grad_()
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     x, q, kv = wants(5, 3), wants(4, 3, seed=1), wants(2, 3, seed=2)
     assert torch.autograd.gradcheck(lambda *a: linear(a[0], a[1:]), (x, q, kv))
 
@@ -69,7 +68,7 @@ def test_result_and_gradients_equal_the_reference(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_weights_below_one_another_are_stacked_without_a_copy() -> None:
+def test_adjacent_weights_are_stacked_as_a_view() -> None:
     storage = seeded(9, 5)
     q, kv = storage[:6], storage[6:]
     together = stacked([q, kv])
@@ -78,7 +77,7 @@ def test_weights_below_one_another_are_stacked_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("order", ["swapped", "gap", "strangers", "transposed"])
-def test_weights_that_lie_elsewhere_are_copied(order: str) -> None:
+def test_weights_that_are_not_adjacent_are_copied(order: str) -> None:
     storage = seeded(10, 5)
     pairs = {
         "swapped": (storage[6:], storage[:6]),
@@ -102,7 +101,7 @@ def test_weights_of_one_storage_train_as_two_parameters() -> None:
     torch.testing.assert_close(torch.cat([q.grad, kv.grad]), dy.t() @ x)
 
 
-def test_a_sink_gets_x_and_dy_and_autograd_nothing() -> None:
+def test_gradient_accumulator_gets_x_and_dy_and_autograd_none() -> None:
     x, w, dy, grad_accumulator = wants(5, 3), wants(4, 3, seed=1), seeded(5, 4, seed=2), Recorder()
     linear(x, [w], grad_accumulator=grad_accumulator).backward(dy)
     assert w.grad is None
@@ -113,7 +112,7 @@ def test_a_sink_gets_x_and_dy_and_autograd_nothing() -> None:
     assert torch.equal(kept_dy, dy)
 
 
-def test_dx_is_computed_before_the_sink_is_called() -> None:
+def test_dx_is_computed_before_the_gradient_accumulator_is_called() -> None:
     order: list[str] = []
 
     def noted_input_grad(dy: Tensor, w: Tensor) -> Tensor:
@@ -131,7 +130,7 @@ def test_dx_is_computed_before_the_sink_is_called() -> None:
     assert order == ["dx", "dw"]
 
 
-def test_products_are_replaced_without_touching_the_layer() -> None:
+def test_matmul_ops_can_be_replaced() -> None:
     def doubled(x: Tensor, w: Tensor) -> Tensor:
         return 2 * forward(x, w)
 
@@ -145,7 +144,7 @@ def test_products_are_replaced_without_touching_the_layer() -> None:
     torch.testing.assert_close(w.grad, 3 * dy.t() @ x)
 
 
-def test_frozen_weights_get_no_gradient_and_no_sink_call() -> None:
+def test_frozen_weights_get_no_gradient_and_no_accumulator_call() -> None:
     x, frozen, trained = wants(5, 3), seeded(4, 3, seed=1), wants(2, 3, seed=2)
     dx, dw = torch.autograd.grad(linear(x, [frozen, trained]).sum(), (x, trained))
     torch.testing.assert_close(dx, torch.cat([frozen, trained]).sum(0).expand(5, 3))
@@ -163,7 +162,7 @@ def test_the_first_layer_computes_no_gradient_for_its_input() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_add_up_in_fp32(dtype: torch.dtype) -> None:
+def test_products_are_accumulated_in_fp32(dtype: torch.dtype) -> None:
     total = seeded(4, 3, dtype=torch.float32)
     x, dy = seeded(6, 3, seed=1, dtype=dtype), seeded(6, 4, seed=2, dtype=dtype)
     expected = total + (dy.t() @ x).float()
@@ -171,7 +170,7 @@ def test_products_add_up_in_fp32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(total, expected)
 
 
-def test_no_memory_is_needed_on_meta() -> None:
+def test_meta_device_allocates_no_memory() -> None:
     storage = torch.empty(9, 5, device="meta")
     q, kv = torch.nn.Parameter(storage[:6]), torch.nn.Parameter(storage[6:])
     x = torch.empty(7, 5, device="meta", requires_grad=True)
@@ -184,19 +183,19 @@ def test_no_memory_is_needed_on_meta() -> None:
     assert kv.grad.shape == (3, 5)
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivative_raises_an_error() -> None:
     x, w = wants(5, 3), wants(4, 3)
     (dx,) = torch.autograd.grad(linear(x, [w]).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
 
 
-def test_matmuls_large_enough_for_another_library_equal_small_ones() -> None:
+def test_onednn_matmuls_match_mkl() -> None:
     x, w, dy = (
         seeded(*shape, seed=n, dtype=torch.float32)
         for n, shape in enumerate([(300, 201), (190, 201), (300, 190)])
     )
-    assert x.shape[0] * w.numel() >= WORTH_ONEDNN
+    assert x.shape[0] * w.numel() >= MIN_ONEDNN_MULTIPLICATIONS
     assert_equals("y", forward(x, w), x @ w.t(), FP32)
     assert_equals("dx", input_grad(dy, w), dy @ w, FP32)
     strided = seeded(201, 300, dtype=torch.float32).t()

@@ -1,5 +1,4 @@
-"""What the compiled loops are written with: rounding, exp and maxima that mean what torch's
-mean."""
+"""Building blocks of the numba loops match torch: rounding, exp and maxima."""
 
 import os
 import subprocess
@@ -65,7 +64,7 @@ def every_kind_of_number() -> Tensor:
     return torch.cat([bits.view(torch.float32), ties.view(torch.float32), torch.tensor(SPECIAL)])
 
 
-def test_rounding_to_bf16_is_that_of_torch() -> None:
+def test_rounding_to_bf16_matches_torch() -> None:
     values = every_kind_of_number()
     out = np.empty(len(values), np.uint16)
     _narrow_all(values.numpy(), out)
@@ -83,7 +82,7 @@ def test_bf16_is_read_exactly() -> None:
     assert torch.equal(torch.from_numpy(out).nan_to_num(1.5), values.float().nan_to_num(1.5))
 
 
-def test_exp_is_right_to_a_few_units_in_the_last_place() -> None:
+def test_exp_is_accurate_to_a_few_ulp() -> None:
     values = torch.linspace(-87, 88, 100_001)
     out = np.empty(len(values), np.float32)
     _exp_all(values.numpy(), out)
@@ -101,13 +100,13 @@ def test_exp_of_extremes_is_tiny_large_or_nan() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 33, 257])
-def test_the_largest_is_that_of_torch(length: int) -> None:
+def test_row_maximum_matches_torch(length: int) -> None:
     row = torch.randn(length, generator=torch.Generator().manual_seed(length))
     for values in (row, -row.abs(), row.abs(), torch.full_like(row, float("-inf"))):
         assert largest_of(values.numpy()) == values.max().item()
 
 
-def test_a_nan_is_never_overlooked() -> None:
+def test_nan_propagates() -> None:
     row = torch.tensor([1.0, float("nan"), 3.0])
     assert np.isnan(largest_of(row.numpy()))
 
@@ -117,7 +116,7 @@ def test_a_loop_is_compiled_once_per_dtype() -> None:
     assert address("swiglu", torch.float32) != address("swiglu", torch.bfloat16)
 
 
-def test_a_read_only_installation_compiles_without_keeping_the_result(
+def test_read_only_installation_compiles_without_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real, kept = loops._compile, []
@@ -135,7 +134,7 @@ def test_a_read_only_installation_compiles_without_keeping_the_result(
     assert kept == [True, False]
 
 
-def test_compilation_is_reported_when_the_cache_is_cold_and_not_afterwards(
+def test_compilation_is_reported_only_with_a_cold_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
@@ -212,13 +211,13 @@ torch.testing.assert_close(swiglu(x), swiglu(x, kernel="reference"))
 other most."""
 
 
-def test_two_processes_that_compile_two_dtypes_at_once_both_keep_their_own_code(
+def test_concurrent_compilation_of_two_dtypes_keeps_both_in_the_cache(
     tmp_path: Path,
 ) -> None:
-    told, kept = tmp_path / "told", tmp_path / "kept"
-    told.mkdir()
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(kept), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", TWO_AT_ONCE, str(told)]
+    signal_folder, cache_folder = tmp_path / "signals", tmp_path / "kept"
+    signal_folder.mkdir()
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache_folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TWO_AT_ONCE, str(signal_folder)]
     both = [
         subprocess.Popen(
             [*command, dtype],
@@ -230,9 +229,9 @@ def test_two_processes_that_compile_two_dtypes_at_once_both_keep_their_own_code(
         for dtype in ("float32", "bfloat16")
     ]
     try:
-        told_by = [process.communicate(timeout=120)[1] for process in both]
+        stderr_texts = [process.communicate(timeout=120)[1] for process in both]
     finally:
         for process in both:
             process.kill()
-    assert [process.returncode for process in both] == [0, 0], told_by
-    assert len(list(kept.rglob("*.nbc"))) == 2
+    assert [process.returncode for process in both] == [0, 0], stderr_texts
+    assert len(list(cache_folder.rglob("*.nbc"))) == 2

@@ -1,5 +1,4 @@
-"""Masks are checked, named when they do not fit, and laid down for whole documents wherever their
-tokens are."""
+"""Attention masks are validated, and stored for whole documents under context parallelism."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from megalith.kernels.tokens import (
     tokens_of_queries,
     tokens_of_slices,
 )
-from megalith.kernels.visible import FREE
+from megalith.kernels.visible import NO_MASK
 from megalith.plan.context import Slicing, plan_slices
 
 THREE = tokens_of_queries([(2, 3), (3, 3), (1, 4)])
@@ -40,7 +39,7 @@ def test_each_document_has_its_mask() -> None:
     assert third is not None and third.tolist() == [[True, False, True, False]]
 
 
-def test_masks_and_padding_go_together_in_any_order() -> None:
+def test_masks_and_padding_combine_in_any_order() -> None:
     text = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 0, 0]).bool()
     for tokens in (
         with_padding(with_masks(THREE, masks()), text),
@@ -54,7 +53,7 @@ def test_masks_and_padding_go_together_in_any_order() -> None:
     assert less is not None and less.tolist() == [[False, False, True]]
 
 
-def test_nothing_hidden_is_no_mask_and_new_masks_take_the_place_of_old_ones() -> None:
+def test_masks_without_hidden_keys_are_removed_and_new_masks_replace_old_ones() -> None:
     assert with_masks(THREE, [None] * 3).visible is None
     empty = tokens_of_lengths([0, 0])
     assert with_masks(empty, [torch.ones(0, 0).bool(), None]).visible is None
@@ -70,43 +69,43 @@ def test_padding_of_whole_documents_is_not_valid() -> None:
     )
 
 
-def test_rows_begin_where_a_row_of_all_keys_would() -> None:
+def test_mask_row_starts() -> None:
     lengths, starts = [(2, 3), (3, 3), (0, 2), (1, 4)], [0, None, None, 6]
     rows = rows_of(lengths, starts)
-    assert rows.tolist() == [0, 3, FREE, FREE, FREE, 6 - 8]
+    assert rows.tolist() == [0, 3, NO_MASK, NO_MASK, NO_MASK, 6 - 8]
     assert rows_of([], []).tolist() == []
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
     "too few": (
         lambda: with_masks(THREE, masks()[:2]),
-        "masks: 2 for 3 documents. Pass one for each, or None",
+        "masks: got 2 masks for 3 documents. Pass one mask for each document, or None",
     ),
     "shape": (
         lambda: with_masks(THREE, [masks()[0], None, torch.ones(4, 1).bool()]),
-        "masks[2] is [4, 1]: document 2 must have [1, 4] (1 queries, 4 keys). Pass one of that "
-        "shape.",
+        "masks[2] has the shape [4, 1]: document 2 requires [1, 4] (1 queries, 4 keys). Pass a "
+        "tensor of that shape.",
     ),
     "added to scores": (
         lambda: with_masks(THREE, [torch.zeros(2, 3), None, None]),
-        "masks[0] is torch.float32: expected torch.bool, True where a key may be seen. Pass "
-        "masks[0].bool(), or "
-        "masks[0] == 0 if it was made to be added to scores.",
+        "masks[0] is torch.float32: expected torch.bool, True where a query may see a key. Pass "
+        "masks[0].bool(), or masks[0] == 0 if it is an additive mask.",
     ),
     "elsewhere": (
         lambda: with_masks(
             THREE, [masks()[0], None, torch.ones(1, 4, dtype=torch.bool, device="meta")]
         ),
-        "masks[2] is on meta: expected it where the tokens are. Pass masks[2].to('cpu').",
+        "masks[2] is on meta, but the tokens are on cpu. Pass masks[2].to('cpu').",
     ),
     "none of one document": (
         lambda: with_masks(THREE, masks(), alone=True),
-        "masks[1]=None with alone=True: masks take the place of causality, so each document must "
-        "have one. Pass torch.ones(3, 3, dtype=torch.bool).tril(0) for one that is causal.",
+        "masks[1]=None with alone=True: the masks replace causality, so each document needs one. "
+        "For a causal mask pass torch.ones(3, 3, dtype=torch.bool).tril(0).",
     ),
     "padding of queries alone": (
         lambda: with_padding(THREE, torch.ones(6).bool()),
-        "text is [6]: all keys of 3 documents must have [10]. Pass one of that shape.",
+        "text has the shape [6]: padding of 3 documents requires [10]. Pass a tensor of that "
+        "shape.",
     ),
     "padding as numbers": (
         lambda: with_padding(THREE, torch.ones(10, dtype=torch.int64)),
@@ -116,14 +115,14 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_does_not_fit_is_named(mistake: str) -> None:
+def test_invalid_masks_are_reported(mistake: str) -> None:
     run, text = MISTAKES[mistake]
     with pytest.raises(DataError) as refused:
         run()
     assert text in str(refused.value)
 
 
-def test_the_advice_for_a_causal_document_is_causal() -> None:
+def test_suggested_mask_is_causal() -> None:
     assert torch.ones(1, 4, dtype=torch.bool).tril(3).all()  # one query, the last of four keys
     assert torch.ones(2, 3, dtype=torch.bool).tril(1).tolist() == [
         [True, True, False],
@@ -131,9 +130,7 @@ def test_the_advice_for_a_causal_document_is_causal() -> None:
     ]
 
 
-def test_tokens_that_ranks_share_have_masks_of_whole_documents_with_padding_that_sees_nothing() -> (
-    None
-):
+def test_context_parallel_masks_cover_whole_documents_and_padding() -> None:
     slicing = Slicing(ranks=2, rank=1, by="document")
     slices = plan_slices([5, 3], row=8, slicing=slicing)
     given = [torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.5 for n in (5, 3)]
@@ -159,11 +156,13 @@ def test_tokens_that_ranks_share_have_masks_of_whole_documents_with_padding_that
         *text[5:].tolist(),
         False,
     ]
-    with pytest.raises(DataError, match=r"masks\[0\] is \[8, 8\]: document 0 must have \[5, 5\]"):
+    with pytest.raises(
+        DataError, match=r"masks\[0\] has the shape \[8, 8\]: document 0 requires \[5, 5\]"
+    ):
         with_masks(tokens, [torch.ones(8, 8).bool(), None])
 
 
-def test_rows_that_ranks_share_keep_their_lengths() -> None:
+def test_context_parallel_rows_keep_their_lengths() -> None:
     slicing = Slicing(ranks=2, rank=0)
     tokens = tokens_of_slices(plan_slices([3, 5], row=8, slicing=slicing), slicing)
     text = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1]).bool()
@@ -177,14 +176,14 @@ def test_rows_that_ranks_share_keep_their_lengths() -> None:
 PAGE = Path(__file__).parents[2] / "docs/concepts/layers.md"
 
 
-def test_the_example_of_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_of_the_docs_prints_its_output(capsys: pytest.CaptureFixture[str]) -> None:
     section = PAGE.read_text(encoding="utf-8").split("## Masks and padding")[1].split("\n## ")[0]
     code, printed = section.split("```python\n")[1].split("```\n")[0], section.split("```\n")[2]
     exec(code, {})  # lint: allow eval-exec: our own page
     assert capsys.readouterr().out == printed
 
 
-def test_other_fields_stay() -> None:
+def test_other_fields_are_unchanged() -> None:
     tokens = replace(tokens_of_lengths([3]), reach=(9,))
     assert with_masks(tokens, [torch.eye(3).bool()]).reach == (9,)
     assert np.array_equal(

@@ -1,5 +1,5 @@
-"""Matmuls of bf16 on CPUs: torch's kernels and fp32 on upcast operands give the same within the
-rounding of bf16."""
+"""Matmuls of bf16 on CPUs: torch's kernels and upcast operands match within the rounding of
+bf16."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,9 +67,7 @@ MATMULS: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MATMULS)
-def test_bf16_matmuls_are_rounded_once_whichever_way_they_are_computed(
-    name: str, form: BackendName
-) -> None:
+def test_bf16_matmuls_are_rounded_once(name: str, form: BackendName) -> None:
     compute, a, b = MATMULS[name]
     with bf16_matmul(form):
         found = compute()
@@ -90,7 +88,7 @@ def test_a_product_is_added_to_a_bf16_gradient_before_it_is_rounded() -> None:
 
 
 @pytest.mark.parametrize("matmul_ops", [LOOP, BATCHED, *([FUSED] if HAS_GROUPED_MM else [])])
-def test_grouped_matmuls_agree(matmul_ops: GroupedMatmulOps) -> None:
+def test_grouped_matmuls_match(matmul_ops: GroupedMatmulOps) -> None:
     groups = equal_groups(3, 20)
     x, w, dy = seeded(60, 64), seeded(3 * 48, 64, seed=1), seeded(60, 48, seed=2)
 
@@ -110,7 +108,7 @@ def test_grouped_matmuls_agree(matmul_ops: GroupedMatmulOps) -> None:
 @pytest.mark.parametrize("length", [8, 70])
 @pytest.mark.parametrize("scores", [Scores(), Scores(window=5)], ids=["plain", "window"])
 @pytest.mark.parametrize("kernel", ["auto", "sdpa"])
-def test_attention_agrees(length: int, scores: Scores, kernel: Literal["auto", "sdpa"]) -> None:
+def test_attention_matches(length: int, scores: Scores, kernel: Literal["auto", "sdpa"]) -> None:
     if kernel == "sdpa" and scores.window is not None:
         return  # torch's kernel has no windows
     tokens = tokens_of_rows(2, length)
@@ -163,7 +161,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_no_matmul_of_a_training_step_is_left_to_bf16_kernels_where_operands_are_upcast(
+def test_all_matmuls_of_a_training_step_are_upcast(
     kind: str,
 ) -> None:
     run = layout_case(

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process where the C library can be asked to keep it."""
+"""The process keeps freed memory where the C library supports it."""
 
 import ctypes
 import platform
@@ -33,10 +33,10 @@ def page_faults(mode: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
-def test_tensors_of_the_next_step_cost_no_page_faults() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     assert page_faults("keep") < 100 < page_faults("default")
 
 
-def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_c_libraries_are_not_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert keep_freed_memory() is False

@@ -1,4 +1,4 @@
-"""Norms: right gradients, the rounding of published weights, little kept for backward."""
+"""Norms: gradients, rounding as published weights expect, and saved tensors."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return seeded(*shape, seed=seed, dtype=dtype).requires_grad_()
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     x, residual, weight = wants(5, 7), wants(5, 7, seed=1), wants(7, seed=2)
     assert torch.autograd.gradcheck(partial(rms_norm, eps=EPS), (x, weight))
     assert torch.autograd.gradcheck(partial(add_rms_norm, eps=EPS), (x, residual, weight))
@@ -65,7 +65,7 @@ def test_result_and_gradients_equal_the_reference(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_every_kernel_gives_what_the_reference_gives(
+def test_all_backends_match_the_reference(
     dtype: torch.dtype, tolerance: float, kernel: Kernel
 ) -> None:
     t, h = 211, 97  # large enough for the compiled loops
@@ -87,7 +87,7 @@ def test_every_kernel_gives_what_the_reference_gives(
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_rows_that_do_not_lie_together_give_the_same(kernel: Kernel) -> None:
+def test_strided_rows_match_contiguous_rows(kernel: Kernel) -> None:
     wide, weight = wants(211, 194, dtype=torch.float32), wants(97, dtype=torch.float32)
     x, dy = wide[:, 1::2], seeded(97, 211, seed=1, dtype=torch.float32).t()
     (mine,) = torch.autograd.grad(rms_norm(x, weight, EPS, kernel=kernel), wide, dy)
@@ -95,7 +95,7 @@ def test_rows_that_do_not_lie_together_give_the_same(kernel: Kernel) -> None:
     torch.testing.assert_close(mine, theirs)
 
 
-def test_an_fp32_weight_keeps_bf16_activations_narrow() -> None:
+def test_fp32_weight_keeps_bf16_activations_in_bf16() -> None:
     x, weight = seeded(211, 97, dtype=torch.bfloat16), seeded(97, seed=1, dtype=torch.float32)
     y = rms_norm(x, weight, EPS)
     assert y.dtype == torch.bfloat16
@@ -112,7 +112,7 @@ def test_a_nan_stays_in_its_row(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("t", [64, 1024])
-def test_the_normed_row_is_rounded_before_it_meets_the_weight(t: int) -> None:
+def test_normalized_row_is_rounded_before_the_weight_is_applied(t: int) -> None:
     x, weight = seeded(t, 32, dtype=torch.bfloat16), seeded(32, seed=1, dtype=torch.bfloat16)
     wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
     rounded_twice = wide.bfloat16() * weight
@@ -124,7 +124,7 @@ def test_the_normed_row_is_rounded_before_it_meets_the_weight(t: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_residual_and_norm_in_one_equal_the_two(dtype: torch.dtype) -> None:
+def test_fused_residual_norm_matches_separate_operations(dtype: torch.dtype) -> None:
     inputs = [
         wants(9, 16, dtype=dtype),
         wants(9, 16, seed=1, dtype=dtype),
@@ -145,7 +145,7 @@ def test_residual_and_norm_in_one_equal_the_two(dtype: torch.dtype) -> None:
         assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-def test_backward_keeps_x_and_one_number_per_row() -> None:
+def test_backward_saves_x_and_one_number_per_row() -> None:
     x, weight, kept = wants(9, 16, dtype=torch.float32), wants(16, dtype=torch.float32), []
 
     def note(saved: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def test_backward_keeps_x_and_one_number_per_row() -> None:
     assert sorted(saved.numel() for saved in kept) == [9, 16, 9 * 16]
 
 
-def test_inputs_are_left_as_they_were() -> None:
+def test_inputs_are_not_modified() -> None:
     x, weight, dy = wants(9, 16), wants(16, seed=1), seeded(9, 16, seed=2)
     copies = [a.detach().clone() for a in (x, weight, dy)]
     torch.autograd.grad(rms_norm(x, weight, EPS), (x, weight), dy)
@@ -173,7 +173,7 @@ def test_rows_of_zeros_stay_finite() -> None:
     assert bool(x.grad.isfinite().all())
 
 
-def test_shapes_hold_on_meta() -> None:
+def test_shapes_on_meta_device() -> None:
     x = torch.empty(5, 8, device="meta", requires_grad=True)
     weight = torch.empty(8, device="meta", requires_grad=True)
     total, y = add_rms_norm(x, rms_norm(x, weight, EPS), weight, EPS)
@@ -185,7 +185,7 @@ def test_shapes_hold_on_meta() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_a_zero_centred_weight_counts_one_more_under_every_kernel(
+def test_zero_centered_weight_adds_one_under_every_backend(
     dtype: torch.dtype, tolerance: float, kernel: Kernel
 ) -> None:
     t, h = 211, 97
@@ -209,7 +209,7 @@ def test_a_zero_centred_weight_counts_one_more_under_every_kernel(
 
 
 @pytest.mark.parametrize("t", [64, 1024])
-def test_a_zero_centred_norm_rounds_once_at_the_end_as_gemma_does(t: int) -> None:
+def test_zero_centered_norm_rounds_once_like_gemma(t: int) -> None:
     x, weight = seeded(t, 32, dtype=torch.bfloat16), seeded(32, seed=1, dtype=torch.bfloat16)
     wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
     expected = (wide * (1.0 + weight.float())).bfloat16()
@@ -219,7 +219,7 @@ def test_a_zero_centred_norm_rounds_once_at_the_end_as_gemma_does(t: int) -> Non
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_gradients_of_every_norm_are_those_of_finite_differences(zero_centered: bool) -> None:
+def test_gradients_of_every_norm_match_finite_differences(zero_centered: bool) -> None:
     x, residual, weight, bias = wants(5, 7), wants(5, 7, seed=1), wants(7, seed=2), wants(7, seed=3)
     rms, layer, add = (
         partial(each, eps=EPS, zero_centered=zero_centered)
@@ -265,7 +265,7 @@ def test_layer_norm_and_its_gradients_equal_the_reference(
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-def test_layer_norm_keeps_x_and_two_numbers_per_row_in_fp32() -> None:
+def test_layer_norm_saves_x_and_two_fp32_numbers_per_row() -> None:
     x, weight, bias = (wants(*shape, dtype=torch.bfloat16) for shape in ((9, 16), (16,), (16,)))
     kept: list[Tensor] = []
 
@@ -283,7 +283,7 @@ def test_layer_norm_keeps_x_and_two_numbers_per_row_in_fp32() -> None:
     ]
 
 
-def test_layer_norm_leaves_its_inputs_and_their_gradients_as_they_were() -> None:
+def test_layer_norm_does_not_modify_inputs_or_gradients() -> None:
     x, residual, weight, bias = (
         wants(9, 16),
         wants(9, 16, seed=1),
@@ -298,7 +298,7 @@ def test_layer_norm_leaves_its_inputs_and_their_gradients_as_they_were() -> None
     assert all(torch.equal(a, b) for a, b in zip((x, residual, weight, bias, *dys), copies))
 
 
-def test_layer_norm_of_rows_that_do_not_lie_together_and_of_meta() -> None:
+def test_layer_norm_of_strided_rows_and_meta_tensors() -> None:
     weight, bias = seeded(5, seed=1), seeded(5, seed=2)
     x = wants(5, 9)
     (mine,) = torch.autograd.grad(layer_norm(x.t(), weight, bias, EPS), x, seeded(5, 9, seed=3).t())

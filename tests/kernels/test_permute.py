@@ -1,5 +1,4 @@
-"""PackedSeqParams to rows sorted by expert and back: where everything goes, and what gradients come
-home."""
+"""Permutation of tokens to rows sorted by expert and back, and its gradients."""
 
 import pytest
 import torch
@@ -73,14 +72,14 @@ def test_every_choice_that_is_not_dropped_has_one_row_of_its_expert(dropped: flo
     assert torch.equal(order.choices[order.rows], order.choices.sort().values)
 
 
-def test_a_known_number_of_rows_gives_the_same_order() -> None:
+def test_known_number_of_rows_gives_the_same_permutation() -> None:
     chosen = random_choices(11, 3, 5, dropped=0.3)
-    counted, told = (
+    counted, with_known_count = (
         order_choices(chosen, 5),
         order_choices(chosen, 5, num_rows=int((chosen >= 0).sum())),
     )
     for field in ("counts", "choices", "tokens", "rows", "starts"):
-        assert torch.equal(getattr(counted, field), getattr(told, field))
+        assert torch.equal(getattr(counted, field), getattr(with_known_count, field))
 
 
 def test_padding_gives_every_expert_its_capacity_and_drops_the_last() -> None:
@@ -104,7 +103,7 @@ def test_padding_gives_every_expert_its_capacity_and_drops_the_last() -> None:
     torch.testing.assert_close(unpermute(permute(x, order), order), times * x)
 
 
-def test_padding_beyond_what_is_chosen_changes_nothing() -> None:
+def test_padding_rows_do_not_change_the_output() -> None:
     chosen, x, dy = random_choices(13, 3, 7, dropped=0.2), seeded(13, 4), seeded(13, 4, seed=1)
     results = []
     for order in (order_choices(chosen, 7), order_padded(chosen, 7, capacity=20)):
@@ -119,7 +118,7 @@ def test_padding_beyond_what_is_chosen_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["all", "dropped", "padded"])
-def test_gradients_are_those_of_finite_differences(which: int) -> None:
+def test_gradients_match_finite_differences(which: int) -> None:
     order = three_orders()[which]
     assert torch.autograd.gradcheck(lambda x: permute(x, order), (seeded(13, 2).requires_grad_(),))
     rows = seeded(len(order.choices), 2).requires_grad_()
@@ -156,7 +155,7 @@ def test_moves_and_gradients_equal_the_reference(dtype: torch.dtype, which: int)
         torch.testing.assert_close(dx, dx_expected.to(dtype))
 
 
-def test_to_experts_and_back_with_weights_that_add_up_to_one_is_the_identity() -> None:
+def test_permute_and_unpermute_with_normalized_weights_is_the_identity() -> None:
     order = order_choices(random_choices(17, 4, 6), 6)
     x, dy = seeded(17, 3).requires_grad_(), seeded(17, 3, seed=1)
     y = unpermute(permute(x, order) / 4, order)
@@ -166,7 +165,7 @@ def test_to_experts_and_back_with_weights_that_add_up_to_one_is_the_identity() -
 
 
 @pytest.mark.parametrize("features", [1, 16, 33])
-def test_rows_add_up_in_fp32_in_the_order_of_choices(features: int) -> None:
+def test_rows_are_summed_in_fp32_in_the_order_of_choices(features: int) -> None:
     order = order_choices(torch.tensor([[3, 2, 1, 0]]), 4)
     rows = torch.tensor([[1.0], [1.0], [1.0], [256.0]]).repeat(1, features).bfloat16()
     assert (
@@ -190,7 +189,7 @@ def test_a_tokens_weights_get_the_gradients_of_their_rows() -> None:
     assert torch.equal(grad.flatten(), expected)
 
 
-def test_the_moves_keep_no_features() -> None:
+def test_permute_and_unpermute_save_no_features() -> None:
     kept: list[Tensor] = []
     order, x = three_orders()[0], seeded(13, 3).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda saved: saved):
@@ -199,7 +198,7 @@ def test_the_moves_keep_no_features() -> None:
 
 
 @pytest.mark.parametrize("t", [0, 5])
-def test_no_rows_at_all_are_zeros_with_gradients(t: int) -> None:
+def test_no_rows_give_zeros_and_gradients(t: int) -> None:
     order = order_choices(torch.full((t, 2), -1), 3)
     x = seeded(t, 4).requires_grad_()
     y = unpermute(permute(x, order), order)
@@ -214,7 +213,7 @@ def test_the_rows_can_be_gathered_again() -> None:
     assert torch.equal(gather_rows(x, order), permute(x, order))
 
 
-def test_shapes_hold_on_meta() -> None:
+def test_shapes_on_meta_device() -> None:
     order = order_choices(torch.empty(6, 2, dtype=torch.int64, device="meta"), 4, num_rows=12)
     x = torch.empty(6, 3, device="meta", requires_grad=True)
     rows = permute(x, order)
@@ -224,7 +223,7 @@ def test_shapes_hold_on_meta() -> None:
     assert x.grad.shape == (6, 3)
 
 
-def test_chunks_of_ranks_become_chunks_of_experts_and_come_back() -> None:
+def test_chunks_are_sorted_by_expert_and_restored() -> None:
     sizes = [2, 0, 1, 3, 4, 1]  # rank 0: experts 0, 1, 2; rank 1: the same
     rows = torch.arange(11.0, dtype=torch.float64).unsqueeze(1).repeat(1, 2).requires_grad_()
     order = expert_major(2, 3)

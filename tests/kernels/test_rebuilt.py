@@ -1,5 +1,5 @@
-"""Inputs that a linear layer does not keep: rebuilt once in backward, bit for bit, and only when
-they are needed."""
+"""Recomputed inputs of linear layers: recomputed once in backward, bit by bit, and only if
+needed."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def gradients(
     return list(torch.autograd.grad(z.square().sum(), leaves)), kept
 
 
-def test_the_gradients_have_the_same_bits_and_the_input_is_not_kept() -> None:
+def test_recomputed_input_is_not_saved_and_gradients_are_bitwise_equal() -> None:
     plain, kept = gradients(Norm(), discard=False)
     norm = Norm()
     discarded, left = gradients(norm, discard=True)
@@ -65,7 +65,7 @@ def test_the_gradients_have_the_same_bits_and_the_input_is_not_kept() -> None:
         assert_equals("gradient", mine, theirs, EXACT)
 
 
-def test_nothing_is_rebuilt_for_a_frozen_weight() -> None:
+def test_nothing_is_recomputed_for_a_frozen_weight() -> None:
     norm = Norm()
     mine, left = gradients(norm, discard=True, frozen=True)
     plain, kept = gradients(Norm(), discard=False, frozen=True)
@@ -73,7 +73,7 @@ def test_nothing_is_rebuilt_for_a_frozen_weight() -> None:
     assert_equals("dx", mine[0], plain[0], EXACT)
 
 
-def test_a_second_backward_rebuilds_a_second_time() -> None:
+def test_second_backward_recomputes_again() -> None:
     norm, x, w = Norm(), seeded(7, 5).requires_grad_(), seeded(3, 5, seed=2).requires_grad_()
     ones = torch.ones(5)
     z = linear(RecomputedOutput(norm(x, ones), norm, (x, ones)), [w])
@@ -83,7 +83,7 @@ def test_a_second_backward_rebuilds_a_second_time() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_one_step_after_another_is_rebuilt_by_both() -> None:
+def test_composed_outputs_are_recomputed_by_both_functions() -> None:
     x = seeded(4, 6)
     doubled = RecomputedOutput(x * 2, lambda x: x * 2, (x,))
     longer = doubled.then(torch.cat([doubled.value, doubled.value]), lambda y: torch.cat([y, y]))
@@ -92,15 +92,15 @@ def test_one_step_after_another_is_rebuilt_by_both() -> None:
     assert torch.equal(as_recomputed(x).again(*as_recomputed(x).inputs), output_tensor(x))
 
 
-def test_a_rebuilt_input_of_another_shape_or_dtype_is_refused() -> None:
+def test_recomputed_input_of_another_shape_or_dtype_raises_an_error() -> None:
     w = seeded(3, 5, seed=2).requires_grad_()
     for wrong in (lambda x: x[1:], lambda x: x.double()):
         y = linear(RecomputedOutput(seeded(7, 5), wrong, (seeded(7, 5),)), [w])
-        with pytest.raises(RuntimeError, match="must be made to give the same tensor"):
+        with pytest.raises(RuntimeError, match="must return the same tensor"):
             y.sum().backward()
 
 
-def test_a_wrong_input_changes_the_gradient_so_comparing_bits_finds_it() -> None:
+def test_wrong_recomputation_changes_the_gradient() -> None:
     w = seeded(3, 5, seed=2).requires_grad_()
     right, wrong = seeded(7, 5), seeded(7, 5, seed=9)
     (expected,) = torch.autograd.grad(linear(right, [w]).sum(), w)
@@ -111,7 +111,7 @@ def test_a_wrong_input_changes_the_gradient_so_comparing_bits_finds_it() -> None
         assert_equals("w", found, expected, EXACT)
 
 
-def test_a_checked_input_that_comes_out_otherwise_the_second_time_is_refused() -> None:
+def test_checked_recomputation_with_other_bits_raises_an_error() -> None:
     w, x = seeded(3, 5, seed=2).requires_grad_(), seeded(7, 5)
     linear(recompute_checked(x * 2, lambda x: x * 2, (x,)), [w]).sum().backward()
     y = linear(recompute_checked(x * 2, lambda x: x * 2.0000002, (x,)), [w])
@@ -122,7 +122,7 @@ def test_a_checked_input_that_comes_out_otherwise_the_second_time_is_refused() -
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
 )
-def test_a_fingerprint_changes_with_any_value_and_with_their_order(dtype: torch.dtype) -> None:
+def test_fingerprint_depends_on_values_and_order(dtype: torch.dtype) -> None:
     x = (
         (torch.arange(30).view(5, 6) % 7 > 3).to(dtype)
         if dtype == torch.bool
@@ -137,22 +137,22 @@ def test_a_fingerprint_changes_with_any_value_and_with_their_order(dtype: torch.
     assert not torch.equal(fingerprint(x), fingerprint(x.T.contiguous()))
 
 
-def test_another_shape_or_dtype_the_second_time_is_refused_with_both() -> None:
+def test_recomputation_error_names_both_shapes_and_dtypes() -> None:
     x = seeded(4, 3)
     like = x.shape, x.dtype
     assert torch.equal(recompute_output(torch.clone, (x,), like=like), x)
     with pytest.raises(
         RuntimeError,
-        match=r"computed torch.float32 \[3, 4\] again where forward had torch.float32 \[4, 3\]",
+        match=r"recomputed torch.float32 \[3, 4\] where forward computed torch.float32 \[4, 3\]",
     ):
         recompute_output(torch.t, (x,), like=like)
     with pytest.raises(
-        RuntimeError, match=r"float64 \[4, 3\] again .* must be made to give the same tensor"
+        RuntimeError, match=r"float64 \[4, 3\] where .* must return the same tensor"
     ):
         recompute_output(Tensor.double, (x,), like=like)
 
 
-def test_parts_are_rows_of_the_whole_and_rebuilt_like_it() -> None:
+def test_split_rows_of_recomputed_output() -> None:
     x = seeded(8, 2)
     doubled = RecomputedOutput(2 * x, lambda x: 2 * x, (x,))
     assert [len(output_tensor(part)) for part in split_rows(x, 3)] == [3, 3, 2]

@@ -1,4 +1,4 @@
-"""Biases by distance: the buckets of T5, one look-up per distance, and attention that adds them."""
+"""Relative position bias: the buckets of T5, one lookup per distance, and attention with biases."""
 
 import math
 
@@ -10,8 +10,8 @@ from megalith.kernels.relative_bias import (
     Distances,
     PairBiases,
     biases_by_distance,
-    buckets_of,
     distance_biases,
+    distance_buckets,
     reference_biases,
 )
 
@@ -31,11 +31,11 @@ def by_formula(distance: int, *, num_buckets: int, max_distance: int, causal: bo
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (12, 60), (4, 7)])
-def test_near_distances_have_a_bucket_each_and_far_ones_share(
+def test_short_distances_have_a_bucket_each_and_long_ones_share(
     num_buckets: int, max_distance: int, causal: bool
 ) -> None:
     distances = list(range(-200, 200))
-    found = buckets_of(
+    found = distance_buckets(
         torch.tensor(distances), num_buckets=num_buckets, max_distance=max_distance, causal=causal
     )
     expected = [
@@ -49,17 +49,15 @@ def test_golden_buckets_of_t5() -> None:
     distances = torch.tensor(
         [-200, -128, -127, -64, -20, -16, -15, -8, -7, -1, 0, 1, 7, 8, 15, 16, 64, 127, 128, 200]
     )
-    both = buckets_of(distances, num_buckets=32, max_distance=128, causal=False).tolist()
+    both = distance_buckets(distances, num_buckets=32, max_distance=128, causal=False).tolist()
     assert both == [15, 15, 15, 14, 10, 10, 9, 8, 7, 1, 0, 17, 23, 24, 25, 26, 30, 31, 31, 31]
-    back = buckets_of(distances, num_buckets=32, max_distance=128, causal=True).tolist()
+    back = distance_buckets(distances, num_buckets=32, max_distance=128, causal=True).tolist()
     assert back == [31, 31, 31, 26, 17, 16, 15, 8, 7, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (12, 60), (4, 7)])
-def test_buckets_are_those_of_transformers(
-    num_buckets: int, max_distance: int, causal: bool
-) -> None:
+def test_buckets_match_transformers(num_buckets: int, max_distance: int, causal: bool) -> None:
     theirs = pytest.importorskip(
         "transformers.models.t5.modeling_t5"
     ).T5Attention._relative_position_bucket
@@ -67,15 +65,15 @@ def test_buckets_are_those_of_transformers(
     expected = theirs(
         distances, bidirectional=not causal, num_buckets=num_buckets, max_distance=max_distance
     )
-    found = buckets_of(distances, num_buckets=num_buckets, max_distance=max_distance, causal=causal)
+    found = distance_buckets(
+        distances, num_buckets=num_buckets, max_distance=max_distance, causal=causal
+    )
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (2, 7), (1, 40), (60, 60)])
-def test_one_look_up_per_distance_gives_what_one_per_pair_gives(
-    queries: int, keys: int, causal: bool
-) -> None:
+def test_lookup_by_distance_matches_lookup_by_pair(queries: int, keys: int, causal: bool) -> None:
     table = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
     mine, naive = (
         make(table, queries, keys, max_distance=20, causal=causal)
@@ -87,7 +85,7 @@ def test_one_look_up_per_distance_gives_what_one_per_pair_gives(
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
-def test_a_table_without_numbers_still_says_shapes() -> None:
+def test_meta_table_gives_shapes() -> None:
     table = torch.empty(8, 3, device="meta")
     biases: Tensor = distance_biases(table, 2, 5, max_distance=20, causal=True)
     assert biases.shape == (3, 2, 5) and biases.is_meta
@@ -95,7 +93,7 @@ def test_a_table_without_numbers_still_says_shapes() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("reach", [20, 59])
-def test_biases_by_distance_are_those_of_pairs(reach: int, causal: bool) -> None:
+def test_biases_by_distance_match_biases_by_pair(reach: int, causal: bool) -> None:
     """PackedSeqParams of all numbers, taken from anywhere; a reach within which buckets differ
     no more changes nothing."""
     table = torch.randn(8, 3, dtype=torch.float64)
@@ -107,7 +105,7 @@ def test_biases_by_distance_are_those_of_pairs(reach: int, causal: bool) -> None
     assert torch.equal(found, pairs[:, queries][:, :, keys])
 
 
-def test_a_table_without_numbers_has_values_of_all_distances() -> None:
+def test_meta_table_gives_values_of_all_distances() -> None:
     values = biases_by_distance(torch.empty(8, 3, device="meta"), 5, max_distance=20, causal=True)
     biases = PairBiases(values, Distances(torch.arange(4), torch.arange(4), 5)).of_row(1)
     assert values.shape == (3, 11) and biases.is_meta and biases.shape == (3, 1, 1)

@@ -1,5 +1,4 @@
-"""Choices of experts are written down by layer and microbatch, and come back for the same tokens
-only."""
+"""Expert choices are recorded by layer and microbatch, and replayed for the same tokens only."""
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from megalith.kernels.replay import Route, Routing
 CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]])
 
 
-def test_what_was_written_down_comes_back_by_layer_and_microbatch() -> None:
+def test_recorded_choices_are_replayed_by_layer_and_microbatch() -> None:
     routing = Routing()
     for microbatch in (0, 1):
         Route(routing, microbatch).note("layers.3", CHOSEN + microbatch)
@@ -21,14 +20,14 @@ def test_what_was_written_down_comes_back_by_layer_and_microbatch() -> None:
     assert torch.equal(Route(again, 0).recall("mtp.0.layer", (3, 2)), CHOSEN + 5)
 
 
-def test_what_was_not_is_named() -> None:
+def test_missing_choices_are_reported() -> None:
     routing = Routing({("layers.3", 0): CHOSEN}, followed=True)
     with pytest.raises(
         DataError,
-        match=r"^microbatch 2: no choices of layers.3 to replay \(there are: \[0\]\). Rec",
+        match=r"^microbatch 2: no choices of layers.3 to replay \(recorded: \[0\]\). Rec",
     ):
         Route(routing, 2).recall("layers.3", (3, 2))
-    with pytest.raises(DataError, match=r"no choices of layers.4 to replay \(there are: none\)"):
+    with pytest.raises(DataError, match=r"no choices of layers.4 to replay \(recorded: none\)"):
         Route(routing, 0).recall("layers.4", (3, 2))
     with pytest.raises(
         DataError,

@@ -1,5 +1,4 @@
-"""Rotary positions: known frequencies, scores that see only distances, a backward that turns
-back."""
+"""RoPE: known frequencies, scores that depend on distances only, and the backward rotation."""
 
 import math
 from dataclasses import replace
@@ -39,7 +38,7 @@ def test_frequencies_fall_from_one_by_powers_of_theta() -> None:
     assert rope_frequencies(RopeConfig(theta=100.0), 4).tolist() == pytest.approx([1.0, 0.1])
 
 
-def test_llama31_frequencies_are_those_of_the_release() -> None:
+def test_llama31_frequencies_match_the_release() -> None:
     plain = rope_frequencies(RopeConfig(theta=500_000.0), 128)
     scaled = rope_frequencies(LLAMA31, 128)
     assert torch.equal(scaled[:29], plain[:29])
@@ -50,7 +49,7 @@ def test_llama31_frequencies_are_those_of_the_release() -> None:
         assert scaled[index].item() == pytest.approx(value, rel=1e-5)
 
 
-def test_llama3_bands_without_a_width_keep_or_stretch_each_pair_in_full() -> None:
+def test_llama3_bands_of_zero_width_do_not_interpolate() -> None:
     none = RopeConfig(
         theta=30.0, scaling="llama3", factor=4.0, high_freq_factor=1.0, original_max_position=16
     )
@@ -61,7 +60,7 @@ def test_llama3_bands_without_a_width_keep_or_stretch_each_pair_in_full() -> Non
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_frequencies_equal_those_of_transformers(factor: float) -> None:
+def test_frequencies_match_transformers(factor: float) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="compares with transformers, which is not installed"
     )
@@ -85,9 +84,7 @@ def test_frequencies_equal_those_of_transformers(factor: float) -> None:
 
 @pytest.mark.parametrize("length", [16, 17])
 @pytest.mark.parametrize("attention", [{}, {"attention_factor": 1.3}, {"factor": 32.0}])
-def test_factors_for_short_and_for_long_documents_are_those_of_transformers(
-    length: int, attention: dict[str, Any]
-) -> None:
+def test_longrope_factors_match_transformers(length: int, attention: dict[str, Any]) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="compares with transformers, which is not installed"
     )
@@ -123,7 +120,7 @@ def test_factors_for_short_and_for_long_documents_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "yarn_parameters",
     [
         {},
         {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
@@ -132,7 +129,9 @@ def test_factors_for_short_and_for_long_documents_are_those_of_transformers(
         {"truncate": False, "beta_fast": 1.0, "beta_slow": 1.0},
     ],
 )
-def test_yarn_turns_and_sharpens_as_transformers_does(said: dict[str, Any]) -> None:
+def test_yarn_frequencies_and_attention_factor_match_transformers(
+    yarn_parameters: dict[str, Any],
+) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="compares with transformers, which is not installed"
     )
@@ -143,7 +142,7 @@ def test_yarn_turns_and_sharpens_as_transformers_does(said: dict[str, Any]) -> N
         "rope_theta": 500.0,
         "factor": 4.0,
         "original_max_position_embeddings": 32,
-        **said,
+        **yarn_parameters,
     }
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -157,9 +156,9 @@ def test_yarn_turns_and_sharpens_as_transformers_does(said: dict[str, Any]) -> N
         scaling="yarn",
         original_max_position=32,
         factor=parameters["factor"],
-        whole_pairs=said.get("truncate", True),
-        beta_fast=said.get("beta_fast", 32.0),
-        beta_slow=said.get("beta_slow", 1.0),
+        whole_pairs=yarn_parameters.get("truncate", True),
+        beta_fast=yarn_parameters.get("beta_fast", 32.0),
+        beta_slow=yarn_parameters.get("beta_slow", 1.0),
     )
     torch.testing.assert_close(rope_frequencies(ours, 16), theirs, rtol=1e-6, atol=0)
     assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
@@ -173,7 +172,7 @@ GPT_OSS_YARN = RopeConfig(
 )
 
 
-def test_yarn_begins_and_ends_at_the_pairs_where_published_models_do() -> None:
+def test_yarn_range_matches_published_models() -> None:
     exact = yarn_range(replace(DEEPSEEK_YARN, whole_pairs=False), 64)
     assert exact == pytest.approx((10.4722, 22.5134), abs=5e-5)
     assert yarn_range(DEEPSEEK_YARN, 64) == (10, 23)
@@ -183,13 +182,13 @@ def test_yarn_begins_and_ends_at_the_pairs_where_published_models_do() -> None:
     torch.testing.assert_close(scaled[23:], plain[23:] / 40, rtol=1e-6, atol=0)
 
 
-def test_yarn_sharpens_as_much_as_published_models_do() -> None:
+def test_yarn_attention_factor_matches_published_models() -> None:
     assert attention_factor(GPT_OSS_YARN) == pytest.approx(1.3465736, abs=5e-8)
     assert attention_factor(DEEPSEEK_YARN) == pytest.approx(1.368888, abs=5e-7)
     assert attention_factor(DEEPSEEK_YARN) ** 2 == pytest.approx(1.873854, abs=5e-7)
 
 
-def test_equals_the_rotation_of_transformers() -> None:
+def test_rotation_matches_transformers() -> None:
     pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -201,7 +200,7 @@ def test_equals_the_rotation_of_transformers() -> None:
     torch.testing.assert_close(apply_rope(x, cos, sin), theirs.squeeze(0).transpose(0, 1))
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     cos, sin = tables(torch.tensor([0, 3, 1]), 6)
     assert torch.autograd.gradcheck(
         lambda x: apply_rope(x, cos, sin), (seeded(3, 2, 6).requires_grad_(),)
@@ -223,7 +222,7 @@ def test_result_and_gradient_equal_the_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("d", [10, 32])
-def test_every_kernel_gives_what_the_reference_gives(
+def test_all_backends_match_the_reference(
     dtype: torch.dtype, tolerance: float, kernel: Kernel, d: int
 ) -> None:
     wide = seeded(301, 7, d, dtype=dtype).requires_grad_()
@@ -250,14 +249,14 @@ def test_scores_depend_only_on_the_distance() -> None:
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-12, atol=1e-12)
 
 
-def test_position_zero_and_lengths_stay_as_they_are() -> None:
+def test_rotation_keeps_position_zero_and_vector_norms() -> None:
     x, (cos, sin) = seeded(4, 3, 8), tables(torch.arange(4), 8)
     y = apply_rope(x, cos, sin)
     assert torch.equal(y[0], x[0])
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
 
 
-def test_heads_of_a_wider_projection_are_read_in_place_and_left_alone() -> None:
+def test_strided_heads_are_read_without_copy_and_not_modified() -> None:
     wide = seeded(5, 6, 8)
     before, (cos, sin) = wide.clone(), tables(torch.arange(5), 8)
     torch.testing.assert_close(
@@ -266,7 +265,7 @@ def test_heads_of_a_wider_projection_are_read_in_place_and_left_alone() -> None:
     assert torch.equal(wide, before)
 
 
-def test_far_positions_keep_their_angle_when_the_tables_are_bf16() -> None:
+def test_angles_of_far_positions_are_computed_in_fp32() -> None:
     frequencies = rope_frequencies(RopeConfig(), 8)
     cos, sin = rope_tables(torch.tensor([100_003]), frequencies, torch.bfloat16)
     assert cos.dtype == sin.dtype == torch.bfloat16
@@ -274,7 +273,7 @@ def test_far_positions_keep_their_angle_when_the_tables_are_bf16() -> None:
     assert (cos.double() - exact).abs().max() < 2**-7
 
 
-def test_shapes_hold_on_meta() -> None:
+def test_shapes_on_meta_device() -> None:
     x = torch.empty(5, 2, 8, device="meta", requires_grad=True)
     cos, sin = rope_tables(
         torch.arange(5, device="meta"), rope_frequencies(RopeConfig(), 8).to("meta"), torch.float32
@@ -290,7 +289,7 @@ def test_shapes_hold_on_meta() -> None:
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("pairs", [5, 16])
-def test_parts_of_heads_and_pairs_of_neighbors_turn_alike_under_every_kernel(
+def test_partial_and_interleaved_rope_match_under_every_backend(
     dtype: torch.dtype, tolerance: float, kernel: Kernel, interleaved: bool, pairs: int
 ) -> None:
     whole, dy = (

@@ -1,21 +1,19 @@
-"""The definition of attention: who sees what, and rows that see nothing."""
+"""The reference of attention: visible keys, and queries without visible keys."""
 
 import pytest
 import torch
 
-from megalith.kernels.scores import Scores, causal_mask, keys_seen, masked_attention
+from megalith.kernels.scores import Scores, causal_mask, mask_of_scores, masked_attention
 
 
-def test_scores_are_scaled_by_the_features_unless_told() -> None:
+def test_default_scale_is_one_over_sqrt_head_dim() -> None:
     assert Scores().factor(64) == 0.125
     assert Scores(scale=0.3).factor(64) == 0.3
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 9])
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (2, 5), (1, 3), (0, 0), (0, 3)])
-def test_a_query_sees_itself_and_what_came_before_within_its_window(
-    queries: int, keys: int, window: int | None
-) -> None:
+def test_causal_window_mask(queries: int, keys: int, window: int | None) -> None:
     mask = causal_mask(queries, keys, window=window, device=torch.device("cpu"))
     assert mask.shape == (queries, keys)
     for i in range(queries):
@@ -27,10 +25,10 @@ def test_a_query_sees_itself_and_what_came_before_within_its_window(
 
 @pytest.mark.parametrize("window", [None, 1, 2, 9])
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (2, 5), (1, 3)])
-def test_both_ways_a_window_reaches_as_far_after_a_query_as_before_it(
-    queries: int, keys: int, window: int | None
-) -> None:
-    mask = keys_seen(queries, keys, Scores(window=window, causal=False), device=torch.device("cpu"))
+def test_bidirectional_window_is_symmetric(queries: int, keys: int, window: int | None) -> None:
+    mask = mask_of_scores(
+        queries, keys, Scores(window=window, causal=False), device=torch.device("cpu")
+    )
     if window is None or window >= keys:
         assert mask is None
         return
@@ -43,9 +41,9 @@ def test_both_ways_a_window_reaches_as_far_after_a_query_as_before_it(
 
 
 @pytest.mark.parametrize(("window", "right"), [(3, 0), (1, 4), (9, 1), (2, 9), (9, 9)])
-def test_a_window_may_reach_further_to_one_side(window: int, right: int) -> None:
+def test_window_may_be_asymmetric(window: int, right: int) -> None:
     scores = Scores(window=window, right=right, causal=False)
-    mask = keys_seen(3, 6, scores, device=torch.device("cpu"))
+    mask = mask_of_scores(3, 6, scores, device=torch.device("cpu"))
     assert (mask is None) == (window >= 6 and right >= 5) == (not scores.hides(6))
     for i in range(3 if mask is not None else 0):
         assert mask is not None
@@ -60,7 +58,7 @@ def test_a_window_may_reach_further_to_one_side(window: int, right: int) -> None
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])])
-def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(sinks: torch.Tensor | None) -> None:
+def test_query_without_visible_keys_gives_zero_and_no_gradient(sinks: torch.Tensor | None) -> None:
     q, k, v = (
         torch.randn(*shape, requires_grad=True) for shape in ((3, 2, 4), (2, 1, 4), (2, 1, 3))
     )
@@ -71,7 +69,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(sinks: torch.Tenso
     assert all(bool(torch.isfinite(grad).all()) for grad in grads) and not grads[0][1].any()
 
 
-def test_no_mask_is_one_that_hides_nothing() -> None:
+def test_no_mask_equals_a_mask_that_hides_nothing() -> None:
     q, k, v = (torch.randn(*shape) for shape in ((3, 2, 4), (5, 1, 4), (5, 1, 3)))
     everything = torch.ones(3, 5, dtype=torch.bool)
     for sinks in (None, torch.tensor([0.5, -1.0])):
@@ -80,7 +78,7 @@ def test_no_mask_is_one_that_hides_nothing() -> None:
         torch.testing.assert_close(y, masked_attention(q, k, v, everything, scores, sinks))
 
 
-def test_weights_are_fp32_for_narrow_types() -> None:
+def test_softmax_is_fp32_in_low_precision() -> None:
     q, k, v = (torch.randn(*shape).bfloat16() for shape in ((3, 2, 4), (5, 1, 4), (5, 1, 3)))
     y = masked_attention(q, k, v, None, sinks=torch.zeros(2, dtype=torch.bfloat16))
     assert y.dtype == torch.bfloat16

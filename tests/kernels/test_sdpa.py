@@ -1,4 +1,4 @@
-"""Torch's kernel, called for documents of one length at once, else document by document."""
+"""SDPA in one call for documents of equal length, else document by document."""
 
 import pytest
 import torch
@@ -12,9 +12,7 @@ from megalith.kernels.sdpa import Lengths, sdpa_attention, sdpa_documents, sdpa_
 )
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_attend_as_the_definition_says(
-    lengths: Lengths, scale: float | None, causal: bool
-) -> None:
+def test_documents_match_the_reference(lengths: Lengths, scale: float | None, causal: bool) -> None:
     t, keys = (sum(column) for column in zip(*lengths))
     q, k, v = (
         torch.randn(*shape, dtype=torch.float64)
@@ -31,12 +29,12 @@ def test_documents_attend_as_the_definition_says(
         at, first = at + queries, first + count
 
 
-def test_documents_of_one_length_take_one_call() -> None:
+def test_documents_of_equal_length_use_one_call() -> None:
     q, k, v = (torch.randn(12, heads, 6) for heads in (4, 2, 2))
     assert torch.equal(sdpa_attention(q, k, v, ((4, 4),) * 3), sdpa_documents(q, k, v, 4))
 
 
-def test_queries_that_a_mask_leaves_blind_give_zero() -> None:
+def test_fully_masked_queries_give_zero() -> None:
     q, k, v = (
         torch.randn(*shape, requires_grad=True) for shape in ((3, 4, 6), (2, 2, 6), (2, 2, 5))
     )

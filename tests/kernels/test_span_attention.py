@@ -1,5 +1,4 @@
-"""Attention over intervals of keys equals its plain definition, and merges over pieces of the
-keys."""
+"""Attention over intervals of keys matches the reference, and partial results merge."""
 
 import math
 
@@ -54,7 +53,7 @@ def assert_same(mine: Tensor, reference: Tensor, inputs: tuple[Tensor, ...]) -> 
     "tokens", [tokens_of_rows(2, 70), tokens_of_lengths([3, 100, 1, 64, 40]), tokens_of_rows(3, 4)]
 )
 @pytest.mark.parametrize(("n", "g"), [(4, 4), (6, 2), (3, 1)])
-def test_all_earlier_tokens_of_a_document_are_causal_attention(
+def test_spans_of_all_earlier_tokens_are_causal_attention(
     tokens: PackedSeqParams, n: int, g: int
 ) -> None:
     inputs = qkv(tokens.num_tokens, tokens.num_tokens, n=n, g=g)
@@ -64,7 +63,7 @@ def test_all_earlier_tokens_of_a_document_are_causal_attention(
 
 @pytest.mark.parametrize("window", [2, 5, 70, 500])
 @pytest.mark.parametrize("tokens", [tokens_of_rows(2, 90), tokens_of_lengths([3, 100, 1, 40])])
-def test_a_window_ends_so_many_tokens_back(tokens: PackedSeqParams, window: int) -> None:
+def test_spans_of_a_window(tokens: PackedSeqParams, window: int) -> None:
     inputs = qkv(tokens.num_tokens, tokens.num_tokens)
     place = torch.arange(tokens.num_tokens)
     near = (place[:, None] - place[None] < window) & (place[:, None] >= place[None])
@@ -99,7 +98,7 @@ def pieces(seed: int) -> tuple[list[KeySpans], KeySpans, list[int]]:
 
 
 @loop_over("seed", range(12))
-def test_pieces_of_the_keys_merge_into_attention_to_all_of_them(seed: int) -> None:
+def test_partial_results_merge_into_full_attention(seed: int) -> None:
     parts, whole, order = pieces(seed)
     count = len(order) // len(parts)
     q, k, v = qkv(count, len(order))
@@ -141,7 +140,7 @@ def test_pieces_of_the_keys_merge_into_attention_to_all_of_them(seed: int) -> No
     assert_equals("dsinks", sink_gradient(sinks.detach(), result.lse, delta), reference[3], FP64)
 
 
-def test_a_query_without_any_key_gives_zero_and_no_gradient() -> None:
+def test_query_without_keys_gives_zero_and_no_gradient() -> None:
     spans = plan_spans(np.array([0, 1, 4, 5]), np.array([2, 3, 4]), np.zeros(6, dtype=np.int64))
     assert spans.visible.tolist() == [[0, 0], [0, 0], [0, 3], [0, 3]]
     inputs = qkv(4, 3)
@@ -165,7 +164,7 @@ def test_a_query_without_any_key_gives_zero_and_no_gradient() -> None:
     assert nobody.tiles == () and not span_attention(*qkv(2, 2), nobody).any()
 
 
-def test_a_query_that_sees_its_first_key_late_forgets_the_nothing_before() -> None:
+def test_query_with_first_key_in_a_later_part_is_exact() -> None:
     """A first piece of which it sees nothing leaves lse at -inf, and no NaN in what follows."""
     hidden = KeySpans(
         1,
@@ -187,7 +186,7 @@ def test_a_query_that_sees_its_first_key_late_forgets_the_nothing_before() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_narrow_dtypes_follow_float64(dtype: torch.dtype) -> None:
+def test_low_precision_matches_float64(dtype: torch.dtype) -> None:
     tokens = tokens_of_rows(2, 150)
     inputs = q, k, v = (
         random(300, 4, 16, seed=1),
@@ -207,7 +206,7 @@ def test_narrow_dtypes_follow_float64(dtype: torch.dtype) -> None:
         assert_equals("value", a, b.detach(), BF16)
 
 
-def test_only_inputs_output_and_lse_are_kept_for_backward() -> None:
+def test_only_inputs_output_and_lse_are_saved_for_backward() -> None:
     tokens = tokens_of_rows(1, 256)
     inputs = qkv(256, 256, d_v=6)
     kept: dict[int, int] = {}
@@ -223,7 +222,7 @@ def test_only_inputs_output_and_lse_are_kept_for_backward() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_pass_computes_what_torch_operations_do(
+def test_numba_pass_matches_torch_operations(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On tiles of which all is seen, some of it by each query, and nothing by some queries."""

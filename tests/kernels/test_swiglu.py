@@ -1,4 +1,4 @@
-"""SwiGLU: silu of the gate times up, and a backward that keeps only its input."""
+"""SwiGLU: silu of the gate times up; backward saves only the input."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     ).to(dtype)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     assert torch.autograd.gradcheck(swiglu, (seeded(5, 6).requires_grad_(),))
 
 
@@ -49,7 +49,7 @@ def test_result_and_gradient_equal_the_reference(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-def test_every_kernel_gives_what_the_reference_gives(
+def test_all_backends_match_the_reference(
     dtype: torch.dtype, tolerance: float, kernel: Kernel
 ) -> None:
     gate_up, dy = (
@@ -80,7 +80,7 @@ def test_large_gates_neither_overflow_nor_turn_nan(dtype: torch.dtype, rows: int
     )
 
 
-def test_only_the_input_is_kept_and_nothing_is_overwritten() -> None:
+def test_only_the_input_is_saved_and_inputs_are_not_modified() -> None:
     gate_up, dy, kept = seeded(5, 6).requires_grad_(), seeded(5, 3, seed=1), []
     copies = gate_up.detach().clone(), dy.clone()
 
@@ -96,7 +96,7 @@ def test_only_the_input_is_kept_and_nothing_is_overwritten() -> None:
     assert torch.equal(dy, copies[1])
 
 
-def test_shapes_hold_on_meta() -> None:
+def test_shapes_on_meta_device() -> None:
     gate_up = torch.empty(5, 6, device="meta", requires_grad=True)
     y = swiglu(gate_up)
     assert y.shape == (5, 3)

@@ -1,4 +1,4 @@
-"""Tiles of whole documents on CPUs give what torch's kernel gives."""
+"""Tiled attention on CPUs matches SDPA."""
 
 import math
 
@@ -43,7 +43,7 @@ def qkv(
 
 
 @pytest.mark.parametrize("length", [70, 600])
-def test_tiles_give_the_same_whether_probabilities_are_kept_or_computed_again(length: int) -> None:
+def test_saved_and_recomputed_probabilities_match(length: int) -> None:
     tokens = tokens_of_rows(2, length)
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
     y, expected = attention(q, k, v, tokens), sdpa_documents(q, k, v, length)
@@ -59,7 +59,7 @@ def test_tiles_give_the_same_whether_probabilities_are_kept_or_computed_again(le
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_tile_of_few_heads_gives_the_same_as_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_few_heads_match_tiles_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tokens_of_rows(3, 70)
     q, k, v = qkv(tokens, heads=4, kv_heads=2)
     expected = attention(q, k, v, tokens)
@@ -71,7 +71,7 @@ def test_a_tile_of_few_heads_gives_the_same_as_one_of_all(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("length", [40, 200])
-def test_bf16_gradients_are_as_near_to_float64_as_those_of_torch(length: int) -> None:
+def test_bf16_gradients_are_as_accurate_as_torch(length: int) -> None:
     tokens = tokens_of_rows(2, length)
     inputs = qkv(tokens, heads=4, kv_heads=2, dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -103,7 +103,7 @@ def test_values_may_have_another_width_and_scores_another_scale(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradients_are_those_of_finite_differences(causal: bool) -> None:
+def test_gradients_match_finite_differences(causal: bool) -> None:
     inputs = qkv(tokens_of_lengths([3, 4]), heads=2, kv_heads=1, d=3, d_v=2)
     assert torch.autograd.gradcheck(
         lambda *x: tiled_attention(*x, (3, 4), scale=1 / math.sqrt(3), causal=causal), inputs
@@ -120,9 +120,7 @@ def test_gradients_are_those_of_finite_differences(causal: bool) -> None:
         AttentionTile(slice(0, 3), 32, 64, 100, 120, (70, 71, 99), causal=False),
     ],
 )
-def test_the_loop_takes_the_softmax_over_visible_keys_alone(
-    tile: AttentionTile, dtype: torch.dtype
-) -> None:
+def test_numba_softmax_uses_only_visible_keys(tile: AttentionTile, dtype: torch.dtype) -> None:
     scores = 4 * torch.randn(3, 2 * (tile.stop - tile.start), tile.last - tile.first)
     hidden = _hidden(tile, scores)
     expected = scores.clone()

@@ -1,5 +1,4 @@
-"""PackedSeqParams know where each document starts, how long it is, and where a token stands in
-it."""
+"""PackedSeqParams: document boundaries, lengths and position ids."""
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def test_rows_are_documents_of_one_length() -> None:
     assert tokens.document_ids.tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_documents_of_different_lengths_count_positions_from_zero() -> None:
+def test_position_ids_restart_in_each_document() -> None:
     tokens = tokens_of_lengths([2, 1, 3])
     assert tokens.uniform is None
     assert tokens.max_seqlen_q == 3
@@ -36,7 +35,7 @@ def test_documents_of_different_lengths_count_positions_from_zero() -> None:
     assert tokens.lengths == ((2, 2), (1, 1), (3, 3))
 
 
-def test_queries_behind_a_cache_keep_their_place_in_the_document() -> None:
+def test_position_ids_of_queries_with_cached_keys() -> None:
     tokens = tokens_of_queries([(1, 5), (2, 2), (1, 3)])
     assert tokens.cu_seqlens_q.tolist() == [0, 1, 3, 4]
     assert tokens.cu_seqlens_kv.tolist() == [0, 5, 7, 10]
@@ -67,7 +66,7 @@ def test_integer_types_are_those_the_kernels_expect() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_tensors_are_made_on_the_device_asked_for(device: str) -> None:
+def test_tensors_are_created_on_the_given_device(device: str) -> None:
     tokens = tokens_of_lengths([2, 3], device=device)
     found = {
         x.device.type
@@ -83,7 +82,7 @@ def test_tensors_are_made_on_the_device_asked_for(device: str) -> None:
     assert tokens.lengths == ((2, 2), (3, 3))  # still known on the host
 
 
-def test_shared_rows_keep_the_positions_and_documents_they_have_in_the_whole() -> None:
+def test_context_parallel_rows_keep_position_and_document_ids() -> None:
     slicing = Slicing(ranks=2, rank=1)
     tokens = tokens_of_slices(plan_slices([5, 3, 8], row=8, slicing=slicing), slicing)
     assert tokens.position_ids.tolist() == [2, 3, 4, 0, 2, 3, 4, 5]
@@ -109,7 +108,7 @@ def test_padding_of_shared_documents_is_not_valid() -> None:
     assert tokens.valid.tolist() == [True, True, False, False, True, False]
 
 
-def test_parts_joined_are_brought_into_natural_order_and_back() -> None:
+def test_parts_are_joined_in_natural_order_and_back() -> None:
     slicing = Slicing(ranks=4, rank=3, near=2)
     slices = plan_slices([16], row=16, slicing=slicing)
     context = tokens_of_slices(slices, slicing).context
@@ -121,7 +120,7 @@ def test_parts_joined_are_brought_into_natural_order_and_back() -> None:
     assert near[context.neighbors.order].tolist() == list(range(4, 12))
 
 
-def test_what_tokens_see_is_planned_once_for_all_layers() -> None:
+def test_spans_are_planned_once_for_all_layers() -> None:
     slicing = Slicing(ranks=2, rank=0)
     context = tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing).context
     assert context is not None

@@ -1,5 +1,4 @@
-"""Gates and weighted activations on GPUs give what their plain definitions give, and so do their
-gradients."""
+"""Triton kernels of gated and weighted activations match their references, including gradients."""
 
 import math
 from typing import get_args
@@ -99,7 +98,7 @@ def test_weighted_activations_equal_the_reference(
     same(mine, theirs, (x, w), tolerance)
 
 
-def test_the_numbers_of_activations_are_those_of_the_loops() -> None:
+def test_activation_constants_match_the_numba_loops() -> None:
     from megalith.kernels.triton_gated import CUBES
 
     assert {name: pytest.approx(numbers, rel=1e-9) for name, numbers in SIGMOIDS.items()} == CUBES

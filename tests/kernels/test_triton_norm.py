@@ -1,4 +1,4 @@
-"""Norms on GPUs give what their plain definitions give, and so do their gradients."""
+"""Triton norms match their references, including gradients."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Rotary positions on GPUs give what their plain definition gives, and so do their gradients."""
+"""Triton RoPE matches its reference, including gradients."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     ("heads", "size", "pairs"), [(3, 6, 3), (5, 10, 2), (1, 80, 40), (90, 64, 20)]
 )
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_turning_heads_equals_the_reference(
+def test_rotation_matches_the_reference(
     interleaved: bool, heads: int, size: int, pairs: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     whole = seeded(7, heads + 2, size, dtype=dtype).requires_grad_()
@@ -49,7 +49,7 @@ def test_turning_heads_equals_the_reference(
     assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-def test_features_that_do_not_lie_side_by_side_turn_alike() -> None:
+def test_strided_features_match_contiguous_ones() -> None:
     x = seeded(7, 6, 3).transpose(1, 2)
     cos, sin = seeded(7, 3, seed=1).cos(), seeded(7, 3, seed=1).sin()
     torch.testing.assert_close(apply_rope(x, cos, sin), reference_rope(x, cos, sin))

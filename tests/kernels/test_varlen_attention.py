@@ -1,5 +1,4 @@
-"""torch's kernel for documents of many lengths: asked for what it knows, and told where documents
-start."""
+"""torch's varlen_attn: supported scores and arguments."""
 
 from typing import Any
 
@@ -17,7 +16,7 @@ from megalith.testing.tolerance import relative_error
 LENGTHS = ((150, 150), (3, 3), (40, 90), (1, 130))
 
 
-def test_documents_start_where_the_others_end() -> None:
+def test_cumulative_lengths() -> None:
     queries, keys = starts(LENGTHS, torch.device("cpu"))
     assert queries.tolist() == [0, 150, 153, 193, 194] and keys.tolist() == [0, 150, 153, 243, 373]
     assert (
@@ -27,7 +26,7 @@ def test_documents_start_where_the_others_end() -> None:
     )
 
 
-def test_windows_are_counted_without_the_token_itself() -> None:
+def test_window_size_excludes_the_token_itself() -> None:
     assert window_of(PLAIN) == (-1, 0)
     assert window_of(Scores(window=1)) == (0, 0)
     assert window_of(Scores(window=4, causal=False)) == (3, 3)
@@ -37,7 +36,7 @@ def test_windows_are_counted_without_the_token_itself() -> None:
 
 @pytest.mark.skipif(not has_varlen(), reason="this torch has no varlen_attn with windows")
 @pytest.mark.parametrize("scores", [PLAIN, Scores(window=33, scale=0.2), Scores(causal=False)])
-def test_the_kernel_is_told_what_the_definition_computes(
+def test_arguments_of_varlen_attn_match_the_reference(
     scores: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in that reads the arguments as torch's documentation has them."""
@@ -97,7 +96,7 @@ class OnGPU:
         return self.shape[0]
 
 
-def test_ways_on_gpus_follow_what_each_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_backend_selection_by_supported_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(varlen, "has_varlen", lambda: True)
     monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: True)
@@ -129,7 +128,7 @@ def test_ways_on_gpus_follow_what_each_kernel_knows(monkeypatch: pytest.MonkeyPa
     assert select_attention_backend(q, q, packed, PLAIN, None) == "torch"
 
 
-def test_nothing_on_a_cpu_is_taken() -> None:
+def test_cpu_tensors_are_not_supported() -> None:
     q = torch.empty(3, 2, 16, dtype=torch.bfloat16)
     assert not takes(q, q, PLAIN, None)
 
@@ -139,7 +138,7 @@ def test_nothing_on_a_cpu_is_taken() -> None:
     not torch.cuda.is_available(), reason="needs an NVIDIA GPU: CPUs have no varlen_attn"
 )
 @pytest.mark.parametrize("scores", [PLAIN, Scores(window=33, scale=0.2), Scores(causal=False)])
-def test_on_a_gpu_it_gives_what_the_definition_gives(scores: Scores) -> None:
+def test_varlen_attention_on_gpu_matches_the_reference(scores: Scores) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = [(194, 4, 64), (373, 2, 64), (373, 2, 64)]
     q, k, v = (

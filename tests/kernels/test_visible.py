@@ -1,11 +1,10 @@
-"""A tile of a mask is that part of it, in every row and for any rank's tokens; what stands alone
-lifts causality."""
+"""Tiles of attention masks are slices of them, in every row and for any rank's tokens."""
 
 import pytest
 import torch
 
 from megalith.kernels.masks import with_masks, with_padding
-from megalith.kernels.scores import PLAIN, Scores, keys_seen
+from megalith.kernels.scores import PLAIN, Scores, mask_of_scores
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_lengths, tokens_of_queries
 from megalith.kernels.visible import Visible, VisiblePairs
 from megalith.plan.context import spans_of_lengths
@@ -43,7 +42,7 @@ def expected(tokens: PackedSeqParams) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tokens", [RAGGED, ROWS])
-def test_tiles_and_rows_are_parts_of_the_masks(tokens: PackedSeqParams) -> None:
+def test_tiles_and_rows_are_slices_of_the_masks(tokens: PackedSeqParams) -> None:
     spans, seen, whole = (
         spans_of_lengths(tokens.lengths, causal=False),
         of_all(tokens),
@@ -71,7 +70,7 @@ def test_tiles_and_rows_are_parts_of_the_masks(tokens: PackedSeqParams) -> None:
         )
 
 
-def test_queries_and_keys_may_be_any_of_all() -> None:
+def test_queries_and_keys_may_be_any_subset() -> None:
     whole = expected(RAGGED)
     queries, keys = torch.tensor([0, 2, 4, 8, 9]), torch.tensor([1, 2, 5, 13, 40, 83])
     inside = torch.block_diag(*(torch.ones(size) for size in RAGGED.lengths)).bool()[queries][
@@ -97,7 +96,7 @@ def test_the_last_keys_of_a_document_have_the_last_columns() -> None:
         )
 
 
-def test_only_masks_that_stand_alone_lift_causality_and_windows_end_where_they_did() -> None:
+def test_only_masks_with_alone_replace_causality() -> None:
     beside, alone = Visible(), Visible(alone=True)
     for scores in (
         PLAIN,
@@ -107,11 +106,11 @@ def test_only_masks_that_stand_alone_lift_causality_and_windows_end_where_they_d
     ):
         assert beside.scores(scores) == scores
     device = torch.device("cpu")
-    assert keys_seen(4, 6, alone.scores(PLAIN), device=device) is None
-    windowed = keys_seen(4, 6, alone.scores(Scores(window=3)), device=device)
-    before = keys_seen(4, 6, Scores(window=3), device=device)
+    assert mask_of_scores(4, 6, alone.scores(PLAIN), device=device) is None
+    windowed = mask_of_scores(4, 6, alone.scores(Scores(window=3)), device=device)
+    before = mask_of_scores(4, 6, Scores(window=3), device=device)
     assert windowed is not None and before is not None and torch.equal(windowed, before)
-    chunks = keys_seen(4, 6, alone.scores(Scores(window=3, chunked=True)), device=device)
+    chunks = mask_of_scores(4, 6, alone.scores(Scores(window=3, chunked=True)), device=device)
     assert (
         chunks is not None
         and chunks.tolist() == [[True] * 3 + [False] * 3] + [[False] * 3 + [True] * 3] * 3

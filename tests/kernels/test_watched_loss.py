@@ -1,4 +1,4 @@
-"""What a watched head notes: only of labeled tokens, over microbatches, and once."""
+"""Logit statistics: of labeled tokens only, summed over microbatches, and reset when taken."""
 
 import math
 
@@ -6,16 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.cross_entropy import Measured, linear_cross_entropy, measured_cross_entropy
+from megalith.kernels.cross_entropy import (
+    CrossEntropyResult,
+    linear_cross_entropy,
+    measured_cross_entropy,
+)
 from megalith.kernels.watched_loss import LogitStats, LossWithLogitStats
 from megalith.parallel.group import alone
 
 
-def measured(logsumexp: list[float], largest: list[float]) -> Measured:
-    return Measured(torch.zeros(()), torch.tensor(logsumexp), torch.tensor(largest))
+def measured(logsumexp: list[float], largest: list[float]) -> CrossEntropyResult:
+    return CrossEntropyResult(torch.zeros(()), torch.tensor(logsumexp), torch.tensor(largest))
 
 
-def test_microbatches_add_up_and_unlabelled_tokens_do_not_count() -> None:
+def test_microbatches_are_summed_without_unlabeled_tokens() -> None:
     seen = LogitStats()
     seen.note(measured([2.0, 9.0], [1.5, 8.0]), torch.tensor([4, -1]), 0.5)
     seen.note(measured([1.0, 3.0], [0.5, 2.5]), torch.tensor([0, 1]), 0.5)
@@ -25,7 +29,7 @@ def test_microbatches_add_up_and_unlabelled_tokens_do_not_count() -> None:
     assert seen.taken() == (None, None)
 
 
-def test_a_microbatch_without_labels_or_tokens_has_no_largest_score() -> None:
+def test_microbatch_without_labels_has_no_largest_logit() -> None:
     seen = LogitStats()
     seen.note(measured([2.0], [1.5]), torch.tensor([-1]), 0.5)
     seen.note(measured([], []), torch.tensor([], dtype=torch.int64), 0.5)
@@ -34,7 +38,7 @@ def test_a_microbatch_without_labels_or_tokens_has_no_largest_score() -> None:
     assert float(z) == 0.0 and float(largest) == -math.inf
 
 
-def test_the_loss_is_what_it_would_be_unwatched() -> None:
+def test_loss_is_not_changed_by_logit_stats() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (6, 7))
     labels, words = (

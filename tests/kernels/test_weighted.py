@@ -1,4 +1,4 @@
-"""Weighted activations: what the activation gives times a weight, and gradients for both."""
+"""Weighted activations: the activation times a weight, and gradients of both."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ def close(mine: Tensor, theirs: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_gradients_of_weighted_gates_are_those_of_finite_differences(gate: GatedActivation) -> None:
+def test_gradients_of_weighted_gates_match_finite_differences(gate: GatedActivation) -> None:
     inputs = seeded(5, 6).requires_grad_(), seeded(5, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: weighted_gated(x, w, gate), inputs)
 
 
-def test_gradients_of_a_weighted_activation_are_those_of_finite_differences() -> None:
+def test_gradients_of_a_weighted_activation_match_finite_differences() -> None:
     inputs = seeded(5, 6).requires_grad_(), seeded(5, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: weighted_activate(x, w, "squared_relu"), inputs)
     assert torch.autograd.gradcheck(lambda x, w: weighted_activate(x, w, "gelu"), inputs)
@@ -103,14 +103,14 @@ def test_no_rows_give_no_rows() -> None:
     assert (x.grad.shape, w.grad.shape) == ((0, 6), (0,))
 
 
-def test_a_nan_is_never_lost() -> None:
+def test_nan_propagates() -> None:
     x, w = torch.full((64, 256), float("nan")), torch.ones(64)
     assert bool(weighted_activate(x, w, "squared_relu").isnan().all())
     assert bool(weighted_gated(x, w, GATES[0]).isnan().all())
 
 
 @pytest.mark.parametrize("which", ["gated", "activate"])
-def test_only_the_inputs_are_kept_and_nothing_is_overwritten(which: str) -> None:
+def test_only_the_inputs_are_saved_and_inputs_are_not_modified(which: str) -> None:
     x, w, kept = seeded(5, 6).requires_grad_(), seeded(5, seed=1).requires_grad_(), []
     copies = x.detach().clone(), w.detach().clone()
 
@@ -131,7 +131,7 @@ def test_only_the_inputs_are_kept_and_nothing_is_overwritten(which: str) -> None
     assert bool((dy == 1).all())
 
 
-def test_shapes_hold_on_meta() -> None:
+def test_shapes_on_meta_device() -> None:
     x, w = (
         torch.empty(5, 6, device="meta", requires_grad=True),
         torch.empty(5, device="meta", requires_grad=True),

@@ -1,5 +1,4 @@
-"""Cross entropy that tells of scores, and makes their size cost something: exact, in every form and
-for any chunk."""
+"""Cross entropy with logit statistics and z-loss is exact for every backend and chunk size."""
 
 from itertools import product
 
@@ -9,13 +8,13 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.kernels.cross_entropy import (
+    CrossEntropyResult,
     LogitTransform,
-    Measured,
     linear_cross_entropy,
     measured_cross_entropy,
     recomputed_cross_entropy,
     recomputed_measures,
-    token_measures,
+    token_losses_with_stats,
 )
 from megalith.parallel.group import Group, alone
 from megalith.testing.ranks import everyone, run_ranks
@@ -43,7 +42,7 @@ def by_hand(
     z_loss: float,
     logit_transform: LogitTransform,
     smoothing: float = 0.0,
-) -> Measured:
+) -> CrossEntropyResult:
     scores = (x @ weight[:V].T) * logit_transform.scale
     if logit_transform.softcap is not None:
         scores = logit_transform.softcap * torch.tanh(scores / logit_transform.softcap)
@@ -52,14 +51,16 @@ def by_hand(
     losses = torch.nn.functional.cross_entropy(
         scores, labels.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=spread
     )
-    return Measured((losses + z_loss * total.square() * (labels >= 0)).sum(), total, largest)
+    return CrossEntropyResult(
+        (losses + z_loss * total.square() * (labels >= 0)).sum(), total, largest
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("chunk", [1, 7, T])
 @pytest.mark.parametrize("logit_transform", [LogitTransform(), LogitTransform(1.5, 3.0)])
-def test_every_form_and_chunk_is_the_definition(
+def test_every_backend_and_chunk_matches_the_formula(
     form: str, kernel: Kernel, chunk: int, logit_transform: LogitTransform
 ) -> None:
     x, weight = inputs()
@@ -81,36 +82,36 @@ def test_every_form_and_chunk_is_the_definition(
         torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_asking_for_measures_changes_no_bit_of_the_loss() -> None:
+def test_logit_statistics_do_not_change_the_loss() -> None:
     x, weight = inputs(torch.float32)
     words = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
-    plain, told = (
+    plain, measured = (
         linear_cross_entropy(x, weight, LABELS, **words),
         measured_cross_entropy(x, weight, LABELS, **words),
     )
     again = recomputed_cross_entropy(x, weight, LABELS, **words)
-    assert torch.equal(plain, told.loss) and told.logsumexp.shape == (T,)
+    assert torch.equal(plain, measured.loss) and measured.logsumexp.shape == (T,)
     torch.testing.assert_close(again, plain)
     mine, theirs, others = (
-        torch.autograd.grad(each, (x, weight)) for each in (plain, told.loss, again)
+        torch.autograd.grad(each, (x, weight)) for each in (plain, measured.loss, again)
     )
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     torch.testing.assert_close(others, mine)
 
 
-def test_logsumexp_and_losses_of_tokens_have_the_gradients_of_finite_differences() -> None:
+def test_gradients_of_logsumexp_and_token_losses_match_finite_differences() -> None:
     x, weight = inputs()
     with torch.no_grad():
         weight[V:] = 0
     words = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
 
     def both(*leaves: Tensor) -> Tensor:
-        found = token_measures(*leaves, LABELS, **words)
+        found = token_losses_with_stats(*leaves, LABELS, **words)
         return found.loss + found.logsumexp.square()
 
     assert torch.autograd.gradcheck(both, (x, weight))
     assert torch.autograd.gradcheck(
-        lambda *a: token_measures(*a, LABELS, **words).logsumexp, (x, weight)
+        lambda *a: token_losses_with_stats(*a, LABELS, **words).logsumexp, (x, weight)
     )
     assert torch.autograd.gradcheck(
         lambda *a: recomputed_cross_entropy(*a, LABELS, **words, z_loss=0.2), (x, weight)
@@ -130,7 +131,7 @@ def test_without_labels_loss_and_gradients_are_zero(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_compiled_loops_give_what_the_reference_gives(
+def test_numba_backend_matches_the_reference(
     form: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -182,7 +183,7 @@ def one_form(rank: int, world: int, form: str, kernel: Kernel) -> None:
         chunk=4,
         kernel=kernel,
     )
-    for name, found, expected in zip(Measured._fields, ours, theirs, strict=True):
+    for name, found, expected in zip(CrossEntropyResult._fields, ours, theirs, strict=True):
         assert_equals(name, found.detach(), expected.detach(), FP64)
     dx, dw = torch.autograd.grad(ours.loss, (x, mine))
     whole_dx, whole_dw = torch.autograd.grad(theirs.loss, (x, weight))
@@ -192,5 +193,5 @@ def one_form(rank: int, world: int, form: str, kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_share_the_vocabulary_find_what_one_finds(world: int) -> None:
+def test_vocabulary_parallel_statistics_match_one_rank(world: int) -> None:
     run_ranks(on_ranks, world)

@@ -1,4 +1,4 @@
-"""Layers with weights, whole or cut over ranks on paper."""
+"""Fixtures that build layers with weights, full or sharded over simulated ranks."""
 
 from types import SimpleNamespace
 from typing import Any

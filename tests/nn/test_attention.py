@@ -41,7 +41,9 @@ def formula(
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_the_formula_of_the_paper(kv_heads: int, bias: bool, layers: SimpleNamespace) -> None:
+def test_attention_matches_the_formula_of_the_paper(
+    kv_heads: int, bias: bool, layers: SimpleNamespace
+) -> None:
     config = layers.config(num_kv_heads=kv_heads, qkv_bias=bias, output_bias=bias)
     layer = layers.build(Attention, config)
     x, tokens = layers.inputs(9), layers.tokens(config, [5, 1, 3])
@@ -64,7 +66,7 @@ def test_a_gate_is_a_sigmoid_for_every_feature_of_every_head(
 @pytest.mark.parametrize(
     ("tp", "kv_heads"), [(2, 3), (3, 3), (2, 1), (4, 2), (6, 2), (6, 3), (5, 6)]
 )
-def test_a_rank_holds_whole_heads_and_the_keys_that_they_look_at(
+def test_rank_holds_whole_heads_and_their_kv_heads(
     tp: int, kv_heads: int, layers: SimpleNamespace
 ) -> None:
     config = layers.config(num_kv_heads=kv_heads)
@@ -104,9 +106,7 @@ def shared_heads(
 
 
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 3), (3, 1), (4, 2)])
-def test_ranks_together_give_what_one_gives(
-    tp: int, kv_heads: int, layers: SimpleNamespace
-) -> None:
+def test_tensor_parallel_matches_one_rank(tp: int, kv_heads: int, layers: SimpleNamespace) -> None:
     config = layers.config(num_kv_heads=kv_heads)
     x, tokens = layers.inputs(9), layers.tokens(config, [5, 4])
     expected = layers.build(Attention, config)(x, tokens)
@@ -127,7 +127,7 @@ class SpanHook:
 
 
 @pytest.mark.parametrize("steps", [[9], [1] * 9, [4, 1, 3, 1]])
-def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(
+def test_decoding_with_kv_cache_matches_full_forward(
     steps: list[int], layers: SimpleNamespace
 ) -> None:
     config = layers.config()

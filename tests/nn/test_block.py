@@ -13,7 +13,7 @@ from megalith.models.decoder import declared_parameters
 from megalith.nn.attention import Attention
 from megalith.nn.block import RecomputedCore, SequentialBlock, block_of_layer
 from megalith.nn.init import init_param_
-from megalith.nn.mla import LatentAttention, kept
+from megalith.nn.mla import LatentAttention, no_recompute
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.rope import RotaryEmbedding
 from megalith.parallel.mesh import mesh_of_one
@@ -82,7 +82,9 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
 SHORT = MLAConfig(kv_rank=7, q_rank=8, nope_dim=5, rope_dim=4, value_dim=3)
 
 
-def test_what_runs_again_in_latent_attention_has_no_region_within(layers: SimpleNamespace) -> None:
+def test_recomputed_mla_up_projection_contains_no_recomputed_module(
+    layers: SimpleNamespace,
+) -> None:
     config, mesh = layers.config(num_heads=4, num_kv_heads=4, mla=SHORT), mesh_of_one()
     for modules in (("core_attention",), ("core_attention", "mla_up_proj")):
         again = RecomputeConfig(granularity="selective", modules=modules)
@@ -96,10 +98,10 @@ def test_what_runs_again_in_latent_attention_has_no_region_within(layers: Simple
         ).attention
         assert isinstance(layer, LatentAttention)
         assert isinstance(layer.core, RecomputedCore) == ("mla_up_proj" not in modules)
-        assert (layer.around is kept) == ("mla_up_proj" not in modules)
+        assert (layer.around is no_recompute) == ("mla_up_proj" not in modules)
 
 
-def test_a_layer_may_have_a_matrix_in_place_of_a_part_or_nothing(layers: SimpleNamespace) -> None:
+def test_layer_with_linear_replacement_or_without_a_part(layers: SimpleNamespace) -> None:
     x = layers.inputs(9)
     kinds: list[tuple[Part, Part]] = [
         ("full", "none"),
@@ -128,7 +130,7 @@ def test_a_layer_may_have_a_matrix_in_place_of_a_part_or_nothing(layers: SimpleN
         assert_equals("block", block(x, tokens), expected, FP64)
 
 
-def test_a_layer_of_its_own_sizes_has_them(layers: SimpleNamespace) -> None:
+def test_layer_with_its_own_sizes(layers: SimpleNamespace) -> None:
     config = layers.config(
         num_layers=2, layers=LayersConfig(num_kv_heads=(3, 1), ffn_hidden_size=(11, 5))
     )
@@ -146,7 +148,7 @@ def test_a_layer_of_its_own_sizes_has_them(layers: SimpleNamespace) -> None:
     )
 
 
-def test_a_wide_stream_keeps_what_a_narrow_one_would_swallow(layers: SimpleNamespace) -> None:
+def test_fp32_residual_keeps_small_updates(layers: SimpleNamespace) -> None:
     mesh = mesh_of_one()
     kinds: list[dict[str, Any]] = [
         {},

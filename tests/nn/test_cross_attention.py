@@ -1,5 +1,4 @@
-"""Cross attention is that of T5, BART and Whisper, and ranks that share its heads and tokens give
-what one gives."""
+"""Cross-attention matches T5, BART and Whisper, and parallel ranks match one rank."""
 
 from collections import Counter
 from dataclasses import replace
@@ -30,7 +29,7 @@ from megalith.kernels.tokens import (
 )
 from megalith.models.decoder import allocate, declared_parameters
 from megalith.nn.cross_attention import CrossAttention, CrossLayerAttention, across
-from megalith.nn.dropout import with_dropped_weights
+from megalith.nn.dropout import add_attention_dropout
 from megalith.nn.init import init_param_
 from megalith.parallel.autograd import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
@@ -51,7 +50,7 @@ def build(
 ) -> CrossAttention:
     """In float64 with random weights and biases, the same under every layout."""
     tp_comm = SequenceParallelComm(mesh.tp) if sp else TensorParallelComm(mesh.tp)
-    core = with_dropped_weights(
+    core = add_attention_dropout(
         attention, replace(config, dropout=DropoutConfig(attention=dropout)), 0, mesh
     )
     layer = CrossAttention(
@@ -81,7 +80,7 @@ def trained(tokens: PackedSeqParams, first: int) -> PackedSeqParams:
     return replace(tokens, dropout=DropoutKey(3, torch.arange(first, first + tokens.num_tokens)))
 
 
-def test_it_is_the_formula_of_the_paper(layers: SimpleNamespace) -> None:
+def test_attention_matches_the_formula_of_the_paper(layers: SimpleNamespace) -> None:
     config = layers.config(head_dim=4, attention=AttentionConfig(scale=0.7, softcap=2.0))
     layer = build(config, mesh_of_one())
     w = {
@@ -136,7 +135,7 @@ def _on_ranks(
 @pytest.mark.parametrize(
     ("tp", "kv_heads", "sp"), [(2, 3, False), (2, 3, True), (3, 6, True), (4, 2, False)]
 )
-def test_ranks_together_give_what_one_gives(
+def test_tensor_parallel_matches_one_rank(
     tp: int, kv_heads: int, sp: bool, dropout: float, layers: SimpleNamespace
 ) -> None:
     config = layers.config(num_kv_heads=kv_heads)
@@ -149,7 +148,7 @@ def test_ranks_together_give_what_one_gives(
         assert_equals(name, sum(each) if summed or tokens else each[0], value, FP64)  # type: ignore[arg-type]
 
 
-def test_dropped_pairs_are_those_of_both_texts(layers: SimpleNamespace) -> None:
+def test_attention_dropout_depends_on_both_token_numbers(layers: SimpleNamespace) -> None:
     layer, (x, memory) = build(layers.config(), mesh_of_one(), dropout=0.4), inputs()
     outs = [
         layer(x, trained(TEXTS, 100), memory, trained(MEMORIES, first))
@@ -159,7 +158,7 @@ def test_dropped_pairs_are_those_of_both_texts(layers: SimpleNamespace) -> None:
     assert not torch.equal(outs[0], layer(x, TEXTS, memory, MEMORIES))
 
 
-def test_packed_texts_look_at_their_own_memory_and_one_without_any_finds_nothing(
+def test_packed_documents_attend_to_their_own_encoder_states(
     layers: SimpleNamespace,
 ) -> None:
     layer, (x, memory) = build(layers.config(output_bias=False), mesh_of_one()), inputs()
@@ -175,7 +174,7 @@ def test_packed_texts_look_at_their_own_memory_and_one_without_any_finds_nothing
     assert not layer(x[:2], tokens_of_lengths([2]), memory[:0], tokens_of_lengths([0])).any()
 
 
-def test_padding_of_the_memory_and_masks_of_pairs_hide_it(layers: SimpleNamespace) -> None:
+def test_encoder_padding_and_attention_masks_hide_keys(layers: SimpleNamespace) -> None:
     layer, (x, memory) = build(layers.config(output_bias=False), mesh_of_one()), inputs()
     text = torch.tensor(
         [1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0]
@@ -196,13 +195,17 @@ def test_padding_of_the_memory_and_masks_of_pairs_hide_it(layers: SimpleNamespac
     alone = layer(x, TEXTS, memory, with_padding(MEMORIES, torch.arange(12) != 4), masks)
     both = torch.tensor([0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0]).bool()
     assert_equals("masks", alone, layer(x, TEXTS, memory[both], tokens_of_lengths([1, 6, 1])), FP64)
-    kept = layer.remember(memory, MEMORIES)
-    assert torch.equal(layer.look(x, TEXTS, kept, masks), layer(x, TEXTS, memory, MEMORIES, masks))
-    with pytest.raises(DataError, match=r"masks\[0\] is \[5, 5\]: document 0 must have \[5, 3\]"):
+    kept = layer.encode_keys(memory, MEMORIES)
+    assert torch.equal(
+        layer.attend_encoded(x, TEXTS, kept, masks), layer(x, TEXTS, memory, MEMORIES, masks)
+    )
+    with pytest.raises(
+        DataError, match=r"masks\[0\] has the shape \[5, 5\]: document 0 requires \[5, 3\]"
+    ):
         layer(x, TEXTS, memory, MEMORIES, [torch.eye(5).bool(), None, None])
 
 
-def test_what_looks_back_sees_what_masks_let_it(layers: SimpleNamespace) -> None:
+def test_cross_layer_attention_uses_attention_masks(layers: SimpleNamespace) -> None:
     layer = layers.build(CrossLayerAttention, layers.config())
     layer.scores = replace(layer.scores, causal=True)
     x, memory = layers.inputs(12), layers.inputs(12).flip(0)
@@ -213,16 +216,16 @@ def test_what_looks_back_sees_what_masks_let_it(layers: SimpleNamespace) -> None
     assert torch.equal(unlike, mask.tril()[:, 3]) and unlike.any()
 
 
-def test_under_mup_scores_are_scaled_as_in_the_models_other_attention(
+def test_mup_scale_equals_that_of_self_attention(
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(head_dim=4, mup=MuPConfig(base_hidden_size=6, base_head_dim=3))
     assert build(config, mesh_of_one()).scores.scale == config.score_scale() == 3**0.5 / 4
 
 
-def test_a_memory_is_read_once_however_many_tokens_look_at_it(layers: SimpleNamespace) -> None:
+def test_encoder_keys_are_computed_once_for_decoding(layers: SimpleNamespace) -> None:
     layer, (x, memory) = build(layers.config(), mesh_of_one()), inputs()
-    kept = layer.remember(memory, MEMORIES)
+    kept = layer.encode_keys(memory, MEMORIES)
     read = [0, 0, 0]
     whole, starts = layer(x, TEXTS, memory, MEMORIES), [0, 5, 6]
     for step in ([2, 1, 3], [3, 0, 1], [0, 0, 2]):
@@ -232,7 +235,7 @@ def test_a_memory_is_read_once_however_many_tokens_look_at_it(layers: SimpleName
             for n in range(count)
         ]
         read = [before + count for before, count in zip(read, step)]
-        found = layer.look(
+        found = layer.attend_encoded(
             x[rows], tokens_of_queries(list(zip(step, read))), kept
         )  # as read on with a cache
         assert_equals("look", found, whole[rows], FP64)
@@ -294,7 +297,7 @@ def _rows(b: int, s: int, seed: int) -> Tensor:
     return torch.randn(b, s, 18, generator=torch.Generator().manual_seed(seed))
 
 
-def test_it_is_the_cross_attention_of_t5(layers: SimpleNamespace) -> None:
+def test_cross_attention_matches_t5(layers: SimpleNamespace) -> None:
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     theirs = t5.T5Attention(
         t5.T5Config(d_model=18, d_kv=4, num_heads=6, is_decoder=True, dropout_rate=0.0)
@@ -313,9 +316,7 @@ def test_it_is_the_cross_attention_of_t5(layers: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("family", ["bart", "whisper"])
-def test_it_is_the_cross_attention_of_bart_and_whisper(
-    family: str, layers: SimpleNamespace
-) -> None:
+def test_cross_attention_matches_bart_and_whisper(family: str, layers: SimpleNamespace) -> None:
     """Whisper's keys have no bias."""
     transformers = pytest.importorskip("transformers")
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
@@ -349,7 +350,7 @@ def test_it_is_the_cross_attention_of_bart_and_whisper(
     assert (found.view(expected.shape) - expected).abs().max() < 1e-5
 
 
-def test_what_looks_back_sees_the_memory_of_earlier_tokens_of_its_document_alone(
+def test_cross_layer_attention_is_causal_inside_documents(
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(attention=AttentionConfig(softcap=2.0))
@@ -371,7 +372,7 @@ def test_what_looks_back_sees_the_memory_of_earlier_tokens_of_its_document_alone
     assert_equals("after the first document", first[5:], plain[5:], FP64)
 
 
-def test_what_looks_back_is_cross_attention_to_the_same_tokens_where_nothing_is_hidden(
+def test_unmasked_cross_layer_attention_matches_cross_attention(
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(attention=AttentionConfig(causal=False))
@@ -382,8 +383,10 @@ def test_what_looks_back_is_cross_attention_to_the_same_tokens_where_nothing_is_
     )
 
 
-def test_a_memory_of_other_tokens_is_not_shared_over_cp(layers: SimpleNamespace) -> None:
+def test_cross_attention_to_other_tokens_rejects_context_parallelism(
+    layers: SimpleNamespace,
+) -> None:
     slicing = Slicing(ranks=2, rank=0)
     shared = tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing)
-    with pytest.raises(AssertionError, match="is not shared over cp"):
+    with pytest.raises(AssertionError, match="does not support context parallelism"):
         across(shared, shared)

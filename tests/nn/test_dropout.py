@@ -11,7 +11,7 @@ from megalith.kernels.attention import attention
 from megalith.kernels.dropout import dropout
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import DropoutKey, PackedSeqParams, tokens_of_lengths, tokens_of_rows
-from megalith.nn.dropout import Dropout, DroppingAttention, dropping, with_dropped_weights
+from megalith.nn.dropout import AttentionWithDropout, Dropout, add_attention_dropout, build_dropout
 from megalith.parallel.group import Group, alone
 from megalith.parallel.tensor import SequenceParallelComm, TensorParallelComm, TPComm
 from megalith.plan.keys import key
@@ -39,7 +39,7 @@ def test_it_drops_by_seed_place_layer_and_the_tokens_numbers() -> None:
     assert all(not torch.equal(other, expected) for other in others)
 
 
-def test_where_nothing_is_trained_or_dropped_x_comes_back() -> None:
+def test_dropout_is_the_identity_outside_training() -> None:
     assert made()(X, tokens(seed=None)) is X
     assert made(0.0)(X, tokens()) is X
 
@@ -53,7 +53,7 @@ def _on_a_rank(rank: int, world: int, sp: bool) -> Tensor:
 
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("sp", [False, True])
-def test_tensor_parallel_ranks_drop_what_one_rank_drops(tp: int, sp: bool) -> None:
+def test_tensor_parallel_masks_match_one_rank(tp: int, sp: bool) -> None:
     found, expected = run_ranks(_on_a_rank, tp, sp), made()(X, tokens())
     if sp:
         assert torch.equal(torch.cat(found), expected)
@@ -61,15 +61,15 @@ def test_tensor_parallel_ranks_drop_what_one_rank_drops(tp: int, sp: bool) -> No
         assert all(torch.equal(each, expected) for each in found)
 
 
-def test_no_probability_means_no_step() -> None:
+def test_zero_probability_builds_no_dropout() -> None:
     tp_comm = TensorParallelComm(alone("tp"))
-    assert dropping("mlp", 0, 0.0, tp_comm) == []
-    (step,) = dropping("mlp", 2, 0.5, tp_comm)
+    assert build_dropout("mlp", 0, 0.0, tp_comm) == []
+    (step,) = build_dropout("mlp", 2, 0.5, tp_comm)
     assert torch.equal(step(X, tokens()), made(place="mlp")(X, tokens()))
 
 
 @pytest.mark.slow
-def test_a_compiler_takes_the_key_for_a_number() -> None:
+def test_torch_compile_treats_the_key_as_a_constant() -> None:
     compiled = torch.compile(made(), backend="eager", fullgraph=True)
     assert torch.equal(compiled(X, tokens()), made()(X, tokens()))
 
@@ -94,7 +94,7 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
     for token in range(9):  # values that show what weight each query gives to this token
         v = torch.zeros_like(V)
         v[token] = 1.0
-        dropped = DroppingAttention(attention, 2, 0.4, 0)(
+        dropped = AttentionWithDropout(attention, 2, 0.4, 0)(
             Q, K, v, TRAINED, scores=scores, sinks=sinks
         )
         weights = attention(Q, K, v, DOCUMENTS, scores=scores, sinks=sinks)
@@ -102,26 +102,25 @@ def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
     assert found == {0, round(1e6 / 0.6)}
 
 
-def test_ranks_drop_the_weights_of_their_own_heads() -> None:
-    whole = DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, TRAINED)
-    part = DroppingAttention(attention, 2, 0.4, 2)(Q[:, 2:], K[:, 1:], V[:, 1:], TRAINED)
+def test_tensor_parallel_attention_dropout_matches_one_rank() -> None:
+    whole = AttentionWithDropout(attention, 2, 0.4, 0)(Q, K, V, TRAINED)
+    part = AttentionWithDropout(attention, 2, 0.4, 2)(Q[:, 2:], K[:, 1:], V[:, 1:], TRAINED)
     torch.testing.assert_close(part, whole[:, 2:])
-    other_layer = DroppingAttention(attention, 3, 0.4, 0)(Q, K, V, TRAINED)
+    other_layer = AttentionWithDropout(attention, 3, 0.4, 0)(Q, K, V, TRAINED)
     assert not torch.equal(other_layer, whole)
 
 
-def test_where_nothing_is_trained_the_fast_attention_runs() -> None:
+def test_attention_dropout_is_off_outside_training() -> None:
     assert torch.equal(
-        DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS), attention(Q, K, V, DOCUMENTS)
+        AttentionWithDropout(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS),
+        attention(Q, K, V, DOCUMENTS),
     )
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_only_with_a_probability_is_attention_another_and_it_knows_its_first_head(
-    latent: bool, layers: SimpleNamespace
-) -> None:
+def test_attention_is_wrapped_only_with_dropout(latent: bool, layers: SimpleNamespace) -> None:
     config = layers.config(num_kv_heads=6, mla=MLAConfig(kv_rank=4) if latent else None)
-    assert with_dropped_weights(attention, config, 2, layers.paper(config, 2, 1)) is attention
+    assert add_attention_dropout(attention, config, 2, layers.paper(config, 2, 1)) is attention
     config = replace(config, dropout=DropoutConfig(attention=0.1))
-    found = with_dropped_weights(attention, config, 2, layers.paper(config, 2, 1))
-    assert found == DroppingAttention(attention, 2, 0.1, first_head=3)
+    found = add_attention_dropout(attention, config, 2, layers.paper(config, 2, 1))
+    assert found == AttentionWithDropout(attention, 2, 0.1, first_head=3)

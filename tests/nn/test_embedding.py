@@ -1,4 +1,4 @@
-"""What becomes of embeddings: scaled as weights of that dtype expect, and told their places."""
+"""Input embedding: scales rounded to the dtype, and learned positions."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def built(layers: SimpleNamespace, **changes: object) -> InputEmbedding:
     return input_embedding
 
 
-def test_a_plain_model_does_nothing(layers: SimpleNamespace) -> None:
+def test_default_input_embedding_is_the_identity(layers: SimpleNamespace) -> None:
     input_embedding, x = built(layers), layers.inputs(4)
     assert input_embedding(x, layers.tokens(layers.config(), [4])) is x
     assert not list(declared_parameters(input_embedding))
@@ -38,7 +38,7 @@ def test_scales_are_rounded_to_the_dtype_first() -> None:
     assert Scale(root, torch.float64)(torch.ones(1, dtype=torch.float64), tokens) == root  # type: ignore[arg-type]
 
 
-def test_every_place_of_a_document_has_its_vector_and_documents_begin_again(
+def test_learned_positions_restart_in_each_document(
     layers: SimpleNamespace,
 ) -> None:
     config = layers.config(positions="learned")
@@ -52,7 +52,7 @@ def test_every_place_of_a_document_has_its_vector_and_documents_begin_again(
     assert input_embedding.positions.weight.grad.sum(1).tolist()[:4] == [72.0, 72.0, 36.0, 0.0]
 
 
-def test_a_rank_with_a_part_of_the_tokens_takes_the_places_of_these(
+def test_sequence_parallel_rank_uses_its_own_positions(
     layers: SimpleNamespace,
 ) -> None:
     group = layers.paper(layers.config(), 3, 1).tp
@@ -60,13 +60,13 @@ def test_a_rank_with_a_part_of_the_tokens_takes_the_places_of_these(
     assert TensorParallelComm(group).mine(torch.arange(9)).tolist() == list(range(9))
 
 
-def test_a_document_longer_than_the_table_of_places_is_refused(layers: SimpleNamespace) -> None:
+def test_document_longer_than_the_position_table_raises_an_error(layers: SimpleNamespace) -> None:
     input_embedding, tokens = (
         built(layers, positions="learned"),
         layers.tokens(layers.config(positions="learned"), [1, 33]),
     )
     with pytest.raises(
         DataError,
-        match=r"document of 33 tokens .* knows 32 places. Use documents of at most 32 tokens",
+        match=r"document has 33 tokens.* only 32 positions. Use documents of at most 32 tokens",
     ):
         input_embedding(layers.inputs(34), tokens)

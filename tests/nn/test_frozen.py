@@ -1,5 +1,4 @@
-"""Frozen weights want no gradient, backward ends above them, and results are those of a model that
-is trained whole."""
+"""Frozen weights get no gradient, backward stops above them, and results match full training."""
 
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
-from megalith.nn.frozen import BackwardEnd, BelowTrained, freeze
+from megalith.nn.frozen import BackwardBoundary, BelowTrained, freeze
 from megalith.parallel.mesh import mesh_of_one
 
 MODEL = ModelConfig(
@@ -56,7 +55,7 @@ def gradients(optim: OptimConfig) -> dict[str, Tensor]:
         OptimConfig(trained=("embed.weight",)),
     ],
 )
-def test_gradients_are_those_of_a_model_trained_whole_and_of_nothing_else(
+def test_gradients_of_trained_weights_match_full_training(
     optim: OptimConfig,
 ) -> None:
     whole, some = gradients(TRAIN_ALL), gradients(optim)
@@ -65,21 +64,21 @@ def test_gradients_are_those_of_a_model_trained_whole_and_of_nothing_else(
         torch.testing.assert_close(gradient, whole[name], rtol=1e-12, atol=1e-14)
 
 
-def test_backward_ends_above_what_is_not_trained() -> None:
+def test_backward_stops_above_frozen_layers() -> None:
     upper = built(OptimConfig(trained=("layers.2.*",)))
     run: object = upper.run_layers
     assert isinstance(run, BelowTrained) and run.count == 2
     first = built(OptimConfig(frozen=("embed.weight",)))
-    assert isinstance(first.input_embedding, BackwardEnd) and not isinstance(
+    assert isinstance(first.input_embedding, BackwardBoundary) and not isinstance(
         first.run_layers, BelowTrained
     )
     whole = built(OptimConfig(frozen=("layers.*",)))
-    assert not isinstance(whole.input_embedding, BackwardEnd) and not isinstance(
+    assert not isinstance(whole.input_embedding, BackwardBoundary) and not isinstance(
         whole.run_layers, BelowTrained
     )
 
 
-def test_nothing_changes_where_all_is_trained() -> None:
+def test_model_is_unchanged_without_frozen_weights() -> None:
     model = built(TRAIN_ALL)
     before: Sequence[nn.Module] = list(model.modules())
     freeze([model], MODEL, TRAIN_ALL)

@@ -30,7 +30,7 @@ def filled(
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("parts", [2, 3, 4])
-def test_any_cut_gives_the_bits_of_the_whole(shape: tuple[int, ...], parts: int) -> None:
+def test_any_sharding_gives_the_same_bits(shape: tuple[int, ...], parts: int) -> None:
     full = Shard.full("a.b", shape, inputs=min(1, len(shape)))
     expected = filled(full, Init(0.5))
     for dim in range(len(shape)):
@@ -43,7 +43,7 @@ def test_any_cut_gives_the_bits_of_the_whole(shape: tuple[int, ...], parts: int)
         assert torch.equal(torch.cat(pieces, dim), expected)
 
 
-def test_a_box_cut_along_every_dim_gives_the_bits_of_the_whole() -> None:
+def test_box_sharded_along_every_dim_gives_the_same_bits() -> None:
     full = Shard.full("a.b", (7, 260, 1030))
     expected = filled(full, Init(1.0))
     for box in itertools.product(
@@ -54,7 +54,7 @@ def test_a_box_cut_along_every_dim_gives_the_bits_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 7), (0, 300, 300, 61_000), (0, 77, 14_000)])
-def test_flat_ranges_of_a_box_give_the_bits_of_the_whole(cuts: tuple[int, ...]) -> None:
+def test_flat_ranges_of_a_box_give_the_same_bits(cuts: tuple[int, ...]) -> None:
     full = Init(0.5, rows=90)
     for shape in ((100, 620), (2, 50, 620)):
         shard = replace(Shard.full("a.b", shape), box=(*((1, n) for n in shape[:-1]), (3, 600)))
@@ -83,7 +83,7 @@ def test_values_follow_the_seed_the_name_and_nothing_else() -> None:
     assert not torch.equal(filled(replace(shard, name="a.c"), Init(0.02)), first)
 
 
-def test_they_are_normal_with_the_asked_mean_and_deviation() -> None:
+def test_values_are_normal_with_the_given_mean_and_std() -> None:
     values = filled(Shard.full("a.b", (600, 1200)), Init(0.02, offset=0.5)).double()
     assert abs(values.mean().item() - 0.5) < 1e-4 and abs(values.std().item() / 0.02 - 1) < 0.01
     beyond = ((values - 0.5).abs() > 0.04).double().mean().item()
@@ -99,7 +99,7 @@ def test_constants_need_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 37, 40])
-def test_rows_that_only_pad_are_zero_in_every_part(rows: int) -> None:
+def test_padding_rows_are_zero_in_every_shard(rows: int) -> None:
     full = Shard.full("embed.weight", (40, 6))
     for rank in range(3):
         part = full.split_dim(0, split_evenly(40, 3), rank, ("tp",))
@@ -108,7 +108,7 @@ def test_rows_that_only_pad_are_zero_in_every_part(rows: int) -> None:
         assert values[:real].all() and not values[real:].any()
 
 
-def test_only_tiles_that_the_box_meets_are_drawn_and_none_is_large(
+def test_only_tiles_that_intersect_the_box_are_drawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: list[int] = []
@@ -125,14 +125,14 @@ def test_only_tiles_that_the_box_meets_are_drawn_and_none_is_large(
     assert max(drawn) <= TILE[0] * TILE[1] and sum(drawn) <= 2 * TILE[0] * TILE[1]
 
 
-def test_the_numbers_of_a_release_never_change() -> None:
+def test_initial_values_are_stable_across_releases() -> None:
     """First weights are keyed by names and tiles, so a rename would change them. Drawn on
     2026-11-21 (torch 2.13.0)."""
     found = filled(Shard.full("embed.weight", (4, 3)), Init(1.0), seed=1234).flatten().tolist()
     assert [round(value, 4) for value in found[:4]] == [-0.6128, -0.0955, 1.9148, 0.3456]
 
 
-def test_uniform_values_have_the_same_spread_and_an_end() -> None:
+def test_uniform_values_have_the_same_std_and_are_bounded() -> None:
     values = filled(Shard.full("a.b", (300, 1100)), Init(0.5, uniform=True))
     assert values.std().item() == pytest.approx(0.5, rel=0.01) and values.mean().abs().item() < 0.01
     assert 0.99 * 0.5 * 3**0.5 < values.abs().max().item() <= 0.5 * 3**0.5 + 1e-6

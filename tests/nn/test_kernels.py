@@ -1,5 +1,4 @@
-"""The switch for kernels: no fast form is left where plain ones are asked for, and training comes
-out the same."""
+"""Kernel backend selection: every operation is bound to its backend, and training results match."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,7 +93,7 @@ def forbid(*arguments: object) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reference_leaves_no_fast_form_in_any_kind_of_layer(
+def test_reference_setting_binds_every_operation(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for function in FAST:
@@ -116,11 +115,11 @@ def one_step(run: Any) -> float:  # a TrainRun
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "drift"), [("fp32", 2e-6, 1e-5), ("bf16", 2e-2, 2e-3)]
 )
-def test_training_by_any_kernel_comes_out_the_same(
+def test_training_matches_for_all_kernel_settings(
     dtype: Literal["fp32", "bf16"], tolerance: float, drift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "megalith.kernels.cpu.WORTH_A_LOOP", 1
+        "megalith.kernels.cpu.MIN_LOOP_ELEMENTS", 1
     )  # so that loops take part in so small a model
     changes = {"precision": replace(tiny_run().precision, params=dtype)}
     losses, weights = losses_of("auto", **changes)
@@ -134,7 +133,7 @@ def test_training_by_any_kernel_comes_out_the_same(
 
 
 @pytest.mark.slow
-def test_ranks_that_share_vocabulary_and_tokens_compute_by_definitions_what_one_computes_fast(
+def test_parallel_training_with_reference_kernels_matches_one_rank(
     tmp_path: Path,
 ) -> None:
     parallel = ParallelConfig(tp=2, cp=2, sp=True)
@@ -148,7 +147,7 @@ def test_ranks_that_share_vocabulary_and_tokens_compute_by_definitions_what_one_
     ] == []
 
 
-def test_divided_weights_are_gathered_again_for_a_backward_that_reads_them() -> None:
+def test_fsdp_weights_are_gathered_for_reference_backward() -> None:
     case = layout_case(PLAIN, ParallelConfig(dp=2, zero=3), 2)
     plain = replace(case, run=replace(case.run, kernels="reference"))
     assert [difference for difference in prove_layout(plain) if not difference.holds] == []
@@ -168,7 +167,7 @@ class Layer(nn.Module):
             setattr(self, name, value)
 
 
-def test_operations_are_found_however_deep_they_are_held() -> None:
+def test_nested_operations_are_bound() -> None:
     def wrap(function: Callable[..., Tensor], other: str) -> str:
         return other
 
@@ -199,7 +198,7 @@ def test_operations_are_found_however_deep_they_are_held() -> None:
     assert all(held[name] is before[name] for name in ("number", "words", "group"))
 
 
-def test_dropout_before_adapters_is_switched_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_dropout_is_bound_to_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout.DropoutFunction, "apply", forbid)
     drop, x = InputDropout("layers.0.mlp.down", 0.5, lambda known: known), torch.ones(4, 6)
     drop.tokens = replace(tokens_of_rows(1, 4), dropout=DropoutKey(3, torch.arange(4)))
@@ -209,7 +208,7 @@ def test_dropout_before_adapters_is_switched_with_the_rest(monkeypatch: pytest.M
     assert set(output_tensor(drop(x)).flatten().tolist()) == {0.0, 2.0}
 
 
-def test_attention_across_ranks_becomes_the_definition_over_all_keys() -> None:
+def test_context_parallel_attention_becomes_the_reference() -> None:
     mesh = mesh_of_one()
     made = with_kernel(RecomputedCore(Ring(mesh.cp), True), KernelsConfig(all="reference"), mesh)
     assert made == RecomputedCore(AllGatherAttend(mesh.cp, reference_span_attention), True)
@@ -217,7 +216,7 @@ def test_attention_across_ranks_becomes_the_definition_over_all_keys() -> None:
     assert with_kernel(ring, KernelsConfig(all="reference", attention="split_kv"), mesh) is ring
 
 
-def test_each_operation_can_be_told_by_itself() -> None:
+def test_each_operation_has_its_own_backend_setting() -> None:
     layer = Layer(norm=rms_norm, gate=swiglu_function, core=attention)
     use_kernels(
         [layer], KernelsConfig(all="torch", norm="reference", attention="split_kv"), mesh_of_one()
@@ -230,7 +229,7 @@ def test_each_operation_can_be_told_by_itself() -> None:
     assert other.gate is swiglu_function and vars(other)["norm"].keywords == {"kernel": "numba"}
 
 
-def test_every_operation_with_forms_has_a_setting() -> None:
+def test_every_operation_with_backends_has_a_setting() -> None:
     """A function of kernels/ with a keyword `kernel` is in a file that the table of operations
     knows; matmuls of bf16 are selected for the process."""
     folder = Path(cross_entropy.__file__).parent
@@ -243,18 +242,18 @@ def test_every_operation_with_forms_has_a_setting() -> None:
 
 
 @pytest.mark.parametrize("form", ["cpu_tiled", "sdpa", "split_kv", "loop", "grouped"])
-def test_training_by_a_way_of_one_operation_comes_out_the_same(form: Any) -> None:
+def test_training_with_one_explicit_backend_matches(form: Any) -> None:
     op = "attention" if form in ("cpu_tiled", "sdpa", "split_kv") else "experts"
     model = replace(PLAIN, moe=replace(EXPERTS, ffn_hidden_size=8)) if op == "experts" else PLAIN
     run = replace(
         layout_case(model, ParallelConfig(), 1).run,
         precision=replace(tiny_run().precision, params="fp32"),
     )
-    plain, told = one_step(run), one_step(replace(run, kernels=KernelsConfig(**{op: form})))
-    assert told == pytest.approx(plain, rel=1e-5)
+    plain, explicit = one_step(run), one_step(replace(run, kernels=KernelsConfig(**{op: form})))
+    assert explicit == pytest.approx(plain, rel=1e-5)
 
 
-def test_a_way_that_a_model_or_a_machine_lacks_is_refused_when_it_is_built(
+def test_unsupported_backend_is_rejected_when_the_model_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = layout_case(PLAIN, ParallelConfig(), 1).run
@@ -273,7 +272,7 @@ def test_a_way_that_a_model_or_a_machine_lacks_is_refused_when_it_is_built(
             )
         )
     monkeypatch.setattr("megalith.kernels.cpu.openmp", lambda: None)
-    with pytest.raises(ConfigError, match="kernels.rope=numba: torch has no OpenMP library here"):
+    with pytest.raises(ConfigError, match="kernels.rope=numba: torch's OpenMP library on this"):
         one_step(
             replace(
                 run,

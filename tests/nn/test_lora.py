@@ -1,5 +1,5 @@
-"""Adapters compute what the paper says, leave everything else alone, and a missing sum of theirs is
-refused."""
+"""LoRA matches the paper, leaves other weights unchanged, and the type check finds missing
+reductions."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -80,7 +80,7 @@ def hidden(model: Decoder) -> Tensor:
         LoraConfig(rank=2, layers=(1,), dropout=0.5),
     ],
 )
-def test_a_matrix_acts_as_the_sum_of_itself_and_the_scaled_product(
+def test_adapted_matrix_is_the_sum_of_weight_and_scaled_product(
     adapters: LoraConfig, model: ModelConfig
 ) -> None:
     adapted, plain = built(adapters, model), built(None, model)
@@ -115,7 +115,7 @@ def test_names_and_shapes_are_a_file_format() -> None:
     }
 
 
-def test_only_adapters_are_trained_and_they_begin_as_nothing() -> None:
+def test_only_adapters_are_trained_and_their_initial_output_is_zero() -> None:
     model = Decoder(MODEL, mesh_of_one())
     attach_adapters([model], MODEL, LoraConfig())
     for declared, module, name in declared_parameters(model):
@@ -130,7 +130,7 @@ def test_only_adapters_are_trained_and_they_begin_as_nothing() -> None:
             )  # the variance of a uniform distribution in +-1 / sqrt(7)
 
 
-def test_matrices_that_are_no_targets_stay_what_they_were() -> None:
+def test_matrices_without_adapters_are_unchanged() -> None:
     model = Decoder(MODEL, mesh_of_one())
     attach_adapters([model], MODEL, LoraConfig(targets=("o", "gate_up")))
     kinds = [type(m) for m in model.modules() if isinstance(m, ColumnLora | RowLora)]
@@ -156,7 +156,7 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("targets", [("q",), ("kv",), ("q", "kv")])
-def test_columns_without_adapters_cost_nothing(targets: tuple[str, ...]) -> None:
+def test_columns_without_adapters_are_not_computed(targets: tuple[str, ...]) -> None:
     """Nothing as wide as all columns is made beside what the frozen layer makes, in forward or in
     backward."""
     layer = built(LoraConfig(rank=3, targets=targets)).get_submodule("layers.0.attention.qkv")
@@ -170,7 +170,7 @@ def test_columns_without_adapters_cost_nothing(targets: tuple[str, ...]) -> None
     assert counts[0] == counts[1] > 0
 
 
-def test_added_columns_are_what_plain_operations_give() -> None:
+def test_add_columns_matches_the_reference() -> None:
     draw = torch.Generator().manual_seed(2)
     y, one, two = (
         torch.randn(3, n, dtype=torch.float64, generator=draw, requires_grad=True)
@@ -179,7 +179,7 @@ def test_added_columns_are_what_plain_operations_give() -> None:
     weights = torch.randn(3, 9, dtype=torch.float64, generator=draw)
     found, expected = (
         function(y * 1, (1, 5), one, two)
-        for function in (lora.AddColumns.apply, lora.AddColumns.reference)
+        for function in (lora.AddColumnsFunction.apply, lora.AddColumnsFunction.reference)
     )
     assert torch.equal(found, expected)
     theirs = torch.autograd.grad((expected * weights).sum(), (y, one, two))
@@ -188,7 +188,7 @@ def test_added_columns_are_what_plain_operations_give() -> None:
     )
 
 
-def test_dropout_is_of_what_adapters_see_alone_and_of_training() -> None:
+def test_adapter_dropout_affects_only_adapters_in_training() -> None:
     model, plain = built(LoraConfig(rank=3, dropout=0.5)), built(LoraConfig(rank=3))
     ids, tokens = torch.arange(9) * 5 % 61, tokens_of_lengths([9], device="cpu")
     training = replace(tokens, dropout=DropoutKey(7, torch.arange(9)))
@@ -204,7 +204,7 @@ def test_dropout_is_of_what_adapters_see_alone_and_of_training() -> None:
         assert_equals("without adapters", model(ids, training), built(None)(ids, tokens), FP64)
 
 
-def test_the_cache_of_short_vectors_sees_adapters() -> None:
+def test_mla_kv_cache_uses_adapters() -> None:
     """While text is generated, the projection up to keys is applied to queries."""
     model = built(LoraConfig(rank=3), SHORT)
     up = model.get_submodule("layers.0.attention.kv_up")
@@ -217,7 +217,7 @@ def test_the_cache_of_short_vectors_sees_adapters() -> None:
     assert_equals("stacked", x @ torch.cat(both.accumulated_parameters()).T, both(x), FP64)
 
 
-def test_experts_have_none_and_what_lies_beside_them_has() -> None:
+def test_routed_experts_get_no_adapters() -> None:
     mixed = replace(MODEL, moe=MoEConfig(num_experts=4, ffn_hidden_size=6, layers=(False, True)))
     names = {
         name
@@ -231,7 +231,7 @@ def test_experts_have_none_and_what_lies_beside_them_has() -> None:
     assert "layers.1.attention.o.lora_a" in names
 
 
-def test_layers_below_every_adapter_have_no_backward() -> None:
+def test_layers_below_all_adapters_have_no_backward() -> None:
     """Neither in one process nor on a stage that has nothing else; a stage above has one as
     ever."""
     adapters, tokens = LoraConfig(rank=3, layers=(1,)), tokens_of_lengths([3], device="cpu")
@@ -251,7 +251,7 @@ def test_layers_below_every_adapter_have_no_backward() -> None:
     assert not seen[-1].requires_grad
 
 
-def test_backward_has_somewhere_to_end_below_frozen_layers() -> None:
+def test_input_embedding_requires_grad_below_frozen_layers() -> None:
     model = built(LoraConfig(targets=("q",)))
     x = model.input_embedding(model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu"))
     assert x.requires_grad and x.grad_fn is None
@@ -279,7 +279,7 @@ def _invariant(which: str, number: int) -> AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("sp", [True, False])
-def test_the_type_check_passes_adapters_as_they_are(sp: bool) -> None:
+def test_type_check_accepts_adapters(sp: bool) -> None:
     report = type_check(
         MODEL, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), lora=LoraConfig(rank=3)
     )
@@ -288,7 +288,7 @@ def test_the_type_check_passes_adapters_as_they_are(sp: bool) -> None:
 
 
 @pytest.mark.parametrize(("which", "number"), [("column_adapter", 0), ("row_adapter", 1)])
-def test_a_gradient_that_is_not_summed_over_tp_is_refused(which: str, number: int) -> None:
+def test_type_check_rejects_missing_tp_reduction(which: str, number: int) -> None:
     with _invariant(which, number):
         found = type_check(
             MODEL, ParallelConfig(tp=2, sp=True), world=2, ranks=(1,), lora=LoraConfig(rank=3)
@@ -297,7 +297,7 @@ def test_a_gradient_that_is_not_summed_over_tp_is_refused(which: str, number: in
 
 
 @pytest.mark.parametrize(("which", "number"), [("column_adapter", 0), ("row_adapter", 1)])
-def test_one_that_is_summed_twice_is_refused(which: str, number: int) -> None:
+def test_type_check_rejects_double_reduction(which: str, number: int) -> None:
     with _invariant(which, number):
         found = type_check(
             MODEL, ParallelConfig(tp=2), world=2, ranks=(1,), lora=LoraConfig(rank=3)

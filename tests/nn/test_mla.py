@@ -13,7 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 from megalith.infer.cache import KVCache
 from megalith.kernels.tokens import PackedSeqParams, tokens_of_queries
-from megalith.nn.mla import LatentAttention, absorbed, cheaper_form, expanded, latent_scores
+from megalith.nn.mla import LatentAttention, absorbed, choose_form, expanded, latent_scores
 from megalith.parallel.autograd import all_gather
 from megalith.parallel.tensor import SequenceParallelComm
 from megalith.testing.ranks import run_ranks
@@ -90,7 +90,7 @@ def scores_seen(scores: Tensor, tokens: PackedSeqParams, window: int | None) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_formula_of_the_paper(kind: str, layers: SimpleNamespace) -> None:
+def test_attention_matches_the_formula_of_the_paper(kind: str, layers: SimpleNamespace) -> None:
     config = config_of(kind, layers)
     layer = layers.build(LatentAttention, config)
     x, tokens = layers.inputs(9), layers.tokens(config, [5, 1, 3])
@@ -101,7 +101,7 @@ def test_it_is_the_formula_of_the_paper(kind: str, layers: SimpleNamespace) -> N
 
 @pytest.mark.parametrize("q_rank", [None, 8])
 @pytest.mark.parametrize("mscale", [None, (0.707, 0.707), (1.0, 0.5), (0.707, 0.0)])
-def test_it_is_the_attention_of_transformers(
+def test_mla_matches_transformers(
     q_rank: int | None, mscale: tuple[float, float] | None, layers: SimpleNamespace
 ) -> None:
     deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -170,7 +170,7 @@ def _g(mscale: float) -> float:
     return 0.1 * mscale * math.log(40) + 1
 
 
-def test_scores_are_sharpened_as_deepseek_v3_does(layers: SimpleNamespace) -> None:
+def test_yarn_temperature_matches_deepseek_v3(layers: SimpleNamespace) -> None:
     sizes = MLAConfig(kv_rank=512, yarn_mscale=1.0)
     config = layers.config(mla=sizes, rope=RopeConfig(scaling="yarn", factor=40.0))
     assert latent_scores(config, 0).scale == pytest.approx(0.1352338, abs=1e-7)
@@ -180,7 +180,7 @@ def test_scores_are_sharpened_as_deepseek_v3_does(layers: SimpleNamespace) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [[9], [1] * 9, [4, 1, 3, 1]])
-def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(
+def test_decoding_with_kv_cache_matches_full_forward(
     kind: str, steps: list[int], layers: SimpleNamespace
 ) -> None:
     config = config_of(kind, layers)
@@ -204,7 +204,9 @@ def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [[9], [4, 1, 3, 1]])
-def test_both_forms_find_the_same(kind: str, steps: list[int], layers: SimpleNamespace) -> None:
+def test_expanded_and_absorbed_forms_match(
+    kind: str, steps: list[int], layers: SimpleNamespace
+) -> None:
     config, found = config_of(kind, layers), []
     x, tokens = layers.inputs(9), layers.tokens(config, [9])
     for form in (absorbed, expanded):
@@ -226,25 +228,25 @@ def test_both_forms_find_the_same(kind: str, steps: list[int], layers: SimpleNam
         torch.testing.assert_close(torch.cat(found[:half]), layer(x, tokens), rtol=1e-9, atol=1e-9)
 
 
-def test_prompts_are_expanded_and_single_tokens_absorbed() -> None:
+def test_prefill_is_expanded_and_decoding_absorbed() -> None:
     large = MLAConfig(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-    assert cheaper_form(large, [(4096, 4096)]) is expanded
-    assert cheaper_form(large, [(1, 2)]) is absorbed
-    assert cheaper_form(large, [(1, 900), (1, 30)]) is absorbed
+    assert choose_form(large, [(4096, 4096)]) is expanded
+    assert choose_form(large, [(1, 2)]) is absorbed
+    assert choose_form(large, [(1, 900), (1, 30)]) is absorbed
     # MatmulOps of 4096 tokens read after 4096: n · r · (d_nope + d_v) per key, or more for each
     # pair.
-    assert cheaper_form(large, [(4096, 8192)]) is expanded
-    assert cheaper_form(large, [(64, 8192)]) is absorbed
+    assert choose_form(large, [(4096, 8192)]) is expanded
+    assert choose_form(large, [(64, 8192)]) is absorbed
     for queries, keys in ((16, 64), (300, 5000), (2, 3)):
         pairs = sum(keys - ago for ago in range(queries))
         costs = {
             expanded: keys * 512 * 256 + pairs * (128 + 64 + 128),
             absorbed: queries * 512 * 256 + pairs * (576 + 512),
         }
-        assert cheaper_form(large, [(queries, keys)]) is min(costs, key=costs.__getitem__)
+        assert choose_form(large, [(queries, keys)]) is min(costs, key=costs.__getitem__)
 
 
-def test_training_expands_whatever_reading_would_do(layers: SimpleNamespace) -> None:
+def test_training_always_uses_the_expanded_form(layers: SimpleNamespace) -> None:
     layer = layers.build(LatentAttention, config_of("queries from x", layers))
     layer.reading = None
     tokens = layers.tokens(config_of("queries from x", layers), [9])
@@ -263,14 +265,14 @@ class Sizes:
         return k, v
 
 
-def test_the_cache_keeps_the_short_vector_and_the_shared_key_only(layers: SimpleNamespace) -> None:
+def test_kv_cache_stores_the_latent_vector_and_the_shared_key(layers: SimpleNamespace) -> None:
     config, cache = config_of("queries from x", layers), Sizes()
     layers.build(LatentAttention, config)(layers.inputs(9), layers.tokens(config, [9]), cache)
     assert cache.values == 7 + 4
 
 
 @pytest.mark.parametrize("tp", [2, 3, 5])
-def test_a_rank_holds_whole_heads_and_the_short_projections_whole(
+def test_rank_holds_whole_heads_and_replicated_down_projections(
     tp: int, layers: SimpleNamespace
 ) -> None:
     config = config_of("queries from a short vector", layers)
@@ -302,7 +304,7 @@ def shared_heads(
     layer: nn.Module = build(LatentAttention, config, mesh)
     tp_comm = SequenceParallelComm(mesh.tp) if sp else layer.tp_comm
     for module in layer.modules():
-        if hasattr(module, "region"):
+        if hasattr(module, "tp_comm"):
             module.tp_comm = tp_comm
     assert isinstance(layer, LatentAttention)
     mine = tp_comm.mine(x).clone().requires_grad_()
@@ -315,7 +317,7 @@ def shared_heads(
 
 @pytest.mark.parametrize(("tp", "sp"), [(2, False), (3, False), (2, True), (3, True)])
 @pytest.mark.parametrize("kind", ["queries from x", "yarn"])
-def test_ranks_together_give_what_one_gives(
+def test_tensor_parallel_matches_one_rank(
     kind: str, tp: int, sp: bool, layers: SimpleNamespace
 ) -> None:
     config = config_of(kind, layers)

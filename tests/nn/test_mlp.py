@@ -22,12 +22,12 @@ from megalith.models.decoder import declared_parameters
 from megalith.nn.init import init_param_
 from megalith.nn.mlp import (
     MLP,
+    ChunkedPrefillMLP,
     GatedMLP,
-    PromptInChunks,
     build_mlp,
     choose_activation,
-    computed_again,
     read_prompts_in_chunks,
+    recompute_activation,
 )
 from megalith.parallel.autograd import all_gather
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
@@ -40,7 +40,7 @@ KINDS: list[dict[str, Any]] = [{}, GPT_OSS, {"gated": False, "activation": "gelu
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_gated_one_is_the_formula_of_the_paper(bias: bool, layers: SimpleNamespace) -> None:
+def test_gated_mlp_matches_the_formula_of_the_paper(bias: bool, layers: SimpleNamespace) -> None:
     layer = layers.build(build_mlp, layers.config(mlp_bias=bias))
     assert isinstance(layer, GatedMLP)
     w, x = layers.weights(layer), layers.inputs(5)
@@ -54,9 +54,7 @@ def test_the_gated_one_is_the_formula_of_the_paper(bias: bool, layers: SimpleNam
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
-def test_the_other_one_has_its_activation_between_two_matmuls(
-    activation: Activation, layers: SimpleNamespace
-) -> None:
+def test_mlp_matches_its_formula(activation: Activation, layers: SimpleNamespace) -> None:
     layer = layers.build(build_mlp, layers.config(gated=False, activation=activation))
     assert isinstance(layer, MLP)
     w, x = layers.weights(layer), layers.inputs(5)
@@ -64,7 +62,7 @@ def test_the_other_one_has_its_activation_between_two_matmuls(
     assert_equals("mlp", layer(x), inner @ w["down"].T + w["down_bias"], FP64)
 
 
-def test_a_gate_may_have_limits_and_up_an_offset(layers: SimpleNamespace) -> None:
+def test_gate_clamp_and_up_offset(layers: SimpleNamespace) -> None:
     layer = layers.build(build_mlp, layers.config(**GPT_OSS))
     w, x = layers.weights(layer), layers.inputs(5)
     gate_up = torch.cat([x @ w["gate_up"][i].T + w["gate_up_bias"][i] for i in range(2)], -1)
@@ -75,14 +73,14 @@ def test_a_gate_may_have_limits_and_up_an_offset(layers: SimpleNamespace) -> Non
     assert_equals("mlp", layer(x), inner @ w["down"].T + w["down_bias"], FP64)
 
 
-def test_a_prompt_in_chunks_gives_what_it_gives_whole(layers: SimpleNamespace) -> None:
+def test_prompt_in_chunks_matches_the_full_prompt(layers: SimpleNamespace) -> None:
     layer, x = layers.build(build_mlp, layers.config(mlp_bias=True)), layers.inputs(7)
     widest: list[int] = []
     layer.down.register_forward_pre_hook(lambda module, given: widest.append(len(given[0])))
     holder = nn.Sequential(layer)
     assert read_prompts_in_chunks(holder, 3) == 1
     divided = holder[0]
-    assert isinstance(divided, PromptInChunks)
+    assert isinstance(divided, ChunkedPrefillMLP)
     assert_equals("whole", divided(x, tokens_of_queries([(7, 9)])), layer(x), FP64)
     assert widest == [3, 2, 2, 7]
     divided(x[:2], tokens_of_queries([(2, 2)]))
@@ -94,7 +92,7 @@ def test_a_prompt_in_chunks_gives_what_it_gives_whole(layers: SimpleNamespace) -
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("changes", KINDS)
-def test_ranks_hold_uneven_slices_that_make_the_whole(
+def test_uneven_shards_cover_the_full_matrices(
     tp: int, changes: dict[str, Any], layers: SimpleNamespace
 ) -> None:
     config = layers.config(mlp_bias=True, num_kv_heads=6, **changes)
@@ -161,7 +159,7 @@ def _equals_one_rank(rank: int, world: int, config: ModelConfig, x: Tensor, sp: 
 
 @pytest.mark.parametrize(("tp", "sp"), [(2, False), (3, False), (2, True), (3, True)])
 @pytest.mark.parametrize("changes", KINDS[1:])
-def test_under_tensor_parallelism_results_and_gradients_are_those_of_one_rank(
+def test_tensor_parallel_results_and_gradients_match_one_rank(
     tp: int, sp: bool, changes: dict[str, Any], layers: SimpleNamespace
 ) -> None:
     run_ranks(_equals_one_rank, tp, layers.config(num_kv_heads=6, **changes), layers.inputs(6), sp)
@@ -184,11 +182,11 @@ def test_the_kernel_for_a_plain_silu_gate_is_swiglu(layers: SimpleNamespace) -> 
 
 
 @pytest.mark.parametrize("changes", KINDS)
-def test_inner_features_are_rebuilt_from_what_the_first_matmul_gave(
+def test_activation_is_recomputed_from_the_up_projection(
     changes: dict[str, Any], layers: SimpleNamespace
 ) -> None:
     x, activation = layers.inputs(5), choose_activation(layers.config(**changes))
-    found = computed_again(RecomputedOutput, activation, x)
+    found = recompute_activation(RecomputedOutput, activation, x)
     assert torch.equal(found.value, activation(x)) and torch.equal(
         found.again(*found.inputs), found.value
     )

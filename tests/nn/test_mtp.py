@@ -75,7 +75,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-def test_a_depth_is_the_formula_of_the_paper_with_the_embedding_first() -> None:
+def test_mtp_depth_matches_the_formula_of_the_paper() -> None:
     made, (ids, labels, tokens) = model(config()), text()
     made.layers = torch.nn.ModuleList()  # what the depths read is then known
     hidden = made(ids, tokens)
@@ -85,7 +85,7 @@ def test_a_depth_is_the_formula_of_the_paper_with_the_embedding_first() -> None:
     for depth, ((their_ids, their_labels), found) in enumerate(
         zip(mtp_inputs(ids, labels, 2), losses[1:], strict=True)
     ):
-        layer = made.mtp_inputs.layers[depth]
+        layer = made.mtp.layers[depth]
         assert isinstance(layer, MTPLayer)
         w = {d.shard.name: getattr(module, name) for d, module, name in declared_parameters(layer)}
         name = f"mtp.{depth}"
@@ -101,11 +101,11 @@ def test_a_depth_is_the_formula_of_the_paper_with_the_embedding_first() -> None:
 
 
 @pytest.mark.parametrize("positions", ["learned", "none", "relative"])
-def test_embeddings_of_later_tokens_have_their_own_places(positions: Any) -> None:
+def test_mtp_embeddings_use_their_own_positions(positions: Any) -> None:
     """In each document, and nothing where neither a document nor the table has such a place."""
     made, (ids, labels, tokens) = model(replace(config(positions=positions), max_seq_len=5)), text()
     for depth, (their_ids, _) in enumerate(mtp_inputs(ids, labels, 2)):
-        layer = made.mtp_inputs.layers[depth]
+        layer = made.mtp.layers[depth]
         assert isinstance(layer, MTPLayer)
         expected = made.embed.weight[their_ids]
         if positions == "learned":
@@ -119,7 +119,7 @@ def test_embeddings_of_later_tokens_have_their_own_places(positions: Any) -> Non
         )
 
 
-def test_the_loss_of_the_next_token_is_that_of_a_model_without_depths() -> None:
+def test_next_token_loss_matches_a_model_without_mtp() -> None:
     ids, labels, tokens = text()
     plain = model(config(depths=0)).loss(ids, labels, tokens)
     deep = model(config())
@@ -133,7 +133,7 @@ def test_the_loss_of_the_next_token_is_that_of_a_model_without_depths() -> None:
     assert_equals("loss", losses[0], plain, EXACT)
 
 
-def test_all_depths_turn_by_what_was_looked_up_for_the_layers(
+def test_mtp_layers_share_the_rope_tables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, (ids, labels, tokens), found, look_up = model(config()), text(), [], RotaryEmbedding._pair
@@ -147,14 +147,14 @@ def test_all_depths_turn_by_what_was_looked_up_for_the_layers(
     assert len(found) == 1
 
 
-def test_a_guess_is_accepted_when_all_before_it_were_right() -> None:
+def test_token_is_accepted_if_all_earlier_depths_are_right() -> None:
     labels = [torch.tensor([4, 5, 6, -1, -1]), torch.tensor([5, 6, 7, 8, -1])]
     right = [torch.tensor([1, 1, 0, 1, 0]).bool(), torch.tensor([1, 0, 1, 1, 0]).bool()]
     assert complete(labels).tolist() == [True, True, True, False, False]
     assert mtp_acceptance_rate(right, labels).tolist() == [3.0, 3.0, 2.0 + 1.0 + 0.0]
 
 
-def test_depths_and_what_they_read_are_as_many() -> None:
+def test_number_of_mtp_inputs_equals_number_of_depths() -> None:
     made, (ids, labels, tokens) = model(config()), text()
     with pytest.raises(ValueError, match="shorter"):
         made.losses(ids, labels, tokens, mtp_inputs=mtp_inputs(ids, labels, 1))
@@ -170,7 +170,7 @@ def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> T
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_no_depth_sees_what_it_predicts_or_another_document(depth: int) -> None:
+def test_mtp_does_not_see_its_labels_or_other_documents(depth: int) -> None:
     made, (ids, labels, _) = model(config()), text()
     places = [
         place
@@ -191,7 +191,7 @@ def test_no_depth_sees_what_it_predicts_or_another_document(depth: int) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_depths_are_computed_again_as_layers_are(granularity: Any) -> None:
+def test_mtp_layers_are_recomputed_like_layers(granularity: Any) -> None:
     ids, labels, tokens = text()
     found = []
     for options in (
@@ -210,7 +210,7 @@ def test_depths_are_computed_again_as_layers_are(granularity: Any) -> None:
 
 
 @pytest.mark.parametrize("pipeline", [PipelineConfig(), PipelineConfig(schedule="zb-v", vpp=2)])
-def test_the_stage_with_the_loss_has_a_copy_of_learnt_positions(pipeline: PipelineConfig) -> None:
+def test_loss_stage_has_a_copy_of_learned_positions(pipeline: PipelineConfig) -> None:
     parallel, sizes = (
         ParallelConfig(pp=2, pipeline=pipeline),
         replace(config(positions="learned"), num_layers=4),
@@ -226,7 +226,7 @@ def test_the_stage_with_the_loss_has_a_copy_of_learnt_positions(pipeline: Pipeli
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("pipeline", [PipelineConfig(), PipelineConfig(schedule="zb-v", vpp=2)])
-def test_the_stage_with_the_loss_has_the_depths_and_a_copy_of_the_table(
+def test_loss_stage_has_mtp_layers_and_a_copy_of_the_embedding(
     tied: bool, pipeline: PipelineConfig
 ) -> None:
     parallel = ParallelConfig(pp=2, pipeline=pipeline)
@@ -245,7 +245,7 @@ def test_the_stage_with_the_loss_has_the_depths_and_a_copy_of_the_table(
     assert ("head.weight" in held[last]) == (not tied)
 
 
-def test_depths_are_those_of_transformers() -> None:
+def test_mtp_matches_transformers() -> None:
     layers = pytest.importorskip("transformers.modeling_layers")
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import (
@@ -264,7 +264,7 @@ def test_depths_are_those_of_transformers() -> None:
     )
     theirs = layers.MtpLayer(theirs_config, LlamaDecoderLayer, LlamaRMSNorm, 0)
     made = model(config(depths=1), dtype=torch.float32)
-    ours = made.mtp_inputs.layers[0]
+    ours = made.mtp.layers[0]
     assert isinstance(ours, MTPLayer)
     w = {d.shard.name[6:]: getattr(module, name) for d, module, name in declared_parameters(ours)}
     block = theirs.mtp_block

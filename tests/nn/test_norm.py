@@ -37,12 +37,12 @@ def norm(
     return made
 
 
-def test_the_config_says_which_norm_it_is() -> None:
+def test_norm_class_follows_the_config() -> None:
     assert type(norm()) is RMSNorm and type(norm(kind="layer")) is LayerNorm
 
 
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
-def test_at_the_start_a_norm_only_norms(kind: Kind, zero_centered: bool) -> None:
+def test_initial_norm_has_unit_scale(kind: Kind, zero_centered: bool) -> None:
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = output_tensor(norm(torch.float64, kind, zero_centered)(x))
     expected = (
@@ -68,9 +68,7 @@ def test_features_are_scaled_and_shifted(kind: Kind, zero_centered: bool) -> Non
 
 
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
-def test_after_adding_gives_the_sum_and_its_norm_and_all_gradients(
-    kind: Kind, zero_centered: bool
-) -> None:
+def test_fused_residual_norm_gives_sum_norm_and_gradients(kind: Kind, zero_centered: bool) -> None:
     made, draw = norm(torch.float64, kind, zero_centered), torch.Generator().manual_seed(0)
     x, residual, dsum, dy = (
         torch.randn(5, 7, generator=draw, dtype=torch.float64) for _ in range(4)
@@ -86,7 +84,7 @@ def test_after_adding_gives_the_sum_and_its_norm_and_all_gradients(
 
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_it_answers_in_the_dtype_it_was_asked_in(
+def test_output_has_the_dtype_of_the_input(
     dtype: torch.dtype, kind: Kind, zero_centered: bool
 ) -> None:
     assert (
@@ -108,9 +106,7 @@ def test_its_parameters_are_whole_vectors_under_their_names(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(("kind", "zero_centered"), EVERY)
-def test_a_result_that_its_reader_rebuilds_has_the_same_bits_alone_and_after_adding(
-    kind: Kind, zero_centered: bool
-) -> None:
+def test_recomputed_norm_output_is_bitwise_equal(kind: Kind, zero_centered: bool) -> None:
     made, draw = norm(kind=kind, zero_centered=zero_centered), torch.Generator().manual_seed(0)
     x, residual = (torch.randn(5, 7, generator=draw) for _ in range(2))
     plain, (total, after) = made(x), made.after_adding(x, residual)

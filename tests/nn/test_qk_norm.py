@@ -1,4 +1,4 @@
-"""Norms of queries and keys: their formulas, whole heads or all of them, and over ranks."""
+"""QK norms: formulas, per head and over all heads, and over ranks."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from megalith.config.attention import AttentionConfig, QKNorm
 from megalith.config.model import ModelConfig
 from megalith.nn.attention import Attention
-from megalith.nn.qk_norm import WholeNorms, l2_normed
+from megalith.nn.qk_norm import AllHeadsNorms, l2_normalize
 from megalith.plan.parameters import layer_parameters
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
@@ -24,7 +24,7 @@ def rms(x: Tensor, dims: tuple[int, ...], eps: float = 1e-5) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "dims"), [("head", (2,)), ("whole", (1, 2)), ("l2", (2,))])
-def test_an_epsilon_of_their_own_is_that_of_these_norms_alone(
+def test_qk_norm_eps_affects_only_qk_norms(
     kind: QKNorm, dims: tuple[int, ...], layers: SimpleNamespace
 ) -> None:
     config = layers.config(attention=AttentionConfig(qk_norm=kind, qk_norm_eps=0.5))
@@ -36,7 +36,7 @@ def test_an_epsilon_of_their_own_is_that_of_these_norms_alone(
     assert_equals("k", normed_k, rms(k, dims, 0.5) * w.get("k_norm.weight", 1.0), FP64)
 
 
-def test_layers_that_are_left_out_have_neither_norm_nor_weight(layers: SimpleNamespace) -> None:
+def test_layers_without_qk_norm_have_no_weight(layers: SimpleNamespace) -> None:
     some = layers.config(
         num_layers=2, attention=AttentionConfig(qk_norm="head", qk_norm_layers=(True, False))
     )
@@ -73,9 +73,9 @@ def test_over_all_heads_every_feature_has_its_own_weight(
     assert_equals("k", normed_k, rms(k, (1, 2)) * (w["k_norm.weight"] + offset), FP64)
 
 
-def test_l2_norms_have_no_weight_and_pass_through_rotations() -> None:
+def test_l2_norms_have_no_weight_and_commute_with_rope() -> None:
     q, k = seeded(5, 6, 4), seeded(5, 3, 4, seed=1)
-    normed_q, normed_k = l2_normed(q, k, eps=1e-5)
+    normed_q, normed_k = l2_normalize(q, k, eps=1e-5)
     assert_equals("q", normed_q, rms(q, (2,)), FP64)
     assert_equals("k", normed_k, rms(k, (2,)), FP64)
 
@@ -84,14 +84,16 @@ def normed_by_ranks(
     rank: int, world: int, config: ModelConfig, q: Tensor, build: object, real: object
 ) -> Tensor:
     layer = build(Attention, config, real(config, world, rank))  # type: ignore[operator]  # functions of the conftest
-    assert isinstance(layer.norms, WholeNorms)
+    assert isinstance(layer.norms, AllHeadsNorms)
     first = 6 * rank // world
     normed: Tensor = layer.norms.q_norm(q[:, first : first + layer.num_heads])
     return normed.detach()
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_over_all_heads_means_over_those_of_other_ranks(tp: int, layers: SimpleNamespace) -> None:
+def test_norm_over_all_heads_reduces_over_tensor_parallel_ranks(
+    tp: int, layers: SimpleNamespace
+) -> None:
     config, q = (
         layers.config(attention=AttentionConfig(qk_norm="whole"), num_kv_heads=6),
         seeded(5, 6, 4),

@@ -1,5 +1,5 @@
-"""One table of biases by distance for all layers, cut by heads; with it our layers are the encoder
-of T5."""
+"""Relative position bias: one table for all layers, sharded by heads; with it layers match the
+encoder of T5."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def of_t5(name: str, parameters: dict[str, Tensor], config: ModelConfig) -> Tens
     return parameters[f"{theirs}.{words[part]}.weight"]
 
 
-def test_with_it_layers_that_look_both_ways_are_the_encoder_of_t5() -> None:
+def test_bidirectional_layers_with_relative_bias_match_the_t5_encoder() -> None:
     transformers = pytest.importorskip("transformers")
     settings = {
         "vocab_size": 61,
@@ -130,7 +130,7 @@ def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() ->
     assert middle.relative.declared["weight"].shard.stages == (1, 2)  # type: ignore[union-attr]
 
 
-def test_reading_on_counts_distances_from_the_end(layers: SimpleNamespace) -> None:
+def test_decoding_with_kv_cache_uses_distances_from_the_query(layers: SimpleNamespace) -> None:
     """A cache holds earlier keys, so the first query of a part is not the first token."""
     config = replace(RELATIVE, num_layers=1)
     model = Decoder(config, mesh_of_one(), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""RotaryEmbedding of a model: which tables a layer turns by, and that scores see only distances."""
+"""RoPE of a model: tables of each layer, and scores that depend on distances only."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_layers_turn_by_their_own_pair_of_tables() -> None:
+def test_layers_use_their_own_rope_tables() -> None:
     local = RopeConfig(
         local_theta=50.0, scaling="linear", factor=4.0, skip=(False, False, False, True)
     )
@@ -84,7 +84,7 @@ def test_scores_depend_on_distances_alone(rope: RopeConfig) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)  # angles are fp32
 
 
-def test_dynamic_scaling_begins_behind_the_first_training() -> None:
+def test_dynamic_scaling_starts_beyond_the_original_length() -> None:
     model = config(rope=RopeConfig(scaling="dynamic", factor=2.0, original_max_position=8))
     plain = config(rope=RopeConfig())
     for length, same in ((8, True), (9, False)):
@@ -96,7 +96,7 @@ def test_dynamic_scaling_begins_behind_the_first_training() -> None:
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
-def test_a_scaling_that_asks_for_the_length_looks_at_each_document_and_not_at_its_neighbors(
+def test_length_dependent_scaling_uses_each_documents_length(
     scaling: Any,
 ) -> None:
     factors: dict[str, Any] = {
@@ -135,7 +135,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_tables_are_made_once_and_looked_up_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, model = made(monkeypatch), RotaryEmbedding(config(), torch.float64)
     frequencies = rope_frequencies(RopeConfig(), 8)
     for documents in ([7], [5, 2], [7], [1] * 20):
@@ -152,7 +152,7 @@ def test_tables_are_made_once_and_looked_up_after_that(monkeypatch: pytest.Monke
     assert lengths == [7, 14, 28, 56]
 
 
-def test_lengths_that_turn_by_angles_of_their_own_do_not_pile_up(
+def test_table_cache_stays_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths = made(monkeypatch)
@@ -165,7 +165,7 @@ def test_lengths_that_turn_by_angles_of_their_own_do_not_pile_up(
     assert len(model._made) == 2
 
 
-def test_equal_places_in_time_height_and_width_are_plain_positions() -> None:
+def test_equal_multimodal_positions_match_text_positions() -> None:
     rope = RopeConfig(sections=(1, 2, 1))
     text = tokens_of_lengths([5, 2])
     three = with_places(text, np.stack([text.position_ids.numpy()] * 3))
@@ -178,7 +178,7 @@ def test_equal_places_in_time_height_and_width_are_plain_positions() -> None:
         )
 
 
-def test_each_section_turns_by_its_own_place() -> None:
+def test_each_section_uses_its_own_position() -> None:
     places = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(0))
     model = config(rope=RopeConfig(sections=(1, 2, 1), interleaved=True))
     tokens = with_places(tokens_of_lengths([4, 2]), places.numpy())
@@ -192,17 +192,17 @@ def test_each_section_turns_by_its_own_place() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"positions": "learned"}])
-def test_places_in_a_picture_are_refused_by_a_model_of_text(changes: dict[str, Any]) -> None:
+def test_multimodal_positions_are_rejected_by_a_text_model(changes: dict[str, Any]) -> None:
     tokens = with_places(tokens_of_lengths([4]), np.zeros((3, 4), dtype=np.int64))
     with pytest.raises(
         DataError,
-        match=r"3 positions each for model.rope.sections=\[\]: set model.rope.sections to one",
+        match=r"model.rope.sections=\[\], but tokens have 3 position ids each. Set model.rope",
     ):
         RotaryEmbedding(config(**changes), torch.float64).given_to(tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_queries_of_layers_without_positions_grow_by_steps_within_each_document(
+def test_attention_temperature_grows_in_steps_within_each_document(
     dtype: torch.dtype,
 ) -> None:
     model = config(rope=RopeConfig(skip=(False, True), skip_growth=0.5, skip_step=3))

@@ -1,4 +1,4 @@
-"""One matrix in place of attention or an MLP."""
+"""A linear layer in place of attention or an MLP."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def built(layers: SimpleNamespace, *, bias: bool) -> nn.Module:
     return layer
 
 
-def test_it_is_a_product_and_a_bias_where_there_is_one(layers: SimpleNamespace) -> None:
+def test_linear_replacement_with_and_without_bias(layers: SimpleNamespace) -> None:
     for bias in (False, True):
         layer, x = built(layers, bias=bias), layers.inputs(5)
         w = layers.weights(layer)
@@ -31,7 +31,7 @@ def test_it_is_a_product_and_a_bias_where_there_is_one(layers: SimpleNamespace) 
         assert_equals("y", layer(x), x @ w["linear"].T + (w["linear_bias"] if bias else 0), FP64)
 
 
-def test_where_ranks_have_tokens_of_their_own_its_gradients_are_summed_over_them(
+def test_sequence_parallel_gradients_are_summed_over_ranks(
     layers: SimpleNamespace,
 ) -> None:
     mesh = layers.paper(layers.config(), 2, 1)

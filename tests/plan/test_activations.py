@@ -162,7 +162,7 @@ def equally_busy(forced: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if forced:
-            patch.setattr(routing, "best", in_turn)
+            patch.setattr(routing, "top_k_indices", in_turn)
         yield
 
 

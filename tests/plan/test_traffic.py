@@ -75,7 +75,7 @@ def in_turn(scores: torch.Tensor, count: int) -> torch.Tensor:
 def recorded_in_turn(rank: int, world: int, run: TrainRun) -> Sums:
     """`recorded`, all experts equally busy."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "best", in_turn)
+        patch.setattr(routing, "top_k_indices", in_turn)
         return recorded(rank, world, run)
 
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts: who chooses, who answers, and what keeps all busy."""
+"""Mixture of experts (MoE): router, experts, load balancing and the MoE layer."""

@@ -1,4 +1,4 @@
-"""What keeps the experts of a layer busy: losses beside the loss, and counts of who was chosen."""
+"""Load balancing of experts: aux losses, and records of routing statistics per step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from torch import Tensor
 
 from megalith.config.moe import MoEConfig
 from megalith.kernels.balance import (
-    attach,
-    balance_loss,
+    attach_aux_loss,
     count_choices,
-    global_balance_loss,
+    global_load_balancing_loss,
+    load_balancing_loss,
     z_loss,
 )
-from megalith.kernels.routing import Choice, best, shares_of_one
+from megalith.kernels.routing import Choice, normalized_scores, top_k_indices
 from megalith.kernels.tokens import BalanceShare, PackedSeqParams
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import TPComm
 
 LOSSES = ("sequence", "batch", "global_batch", "z")
-"""The losses of a router: load-balancing losses over a sequence, a microbatch and the global batch;
-z-loss."""
+"""The aux losses of a router: load-balancing losses over a sequence, a microbatch and the global
+batch; z-loss."""
 
 LOSS_COEFFS = ("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_coeff")
 """Fields of `AuxLossConfig`, in the order of `LOSSES`."""
@@ -30,30 +30,30 @@ LOSS_COEFFS = ("sequence_coeff", "batch_coeff", "global_batch_coeff", "z_loss_co
 
 @dataclass(slots=True)
 class Record:
-    """What a layer's router did in a step, microbatch by microbatch. A microbatch that comes
-    again, in recomputation, writes what is there already; evaluation writes nothing."""
+    """Routing statistics of a layer in a step, by microbatch. Recomputation overwrites them with
+    equal values; evaluation does not change them."""
 
     counts: Tensor
-    """float64 [microbatches, E]: my tokens that went to each expert, padding and refused choices
-    left out."""
+    """float64 [microbatches, E]: local tokens routed to each expert, without padding and dropped
+    choices."""
 
     chosen: Tensor
-    """float64 [microbatches, E]: what the loss over the global batch counts, of all ranks."""
+    """float64 [microbatches, E]: choices that the global-batch loss counts, over all ranks."""
 
     refused: Tensor
-    """float64 [microbatches]: my choices that were refused."""
+    """float64 [microbatches]: local choices that were dropped."""
 
     losses: Tensor
-    """float64 [microbatches, kinds of loss]: my part of each, without its weight."""
+    """float64 [microbatches, kinds of loss]: the local part of each aux loss, without its
+    coefficient."""
 
     offsets: Tensor
-    """float64 [microbatches, E + 1]: what would have made the experts equally busy, and a 1 if
+    """float64 [microbatches, E + 1]: logit offsets that would have balanced the experts, and 1 if
     there were tokens."""
 
 
 class Balance:
-    """Attaches the losses of balance to the weights of a choice, and keeps the record of the
-    step."""
+    """Attaches the aux losses to the router weights and records routing statistics."""
 
     def __init__(self, moe: MoEConfig, tp_comm: TPComm, mesh: Mesh) -> None:
         self.moe, self.tp_comm = moe, tp_comm
@@ -64,10 +64,10 @@ class Balance:
     def __call__(
         self, choice: Choice, asked: Tensor, logits: Tensor, tokens: PackedSeqParams
     ) -> Choice:
-        """The same choice, whose weights' backward goes into the losses. Collective over ranks that
-        share tokens.
+        """Return the choice with the aux losses attached to its weights. Collective over the ranks
+        that share tokens.
 
-        asked: int64 [t, k], the experts before any refused.
+        asked: int64 [t, k], the experts before token dropping.
         """
         share = tokens.balance
         if share is None:
@@ -83,7 +83,7 @@ class Balance:
         for kind, loss in self.losses(asked, logits, valid, sequence, tokens, record):
             with torch.no_grad():
                 record.losses[share.microbatch, kind] = loss * share.part
-            weights = attach(weights, loss, share.weight * self.weights[kind])
+            weights = attach_aux_loss(weights, loss, share.weight * self.weights[kind])
         return Choice(choice.experts, weights)
 
     def losses(
@@ -95,51 +95,52 @@ class Balance:
         tokens: PackedSeqParams,
         record: Record,
     ) -> Iterator[tuple[int, Tensor]]:
-        """My part of every loss that has a weight, and which it is."""
+        """Yield the index and the local part of every aux loss with a coefficient."""
         if not any(self.weights):
             return
-        moe, by_sequence, by_batch, by_step, of_size = (
+        moe, by_sequence, by_batch, by_step, has_z_loss = (
             self.moe,
             *(weight > 0 for weight in self.weights),
         )
-        shares = shares_of_one(logits, moe.router.score)
-        counted = asked if moe.aux_loss.of_choices else best(shares.detach(), moe.top_k)
+        shares = normalized_scores(logits, moe.router.score)
+        counted = asked if moe.aux_loss.of_choices else top_k_indices(shares.detach(), moe.top_k)
         sequences = len(tokens.lengths)
         counts = count_choices(
             counted, sequence, valid, sequences=sequences, num_experts=moe.num_experts
         )
         counts = all_reduce_(counts, self.sharing)
-        everything = counts.sum(0, keepdim=True)
+        batch_counts = counts.sum(0, keepdim=True)
         if by_sequence:
-            yield 0, balance_loss(shares, counts, sequence, valid, top_k=moe.top_k)
+            yield 0, load_balancing_loss(shares, counts, sequence, valid, top_k=moe.top_k)
         if by_batch:
             yield (
                 1,
-                balance_loss(
-                    shares, everything, torch.zeros_like(sequence), valid, top_k=moe.top_k
+                load_balancing_loss(
+                    shares, batch_counts, torch.zeros_like(sequence), valid, top_k=moe.top_k
                 ),
             )
         if by_step:
-            yield 2, self.global_loss(shares, everything[0], valid, tokens, record)
-        if of_size:
-            yield 3, z_loss(logits, everything.sum() / moe.top_k, valid)
+            yield 2, self.global_loss(shares, batch_counts[0], valid, tokens, record)
+        if has_z_loss:
+            yield 3, z_loss(logits, batch_counts.sum() / moe.top_k, valid)
 
     def global_loss(
         self, shares: Tensor, counts: Tensor, valid: Tensor, tokens: PackedSeqParams, record: Record
     ) -> Tensor:
-        """Over the microbatches of the step up to this one, on all ranks."""
+        """Return the load-balancing loss over the step's microbatches up to this one, on all
+        ranks."""
         assert tokens.balance is not None
         number = tokens.balance.microbatch
-        every = all_reduce_(
+        global_counts = all_reduce_(
             counts / self.sharing.size, self.everyone
         )  # the ranks that share tokens have equal counts
         with torch.no_grad():
-            record.chosen[number] = every
+            record.chosen[number] = global_counts
         so_far = record.chosen[: number + 1].sum(0)
-        return global_balance_loss(shares, counts, so_far, valid, top_k=self.moe.top_k)
+        return global_load_balancing_loss(shares, counts, so_far, valid, top_k=self.moe.top_k)
 
     def record_of(self, share: BalanceShare, like: Tensor) -> Record:
-        """Where this step's microbatches write."""
+        """Return the record of this step's microbatches."""
         m, e = share.microbatches, self.moe.num_experts
         if (
             self.record is None

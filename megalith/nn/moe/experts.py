@@ -1,5 +1,5 @@
-"""The experts of a layer: an MLP each, all of one shape, of which this rank holds some, or a part
-of each."""
+"""The experts of an MoE layer: MLPs of equal shape, sharded over expert parallelism and expert
+tensor parallelism."""
 
 import math
 from collections.abc import Callable
@@ -21,10 +21,9 @@ from megalith.plan.shards import Shard, split_evenly
 
 
 class Experts(nn.Module):
-    """What each expert makes of the rows that were sent to it: [r, d] -> [r, d], my part of a sum
-    over etp.
+    """Apply each expert to its rows: [r, d] -> [r, d], a partial sum over etp.
 
-    The weight of a row multiplies what its expert makes of it. Source: Shazeer et al. 2017,
+    The router weight of a row multiplies its expert's output. Source: Shazeer et al. 2017,
     arXiv:1701.06538.
     """
 
@@ -34,7 +33,7 @@ class Experts(nn.Module):
         super().__init__()
         self.inner = weighted_activation(config)
         self.compute: Callable[..., Tensor] = (
-            experts  # held here, so that nn/kernels.py can tell it how
+            experts  # an attribute, so that nn/kernels.py can bind its backend
         )
         self.apply_router_weight_on_input = moe.apply_router_weight_on_input
         features = moe.latent_size or config.hidden_size
@@ -58,7 +57,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, sent: DispatchedTokens) -> Tensor:
-        """Rows [r, d], expert after expert -> [r, d]."""
+        """Rows [r, d], sorted by expert -> [r, d]."""
         rows, weights, groups = sent
         if self.apply_router_weight_on_input:
             read = output_tensor(rows)
@@ -67,8 +66,8 @@ class Experts(nn.Module):
 
 
 def weighted_activation(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """What lies between an expert's matmuls: that of the model's MLP, times the weight of each
-    row."""
+    """Return the activation between an expert's matmuls: that of the model's MLP, times the router
+    weight of each row."""
     if not config.gated:
         return partial(weighted_activate, activation=config.activation)
     return partial(
@@ -86,8 +85,8 @@ def _cut(
     inner: int | None,
     inputs: int = 1,
 ) -> Shard:
-    """My experts' part of a parameter with all of them first: whole, or my features along dim
-    `inner`."""
+    """Return the local experts' shard of a parameter [E, ...]: whole, or sharded along dim `inner`
+    over etp."""
     ep, etp = mesh.over("ep"), mesh.over("etp")
     shard = Shard.full(name, shape, inputs=inputs).split_dim(
         0,

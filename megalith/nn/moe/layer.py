@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an MLP: choose, send, answer, bring back."""
+"""Mixture-of-experts layer: route, dispatch, apply experts, combine."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,14 +23,14 @@ from megalith.parallel.transports import build_transport
 from megalith.plan.shards import Shard
 
 
-def itself(module: nn.Module) -> nn.Module:
-    """Nothing around it."""
+def no_wrapper(module: nn.Module) -> nn.Module:
+    """Return the module without a wrapper."""
     return module
 
 
 class MoE(nn.Module):
-    """The weighted sum of what each token's chosen experts make of it: x [t, h] -> [t, h], of my
-    own tokens.
+    """Mixture of experts: the weighted sum of the outputs of each token's experts: x [t, h] -> [t,
+    h], of the local tokens.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961.
     """
@@ -47,17 +47,17 @@ class MoE(nn.Module):
         dispatcher: DispatcherName = "alltoall",
         act_again: RecomputedOutputFactory | None = None,
         number: int = 0,
-        around_shared: Callable[[nn.Module], nn.Module] = itself,
+        around_shared: Callable[[nn.Module], nn.Module] = no_wrapper,
     ) -> None:
-        """`number`: of the layer, over all stages; `act_again`: how backward gets the shared
-        experts' activation, where those of the others are never kept; `around_shared`: what runs
-        them."""
+        """`number`: the layer's index over all stages; `act_again`: recomputation of the shared
+        experts' activation (that of the routed experts is never saved); `around_shared`: wraps the
+        shared experts."""
         super().__init__()
         self.router = Router(name, config, moe, mesh, tp_comm, dtype=dtype, number=number)
         build = partial(build_transport, dispatcher, mesh, moe.num_experts)
         self.dispatch = build()
         self.dispatch_within_capacity = build(
-            drops_tokens=moe.capacity.factor is not None, room=room_of(moe, mesh)
+            drops_tokens=moe.capacity.factor is not None, room=fixed_expert_capacity(moe, mesh)
         )
         self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)
         self.narrow, self.widen = latent_matrices(name, config, moe, tp_comm, dtype=dtype)
@@ -70,7 +70,8 @@ class MoE(nn.Module):
         self.shared = nn.ModuleList(map(around_shared, built))
 
     def overlap_fn(self, something: OverlapFn) -> None:
-        """Call it whenever tokens are on their way between ranks, before waiting for them."""
+        """Call this function during every dispatch and combine, before waiting for the
+        communication."""
         self.dispatch = calling(self.dispatch, something)
         self.dispatch_within_capacity = calling(self.dispatch_within_capacity, something)
 
@@ -78,20 +79,20 @@ class MoE(nn.Module):
         """x [t, h] -> [t, h]."""
         dispatch = (
             self.dispatch if tokens.balance is None else self.dispatch_within_capacity
-        )  # that of training
-        leaving = dispatch(self.narrow(x), self.router(x, tokens))
-        for_all = [
+        )  # in training
+        dispatched = dispatch(self.narrow(x), self.router(x, tokens))
+        shared_outputs = [
             shared(x, tokens) for shared in self.shared
-        ]  # while tokens are on their way, and their gradients
-        sent, way = leaving.wait()
-        y: Tensor = self.widen(way.combine(self.experts(sent)))
-        for answer in for_all:
-            y = y + answer
+        ]  # overlaps the dispatch, and that of gradients in backward
+        expert_input, return_path = dispatched.wait()
+        y: Tensor = self.widen(return_path.combine(self.experts(expert_input)))
+        for shared_output in shared_outputs:
+            y = y + shared_output
         return y
 
 
-def room_of(moe: MoEConfig, mesh: Mesh) -> ExpertCapacity | None:
-    """How many rows every expert computes, whatever tokens choose; None: as many as do."""
+def fixed_expert_capacity(moe: MoEConfig, mesh: Mesh) -> ExpertCapacity | None:
+    """Return the fixed number of rows of every expert; None: as many as are routed to it."""
     capacity = moe.capacity
     if capacity.factor is None or not capacity.pad:
         return None
@@ -99,7 +100,8 @@ def room_of(moe: MoEConfig, mesh: Mesh) -> ExpertCapacity | None:
 
 
 class SharedExperts(nn.Module):
-    """An MLP for all tokens, gated or not by a number per token: x [t, h] -> [t, h].
+    """Shared experts, an MLP for all tokens, optionally with a scalar gate per token: x [t, h] ->
+    [t, h].
 
     Source: Dai et al. 2024, arXiv:2401.06066, section 3.2; the gate: Qwen Team 2024,
     arXiv:2407.10671.
@@ -138,8 +140,8 @@ class SharedExperts(nn.Module):
 def latent_matrices(
     name: str, config: ModelConfig, moe: MoEConfig, tp_comm: TPComm, *, dtype: torch.dtype
 ) -> tuple[nn.Module, nn.Module]:
-    """What takes a token's features to those that experts work on, and back; nothing where these
-    are the same."""
+    """Build the projections to the experts' features and back; identities if these are equal to the
+    hidden size."""
     h, latent = config.hidden_size, moe.latent_size
     if latent is None:
         return nn.Identity(), nn.Identity()
@@ -152,7 +154,7 @@ def latent_matrices(
 def _matrix(
     name: str, outputs: int, inputs: int, std: float, tp_comm: TPComm, dtype: torch.dtype
 ) -> WholeLinear:
-    """A matrix that every rank has whole, for its own tokens."""
+    """Build a replicated matrix for the local tokens."""
     return WholeLinear(
         ParameterSpec(Shard.full(name, (outputs, inputs), invariant=tp_comm.invariant), Init(std)),
         dtype=dtype,

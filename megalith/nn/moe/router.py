@@ -1,4 +1,5 @@
-"""The router: which experts each token goes to."""
+"""Expert router: chooses the experts of each token, with expert bias, noise, replay and
+capacity."""
 
 import math
 from dataclasses import dataclass
@@ -9,20 +10,20 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.kernels.dropout import uniform_features
+from megalith.kernels.dropout import hashed_uniform
 from megalith.kernels.rebuilt import LayerInput, output_tensor
 from megalith.kernels.routing import (
     Choice,
     balancing_offsets,
-    best,
     capacity_of,
     choose_experts,
-    gate,
-    refuse_surplus,
+    drop_choices,
+    expert_weights,
+    router_logits,
     score_experts,
+    select_within_capacity,
     sinkhorn,
-    weigh,
-    without,
+    top_k_indices,
 )
 from megalith.kernels.tokens import DropoutKey, PackedSeqParams
 from megalith.nn.dropout import key_of
@@ -35,15 +36,15 @@ from megalith.plan.shards import Shard
 
 
 class RouterGate(WholeLinear):
-    """Logits of a token's experts, computed in a dtype of its own: x [t, h] -> [t, E]."""
+    """Router logits, computed in the router's dtype: x [t, h] -> [t, E]."""
 
     def __init__(self, weight: ParameterSpec, *, dtype: torch.dtype, inside: torch.dtype) -> None:
         super().__init__(weight, dtype=dtype)
         self.inside = inside
 
     def forward(self, x: LayerInput) -> Tensor:
-        """x [t, h] -> [t, E], of dtype `inside`."""
-        return gate(
+        """x [t, h] -> [t, E], in dtype `inside`."""
+        return router_logits(
             x,
             getattr(self, self.weight_name),
             dtype=self.inside,
@@ -53,7 +54,7 @@ class RouterGate(WholeLinear):
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What training adds to a router's decisions: the same for a token under every layout, and in
+    """Random changes of routing in training, equal for a token under every layout and in
     recomputation."""
 
     router: RouterConfig
@@ -61,7 +62,7 @@ class Noise:
     tp_comm: TPComm
 
     def on_input(self, x: LayerInput, tokens: PackedSeqParams) -> LayerInput:
-        """x [t, h] times 1 - jitter to 1 + jitter."""
+        """Multiply x [t, h] by uniform noise between 1 - jitter and 1 + jitter."""
         if self.router.jitter == 0 or tokens.dropout is None:
             return x
         value = output_tensor(x)
@@ -70,8 +71,8 @@ class Noise:
         ).to(value.dtype)
 
     def for_logits(self, logits: Tensor, tokens: PackedSeqParams) -> Tensor:
-        """Draws in place of logits [t, E], where balance is forced; gradients go to the logits
-        all the same. And what moves all of an expert's, where imbalance is."""
+        """Replace logits [t, E] by random ones with force_load_balancing, and shift each expert's
+        with force_biased; gradients flow to the logits unchanged."""
         if tokens.dropout is None:
             return logits
         if self.router.force_load_balancing:
@@ -82,8 +83,7 @@ class Noise:
         return logits
 
     def bias_of_experts(self, seed: int, logits: Tensor) -> Tensor:
-        """[E], drawn once for a run and layer: two uniform numbers each make one of a normal
-        distribution.
+        """Return a normal random shift of each expert's logits, [E], drawn once per run and layer.
 
         Source: Box and Muller 1958, Ann. Math. Statist. 29(2).
         """
@@ -91,7 +91,7 @@ class Noise:
             key_of(seed, "router", "forced bias", self.layer),
             torch.zeros(1, dtype=torch.int64),
         )
-        sizes, angles = ((uniform_features(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(
+        sizes, angles = ((hashed_uniform(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(
             2
         )  # from 0 to 1
         normal = (-2 * sizes.clamp(min=2.0**-32).log()).sqrt() * (2 * math.pi * angles).cos()
@@ -99,14 +99,13 @@ class Noise:
 
     def _draw(self, source: DropoutKey, purpose: str, features: int) -> Tensor:
         place = key_of(source.seed, "router", purpose, self.layer)
-        return uniform_features(place, self.tp_comm.mine(source.numbers), features)
+        return hashed_uniform(place, self.tp_comm.mine(source.numbers), features)
 
 
 class Router(nn.Module):
-    """Chooses each token's experts and says what their answers count: x [t, h] -> [t, k], of my own
-    tokens.
+    """Chooses each token's experts and their weights: x [t, h] -> [t, k], of the local tokens.
 
-    Its weights are whole on every rank. Source: Shazeer et al. 2017, arXiv:1701.06538, section 2.1.
+    Its weights are replicated. Source: Shazeer et al. 2017, arXiv:1701.06538, section 2.1.
     """
 
     def __init__(
@@ -120,14 +119,12 @@ class Router(nn.Module):
         dtype: torch.dtype,
         number: int = 0,
     ) -> None:
-        """`number`: of the layer, over all stages, which keeps its noise apart from that of
-        others."""
+        """`number`: the layer's index over all stages, which keys its noise."""
         super().__init__()
         self.layer = name.removesuffix(".moe")
         self.moe, self.sharing = moe, mesh.over("cp", "tp")
         self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
-        """Whether ranks that share a microbatch are counted along cp first, as `parallel.order` may
-        have it."""
+        """Whether cp is inside tp in `parallel.order`."""
         self.noise = Noise(moe.router, number, tp_comm)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
@@ -154,7 +151,7 @@ class Router(nn.Module):
                 ParameterSpec(vector(f"{name}.balancing_bias"), ZEROS),
                 dtype=wide,
             )
-            self.balancing_bias.requires_grad_(False)  # moved by counts, after each step
+            self.balancing_bias.requires_grad_(False)  # updated from the counts after each step
         if moe.aux_loss.quantile:
             register_param(
                 self,
@@ -166,7 +163,7 @@ class Router(nn.Module):
         self.balance = Balance(moe, tp_comm, mesh)
 
     def forward(self, x: LayerInput, tokens: PackedSeqParams) -> Choice:
-        """x [t, h], of my own tokens -> experts and weights [t, k]."""
+        """x [t, h], of the local tokens -> experts and weights [t, k]."""
         logits = self.gate(self.noise.on_input(x, tokens))
         if self.moe.router.bias:
             logits = logits + self.router_bias.to(logits.dtype)
@@ -181,31 +178,31 @@ class Router(nn.Module):
         return self.balance(within, choice.experts, logits, tokens)
 
     def own(self) -> dict[str, Tensor]:
-        """What choices are made by: `weight` [E, h], and by their names biases and offsets [E],
-        where there are any."""
-        there = self._parameters.keys() & {"router_bias", "balancing_bias", "balancing_offset"}
+        """Return the router's parameters: `weight` [E, h], and biases and offsets [E] by name."""
+        names = self._parameters.keys() & {"router_bias", "balancing_bias", "balancing_offset"}
         return {"weight": self.gate.accumulated_parameters()[0]} | {
-            name: getattr(self, name) for name in sorted(there)
+            name: getattr(self, name) for name in sorted(names)
         }
 
     @property
     def moved(self) -> Tensor | None:
-        """The balancing bias, where there is one."""
+        """The expert bias, or None."""
         return self._parameters.get("balancing_bias")
 
     @property
     def offset(self) -> Tensor | None:
-        """What is taken from experts' logits, where anything is."""
+        """The offsets subtracted from the experts' logits, or None."""
         return self._parameters.get("balancing_offset")
 
     def chosen(self, logits: Tensor, tokens: PackedSeqParams) -> Choice:
-        """logits [t, E] -> [t, k]; the experts are those of an earlier time, where these are to
-        be followed: of the first pass, or of a recording."""
+        """Choose experts: logits [t, E] -> [t, k]; those of the first pass in recomputation, or
+        recorded ones in routing replay."""
         route, router = tokens.route, self.moe.router
         decided = None if tokens.decided is None else tokens.decided.chosen(self.layer)
         if decided is not None:
             return Choice(
-                decided, weigh(logits, score_experts(logits, router.score), decided, router)
+                decided,
+                expert_weights(logits, score_experts(logits, router.score), decided, router),
             )
         if route is None or not route.routing.followed:
             choice = self.choose(logits, training=tokens.balance is not None)
@@ -213,67 +210,72 @@ class Router(nn.Module):
                 route.note(self.layer, choice.experts)
             return choice
         experts = route.recall(self.layer, (len(logits), self.moe.top_k)).to(logits.device)
-        return Choice(experts, weigh(logits, score_experts(logits, router.score), experts, router))
+        return Choice(
+            experts, expert_weights(logits, score_experts(logits, router.score), experts, router)
+        )
 
     def choose(self, logits: Tensor, *, training: bool) -> Choice:
-        """logits [t, E] -> [t, k]."""
+        """Choose experts by the logits [t, E] -> [t, k]."""
         moe, router = self.moe, self.moe.router
         if moe.aux_loss.sinkhorn and training:
             total = partial(all_reduce_, group=self.sharing)
             plan = sinkhorn(logits, total, tokens=len(logits) * self.sharing.size)
-            experts = best(plan, moe.top_k)
+            experts = top_k_indices(plan, moe.top_k)
             return Choice(
-                experts, weigh(logits, score_experts(logits, router.score), experts, router)
+                experts,
+                expert_weights(logits, score_experts(logits, router.score), experts, router),
             )
         return choose_experts(logits, router, moe.top_k, self.moved, offsets=self.offset)
 
     def note_offsets(self, logits: Tensor, tokens: PackedSeqParams) -> None:
-        """Writes down what would have made the experts equally busy in this microbatch, of all
-        ranks that share it."""
+        """Record the logit offsets that would have balanced this microbatch, over all ranks that
+        share it."""
         share, offset = tokens.balance, self.offset
         if share is None or offset is None:
             return
         with torch.no_grad():
             text = self.noise.tp_comm.mine(tokens.valid).unsqueeze(1)
-            every = regather(logits.detach().where(text, -math.inf), self.sharing)
-            valid = every[:, 0] > -math.inf  # told with the logits, in one message
-            found = balancing_offsets(every, offset, valid, self.moe.top_k)
-            there = valid.any()
-            row = torch.cat([found.where(there, 0.0), there.to(found).unsqueeze(0)])
+            all_logits = regather(logits.detach().where(text, -math.inf), self.sharing)
+            valid = all_logits[:, 0] > -math.inf  # sent with the logits in one collective
+            new_offsets = balancing_offsets(all_logits, offset, valid, self.moe.top_k)
+            has_tokens = valid.any()
+            row = torch.cat(
+                [new_offsets.where(has_tokens, 0.0), has_tokens.to(new_offsets).unsqueeze(0)]
+            )
             self.balance.record_of(share, logits).offsets[share.microbatch] = row
 
     def within_capacity(self, choice: Choice, tokens: PackedSeqParams) -> Choice:
-        """Without what experts refuse. All ranks that share a microbatch decide together, so
-        that no layout drops other tokens than another."""
+        """Drop the choices over the expert capacity. All ranks that share a microbatch decide
+        together, so that every layout drops the same tokens."""
         capacity = self.moe.capacity
         if capacity.factor is None or tokens.balance is None:
             return choice
         decided = None if tokens.decided is None else tokens.decided.taken(self.layer)
         if decided is not None:
-            return without(choice, decided)
-        group, mine = self.sharing, len(choice.experts)
-        padding = ~self.noise.tp_comm.mine(
+            return drop_choices(choice, decided)
+        group, num_local = self.sharing, len(choice.experts)
+        is_padding = ~self.noise.tp_comm.mine(
             tokens.valid
-        )  # refused first: it must not take the place of text
-        seen = Choice(
-            choice.experts, choice.weights.detach().masked_fill(padding.unsqueeze(1), -1.0)
+        )  # dropped first, so that padding does not displace tokens
+        local_choices = Choice(
+            choice.experts, choice.weights.detach().masked_fill(is_padding.unsqueeze(1), -1.0)
         )
-        every = Choice(*(regather(part.contiguous(), group) for part in seen))
+        all_choices = Choice(*(regather(part.contiguous(), group) for part in local_choices))
         limit = capacity_of(
-            capacity.factor, len(every.experts), self.moe.top_k, self.moe.num_experts
+            capacity.factor, len(all_choices.experts), self.moe.top_k, self.moe.num_experts
         )
-        places = self.places(tokens, every.weights[:, 0] < 0)
-        taken = refuse_surplus(
-            every, limit, capacity.drop, num_experts=self.moe.num_experts, order=places
+        places = self.places(tokens, all_choices.weights[:, 0] < 0)
+        taken = select_within_capacity(
+            all_choices, limit, capacity.drop, num_experts=self.moe.num_experts, order=places
         )
-        mine_taken = taken.narrow(
-            0, group.rank * mine, mine
-        ).clone()  # backward keeps it, and not all ranks'
-        return without(choice, mine_taken)
+        local_taken = taken.narrow(
+            0, group.rank * num_local, num_local
+        ).clone()  # backward saves this, not all ranks' choices
+        return drop_choices(choice, local_taken)
 
     def places(self, tokens: PackedSeqParams, padding: Tensor) -> Tensor:
-        """Where in the microbatch the tokens of all ranks that share it stand, rank after rank,
-        padding behind all others: padding bool [t of all] -> int64 [t of all]."""
+        """Return the place in the microbatch of the tokens of all ranks that share it, rank after
+        rank, padding last: padding bool [t of all] -> int64 [t of all]."""
         order = torch.arange(len(padding), device=padding.device)
         if tokens.context is not None:
             back, slices = tokens.context.everyone.back, tokens.context.slices.ranks

@@ -1,5 +1,4 @@
-"""Losses of balance: their gradients, whoever shares the tokens, and a record that recomputation
-does not change."""
+"""Aux losses: gradients match one rank, and recomputation does not change the record."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,8 +10,8 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import AuxLossConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.balance import balance_loss, count_choices
-from megalith.kernels.routing import choose_experts, shares_of_one
+from megalith.kernels.balance import count_choices, load_balancing_loss
+from megalith.kernels.routing import choose_experts, normalized_scores
 from megalith.kernels.tokens import BalanceShare, PackedSeqParams, tokens_of_lengths
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.balance import LOSS_COEFFS, LOSSES, Balance
@@ -79,7 +78,7 @@ def divided(rank: int, world: int, moe: MoEConfig) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("moe", KINDS, ids=LOSSES)
-def test_ranks_that_share_tokens_have_the_gradient_of_one(moe: MoEConfig) -> None:
+def test_aux_loss_gradients_match_one_rank(moe: MoEConfig) -> None:
     router = router_of(moe)
     gradient = gradient_of_losses(router, list(X))
     assert bool(gradient.abs().max() > 1e-3)
@@ -89,7 +88,7 @@ def test_ranks_that_share_tokens_have_the_gradient_of_one(moe: MoEConfig) -> Non
         assert torch.allclose(losses, router.balance.record.losses, rtol=1e-12)
 
 
-def test_a_loss_enters_with_its_weight_and_the_microbatchs() -> None:
+def test_aux_loss_is_scaled_by_its_coefficient_and_microbatch_weight() -> None:
     def gradient(coefficient: float, share: float) -> Tensor:
         router = router_of(replace(MOE, aux_loss=AuxLossConfig(batch_coeff=coefficient)))
         (router(X[0], training(weight=share)).weights * 0).sum().backward()
@@ -103,12 +102,12 @@ def test_a_loss_enters_with_its_weight_and_the_microbatchs() -> None:
     shares, valid = logits.softmax(1), training().valid
     zeros = torch.zeros(12, dtype=torch.int32)
     counts = count_choices(logits.topk(2).indices, zeros, valid, sequences=1, num_experts=5)
-    balance_loss(shares, counts, zeros, valid, top_k=2).backward()
+    load_balancing_loss(shares, counts, zeros, valid, top_k=2).backward()
     (weight,) = router.gate.accumulated_parameters()
     assert torch.allclose(gradient(1.0, 1.0), weight.grad)  # type: ignore[arg-type]
 
 
-def test_the_loss_counts_choices_by_score_and_the_record_those_made() -> None:
+def test_loss_counts_choices_by_score_and_the_record_actual_choices() -> None:
     moe = replace(
         MOE,
         router=RouterConfig(score="sigmoid", expert_bias=True),
@@ -125,7 +124,7 @@ def test_the_loss_counts_choices_by_score_and_the_record_those_made() -> None:
     assert second.counts[0, 0] == 11 and first.counts[0, 0] < 11
 
 
-def test_the_loss_counts_choices_as_made_before_any_was_refused_where_it_shall() -> None:
+def test_loss_of_choices_counts_choices_before_token_dropping() -> None:
     """Biases and groups then show in it, and capacities do not hide who is asked for too much."""
     balance = AuxLossConfig(batch_coeff=0.1, of_choices=True)
     moe = replace(MOE, router=RouterConfig(score="sigmoid", expert_bias=True), aux_loss=balance)
@@ -139,7 +138,7 @@ def test_the_loss_counts_choices_as_made_before_any_was_refused_where_it_shall()
         losses.append(float(router.balance.record.losses[0, 1]))
     assert losses[1] != pytest.approx(losses[0], rel=1e-3) and losses[1] == losses[2]
     shares, chosen = (
-        shares_of_one(router_of(moe).gate(X[0]), "sigmoid")[:11],
+        normalized_scores(router_of(moe).gate(X[0]), "sigmoid")[:11],
         torch.zeros(5, dtype=torch.float64),
     )
     asked = choose_experts(
@@ -151,7 +150,7 @@ def test_the_loss_counts_choices_as_made_before_any_was_refused_where_it_shall()
     )
 
 
-def test_a_microbatch_that_comes_again_changes_no_record_and_evaluation_none() -> None:
+def test_recomputation_and_evaluation_do_not_change_the_record() -> None:
     router = router_of(replace(MOE, aux_loss=AuxLossConfig(global_batch_coeff=0.1)))
     for number, x in enumerate(X):
         router(x, training(number))
@@ -164,7 +163,7 @@ def test_a_microbatch_that_comes_again_changes_no_record_and_evaluation_none() -
     assert record.counts.sum(1).tolist() == [22, 22]
 
 
-def test_the_loss_of_the_step_counts_all_microbatches_so_far() -> None:
+def test_global_batch_loss_counts_all_microbatches_so_far() -> None:
     router = router_of(
         replace(MOE, aux_loss=AuxLossConfig(global_batch_coeff=1.0, batch_coeff=1.0))
     )
@@ -252,7 +251,7 @@ def test_the_loss_over_the_global_batch_counts_all_ranks_and_microbatches_so_far
 
 
 @pytest.mark.parametrize("name", OVER_DP)
-def test_a_loss_over_the_global_batch_that_is_not_summed_over_dp_is_another(name: str) -> None:
+def test_global_batch_loss_requires_the_sum_over_dp(name: str) -> None:
     layout = OVER_DP[name]
     for place, weight, gradient, losses in run_ranks(step_over_dp, layout.tp * 2, layout, True):
         expected, by_rank = step_by_hand(weight)

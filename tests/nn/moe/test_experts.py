@@ -1,5 +1,4 @@
-"""An MLP for each expert: the rows of each, the ranks that have some of them or a part of each, and
-first weights."""
+"""Experts: rows of each, expert parallel and expert tensor parallel ranks, and initialization."""
 
 import math
 from dataclasses import replace
@@ -66,13 +65,13 @@ def of_one_expert(layer: Experts, e: int, x: Tensor) -> Tensor:
     return (torch.nn.functional.silu(x @ up[0].t()) * (x @ up[1].t())) @ down.t()
 
 
-def test_each_row_is_answered_by_its_expert_and_weighed_once() -> None:
+def test_each_row_is_processed_by_its_expert_and_weighted_once() -> None:
     layer, given = build(), sent()
     parts = [of_one_expert(layer, e, x) for e, x in enumerate(given.rows.split(COUNTS))]
     assert torch.allclose(layer(given), torch.cat(parts) * given.weights.unsqueeze(1), rtol=1e-12)
 
 
-def test_a_weight_that_meets_the_input_meets_nothing_else() -> None:
+def test_router_weight_on_input_is_applied_once() -> None:
     layer, given = build(replace(MOE, top_k=1, apply_router_weight_on_input=True)), sent()
     weighed = given.rows * given.weights.unsqueeze(1)
     parts = [of_one_expert(layer, e, x) for e, x in enumerate(weighed.split(COUNTS))]
@@ -80,7 +79,7 @@ def test_a_weight_that_meets_the_input_meets_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("ep", [2, 4])
-def test_ranks_along_ep_have_the_experts_that_one_rank_has_with_the_same_first_weights(
+def test_expert_parallel_ranks_have_the_same_initial_experts(
     ep: int,
 ) -> None:
     """So that runs with other ep can be compared, which the original's could not."""
@@ -96,13 +95,13 @@ def test_ranks_along_ep_have_the_experts_that_one_rank_has_with_the_same_first_w
         assert torch.allclose(y, torch.cat(whole(given).split(COUNTS)[mine]), rtol=1e-12)
 
 
-def test_ranks_along_etp_have_parts_of_every_expert_that_add_up() -> None:
+def test_expert_tensor_parallel_outputs_sum_to_the_full_output() -> None:
     whole, given = build(), sent()
     parts = [build(parallel=ParallelConfig(dp=3, etp=3), rank=rank)(given) for rank in range(3)]
     assert torch.allclose(torch.stack(parts).sum(0), whole(given), rtol=1e-12)
 
 
-def test_parameters_lie_on_the_grid_of_experts_and_start_as_other_mlps_do() -> None:
+def test_expert_parameters_use_the_expert_grid_and_mlp_init() -> None:
     layer = build(replace(MOE, biases=True, num_experts=40), replace(MODEL, hidden_size=64))
     found = {
         declared.shard.name.rsplit(".", 1)[1]: (declared, module, name)
@@ -119,7 +118,7 @@ def test_parameters_lie_on_the_grid_of_experts_and_start_as_other_mlps_do() -> N
     assert stds["gate_up_bias"] == stds["down_bias"] == 0
 
 
-def test_no_rows_at_all_give_zero_gradients_and_not_none() -> None:
+def test_no_rows_give_zero_gradients() -> None:
     layer = build()
     layer(sent((0, 0, 0, 0))).sum().backward()
     for _, module, name in declared_parameters(layer):

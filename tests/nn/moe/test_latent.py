@@ -1,5 +1,4 @@
-"""Experts that work on a few features, and those without a gate, against the same layer in
-transformers."""
+"""Experts with latent features or without a gate match the same layer of transformers."""
 
 from dataclasses import replace
 from typing import Any
@@ -106,7 +105,7 @@ def close(a: Tensor, b: Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("moe", KINDS.values(), ids=KINDS)
-def test_the_layer_and_its_gradients_are_those_of_nemotron_h_in_transformers(
+def test_layer_and_gradients_match_nemotron_h_of_transformers(
     moe: MoEConfig,
 ) -> None:
     theirs, ours = theirs_of(moe), ours_of(moe)

@@ -1,5 +1,5 @@
-"""A layer of experts against a loop over tokens, and what it does when experts are empty, full or
-narrow."""
+"""MoE layer matches a loop over tokens; experts without rows, over capacity, or with latent
+features."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.kernels.replay import Decided
-from megalith.kernels.routing import NOWHERE, Choice, score_experts, weigh
+from megalith.kernels.routing import NOWHERE, Choice, expert_weights, score_experts
 from megalith.kernels.tokens import BalanceShare, PackedSeqParams, tokens_of_rows
 from megalith.models.decoder import allocate, initialize
 from megalith.nn.moe.layer import MoE
@@ -89,13 +89,13 @@ def test_all_tokens_may_go_to_one_expert_and_none_to_others() -> None:
     assert layer.router.balance.record.counts.tolist() == [[0, 0, 9, 0, 0]]
 
 
-def test_room_for_all_refuses_nobody() -> None:
+def test_large_capacity_drops_no_tokens() -> None:
     x = torch.randn(9, 12, dtype=torch.float64)
     roomy = build(replace(MOE, capacity=CapacityConfig(factor=5.0)))
     assert torch.equal(roomy(x, training()), build(MOE)(x, training()))
 
 
-def test_rows_are_gathered_once_more_and_not_kept() -> None:
+def test_dispatched_rows_are_recomputed_and_not_saved() -> None:
     layer, x = build(MOE), torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
     kept: list[Tensor] = []
 
@@ -113,7 +113,7 @@ def test_rows_are_gathered_once_more_and_not_kept() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 9.0])
-def test_filler_changes_nothing(factor: float) -> None:
+def test_padding_does_not_change_the_output(factor: float) -> None:
     found = []
     for pad in (False, True):
         layer = build(replace(MOE, biases=True, capacity=CapacityConfig(factor=factor, pad=pad)))
@@ -136,7 +136,7 @@ def test_filler_changes_nothing(factor: float) -> None:
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*found, strict=True))
 
 
-def test_what_is_refused_adds_nothing_and_gets_no_gradient_through_experts() -> None:
+def test_dropped_choices_give_zero_and_no_gradient() -> None:
     layer = build(
         replace(
             MOE,
@@ -156,7 +156,7 @@ def test_what_is_refused_adds_nothing_and_gets_no_gradient_through_experts() -> 
     assert bool(layer(x, tokens_of_rows(1, 9)).any(1).all()), "nothing is refused outside training"
 
 
-def test_shared_experts_add_to_what_the_chosen_give() -> None:
+def test_shared_experts_are_added_to_routed_experts() -> None:
     x = torch.randn(9, 12, dtype=torch.float64)
     layer = build(replace(MOE, shared_ffn_hidden_size=6, shared_gate=True))
     (shared,) = layer.shared
@@ -166,7 +166,7 @@ def test_shared_experts_add_to_what_the_chosen_give() -> None:
     assert torch.allclose(shared(x, training()), gate * shared.mlp(x), rtol=1e-12)
 
 
-def test_experts_may_work_on_fewer_features() -> None:
+def test_experts_with_latent_features() -> None:
     layer, x = build(replace(MOE, latent_size=4)), torch.randn(9, 12, dtype=torch.float64)
     narrow = x @ layer.narrow.latent_in.t()
     rows = replace(MOE)
@@ -182,7 +182,7 @@ def test_experts_may_work_on_fewer_features() -> None:
     assert torch.allclose(layer(x, training()), expected @ layer.widen.latent_out.t(), rtol=1e-10)
 
 
-def test_a_weight_may_multiply_what_goes_in() -> None:
+def test_router_weight_may_multiply_the_input() -> None:
     layer = build(
         replace(
             MOE,
@@ -201,7 +201,7 @@ def test_a_weight_may_multiply_what_goes_in() -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_biases_of_experts_are_weighted_with_what_they_give(gated: bool) -> None:
+def test_expert_biases_are_weighted_like_outputs(gated: bool) -> None:
     alone = RouterConfig(score="sigmoid", norm_topk_prob=False)
     model = replace(MODEL, gated=gated, activation="silu" if gated else "squared_relu")
     layer = build(replace(MOE, num_experts=1, top_k=1, biases=True, router=alone), model)
@@ -215,7 +215,7 @@ def test_biases_of_experts_are_weighted_with_what_they_give(gated: bool) -> None
 
 
 class Flipping(Router):
-    """Chooses the experts after those that it would have chosen: one further with every call."""
+    """Router that shifts the chosen experts by one more index in every call."""
 
     calls = 0
 
@@ -226,12 +226,13 @@ class Flipping(Router):
         ) % moe.num_experts
         self.calls += 1
         return Choice(
-            experts, weigh(logits, score_experts(logits, moe.router.score), experts, moe.router)
+            experts,
+            expert_weights(logits, score_experts(logits, moe.router.score), experts, moe.router),
         )
 
 
 @pytest.mark.parametrize("capacity", [None, 0.6])
-def test_a_layer_that_runs_again_decides_what_it_decided_first(capacity: float | None) -> None:
+def test_recomputation_repeats_routing_decisions(capacity: float | None) -> None:
     moe, x = (
         replace(MOE, capacity=CapacityConfig(factor=capacity)),
         torch.randn(9, 12, dtype=torch.float64),
@@ -250,7 +251,7 @@ def test_a_layer_that_runs_again_decides_what_it_decided_first(capacity: float |
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_what_is_refused_is_remembered_with_what_was_chosen() -> None:
+def test_dropped_choices_are_recorded_with_chosen_experts() -> None:
     decided, chosen = Decided(), torch.tensor([[0, 3], [2, 1]])
     assert decided.chosen("layers.0") is None and decided.taken("layers.0") is None
     decided.note("layers.0", chosen, torch.tensor([[NOWHERE, 3], [2, NOWHERE]]))

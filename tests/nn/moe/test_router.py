@@ -1,4 +1,4 @@
-"""Who is chosen: the same under every layout, with noise, with capacities and by plan."""
+"""Router: equal choices under every layout, with noise, capacity and sinkhorn."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def same_on_two(moe: MoEConfig) -> bool:
     )
 
 
-def test_ranks_that_share_a_microbatch_refuse_the_same_choices() -> None:
+def test_ranks_of_a_microbatch_drop_the_same_choices() -> None:
     for drop in ("least", "last"):
         moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop=drop))
         refused = alone(moe)(X, training()).experts < 0
@@ -99,7 +99,7 @@ def shared(rank: int, world: int, moe: MoEConfig, order: str) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "cp-tp-ep-dp-pp"])
-def test_the_last_tokens_are_refused_whatever_the_order_of_ranks_that_share_them(
+def test_last_tokens_are_dropped_for_every_rank_order(
     order: str,
 ) -> None:
     moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop="last"))
@@ -111,7 +111,7 @@ def test_the_last_tokens_are_refused_whatever_the_order_of_ranks_that_share_them
 
 
 @pytest.mark.parametrize("drop", ["least", "last"])
-def test_padding_takes_no_place_of_text(drop: Drop) -> None:
+def test_padding_does_not_use_expert_capacity(drop: Drop) -> None:
     router = alone(
         replace(MOE, capacity=CapacityConfig(factor=0.5, drop=drop))
     )  # 3 places, of 12 tokens with 2 choices
@@ -121,7 +121,7 @@ def test_padding_takes_no_place_of_text(drop: Drop) -> None:
     assert bool((router(x, tokens).experts[:9] < 0).all())
 
 
-def test_a_plan_for_equal_use_is_made_by_all_ranks_together() -> None:
+def test_sinkhorn_plan_is_computed_over_all_ranks() -> None:
     moe = replace(MOE, aux_loss=AuxLossConfig(sinkhorn=True))
     free = alone(MOE)(X, training())
     tilted = alone(replace(moe, router=RouterConfig(bias=True)))
@@ -137,7 +137,7 @@ def test_a_plan_for_equal_use_is_made_by_all_ranks_together() -> None:
     assert same_on_two(moe)
 
 
-def test_noise_is_a_tokens_own_and_of_training_alone() -> None:
+def test_noise_depends_on_the_token_and_only_in_training() -> None:
     for router in (RouterConfig(jitter=0.5), RouterConfig(force_load_balancing=True)):
         moe = replace(MOE, router=router)
         noisy = alone(moe)(X, training())
@@ -150,7 +150,7 @@ def test_noise_is_a_tokens_own_and_of_training_alone() -> None:
         assert same_on_two(moe)
 
 
-def test_noise_of_one_layer_is_not_that_of_another() -> None:
+def test_noise_differs_between_layers() -> None:
     for settings in (RouterConfig(jitter=0.5), RouterConfig(force_load_balancing=True)):
         router = alone(replace(MOE, router=settings))
         first = router(X, training()).weights
@@ -158,7 +158,7 @@ def test_noise_of_one_layer_is_not_that_of_another() -> None:
         assert not torch.equal(first, router(X, training()).weights)
 
 
-def test_forced_balance_keeps_all_experts_busy_whatever_the_input() -> None:
+def test_force_load_balancing_balances_the_experts() -> None:
     router = alone(replace(MOE, router=RouterConfig(force_load_balancing=True)))
     tokens = replace(
         tokens_of_rows(1, 3000),
@@ -173,7 +173,7 @@ def test_forced_balance_keeps_all_experts_busy_whatever_the_input() -> None:
     assert int(counts.min()) > 1050 and int(counts.max()) < 1350
 
 
-def test_forced_biases_keep_some_experts_busier_in_every_step_and_are_a_layers_own() -> None:
+def test_force_biased_shifts_the_same_experts_in_every_step() -> None:
     router = RouterConfig(force_biased=3.0)
     found = alone(replace(MOE, router=router))
     drawn = found.noise.bias_of_experts(0, X)
@@ -209,7 +209,7 @@ def offsets_noted(rank: int, world: int, moe: MoEConfig) -> Tensor:
     return router.balance.record.offsets
 
 
-def test_offsets_are_found_over_all_tokens_that_ranks_share_without_padding() -> None:
+def test_offsets_are_computed_over_all_shared_tokens_without_padding() -> None:
     moe = replace(MOE, aux_loss=AuxLossConfig(quantile=True))
     (found,) = offsets_noted(0, 1, moe)
     assert found[-1] == 1 and bool(found[:-1].any())
@@ -227,7 +227,7 @@ def test_offsets_are_found_over_all_tokens_that_ranks_share_without_padding() ->
     assert not bool((router(X, tokens_of_rows(2, 6)).experts == 0).any()), "but goes by them"
 
 
-def test_gradients_reach_the_logits_although_the_choice_is_drawn() -> None:
+def test_gradients_reach_the_logits_with_random_routing() -> None:
     router = alone(replace(MOE, router=RouterConfig(force_load_balancing=True)))
     choice = router(X, training())
     (choice.weights * torch.arange(24).view(12, 2)).sum().backward()
@@ -235,7 +235,7 @@ def test_gradients_reach_the_logits_although_the_choice_is_drawn() -> None:
     assert weight.grad is not None and bool(weight.grad.any())
 
 
-def test_scores_are_fp32_in_a_bf16_model_unless_the_model_shall_decide() -> None:
+def test_router_scores_are_fp32_in_a_bf16_model_by_default() -> None:
     def weights(dtype: str) -> Tensor:
         router = alone(replace(MOE, router=RouterConfig(dtype=dtype)), torch.bfloat16)  # type: ignore[arg-type]
         found: Tensor = router(X.bfloat16(), training()).weights
@@ -248,7 +248,7 @@ def test_scores_are_fp32_in_a_bf16_model_unless_the_model_shall_decide() -> None
     ]
 
 
-def test_the_balancing_bias_is_fp32_and_not_trained() -> None:
+def test_expert_bias_is_fp32_and_not_trained() -> None:
     router = alone(
         replace(MOE, router=RouterConfig(score="sigmoid", expert_bias=True)), torch.bfloat16
     )
