@@ -20,7 +20,7 @@ from megalith.parallel.link import (
     Spec,
     StageLink,
     StageMessage,
-    _announced,
+    _parse_header,
     _announcement,
     handles_of,
     open_channels,
@@ -54,7 +54,7 @@ def test_every_message_of_a_step_has_its_own_tag() -> None:
     ids=lambda tensors: f"{len(tensors)} tensors",
 )
 def test_an_announcement_says_what_the_tensors_look_like(tensors: tuple[Tensor, ...]) -> None:
-    assert _announced(_announcement(specs_of(tensors))) == specs_of(tensors)
+    assert _parse_header(_build_header(specs_of(tensors))) == specs_of(tensors)
 
 
 def test_a_spec_reads_as_people_write_it() -> None:
