@@ -186,14 +186,14 @@ class HeadExchange:
             scores_of_my_heads(scores, self.group, q.shape[1]),
             of_my_heads(sinks, self.group),
         )
-        whole = replace(context.whole, biases=of_my_heads(tokens.biases, self.group))
+        all_tokens = replace(context.whole, biases=of_my_heads(tokens.biases, self.group))
         if scores.causal or context.slices.source is None:
-            out = attention(q, k, v, whole, scores, sinks)
+            out = attention(q, k, v, all_tokens, scores, sinks)
         else:  # documents end with padding, which must be masked
             spans, seen = context.spans_of_whole(**sight(scores, context)), seen_of_whole(context)
-            biases = biases_of_whole(whole, context, scores)
+            biases = biases_of_whole(all_tokens, context, scores)
             out = span_attention(
-                q, k, v, spans, scores, sinks, dropped_between(whole, scores), biases, seen
+                q, k, v, spans, scores, sinks, dropped_between(all_tokens, scores), biases, seen
             )
         return tokens_for_heads(out, self.group, context.everyone)
 
@@ -280,7 +280,7 @@ def seen_of_all(context: Context) -> VisiblePairs | None:
     visible = context.whole.visible
     if visible is None:
         return None
-    return VisiblePairs(visible, context.numbers_of_groups(1)[context.rank], _every_number(context))
+    return VisiblePairs(visible, context.numbers_of_groups(1)[context.rank], _all_numbers(context))
 
 
 def seen_of_whole(context: Context) -> VisiblePairs | None:
@@ -289,7 +289,7 @@ def seen_of_whole(context: Context) -> VisiblePairs | None:
     return (
         None
         if visible is None
-        else VisiblePairs(visible, _every_number(context), _every_number(context))
+        else VisiblePairs(visible, _all_numbers(context), _all_numbers(context))
     )
 
 
@@ -344,26 +344,26 @@ def biases_of_all(tokens: PackedSeqParams, scores: Scores) -> PairBiases | None:
     """Return the position biases between this rank's tokens and all tokens, in natural order; None:
     none."""
     context = _context(tokens)
-    return _with_everyone(
+    return _biases_to_all(
         tokens.biases, context.numbers_of_groups(1)[context.rank], context, scores
     )
 
 
-def biases_of_whole(whole: PackedSeqParams, context: Context, scores: Scores) -> PairBiases | None:
+def biases_of_whole(tokens: PackedSeqParams, context: Context, scores: Scores) -> PairBiases | None:
     """Return the position biases among all tokens, in natural order; None: none."""
-    return _with_everyone(whole.biases, _every_number(context), context, scores)
+    return _biases_to_all(tokens.biases, _all_numbers(context), context, scores)
 
 
-def _with_everyone(
+def _biases_to_all(
     table: Tensor | None, queries: Tensor, context: Context, scores: Scores
 ) -> PairBiases | None:
     values = _values(table, context, scores)
     if values is None:
         return None
-    return PairBiases(values, Distances(queries, _every_number(context), values.shape[1] // 2))
+    return PairBiases(values, Distances(queries, _all_numbers(context), values.shape[1] // 2))
 
 
-def _every_number(context: Context) -> Tensor:
+def _all_numbers(context: Context) -> Tensor:
     return context.numbers_of_groups(context.slices.ranks)[0]
 
 

@@ -83,7 +83,7 @@ class Fingerprints:
             ]
             waits = {
                 "text": entry.describe(),
-                "lane": entry.lane,
+                "channel": entry.lane,
                 "number": entry.number,
                 "absent": absent,
             }
@@ -114,7 +114,7 @@ class Fingerprints:
         if waits is None:
             return None
         for rank in waits["absent"]:
-            if self.store.check([f"{waits['lane']}/{waits['number']}/{rank}"]):
+            if self.store.check([f"{waits['channel']}/{waits['number']}/{rank}"]):
                 continue
             if rank == path[0]:
                 return {path[-1]: waits["text"]}

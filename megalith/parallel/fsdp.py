@@ -460,7 +460,7 @@ def fully_shard_chunk(
     gradient_dtype: torch.dtype,
     keep_gathered: bool,
 ) -> None:
-    """Shard the parameters of a chunk on the meta device, all but those in `unsharded`, and allocate
+    """Shard the parameters of a chunk on the meta device, all but `unsharded`, and allocate
     this rank's rows: zeros.
 
     The chunk itself does not reshard after forward: the loss of its head is computed after forward

@@ -203,7 +203,7 @@ ROOM = 192
 TALKS = tuple(made_up(9, 0))
 
 
-def told(talk: Conversation) -> PackedSample:
+def build_sample(talk: Conversation) -> PackedSample:
     """A conversation alone in a row of its own length, byte by byte: answers and their ends are
     learned."""
     tokens, learned = [], []
@@ -254,7 +254,7 @@ def _talks_packed_and_apart(
 ) -> tuple[float, float]:
     trainer = build({**settings, "train.seq_len": str(ROOM)}, rank, world)
     loss, norm, expected = gradients(
-        trainer, step_with(trainer, [with_room(told(talk)) for talk in TALKS])
+        trainer, step_with(trainer, [with_room(build_sample(talk)) for talk in TALKS])
     )
     packed, its_norm, found = gradients(trainer, step_with(trainer, filled()))
     difference = compare(found, expected)
@@ -266,11 +266,11 @@ def _talks_packed_and_apart(
 def talks_alone() -> tuple[float, float]:
     """One process, one conversation after the other, without filler."""
     trainer = build({})
-    return gradients(trainer, step_with(trainer, [told(talk) for talk in TALKS]))[:2]
+    return gradients(trainer, step_with(trainer, [build_sample(talk) for talk in TALKS]))[:2]
 
 
 @pytest.mark.parametrize("slicing", ["row", pytest.param("document", marks=pytest.mark.slow)])
-def test_packed_conversations_are_learnt_as_one_by_one_under_tp_and_cp(slicing: str) -> None:
+def test_packed_conversations_match_unpacked_ones_under_tp_and_cp(slicing: str) -> None:
     settings = {
         "parallel.tp": "2",
         "parallel.cp": "2",
@@ -344,9 +344,9 @@ def test_a_run_goes_on_with_the_rows_it_would_have_read(tmp_path: Path) -> None:
     _train(0, 1, tmp_path / "parts", 2)
     _train(0, 1, tmp_path / "parts", 6)
     whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
-    told = ("step", "loss", "grad_norm", "fill", "supervised_share", "tokens", "eval_loss")
-    assert [[row.get(key) for key in told] for row in whole] == [
-        [row.get(key) for key in told] for row in parts
+    reported = ("step", "loss", "grad_norm", "fill", "supervised_share", "tokens", "eval_loss")
+    assert [[row.get(key) for key in reported] for row in whole] == [
+        [row.get(key) for key in reported] for row in parts
     ]
     fills, shares = (
         [float(row[key] or 0) for row in whole if key in row]

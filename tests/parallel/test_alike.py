@@ -1,4 +1,4 @@
-"""Ranks that laid out their parameters differently are told so before they add them up."""
+"""Ranks with different parameter layouts raise an error before they sum gradients."""
 
 import pytest
 

@@ -258,16 +258,16 @@ CASES = {
         )
         for kind in ("ring", "a2a")
     },
-    "ring, further to the left, documents": (3, Case(lengths=RAGGED, scores=LEFT, heads=(3, 1))),
-    "gather, further to the left, each document sliced": (
+    "ring, larger left window, documents": (3, Case(lengths=RAGGED, scores=LEFT, heads=(3, 1))),
+    "gather, larger left window, each document sliced": (
         2,
         Case("gather", lengths=RAGGED, document=True, scores=LEFT),
     ),
-    "a2a, further to the left, each document sliced": (
+    "a2a, larger left window, each document sliced": (
         2,
         Case("a2a", lengths=RAGGED, document=True, scores=LEFT),
     ),
-    "a2a+ring, further to the left": (4, Case("a2a+ring", a2a=2, scores=LEFT)),
+    "a2a+ring, larger left window": (4, Case("a2a+ring", a2a=2, scores=LEFT)),
     "ring, biases": (2, Case(scores=BIASED)),
     "gather, biases": (2, Case("gather", scores=BIASED)),
     "a2a, biases": (2, Case("a2a", scores=BIASED)),

@@ -277,7 +277,7 @@ def test_ranks_own_every_element_once_even_when_there_are_fewer_elements_than_ra
     assert any(len(entries) == 1 for entries in found) or replicas > 1  # somebody owns nothing
 
 
-def _two_chunks_of_one_table(rank: int, world: int, zero: int, surplus: bool) -> list[float]:
+def _two_chunks_of_one_table(rank: int, world: int, zero: int, extra_backward: bool) -> list[float]:
     """The summed gradient of a table that two chunks of a rank use: all microbatches of the last go
     back first."""
     mesh = build_mesh(model_grid(ParallelConfig(zero=zero), CONFIG, world), rank=rank)
@@ -295,7 +295,7 @@ def _two_chunks_of_one_table(rank: int, world: int, zero: int, surplus: bool) ->
         zero=zero,
     )
     data.begin_step(2)
-    for chunk, factor in [(1, 1), (1, 10), (0, 100), (0, 1000), *[(0, 1)] * surplus]:
+    for chunk, factor in [(1, 1), (1, 10), (0, 100), (0, 1000), *[(0, 1)] * extra_backward]:
         (factor * (rank + 1) * chunks[chunk].get_parameter("table").sum()).backward()
     return [value for param in data.finish() for value in param.gradient.flatten().tolist()]
 
@@ -393,7 +393,7 @@ def _reads(rank: int, world: int) -> list[bool]:
         results.append(
             bool(loss_of(model, 0).isfinite())
         )  # through embedding, layers, norm and head
-        results.append(not data.param_all_gather.arriving)
+        results.append(not data.param_all_gather.pending)
         data.all_gather_params()
         results.append(not bool(data.weights.isfinite().all()))  # the link holds them back
         results.append(
@@ -403,7 +403,7 @@ def _reads(rank: int, world: int) -> list[bool]:
                 .all()
             )
         )
-        results.append(bool(data.param_all_gather.arriving))  # of other layers
+        results.append(bool(data.param_all_gather.pending))  # of other layers
         data.wait_params()
         results.append(bool(data.weights.isfinite().all()))
         results.append({transfer.waits for transfer in link.transfers} == {1})
@@ -437,11 +437,11 @@ def _other_sizes(rank: int, world: int) -> None:
 
 
 def test_ranks_with_other_parameters_are_refused_before_the_first_step() -> None:
-    told = (
+    message = (
         "first w at elements 0 to 3 of bucket 0 on rank 0 and w at elements 0 to 4 of bucket 0 "
         "on rank 1"
     )
-    with pytest.raises(RankError, match=told):
+    with pytest.raises(RankError, match=message):
         run_ranks(_other_sizes, 2)
 
 

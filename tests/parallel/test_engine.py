@@ -73,7 +73,7 @@ def _compared(rank: int, world: int, parallel: ParallelConfig, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("parallel", "name", "told"),
+    ("parallel", "name", "message"),
     [
         (
             ParallelConfig(tp=2),
@@ -88,9 +88,9 @@ def _compared(rank: int, world: int, parallel: ParallelConfig, name: str) -> Non
     ],
 )
 def test_slices_that_are_added_up_must_be_the_same(
-    parallel: ParallelConfig, name: str, told: str
+    parallel: ParallelConfig, name: str, message: str
 ) -> None:
-    with pytest.raises(RankError, match=f"parameters lie differently .* first {name} {told}"):
+    with pytest.raises(RankError, match=f"parameters lie differently .* first {name} {message}"):
         run_ranks(_compared, 2, parallel, name)
 
 

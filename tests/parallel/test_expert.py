@@ -160,7 +160,7 @@ def test_one_rank_sends_nothing() -> None:
     )
 
 
-def test_counts_are_told_apart_by_both_axes_whichever_is_inner() -> None:
+def test_counts_are_sorted_by_both_axes_whichever_is_inner() -> None:
     def group(name: str, ranks: tuple[int, ...]):  # a Group
         return replace(alone(name), ranks=ranks)
 
@@ -171,7 +171,7 @@ def test_counts_are_told_apart_by_both_axes_whichever_is_inner() -> None:
     assert table == [[[3, 3, 2, 2]] * 2] * 2
 
 
-def told(rank: int, world: int, order: str) -> object:
+def gather_counts(rank: int, world: int, order: str) -> object:
     mesh = build_mesh(
         model_grid(ParallelConfig(dp=4, ep=2, etp=2, order=order), MODEL, world), rank=rank
     )
@@ -182,7 +182,7 @@ def told(rank: int, world: int, order: str) -> object:
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "ep-tp-cp-dp-pp"])
 def test_each_rank_finds_its_own_counts_at_its_own_place(order: str) -> None:
-    for rank, (etp, ep, table) in enumerate(run_ranks(told, 4, order)):  # type: ignore[misc]
+    for rank, (etp, ep, table) in enumerate(run_ranks(gather_counts, 4, order)):  # type: ignore[misc]
         assert table[etp][ep] == rank
 
 
@@ -200,11 +200,11 @@ def waits(rank: int, world: int, drops_tokens: bool) -> tuple[list[str], int]:
 
 
 def noted(name: str, method: Callable[..., object], asked: list[str]) -> Callable[..., object]:
-    def told(self: Tensor, *others: object) -> object:
+    def recorded(self: Tensor, *others: object) -> object:
         asked.append(name)
         return method(self, *others)
 
-    return told
+    return recorded
 
 
 @pytest.mark.parametrize("drops_tokens", [False, True])

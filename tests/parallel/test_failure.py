@@ -36,11 +36,11 @@ def caught(rank: int) -> Failure:
 
 
 def lost_peer(rank: int, when_ns: int) -> Failure:
-    said = (
+    summaries = (
         "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer "
         "[127.0.0.1]:1. GLHF"
     )
-    return Failure(rank, said, f"Traceback\n{said}", when_ns)
+    return Failure(rank, summaries, f"Traceback\n{summaries}", when_ns)
 
 
 def test_a_caught_exception_keeps_its_traceback_and_one_line() -> None:

@@ -33,7 +33,7 @@ from megalith.parallel.fsdp import (
     ShardedUnit,
     Unit,
     _expose_recomputed_outputs,
-    _refuse_shared_chunks,
+    _reject_shared_chunks,
 )
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
@@ -179,24 +179,26 @@ def test_gradients_of_all_microbatches_and_ranks_are_summed_tied_or_not_kept_gat
 def _without_the_last_layer(rank: int, world: int) -> list[str]:
     model, data = build(dp_mesh(rank, world))
     last = model.layers[-1]
-    said: list[str] = []
+    warnings_by_rank: list[str] = []
     with replaced(
-        engines, "_log", SimpleNamespace(warning=lambda text, *parts: said.append(text % parts))
+        engines,
+        "_log",
+        SimpleNamespace(warning=lambda text, *parts: warnings_by_rank.append(text % parts)),
     ):
         step(*build(dp_mesh(rank, world)), [0])
-        assert not said
+        assert not warnings_by_rank
         del model.layers[-1]
         found = [step(model, data, [0]) for _ in range(2)][-1]
     assert not any(
         found[name].any() for name in found if name.startswith(f"layers.{len(model.layers)}.")
     )
     assert len(list(last.parameters())) < 10
-    return said
+    return warnings_by_rank
 
 
 def test_a_layer_without_a_part_in_the_loss_gets_zeros_and_is_named_once() -> None:
-    for said in run_ranks(_without_the_last_layer, 2):
-        (text,) = said
+    for warnings_by_rank in run_ranks(_without_the_last_layer, 2):
+        (text,) = warnings_by_rank
         assert text.startswith("layers.3.") and "embed.weight" not in text
         assert " had no part in the loss of this step: their gradients are zero" in text
 
@@ -249,9 +251,9 @@ def _gathers(rank: int, world: int) -> list[list[str]]:
 
 
 def test_without_overlap_backward_gathers_nothing_ahead_and_changes_no_bit() -> None:
-    for ahead, plain in run_ranks(_gathers, 2):
-        assert sorted(ahead) == sorted(plain)
-        assert "all_gather all_gather reduce_scatter" in " ".join(ahead[-12:])
+    for prefetched, plain in run_ranks(_gathers, 2):
+        assert sorted(prefetched) == sorted(plain)
+        assert "all_gather all_gather reduce_scatter" in " ".join(prefetched[-12:])
         assert "all_gather reduce_scatter all_gather reduce_scatter" in " ".join(plain[-12:]), plain
 
 
@@ -413,9 +415,7 @@ class _Looked(torch.nn.Module):
         return sent
 
 
-def test_who_looks_at_the_inputs_of_experts_sees_rows_that_are_rebuilt_and_may_replace_them() -> (
-    None
-):
+def test_hooks_on_experts_see_and_may_replace_recomputed_rows() -> None:
     experts, seen = _Looked(), list[Tensor]()
 
     def look(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -563,9 +563,9 @@ def test_a_run_goes_on_to_the_bit_and_other_layouts_take_its_checkpoint_and_give
 
 def test_chunks_that_share_a_table_are_refused_with_ways_out() -> None:
     model = Decoder(replace(CONFIG, tied_embeddings=True), mesh_of_one())
-    _refuse_shared_chunks([model])  # shared inside one chunk
+    _reject_shared_chunks([model])  # shared inside one chunk
     with pytest.raises(PlanError) as caught:
-        _refuse_shared_chunks([model.embed, model.head])
+        _reject_shared_chunks([model.embed, model.head])
     text = str(caught.value)
     assert text.startswith(
         "parallel.zero=3 with 2 chunks on one rank that share the table of the vocabulary: each "

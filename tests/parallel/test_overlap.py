@@ -190,7 +190,7 @@ def test_the_sum_of_dx_is_hidden_behind_the_weights(sp: bool) -> None:
     assert max(run_ranks(hidden, 2, sp)) < 0.2
 
 
-def rebuilt_input(rank: int, world: int) -> None:
+def recomputed_input(rank: int, world: int) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
     layer = build(ColumnLinear, SequenceParallelComm(group), group, torch.float64)
     x = seeded(TOKENS // world, INPUTS, seed=2, dtype=torch.float64)
@@ -202,5 +202,5 @@ def rebuilt_input(rank: int, world: int) -> None:
     assert torch.equal(weight.grad, reference)
 
 
-def test_an_input_that_is_rebuilt_gives_the_same_gradient() -> None:
-    run_ranks(rebuilt_input, 2)
+def test_recomputed_input_gives_the_same_gradient() -> None:
+    run_ranks(recomputed_input, 2)

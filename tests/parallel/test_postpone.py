@@ -42,7 +42,7 @@ def give_everything(grad_accumulator: GradAccumulator | None) -> None:
 ALL = [("product", 5.0), ("gradient", 4.0), ("rows", 2.0)]
 
 
-def test_outside_of_putting_aside_everything_is_added_at_once() -> None:
+def test_weight_gradients_outside_defer_are_added_at_once() -> None:
     log = Log()
     layer = Layer(log)
     WeightGradStore([layer])

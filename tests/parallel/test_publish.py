@@ -58,13 +58,13 @@ def _published(rank: int, world: int) -> list[object]:
     param_all_gather.wait_in(chunk, chunk.weights)
     left: list[object] = []
     for layer in (*chunk.layers, chunk.norm):
-        layer.register_forward_pre_hook(lambda *_: left.append(len(param_all_gather.arriving)))
+        layer.register_forward_pre_hook(lambda *_: left.append(len(param_all_gather.pending)))
     with slow_link(latency_seconds=0.01, poison=True), torch.no_grad():
         for _ in range(2):
             param_all_gather.start()
             assert not bool(weights.isfinite().all()), "the link holds them back"
             left.append(bool(chunk(torch.zeros(())).isfinite()))
-            left.append(len(param_all_gather.arriving))
+            left.append(len(param_all_gather.pending))
         param_all_gather.start()
         param_all_gather.wait_params()
     assert weights.tolist() == expected

@@ -103,11 +103,11 @@ def step_of_packed_rows(model: ModelConfig, one: RecomputeConfig) -> list[Tensor
     dropout where asked."""
     run = layout_case(model, ParallelConfig(), 1, micro_batch_size=4, documents=True).run
     trainer = built(one, run=run)
-    told = train_step(
+    recomputed = train_step(
         trainer, _loader(run, trainer.mesh, consumed=0, steps=1).next(), lr=0.0, weight_decay=0.0
     )
     return [
-        torch.tensor(told.loss),
+        torch.tensor(recomputed.loss),
         *(param.gradient.clone() for param in trainer.data.local_params),
     ]
 
@@ -293,7 +293,7 @@ def test_a_second_backward_through_the_same_graph_runs_the_region_again() -> Non
     assert len(calls) == 4
 
 
-def test_a_region_whose_input_is_rebuilt_keeps_what_that_is_rebuilt_from() -> None:
+def test_region_with_recomputed_input_saves_the_inputs_of_that_input() -> None:
     x = torch.randn(5, 4, requires_grad=True)
     middle = x * 1
     again: list[int] = []
@@ -392,7 +392,7 @@ def slightly_off(function: Any) -> Any:
 # --- planted faults
 
 
-def test_a_norm_rebuilt_from_the_wrong_input_is_seen_in_the_gradients(
+def test_norm_recomputed_from_the_wrong_input_changes_the_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = RecomputedOutput.__init__

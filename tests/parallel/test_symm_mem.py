@@ -237,17 +237,19 @@ def test_a_gpu_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.host and found.has_operators == has_symmetric_memory()
 
 
-def test_a_torch_that_wants_to_be_told_of_groups_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_symmetric_memory_is_enabled_for_groups_where_torch_requires_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enabled_groups: list[str] = []
     module = import_module("torch.distributed._symmetric_memory")
     group = replace(alone("tp"), name="seven")
-    symm_mem._introduce(group)
+    symm_mem._enable_symmetric_memory(group)
     assert not module.is_symm_mem_enabled_for_group("seven"), (
         "the one installed finds out by itself"
     )
-    monkeypatch.setattr(module, "enable_symm_mem_for_group", told.append)
-    symm_mem._introduce(group)
-    assert told == ["seven"]
+    monkeypatch.setattr(module, "enable_symm_mem_for_group", enabled_groups.append)
+    symm_mem._enable_symmetric_memory(group)
+    assert enabled_groups == ["seven"]
 
 
 # --- the real operators

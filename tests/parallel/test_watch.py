@@ -98,9 +98,9 @@ def check_report(tmp_path: Path, how: str, *, number: int = 1) -> None:
     assert other.summary.startswith("stopped in a hang that rank ")
     assert other.is_consequence
     for rank in range(3):
-        said = (tmp_path / f"hang_rank_{rank}.txt").read_text()
-        assert f"This is rank {rank} (dp={rank})." in said
-        assert "in _hangs" in said, "the main thread's stack"
+        text = (tmp_path / f"hang_rank_{rank}.txt").read_text()
+        assert f"This is rank {rank} (dp={rank})." in text
+        assert "in _hangs" in text, "the main thread's stack"
     assert "did not arrive" in (tmp_path / "log.txt").read_text()
 
 
@@ -246,7 +246,7 @@ def test_without_the_store_a_rank_inside_torch_says_so(
 def test_without_the_store_a_rank_that_has_left_torch_meanwhile_goes_on(tmp_path: Path) -> None:
     flight = Flight()
     watch, _, failures = _watch_alone(tmp_path, GoneStore(str(tmp_path / "s"), 1), flight)
-    assert watch._alone(RuntimeError("Broken pipe")) == ""
+    assert watch._report_alone(RuntimeError("Broken pipe")) == ""
     assert not failures
 
 
@@ -317,7 +317,7 @@ def test_no_exception_ends_a_watch_silently(
     flight = Flight()
     watch, ended, failures = _watch_alone(tmp_path, BrokenStore(), flight)
     with watching(watch):
-        while not watch.said:
+        while not watch.text:
             time.sleep(0.01)
         assert not failures, "the rank itself is well"
         monkeypatch.setattr(HangWatch, "_write_stacks", lambda *_: 1 / 0)
@@ -405,7 +405,7 @@ def test_backends_are_more_patient_than_the_watch() -> None:
         assert backend_timeout(seconds) > seconds + 3 * pause
 
 
-def test_ranks_are_told_where_they_stand_among_experts() -> None:
+def test_rank_names_include_expert_coordinates() -> None:
     grid = expert_grid(world=8, ep=2, etp=2, pp=2)
     assert (
         name_rank(replace(dense_grid(world=8, tp=2, pp=2), experts=grid), 5)

@@ -64,12 +64,12 @@ def _all_kinds(rank: int, world: int, poison: bool) -> dict[str, list[float]]:
         torch.zeros(4, dtype=x.dtype),
     )
     got, inside = torch.zeros(4, dtype=x.dtype), torch.arange(4.0) + 10 * rank
-    said = x.clone()
+    returned = x.clone()
     works = [
         dist.all_gather_into_tensor(whole, x, async_op=True),
         dist.reduce_scatter_tensor(part, x, async_op=True),
         dist.all_to_all_single(swapped, x, async_op=True),
-        dist.broadcast(said, 0, async_op=True),
+        dist.broadcast(returned, 0, async_op=True),
         dist.isend(x, 1 - rank),
         dist.irecv(got, 1 - rank),
         dist.all_gather_into_tensor(
@@ -81,7 +81,7 @@ def _all_kinds(rank: int, world: int, poison: bool) -> dict[str, list[float]]:
         "part": part,
         "swapped": swapped,
         "got": got,
-        "said": said,
+        "returned": returned,
         "inside": inside,
     }
     if poison:
