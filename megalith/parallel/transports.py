@@ -120,7 +120,7 @@ class ReferenceDispatcher:
     def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
         """Exchange counts, rows and their weights."""
         x = output_tensor(x)
-        experts_per_rank, ranks, rank = (
+        experts_per_rank, ranks, local_rank = (
             self.num_experts // self.ep.size,
             self.both.size,
             self.both.rank,
@@ -129,7 +129,7 @@ class ReferenceDispatcher:
         known = None if self.drops_tokens and not x.is_meta else places.numel()
         order = order_choices(places, ranks * experts_per_rank, num_rows=known)
         sent = self._counts(order)
-        own = slice(rank * experts_per_rank, (rank + 1) * experts_per_rank)
+        own = slice(local_rank * experts_per_rank, (local_rank + 1) * experts_per_rank)
         chunks = [count for row in sent for count in row[own]]
         combiner = ReferenceCombiner(
             self.both,
@@ -137,7 +137,7 @@ class ReferenceDispatcher:
             chunks,
             expert_major(ranks=ranks, experts=experts_per_rank),
             [
-                sum(sent[rank][rank * experts_per_rank : (rank + 1) * experts_per_rank])
+                sum(sent[local_rank][rank * experts_per_rank : (rank + 1) * experts_per_rank])
                 for rank in range(ranks)
             ],
             [sum(row[own]) for row in sent],

@@ -176,7 +176,7 @@ def test_packed_documents_give_the_loss_and_gradients_of_separate_documents() ->
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_they_have_under_every_axis_and_all_ranks_have_equally_many_packs(name: str) -> None:
+def test_packing_matches_under_every_axis_with_equal_packs_per_rank(name: str) -> None:
     settings = LAYOUTS[name]
     world = 2 ** len([key for key in settings if key.endswith((".tp", ".cp", ".pp", ".dp"))])
     found = run_ranks(_train_packed, world, settings)
@@ -198,7 +198,7 @@ def _mean_of_packs(
     )
 
 
-def test_a_mean_of_packs_would_be_seen() -> None:
+def test_comparison_detects_a_mean_over_packs() -> None:
     trainer = build({})
     step = packed(trainer).next()
     counts = iter(
@@ -221,7 +221,7 @@ def _seeing_one_another(
     return build_batch(merged, masks, **others)
 
 
-def test_documents_of_a_pack_that_see_one_another_would_be_seen() -> None:
+def test_comparison_detects_attention_across_documents() -> None:
     trainer = build({})
     with replaced(loader_file, "build_batch", _seeing_one_another):
         found = gradients(trainer, packed(trainer).next())[0]
@@ -314,7 +314,7 @@ def read_reported(folder: Path) -> list[list[object]]:
     ]
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_packs_it_would_have_had(
+def test_resume_in_the_middle_of_an_epoch_has_the_same_packs(
     tmp_path: Path,
 ) -> None:
     _train(0, 1, tmp_path / "whole", {})

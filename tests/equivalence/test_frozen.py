@@ -163,7 +163,7 @@ def _traffic(rank: int, world: int, zero: Zero, trained: tuple[str, ...]) -> dic
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_nothing_of_a_frozen_parameter_travels_but_what_forward_gathers(zero: Zero) -> None:
+def test_frozen_parameters_are_only_all_gathered(zero: Zero) -> None:
     few = run_ranks(_traffic, 2, zero, ("layers.0.mlp_norm.weight",))
     assert sum(found["gradients"] for found in few) == 24 * (2 if zero == 0 else 1)
     sums = [

@@ -200,7 +200,7 @@ def test_a_layer_without_a_part_in_the_loss_gets_zeros_and_is_named_once() -> No
     for warnings_by_rank in run_ranks(_without_the_last_layer, 2):
         (text,) = warnings_by_rank
         assert text.startswith("layers.3.") and "embed.weight" not in text
-        assert " had no part in the loss of this step: their gradients are zero" in text
+        assert " had no gradient in this step, so it is zero" in text
 
 
 def _first_replica_leaves_layers_out(rank: int, world: int, overlap: bool) -> None:
@@ -232,7 +232,7 @@ def names(model: Decoder) -> dict[str, torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_replicas_that_leave_out_different_layers_add_up_the_same_ones(overlap: bool) -> None:
+def test_replicas_that_skip_different_layers_reduce_in_the_same_order(overlap: bool) -> None:
     run_ranks(_first_replica_leaves_layers_out, 4, overlap, timeout=240)
 
 
@@ -250,7 +250,7 @@ def _gathers(rank: int, world: int) -> list[list[str]]:
     return orders
 
 
-def test_without_overlap_backward_gathers_nothing_ahead_and_changes_no_bit() -> None:
+def test_without_overlap_backward_does_not_prefetch_and_is_bitwise_equal() -> None:
     for prefetched, plain in run_ranks(_gathers, 2):
         assert sorted(prefetched) == sorted(plain)
         assert "all_gather all_gather reduce_scatter" in " ".join(prefetched[-12:])
@@ -401,7 +401,7 @@ def _residency(rank: int, world: int) -> tuple[list[int], list[int], list[int]]:
     return forward, backward, [count()]
 
 
-def test_only_the_layer_at_work_is_gathered() -> None:
+def test_only_the_running_layer_is_gathered() -> None:
     for forward, backward, end in run_ranks(_residency, 2):
         assert forward == [1, 1, 1, 1]
         assert backward == [1, 1, 1, 1]  # and the next one's message, on its way
@@ -450,7 +450,7 @@ def _fresh(rank: int, world: int) -> None:
     step(model, data, mine(rank))  # and training goes on after an evaluation
 
 
-def test_forward_reads_what_was_published() -> None:
+def test_forward_reads_the_updated_weights() -> None:
     run_ranks(_fresh, 2)
 
 
@@ -473,7 +473,7 @@ def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
     return data.nonfinite(), [entry.op for entry in flight.entries], data.checksums()[0][0]
 
 
-def test_collectives_are_noted_and_a_gradient_that_is_not_finite_is_blamed_on_its_rank() -> None:
+def test_collectives_are_recorded_and_a_nonfinite_gradient_is_attributed_to_its_rank() -> None:
     (names, ops, checksum), (others, other_ops, other_checksum) = run_ranks(_noted, 2)
     assert names == [] and others == ["layers.1.attention_norm.weight"]
     assert (
@@ -555,21 +555,20 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
         assert compare(_weights(again), _weights(trainer)).error < 1e-12
 
 
-def test_a_run_goes_on_to_the_bit_and_other_layouts_take_its_checkpoint_and_give_it_back(
+def test_resume_is_bitwise_equal_and_checkpoints_convert_between_layouts(
     tmp_path: Path,
 ) -> None:
     run_ranks(_goes_on, 2, str(tmp_path))
 
 
-def test_chunks_that_share_a_table_are_refused_with_ways_out() -> None:
+def test_chunks_that_share_a_table_are_rejected_with_working_values() -> None:
     model = Decoder(replace(CONFIG, tied_embeddings=True), mesh_of_one())
     _reject_shared_chunks([model])  # shared inside one chunk
     with pytest.raises(PlanError) as caught:
         _reject_shared_chunks([model.embed, model.head])
     text = str(caught.value)
     assert text.startswith(
-        "parallel.zero=3 with 2 chunks on one rank that share the table of the vocabulary: each "
-        "chunk "
+        "parallel.zero=3 with 2 chunks on one rank that share the vocabulary's table: each chunk "
     )
     assert "Set model.tied_embeddings=false" in text
     assert text.endswith(", parallel.pipeline.vpp=1, or parallel.zero=2.")
@@ -637,7 +636,7 @@ def _moving_biases(rank: int, world: int) -> list[list[float]]:
     return [bias.tolist() for bias in biases]
 
 
-def test_balancing_biases_stay_whole_and_move_alike() -> None:
+def test_expert_biases_are_not_sharded_and_equal_on_ranks() -> None:
     first, second = run_ranks(_moving_biases, 2)
     assert first == second and [len(bias) for bias in first] == [4, 4]
 
@@ -674,5 +673,5 @@ def _experts_go_on(rank: int, world: int, folder: str) -> None:
         assert compare(_weights(again), _weights(trainer)).error < 1e-12
 
 
-def test_rows_of_experts_are_taken_over_by_other_layouts(tmp_path: Path) -> None:
+def test_expert_rows_load_under_other_layouts(tmp_path: Path) -> None:
     run_ranks(_experts_go_on, 2, str(tmp_path))

@@ -202,20 +202,18 @@ def test_a_number_of_threads_that_the_user_chose_is_kept(script: Path, tmp_path:
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (1, 1, 1)]
 )
-def test_cores_are_shared_out_evenly_and_nobody_gets_none(
-    cores: int, ranks: int, threads: int
-) -> None:
+def test_every_rank_gets_at_least_one_core(cores: int, ranks: int, threads: int) -> None:
     assert threads_per_rank(cores, ranks) == threads
 
 
-def test_only_rank_zero_speaks(
+def test_only_rank_zero_prints(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launch(script, "report_environment", tmp_path)
     assert capfd.readouterr() == ("out 0\n", "err 0\n")
 
 
-def test_a_process_is_a_rank_when_a_launcher_says_so() -> None:
+def test_rank_variables_mark_a_worker() -> None:
     assert not in_worker({"PATH": "x"})
     assert in_worker({"RANK": "0"})
     assert in_worker({"MASTER_ADDR": "here"})
@@ -250,7 +248,7 @@ def test_a_killed_rank_ends_the_others_within_seconds(script: Path, tmp_path: Pa
     assert all(gone(int(file.read_text())) for file in tmp_path.glob("pid*"))
 
 
-def test_a_rank_that_ignores_the_polite_end_is_killed_after_the_grace(
+def test_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalith.parallel.launch.NOTICE_SECONDS", 0.1)
@@ -276,7 +274,7 @@ def test_user_error_is_printed_once_for_all_ranks(script: Path, tmp_path: Path) 
     assert str(caught.value) == "parallel.tp=3 is odd. Set it to 2."
 
 
-def test_what_the_user_can_fix_on_one_machine_names_the_rank(script: Path, tmp_path: Path) -> None:
+def test_user_error_of_one_rank_names_the_rank(script: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         launch(script, "refuse_one", tmp_path)
     assert str(caught.value) == "rank 1: data.path=x: no such file here. Use another."
@@ -505,9 +503,7 @@ def test_torchrun_prints_a_common_user_error_once(script: Path, tmp_path: Path) 
     }  # 1: this script shows the error as Python does
 
 
-def test_under_torchrun_a_rank_that_lost_another_says_so_in_a_line(
-    script: Path, tmp_path: Path
-) -> None:
+def test_lost_peer_under_torchrun_is_one_line(script: Path, tmp_path: Path) -> None:
     ranks = [as_torchrun_starts_it(script, "fail", tmp_path, rank) for rank in range(2)]
     lost, first = (process.communicate(timeout=60)[1] for process in ranks)
     assert "ValueError: the real reason" in first
@@ -538,7 +534,7 @@ TORCHRUN = [
 
 
 @pytest.mark.slow  # torchrun imports torch
-def test_torchrun_tells_a_users_mistake_once(script: Path, tmp_path: Path) -> None:
+def test_user_error_under_torchrun_is_printed_once(script: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, *TORCHRUN, sys.executable, str(script), "refuse", str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -565,9 +561,7 @@ def test_ranks_do_not_outlive_a_torchrun_that_is_killed(script: Path, tmp_path: 
     until(all(gone(pid) for pid in pids) for _ in iter(int, 1))
 
 
-def test_a_rank_may_be_ended_from_any_thread_and_its_report_speaks_for_all(
-    script: Path, tmp_path: Path
-) -> None:
+def test_rank_may_end_from_any_thread_with_a_report_for_all(script: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         launch(script, "hang", tmp_path, 2)
     assert str(caught.value) == "rank 1 did not arrive\nlook there"

@@ -122,7 +122,7 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_overlap_changes_no_bit_and_rings_only_the_order_of_sums(dtype: torch.dtype) -> None:
+def test_overlap_is_bitwise_equal_and_collective_matmul_reorders_sums(dtype: torch.dtype) -> None:
     run_ranks(compare, 3, dtype)
 
 
@@ -186,7 +186,7 @@ class Sleeper(Notes):
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_the_sum_of_dx_is_hidden_behind_the_weights(sp: bool) -> None:
+def test_reduction_of_dx_overlaps_with_weight_gradients(sp: bool) -> None:
     assert max(run_ranks(hidden, 2, sp)) < 0.2
 
 

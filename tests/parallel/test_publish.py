@@ -75,6 +75,6 @@ def test_each_layer_waits_for_its_own_weights_and_the_end_of_forward_for_the_res
     assert run_ranks(_published, 2) == [[3, 2, 1, True, 0] * 2] * 2
 
 
-def test_settling_when_nothing_is_on_its_way_does_nothing() -> None:
+def test_wait_params_without_pending_messages_does_nothing() -> None:
     plan = plan_buckets(NUMELS, bucket_numel=None)
     ParamAllGather(torch.zeros(plan.numel), plan, [everyone(0, 1, "dp_shard")]).wait_params()

@@ -48,7 +48,7 @@ def test_without_a_launcher_one_process_is_the_whole_job() -> None:
     assert (worker.device, worker.backend, worker.threads) == (torch.device("cpu"), "gloo", None)
 
 
-def test_a_launcher_tells_the_place() -> None:
+def test_rank_is_read_from_the_environment() -> None:
     worker = Worker.from_environment(PLACE)
     assert (worker.rank, worker.world, worker.local_rank, worker.local_world) == (5, 8, 1, 4)
     assert worker.threads == 2
@@ -69,9 +69,7 @@ def test_a_launcher_tells_the_place() -> None:
         ),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(
-    change: Mapping[str, str | None], message: str
-) -> None:
+def test_invalid_environment_is_rejected(change: Mapping[str, str | None], message: str) -> None:
     environment = {
         name: value for name, value in (PLACE | dict(change)).items() if value is not None
     }
@@ -79,7 +77,7 @@ def test_an_environment_that_makes_no_sense_is_refused(
         Worker.from_environment(environment)
 
 
-def test_one_variable_alone_is_refused_by_name() -> None:
+def test_incomplete_rank_variables_are_rejected_by_name() -> None:
     with pytest.raises(
         ConfigError, match=r"^MASTER_ADDR=here is set .*not RANK, WORLD_SIZE, .*unset them all"
     ):
@@ -107,7 +105,7 @@ def test_on_a_machine_with_gpus_each_rank_has_its_own(monkeypatch: pytest.Monkey
         ({"TORCHELASTIC_RUN_ID": "x"}, 2),
     ],
 )
-def test_the_users_number_of_threads_counts_but_not_torchruns(
+def test_omp_num_threads_of_the_user_overrides_that_of_torchrun(
     environment: dict[str, str], threads: int | None
 ) -> None:
     assert Worker.from_environment(PLACE | environment).threads == threads
@@ -180,14 +178,14 @@ def _comes_alone(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_absent_ranks_are_named() -> None:
     assert run_ranks(_comes_alone, 1) == [
         "ranks [1, 2] of 3 did not join within parallel.timeout_seconds=0.3. Read their output, "
         "and start as many ranks as the launcher expects."
     ]
 
 
-def test_a_job_of_one_rank_joins_nobody() -> None:
+def test_single_rank_job_has_no_process_group() -> None:
     worker = Worker.from_environment({})
     assert connect(worker, timeout_seconds=1) == alone("world")
     assert not dist.is_initialized()
@@ -212,7 +210,7 @@ def test_tensor_parallelism_over_several_machines_is_warned_about(
     if fits is not None:
         assert problem is not None
         assert problem.startswith(
-            f"parallel.tp={tp} reaches over machines of {local_world} ranks each: "
+            f"parallel.tp={tp} spans machines of {local_world} ranks each, so "
         )
         assert fits in problem
 

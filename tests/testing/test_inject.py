@@ -52,7 +52,7 @@ def _one_after_the_other(rank: int, world: int) -> float:
     return link.transfers[2].arrived - link.transfers[0].started
 
 
-def test_a_link_carries_one_thing_after_the_other() -> None:
+def test_link_processes_transfers_in_order() -> None:
     assert all(0.15 <= seconds < 10 for seconds in run_ranks(_one_after_the_other, 2))
 
 
@@ -119,7 +119,7 @@ def _same_numbers(rank: int, world: int) -> bool:
     return _all_kinds(rank, world, False) == plain
 
 
-def test_no_number_changes_and_nothing_can_be_read_before_the_wait() -> None:
+def test_slow_link_keeps_values_and_poisons_results_until_wait() -> None:
     assert run_ranks(_same_numbers, 2) == [True, True]
 
 
