@@ -112,9 +112,14 @@ class BucketGradAccumulator:
     zeroed.
     """
 
-    def __init__(self, parts: Sequence[Stack | Frozen], engine: "BucketedDataParallel") -> None:
+    def __init__(
+        self, parts: Sequence[Stack | Frozen], data_parallel: "BucketedDataParallel"
+    ) -> None:
         """`parts`: the rows of the layer's matrix, in order."""
-        self.stacks, self.engine = tuple(part for part in parts if isinstance(part, Stack)), engine
+        self.stacks, self.data_parallel = (
+            tuple(part for part in parts if isinstance(part, Stack)),
+            data_parallel,
+        )
         self.columns = self.stacks[0].columns
         self.rows_of = [part.rows for part in parts]
         self.trained = [isinstance(part, Stack) for part in parts]
@@ -122,40 +127,40 @@ class BucketGradAccumulator:
     def product(self, x: Tensor, dy: Tensor) -> None:
         """Add `dy.T @ x`: x [t, i], dy [t, o]."""
         for stack, part in self._split_by_stack(dy.split(self.rows_of, dim=1)):
-            total = self.engine.total(stack)
-            if not self.engine.is_fresh(stack.numbers):
+            total = self.data_parallel.total(stack)
+            if not self.data_parallel.is_fresh(stack.numbers):
                 add_product_(total, x, part)
             elif total.dtype == dy.dtype:
                 mm(part.t(), x, out=total)
             else:
                 total.copy_(weight_grad(part, x))
-            self.engine.contributed(stack.numbers)
+            self.data_parallel.contributed(stack.numbers)
 
     def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
         """Add each expert's `dy.T @ x`: x [r, i], dy [r, o], for one parameter."""
         (stack,) = self.stacks
-        total = self.engine.total(stack)
-        put_grouped_product_(total, x, dy, groups, fresh=self.engine.is_fresh(stack.numbers))
-        self.engine.contributed(stack.numbers)
+        total = self.data_parallel.total(stack)
+        put_grouped_product_(total, x, dy, groups, fresh=self.data_parallel.is_fresh(stack.numbers))
+        self.data_parallel.contributed(stack.numbers)
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready: dw [o, i]."""
         for stack, part in self._split_by_stack(dw.view(-1, self.columns).split(self.rows_of)):
-            total = self.engine.total(stack)
-            if self.engine.is_fresh(stack.numbers):
+            total = self.data_parallel.total(stack)
+            if self.data_parallel.is_fresh(stack.numbers):
                 total.copy_(part)
             else:
                 total.add_(part)
-            self.engine.contributed(stack.numbers)
+            self.data_parallel.contributed(stack.numbers)
 
     def rows(self, rows: Tensor, dy: Tensor) -> None:
         """Add row i of dy [t, i] to row `rows[i]`."""
         (stack,) = self.stacks
-        total = self.engine.total(stack)
-        if self.engine.is_fresh(stack.numbers):
+        total = self.data_parallel.total(stack)
+        if self.data_parallel.is_fresh(stack.numbers):
             total.zero_()
         add_rows_(total, rows, dy)
-        self.engine.contributed(stack.numbers)
+        self.data_parallel.contributed(stack.numbers)
 
     def _split_by_stack(self, parts: Sequence[Tensor]) -> Iterator[tuple[Stack, Tensor]]:
         """Yield each stack with its part of the gradient; parts of frozen weights are dropped."""

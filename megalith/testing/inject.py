@@ -84,7 +84,7 @@ class SlowLink:
     bytes_per_second: float
     poison: bool
     transfers: list[Transfer] = field(default_factory=list)
-    lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
+    threads: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
     """One thread per group, and per peer and direction for messages, which processes transfers in
     order."""
 
@@ -103,18 +103,18 @@ class SlowLink:
         return sum(transfer.exposed_seconds for transfer in self.of(*kinds))
 
     def carry(
-        self, kind: str, group: Any, lane: str, nbytes: float, finish: Callable[[], object]
+        self, kind: str, group: Any, channel: str, nbytes: float, finish: Callable[[], object]
     ) -> "Arrival":
         """Submit `finish`, which waits for the real operation, and then the delay, to the thread of
-        `lane`.
+        `channel`.
 
         `group`: any group that torch accepts.
         """
         delay = self.latency_seconds + nbytes / self.bytes_per_second
         transfer = Transfer(kind, _description(group), int(nbytes), time.perf_counter(), delay)
         self.transfers.append(transfer)
-        thread = self.lanes.setdefault(
-            lane, ThreadPoolExecutor(1, thread_name_prefix=f"link-{lane}")
+        thread = self.threads.setdefault(
+            channel, ThreadPoolExecutor(1, thread_name_prefix=f"link-{channel}")
         )
         return Arrival(transfer, thread.submit(_finish_with_delay, transfer, finish))
 
@@ -170,7 +170,7 @@ def slow_link(
                 patches.enter_context(patch)
             yield link
     finally:
-        for thread in link.lanes.values():
+        for thread in link.threads.values():
             thread.shutdown(wait=False)
 
 
@@ -220,8 +220,10 @@ def _slow(link: SlowLink, kind: str, original: Callable[..., Any]) -> Callable[.
         private = _private_copies(kind, given, source, target) if link.poison else {}
         call = given | private | ({} if kind in MESSAGES else {"async_op": True})
         real = original(**call)
-        lane = _description(group) + (_direction(kind, given) if kind in MESSAGES else "")
-        arrival = link.carry(kind, group, lane, _wire_bytes(kind, source, target, ranks), real.wait)
+        channel = _description(group) + (_direction(kind, given) if kind in MESSAGES else "")
+        arrival = link.carry(
+            kind, group, channel, _wire_bytes(kind, source, target, ranks), real.wait
+        )
         if private and kind != "isend":
             arrival.deliver = functools.partial(target.copy_, private[_present(TARGETS, given)])
         if kind in MESSAGES or given.get("async_op"):

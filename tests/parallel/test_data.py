@@ -442,8 +442,8 @@ def _other_sizes(rank: int, world: int) -> None:
 
 def test_different_parameters_on_ranks_are_rejected_before_the_first_step() -> None:
     message = (
-        "the first difference is w at elements 0 to 3 of bucket 0 on rank 0 and w at elements 0 to 4 of bucket 0 "
-        "on rank 1"
+        "the first difference is w at elements 0 to 3 of bucket 0 on rank 0 and w at elements 0 to "
+        "4 of bucket 0 on rank 1"
     )
     with pytest.raises(RankError, match=message):
         run_ranks(_other_sizes, 2)

@@ -164,7 +164,8 @@ def test_unexpected_shapes_are_rejected_with_both_specs() -> None:
         _posted(mine)._compare((Spec((4, 5), torch.bfloat16), Spec((), torch.int64)))
     assert str(caught.value) == (
         "pipeline rank 1 sends bfloat16 [4, 5], int64 [] forward to stage 2 for microbatch 4, but "
-        "bfloat16 [3, 5] was expected: the stages read different rows. Use the same data and settings on every rank."
+        "bfloat16 [3, 5] was expected: the stages read different rows. Use the same "
+        "data and settings on every rank."
     )
     with pytest.raises(
         DataError, match=r"sends nothing forward to stage 2 .* but bfloat16 \[3, 5\] was expected"
