@@ -59,7 +59,7 @@ def there_and_back(
     if folder is not None:
         from fast_wires import calls  # type: ignore[import-not-found]  # written by the test
 
-        assert calls == [["both", "ep", "etp", "num_experts", "refusing"]]
+        assert calls == [["both", "drops_tokens", "ep", "etp", "num_experts"]]
         sys.path.remove(folder)
         del sys.modules["fast_wires"]
     return y.detach(), x.grad, choice.weights.grad
