@@ -134,8 +134,7 @@ def sum_shared_slices(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
 
 
 def check_slices_consistent_across_ranks(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
-    """Check that the ranks of `sum_shared_slices` sum the same slices of the same parameters;
-    collective.
+    """Check that the ranks of `sum_shared_slices` sum the same slices; collective.
 
     Raises:
         PlanError: the slices differ.

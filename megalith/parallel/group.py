@@ -57,8 +57,7 @@ def note(
     *,
     rows: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> CollectiveRecord | None:
-    """Record that this rank is about to start a collective; called before each one, and `finished`
-    after it.
+    """Record that this rank is about to start a collective; `finished` records its end.
 
     With parallel.check_collectives it first checks that the other ranks are about to start the same
     one. `rows`: how many rows this rank sends to each rank and receives from each, if the ranks'
@@ -102,8 +101,7 @@ def finished(entry: CollectiveRecord | None) -> None:
 
 
 def stands_still_for(entry: CollectiveRecord | None) -> None:
-    """Record that this rank now waits for an operation of `note` that was marked finished when it
-    was started.
+    """Record that this rank now waits for an operation of `note` that was started before.
 
     A rank that computes while its message is in flight is not in a collective; if it never returns,
     the report of the hang must say so.

@@ -100,8 +100,7 @@ class Recomputed(nn.Module):
     in backward."""
 
     def __init__(self, function: Function, *, check: bool = False, turns: bool = False) -> None:
-        """`turns`: the function reads the rotary tables, which are then saved like other
-        tensors."""
+        """`turns`: the function reads the rotary tables, which are then saved."""
         super().__init__()
         self.function, self.check, self.turns = function, check, turns
 
