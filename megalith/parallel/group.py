@@ -101,7 +101,7 @@ def finished(entry: CollectiveRecord | None) -> None:
 
 
 def stands_still_for(entry: CollectiveRecord | None) -> None:
-    """Record that this rank now waits for an operation of `note` that was started before.
+    """Record that this rank now waits for an operation started earlier.
 
     A rank that computes while its message is in flight is not in a collective; if it never returns,
     the report of the hang must say so.

@@ -184,8 +184,8 @@ def connect(
     """Initialize torch.distributed and return the group of all ranks; a job of one rank has no
     process group.
 
-    Collectives that wait longer than `timeout_seconds` fail. `store`: from `meet`, which is called
-    if it is None; `flight` records this rank's collectives.
+    Collectives that wait longer than `timeout_seconds` fail. `store`: from `meet`; None: calls it.
+    `flight` records this rank's collectives.
     """
     if worker.device.type != "cpu":
         torch.accelerator.set_device_index(worker.local_rank)
