@@ -1,25 +1,24 @@
-"""Errors for people: each message names the field, its value, the reason, and a value that would
-work.
+"""Errors for users: each message states the field, its value, the reason, and a value that works.
 
-A `UserError` is something the person at the keyboard can fix, so a command prints its text without
-a traceback and exits with 2. Anything else is a fault of ours and keeps its traceback.
+The user can fix a `UserError`, so a command prints its text without a traceback and exits with 2.
+Any other exception is a bug and keeps its traceback.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 MAX_PROBLEMS = 100
-"""Problems that one message lists. Heuristic: more are not read, and finding the nearest name for
-each takes time."""
+"""Maximum number of problems in one message. Heuristic: more are not read, and finding the nearest
+name for each takes time."""
 
 
 class UserError(Exception):
-    """Something the user can fix. The text is the whole message: what it was, why not, what would
-    work."""
+    """Error that the user can fix. The text is the complete message: field, value, reason, a value
+    that works."""
 
 
 class ConfigError(UserError):
-    """A field, flag, recipe or combination of them that cannot work."""
+    """A field, flag, recipe or combination of them that is not valid."""
 
 
 class DataError(UserError):
@@ -31,8 +30,8 @@ class CheckpointError(UserError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose tensors cannot be read as they were saved; the same error on every rank
-    that loads it."""
+    """A checkpoint whose tensors cannot be read as they were saved; raised on every rank that loads
+    it."""
 
     def __init__(self, reason: str, path: Path | None = None, advice: str = "") -> None:
         super().__init__(f"{reason}{advice}")
@@ -47,19 +46,18 @@ class PlanError(UserError):
 
 
 class RankError(Exception):
-    """A worker process failed; the text starts with that rank's own traceback."""
+    """A worker process failed; the text starts with the traceback of that rank."""
 
 
 class CollectiveError(Exception):
-    """Ranks of one group are about to do different things, which would make them wait for each
-    other forever."""
+    """Ranks of one group are about to start different collectives, which would hang."""
 
 
 def raise_all(problems: Sequence[str]) -> None:
-    """Raise one ConfigError listing every problem, so that nothing is found out one at a time.
+    """Raise one ConfigError that lists every problem, so that the user sees all of them at once.
 
     Raises:
-        ConfigError: when `problems` is not empty.
+        ConfigError: `problems` is not empty.
     """
     if not problems:
         return

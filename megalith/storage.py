@@ -1,7 +1,7 @@
-"""The disk, as far as a run needs it: every call that must survive a power cut, and nothing that
-knows about tensors.
+"""File system access with durability: writes that survive a power failure; knows nothing about
+tensors.
 
-All paths are local or on a mounted file system. A second kind of storage would offer these same
+All paths are local or on a mounted file system. Another kind of storage would implement the same
 functions.
 """
 
@@ -17,62 +17,60 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What fsync answers where a file system has no such thing; some mounts have it for files and not
-for folders."""
+"""Error codes of fsync on file systems without it; some mounts support it for files but not for
+folders."""
 
 MAX_NBYTES = 2**30
-"""Largest file that is read into memory as a whole. Heuristic: tokenizers and manifests have up to
-tens of MB."""
+"""Largest file that is read into memory. Heuristic: tokenizers and manifests have up to tens of
+MB."""
 
 MAX_TEXT_NBYTES = 2**24
-"""Largest text file of settings, prompts or templates. Heuristic: a thousand times the usual
+"""Largest text file of settings, prompts or templates. Heuristic: a thousand times a typical
 length."""
 
 _MADV_POPULATE_READ = 22
-"""Of Linux' mman.h; Python has no name for it."""
+"""From Linux' mman.h; Python has no name for it."""
 
 
 def open_new(path: Path) -> BinaryIO:
-    """A new file, open for writing bytes; a file that exists is never written into."""
+    """Create a file and open it for writing bytes; an existing file is an error."""
     return open(path, "xb")
 
 
 def allocate_new(path: Path, nbytes: int) -> None:
-    """A new file of so many bytes, whose parts are then written by whoever has them."""
+    """Create a file of `nbytes` bytes, whose parts are written later by `open_part`."""
     with open_new(path) as file:
         file.truncate(nbytes)
 
 
 def open_part(path: Path, start: int) -> BinaryIO:
-    """A file that was allocated, open for writing bytes from `start` on."""
-    file = open(path, "r+b")  # noqa: SIM115 - whoever asked closes it
+    """Open an allocated file for writing bytes from `start` on."""
+    file = open(path, "r+b")  # noqa: SIM115 - the caller closes it
     file.seek(start)
     return file
 
 
 def begin_sync(file: BinaryIO, start: int, nbytes: int) -> None:
-    """Let the disk begin with bytes that were written, so that `sync_file` has less to wait for."""
+    """Ask the system to start writing bytes to disk, so that `sync_file` takes less time."""
     file.flush()
-    if hasattr(
-        os, "posix_fadvise"
-    ):  # Linux begins to write what is not on the disk, and forgets what is
+    if hasattr(os, "posix_fadvise"):  # Linux starts writing dirty pages and drops clean ones
         os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def sync_written(path: Path) -> None:
-    """Return when everything written to a file, by whomever, is on the disk."""
+    """Return when everything written to a file, by any process, is on disk."""
     with open(path, "rb") as file:
         _sync(file.fileno(), path)
 
 
 def sync_file(file: BinaryIO) -> None:
-    """Return when everything written to `file` is on the disk."""
+    """Return when everything written to `file` is on disk."""
     file.flush()
     _sync(file.fileno(), Path(file.name))
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in `folder` are on the disk: a rename is safe only after this."""
+    """Return when the names in `folder` are on disk: a rename is durable only after this."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         _sync(handle, folder)
@@ -81,11 +79,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def _sync(handle: int, path: Path) -> None:
-    """Wait for the disk. A file system that cannot be asked is told about, once; whatever a disk
-    refuses is an error.
+    """Call fsync. Warns once if the file system does not support it.
 
     Raises:
-        OSError: something written is not on the disk.
+        OSError: the data is not on disk.
     """
     try:
         os.fsync(handle)
@@ -98,67 +95,64 @@ def _sync(handle: int, path: Path) -> None:
             if os.path.ismount(folder)
         )
         warnings.warn(
-            f"{place}: this file system cannot be asked to write to its disk what it was given "
-            f"({error.strerror}). "
-            f"After a power cut, files there may be incomplete: check them, or use another place.",
+            f"{place}: this file system does not support fsync ({error.strerror}). After a power "
+            "failure its files may be incomplete: check them, or use another file system.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """A new file holding `data`, on the disk when this returns."""
+    """Create a file with `data`, on disk when this returns."""
     with open_new(path) as file:
         file.write(data)
         sync_file(file)
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Add a line to a file, which is made if there is none: all of it with one call, so that a kill
-    cuts at most it."""
+    """Append a line to a file, created if missing, with a single call: a kill truncates at most
+    this line."""
     with open(path, "ab", buffering=0) as file:
         file.write(line + b"\n")
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give `path` new contents at once: a reader sees all of the old or all of the new."""
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    remove_file(aside)  # left by a process that was killed and whose number we now have
+    """Replace the contents of `path` atomically: a reader sees all of the old or all of the new."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    remove_file(temporary)  # left by a killed process with the same id
     try:
-        write_new(aside, data)
-        os.replace(aside, path)
+        write_new(temporary, data)
+        os.replace(temporary, path)
     except OSError:
-        remove_file(aside)
+        remove_file(temporary)
         raise
     sync_folder(path.parent)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Move within one folder or file system, at once; a target that holds anything is not
-    overwritten."""
+    """Move within one file system atomically; a non-empty target is not overwritten."""
     os.rename(source, target)
 
 
 def make_folder(folder: Path) -> None:
-    """A new folder and its parents; a folder that exists is an error."""
+    """Create a folder and its parents; an existing folder is an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     os.mkdir(folder)
 
 
 def remove_file(path: Path) -> None:
-    """Delete a file; no error when there is none."""
+    """Delete a file, if it exists."""
     path.unlink(missing_ok=True)
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder and everything in it; no error when there is none. Links are removed, not
-    followed."""
+    """Delete a folder and everything in it, if it exists. Links are removed, not followed."""
     if folder.is_symlink() or folder.exists():
         shutil.rmtree(folder)
 
 
 def list_names(folder: Path) -> list[str]:
-    """Names in `folder`, sorted; none when there is no such folder."""
+    """Return the names in `folder`, sorted; none if there is no such folder."""
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError:
@@ -214,17 +208,18 @@ def parse_json(text: str | bytes) -> Any:  # JSON
 
 
 def read_range(path: Path, start: int, nbytes: int) -> bytes:
-    """Bytes [start, start + nbytes) of a file; fewer when the file ends before."""
+    """Return bytes [start, start + nbytes) of a file; fewer if the file ends before."""
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(nbytes)
 
 
 def mapped(path: Path, start: int, nbytes: int) -> memoryview:
-    """The same bytes without a copy, as the system has read them; writing to them changes no file.
+    """Return bytes [start, start + nbytes) of a file as a memory map; writing to it does not change
+    the file.
 
-    The file must stay as long as it is until the last view of them is gone: the system kills a
-    process that looks at bytes which were cut off.
+    The file must not be truncated before the last view is freed: the system kills a process that
+    reads beyond its end.
     """
     with open(path, "rb") as file:
         stop = min(start + nbytes, os.fstat(file.fileno()).st_size)
@@ -237,27 +232,27 @@ def mapped(path: Path, start: int, nbytes: int) -> memoryview:
 
 
 def _read_ahead(pages: mmap.mmap) -> None:
-    """Read all pages now: at once instead of a few at each fault, and with an error where a fault
-    would be a signal.
+    """Read all pages now: faster than page by page, and a read error is an exception instead of a
+    signal.
 
     Raises:
         OSError: the disk cannot read them.
     """
     if sys.platform != "linux":
         return
-    pages.madvise(mmap.MADV_WILLNEED)  # many reads in flight, for which the next line waits
+    pages.madvise(mmap.MADV_WILLNEED)  # starts many reads, for which the next line waits
     try:
         pages.madvise(_MADV_POPULATE_READ)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # before Linux 5.14 there is no such advice
+        if error.errno != errno.EINVAL:  # not supported before Linux 5.14
             raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
 
 
 def file_nbytes(path: Path) -> int:
-    """Length of a file."""
+    """Return the length of a file."""
     return path.stat().st_size
 
 
 def free_nbytes(folder: Path) -> int:
-    """Bytes that can still be written under `folder`."""
+    """Return the number of bytes that can still be written under `folder`."""
     return shutil.disk_usage(folder).free

@@ -155,10 +155,8 @@ def test_a_file_system_that_cannot_be_asked_to_sync_is_told_about(
         with pytest.warns(RuntimeWarning) as told:
             call()
         assert {str(one.message) for one in told} == {
-            f"{tmp_path}: this file system cannot be asked to write to its disk what it was given "
-            f"({os.strerror(number)}). After a power cut, files there may be incomplete: check "
-            "them, or use another "
-            f"place."
+            f"{tmp_path}: this file system does not support fsync ({os.strerror(number)}). After a "
+            "power failure its files may be incomplete: check them, or use another file system."
         }
     assert storage.read_bytes(tmp_path / "a") == b"y"
 

@@ -1,8 +1,7 @@
-"""Ranks that rely on having laid out their parameters alike compare them once, before the first
-step.
+"""Check that ranks which sum gradients have the same parameters in the same layout.
 
-A sum over slices that do not coincide is a wrong number without an error, so nobody takes it on
-trust.
+A sum over slices that do not coincide gives wrong numbers without an error, so the layouts are
+compared once, before the first step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,61 +12,61 @@ from megalith.errors import PlanError
 from megalith.parallel.group import Group, gather_objects
 
 Places = Mapping[str, str]
-"""By parameter, in the order in which a rank has them: where it lies, in words."""
+"""Parameter name -> text that describes its position, in the rank's order of parameters."""
 
 
 def check_consistent_across_ranks(places: Places, group: Group) -> None:
-    """Make sure that every rank of `group` has the same parameters, in one order, at the same
-    places; collective.
+    """Check that every rank of `group` has the same parameters in the same order and at the same
+    positions; collective.
 
     Raises:
-        PlanError: on all of them, naming two ranks and the first parameter that differs.
+        PlanError: on all ranks of the group; it names two ranks and the first parameter that
+        differs.
     """
-    if _is_paper(group):
+    if _is_single_or_meta(group):
         return
     digest = blake2b(repr(list(places.items())).encode()).hexdigest()
     if len(set(gather_objects(digest, group))) == 1:
         return
-    found = [
+    layouts = [
         list(other.items())
         for other in gather_objects(dict(places), group)
         if isinstance(other, dict)
     ]
-    place = next(place for place, other in enumerate(found) if other != found[0])
-    _refuse(found[0], found[place], (group.ranks[0], group.ranks[place]))
+    index = next(index for index, other in enumerate(layouts) if other != layouts[0])
+    _raise_difference(layouts[0], layouts[index], (group.ranks[0], group.ranks[index]))
 
 
 def check_shared_consistent_across_ranks(places: Places, group: Group) -> None:
-    """The same for ranks that have other parameters otherwise: those of which several have one lie
-    alike.
+    """Check that each parameter that several ranks of `group` have lies at the same position on all
+    of them; collective. Ranks may have other parameters that the others lack.
 
     Raises:
         PlanError: on all ranks of the group.
     """
-    if _is_paper(group):
+    if _is_single_or_meta(group):
         return
     first: dict[str, tuple[int, str]] = {}
     for rank, other in zip(group.ranks, gather_objects(dict(places), group), strict=True):
         assert isinstance(other, dict)
-        for name, where in other.items():
-            holder, there = first.setdefault(name, (rank, where))
-            if there != where:
-                _refuse([(name, there)], [(name, where)], (holder, rank))
+        for name, place in other.items():
+            first_rank, first_place = first.setdefault(name, (rank, place))
+            if first_place != place:
+                _raise_difference([(name, first_place)], [(name, place)], (first_rank, rank))
 
 
-def _is_paper(group: Group) -> bool:
-    """Whether there is nobody to ask."""
+def _is_single_or_meta(group: Group) -> bool:
     return group.size == 1 or group.handle is None
 
 
-def _refuse(
-    mine: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]], ranks: tuple[int, int]
+def _raise_difference(
+    first: Sequence[tuple[str, str]], second: Sequence[tuple[str, str]], ranks: tuple[int, int]
 ) -> None:
-    nothing = ("nothing", "at all")
-    one, other = next((a, b) for a, b in zip_longest(mine, theirs, fillvalue=nothing) if a != b)
+    nothing = ("no parameter", "there")
+    one, other = next((a, b) for a, b in zip_longest(first, second, fillvalue=nothing) if a != b)
     raise PlanError(
-        f"parameters lie differently on ranks {ranks[0]} and {ranks[1]}, which add them up: first "
-        f"{' '.join(one)} on "
-        f"rank {ranks[0]} and {' '.join(other)} on rank {ranks[1]}. Run the same version with the "
-        "same settings on all."
+        f"ranks {ranks[0]} and {ranks[1]} sum the gradients of parameters that they lay out "
+        f"differently; the first difference is {' '.join(one)} on rank {ranks[0]} and "
+        f"{' '.join(other)} on rank {ranks[1]}. Run the same version with the same settings on "
+        "all ranks."
     )

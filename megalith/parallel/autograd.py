@@ -1,13 +1,14 @@
-"""Differentiable collectives, each with its conjugate in backward and one typing rule.
+"""Differentiable collectives, each with its conjugate in backward and a typing rule.
 
-A tensor is, along each axis of the grid, one of four types. R: the same on every rank, each rank
-uses it for other work (its gradients are parts of a sum). I: the same on every rank, used the same
-way (its gradients are equal). V: every rank has its own. P: parts of a sum that is still to be
-taken. Backward exchanges R with P and keeps I and V; every function below states its pair in
-`moves`, from which a layout's types are checked without running it.
+Along each axis of the grid a tensor has one of four types. R (replicated): equal on all ranks, each
+rank uses it differently, so its gradients are partial sums. I (invariant): equal on all ranks and
+used the same way, so its gradients are equal. V (varying): each rank has its own values. P
+(partial): the ranks' values have yet to be summed. Backward exchanges R with P and keeps I and V;
+every function below states its pair in `moves`, from which the types of a layout are checked
+without running it.
 
-Functional ops only: they run under torch.compile and, on meta tensors, without any process group. A
-group of one rank returns its input.
+Only functional ops, so they run under torch.compile and, on meta tensors, without a process group.
+A group of one rank returns its input.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-# gives the operations below their kernels for meta tensors
+# registers the meta kernels of the operations below
 import torch.distributed._functional_collectives
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from megalith.plan.shards import split_evenly
 _ops = torch.ops._c10d_functional
 Moves = tuple[str, str]
 OverlapFn = Callable[[], None]
-"""Called when a message is on its way, before it is waited for; returns when its time has come."""
+"""Called between start and wait of a message, to do other work until the result is needed."""
 
 
 def _wait(started: Tensor, entry: CollectiveRecord | None) -> Tensor:
@@ -42,12 +43,12 @@ def _sum(x: Tensor, group: Group) -> Tensor:
 
 
 def _gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Every rank's part, joined along `dim`."""
+    """Return every rank's part, concatenated along `dim`."""
     x = x.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
         entry = note(group, "all_gather", x)
         out = _wait(all_gathered(x, group), entry)
-    else:  # gloo cannot gather uneven parts: send my part to everyone
+    else:  # gloo cannot gather uneven parts: send this rank's part to all ranks
         out = _exchange(
             x.repeat(group.size, *[1] * (x.dim() - 1)),
             group,
@@ -58,15 +59,15 @@ def _gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    """My part, along `dim`, of the sum over ranks."""
+    """Return this rank's part, along `dim`, of the sum over ranks."""
     x = x.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
         entry = note(group, "reduce_scatter", x)
         out = _wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name), entry)
     else:
-        mine = sizes[group.rank]
-        parts = _exchange(x, group, sizes, [mine] * group.size)
-        out = parts.reshape(group.size, mine, *x.shape[1:]).sum(0)
+        local_size = sizes[group.rank]
+        parts = _exchange(x, group, sizes, [local_size] * group.size)
+        out = parts.reshape(group.size, local_size, *x.shape[1:]).sum(0)
     return out.movedim(0, dim)
 
 
@@ -83,7 +84,7 @@ def _slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 class CopyToTP(torch.autograd.Function):
-    """I -> R: nothing forward, sum backward."""
+    """I -> R: identity forward, all-reduce backward."""
 
     moves: ClassVar[Moves] = ("I", "R")
 
@@ -98,7 +99,7 @@ class CopyToTP(torch.autograd.Function):
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """P -> I: sum forward, nothing backward."""
+    """P -> I: all-reduce forward, identity backward."""
 
     moves: ClassVar[Moves] = ("P", "I")
 
@@ -112,7 +113,7 @@ class ReduceFromTP(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """P -> R: sum forward, sum backward."""
+    """P -> R: all-reduce forward, all-reduce backward."""
 
     moves: ClassVar[Moves] = ("P", "R")
 
@@ -157,7 +158,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllGatherInvariant(torch.autograd.Function):
-    """V -> I: all-gather forward, my slice backward."""
+    """V -> I: all-gather forward, this rank's slice backward."""
 
     moves: ClassVar[Moves] = ("V", "I")
 
@@ -172,7 +173,7 @@ class AllGatherInvariant(torch.autograd.Function):
 
 
 class ScatterToSP(torch.autograd.Function):
-    """I -> V: my slice forward, all-gather backward."""
+    """I -> V: this rank's slice forward, all-gather backward."""
 
     moves: ClassVar[Moves] = ("I", "V")
 
@@ -187,7 +188,7 @@ class ScatterToSP(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """V -> V: exchange forward, exchange back backward."""
+    """V -> V: all-to-all forward, the inverse all-to-all backward."""
 
     moves: ClassVar[Moves] = ("V", "V")
 
@@ -204,47 +205,47 @@ class AllToAll(torch.autograd.Function):
 
 
 def no_overlap() -> None:
-    """Nothing to do meanwhile."""
+    """Do nothing between start and wait of a message."""
 
 
 @dataclass(slots=True)
 class AsyncAllToAll:
-    """One `all_to_all` whose beginning and end are two functions, with other work between; backward
-    as well."""
+    """An `all_to_all` split into start and wait, with `overlap_fn` called between them, forward and
+    backward."""
 
     group: Group
     send: Sequence[int]
     receive: Sequence[int]
     overlap_fn: OverlapFn = no_overlap
-    coming: Tensor | None = None
-    """Rows on their way in forward; not to be read yet."""
+    in_flight: Tensor | None = None
+    """Rows in flight in forward; must not be read yet."""
 
     entry: CollectiveRecord | None = None
-    """Of the message that is on its way."""
+    """Flight record of the message in flight."""
 
     def start(self, x: Tensor, *, back: bool) -> Tensor:
-        """InitialValues it in one direction; what is given must not be read before `wait`."""
+        """Start the exchange in one direction; the result must not be read before `wait`."""
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
         self.entry = note(self.group, "all_to_all", x, rows=(send, receive))
         started: Tensor = _ops.all_to_all_single(
             x.contiguous(), list(receive), list(send), self.group.name
         )
-        finished(self.entry)  # as far as this rank is held up by it, until it waits
+        finished(self.entry)  # it does not block this rank until the wait
         return started
 
     def wait(self, started: Tensor) -> Tensor:
-        """The same tensor, once it is there."""
+        """Call `overlap_fn`, then wait for the result of `start` and return it."""
         self.overlap_fn()
         stands_still_for(self.entry)
         return _wait(started, self.entry)
 
 
 class StartAllToAll(torch.autograd.Function):
-    """V -> V: start an exchange forward, wait for the one of gradients backward.
+    """V -> V: start an exchange forward, wait for the exchange of gradients backward.
 
-    Gives something that looks like x, takes no memory, and stands for the rows on their way: these
-    have another shape, so autograd would not let the gradients' message, which `WaitAllToAll`
-    starts, pass for their gradient.
+    Returns a placeholder with the shape of x that takes no memory: the rows in flight have another
+    shape, and autograd would not accept the gradient exchange, which `WaitAllToAll` starts, as
+    their gradient.
     """
 
     moves: ClassVar[Moves] = ("V", "V")
@@ -252,7 +253,7 @@ class StartAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, async_all_to_all: AsyncAllToAll) -> Tensor:
         ctx.async_all_to_all = async_all_to_all
-        async_all_to_all.coming = async_all_to_all.start(x, back=False)
+        async_all_to_all.in_flight = async_all_to_all.start(x, back=False)
         return x.new_empty(()).expand(x.shape)
 
     @staticmethod
@@ -261,18 +262,18 @@ class StartAllToAll(torch.autograd.Function):
 
 
 class WaitAllToAll(torch.autograd.Function):
-    """V -> V: wait for an exchange forward, start the one of gradients backward."""
+    """V -> V: wait for an exchange forward, start the exchange of gradients backward."""
 
     moves: ClassVar[Moves] = ("V", "V")
     ends: ClassVar[type[torch.autograd.Function]] = StartAllToAll
-    """Together they are one collective."""
+    """The function with which this one forms a single collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, async_all_to_all: AsyncAllToAll) -> Tensor:
-        assert async_all_to_all.coming is not None, "nothing has departed"
-        ctx.async_all_to_all, started, async_all_to_all.coming = (
+        assert async_all_to_all.in_flight is not None, "wait_all_to_all without start_all_to_all"
+        ctx.async_all_to_all, started, async_all_to_all.in_flight = (
             async_all_to_all,
-            async_all_to_all.coming,
+            async_all_to_all.in_flight,
             None,
         )
         return async_all_to_all.wait(started)
@@ -283,7 +284,7 @@ class WaitAllToAll(torch.autograd.Function):
 
 
 class MarkPartial(torch.autograd.Function):
-    """V -> P: a declaration that a sum is pending; the numbers stay."""
+    """V -> P: mark x as a term of a pending sum over ranks; the values do not change."""
 
     moves: ClassVar[Moves] = ("V", "P")
 
@@ -302,40 +303,41 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 def copy_to_tp(x: Tensor, group: Group) -> Tensor:
-    """Begin work that `group` divides: I -> R. x is the same on every rank; backward sums its
-    gradients."""
+    """Pass x, equal on all ranks, into tensor-parallel work: I -> R; backward sums its gradients
+    over `group`."""
     return x if group.size == 1 else _apply(CopyToTP, x, group)
 
 
 def reduce_from_tp(x: Tensor, group: Group) -> Tensor:
-    """Finish divided work: P -> I. Sums the ranks' parts; backward hands every rank the same
-    gradient."""
+    """Sum the ranks' partial results at the end of tensor-parallel work: P -> I; backward passes
+    the same gradient to every rank."""
     return x if group.size == 1 else _apply(ReduceFromTP, x, group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum parts that the ranks then use differently: P -> R; backward sums too."""
+    """Sum partial results that the ranks then use differently: P -> R; backward sums too."""
     return x if group.size == 1 else _apply(AllReduce, x, group)
 
 
 def all_gather(
     x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Join the ranks' parts along `dim`: V -> R. `sizes`: each rank's length, when they differ."""
+    """Concatenate the ranks' parts along `dim`: V -> R. `sizes`: each rank's length, if they
+    differ."""
     if group.size == 1:
         return x
     return _apply(AllGather, x, group, dim, sizes or [x.shape[dim]] * group.size)
 
 
 def regather(x: Tensor, group: Group) -> Tensor:
-    """What `all_gather` gave along dim 0, for a backward that has kept x alone; no gradient."""
+    """Repeat the `all_gather` along dim 0, for a backward that saved only x; no gradient."""
     return x if group.size == 1 else _gather(x, group, 0, [x.shape[0]] * group.size)
 
 
 def reduce_scatter(
     x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Sum the ranks' parts and keep my slice along `dim`: P -> V. `sizes`: each rank's length;
+    """Sum over ranks and keep this rank's slice along `dim`: P -> V. `sizes`: each rank's length;
     default: even."""
     if group.size == 1:
         return x
@@ -345,7 +347,8 @@ def reduce_scatter(
 def all_gather_invariant(
     x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Join the ranks' parts for work that every rank repeats: V -> I; backward keeps my slice."""
+    """Concatenate the ranks' parts for work that every rank repeats: V -> I; backward keeps this
+    rank's slice."""
     if group.size == 1:
         return x
     return _apply(AllGatherInvariant, x, group, dim, sizes or [x.shape[dim]] * group.size)
@@ -354,8 +357,8 @@ def all_gather_invariant(
 def scatter_to_sp(
     x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Keep my slice along `dim` of a tensor that every rank has: I -> V; backward joins the
-    slices."""
+    """Keep this rank's slice along `dim` of a tensor that is equal on all ranks: I -> V; backward
+    all-gathers."""
     if group.size == 1:
         return x
     return _apply(ScatterToSP, x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
@@ -367,11 +370,11 @@ def all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequenc
 
 
 def start_all_to_all(x: Tensor, async_all_to_all: AsyncAllToAll) -> Tensor:
-    """Begin an `all_to_all` of x and go on: V -> V. What is given is for `wait_all_to_all` alone.
+    """Start an `all_to_all` of x without waiting: V -> V. The result is a placeholder for
+    `wait_all_to_all`.
 
-    Autograd runs backward through what was done later first. So what lies between the two, if the
-    rows that arrive do not depend on it, lies between the beginning and the end of the gradients'
-    message too.
+    Autograd runs backward in the reverse order of forward, so work between start and wait that does
+    not depend on the received rows also lies between start and wait of the gradient exchange.
     """
     return (
         x
@@ -381,7 +384,7 @@ def start_all_to_all(x: Tensor, async_all_to_all: AsyncAllToAll) -> Tensor:
 
 
 def wait_all_to_all(x: Tensor, async_all_to_all: AsyncAllToAll) -> Tensor:
-    """End it: the rows that the ranks have sent me, V -> V."""
+    """Wait for the rows of `start_all_to_all` and return them: V -> V."""
     return (
         x
         if async_all_to_all.group.size == 1
@@ -390,9 +393,9 @@ def wait_all_to_all(x: Tensor, async_all_to_all: AsyncAllToAll) -> Tensor:
 
 
 def mark_partial(x: Tensor, group: Group) -> Tensor:
-    """State that `x` is my part of a sum over `group`: V -> P. Written where a cut dimension is
-    contracted.
+    """Mark `x` as this rank's term of a sum over `group`: V -> P. Call it where a sharded dimension
+    is contracted.
 
-    Free: only on meta tensors, where types are checked, does it leave a trace.
+    Free: only meta tensors, on which types are checked, record it.
     """
     return _apply(MarkPartial, x, group) if group.size > 1 and x.is_meta else x

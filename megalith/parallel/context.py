@@ -1,14 +1,15 @@
-"""Context parallelism: attention when the tokens of each row are shared by several ranks.
+"""Context parallel attention: the tokens of each row (or document) are split over several ranks.
 
-Each rank has an early and a late chunk of every row (or document), so that causal attention costs
-all the same; every other operation works on its own tokens alone. Four ways to see the keys and
-values of the others:
+Each rank has an early and a late chunk of every row, so that causal attention costs the same on all
+ranks (load-balanced context parallel, zig-zag); all other operations use the rank's own tokens
+only. Four kinds of communication:
 
-- ring: keys and values go round, one rank further with each step, and what a step finds is merged
-  into the rest;
-- gather: every rank gets all keys and values, and its queries see what is theirs to see;
-- a2a: ranks exchange tokens for heads, and each computes all tokens of some heads;
-- a2a+ring: an exchange of heads among neighbors, and a ring across the groups of neighbors.
+- ring attention: keys and values go around a ring of ranks, and the partial results of the steps
+  are merged;
+- gather: every rank all-gathers all keys and values;
+- a2a (Ulysses): an all-to-all exchanges tokens for heads, and each rank computes all tokens of some
+  heads;
+- a2a+ring: Ulysses among neighboring ranks, and a ring across the groups of neighbors.
 
 Sources: ring: Liu et al. 2023, arXiv:2310.01889; a2a: Jacobs et al. 2023, arXiv:2309.14509; both:
 Fang and Zhao 2024, arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
@@ -54,8 +55,8 @@ Pair = TypeVar("Pair", DroppedWeights, PairBiases, VisiblePairs)
 
 
 class Attend(Protocol):
-    """Softmax attention inside each document, of my tokens to all that they may see, wherever it
-    is."""
+    """Softmax attention inside each document, from this rank's tokens to all tokens that they may
+    see, on any rank."""
 
     def __call__(
         self,
@@ -67,17 +68,17 @@ class Attend(Protocol):
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [t, n, d], k [t, g, d], v [t, g, d_v], of my tokens -> [t, n, d_v].
+        """q [t, n, d], k [t, g, d], v [t, g, d_v], of this rank's tokens -> [t, n, d_v].
 
-        sinks [n], the same on all ranks that share tokens; each finds a part of their gradient, as
-        of every weight.
+        sinks [n], equal on all ranks that share tokens; each rank computes a partial sum of their
+        gradient, as of every weight.
         """
 
 
 def build_attend(context: ContextConfig, layer: int, mesh: Mesh, *, overlap: bool = True) -> Attend:
-    """How a layer of the model, numbered over all stages, attends to the tokens of other ranks.
+    """Return the context-parallel attention of a layer, numbered over all stages.
 
-    `overlap`: what goes round a ring travels while a rank computes.
+    `overlap`: overlap the messages around a ring with computation.
     """
     if mesh.cp.size == 1:
         return attention
@@ -93,7 +94,7 @@ def build_attend(context: ContextConfig, layer: int, mesh: Mesh, *, overlap: boo
 
 
 def my_slicing(parallel: ParallelConfig, mesh: Mesh) -> Slicing:
-    """Which tokens this rank gets."""
+    """Return which tokens of each row this rank gets."""
     return Slicing(
         ranks=mesh.cp.size,
         rank=mesh.cp.rank,
@@ -105,7 +106,7 @@ def my_slicing(parallel: ParallelConfig, mesh: Mesh) -> Slicing:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Keys and values go round `group`: see `Attend`."""
+    """Ring attention: keys and values go around `group`; see `Attend`."""
 
     group: Group
     overlap: bool = True
@@ -120,7 +121,7 @@ class Ring:
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """One step for each rank; the next rank's keys and values travel meanwhile."""
+        """Run one step per rank, overlapped with the message for the next step."""
         context = _context(tokens)
         spans = context.spans_of_groups(1, **sight(scores, context))
         dropped, biases = dropped_of_groups(tokens, scores, 1), biases_of_groups(tokens, scores, 1)
@@ -132,7 +133,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class AllGatherAttend:
-    """Every rank of `group` gets all keys and values: see `Attend`."""
+    """Attention to all-gathered keys and values of `group`; see `Attend`."""
 
     group: Group
     find: Callable[..., Tensor] = span_attention
@@ -147,8 +148,7 @@ class AllGatherAttend:
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """One all-gather; backward sums what ranks found for the same keys and hands each its
-        own."""
+        """Run one all-gather; backward reduce-scatters the gradients of keys and values."""
         context = _context(tokens)
         everything = reorder(all_gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
@@ -165,7 +165,7 @@ class AllGatherAttend:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Each rank of `group` computes all tokens of some heads: see `Attend`."""
+    """Ulysses: each rank of `group` computes all tokens of some heads; see `Attend`."""
 
     group: Group
 
@@ -179,29 +179,28 @@ class HeadExchange:
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """One all-to-all before, one after."""
+        """Run one all-to-all before attention and one after."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.group, context.everyone)
         scores, sinks = (
             scores_of_my_heads(scores, self.group, q.shape[1]),
             of_my_heads(sinks, self.group),
         )
-        whole = replace(context.whole, biases=of_my_heads(tokens.biases, self.group))
+        all_tokens = replace(context.whole, biases=of_my_heads(tokens.biases, self.group))
         if scores.causal or context.slices.source is None:
-            out = attention(q, k, v, whole, scores, sinks)
-        else:  # documents end with padding, which nobody may see
+            out = attention(q, k, v, all_tokens, scores, sinks)
+        else:  # documents end with padding, which must be masked
             spans, seen = context.spans_of_whole(**sight(scores, context)), seen_of_whole(context)
-            biases = biases_of_whole(whole, context, scores)
+            biases = biases_of_whole(all_tokens, context, scores)
             out = span_attention(
-                q, k, v, spans, scores, sinks, dropped_between(whole, scores), biases, seen
+                q, k, v, spans, scores, sinks, dropped_between(all_tokens, scores), biases, seen
             )
         return tokens_for_heads(out, self.group, context.everyone)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsThenRing:
-    """An exchange of heads inside `near`, where links are fast, and a ring over `ring`: see
-    `Attend`."""
+    """Ulysses inside `near`, where links are fast, and a ring over `ring`; see `Attend`."""
 
     near: Group
     ring: Group
@@ -217,7 +216,8 @@ class HeadsThenRing:
         scores: Scores = PLAIN,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """The neighbors' chunks together are the two chunks of a coarser ring."""
+        """Run Ulysses, then ring attention: the neighbors' chunks together are the two chunks of a
+        coarser ring."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbors)
         spans = context.spans_of_groups(self.near.size, **sight(scores, context))
@@ -225,10 +225,10 @@ class HeadsThenRing:
             scores_of_my_heads(scores, self.near, q.shape[1]),
             of_my_heads(sinks, self.near),
         )
-        mine = replace(tokens, biases=of_my_heads(tokens.biases, self.near))
+        local_tokens = replace(tokens, biases=of_my_heads(tokens.biases, self.near))
         dropped = dropped_of_groups(tokens, scores, self.near.size)
         biases, seen = (
-            biases_of_groups(mine, scores, self.near.size),
+            biases_of_groups(local_tokens, scores, self.near.size),
             seen_of_groups(context, self.near.size),
         )
         out = ring_attention(
@@ -243,8 +243,8 @@ def _context(tokens: PackedSeqParams) -> Context:
 
 
 class AttentionRange(TypedDict):
-    """Which earlier and later tokens of its document a token sees, as `Context` is asked for
-    spans."""
+    """Range of earlier and later tokens of its document that a token sees, as arguments of
+    `Context`'s methods that return spans."""
 
     window: int | None
     right: int | None
@@ -253,7 +253,7 @@ class AttentionRange(TypedDict):
 
 
 def sight(scores: Scores, context: Context) -> AttentionRange:
-    """What scores say of it, but for what masks say in their place."""
+    """Return the attention range of the scores, or of the attention masks that replace it."""
     visible = context.whole.visible
     scores = scores if visible is None else visible.scores(scores)
     return AttentionRange(
@@ -261,12 +261,12 @@ def sight(scores: Scores, context: Context) -> AttentionRange:
     )
 
 
-# --- masks: every rank has those of whole documents, and looks at its own queries' rows
+# --- attention masks: every rank has those of full documents, and uses the rows of its queries
 
 
 def seen_of_groups(context: Context, near: int) -> list[VisiblePairs] | None:
-    """Which pairs of my group of `near` neighbors' tokens with those of every such group masks let
-    see; None: all."""
+    """Return which pairs of tokens attention masks let see, for queries of this rank's group of
+    `near` neighbors and keys of each such group; None: all."""
     visible = context.whole.visible
     if visible is None:
         return None
@@ -275,31 +275,32 @@ def seen_of_groups(context: Context, near: int) -> list[VisiblePairs] | None:
 
 
 def seen_of_all(context: Context) -> VisiblePairs | None:
-    """The same of my tokens with all tokens, in natural order."""
+    """Return which of all tokens, in natural order, attention masks let this rank's tokens see;
+    None: all."""
     visible = context.whole.visible
     if visible is None:
         return None
-    return VisiblePairs(visible, context.numbers_of_groups(1)[context.rank], _every_number(context))
+    return VisiblePairs(visible, context.numbers_of_groups(1)[context.rank], _all_numbers(context))
 
 
 def seen_of_whole(context: Context) -> VisiblePairs | None:
-    """The same of all tokens among themselves, in natural order."""
+    """Return which pairs of all tokens, in natural order, attention masks let see; None: all."""
     visible = context.whole.visible
     return (
         None
         if visible is None
-        else VisiblePairs(visible, _every_number(context), _every_number(context))
+        else VisiblePairs(visible, _all_numbers(context), _all_numbers(context))
     )
 
 
-# --- dropped weights: the hash of a pair needs the numbers of both tokens, wherever they are
+# --- attention dropout: the hash of a pair needs the numbers of both tokens, on any rank
 
 
 def dropped_of_groups(
     tokens: PackedSeqParams, scores: Scores, near: int
 ) -> list[DroppedWeights] | None:
-    """Which weights of my group of `near` neighbors' tokens with those of every such group are
-    dropped; None: none."""
+    """Return which attention weights dropout zeroes, for queries of this rank's group of `near`
+    neighbors and keys of each such group; None: none."""
     if scores.dropout is None or tokens.dropout is None or tokens.dropout.numbers.is_meta:
         return None
     context = _context(tokens)
@@ -309,7 +310,7 @@ def dropped_of_groups(
 
 
 def _numbers_of_all(context: Context) -> Tensor:
-    """int64 [t]: which tokens of the run those of the microbatch are, in natural order."""
+    """int64 [t]: number within the run of each token of the microbatch, in natural order."""
     assert context.whole.dropout is not None, (
         "the loader numbers all tokens of a microbatch that ranks share"
     )
@@ -317,58 +318,57 @@ def _numbers_of_all(context: Context) -> Tensor:
 
 
 def scores_of_my_heads(scores: Scores, group: Group, heads: int) -> Scores:
-    """The same scores for those of `heads` of each rank of `group` that are mine after an
-    exchange."""
+    """Return the scores for this rank's `heads` heads after an exchange over `group`."""
     if scores.dropout is None:
         return scores
     first = scores.dropout.first_head + group.rank * heads
     return replace(scores, dropout=scores.dropout._replace(first_head=first))
 
 
-# --- biases by distance: distances in a document are those of its tokens' numbers, wherever they
-# are
+# --- position biases: distances in a document are differences of its tokens' numbers
 
 
 def biases_of_groups(tokens: PackedSeqParams, scores: Scores, near: int) -> list[PairBiases] | None:
-    """What scores of my group of `near` neighbors' tokens with those of every such group gain;
-    None: nothing."""
+    """Return the position biases of scores, for queries of this rank's group of `near` neighbors
+    and keys of each such group; None: none."""
     context = _context(tokens)
     values = _values(tokens.biases, context, scores)
     if values is None:
         return None
     parts = context.numbers_of_groups(near)
-    mine, reach = parts[context.rank // near], values.shape[1] // 2
-    return [PairBiases(values, Distances(mine, keys, reach)) for keys in parts]
+    queries, reach = parts[context.rank // near], values.shape[1] // 2
+    return [PairBiases(values, Distances(queries, keys, reach)) for keys in parts]
 
 
 def biases_of_all(tokens: PackedSeqParams, scores: Scores) -> PairBiases | None:
-    """What scores of my tokens with all tokens, in natural order, gain; None: nothing."""
+    """Return the position biases between this rank's tokens and all tokens, in natural order; None:
+    none."""
     context = _context(tokens)
-    return _with_everyone(
+    return _biases_to_all(
         tokens.biases, context.numbers_of_groups(1)[context.rank], context, scores
     )
 
 
-def biases_of_whole(whole: PackedSeqParams, context: Context, scores: Scores) -> PairBiases | None:
-    """What scores of all tokens among themselves, in natural order, gain; None: nothing."""
-    return _with_everyone(whole.biases, _every_number(context), context, scores)
+def biases_of_whole(tokens: PackedSeqParams, context: Context, scores: Scores) -> PairBiases | None:
+    """Return the position biases among all tokens, in natural order; None: none."""
+    return _biases_to_all(tokens.biases, _all_numbers(context), context, scores)
 
 
-def _with_everyone(
+def _biases_to_all(
     table: Tensor | None, queries: Tensor, context: Context, scores: Scores
 ) -> PairBiases | None:
     values = _values(table, context, scores)
     if values is None:
         return None
-    return PairBiases(values, Distances(queries, _every_number(context), values.shape[1] // 2))
+    return PairBiases(values, Distances(queries, _all_numbers(context), values.shape[1] // 2))
 
 
-def _every_number(context: Context) -> Tensor:
+def _all_numbers(context: Context) -> Tensor:
     return context.numbers_of_groups(context.slices.ranks)[0]
 
 
 def _values(table: Tensor | None, context: Context, scores: Scores) -> Tensor | None:
-    """Biases of all distances that there can be: [n, distances], differentiable."""
+    """Return the biases of all possible distances: [n, distances], differentiable."""
     if scores.relative is None:
         return None
     assert table is not None, "the model gives its table of biases to the tokens"
@@ -376,11 +376,11 @@ def _values(table: Tensor | None, context: Context, scores: Scores) -> Tensor | 
     return biases_by_distance(table, reach, max_distance=scores.relative, causal=scores.causal)
 
 
-# --- tokens for heads
+# --- Ulysses
 
 
 class Reorder(Function):
-    """Rows in another order; the rows' way back is known, so that backward need not add."""
+    """Permutation of rows; the inverse is given, so that backward need not scatter-add."""
 
     reference = staticmethod(lambda x, order, back: x.index_select(0, order))
 
@@ -398,7 +398,7 @@ class Reorder(Function):
 
 
 def reorder(x: Tensor, join: Join) -> Tensor:
-    """The ranks' parts, one after the other, in natural order: x [n, ...] -> [n, ...]."""
+    """Reorder the ranks' concatenated parts to natural order: x [n, ...] -> [n, ...]."""
     y: Tensor = Reorder.apply(x, join.order, join.back)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -406,11 +406,11 @@ def reorder(x: Tensor, join: Join) -> Tensor:
 def heads_for_tokens(
     q: Tensor, k: Tensor, v: Tensor, group: Group, join: Join
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give away the heads of others and get their tokens of mine: q [t, n, d] -> [t · ranks, n /
-    ranks, d]; k, v alike.
+    """All-to-all that exchanges tokens for heads: q [t, n, d] -> [t · ranks, n / ranks, d]; k, v
+    alike.
 
-    Where there are more ranks than key/value heads, or they do not divide, heads are sent to every
-    rank that uses them.
+    If there are more ranks than key/value heads, or the numbers do not divide, heads are sent to
+    every rank that uses them.
     """
     if group.size == 1:
         return q, k, v
@@ -420,28 +420,28 @@ def heads_for_tokens(
         _by_rank(x, group.size) for x in (q, *(x.repeat_interleave(copies, dim=1) for x in (k, v)))
     ]
     message = torch.cat([part.flatten(2) for part in parts], dim=-1).flatten(0, 1)
-    whole = reorder(
+    received = reorder(
         all_to_all(message, group, send=[tokens] * group.size, receive=[tokens] * group.size), join
     )
-    mine = whole.split([part.shape[2] * part.shape[3] for part in parts], dim=-1)
-    q, k, v = (x.unflatten(-1, part.shape[2:]) for x, part in zip(mine, parts, strict=True))
+    local_heads = received.split([part.shape[2] * part.shape[3] for part in parts], dim=-1)
+    q, k, v = (x.unflatten(-1, part.shape[2:]) for x, part in zip(local_heads, parts, strict=True))
     return q, k, v
 
 
 def of_my_heads(weight: Tensor | None, group: Group) -> Tensor | None:
-    """[..., n] -> [..., n / ranks]: of the heads that I get. The gradient is zero for all
-    others, which other ranks find."""
+    """Select this rank's heads: [..., n] -> [..., n / ranks]. The gradient of the other heads is
+    zero here; other ranks compute it."""
     return None if weight is None else weight.unflatten(-1, (group.size, -1))[..., group.rank, :]
 
 
 def tokens_for_heads(out: Tensor, group: Group, join: Join) -> Tensor:
-    """The way back: [t · ranks, n / ranks, d] in natural order -> [t, n, d]."""
+    """Inverse all-to-all: [t · ranks, n / ranks, d] in natural order -> [t, n, d]."""
     if group.size == 1:
         return out
     tokens = out.shape[0] // group.size
     parts = reorder(out, Join(join.back, join.order))
-    mine = all_to_all(parts, group, send=[tokens] * group.size, receive=[tokens] * group.size)
-    y: Tensor = mine.unflatten(0, (group.size, tokens)).transpose(0, 1).flatten(1, 2)
+    received = all_to_all(parts, group, send=[tokens] * group.size, receive=[tokens] * group.size)
+    y: Tensor = received.unflatten(0, (group.size, tokens)).transpose(0, 1).flatten(1, 2)
     return y
 
 
@@ -451,7 +451,7 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
     return y
 
 
-# --- the ring
+# --- ring attention
 
 
 def ring_attention(
@@ -468,13 +468,13 @@ def ring_attention(
     *,
     overlap: bool = True,
 ) -> Tensor:
-    """Attention of my tokens to those of all ranks of `group`: q [t, n, d], k [t, g, d], v [t, g,
-    d_v] -> [t, n, d_v].
+    """Ring attention of this rank's tokens to those of all ranks of `group`: q [t, n, d], k [t, g,
+    d], v [t, g, d_v] -> [t, n, d_v].
 
-    spans[r]: what my queries see of the keys of rank number r, and so what `scores` hide;
-    dropped[r]: which of their weights are zero; biases[r]: what their scores gain, from the same
-    values for all; seen[r]: which pairs masks let see. sinks [n]. Without `overlap` every message
-    is waited for before anything else is done; the numbers are the same.
+    spans[r]: the range of keys of rank number r that the queries see; dropped[r]: which of their
+    weights dropout zeroes; biases[r]: position biases of their scores, from the same values for
+    all; seen[r]: which pairs attention masks let see. sinks [n]. Without `overlap` every message is
+    waited for before the computation; the results are the same.
     """
     if group.size == 1:
         return span_attention(
@@ -496,12 +496,12 @@ def ring_attention(
 
 
 class RingAttention(Function):
-    """Keys and values visit every rank. Keeps q, k, v, the output and its lse: of my own tokens
-    only.
+    """Autograd function of ring attention. Saves q, k, v, the output and its lse of this rank's
+    tokens only.
 
-    Beside them at most two chunks of keys and values are alive: one in use, one arriving. Backward
-    sends them round again, and behind them their gradients, which each rank adds to and which so
-    come home to their owner.
+    At most two more chunks of keys and values are alive: one in use, one being received. Backward
+    sends them around the ring again, followed by their gradients, to which each rank adds until
+    they reach the owner.
     """
 
     moves: ClassVar[Moves] = ("V", "V")
@@ -524,21 +524,19 @@ class RingAttention(Function):
     ) -> Tensor:
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
         widths = [k.shape[-1], v.shape[-1]]
-        q, own = (
+        q, local_kv = (
             rows_by_head(q, heads, repeats),
             rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1),
         )
-        result, held = nothing_found(q, widths[1], sinks, off_by_one=scores.off_by_one), own
+        result, kv = nothing_found(q, widths[1], sinks, off_by_one=scores.off_by_one), local_kv
         for step in range(group.size):
-            coming = (
-                _while_computing(start_passing(held, group), overlap)
-                if step < group.size - 1
-                else None
+            next_kv = (
+                _maybe_wait(start_passing(kv, group), overlap) if step < group.size - 1 else None
             )
             owner = _owner(group, step)
             attend(
                 q,
-                *_both(held, widths),
+                *_split_kv(kv, widths),
                 spans[owner],
                 result,
                 scores,
@@ -546,9 +544,9 @@ class RingAttention(Function):
                 _of_rank(biases, owner),
                 _of_rank(seen, owner),
             )
-            held = held if coming is None else coming.wait()
+            kv = kv if next_kv is None else next_kv.wait()
         out = by_token(result.out.to(dtype), heads)
-        ctx.save_for_backward(q, own, out, result.lse, sinks, values)
+        ctx.save_for_backward(q, local_kv, out, result.lse, sinks, values)
         ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.scores = (
             group,
             spans,
@@ -563,7 +561,7 @@ class RingAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, own, out, lse, sinks, values = ctx.saved_tensors
+        q, local_kv, out, lse, sinks, values = ctx.saved_tensors
         group, spans, heads, widths, overlap = (
             ctx.group,
             ctx.spans,
@@ -574,26 +572,26 @@ class RingAttention(Function):
         repeats = spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dq, dvalues = torch.zeros_like(q, dtype=lse.dtype), zeros_for(values, lse.dtype)
-        pairs = _Pairs(ctx.dropped, values, ctx.distances, dvalues, ctx.seen)
-        find = _Finder(
+        pairs = _PairTerms(ctx.dropped, values, ctx.distances, dvalues, ctx.seen)
+        add_gradients = _BackwardStep(
             q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq, pairs
         )
         first, last = _halves(spans[group.rank])
-        coming, travelling = _while_computing(start_passing(own, group), overlap), None
-        mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype), group.rank)
+        next_kv, in_flight = _maybe_wait(start_passing(local_kv, group), overlap), None
+        local_sums = add_gradients(
+            local_kv, first, torch.zeros_like(local_kv, dtype=lse.dtype), group.rank
+        )
         for step in range(1, group.size):
-            held = coming.wait()
-            coming = (
-                _while_computing(start_passing(held, group), overlap)
-                if step < group.size - 1
-                else coming
+            kv = next_kv.wait()
+            next_kv = (
+                _maybe_wait(start_passing(kv, group), overlap) if step < group.size - 1 else next_kv
             )
             owner = _owner(group, step)
-            sums = find(held, spans[owner], torch.zeros_like(mine), owner)
-            travelling = _while_computing(_send_home(sums, travelling, group), overlap)
-        mine = find(own, last, mine, group.rank)
-        assert travelling is not None
-        dkv = by_token(mine.add_(travelling.wait()).to(q.dtype).unsqueeze(1), heads)
+            sums = add_gradients(kv, spans[owner], torch.zeros_like(local_sums), owner)
+            in_flight = _maybe_wait(_send_home(sums, in_flight, group), overlap)
+        local_sums = add_gradients(local_kv, last, local_sums, group.rank)
+        assert in_flight is not None
+        dkv = by_token(local_sums.add_(in_flight.wait()).to(q.dtype).unsqueeze(1), heads)
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
         dvalues = None if dvalues is None else dvalues.to(values.dtype)
         dq = by_token(dq.to(q.dtype), heads)
@@ -605,19 +603,19 @@ def _of_rank(each: Sequence[Pair] | None, rank: int) -> Pair | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pairs:
-    """What is known of single pairs of my queries with the keys of every rank."""
+class _PairTerms:
+    """Dropout, biases and masks of the pairs of this rank's queries with the keys of every rank."""
 
     dropped: Sequence[DroppedWeights] | None
     values: Tensor | None
     distances: Sequence[Distances] | None
     dvalues: Tensor | None
-    """The gradient of the values: the sum so far."""
+    """Accumulated gradient of the values."""
 
     seen: Sequence[VisiblePairs] | None
 
     def biases(self, rank: int) -> PairBiases | None:
-        """With the keys of one rank."""
+        """Return the biases of pairs with the keys of one rank."""
         return (
             None
             if self.values is None or self.distances is None
@@ -626,8 +624,8 @@ class _Pairs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Finder:
-    """What my queries contribute to the gradients of some keys and values, and those to theirs."""
+class _BackwardStep:
+    """Backward of attention between this rank's queries and the keys and values of one rank."""
 
     q: Tensor
     dout: Tensor
@@ -636,17 +634,17 @@ class _Finder:
     widths: Sequence[int]
     scores: Scores
     dq: Tensor
-    """The sum so far."""
+    """Accumulated gradient of the queries."""
 
-    pairs: _Pairs
+    pairs: _PairTerms
 
     def __call__(self, kv: Tensor, spans: KeySpans, sums: Tensor, owner: int) -> Tensor:
-        """Add it to `sums`, the gradient of the kv [heads, keys, d + d_v] of a rank, to dq and to
-        that of biases."""
-        into = Gradients(self.dq, *_both(sums, self.widths), self.pairs.dvalues)
+        """Add to `sums`, the gradient of a rank's kv [heads, keys, d + d_v], to dq and to the
+        gradient of the biases."""
+        into = Gradients(self.dq, *_split_kv(sums, self.widths), self.pairs.dvalues)
         attend_backward(
             self.q,
-            *_both(kv, self.widths),
+            *_split_kv(kv, self.widths),
             self.lse,
             self.dout,
             self.delta,
@@ -660,30 +658,30 @@ class _Finder:
         return sums
 
 
-def _both(kv: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Keys and values, which lie side by side."""
+def _split_kv(kv: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Split concatenated keys and values."""
     k, v = kv.split(widths, -1)
     return k, v
 
 
 def _halves(spans: KeySpans) -> tuple[KeySpans, KeySpans]:
-    """The work of my own keys in two parts: the keys' first journey hides behind one, their
-    gradients' last behind the other."""
+    """Split the work on this rank's own keys into two parts: one overlaps with the first message of
+    keys, the other with the last message of gradients."""
     middle = (len(spans.tiles) + 1) // 2
     return replace(spans, tiles=spans.tiles[:middle]), replace(spans, tiles=spans.tiles[middle:])
 
 
 def _owner(group: Group, step: int) -> int:
-    """Whose keys and values I hold in a step."""
+    """Return the rank whose keys and values this rank holds in a step."""
     return (group.rank - step) % group.size
 
 
-def _while_computing(started: Started, overlap: bool) -> Started:
-    """Let a message travel on while something is computed, or wait for it here."""
+def _maybe_wait(started: Started, overlap: bool) -> Started:
+    """Return the message without waiting, or wait for it if not `overlap`."""
     return started if overlap else Started(started.wait())
 
 
-def _send_home(sums: Tensor, travelling: Started | None, group: Group) -> Started:
-    """Add what the ranks before me found for the same keys, and send it on; the last step ends at
-    the keys' owner."""
-    return start_passing(sums if travelling is None else sums.add_(travelling.wait()), group)
+def _send_home(sums: Tensor, in_flight: Started | None, group: Group) -> Started:
+    """Add the gradient sums of the previous ranks for the same keys and pass them on; the last step
+    ends at the keys' owner."""
+    return start_passing(sums if in_flight is None else sums.add_(in_flight.wait()), group)

@@ -1,8 +1,9 @@
-"""Data parallelism: weights and gradients in flat buffers, gradients summed bucket by bucket while
-backward goes on.
+"""Data parallelism with bucketed gradient reduction that is overlapped with backward, and ZeRO 1
+and 2.
 
-With ZeRO the ranks that sum also divide: each owns an equal slice of every bucket, updates its
-weights there, and sends them to the others while the next forward runs.
+Weights and gradients lie in flat buffers. With ZeRO (a distributed optimizer) each rank owns an
+equal slice of every bucket, updates its weights there, and all-gathers them during the next
+forward.
 """
 
 import weakref
@@ -49,28 +50,26 @@ from megalith.plan.shards import Shard
 
 SLICES_OVER = {"dense": SHARD_AXES, "expert": ("edp_shard",)}
 REPLICAS_OVER = {"dense": ("dp_replica",), "expert": ("edp_replica",)}
-"""By grid: axes along which ranks divide the slices of what they all compute with, and along which
-they repeat them."""
+"""Grid -> axes over which its parameters are sharded, and over which the shards are replicated."""
 
 IN_FLIGHT = 2
-"""Sums of buckets on their way at once; each holds what it receives. Two, so that the link never
-waits for the next."""
+"""Bucket reductions in flight at once; each holds a receive buffer. Two, so that the link is never
+idle between two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which ranks divide optimizer state and gradients of what lies on a grid, and which hold the
-    same slices."""
+    """Groups over which the parameters of one grid are sharded and replicated."""
 
     slices: Group
-    """Ranks that own different slices; alone when nothing is divided."""
+    """Ranks that own different slices; one rank if nothing is sharded."""
 
     replicas: Group
-    """Ranks that own the same slices and computed other tokens."""
+    """Ranks that own the same slices and compute other tokens."""
 
 
 def division_of(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
-    """How ranks divide what lies on a grid under `parallel.zero`; 2 and 3 as 1.
+    """Return how `parallel.zero` shards the parameters of a grid; 2 and 3 shard as 1 does.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.
     """
@@ -82,7 +81,7 @@ def division_of(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Weights whose gradient one product writes, as one matrix without gaps in one bucket."""
+    """Weights whose gradient one matmul writes, as one contiguous matrix in one bucket."""
 
     numbers: tuple[int, ...]
     bucket: int
@@ -94,71 +93,77 @@ class Stack:
 
     @property
     def rows(self) -> int:
-        """Outputs of all its weights."""
+        """Output features of all its weights."""
         return (self.stop - self.start) // self.columns
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Weights of a matmul that are not trained, and have no place in the buffer."""
+    """Weights of a matmul that are not trained and not in the buffer."""
 
     rows: int
 
 
 class BucketGradAccumulator:
-    """Puts the gradient of one layer's weights straight into their slots of the flat buffer.
+    """Gradient accumulator that writes the weight gradient of one layer directly into the flat
+    buffer.
 
-    The first contribution of a step overwrites what the step before left there, so that nothing has
-    to be zeroed.
+    The first contribution of a step overwrites the old values, so that the buffer need not be
+    zeroed.
     """
 
-    def __init__(self, parts: Sequence[Stack | Frozen], engine: "BucketedDataParallel") -> None:
+    def __init__(
+        self, parts: Sequence[Stack | Frozen], data_parallel: "BucketedDataParallel"
+    ) -> None:
         """`parts`: the rows of the layer's matrix, in order."""
-        self.stacks, self.engine = tuple(part for part in parts if isinstance(part, Stack)), engine
+        self.stacks, self.data_parallel = (
+            tuple(part for part in parts if isinstance(part, Stack)),
+            data_parallel,
+        )
         self.columns = self.stacks[0].columns
         self.rows_of = [part.rows for part in parts]
         self.trained = [isinstance(part, Stack) for part in parts]
 
     def product(self, x: Tensor, dy: Tensor) -> None:
         """Add `dy.T @ x`: x [t, i], dy [t, o]."""
-        for stack, part in self._shares(dy.split(self.rows_of, dim=1)):
-            total = self.engine.total(stack)
-            if not self.engine.is_fresh(stack.numbers):
+        for stack, part in self._split_by_stack(dy.split(self.rows_of, dim=1)):
+            total = self.data_parallel.total(stack)
+            if not self.data_parallel.is_fresh(stack.numbers):
                 add_product_(total, x, part)
             elif total.dtype == dy.dtype:
                 mm(part.t(), x, out=total)
             else:
                 total.copy_(weight_grad(part, x))
-            self.engine.contributed(stack.numbers)
+            self.data_parallel.contributed(stack.numbers)
 
     def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
         """Add each expert's `dy.T @ x`: x [r, i], dy [r, o], for one parameter."""
         (stack,) = self.stacks
-        total = self.engine.total(stack)
-        put_grouped_product_(total, x, dy, groups, fresh=self.engine.is_fresh(stack.numbers))
-        self.engine.contributed(stack.numbers)
+        total = self.data_parallel.total(stack)
+        put_grouped_product_(total, x, dy, groups, fresh=self.data_parallel.is_fresh(stack.numbers))
+        self.data_parallel.contributed(stack.numbers)
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready: dw [o, i]."""
-        for stack, part in self._shares(dw.view(-1, self.columns).split(self.rows_of)):
-            total = self.engine.total(stack)
-            if self.engine.is_fresh(stack.numbers):
+        for stack, part in self._split_by_stack(dw.view(-1, self.columns).split(self.rows_of)):
+            total = self.data_parallel.total(stack)
+            if self.data_parallel.is_fresh(stack.numbers):
                 total.copy_(part)
             else:
                 total.add_(part)
-            self.engine.contributed(stack.numbers)
+            self.data_parallel.contributed(stack.numbers)
 
     def rows(self, rows: Tensor, dy: Tensor) -> None:
         """Add row i of dy [t, i] to row `rows[i]`."""
         (stack,) = self.stacks
-        total = self.engine.total(stack)
-        if self.engine.is_fresh(stack.numbers):
+        total = self.data_parallel.total(stack)
+        if self.data_parallel.is_fresh(stack.numbers):
             total.zero_()
         add_rows_(total, rows, dy)
-        self.engine.contributed(stack.numbers)
+        self.data_parallel.contributed(stack.numbers)
 
-    def _shares(self, parts: Sequence[Tensor]) -> Iterator[tuple[Stack, Tensor]]:
-        """Each stack with its part; what belongs to frozen weights is nobody's."""
+    def _split_by_stack(self, parts: Sequence[Tensor]) -> Iterator[tuple[Stack, Tensor]]:
+        """Yield each stack with its part of the gradient; parts of frozen weights are dropped."""
         return zip(
             self.stacks,
             (part for part, trained in zip(parts, self.trained, strict=True) if trained),
@@ -167,23 +172,24 @@ class BucketGradAccumulator:
 
 
 class BucketedDataParallel:
-    """Holds a model's weights and gradients in flat buffers and sums the gradients over every rank
-    with the same slice.
+    """Data parallelism: keeps weights and gradients in flat buffers and sums gradients over all
+    ranks with the same slice.
 
-    Weight matrices hand their gradients over through sinks, other parameters through autograd. A
-    parameter is ready after its last contribution of the step; a bucket whose parameters are ready
-    starts its sum over dp and cp, in the order of the plan on every rank, while backward goes on.
-    Slices that tensor-parallel ranks or stages share are summed over those ranks at the end, as
-    their `Shard`s say. Sums, never means: the loss was scaled once.
+    Weight matrices pass their gradients through gradient accumulators, other parameters through
+    autograd hooks. A parameter is ready after its last contribution of the step; a bucket whose
+    parameters are ready starts its reduction over dp and cp, in the order of the plan on every
+    rank, while backward continues. Slices that tensor-parallel ranks or stages share are summed
+    over those ranks at the end, as their `Shard`s say. Gradients are summed, never averaged: the
+    loss has been scaled already.
 
-    zero=1: the sum of a bucket ends as one slice per rank, and the updated slices are sent back
-    bucket by bucket in the order of the next forward, whose layers wait for what they read. zero=2:
-    a bucket's gradients live until they are summed, after every microbatch. Buckets then hold only
-    parameters that are summed over the same tensor-parallel axes, so that slices of ranks whose
-    other parameters have other sizes still coincide.
+    zero=1: the reduction is a reduce-scatter, and the updated slices are all-gathered bucket by
+    bucket in the order of the next forward, whose layers wait for their weights. zero=2: the
+    gradients of a bucket are freed after their reduction, in every microbatch. Buckets then contain
+    only parameters that are summed over the same tensor-parallel axes, so that slices coincide on
+    ranks whose other parameters have other sizes.
 
-    Frozen parameters (`requires_grad` was False) have memory of their own on every rank, and no
-    part in any of this.
+    Frozen parameters (`requires_grad` was False) have their own memory on every rank and take no
+    part in this.
 
     Sources: Li et al. 2020, arXiv:2006.15704, section 3.2 (overlap); Rajbhandari et al. 2019,
     arXiv:1910.02054 (ZeRO).
@@ -205,9 +211,9 @@ class BucketedDataParallel:
         chunks: Sequence[nn.Module] = (),
         watch: bool = False,
     ) -> None:
-        """`reduce_dtype`: what gradients travel in; None: what they are. `chunks`: the parts of
-        the model whose forward is called; without any, `all_gather_params` waits. `watch`: note
-        which gradients are not finite before they are summed."""
+        """`reduce_dtype`: dtype of the reduction messages; None: the gradient dtype. `chunks`: the
+        model chunks whose forward is called; without any, `all_gather_params` waits. `watch`:
+        record which gradients are NaN or infinite before they are reduced."""
         self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
         trained, frozen = divide_frozen(parameters)
         self.shards = [shard for shard, _, _ in trained]
@@ -215,10 +221,9 @@ class BucketedDataParallel:
         self.divisions = {grid: division_of(zero, mesh, grid) for grid in grids}
         sizes = [division.slices.size for division in self.divisions.values()]
         self.divided = max(sizes) > 1
-        """Whether a rank owns less than it computes with."""
+        """Whether weights are sharded: a rank updates less than it computes with."""
         self.drops_gradients = zero == 2 and self.divided
-        """A rank keeps the gradients of its own slices only, and of a bucket until it has been
-        summed."""
+        """Whether gradients are sharded (ZeRO-2): those of a bucket are freed once reduced."""
         layers = [layer for layer in model.modules() if isinstance(layer, TensorParallel)]
         number_of = {
             id(getattr(module, name)): number for number, (_, module, name) in enumerate(trained)
@@ -240,19 +245,20 @@ class BucketedDataParallel:
             together=list({run for layer in layers for run in runs[layer] if len(run) > 1}),
             kinds=kinds,
         )
-        # A stage that only hands on what it receives has no parameters, and of their dtype there is
-        # nothing to store.
+        # A stage without layers has no parameters; the dtype of its empty buffer does not matter.
         dtype = getattr(trained[0][1], trained[0][2]).dtype if trained else gradient_dtype
         self.weights = torch.zeros(self.plan.numel, dtype=dtype, device=device)
         places = [self.weights[slot.start : slot.stop] for slot in self.plan.slots]
-        self.parameters = _move_into(places, model, trained)
-        apart = [
+        self.parameters = _move_params_into(places, model, trained)
+        frozen_memory = [
             torch.zeros(shard.numel, dtype=getattr(m, name).dtype, device=device)
             for shard, m, name in frozen
         ]
-        still = _move_into(apart, model, frozen)
-        self.frozen = [(shard, one.data) for (shard, _, _), one in zip(frozen, still, strict=True)]
-        self.kept, numel = self._places_of_gradients()
+        frozen_params = _move_params_into(frozen_memory, model, frozen)
+        self.frozen = [
+            (shard, param.data) for (shard, _, _), param in zip(frozen, frozen_params, strict=True)
+        ]
+        self.gradient_starts, numel = self._plan_gradient_buffer()
         self.gradients = torch.zeros(numel, dtype=gradient_dtype, device=device)
         self.local_params = self._build_local_params()
         self._compare_layouts()
@@ -267,7 +273,7 @@ class BucketedDataParallel:
         self._begin(0)
         self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
-        self._told = False
+        self._warned_unused = False
         slices = [self._division(index).slices for index in range(len(self.plan.buckets))]
         self.param_all_gather = ParamAllGather(self.weights, self.plan, slices)
         self._waits_in_forward = self.divided and overlap and bool(chunks)
@@ -278,7 +284,7 @@ class BucketedDataParallel:
     # --- one step
 
     def begin_step(self, microbatches: int) -> None:
-        """Expect this many backward passes before `finish`."""
+        """Start a step of this many backward passes."""
         self._begin(microbatches)
 
     def _begin(self, microbatches: int) -> None:
@@ -293,19 +299,20 @@ class BucketedDataParallel:
         self._norms: list[tuple[int, tuple[Tensor, ...]]] = []
 
     def total(self, stack: Stack) -> Tensor:
-        """Where the gradient of these weights is added up now: [rows, columns]."""
+        """Return the buffer that accumulates the gradient of these weights: [rows, columns]."""
         buffer = self._buffer(stack.bucket)
         return buffer[stack.start : stack.stop].view(-1, stack.columns)
 
     def is_fresh(self, numbers: Sequence[int]) -> bool:
-        """Whether these slots still hold what was there before; the caller overwrites them now."""
+        """Return whether these slots still hold old values; the caller overwrites them now."""
         fresh = self._fresh[numbers[0]]
         for number in numbers:
             self._fresh[number] = False
         return fresh
 
     def contributed(self, numbers: Sequence[int]) -> None:
-        """Note one more contribution to these parameters; start every bucket that is full."""
+        """Record one more contribution to these parameters; start the reduction of every complete
+        bucket."""
         for number in numbers:
             self._left[number] -= 1
             if self._left[number] == 0:
@@ -319,14 +326,13 @@ class BucketedDataParallel:
                 self._complete(0)
 
     def finish(self) -> Sequence[ShardedParam]:
-        """Wait for all sums; every slice of mine with its whole gradient.
+        """Wait for all reductions; return this rank's slices with their complete gradients.
 
-        A parameter that had no part in the loss gets zeros, and takes part in the sums like any
-        other; the first step with such parameters is told about. Without overlap every sum of zero
-        0 and 1 starts here, behind no backward; under zero 1 `IN_FLIGHT` of them are still on their
-        way at once, so that the link does not wait between two.
+        A parameter that had no part in the loss gets zeros and is reduced like any other; the first
+        step with such parameters logs a warning. Without overlap every reduction of zero 0 and 1
+        starts here; under zero 1 `IN_FLIGHT` of them are in flight at once.
         """
-        # a layer that forward left out has not waited, and its weights are about to be overwritten
+        # a layer that forward skipped has not waited, and its weights are about to be overwritten
         self.wait_params()
         while self._next < len(self.plan.buckets) * self._rounds:
             self._start_next()
@@ -335,7 +341,7 @@ class BucketedDataParallel:
         unused = [
             shard.name for number, shard in enumerate(self.shards) if number not in self._took_part
         ]
-        self._told = self._told or warn_of_zeros(unused)
+        self._warned_unused = self._warned_unused or warn_of_zeros(unused)
         for work in self._running:
             work.wait()
         self._running.clear()
@@ -343,22 +349,22 @@ class BucketedDataParallel:
         return self.local_params
 
     def _check_counts(self) -> None:
-        """A contribution that came after its bucket was on its way would be lost, or lose
-        others."""
-        least = (
-            self._expected if self.drops_gradients else [0] * len(self._left)
-        )  # ZeRO-2 expects the next round
-        surplus = [
+        """Assert that no contribution came after the reduction of its bucket had started: it would
+        be lost."""
+        # under ZeRO-2 the counts are those of the next microbatch
+        least = self._expected if self.drops_gradients else [0] * len(self._left)
+        extra = [
             n
             for n, (left, at_least) in enumerate(zip(self._left, least, strict=True))
             if left < at_least
         ]
-        assert not surplus, (
-            f"more gradients than backward passes: {[self.shards[n].name for n in surplus[:5]]}"
+        assert not extra, (
+            "more gradient contributions than backward passes: "
+            f"{[self.shards[n].name for n in extra[:5]]}"
         )
 
     def _start_next(self) -> None:
-        """InitialValues the next sum; parameters of its bucket that had no part are zero."""
+        """Start the next reduction; parameters of its bucket without a contribution get zeros."""
         index = self._next % len(self.plan.buckets)
         buffer, members = self._buffer(index), self.plan.buckets[index].members
         for number in members:
@@ -383,7 +389,7 @@ class BucketedDataParallel:
         self._next += 1
 
     def _renew(self, index: int) -> None:
-        """Expect the next microbatch's contributions to a bucket whose sum has started (ZeRO-2)."""
+        """Prepare a bucket whose reduction has started for the next microbatch (ZeRO-2)."""
         if not self.drops_gradients:
             return
         self._buffers[index] = None
@@ -395,35 +401,34 @@ class BucketedDataParallel:
         )
 
     def _complete(self, most: int) -> None:
-        """Wait for the oldest sums until at most so many are on their way, and hand their slices on
-        to the replicas."""
+        """Wait for the oldest reductions until at most `most` are in flight, and start the
+        all-reduce of their slices over the replicas."""
         while len(self._sums) > most:
             number, started = self._sums.popleft()
-            turn, index = divmod(number, len(self.plan.buckets))
+            microbatch, index = divmod(number, len(self.plan.buckets))
             part = started.wait()
             if self.drops_gradients:
                 first, _ = self._slice(index)
-                kept = self.gradients[first : first + part.numel()]
-                part = kept.copy_(part) if turn == 0 else kept.add_(part)
-            if turn == self._rounds - 1:
+                local_gradient = self.gradients[first : first + part.numel()]
+                part = local_gradient.copy_(part) if microbatch == 0 else local_gradient.add_(part)
+            if microbatch == self._rounds - 1:
                 work = start_all_reduce_(part, self._division(index).replicas)
                 self._running += [] if work is None else [work]
 
     def nonfinite(self) -> list[str]:
-        """Names of parameters whose gradient here was not finite before any other rank's was added;
-        needs `watch`."""
-        bad = [
+        """Return the names of parameters whose gradient on this rank was NaN or infinite before the
+        reduction; needs `watch`."""
+        nonfinite = [
             self.plan.buckets[index].members[place]
             for index, norms in self._norms
             for place in torch.stack(norms).isfinite().logical_not().nonzero().flatten().tolist()
         ]
-        return [self.shards[number].name for number in sorted(set(bad))]
+        return [self.shards[number].name for number in sorted(set(nonfinite))]
 
     # --- weights
 
     def all_gather_params(self) -> None:
-        """Send my slices of the updated weights to the ranks that compute with them; forward waits
-        where it reads."""
+        """All-gather the updated weights; forward waits where it reads them."""
         self.wait_params()
         if not self.divided:
             return  # the weights were updated where they are read
@@ -432,41 +437,44 @@ class BucketedDataParallel:
             self.wait_params()
 
     def wait_params(self) -> None:
-        """Wait until the weights of all slices have arrived."""
+        """Wait until all weights are up to date."""
         self.param_all_gather.wait_params()
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
-        """Sums over the bytes of the weights; ranks that compute other tokens with them have the
-        same."""
+        """Return sums over the bytes of the weights; ranks that compute other tokens with them have
+        the same."""
         self.wait_params()
         weights = [
-            (shard, one.data) for shard, one in zip(self.shards, self.parameters, strict=True)
+            (shard, weight.data) for shard, weight in zip(self.shards, self.parameters, strict=True)
         ]
-        held = {
-            grid: [one for shard, one in (*weights, *self.frozen) if shard.grid == grid]
+        weights_by_grid = {
+            grid: [weight for shard, weight in (*weights, *self.frozen) if shard.grid == grid]
             for grid in self.divisions
         }
-        return [(sum_of_bytes(tensors), self._alike(grid)) for grid, tensors in held.items()]
+        return [
+            (sum_of_bytes(tensors), self._same_weights_group(grid))
+            for grid, tensors in weights_by_grid.items()
+        ]
 
-    # --- where things lie
+    # --- layout
 
     def _kind(self, shard: Shard) -> tuple[str, ...]:
-        """What all parameters of a bucket have in common: over which ranks their slices are
-        summed."""
+        """Return what all parameters of a bucket have in common: the grid, and the axes over which
+        their slices are summed."""
         several = (axis for axis in tensor_axes(shard) if self.mesh.over(axis).size > 1)
         return shard.grid, *(several if self.divided else ())
 
     def _division(self, index: int) -> Division:
-        """Which ranks divide a bucket."""
+        """Return the groups of a bucket."""
         return self.divisions[self._first(index).grid]
 
     def _first(self, index: int) -> Shard:
-        """A parameter of a bucket, which has one grid."""
+        """Return the first parameter of a bucket; all have the same grid."""
         return self.shards[self.plan.buckets[index].members[0]]
 
-    def _places_of_gradients(self) -> tuple[list[int], int]:
-        """Where the gradients of each bucket start, and how many there are in all; of my slices
-        alone under ZeRO-2."""
+    def _plan_gradient_buffer(self) -> tuple[list[int], int]:
+        """Return where the gradients of each bucket start, and their total number; under ZeRO-2
+        only this rank's slices."""
         lengths = [
             (bucket.stop - bucket.start)
             // (self._division(index).slices.size if self.drops_gradients else 1)
@@ -486,56 +494,59 @@ class BucketedDataParallel:
                     self.shards, self.parameters, self.plan.slots, strict=True
                 )
             ]
-        places = [self._division(index).slices for index in range(len(self.plan.buckets))]
+        groups = [self._division(index).slices for index in range(len(self.plan.buckets))]
         return [
             self._local_part(part)
-            for part in local_bucket_parts(self.plan, [(one.rank, one.size) for one in places])
+            for part in local_bucket_parts(
+                self.plan, [(group.rank, group.size) for group in groups]
+            )
         ]
 
     def _compare_layouts(self) -> None:
-        """Make sure that what is summed in one message is the same thing on all ranks of the sum.
+        """Check that all ranks of a reduction sum the same parameters at the same positions.
 
-        Places are told within buckets and among those of one grid: ranks that hold the same experts
-        may have dense slices of other sizes between them.
+        Positions are counted within buckets and among those of one grid: ranks that hold the same
+        experts may have dense slices of other sizes.
         """
         for grid in self.divisions:
-            mine = [
+            grid_buckets = [
                 index for index in range(len(self.plan.buckets)) if self._first(index).grid == grid
             ]
             places = {}
-            for count, index in enumerate(mine):
+            for count, index in enumerate(grid_buckets):
                 start = self.plan.buckets[index].start
                 for number in self.plan.buckets[index].members:
                     slot = self.plan.slots[number]
-                    here = (
+                    place = (
                         f"at elements {slot.start - start} to {slot.stop - start} of bucket {count}"
                     )
-                    places[self.shards[number].name] = here
-            check_consistent_across_ranks(places, self._alike(grid))
+                    places[self.shards[number].name] = place
+            check_consistent_across_ranks(places, self._same_weights_group(grid))
         check_slices_consistent_across_ranks(self.local_params, self.mesh)
 
-    def _alike(self, grid: str) -> Group:
-        """Ranks that compute other tokens with the same slices of what lies on a grid."""
+    def _same_weights_group(self, grid: str) -> Group:
+        """Return the ranks that compute other tokens with the same weights of a grid."""
         return self.mesh.over(*SLICES_OVER[grid], *REPLICAS_OVER[grid])
 
     def _local_part(self, part: BucketSlice) -> ShardedParam:
         shard = self.shards[part.number]
-        mine = replace(shard, flat=part.flat, cut=(*shard.cut, *SLICES_OVER[shard.grid]))
-        kept, first = self._slice(part.bucket)
-        start = kept + part.start - first
+        local_shard = replace(shard, flat=part.flat, cut=(*shard.cut, *SLICES_OVER[shard.grid]))
+        gradient_start, first = self._slice(part.bucket)
+        start = gradient_start + part.start - first
         gradient = self.gradients[start : start + part.stop - part.start]
-        return ShardedParam(mine, self.weights[part.start : part.stop], gradient)
+        return ShardedParam(local_shard, self.weights[part.start : part.stop], gradient)
 
     def _slice(self, index: int) -> tuple[int, int]:
-        """Where my slice of a bucket starts: in `gradients`, and in the flat buffer of all
-        weights."""
+        """Return where this rank's slice of a bucket starts in `gradients` and in the weight
+        buffer."""
         slices, bucket = self._division(index).slices, self.plan.buckets[index]
         start, _ = slice_of(bucket, slices.rank, slices.size)
-        return self.kept[index] + (0 if self.drops_gradients else start - bucket.start), start
+        return self.gradient_starts[index] + (
+            0 if self.drops_gradients else start - bucket.start
+        ), start
 
     def _buffer(self, index: int) -> Tensor:
-        """The gradients of a bucket before they are summed; under ZeRO-2 memory that goes when they
-        have been."""
+        """Return the unreduced gradients of a bucket; under ZeRO-2 a temporary buffer."""
         buffer = self._buffers[index]
         if buffer is None:
             bucket = self.plan.buckets[index]
@@ -557,8 +568,8 @@ class BucketedDataParallel:
         return Stack(tuple(numbers), first.bucket, first.start - start, last.stop - start, columns)
 
     def _parts(self, layer: TensorParallel, runs: Sequence[Sequence[int]]) -> list[Stack | Frozen]:
-        """The rows of a layer's matrix: what is trained in as few pieces as its runs allow, and
-        what is not."""
+        """Return the rows of a layer's matrix: the trained ones in as few stacks as its runs allow,
+        and the frozen ones."""
         run_from = {id(self.parameters[run[0]]): run for run in runs}
         inside = {id(self.parameters[number]) for run in runs for number in run[1:]}
         return [
@@ -573,8 +584,8 @@ class BucketedDataParallel:
         chunks: Sequence[nn.Module],
         sinks: bool,
     ) -> list[int]:
-        """Let gradients come here; returns how often each parameter contributes in one
-        microbatch."""
+        """Register gradient accumulators and hooks; return how often each parameter contributes in
+        one microbatch."""
         uses, passes = (
             [0] * len(self.shards),
             {k: v for chunk in chunks for k, v in passes_of(chunk).items()},
@@ -596,13 +607,13 @@ class BucketedDataParallel:
         return uses
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
-        # A parameter that torch refers to, too, hides its hooks from the garbage collector: a
-        # strong reference in one would keep this object for ever, and with it process groups, their
+        # The garbage collector does not see the hooks of a parameter that torch references: a
+        # strong reference in a hook would keep this object forever, with its process groups, their
         # threads and their sockets.
-        mine = weakref.ref(self)
+        self_ref = weakref.ref(self)
 
         def add(parameter: Tensor) -> None:
-            owner = mine()
+            owner = self_ref()
             assert owner is not None and parameter.grad is not None
             total = owner._view(number)
             if owner.is_fresh((number,)):
@@ -616,8 +627,7 @@ class BucketedDataParallel:
 
 
 def _runs(numbers: Sequence[int | None], kinds: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
-    """The weights of one matmul, cut where their kind changes, and at those that are frozen
-    (None)."""
+    """Split the weights of one matmul where their kind changes and at frozen ones (None)."""
     runs: list[tuple[int, ...]] = []
     before: int | None = None
     for number in numbers:
@@ -629,10 +639,10 @@ def _runs(numbers: Sequence[int | None], kinds: Sequence[tuple[str, ...]]) -> li
     return runs
 
 
-def _move_into(
+def _move_params_into(
     places: Sequence[Tensor], model: nn.Module, parameters: Parameters
 ) -> list[nn.Parameter]:
-    """Give every parameter its place as memory; a parameter that two layers share stays shared."""
+    """Move every parameter into its memory; a parameter that two layers share stays shared."""
     moved: dict[int, nn.Parameter] = {}
     new = []
     for (shard, module, name), place in zip(parameters, places, strict=True):

@@ -1,7 +1,7 @@
-"""What training asks of data parallelism, and what both engines do: sums of the slices that other
-axes share.
+"""Interface of data parallelism (`GradSync`), and sums of the gradients that tensor-parallel ranks
+or pipeline stages share.
 
-The engines are in `parallel/data.py` (parallel.zero 0, 1 and 2) and `parallel/fsdp.py` (3).
+Implementations: parallel/data.py (parallel.zero 0, 1 and 2) and parallel/fsdp.py (3).
 """
 
 import logging
@@ -24,7 +24,7 @@ from megalith.plan.shards import PARTS, Shard, summed_over
 _log = logging.getLogger(__name__)
 
 SHARD_AXES = ("dp_shard", *PARTS["cp"])
-"""Axes along which slices differ under ZeRO."""
+"""Axes over which ZeRO shards parameters."""
 
 TENSOR_SUMS = (("tp_copy",), ("tp_kv",), ("tp_kv", "tp_copy"))
 """Sets of tensor-parallel axes over which a gradient may have to be summed."""
@@ -32,8 +32,8 @@ TENSOR_SUMS = (("tp_copy",), ("tp_kv",), ("tp_kv", "tp_copy"))
 
 @dataclass(frozen=True, slots=True)
 class ShardedParam:
-    """What this rank updates of a parameter: its slice, its weights and its fp32 or float64
-    gradient, in one layout."""
+    """The part of a parameter that this rank updates: its shard, weight and fp32 or float64
+    gradient, both in the same layout."""
 
     shard: Shard
     weight: Tensor
@@ -41,125 +41,127 @@ class ShardedParam:
 
 
 class GradSync(Protocol):
-    """What training asks of data parallelism, however weights, gradients and optimizer state are
-    divided.
+    """Interface of data parallelism: gradient reduction and weight all-gather, however weights,
+    gradients and optimizer state are sharded.
 
     One step: `begin_step`; forward and backward of every microbatch; `finish`; the optimizer writes
-    `ShardedParam.weight`; `all_gather_params`. Optimizer, clipping and checkpoints see (Shard,
-    tensor) pairs only. Every method is collective: all ranks of the mesh call it at the same place
-    of their program.
+    `ShardedParam.weight`; `all_gather_params`. Optimizer, clipping and checkpoints use (Shard,
+    tensor) pairs only. All methods are collective: every rank of the mesh calls them at the same
+    point of its program.
     """
 
     @property
     def local_params(self) -> Sequence[ShardedParam]:
-        """Every slice that this rank updates, in the order of registration; empty ones are left
-        out.
+        """Return every shard that this rank updates, in the order of registration, without empty
+        ones.
 
-        All ranks that hold a parameter own each of its elements, once per group along the axes of
-        `copies`. Tensors keep their memory for the life of the engine; gradients are valid from
-        `finish` to the next `begin_step`.
+        All ranks that hold a parameter together own each of its elements, once per group along the
+        axes of `copies`. The tensors keep their memory for the life of this object; gradients are
+        valid from `finish` to the next `begin_step`.
         """
 
     @property
     def frozen(self) -> Sequence[tuple[Shard, Tensor]]:
-        """What this rank holds of the parameters that are not trained, in the order of
-        registration; empty slices are left out. Those are the parameters whose `requires_grad`
-        was False when the engine was built: they have no gradient, no optimizer state and no
-        part in the norm. Written only by whoever fills or loads weights, before
-        `all_gather_params`."""
+        """Return this rank's shards of the parameters that are not trained, in the order of
+        registration, without empty ones.
+
+        These are the parameters whose `requires_grad` was False at construction: they have no
+        gradient, no optimizer state and no part in the gradient norm. Only initialization and
+        checkpoint loading write them, before `all_gather_params`.
+        """
 
     def begin_step(self, microbatches: int) -> None:
-        """Expect this many backward passes before `finish`."""
+        """Start a step of this many backward passes."""
 
     def finish(self) -> Sequence[ShardedParam]:
-        """Wait for the gradients of the step: `local_params`, each gradient summed over every
-        rank that holds the same box."""
+        """Wait for the gradients of the step and return `local_params`, each gradient summed over
+        all ranks that hold the same box."""
 
     def all_gather_params(self) -> None:
-        """Give the weights in `local_params` to all ranks that compute with them. May return before
-        they have arrived: the layers wait for what they read. After every update, and after
-        anything else has written them."""
+        """Send the weights in `local_params` to all ranks that compute with them, after every
+        update or other write. May return before the all-gather is complete: layers wait for the
+        weights that they read."""
 
     def wait_params(self) -> None:
-        """Wait until every weight of the model is the one that was published; needed by readers
-        other than forward."""
+        """Wait until all weights of the model are up to date; only readers other than forward need
+        this."""
 
     def nonfinite(self) -> list[str]:
-        """Names of the parameters whose gradient on this rank was not finite before any rank's
-        was added, in the step that `finish` ended; for engines that were built to watch, else
-        empty. Not collective."""
+        """Return the names of parameters whose gradient on this rank was NaN or infinite before the
+        reduction in the last finished step. Empty unless built with `watch`. Not collective."""
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
-        """Sums over the bytes of weights that this rank holds, and the ranks on which each must be
-        the same."""
+        """Return sums over the bytes of this rank's weights, each with the ranks on which it must
+        be equal."""
 
 
 Parameters = Sequence[tuple[Shard, nn.Module, str]]
-"""Shard, module and attribute of each."""
+"""Shard, module and attribute name of each parameter."""
 
 
 def divide_frozen(parameters: Parameters) -> tuple[Parameters, Parameters]:
-    """Those that are trained, and those that are not."""
-    trained = [one for one in parameters if getattr(one[1], one[2]).requires_grad]
-    return trained, [one for one in parameters if not getattr(one[1], one[2]).requires_grad]
+    """Return the trained and the frozen parameters."""
+    trained = [entry for entry in parameters if getattr(entry[1], entry[2]).requires_grad]
+    return trained, [entry for entry in parameters if not getattr(entry[1], entry[2]).requires_grad]
 
 
 def divides(mesh: Mesh) -> bool:
-    """Whether several ranks compute with the same weights and may divide them: dense ones, or
-    experts."""
+    """Return whether several ranks compute with the same weights, dense or expert ones, so that
+    ZeRO can shard them."""
     return mesh.shard.size > 1 or (
         mesh.grid.experts is not None and mesh.over("edp_shard").size > 1
     )
 
 
 def sum_shared_slices(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
-    """Sum gradients over the tensor-parallel ranks, then over the stages, that hold the same
-    slices.
+    """Sum gradients over the tensor-parallel ranks, then over the pipeline stages, that hold the
+    same slices.
 
-    One message per set of tensor-parallel axes. Stages add in their order, so that their copies
-    stay the same.
+    One all-reduce per set of tensor-parallel axes. Stages add in a fixed order, so that their
+    copies stay bitwise equal.
     """
     for axes in TENSOR_SUMS:
         group = mesh.over(*axes)
-        shared = [o.gradient for o in local_params if tensor_axes(o.shard) == axes]
+        shared = [param.gradient for param in local_params if tensor_axes(param.shard) == axes]
         if group.size == 1 or not shared:
             continue
         message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
         for gradient, part in zip(shared, message.split([g.numel() for g in shared]), strict=True):
             gradient.copy_(part.view_as(gradient))
-    for one in sorted(
-        local_params, key=lambda one: one.shard.name
-    ):  # stages have their tables in other orders
-        sum_over_members_(one.gradient, mesh.pp, _stages(one.shard))
+    # by name: stages register shared tables in different orders
+    for param in sorted(local_params, key=lambda param: param.shard.name):
+        sum_over_members_(param.gradient, mesh.pp, _stages(param.shard))
 
 
 def check_slices_consistent_across_ranks(local_params: Sequence[ShardedParam], mesh: Mesh) -> None:
-    """Make sure that the ranks of `sum_shared_slices` add up the same slices of the same
-    parameters; collective.
+    """Check that the ranks of `sum_shared_slices` sum the same slices; collective.
 
     Raises:
-        PlanError: they do not.
+        PlanError: the slices differ.
     """
-    mine = [(o.shard, f"elements {o.shard.flat or (0, o.shard.numel)}") for o in local_params]
+    local_slices = [
+        (param.shard, f"elements {param.shard.flat or (0, param.shard.numel)}")
+        for param in local_params
+    ]
     for axes in TENSOR_SUMS:
-        summed = {shard.name: place for shard, place in mine if tensor_axes(shard) == axes}
+        summed = {shard.name: place for shard, place in local_slices if tensor_axes(shard) == axes}
         check_consistent_across_ranks(summed, mesh.over(*axes))
     shared = {
         shard.name: f"{place}, held by stages {shard.stages}"
-        for shard, place in mine
+        for shard, place in local_slices
         if _stages(shard)[1:]
     }
     check_shared_consistent_across_ranks(shared, mesh.pp)
 
 
 def warn_of_zeros(unused: Sequence[str]) -> bool:
-    """Warn on this rank of parameters without any gradient in a step, naming ten at most; whether
-    there were any."""
+    """Log a warning on this rank that names up to ten parameters without a gradient in a step, and
+    return whether there are any."""
     if unused:
         more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
         _log.warning(
-            "%s%s had no part in the loss of this step: their gradients are zero on this rank "
-            "(said once)",
+            "%s%s had no gradient in this step, so it is zero on this rank (this warning is logged "
+            "once)",
             ", ".join(unused[:10]),
             more,
         )
@@ -167,16 +169,18 @@ def warn_of_zeros(unused: Sequence[str]) -> bool:
 
 
 def sum_of_bytes(tensors: Sequence[Tensor]) -> int:
-    """Of all tensors together; equal tensors have equal sums."""
-    return sum(int(one.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for one in tensors)
+    """Return the sum of the bytes of all tensors; equal tensors have equal sums."""
+    return sum(
+        int(tensor.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors
+    )
 
 
 def tensor_axes(shard: Shard) -> tuple[str, ...]:
-    """Tensor-parallel axes over which its gradient is summed."""
+    """Return the tensor-parallel axes over which the gradient of `shard` is summed."""
     return tuple(axis for axis in ("tp_kv", "tp_copy") if axis in summed_over(shard))
 
 
 def _stages(shard: Shard) -> tuple[int, ...]:
-    """Stages over which its gradient is summed; apart, so that verify/faults.py can break this sum
-    alone."""
+    """Stages over which its gradient is summed; a separate function so that verify/faults.py can
+    break this sum alone."""
     return shard.stages

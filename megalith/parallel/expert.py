@@ -1,10 +1,9 @@
-"""Expert parallelism: tokens on their way to the ranks that hold their experts, and the answers on
-their way back.
+"""Expert parallelism: token dispatchers, which send tokens to the ranks that hold their experts and
+combine the expert outputs.
 
-Experts lie on a grid of their own over the same ranks: ep divides them, etp divides the inner
-features of each, and along edp ranks hold the same. A rank's tokens are its own, whatever axes of
-the dense grid made them so. Source: Lepikhin et al. 2020, arXiv:2006.16668; the two grids: Liu et
-al. 2025, arXiv:2504.14960.
+Experts lie on their own grid over the same ranks: ep shards the experts, etp shards the inner
+features of each, and along edp ranks hold the same experts. Every rank dispatches its own tokens.
+Source: Lepikhin et al. 2020, arXiv:2006.16668; the two grids: Liu et al. 2025, arXiv:2504.14960.
 """
 
 from collections.abc import Sequence
@@ -50,57 +49,56 @@ from megalith.plan.shards import split_evenly
 
 
 class DispatchedTokens(NamedTuple):
-    """What arrived at the experts of this rank."""
+    """Tokens dispatched to the experts of this rank."""
 
     rows: LayerInput
-    """[r, d]: tokens, expert after expert; rebuilt from the tokens where no message lies
-    between."""
+    """[r, d]: tokens, sorted by expert; recomputed from the tokens if no message lies between."""
 
     weights: Tensor
-    """[r]: what each answer counts."""
+    """[r]: routing weight of each row."""
 
     groups: Groups
-    """How many rows each of my experts has."""
+    """Number of rows of each local expert."""
 
 
 class Combiner(Protocol):
-    """How rows went, which is how their answers come back."""
+    """Combines expert outputs, by the inverse of one dispatch."""
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Answers [r, d], my part of a sum over etp -> the sum of each token's answers [t, d].
-        Collective."""
+        """Expert outputs [r, d], partial sums over etp -> the sum of each token's expert outputs
+        [t, d]. Collective."""
 
 
 class PendingDispatch(Protocol):
-    """Rows on their way to experts, while the rank may do something else."""
+    """A dispatch that has been started."""
 
     def wait(self) -> tuple[DispatchedTokens, Combiner]:
-        """What my experts work on, and the way back. Collective."""
+        """Wait for the dispatched tokens; return them and their combiner. Collective."""
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to their experts."""
+    """Token dispatcher: sends tokens to their experts."""
 
     def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
-        """Send my tokens x [t, d] where their choices [t, k] are. Collective."""
+        """Start dispatching tokens x [t, h] to their chosen experts [t, k]. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCapacity:
-    """Rows that every expert gets of a rank's tokens, whatever they chose: as many as may be taken
-    of them."""
+    """Expert capacity to which each expert's rows are padded, whatever the tokens choose."""
 
     factor: float
-    """Of its capacity."""
+    """Capacity factor."""
 
     top_k: int
     experts: int
 
     sharing: int
-    """Ranks that share a microbatch, and the capacity."""
+    """Number of ranks that share a microbatch, and so the capacity."""
 
     def of(self, tokens: int) -> int:
-        """For so many tokens of a rank, of which none goes twice to an expert."""
+        """Return the capacity for a rank's number of tokens, of which none goes to an expert
+        twice."""
         return min(
             tokens, capacity_of(self.factor, tokens * self.sharing, self.top_k, self.experts)
         )
@@ -114,20 +112,21 @@ def build_dispatcher(
     drops_tokens: bool = False,
     room: ExpertCapacity | None = None,
 ) -> Dispatcher:
-    """The dispatcher of that name; where one rank holds all experts whole, tokens stay.
-    `drops_tokens`: experts may refuse choices, so that how many rows there are is known only once
-    they are made; unless each has `room` for so many."""
+    """Return the token dispatcher of that name; a local one if one rank holds all experts
+    completely. `drops_tokens`: token dropping, so that the number of rows is known only after
+    routing, unless rows are padded to the capacity `room`."""
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
     if both.size == 1:
         return LocalDispatcher(num_experts, drops_tokens, room)
     if name == "alltoall":
         return AllToAllDispatcher(num_experts, room, ep, etp, both)
-    assert room is None, "a gather takes what tokens chose"
+    assert room is None, "an all-gather does not pad rows to a capacity"
     return AllGatherDispatcher(num_experts, ep, both)
 
 
 def calling(dispatcher: Dispatcher, overlap_fn: OverlapFn) -> Dispatcher:
-    """The dispatcher, which does something else while its messages travel, if they do."""
+    """Return the dispatcher with an `overlap_fn` that it calls while its messages are in flight, if
+    it sends any."""
     return (
         replace(dispatcher, overlap_fn=overlap_fn)
         if isinstance(dispatcher, AllToAllDispatcher)
@@ -135,19 +134,19 @@ def calling(dispatcher: Dispatcher, overlap_fn: OverlapFn) -> Dispatcher:
     )
 
 
-# --- nobody else
+# --- local experts
 
 
 @dataclass(frozen=True, slots=True)
 class LocalDispatcher:
-    """All experts are here."""
+    """Token dispatcher for a rank that holds all experts."""
 
     num_experts: int
     drops_tokens: bool
     room: ExpertCapacity | None = None
 
     def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
-        """No message."""
+        """Sort rows by expert without a message."""
         order, t = (
             order_of(choice, self.num_experts, self.drops_tokens, self.room),
             len(choice.experts),
@@ -168,34 +167,34 @@ class LocalDispatcher:
 
 @dataclass(frozen=True, slots=True)
 class CompletedDispatch:
-    """Nothing is on its way any more."""
+    """A dispatch without pending messages."""
 
-    sent: DispatchedTokens
-    way: Combiner
+    tokens: DispatchedTokens
+    combiner: Combiner
 
     def wait(self) -> tuple[DispatchedTokens, Combiner]:
-        """At once."""
-        return self.sent, self.way
+        """Return at once."""
+        return self.tokens, self.combiner
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCombiner:
-    """The way back of `LocalDispatcher`."""
+    """Combiner of `LocalDispatcher`."""
 
     order: Order
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Added up by token."""
+        """Sum the expert outputs of each token."""
         return unpermute(rows, self.order)
 
 
-# --- every row to the rank with its expert
+# --- all-to-all
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAllDispatcher:
-    """All-to-all: each row goes to the rank that has its expert; the ranks along etp then share
-    what they received."""
+    """All-to-all token dispatcher: each row goes to the rank that has its expert; the ranks along
+    etp then all-gather what they received."""
 
     num_experts: int
     room: ExpertCapacity | None
@@ -206,15 +205,14 @@ class AllToAllDispatcher:
     """Ranks that together hold every expert once."""
 
     overlap_fn: OverlapFn = no_overlap
-    """What the rank does while rows are on their way."""
+    """Called while rows are in flight."""
 
     def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
-        """Two messages each way and, unless every expert has room for as many rows, one with the
-        counts; along etp, two gathers there and a sum back."""
+        """Start two messages (two more in combine) and, unless rows are padded to a capacity,
+        exchange the counts; along etp, two all-gathers and a reduce-scatter in combine."""
         x = output_tensor(x)
-        if (
-            self.room is None
-        ):  # how many rows there are is told with the counts, which a GPU is waited for anyway
+        # without a capacity, the counts give the number of rows; they need a device sync anyway
+        if self.room is None:
             sort = sort_choices(choice.experts, self.num_experts)
             table = counts_of_all(sort.counts, choice.experts.numel(), self.ep, self.etp, self.both)
             rows = sum(table[self.etp.rank][self.ep.rank])
@@ -222,90 +220,89 @@ class AllToAllDispatcher:
         else:  # all ranks have equally many tokens
             order = order_padded(choice.experts, self.num_experts, capacity=self.room.of(len(x)))
             table = [[[self.room.of(len(x))] * self.num_experts] * self.ep.size] * self.etp.size
-        way = AllToAllCombiner(
+        combiner = AllToAllCombiner(
             self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank)
         )
-        groups = Groups(way.plan.counts, equal=self.room is not None)
-        groups = groups.known_on(x.device)  # now, as a GPU has just been waited for
-        # Rows last: so theirs is the message that backward waits for first, and does something else
-        # before.
-        second = AsyncAllToAll(self.ep, way.plan.sent, way.plan.received)
+        groups = Groups(combiner.plan.counts, equal=self.room is not None)
+        groups = groups.known_on(x.device)  # now, right after a device sync
+        # Rows last: backward then waits for their message first, after calling overlap_fn.
+        second = AsyncAllToAll(self.ep, combiner.plan.sent, combiner.plan.received)
         weights = start_all_to_all(weights_of_rows(choice.weights, order), second)
-        first = AsyncAllToAll(self.ep, way.plan.sent, way.plan.received, self.overlap_fn)
+        first = AsyncAllToAll(self.ep, combiner.plan.sent, combiner.plan.received, self.overlap_fn)
         return PendingAllToAll(
-            way, start_all_to_all(permute(x, order), first), weights, groups, first, second
+            combiner, start_all_to_all(permute(x, order), first), weights, groups, first, second
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PendingAllToAll:
-    """Rows and their weights on the way to my experts."""
+    """Rows and their weights in flight to the experts of this rank."""
 
-    way: "AllToAllCombiner"
+    combiner: "AllToAllCombiner"
     rows: Tensor
     weights: Tensor
     groups: Groups
     first: AsyncAllToAll
-    """Of rows."""
+    """Exchange of the rows."""
 
     second: AsyncAllToAll
-    """Of weights."""
+    """Exchange of the weights."""
 
     def wait(self) -> tuple[DispatchedTokens, Combiner]:
-        """Expert after expert."""
-        rows = self.way.shared(wait_all_to_all(self.rows, self.first))
+        """Wait for rows and weights, and sort them by expert."""
+        rows = self.combiner.gather_etp(wait_all_to_all(self.rows, self.first))
         return DispatchedTokens(
-            rows, self.way.shared(wait_all_to_all(self.weights, self.second)), self.groups
-        ), self.way
+            rows, self.combiner.gather_etp(wait_all_to_all(self.weights, self.second)), self.groups
+        ), self.combiner
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAllCombiner:
-    """What one `AllToAllDispatcher` did, and the way back."""
+    """Combiner of one `AllToAllDispatcher` call."""
 
-    by: AllToAllDispatcher
+    dispatcher: AllToAllDispatcher
     order: Order
     plan: ExchangePlan
 
-    def shared(self, rows: Tensor) -> Tensor:
-        """Rows as they came -> those of all ranks along etp, expert after expert."""
-        rows = all_gather(rows, self.by.etp, sizes=self.plan.gathered)
+    def gather_etp(self, rows: Tensor) -> Tensor:
+        """Received rows -> those of all ranks along etp, sorted by expert."""
+        rows = all_gather(rows, self.dispatcher.etp, sizes=self.plan.gathered)
         return (
             rows if self._sorted() else sort_chunks(rows, self.plan.chunks, self._experts_first())
         )
 
     def combine(self, rows: Tensor) -> Tensor:
-        """The same messages, the other way round."""
+        """Run the inverse of the dispatch messages and sum each token's expert outputs."""
         if not self._sorted():
             rows = sort_chunks(rows, *undone(self.plan.chunks, self._experts_first()))
         rows = reduce_scatter(
-            mark_partial(rows, self.by.etp), self.by.etp, sizes=self.plan.gathered
+            mark_partial(rows, self.dispatcher.etp), self.dispatcher.etp, sizes=self.plan.gathered
         )
         async_all_to_all = AsyncAllToAll(
-            self.by.ep, self.plan.received, self.plan.sent, self.by.overlap_fn
+            self.dispatcher.ep, self.plan.received, self.plan.sent, self.dispatcher.overlap_fn
         )
         return unpermute(
             wait_all_to_all(start_all_to_all(rows, async_all_to_all), async_all_to_all), self.order
         )
 
     def _sorted(self) -> bool:
-        """Whether what arrives rank after rank lies expert after expert."""
-        return self.by.both.size == 1 or len(self.plan.counts) == 1
+        """Whether the received rows are already sorted by expert."""
+        return self.dispatcher.both.size == 1 or len(self.plan.counts) == 1
 
     def _experts_first(self) -> list[int]:
-        return expert_major(ranks=self.by.both.size, experts=len(self.plan.counts))
+        return expert_major(ranks=self.dispatcher.both.size, experts=len(self.plan.counts))
 
 
-# --- all tokens to every rank
+# --- all-gather
 
 
 @dataclass(frozen=True, slots=True)
 class AllGatherDispatcher:
-    """All-gather: every rank gets all tokens, and takes those of its experts; answers are summed on
-    the way back.
+    """All-gather token dispatcher: every rank gets all tokens and takes those of its experts;
+    outputs are reduce-scattered.
 
-    For few experts per rank it moves more than an exchange: (ep · etp - 1) · t rows, where that
-    moves at most t · k · (ep - 1) / ep, and the same again for each rank along etp.
+    With few experts per rank it moves more than an all-to-all: (ep · etp - 1) · t rows, against at
+    most t · k · (ep - 1) / ep, and as many again for each rank along etp.
     """
 
     num_experts: int
@@ -315,11 +312,15 @@ class AllGatherDispatcher:
     """Ranks that together hold every expert once."""
 
     def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
-        """Three gathers: tokens, choices and weights."""
-        each = self.num_experts // self.ep.size
-        chosen = regather(choice.experts, self.both) - self.ep.rank * each
-        here = torch.where((chosen >= 0) & (chosen < each), chosen, NOWHERE)
-        order = order_choices(here, each, num_rows=len(here) if here.is_meta else None)
+        """Run three all-gathers: of tokens, choices and weights."""
+        experts_per_rank = self.num_experts // self.ep.size
+        chosen = regather(choice.experts, self.both) - self.ep.rank * experts_per_rank
+        local_experts = torch.where((chosen >= 0) & (chosen < experts_per_rank), chosen, NOWHERE)
+        order = order_choices(
+            local_experts,
+            experts_per_rank,
+            num_rows=len(local_experts) if local_experts.is_meta else None,
+        )
         weights = weights_of_rows(all_gather(choice.weights, self.both), order)
         rows = permute(all_gather(output_tensor(x), self.both), order)
         return CompletedDispatch(
@@ -329,24 +330,26 @@ class AllGatherDispatcher:
 
 @dataclass(frozen=True, slots=True)
 class AllGatherCombiner:
-    """The way back of a `AllGatherDispatcher`."""
+    """Combiner of an `AllGatherDispatcher`."""
 
-    by: AllGatherDispatcher
+    dispatcher: AllGatherDispatcher
     order: Order
 
     def combine(self, rows: Tensor) -> Tensor:
-        """A sum over the ranks, of which each gets its own tokens'."""
-        return reduce_scatter(mark_partial(unpermute(rows, self.order), self.by.both), self.by.both)
+        """Sum over the ranks; each gets the sums of its own tokens."""
+        return reduce_scatter(
+            mark_partial(unpermute(rows, self.order), self.dispatcher.both), self.dispatcher.both
+        )
 
 
-# --- how many rows
+# --- numbers of rows
 
 
 def order_of(
     choice: Choice, num_experts: int, drops_tokens: bool, room: ExpertCapacity | None = None
 ) -> Order:
-    """The order of all rows; if none may be refused, or there is room for so many, their number
-    is known and no device is waited for."""
+    """Return the order of all rows by expert; dropless or padded to a capacity, their number is
+    known without waiting for the device."""
     if room is not None:
         return order_padded(choice.experts, num_experts, capacity=room.of(len(choice.experts)))
     known = None if drops_tokens and not choice.experts.is_meta else choice.experts.numel()
@@ -354,27 +357,28 @@ def order_of(
 
 
 def counts_of_all(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group) -> Table:
-    """How many of its `rows` each rank has for each expert, on the host: my counts int64 [E] ->
-    [etp][ep][E]."""
+    """Return how many of its `rows` each rank has for each expert, on the host: local counts int64
+    [E] -> [etp][ep][E]."""
     if counts.is_meta:
         return [[on_host(counts, rows)] * ep.size] * etp.size
-    every = regather(counts, both).view(both.size, -1).tolist()
+    all_counts = regather(counts, both).view(both.size, -1).tolist()
     along_ep, along_etp = steps_in_both(ep, etp)
     return [
-        [every[one * along_ep + other * along_etp] for one in range(ep.size)]
-        for other in range(etp.size)
+        [all_counts[ep_rank * along_ep + etp_rank * along_etp] for ep_rank in range(ep.size)]
+        for etp_rank in range(etp.size)
     ]
 
 
 def steps_in_both(ep: Group, etp: Group) -> tuple[int, int]:
-    """How far apart neighbors along ep, and along etp, lie in the group of both, which is in the
-    order of ranks."""
-    first = ep.size > 1 and etp.size > 1 and ep.ranks[1] - ep.ranks[0] < etp.ranks[1] - etp.ranks[0]
-    return (1, ep.size) if first else (etp.size, 1)
+    """Return the strides of ep and of etp in the group of both, which is in the order of ranks."""
+    ep_is_inner = (
+        ep.size > 1 and etp.size > 1 and ep.ranks[1] - ep.ranks[0] < etp.ranks[1] - etp.ranks[0]
+    )
+    return (1, ep.size) if ep_is_inner else (etp.size, 1)
 
 
 def groups_here(order: Order) -> Groups:
-    """The groups of rows in this order."""
+    """Return the row groups of an order."""
     return (
         Groups(tuple(on_host(order.counts, len(order.choices))))
         if order.counts.is_meta
@@ -383,8 +387,7 @@ def groups_here(order: Order) -> Groups:
 
 
 def on_host(counts: Tensor, rows: int) -> Sequence[int]:
-    """Counts int64 [E] that add up to `rows`; a meta tensor has none, and is taken for one of even
-    counts."""
+    """Return counts int64 [E] that add up to `rows` as integers; for a meta tensor, even counts."""
     if counts.is_meta:
         return split_evenly(rows, len(counts))
     numbers: list[int] = counts.tolist()

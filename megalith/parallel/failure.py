@@ -1,8 +1,7 @@
-"""What a failing worker process leaves behind, and how the failures of several ranks read as one
-text.
+"""Failure records of worker processes, and the report of several ranks' failures as one text.
 
-One rank's mistake makes every other rank fail: its peers lose their connection. So the failures are
-put in order, the first shown whole and the others in one line each.
+One rank's failure makes all others fail, because their peers lose the connection. So failures are
+sorted by cause: the first is shown completely and the others in one line each.
 """
 
 import ctypes
@@ -24,42 +23,41 @@ _CONSEQUENCES = re.compile(
     r"timeout|aborted|stopped in a hang",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and the stores say on a rank whose peer is gone, and we of one that another has
-reported on."""
+"""Messages of gloo, NCCL, the stores and the hang watch on a rank whose peer has failed."""
 
 STOPPED_IN_A_HANG = "stopped in a hang"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 MAX_SUMMARY = 300
-"""Characters of the one line that a rank gets when another failed first."""
+"""Maximum length of the line of a rank that failed after another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank ended."""
+    """Record of how one rank failed."""
 
     rank: int
     summary: str
-    """One line: the exception and its message, or how the process ended."""
+    """One line: the exception and its message, or the exit status of the process."""
 
     text: str
-    """All there is to say: the traceback, if there was one."""
+    """Complete description: the traceback, if there was one."""
 
     when_ns: int
-    """`time.monotonic_ns()` at the failure: one clock for all processes of a machine."""
+    """`time.monotonic_ns()` at the failure: the same clock for all processes of a machine."""
 
     is_report: bool = False
-    """Whether the text speaks for all ranks: then nothing else is told."""
+    """Whether the text describes all ranks, so that nothing else is reported."""
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only says that another rank is gone."""
+        """Whether the failure only shows that another rank has failed."""
         return _CONSEQUENCES.search(self.summary) is not None
 
 
 def failure_of(rank: int, error: BaseException, *, frames_to_skip: int = 0) -> Failure:
-    """The record of an exception caught on `rank`, without its outermost `frames_to_skip`
+    """Return the record of an exception caught on `rank`, without its outermost `frames_to_skip`
     frames."""
     frames = error.__traceback__
     for _ in range(frames_to_skip):
@@ -70,13 +68,13 @@ def failure_of(rank: int, error: BaseException, *, frames_to_skip: int = 0) -> F
 
 
 def failure_of_exit(rank: int, code: int) -> Failure:
-    """The record of a process that ended without leaving its own."""
-    said = explain_exit(code)
-    return Failure(rank, said, said, time.monotonic_ns())
+    """Return the record of a process that ended without leaving its own."""
+    text = explain_exit(code)
+    return Failure(rank, text, text, time.monotonic_ns())
 
 
 def explain_exit(code: int) -> str:
-    """A return code of `subprocess` in words: negative means a signal.
+    """Describe a return code of `subprocess`; negative means a signal.
 
     >>> explain_exit(-9)
     'was killed by signal 9 (SIGKILL)'
@@ -88,14 +86,13 @@ def explain_exit(code: int) -> str:
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """The failures, the one that explains the others first: the earliest that is not about a lost
-    peer."""
+    """Sort failures, the cause first: the earliest one that is not the loss of a peer."""
     return sorted(failures, key=lambda failure: (failure.is_consequence, failure.when_ns))
 
 
 def describe(failures: Iterable[Failure], ended: Mapping[int, str] = MappingProxyType({})) -> str:
-    """The first failure whole, then a line for each other rank; `ended`: ranks that did not fail,
-    and what they did."""
+    """Describe the first failure completely, then each other rank in a line; `ended`: text for each
+    rank that did not fail."""
     first, *others = in_order(failures)
     if first.is_report:
         return first.text
@@ -113,9 +110,9 @@ def _with_traceback(failure: Failure) -> str:
 
 
 class InterruptHandler:
-    """SIGINT handler that raises KeyboardInterrupt and remembers that it did.
+    """SIGINT handler that raises KeyboardInterrupt and records that it did.
 
-    Libraries whose import is interrupted may turn KeyboardInterrupt into an exception of their own.
+    Libraries whose import is interrupted may turn KeyboardInterrupt into another exception.
     """
 
     def __init__(self) -> None:
@@ -128,19 +125,21 @@ class InterruptHandler:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when process `parent`, which started it, ends in whatever way.
+    """Have this process killed when its parent process `parent` ends in any way.
 
-    Linux does it by itself. Elsewhere a thread looks once a second.
+    Linux provides this. Elsewhere a thread checks once a second.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True, name="watch-parent").start()
-    if os.getppid() != parent:  # it was gone before we asked
+        threading.Thread(
+            target=_watch_parent, args=(parent,), daemon=True, name="watch-parent"
+        ).start()
+    if os.getppid() != parent:  # the parent ended before the request
         os._exit(1)
 
 
-def _watch(parent: int) -> None:
+def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,10 +1,10 @@
-"""ZeRO-3: weights, gradients and optimizer state all divided over ranks, by torch's FSDP2
+"""ZeRO-3 (FSDP): weights, gradients and optimizer state sharded over ranks, by torch's FSDP2
 (`fully_shard`).
 
-Every rank keeps some rows of every matrix. A layer's weights are gathered before its forward and
-before its backward, and freed after each; its gradients are summed to the ranks that keep the rows.
-Experts are divided over the ranks that hold the same ones, everything else over dp and cp. The only
-file that knows DTensor.
+Every rank keeps some rows of every matrix. A layer's weights are all-gathered before its forward
+and before its backward, and freed after each; its gradients are reduce-scattered. Experts are
+sharded over the ranks that hold the same ones, all other weights over dp and cp. The only module
+that uses DTensor.
 """
 
 import weakref
@@ -47,25 +47,25 @@ from megalith.plan.fsdp import padded_numel, rows_of
 from megalith.plan.shards import Shard
 
 DIVIDE_BY = 1.0
-"""What FSDP2 divides its sums by. Left alone it takes means; but the loss was divided once, by all
-ranks' labels."""
+"""Divisor of FSDP2's gradient sums. Its default averages, but the loss has been divided by the
+global number of labels already."""
 
 
 Divisions = Mapping[str, Division]
-"""Of each grid."""
+"""Grid -> the groups over which its parameters are sharded and replicated."""
 
 
 class FullyShardedDataParallel:
-    """The engine of parallel.zero=3; what training asks of it is written at `GradSync` in
-    parallel/engine.py.
+    """Data parallelism of parallel.zero=3; see `GradSync` in parallel/engine.py.
 
-    The layers, their experts, the embedding and the head are each gathered together; the last norm,
-    and a table that embedding and head share, stay gathered from the forward of their chunk to the
-    end of its backward. Gradients are summed after every microbatch, so that only those of one
-    layer are ever held whole, and my rows of them are added up in fp32. Several replicas of the
-    whole division (HSDP) sum once per step, each layer as soon as its last microbatch is done and
-    the layers behind it have been sent. Experts that no other rank holds stay here whole, and so do
-    vectors that are not trained, which the run may want to read and to move.
+    FSDP units are the layers, their experts, the embedding and the head; the final norm, and a
+    table that embedding and head share, stay gathered from the forward of their chunk to the end of
+    its backward. Gradients are reduce-scattered after every microbatch, so that only those of one
+    layer are unsharded at a time, and this rank's rows are accumulated in fp32. With several
+    replicas of the sharding group (HSDP) gradients are all-reduced once per step, each layer as
+    soon as its last microbatch is done and the layers behind it have been sent. Experts that no
+    other rank holds are not sharded, and neither are frozen vectors, which the run may read and
+    move.
 
     Sources: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.3; Zhao et al. 2023,
     arXiv:2304.11277.
@@ -83,22 +83,22 @@ class FullyShardedDataParallel:
         watch: bool = False,
         overlap: bool = True,
     ) -> None:
-        """`keep_gathered`: free weights at the end of the step only, for pipelines, which run a
-        chunk many times in it. `watch`: note which gradients are not finite before they are
-        summed. `overlap`: gather what backward needs next and sum over replicas while it
-        computes."""
+        """`keep_gathered`: free weights only at the end of the step, for pipelines, which run a
+        chunk many times in it. `watch`: record which gradients are NaN or infinite before they are
+        reduced. `overlap`: prefetch the weights of backward and overlap the all-reduce over
+        replicas with it."""
         self.mesh, self.divisions = mesh, divisions_of(parameters, mesh)
         self.sums = SumsInOrder(overlap=overlap)
         parts = [part for chunk in chunks for part in (*_inner_parts(chunk), chunk)]
         self.units = [_unit(part, self.divisions, self.sums) for part in parts]
         unit_of: dict[int, Unit] = {}
-        for unit in self.units:  # a whole comes after the parts inside it, and gets what they leave
+        for unit in self.units:  # outer modules come after inner ones and get the rest
             for module in unit.module.modules():
                 unit_of.setdefault(id(module), unit)
         trained, frozen = divide_frozen(parameters)
         for part in (trained, frozen):
             _check_consistent_across_ranks(part, mesh)
-        _divide(
+        _shard_chunks(
             chunks,
             parameters,
             self.divisions,
@@ -108,37 +108,43 @@ class FullyShardedDataParallel:
         )
         places: dict[int, list[tuple[Shard, nn.Parameter]]] = {}
         for shard, module, name in trained:
-            mine = _mine(shard, self.divisions[shard.grid])
-            places.setdefault(id(unit_of[id(module)]), []).append((mine, getattr(module, name)))
-        found: dict[str, ShardedParam] = {}
+            local_shard = _local_rows_of(shard, self.divisions[shard.grid])
+            places.setdefault(id(unit_of[id(module)]), []).append(
+                (local_shard, getattr(module, name))
+            )
+        local_params_by_name: dict[str, ShardedParam] = {}
         for unit in self.units:
-            found |= unit.connect(
+            local_params_by_name |= unit.connect(
                 places.get(id(unit), []), gradient_dtype=gradient_dtype, watch=watch
             )
         self.sums.units = _as_backward_ends(self.units, chunks)
         for chunk in chunks if not overlap else ():
-            _gather_nothing_ahead(chunk)
-        self.local_params = [found[shard.name] for shard, _, _ in trained if shard.name in found]
-        self.frozen = _my_rows(frozen, self.divisions)
+            _disable_prefetch(chunk)
+        self.local_params = [
+            local_params_by_name[shard.name]
+            for shard, _, _ in trained
+            if shard.name in local_params_by_name
+        ]
+        self.frozen = _local_rows(frozen, self.divisions)
         check_slices_consistent_across_ranks(self.local_params, mesh)
-        self._told = False
+        self._warned_unused = False
 
     def begin_step(self, microbatches: int) -> None:
-        """Expect this many backward passes before `finish`."""
+        """Start a step of this many backward passes."""
         self.sums.started = 0
         for unit in self.units:
             unit.begin_step(microbatches)
 
     def finish(self) -> Sequence[ShardedParam]:
-        """My rows of every gradient, summed over every rank that holds the same box; zeros where
-        there was none.
+        """Return this rank's rows of every gradient, summed over all ranks that hold the same box;
+        zeros if there was none.
 
-        The first step in which a unit had no part in the loss is told about, unless an earlier step
-        gathered the unit: then FSDP2 sends zeros, as for what was left out inside a unit, which
-        cannot be told from gradients.
+        The first step in which a unit had no part in the loss logs a warning, unless an earlier
+        step gathered the unit: FSDP2 then sends zeros, as for an unused parameter inside a unit,
+        which cannot be distinguished from gradients.
         """
         unused = [name for unit in self.units for name in unit.unused()]
-        self._told = self._told or warn_of_zeros(unused)
+        self._warned_unused = self._warned_unused or warn_of_zeros(unused)
         for unit in self.units:
             unit.close()
         self.sums.start(ready_only=False)
@@ -148,22 +154,21 @@ class FullyShardedDataParallel:
         return self.local_params
 
     def all_gather_params(self) -> None:
-        """Let the next forward gather the weights anew: the optimizer wrote to the rows that are
-        sent."""
+        """Reshard all weights, so that the next forward gathers the updated rows."""
         self._free()
 
     def wait_params(self) -> None:
-        """Nothing to wait for: weights are gathered where they are used."""
+        """Do nothing: weights are gathered where they are used."""
 
     def nonfinite(self) -> list[str]:
-        """Names of parameters whose gradient here was not finite before any other rank's was added;
-        needs `watch`."""
+        """Return the names of parameters whose gradient on this rank was NaN or infinite before the
+        reduction; needs `watch`."""
         return sorted(
             {name for unit in self.units for name, finite in unit.seen if not bool(finite)}
         )
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
-        """A sum over the bytes of my rows of what lies on each grid; replicas have the same."""
+        """Return a sum over the bytes of this rank's rows of each grid; replicas have the same."""
         held: dict[str, list[Tensor]] = {grid: [] for grid in self.divisions}
         for shard, rows in (
             *((local_params.shard, local_params.weight) for local_params in self.local_params),
@@ -178,8 +183,8 @@ class FullyShardedDataParallel:
 
 
 class SumsInOrder:
-    """Sums of the units' gradients over replicas: in one order, whatever part a unit had in the
-    loss of a replica."""
+    """All-reduces of the units' gradients over replicas, in the same order on all ranks, whichever
+    units had a part in the loss."""
 
     def __init__(self, *, overlap: bool) -> None:
         self.overlap = overlap
@@ -188,7 +193,7 @@ class SumsInOrder:
         self._running: list[dist.Work] = []
 
     def start(self, *, ready_only: bool) -> None:
-        """InitialValues what is next, as far as units are ready, or all that is left."""
+        """Start the next all-reduces, as far as units are ready, or all that remain."""
         while self.started < len(self.units) and not (
             ready_only and not self.units[self.started].ready
         ):
@@ -202,14 +207,14 @@ class SumsInOrder:
             self.started += 1
 
     def wait(self) -> None:
-        """StopFilter all are there."""
+        """Wait until all are complete."""
         for work in self._running:
             work.wait()
         self._running.clear()
 
 
 class Unit:
-    """Parameters that this rank has whole, and their fp32 or float64 gradient."""
+    """Parameters that are not sharded on this rank, and their fp32 or float64 gradient."""
 
     def __init__(self, module: nn.Module, division: Division, sums: SumsInOrder) -> None:
         self.module, self.division, self.sums = module, division, sums
@@ -230,73 +235,74 @@ class Unit:
         gradient_dtype: torch.dtype,
         watch: bool,
     ) -> dict[str, ShardedParam]:
-        """Let the gradients of these parameters come here, one after the other in one buffer. By
-        name: what is mine, empty rows left out."""
+        """Register hooks that accumulate the gradients of these parameters in one buffer. Returns
+        name -> local parameter, without empty ones."""
         self._watch = watch
         if not parameters:
             return {}
-        weights = {mine.name: _local(parameter) for mine, parameter in parameters}
+        weights = {shard.name: _local(parameter) for shard, parameter in parameters}
         device = next(iter(weights.values())).device
         self.names, numels = list(weights), [weight.numel() for weight in weights.values()]
         self.gradient = torch.zeros(sum(numels), dtype=gradient_dtype, device=device)
         self._parts = dict(zip(self.names, self.gradient.split(numels), strict=True))
         self._rounds = dict.fromkeys(self.names, 0)
-        for mine, parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(_calling(self, mine))
+        for shard, parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(_grad_hook(self, shard))
         return {
-            mine.name: ShardedParam(
-                mine, weights[mine.name], self._parts[mine.name].view_as(weights[mine.name])
+            shard.name: ShardedParam(
+                shard, weights[shard.name], self._parts[shard.name].view_as(weights[shard.name])
             )
-            for mine, _ in parameters
-            if weights[mine.name].numel()
+            for shard, _ in parameters
+            if weights[shard.name].numel()
         }
 
     def begin_step(self, microbatches: int) -> None:
-        """Expect this many gradients of each."""
+        """Start a step with this many gradients of each parameter."""
         self._expected, self._rounds = microbatches, dict.fromkeys(self.names, 0)
         self.seen.clear()
 
     def unused(self) -> list[str]:
-        """Names of its parameters that have not had a gradient in this step."""
+        """Return the names of parameters without a gradient in this step."""
         return [name for name, rounds in self._rounds.items() if rounds == 0]
 
     @property
     def ready(self) -> bool:
-        """Whether all its gradients of the step have come, or can come no more."""
+        """Whether all gradients of the step have been added."""
         return all(rounds == self._expected for rounds in self._rounds.values())
 
     def close(self) -> None:
-        """No gradient of the step comes any more; what had none is zero."""
+        """Zero the gradients of parameters without one in this step."""
         for name in self.unused():
             self._parts[name].zero_()
 
     def free(self) -> None:
-        """Nothing has been gathered."""
+        """Do nothing: nothing has been gathered."""
 
-    def add(self, mine: Shard, parameter: Tensor) -> None:
-        """Add what backward left at a parameter to its gradient."""
-        assert parameter.grad is not None, mine.name
+    def add(self, shard: Shard, parameter: Tensor) -> None:
+        """Add `parameter.grad` to the gradient."""
+        assert parameter.grad is not None, shard.name
         if self._watch:
-            self.seen.append((mine.name, parameter.grad.isfinite().all()))
-        self._put(mine.name, parameter.grad.flatten())
+            self.seen.append((shard.name, parameter.grad.isfinite().all()))
+        self._put(shard.name, parameter.grad.flatten())
         parameter.grad = None
-        self._go_on()
+        self._start_ready_sums()
 
     def _put(self, name: str, gradient: Tensor) -> None:
-        """The first gradient of a step overwrites what the step before left."""
+        """Add to the gradient; the first contribution of a step overwrites the old values."""
         if self._rounds[name] == 0:
             self._parts[name].copy_(gradient)
         else:
             self._parts[name].add_(gradient)
         self._rounds[name] += 1
 
-    def _go_on(self) -> None:
+    def _start_ready_sums(self) -> None:
         if self.ready and self.sums.overlap:
             self.sums.start(ready_only=True)
 
 
 class ShardedUnit(Unit):
-    """Parameters that ranks divide and gather together, and the gradient of my rows of them."""
+    """FSDP unit: parameters that are sharded and all-gathered together, and the gradient of this
+    rank's rows."""
 
     def __init__(self, module: nn.Module, division: Division, sums: SumsInOrder) -> None:
         super().__init__(module, division, sums)
@@ -306,7 +312,7 @@ class ShardedUnit(Unit):
 
     @property
     def fsdp(self) -> FSDPModule:
-        """The module, once `fully_shard` has changed its class."""
+        """The module as an `FSDPModule`, after `fully_shard` has changed its class."""
         assert isinstance(self.module, FSDPModule), self.module
         return self.module
 
@@ -317,84 +323,87 @@ class ShardedUnit(Unit):
         gradient_dtype: torch.dtype,
         watch: bool,
     ) -> dict[str, ShardedParam]:
-        """Let FSDP2 sum the gradients of these rows, through us; weights are where FSDP2 sends them
-        from."""
+        """Register FSDP2's custom collectives and hooks for these rows; the weights are FSDP2's
+        local shards."""
         group = self.division.slices
-        self.fsdp.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # theirs is a private class
+        self.fsdp.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # its type is a private class
         local_params = super().connect(parameters, gradient_dtype=gradient_dtype, watch=watch)
         if not parameters:
             return local_params
-        for mine, _ in parameters:
-            numel = self._parts[mine.name].numel()
-            assert mine.flat is not None and mine.flat[1] - mine.flat[0] == numel, (mine, numel)
+        for shard, _ in parameters:
+            numel = self._parts[shard.name].numel()
+            assert shard.flat is not None and shard.flat[1] - shard.flat[0] == numel, (shard, numel)
         self.fsdp.set_gradient_divide_factor(DIVIDE_BY)
-        self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
-        self.fsdp.set_reduce_scatter_unused_params(
-            True
-        )  # else what is sent depends on what forward used
+        self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in the reduction
+        # otherwise the message depends on what forward used
+        self.fsdp.set_reduce_scatter_unused_params(True)
         self.fsdp.set_custom_reduce_scatter(ReduceGradients(group, self if watch else None))  # type: ignore[arg-type]  # the same
-        self.fsdp.set_all_reduce_hook(self._arrived)
+        self.fsdp.set_all_reduce_hook(self._take_reduced)
         return local_params
 
     def unused(self) -> list[str]:
-        """Names of its parameters, if none of them has had a gradient in this step."""
+        """Return the names of all parameters if none of them had a gradient in this step."""
         return self.names if not any(self._rounds.values()) else []
 
     def free(self) -> None:
-        """Keep my rows only."""
+        """Reshard: keep this rank's rows only."""
         self.fsdp.reshard()
 
     def look_at(self, message: Tensor, ranks: int) -> None:
-        """Note where the gradients of all rows, [ranks, what each of them keeps], are finite before
-        they are summed."""
+        """Record where the gradients of all rows, [ranks, rows of each rank], are finite before
+        they are reduced."""
         self._finite = message.view(ranks, -1).isfinite().all(0)
 
-    def _arrived(self, message: Tensor) -> None:
-        """Take the sums of one microbatch before FSDP2 rounds them to the weights' dtype.
+    def _take_reduced(self, message: Tensor) -> None:
+        """Take the reduced gradients of one microbatch before FSDP2 casts them to the weights'
+        dtype.
 
-        They lie one after the other, each padded to what the first rank keeps. FSDP2 then visits
-        the parameters in that order, so `add` knows which is which.
+        They are concatenated, each padded to the size of the first rank's rows. FSDP2 then visits
+        the parameters in that order, which `add` relies on.
         """
         self._sum, self._read = message, 0
         for x in (message, self._finite) if message.is_cuda else ():
-            if x is not None:  # allocated on the stream that sums, and read on this one
+            if x is not None:  # allocated on the reduction stream, read on this one
                 x.record_stream(torch.cuda.current_stream())
 
-    def add(self, mine: Shard, parameter: Tensor) -> None:
+    def add(self, shard: Shard, parameter: Tensor) -> None:
         """Add the next part of the message to a gradient."""
-        assert self._sum is not None, mine.name
-        numel, sent = self._parts[mine.name].numel(), padded_numel(mine, self.division.slices.size)
-        self._put(mine.name, self._sum[self._read : self._read + numel])
+        assert self._sum is not None, shard.name
+        numel, sent = (
+            self._parts[shard.name].numel(),
+            padded_numel(shard, self.division.slices.size),
+        )
+        self._put(shard.name, self._sum[self._read : self._read + numel])
         if self._finite is not None:
-            self.seen.append((mine.name, self._finite[self._read : self._read + sent].all()))
+            self.seen.append((shard.name, self._finite[self._read : self._read + sent].all()))
         parameter.grad = None
         self._read += sent
         if self._read == self._sum.numel():
             self._sum = None
-            self._go_on()
+            self._start_ready_sums()
 
 
-def _calling(unit: Unit, mine: Shard) -> Callable[[Tensor], None]:
-    # A parameter that torch refers to, too, hides its hooks from the garbage collector: a strong
-    # reference in one would keep the unit for ever, and with it process groups.
-    its = weakref.ref(unit)
+def _grad_hook(unit: Unit, shard: Shard) -> Callable[[Tensor], None]:
+    # The garbage collector does not see the hooks of a parameter that torch references: a strong
+    # reference in a hook would keep the unit forever, with its process groups.
+    unit_ref = weakref.ref(unit)
 
     def add(parameter: Tensor) -> None:
-        owner = its()
-        assert owner is not None, mine.name
-        owner.add(mine, parameter)
+        owner = unit_ref()
+        assert owner is not None, shard.name
+        owner.add(shard, parameter)
 
     return add
 
 
 class AllGatherParams:
-    """FSDP2's all-gather, noted for the report of a hang."""
+    """FSDP2's all-gather, recorded in the flight recorder."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a message."""
+        """Allocate the memory of a message."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -404,7 +413,7 @@ class AllGatherParams:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Every rank's input, in the order of ranks."""
+        """All-gather the ranks' inputs, in the order of ranks."""
         entry = note(self.group, "all_gather", input_tensor)
         work: dist.Work | None = dist.all_gather_into_tensor(
             output_tensor, input_tensor, group=group, async_op=async_op
@@ -414,13 +423,13 @@ class AllGatherParams:
 
 
 class ReduceGradients:
-    """FSDP2's reduce-scatter, noted for the report of a hang."""
+    """FSDP2's reduce-scatter, recorded in the flight recorder."""
 
     def __init__(self, group: Group, watched_by: ShardedUnit | None) -> None:
         self.group, self.watched_by = group, watched_by
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a message."""
+        """Allocate the memory of a message."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -431,7 +440,7 @@ class ReduceGradients:
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """My part of the sum of all ranks' inputs."""
+        """Reduce-scatter the ranks' inputs."""
         if self.watched_by is not None:
             self.watched_by.look_at(input_tensor, self.group.size)
         entry = note(self.group, "reduce_scatter", input_tensor)
@@ -447,30 +456,31 @@ def fully_shard_chunk(
     divisions: Divisions,
     device: torch.device,
     *,
-    whole: Set[nn.Parameter],
+    unsharded: Set[nn.Parameter],
     gradient_dtype: torch.dtype,
     keep_gathered: bool,
 ) -> None:
-    """Cut the parameters of a model on the meta device over the ranks that divide them, all but
-    those in `whole`, and give my rows of them memory: zeros.
+    """Shard the parameters of a chunk on the meta device, all but `unsharded`, and allocate
+    this rank's rows: zeros.
 
-    The chunk frees nothing after forward: its head is asked for the loss when forward has returned.
+    The chunk itself does not reshard after forward: the loss of its head is computed after forward
+    has returned.
     """
     ranks = {
-        grid: _ranks(each.slices, device)
+        grid: _device_mesh(each.slices, device)
         for grid, each in divisions.items()
         if each.slices.size > 1
     }
-    if not ranks:  # a stage without experts, where only these have ranks to be divided over
-        _give_memory(chunk, device)
+    if not ranks:  # a stage without experts in a run that shards only experts
+        _allocate_params(chunk, device)
         return
     policy = MixedPrecisionPolicy(reduce_dtype=gradient_dtype, cast_forward_inputs=False)
-    cut = partial(fully_shard, mp_policy=policy, ignored_params={*whole})
+    shard = partial(fully_shard, mp_policy=policy, ignored_params={*unsharded})
     for module in list(_inner_parts(chunk)):
         over = ranks.get(_grid_of(module))
         if over is None:
             continue
-        cut(module, mesh=over, reshard_after_forward=not keep_gathered)
+        shard(module, mesh=over, reshard_after_forward=not keep_gathered)
         if _grid_of(module) == "expert":
             _expose_recomputed_outputs(module)
         plain = isinstance(module, VocabHead) and module.reads_table_again
@@ -483,39 +493,41 @@ def fully_shard_chunk(
         if isinstance(module, VocabHead):
             register_fsdp_forward_method(module, "loss")
             register_fsdp_forward_method(module, "best")
-    # Where it has nothing to divide it is still what FSDP2 counts forward and backward passes by.
-    cut(chunk, mesh=ranks.get("dense", next(iter(ranks.values()))), reshard_after_forward=False)
+    # Even without parameters to shard, FSDP2 counts forward and backward passes by this module.
+    shard(chunk, mesh=ranks.get("dense", next(iter(ranks.values()))), reshard_after_forward=False)
     if keep_gathered:
         assert isinstance(chunk, FSDPModule)
         chunk.set_reshard_after_backward(False)
-    _give_memory(chunk, device)
+    _allocate_params(chunk, device)
 
 
-def _ranks(group: Group, device: torch.device) -> DeviceMesh:
-    """The same ranks, as FSDP2 wants them."""
+def _device_mesh(group: Group, device: torch.device) -> DeviceMesh:
+    """Return the group as a DeviceMesh."""
     assert group.handle is not None, group
     ranks = DeviceMesh.from_group(group.handle, device.type, mesh_dim_names=("shard",))
     assert ranks.get_local_rank() == group.rank, (ranks, group)
     return ranks
 
 
-class _Aside:
-    """Something that FSDP2 does not look into."""
+class _HiddenFromFSDP:
+    """Wrapper that hides tensors from FSDP2."""
 
     def __init__(self, rows: RecomputedOutput) -> None:
         self.rows = rows
 
 
 def _expose_recomputed_outputs(experts: nn.Module) -> None:
-    """Let FSDP2 see the rows that experts read, also where they are rebuilt in backward: it
-    sends a unit's gradients when those of all tensors among the unit's inputs are there, and
-    would take the rows' weights for all of them."""
+    """Show FSDP2 the input rows of experts, also if they are recomputed in backward.
+
+    FSDP2 reduces a unit's gradients when those of all tensors among the unit's inputs are complete,
+    and would otherwise see only the rows' routing weights.
+    """
 
     def take_apart(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         (sent,) = args
         rows = sent.rows
         return (
-            (sent._replace(rows=rows.value), _Aside(rows))
+            (sent._replace(rows=rows.value), _HiddenFromFSDP(rows))
             if isinstance(rows, RecomputedOutput)
             else args
         )
@@ -532,7 +544,7 @@ def _expose_recomputed_outputs(experts: nn.Module) -> None:
 
 
 def divisions_of(parameters: Parameters, mesh: Mesh) -> Divisions:
-    """How ranks divide what lies on each grid."""
+    """Return how the parameters of each grid are sharded."""
     return {
         grid: division_of(3, mesh, grid)
         for grid in sorted({"dense", *(shard.grid for shard, _, _ in parameters)})
@@ -547,16 +559,16 @@ def divide_for_forward(
     device: torch.device,
     keep_gathered: bool = False,
 ) -> list[tuple[Shard, Tensor]]:
-    """Divide the weights of a model on the meta device over the ranks that
-    `FullyShardedDataParallel` divides them over, for forward passes alone.
+    """Shard the weights of a model on the meta device as `FullyShardedDataParallel` does, for
+    forward passes only.
 
-    Returns my rows of each, for the caller to fill; weights of which I have no row are left out.
-    Unlike `FullyShardedDataParallel` it makes no room for gradients, and no backward may follow.
+    Returns this rank's rows of each, to be initialized by the caller, without empty ones. Unlike
+    `FullyShardedDataParallel` it allocates no gradients, and no backward may follow.
     `keep_gathered`: as there.
     """
     divisions = divisions_of(parameters, mesh)
     _check_consistent_across_ranks(parameters, mesh)
-    _divide(
+    _shard_chunks(
         chunks,
         parameters,
         divisions,
@@ -567,11 +579,11 @@ def divide_for_forward(
     for module in (part for chunk in chunks for part in (*_inner_parts(chunk), chunk)):
         if isinstance(module, FSDPModule):
             group = divisions[_grid_of(module)].slices
-            module.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # theirs is a private class
-    return _my_rows(parameters, divisions)
+            module.set_custom_all_gather(AllGatherParams(group))  # type: ignore[arg-type]  # its type is a private class
+    return _local_rows(parameters, divisions)
 
 
-def _divide(
+def _shard_chunks(
     chunks: Sequence[nn.Module],
     parameters: Parameters,
     divisions: Divisions,
@@ -580,32 +592,32 @@ def _divide(
     gradient_dtype: torch.dtype,
     keep_gathered: bool,
 ) -> None:
-    """Cut every chunk, and leave the hooks and sums to the caller."""
-    _refuse_shared_chunks(chunks)
-    stays = {
+    """Shard every chunk, without gradient hooks."""
+    _reject_shared_chunks(chunks)
+    replicated = {
         getattr(module, name)
         for shard, module, name in parameters
-        if _stays(shard, module, name, divisions)
+        if _is_unsharded(shard, module, name, divisions)
     }
     for chunk in chunks:
         fully_shard_chunk(
             chunk,
             divisions,
             device,
-            whole=stays,
+            unsharded=replicated,
             gradient_dtype=gradient_dtype,
             keep_gathered=keep_gathered,
         )
 
 
-def _stays(shard: Shard, module: nn.Module, name: str, divisions: Divisions) -> bool:
-    """Whether this rank keeps all of its box of a parameter."""
+def _is_unsharded(shard: Shard, module: nn.Module, name: str, divisions: Divisions) -> bool:
+    """Whether this rank keeps its complete box of a parameter."""
     trained: bool = getattr(module, name).requires_grad
     return divisions[shard.grid].slices.size == 1 or (shard.inputs == 0 and not trained)
 
 
-def _mine(shard: Shard, division: Division) -> Shard:
-    """My rows, where several ranks divide them."""
+def _local_rows_of(shard: Shard, division: Division) -> Shard:
+    """Return this rank's rows, if several ranks shard them."""
     group = division.slices
     return (
         shard
@@ -614,24 +626,24 @@ def _mine(shard: Shard, division: Division) -> Shard:
     )
 
 
-def _my_rows(parameters: Parameters, divisions: Divisions) -> list[tuple[Shard, Tensor]]:
-    """My rows of each; weights of which I have no row are left out."""
-    mine = [
+def _local_rows(parameters: Parameters, divisions: Divisions) -> list[tuple[Shard, Tensor]]:
+    """Return this rank's rows of each parameter, without empty ones."""
+    local_parts = [
         (
             shard
-            if _stays(shard, module, name, divisions)
-            else _mine(shard, divisions[shard.grid]),
+            if _is_unsharded(shard, module, name, divisions)
+            else _local_rows_of(shard, divisions[shard.grid]),
             module,
             name,
         )
         for shard, module, name in parameters
     ]
-    held = [(shard, _local(getattr(module, name))) for shard, module, name in mine]
-    return [(shard, rows) for shard, rows in held if rows.numel()]
+    local_rows = [(shard, _local(getattr(module, name))) for shard, module, name in local_parts]
+    return [(shard, rows) for shard, rows in local_rows if rows.numel()]
 
 
 def _check_consistent_across_ranks(parameters: Parameters, mesh: Mesh) -> None:
-    """Make sure that ranks that divide something have the same of it; collective."""
+    """Check that ranks that shard parameters have the same ones; collective."""
     for grid, group in (
         ("dense", mesh.dp_cp),
         *((("expert", mesh.over("edp")),) if mesh.grid.experts else ()),
@@ -644,41 +656,39 @@ def _check_consistent_across_ranks(parameters: Parameters, mesh: Mesh) -> None:
         check_consistent_across_ranks(texts, group)
 
 
-def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
-    """Each chunk is cut by itself, so no two of a rank may share a weight."""
+def _reject_shared_chunks(chunks: Sequence[nn.Module]) -> None:
+    """Reject chunks of one rank that share a weight: each chunk is sharded separately."""
     held = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
     if sum(map(len, held)) > len(set().union(*held)):
         raise PlanError(
-            f"parallel.zero=3 with {len(chunks)} chunks on one rank that share the table of the "
-            "vocabulary: each chunk "
-            "is cut by itself. Set model.tied_embeddings=false and model.mtp.num_layers=0, "
-            "parallel.pipeline.vpp=1, or "
-            f"parallel.zero=2."
+            f"parallel.zero=3 with {len(chunks)} chunks on one rank that share the vocabulary's "
+            "table: each chunk is sharded separately. Set model.tied_embeddings=false and "
+            "model.mtp.num_layers=0, parallel.pipeline.vpp=1, or parallel.zero=2."
         )
 
 
 def _unit(module: nn.Module, divisions: Divisions, sums: SumsInOrder) -> Unit:
-    """What gathers the parameters of a part, or has them."""
+    """Return the unit of a module: sharded or not."""
     division = divisions[_grid_of(module)]
     return (ShardedUnit if division.slices.size > 1 else Unit)(module, division, sums)
 
 
 def _as_backward_ends(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> list[Unit]:
-    """The last layer first, behind its experts; a chunk's own parameters, of which both ends may
-    have a part, after all inside it."""
+    """Return the units in the order in which backward ends: last layer first, after its experts; a
+    chunk's own parameters after everything inside it."""
     unit_of = {id(unit.module): unit for unit in units}
     order: list[nn.Module] = []
     for chunk in reversed(chunks):
-        order += _experts_apart(chunk)
+        order += _experts_outside_layers(chunk)
         for layer in reversed(list(_inner_units(chunk))):
             order += [*_experts_in(layer), layer]
         order.append(chunk)
     return [unit_of[id(module)] for module in order]
 
 
-def _gather_nothing_ahead(chunk: nn.Module) -> None:
-    """Let backward gather what it needs when it needs it. FSDP2 has no switch for that, but may
-    be told what to gather ahead: here the chunk's own parameters, which are there."""
+def _disable_prefetch(chunk: nn.Module) -> None:
+    """Disable prefetching in backward. FSDP2 has no switch for that, but takes a list of what to
+    prefetch: here the chunk's own parameters, which are gathered already."""
     for module in (*_inner_parts(chunk), chunk):
         if isinstance(module, FSDPModule):
             assert isinstance(chunk, FSDPModule)
@@ -686,21 +696,21 @@ def _gather_nothing_ahead(chunk: nn.Module) -> None:
 
 
 def _inner_parts(chunk: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered apart from the rest of a chunk, parts of a part before it."""
+    """Yield the modules that are gathered separately from the rest of a chunk, inner ones first."""
     for unit in _inner_units(chunk):
         yield from _experts_in(unit)
         yield unit
-    yield from _experts_apart(chunk)
+    yield from _experts_outside_layers(chunk)
 
 
-def _experts_apart(chunk: nn.Module) -> list[nn.Module]:
-    """Experts outside its layers: of MTP layers."""
+def _experts_outside_layers(chunk: nn.Module) -> list[nn.Module]:
+    """Return the experts outside the chunk's layers: those of MTP layers."""
     inside = {id(part) for unit in _inner_units(chunk) for part in _experts_in(unit)}
     return [part for part in _experts_in(chunk) if id(part) not in inside]
 
 
 def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:
-    """Its layers, and tables that are used in one place."""
+    """Yield the chunk's layers, and its tables that are used in one place."""
     uses = Counter(
         id(table.weight)
         for table in chunk.modules()
@@ -714,7 +724,7 @@ def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:
 
 
 def _experts_in(layer: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules inside that have parameters of experts and nothing else."""
+    """Yield the largest modules inside that have only expert parameters."""
     for child in layer.children():
         grids = _grids_in(child)
         if grids == {"expert"}:
@@ -724,18 +734,18 @@ def _experts_in(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _grid_of(module: nn.Module) -> str:
-    """On which grid the parameters of a part lie, but for those of parts inside it."""
+    """Return the grid of a module's parameters, without those of units inside it."""
     return "expert" if _grids_in(module) == {"expert"} else "dense"
 
 
 def _grids_in(module: nn.Module) -> set[str]:
-    """Grids of all parameters inside."""
-    notes = (each.__dict__.get("declared", {}) for each in module.modules())
-    return {declared.shard.grid for note in notes for declared in note.values()}
+    """Return the grids of all parameters inside."""
+    specs_by_module = (each.__dict__.get("declared", {}) for each in module.modules())
+    return {spec.shard.grid for specs in specs_by_module for spec in specs.values()}
 
 
-def _give_memory(chunk: nn.Module, device: torch.device) -> None:
-    """Memory for every parameter; one that two modules share stays shared."""
+def _allocate_params(chunk: nn.Module, device: torch.device) -> None:
+    """Allocate every parameter; one that two modules share stays shared."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in chunk.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -749,6 +759,6 @@ def _give_memory(chunk: nn.Module, device: torch.device) -> None:
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """My rows, or all there is, as a plain tensor."""
+    """Return this rank's rows, or the full parameter if not sharded, as a plain tensor."""
     with torch.no_grad():
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data

@@ -1,5 +1,5 @@
-"""A `Group`: the ranks one collective runs over; and the in-place collectives that no gradient
-flows through."""
+"""`Group`: the ranks over which a collective runs; in-place collectives and messages without
+gradient."""
 
 import time
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from megalith.observe.flight import CollectiveRecord, Flight, message_lane
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks one collective runs over, and my place among them."""
+    """Process group as an explicit argument: the ranks over which a collective runs, and this
+    rank's index among them."""
 
     axes: tuple[str, ...]
     """Grid axes it spans, outer first: ("tp",), ("dp", "cp"), ("tp_kv", "tp_copy")."""
@@ -24,16 +25,16 @@ class Group:
     """Global ranks, in group order."""
 
     rank: int
-    """My index within `ranks`."""
+    """Index of this rank within `ranks`."""
 
     handle: dist.ProcessGroup | None = field(default=None, repr=False)
-    """Set whenever there is more than one rank and the ranks are real."""
+    """Set if there is more than one rank and the processes exist."""
 
     name: str = field(default="", repr=False)
-    """What torch's functional collectives know the group by; any text on paper."""
+    """Name of the group in torch's functional collectives; any text for meta tensors."""
 
     flight: Flight | None = field(default=None, repr=False, compare=False)
-    """Where this rank writes down what it enters, for the report of a hang; None: nowhere."""
+    """Flight recorder of this rank's collectives, for the report of a hang; None: not recorded."""
 
     @property
     def size(self) -> int:
@@ -45,7 +46,7 @@ class Group:
 
 
 def alone(*axes: str) -> Group:
-    """A group of one rank: every collective over it is free."""
+    """Return a group of one rank, over which every collective is free."""
     return Group(axes=axes, ranks=(0,), rank=0)
 
 
@@ -56,15 +57,14 @@ def note(
     *,
     rows: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> CollectiveRecord | None:
-    """Write down that this rank is about to enter a collective; call it before every one, and
-    `finished` after it.
+    """Record that this rank is about to start a collective; `finished` records its end.
 
-    With parallel.check_collectives it first asks the other ranks whether they are about to do the
-    same. `rows`: how many this rank sends to each and receives from each, where the ranks' tensors
-    differ in their first dimension.
+    With parallel.check_collectives it first checks that the other ranks are about to start the same
+    one. `rows`: how many rows this rank sends to each rank and receives from each, if the ranks'
+    tensors differ in their first dimension.
 
     Raises:
-        CollectiveError: they are not.
+        CollectiveError: the ranks are about to start different collectives.
     """
     if group.flight is None:
         return None
@@ -78,7 +78,7 @@ def note(
 def note_message(
     group: Group, x: Tensor, peer: int, *, sends: bool, tag: int = 0
 ) -> CollectiveRecord | None:
-    """The same for a message of `x` to, or from, rank number `peer` of the group; those of one tag
+    """Record a message of `x` to, or from, rank number `peer` of the group; messages of one tag
     keep their order."""
     if group.flight is None:
         return None
@@ -95,24 +95,23 @@ def note_message(
 
 
 def finished(entry: CollectiveRecord | None) -> None:
-    """Note that an operation of `note` is over."""
+    """Record that an operation of `note` is complete."""
     if entry is not None:
         entry.done = True
 
 
 def stands_still_for(entry: CollectiveRecord | None) -> None:
-    """Note that this rank now waits for an operation of `note` that it called finished when it left
-    it to itself.
+    """Record that this rank now waits for an operation started earlier.
 
-    Who computes meanwhile is in no collective: if it never comes back, that is what a report of a
-    hang has to say.
+    A rank that computes while its message is in flight is not in a collective; if it never returns,
+    the report of the hang must say so.
     """
     if entry is not None:
         entry.started, entry.done = time.monotonic(), False
 
 
 def on_its_way(entry: CollectiveRecord | None, work: dist.Work | None) -> dist.Work:
-    """Note that an operation of `note` is over when `work`, which is given back, is."""
+    """Record that an operation of `note` is complete when `work` is; return `work`."""
     assert work is not None, "this process is not in the group"
     if entry is not None:
         entry.work = ref(work)
@@ -120,8 +119,7 @@ def on_its_way(entry: CollectiveRecord | None, work: dist.Work | None) -> dist.W
 
 
 def all_reduce_(x: Tensor, group: Group) -> Tensor:
-    """Sum `x` over `group`, in place; free when the group is a single rank. A meta tensor has no
-    numbers to sum."""
+    """Sum `x` over `group` in place; free for a single rank. Does nothing to a meta tensor."""
     if group.size > 1 and not x.is_meta:
         entry = note(group, "all_reduce", x)
         dist.all_reduce(x, group=group.handle)
@@ -130,8 +128,8 @@ def all_reduce_(x: Tensor, group: Group) -> Tensor:
 
 
 def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
-    """InitialValues summing `x` over `group` in place; the result may be read after `.wait()`.
-    None: already done."""
+    """Start summing `x` over `group` in place; the result may be read after `.wait()`. None:
+    already done."""
     if group.size == 1:
         return None
     entry = note(group, "all_reduce", x)
@@ -139,7 +137,7 @@ def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
 
 
 def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
-    """Largest `x` over `group`, element by element, in place; nothing to do for a meta tensor."""
+    """Take the element-wise maximum of `x` over `group` in place; does nothing to a meta tensor."""
     if group.size > 1 and not x.is_meta:
         entry = note(group, "all_reduce_max", x)
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
@@ -148,29 +146,29 @@ def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gathered(x: Tensor, group: Group) -> Tensor:
-    """The ranks' equal parts [t, ...], x contiguous, on their way to [ranks * t, ...]: there after
+    """Start an all-gather of equal parts [t, ...], x contiguous -> [ranks * t, ...], readable after
     `wait_tensor`.
 
-    Into a tensor made here: the operator that makes it by itself takes another way through gloo,
-    which breaks the heap (torch 2.13, measured: a process that gathers small tensors without pause
-    dies within two minutes; this one does not).
+    The output is allocated here: the operator that allocates it itself takes another code path in
+    gloo, which corrupts the heap (torch 2.13, measured: a process that gathers small tensors in a
+    loop crashes within two minutes; this one does not).
     """
     ops = torch.ops._c10d_functional
     if x.is_meta or torch.compiler.is_compiling():
         y: Tensor = ops.all_gather_into_tensor(x, group.size, group.name)
         return y
-    whole = x.new_empty(group.size * x.shape[0], *x.shape[1:])
-    y = ops.all_gather_into_tensor_out(x, group.size, group.name, out=whole)
+    output = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    y = ops.all_gather_into_tensor_out(x, group.size, group.name, out=output)
     return y
 
 
 def start_send(
     x: Tensor, group: Group, to: int, *, tag: int = 0, handle: dist.ProcessGroup | None = None
 ) -> dist.Work:
-    """InitialValues sending `x` to rank number `to` of the group; it must not be written to before
+    """Start sending `x` to rank number `to` of the group; it must not be written to before
     `.wait()`.
 
-    `handle`: the process group to use, if it is not the group's own.
+    `handle`: the process group to use, if not the group's own.
     """
     entry = note_message(group, x, to, sends=True, tag=tag)
     return on_its_way(entry, dist.isend(x, group=handle or group.handle, group_dst=to, tag=tag))
@@ -179,14 +177,14 @@ def start_send(
 def start_receive(
     x: Tensor, group: Group, source: int, *, tag: int = 0, handle: dist.ProcessGroup | None = None
 ) -> dist.Work:
-    """InitialValues receiving into `x` what rank number `source` of the group sends; it may be
-    read after `.wait()`."""
+    """Start receiving into `x` what rank number `source` of the group sends; it may be read after
+    `.wait()`."""
     entry = note_message(group, x, source, sends=False, tag=tag)
     return on_its_way(entry, dist.irecv(x, group=handle or group.handle, group_src=source, tag=tag))
 
 
 def gather_objects(value: object, group: Group) -> list[object]:
-    """Every rank's `value`, in group order; for small plain values outside the hot path."""
+    """Return every rank's `value` in group order; for small plain values outside the hot path."""
     if group.size == 1:
         return [value]
     values: list[object] = [None] * group.size
@@ -197,7 +195,7 @@ def gather_objects(value: object, group: Group) -> list[object]:
 
 
 def barrier(group: Group) -> None:
-    """Wait until every rank of `group` is here."""
+    """Wait until every rank of `group` reaches this call."""
     if group.size > 1:
         entry = note(group, "barrier")
         dist.barrier(group=group.handle)
@@ -205,6 +203,6 @@ def barrier(group: Group) -> None:
 
 
 def my_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
-    """Where rank number `rank`'s part starts and stops, given every rank's size."""
+    """Return start and stop of the part of rank number `rank`, given every rank's size."""
     start = sum(sizes[:rank])
     return start, start + sizes[rank]

@@ -1,8 +1,7 @@
-"""Local ranks: start them, pass signals on, end all when one fails, and tell its story once. Loads
-no torch.
+"""Launcher of local ranks: starts them, forwards signals, terminates all when one fails, and
+reports the failure once. Imports no torch.
 
-On several machines `torchrun` does this; the ranks themselves cannot tell the difference (see
-parallel/worker.py).
+On several machines `torchrun` does this; the ranks behave the same (see parallel/worker.py).
 """
 
 import faulthandler
@@ -45,55 +44,57 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""What torchrun, our launcher and the Slurm and Kubernetes files tell each rank."""
+"""Environment variables that torchrun, this launcher and the Slurm and Kubernetes files set for
+each rank."""
 
 LISTENER = "MEGALITH_LISTENER"
-"""Tells rank 0 which of its open files listens at MASTER_PORT: a port that was only looked up may
-be taken by then."""
+"""Variable with the file descriptor of rank 0 that listens at MASTER_PORT: a port that was only
+looked up may be taken by then."""
 
 LAUNCHER = "MEGALITH_LAUNCHER"
-"""Tells a rank that `run_workers` started it: its process number and the folder for records of
-failures."""
+"""Variable that marks a rank started by `run_workers`: the launcher's process id and the folder for
+failure records."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Where torchrun looks for what a rank failed of; its folder's folder is shared by the ranks of one
-machine."""
+"""Variable with the file in which torchrun expects a rank's failure; the ranks of one machine share
+the parent of its folder."""
 
 USER_ERROR, FAULT, STOPPED = 2, 1, 75
-"""Exit codes: the user can fix it; our fault; stopped after a save."""
+"""Exit codes: the user can fix it; internal error; stopped after a save."""
 
 NOTICE_SECONDS = 1.0
-"""How long the other ranks have to fail by themselves once one has; their errors are then told,
-too."""
+"""Time that the other ranks have to fail by themselves after one has, so that their errors are
+reported, too."""
 
 GRACE_SECONDS = 5.0
-"""How long they then have to obey SIGTERM."""
+"""Time between SIGTERM and SIGKILL."""
 
 OUTPUT_SHOWN = 2000
 """Characters of the failed rank's own output that an error repeats."""
 
 FOLDER_PREFIX = "megalith-launch-"
-"""Begins the name of a launcher's folder in the directory for temporary files."""
+"""Prefix of a launcher's folder in the directory for temporary files."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that the launcher passes on to its ranks."""
+"""Signals that the launcher forwards to its ranks."""
 
 INTERRUPTED = "KeyboardInterrupt"
-"""Summary of the failure of a rank that SIGINT ended."""
+"""Failure summary of a rank that SIGINT ended."""
 
 
 def in_worker(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher, ours or another, has made this process a rank."""
+    """Return whether a launcher has started this process as a rank."""
     return any(name in environment for name in RANK_VARIABLES)
 
 
 def is_ignored_hangup(number: int) -> bool:
-    """Whether `number` is SIGHUP and `nohup` has this process ignore it, which must stay so."""
+    """Return whether `number` is SIGHUP and this process ignores it (`nohup`), which must stay
+    so."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def threads_per_rank(cores: int, local_world: int) -> int:
-    """CPU threads for each of the ranks that share a machine.
+    """Return the CPU threads of each rank of a machine.
 
     >>> threads_per_rank(8, 3), threads_per_rank(2, 4)
     (2, 1)
@@ -110,42 +111,42 @@ def run_workers(
 ) -> int:
     """Run the same command on `nproc` processes of this machine and wait for all of them.
 
-    Rank 0 has the terminal; what the others print is kept and shown if they fail. When one fails
-    the others are ended: SIGTERM after a second, SIGKILL 5 s later. The first SIGINT, SIGTERM or
-    SIGHUP to this process is passed on, so that the ranks save and stop; a second one kills them.
-    They do not outlive this process, however it ends.
+    Rank 0 uses the terminal; the output of the others is stored and shown if they fail. When one
+    fails the others get SIGTERM after a second and SIGKILL 5 s later. The first SIGINT, SIGTERM or
+    SIGHUP to this process is forwarded, so that the ranks save and stop; a second one kills them.
+    The ranks end when this process ends in any way.
 
     Returns:
         0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended
-        them before that, which one line on standard error then says.
+        them before that, which is reported in one line on standard error.
 
     Raises:
-        UserError: the message of the rank that failed first, when the user can fix it. RankError:
-        the traceback, or the manner of death, of the rank that failed first; then a line for each
-        other.
+        UserError: the message of the rank that failed first, if the user can fix it. RankError: the
+        traceback or exit status of the rank that failed first; then a line for each other.
     """
     with _launch_folder() as folder:
-        crew = _Crew([*command, *argv], nproc, folder, environment)
-        with _signals_to(crew):
+        ranks = _LocalRanks([*command, *argv], nproc, folder, environment)
+        with _signals_to(ranks):
             try:
-                crew.start()
-                while crew.watch():
-                    time.sleep(0.05)  # how late a death is noticed; looking costs microseconds
-            finally:  # an error of our own must not leave ranks behind
-                crew.kill()
-        return crew.outcome()
+                ranks.start()
+                while ranks.watch():
+                    time.sleep(0.05)  # delay of noticing an exit; a poll costs microseconds
+            finally:  # an error in the launcher must not leave ranks running
+                ranks.kill()
+        return ranks.outcome()
 
 
 def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> int:
-    """Run a command as one rank. If `run_workers` started it, a failure is left for the parent to
-    tell, once for all.
+    """Run a command as one rank. If `run_workers` started it, a failure is recorded for the parent,
+    which reports it once for all ranks.
 
-    Under torchrun the failure goes to its error file too, so that its summary shows the first one,
-    and what all ranks would say alike is said by one of them. Ranks end with the process that
-    started them.
+    Under torchrun the failure is also written to its error file, so that its summary shows the
+    first one, and a message that is equal on all ranks is printed by one of them. Ranks end with
+    the process that started them.
 
     Raises:
-        RankError: under torchrun, instead of a traceback that only says that another rank is gone.
+        RankError: under torchrun, instead of a traceback that only shows that another rank has
+        failed.
     """
     launcher = environment.get(LAUNCHER)
     interrupt = InterruptHandler()
@@ -158,47 +159,43 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
         elif ERROR_FILE in environment:
             die_with_parent(os.getppid())
         code = function()
-        if (
-            launcher is not None
-        ):  # the result stands: a signal must not turn the exit of Python into a failure
+        # the result is final: a signal must not turn the exit of Python into a failure
+        if launcher is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return code
     except SystemExit:
         raise
-    except (
-        BaseException
-    ) as error:  # KeyboardInterrupt too: the parent knows whether it was asked for
+    # KeyboardInterrupt too: the parent knows whether it was requested
+    except BaseException as error:
         failure = failure_of(int(environment.get("RANK", 0)), error, frames_to_skip=1)
         if interrupt.received:
             failure = replace(failure, summary=INTERRUPTED)
         elif isinstance(error, UserError):
-            failure = replace(
-                failure, text=str(error)
-            )  # the whole message; where we raised it helps nobody
+            failure = replace(failure, text=str(error))  # without the traceback
         if launcher is not None:
-            _leave_record(failure, Path(launcher.partition(":")[2]))
-            _end(USER_ERROR if isinstance(error, UserError) and not interrupt.received else FAULT)
+            _write_failure_record(failure, Path(launcher.partition(":")[2]))
+            _exit_now(
+                USER_ERROR if isinstance(error, UserError) and not interrupt.received else FAULT
+            )
         if ERROR_FILE not in environment:
             raise
-        _tell_torchrun(failure, Path(environment[ERROR_FILE]), error)
+        _write_torchrun_error(failure, Path(environment[ERROR_FILE]), error)
         raise
 
 
-def _tell_torchrun(failure: Failure, file: Path, error: BaseException) -> None:
-    """Leave a failure for torchrun's summary; come back when this rank shall print it, too.
+def _write_torchrun_error(failure: Failure, file: Path, error: BaseException) -> None:
+    """Write a failure for torchrun's summary; return if this rank should print it, too.
 
     Raises:
         RankError: a line that says that another rank failed first.
     """
     if failure.is_consequence:
-        time.sleep(
-            NOTICE_SECONDS
-        )  # the rank that explains it comes first, and torchrun may end us meanwhile
+        # the rank that caused it should be first, and torchrun may end this rank before that
+        time.sleep(NOTICE_SECONDS)
     file.write_text(_torchrun_record(failure))
-    if isinstance(error, UserError) and not _speaks_first(failure.text, file.parent.parent):
-        time.sleep(
-            NOTICE_SECONDS
-        )  # torchrun ends the others with the first that ends, even one in mid-sentence
+    if isinstance(error, UserError) and not _reports_first(failure.text, file.parent.parent):
+        # torchrun ends the others when the first one ends, even while one prints
+        time.sleep(NOTICE_SECONDS)
         raise SystemExit(USER_ERROR)
     if failure.is_consequence:
         raise RankError(
@@ -206,10 +203,10 @@ def _tell_torchrun(failure: Failure, file: Path, error: BaseException) -> None:
         ) from None
 
 
-def _speaks_first(text: str, folder: Path) -> bool:
-    """Whether no other rank of this machine has said the same; `folder`: torchrun's own for this
-    start."""
-    name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+def _reports_first(text: str, folder: Path) -> bool:
+    """Return whether this rank is the first of its machine to report this text; `folder`:
+    torchrun's own for this start."""
+    name = f"reported-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     try:
         (folder / name).touch(exist_ok=False)
     except FileExistsError:
@@ -218,41 +215,41 @@ def _speaks_first(text: str, folder: Path) -> bool:
 
 
 def end_rank(failure: Failure, after_seconds: float, *, environment: Mapping[str, str]) -> NoReturn:
-    """End this rank from any of its threads, with a failure that is left at once and told once for
-    all ranks."""
+    """End this rank from any of its threads, with a failure that is recorded at once and reported
+    once for all ranks."""
     if (launcher := environment.get(LAUNCHER)) is not None:
-        _leave_record(failure, Path(launcher.partition(":")[2]))
+        _write_failure_record(failure, Path(launcher.partition(":")[2]))
     elif (file := environment.get(ERROR_FILE)) is not None:
         Path(file).write_text(_torchrun_record(failure))
     if launcher is None and failure.is_report:
         sys.stderr.write(f"megalith: {failure.text}\n")
     time.sleep(after_seconds)
-    _end(FAULT)
+    _exit_now(FAULT)
 
 
-def _leave_record(failure: Failure, folder: Path) -> None:
-    """Write the failure down for `run_workers`."""
+def _write_failure_record(failure: Failure, folder: Path) -> None:
+    """Write the failure for `run_workers`."""
     unfinished = folder / f"rank{failure.rank}.tmp"
     unfinished.write_text(json.dumps(asdict(failure)))
-    unfinished.rename(folder / f"rank{failure.rank}.json")  # a record is there whole or not at all
+    unfinished.rename(folder / f"rank{failure.rank}.json")  # atomic: a record is complete or absent
 
 
-def _end(code: int) -> NoReturn:
-    """End at once: what Python does at exit could wait for ranks that are gone."""
+def _exit_now(code: int) -> NoReturn:
+    """Exit at once: Python's cleanup could wait for ranks that have ended."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _torchrun_record(failure: Failure) -> str:
-    """The failure in the form in which torchrun reads it."""
+    """Return the failure in torchrun's format."""
     more = {"py_callstack": failure.text, "timestamp": str(int(time.time()))}
     return json.dumps({"message": {"message": failure.summary, "extraInfo": more}})
 
 
 @dataclass(slots=True)
-class _Crew:
-    """The ranks of one machine, as their parent sees them."""
+class _LocalRanks:
+    """Processes of the local ranks, as their parent sees them."""
 
     command: list[str]
     nproc: int
@@ -260,16 +257,16 @@ class _Crew:
     environment: Mapping[str, str]
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     ended_ns: dict[int, int] = field(default_factory=dict)
-    """When each rank was seen to have ended; `time.monotonic_ns()`, as in `Failure`."""
+    """When each rank was found to have ended; `time.monotonic_ns()`, as in `Failure`."""
     signals: list[int] = field(default_factory=list)
-    """Those that we were sent."""
+    """Signals that this process has received."""
     failed_ns: int | None = None
-    """When the first rank was seen to have failed; from then on we end the others."""
-    asked_to_end: bool = False
-    """Whether we have sent them SIGTERM."""
+    """When the first rank was found to have failed; after that the others are ended."""
+    sent_sigterm: bool = False
+    """Whether SIGTERM has been sent."""
 
     def start(self) -> None:
-        """InitialValues every rank."""
+        """Start every rank."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             for rank in range(self.nproc):
                 self._start_rank(rank, server)
@@ -285,25 +282,31 @@ class _Crew:
                 stdout=quiet,
                 stderr=quiet,
                 pass_fds=listener,
-                process_group=0,  # Ctrl-C reaches us alone, and we pass it on once
+                process_group=0,  # Ctrl-C reaches the launcher only, which forwards it once
             )
         self.processes.append(process)
-        for number in self.signals:  # one may come while we are at it
+        for number in self.signals:  # received during the start
             process.send_signal(number)
 
     def _environment(self, rank: int, server: socket.socket) -> dict[str, str]:
         threads = str(threads_per_rank(available_cores(), self.nproc))
-        loopback = (
-            "lo0" if sys.platform == "darwin" else "lo"
-        )  # a laptop's host name may lead nowhere
-        ours = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": loopback}
+        # a laptop's host name may not resolve
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        defaults = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": loopback}
         values = (rank, self.nproc, rank, self.nproc, *server.getsockname())
-        told = {name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)}
-        told |= {LISTENER: str(server.fileno())} if rank == 0 else {}
-        return {**ours, **self.environment, **told, LAUNCHER: f"{os.getpid()}:{self.folder}"}
+        rank_variables = {
+            name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)
+        }
+        rank_variables |= {LISTENER: str(server.fileno())} if rank == 0 else {}
+        return {
+            **defaults,
+            **self.environment,
+            **rank_variables,
+            LAUNCHER: f"{os.getpid()}:{self.folder}",
+        }
 
     def watch(self) -> bool:
-        """Look at every rank once, and end the rest when one has failed; True while some rank
+        """Poll every rank once, and end the rest when one has failed; return whether some rank
         runs."""
         now = time.monotonic_ns()
         new = [
@@ -323,40 +326,37 @@ class _Crew:
         if self.failed_ns is None:
             return
         waited = (now - self.failed_ns) / 1e9
-        if waited > NOTICE_SECONDS and not self.asked_to_end and not self.signals:
-            self.asked_to_end = True
-            self.send(
-                signal.SIGTERM
-            )  # once: a rank takes a second signal to mean that it must not save
+        if waited > NOTICE_SECONDS and not self.sent_sigterm and not self.signals:
+            self.sent_sigterm = True
+            self.send(signal.SIGTERM)  # once: after a second signal a rank does not save
         if waited > NOTICE_SECONDS + GRACE_SECONDS:
             self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
-        """Send a signal to every rank that runs."""
+        """Send a signal to every running rank."""
         for process in self.processes:
             process.send_signal(number)  # does nothing to one that has ended
 
     def kill(self) -> None:
-        """End every rank that still runs, now."""
+        """Kill every running rank and wait for it."""
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass the first signal on; on a second one end everything."""
+        """Forward the first signal; kill all ranks on a second one."""
         self.signals.append(number)
         self.send(number if len(self.signals) == 1 else signal.SIGKILL)
 
     def outcome(self) -> int:
-        """What all ranks together came to: the exit code, or the error that `run_workers`
-        raises."""
+        """Return the exit code of the job, or raise the error that `run_workers` raises."""
         codes = [process.returncode for process in self.processes]
         if all(code in (0, STOPPED) for code in codes):
             return max(codes)
-        found = {
+        failure_by_rank = {
             rank: self._failure(rank) for rank, code in enumerate(codes) if code not in (0, STOPPED)
         }
-        failures = [failure for failure in found.values() if failure is not None]
+        failures = [failure for failure in failure_by_rank.values() if failure is not None]
         if self.signals and (len(self.signals) > 1 or self._all_interrupted(failures)):
             with suppress(OSError):  # after SIGHUP the terminal may be closed
                 sys.stderr.write(
@@ -368,26 +368,31 @@ class _Crew:
         if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
             everywhere = [failure.text for failure in failures] == [first.text] * self.nproc
             raise UserError(first.text if everywhere else f"rank {first.rank}: {first.text}")
-        told = describe(
-            failures, {rank: "was ended because of it" for rank in found if found[rank] is None}
+        report = describe(
+            failures,
+            {
+                rank: "was ended because of it"
+                for rank in failure_by_rank
+                if failure_by_rank[rank] is None
+            },
         )
         printed = self._output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
-        raise RankError(f"{told}\noutput of rank {first.rank}:\n{printed}" if printed else told)
+        raise RankError(f"{report}\noutput of rank {first.rank}:\n{printed}" if printed else report)
 
     def _failure(self, rank: int) -> Failure | None:
-        """How a rank that ended badly failed; None if it was we who ended it."""
+        """Return how a rank failed; None if the launcher ended it."""
         record, code = self._record(rank), self.processes[rank].returncode
         if record.exists():
             return Failure(**json.loads(record.read_text()))
         assert self.failed_ns is not None
         if code in (-signal.SIGTERM, -signal.SIGKILL) and self.ended_ns[rank] > self.failed_ns:
             return None
-        said = explain_exit(code)
-        return Failure(rank, said, said, self.ended_ns[rank])
+        text = explain_exit(code)
+        return Failure(rank, text, text, self.ended_ns[rank])
 
     def _all_interrupted(self, failures: list[Failure]) -> bool:
-        """Whether the first signal, and nothing else, ended the ranks; some may only have lost an
-        interrupted one."""
+        """Return whether the first signal ended the ranks; some may only have lost a peer that it
+        ended."""
         summaries = (INTERRUPTED, explain_exit(-self.signals[0]))
         others = [failure for failure in failures if failure.summary not in summaries]
         lost_peer = all(failure.is_consequence for failure in others)
@@ -402,8 +407,8 @@ class _Crew:
 
 @contextmanager
 def _launch_folder() -> Iterator[Path]:
-    """Create a folder for the records of failures, locked as long as this process lives, and remove
-    it at the end.
+    """Create a folder for failure records, locked as long as this process lives, and remove it at
+    the end.
 
     Also removes the folders of launchers that were killed.
     """
@@ -420,13 +425,11 @@ def _create_locked_folder() -> tuple[Path, int]:
     """Create the folder and return it with the file descriptor that holds its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        with suppress(
-            FileNotFoundError
-        ):  # another launch took the folder for an abandoned one before it was locked
+        # another launch may remove the folder as abandoned before it is locked
+        with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(
-                OSError
-            ):  # a file system without locks: then no launch removes folders of others
+            # a file system without locks: no launch removes folders of others
+            with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.exists():
                 return folder, lock
@@ -457,10 +460,10 @@ def _remove_abandoned_folders(parent: Path) -> None:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block our signals in this thread and in a process that it starts, which unblocks them in
-    `worker_main`.
+    """Block the forwarded signals in this thread and in a process that it starts, which unblocks
+    them in `worker_main`.
 
-    StopFilter then a signal to a rank stays pending: it could only end the start of Python with a
+    Until then a signal to a rank stays pending: it could only end the start of Python with a
     traceback.
     """
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -471,15 +474,14 @@ def _blocked_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_to(crew: _Crew) -> Iterator[None]:
-    """Let `crew` answer the signals that would end this process."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # Python gives signals to the main thread alone
+def _signals_to(ranks: _LocalRanks) -> Iterator[None]:
+    """Handle the signals that would end this process with `crew`."""
+    # Python handles signals in the main thread only
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     handled = [number for number in SIGNALS if not is_ignored_hangup(number)]
-    before = {number: signal.signal(number, crew.on_signal) for number in handled}
+    before = {number: signal.signal(number, ranks.on_signal) for number in handled}
     try:
         yield
     finally:

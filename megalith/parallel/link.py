@@ -1,9 +1,9 @@
-"""Messages between pipeline stages: tuples of tensors, sent and received while the rank computes.
+"""Point-to-point communication between pipeline stages: asynchronous sends and receives of tuples
+of tensors.
 
-Every message has a number of its own, which gloo carries as a tag, so messages may be taken in
-another order than they were sent in. NCCL has no tags: there the k-th receive of a channel gets its
-k-th send, which is the order in which the schedule lists them, and every channel between two ranks
-has a process group of its own.
+With gloo every message has its own tag, so messages may be received in another order than they were
+sent. NCCL has no tags: the k-th receive of a channel gets its k-th send, in the order of the
+schedule, and every channel between two ranks has its own process group.
 """
 
 import threading
@@ -33,14 +33,14 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
-"""What may cross a boundary; an announcement gives a dtype by its place here."""
+"""Dtypes that may be sent between stages; a header encodes a dtype as its index here."""
 
 ANNOUNCED = 64
-"""Numbers of an announcement: how many tensors, then dtype, dims and lengths of each."""
+"""Length of a header: the number of tensors, then dtype, number of dimensions and sizes of each."""
 
 
 class Spec(NamedTuple):
-    """What one tensor of a message looks like."""
+    """Shape and dtype of one tensor of a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,16 +53,16 @@ Specs = tuple[Spec, ...]
 
 
 class StageMessage(NamedTuple):
-    """One crossing of one boundary."""
+    """Identity of one message between stages: its direction, target stage and microbatch."""
 
     direction: Direction
     stage: int
-    """The stage it is for."""
+    """The receiving stage."""
 
     microbatch: int
 
     def tag(self, num_microbatches: int) -> int:
-        """A number that no other message of the step has."""
+        """Return a tag that is unique within the step."""
         return 2 * (self.stage * num_microbatches + self.microbatch) + (
             self.direction == "backward"
         )
@@ -70,74 +70,76 @@ class StageMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """Process groups of a pipeline's channels: by (direction, whether the target comes after the
-    source)."""
+    """Process groups of the channels of one pipeline."""
 
     group: Group
-    by_way: Mapping[tuple[Direction, bool], dist.ProcessGroup]
+    by_channel: Mapping[tuple[Direction, bool], dist.ProcessGroup]
     tags: bool
-    """Messages are told apart by tags; else by their order."""
+    """Whether messages are matched by tag (gloo) or by order (NCCL)."""
 
     def of(self, direction: Direction, source: int, target: int) -> dist.ProcessGroup:
-        """The group for messages from one pipeline rank to another."""
-        return self.by_way[direction, target > source]
+        """Return the process group for messages from one pipeline rank to another."""
+        return self.by_channel[direction, target > source]
 
 
 def handles_of(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> Handles | None:
-    """What messages of the pipeline `group` travel through; None for one rank or on paper.
+    """Create the process groups for the messages of the pipeline `group`; None for one rank or meta
+    tensors.
 
-    tags: gloo, which has them. Else makes process groups, so every rank of the world calls this
-    together; a message over them that takes longer than `timeout_seconds` fails.
+    tags: gloo, whose messages are matched by tag, uses the group's own handle. Otherwise creates
+    process groups, so all ranks of the world call this together; a message over them that takes
+    longer than `timeout_seconds` fails.
     """
     if group.size == 1 or group.handle is None:
         return None
-    ways: list[tuple[Direction, bool]] = [
+    channels: list[tuple[Direction, bool]] = [
         (d, after) for d in ("forward", "backward") for after in (True, False)
     ]
     if tags:
-        return Handles(group, dict.fromkeys(ways, group.handle), tags)
-    everyone: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, group.ranks, group=dist.group.WORLD)
-    pipelines = sorted({ranks for ranks in everyone if ranks is not None})
-    by_way = {}
-    for direction, after in ways:
+        return Handles(group, dict.fromkeys(channels, group.handle), tags)
+    all_ranks: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, group.ranks, group=dist.group.WORLD)
+    pipelines = sorted({ranks for ranks in all_ranks if ranks is not None})
+    by_channel = {}
+    for direction, after in channels:
         for ranks in pipelines:
             name = f"pp-{direction}-{'up' if after else 'down'}"
             handle = dist.new_group(
                 list(ranks), timeout=timedelta(seconds=timeout_seconds), group_desc=name
             )
             if ranks == group.ranks:
-                by_way[direction, after] = handle
-    return Handles(group, by_way, tags)
+                by_channel[direction, after] = handle
+    return Handles(group, by_channel, tags)
 
 
 def open_channels(handles: Handles, channels: Sequence[Channel], device: torch.device) -> None:
-    """Send one number through every channel, so that both ends are connected; every rank lists the
+    """Send one number through every channel so that both ends are connected; all ranks list the
     same channels.
 
-    NCCL connects two ranks with their first message and holds up whoever comes first until the
-    other does. A receive is posted long before its message is sent: in the middle of a step ranks
-    would hold up each other in a circle.
+    NCCL connects two ranks at their first message and blocks the first rank until the second one
+    arrives. Receives are posted long before their messages are sent, so connecting in the middle of
+    a step could deadlock.
     """
-    me = handles.group.rank
+    rank = handles.group.rank
     for source, target, direction in channels:
         handle, number = handles.of(direction, source, target), torch.zeros(1, device=device)
-        if me == source:
+        if rank == source:
             start_send(number, handles.group, target, handle=handle).wait()
-        elif me == target:
+        elif rank == target:
             start_receive(number, handles.group, source, handle=handle).wait()
 
 
 def specs_of(tensors: Sequence[Tensor]) -> Specs:
-    """What these tensors look like."""
+    """Return shape and dtype of each tensor."""
     return tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
 class StageLink:
-    """The messages of one rank in one step; a context, which ends when everything has been sent.
+    """Sends and receives of one rank in one step; a context manager that exits when all sends are
+    complete.
 
-    `announce`: send what tensors look like before them, and refuse those that are not as expected;
-    gloo only. Without expectations that is how their shapes are known at all.
+    `announce`: send a header with shapes and dtypes before the tensors, and reject tensors that
+    differ from the expected ones; gloo only. Required if the shapes are not known in advance.
     """
 
     def __init__(
@@ -159,23 +161,24 @@ class StageLink:
         self._outbox.close(wait=kind is None)
 
     def send(self, message: StageMessage, tensors: Tensors, target: int) -> None:
-        """InitialValues sending; the tensors are kept until they have been sent, and must not be
-        written to before."""
+        """Start sending `tensors`, which are kept alive until sent and must not be written to
+        before."""
         handle, tag = self._handle(message, self._rank, target), message.tag(self.num_microbatches)
         parts = [tensor.contiguous() for tensor in tensors]
         if self.announce:
-            parts = [_announcement(specs_of(tensors)).to(self.device), *parts]
+            parts = [_build_header(specs_of(tensors)).to(self.device), *parts]
         for part in parts:
             self._outbox.keep(start_send(part, self._group, target, tag=tag, handle=handle), part)
 
     def post(self, message: StageMessage, specs: Specs | None, source: int) -> "Posted":
-        """InitialValues receiving; `specs`: what to expect, None: wait for the announcement."""
+        """Start receiving a message; `specs`: expected shapes and dtypes, None: take them from the
+        header."""
         handle, tag = self._handle(message, source, self._rank), message.tag(self.num_microbatches)
         posted = Posted(message, source, self._group, handle, tag, specs, self.device)
         if self.announce:
             posted.expect_announcement()
         else:
-            assert specs is not None, "without announcements, shapes must be known"
+            assert specs is not None, "without headers, shapes must be known"
             posted.expect(specs)
         return posted
 
@@ -190,13 +193,13 @@ class StageLink:
 
     def _handle(self, message: StageMessage, source: int, target: int) -> dist.ProcessGroup:
         assert self.handles is not None, "a pipeline of one rank sends nothing"
-        assert self.handles.tags or not self.announce, "announcements need tags, which NCCL has not"
+        assert self.handles.tags or not self.announce, "headers need tags, which NCCL lacks"
         return self.handles.of(message.direction, source, target)
 
 
 @dataclass(slots=True)
 class Posted:
-    """A receive that was started."""
+    """A receive that has been started."""
 
     message: StageMessage
     source: int
@@ -210,27 +213,27 @@ class Posted:
     works: tuple[dist.Work, ...] = ()
 
     def expect(self, specs: Specs) -> None:
-        """InitialValues receiving tensors that look like this."""
+        """Allocate buffers of these shapes and start receiving into them."""
         self.buffers = tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
         )
         self.works = tuple(self._receive(buffer) for buffer in self.buffers)
 
     def expect_announcement(self) -> None:
-        """InitialValues receiving what the tensors will look like."""
+        """Start receiving the header with shapes and dtypes."""
         self.header = torch.empty(ANNOUNCED, dtype=torch.int64, device=self.device)
         self.works = (self._receive(self.header),)
 
     def wait(self) -> Tensors:
-        """The tensors, once they are there.
+        """Wait for the tensors and return them.
 
         Raises:
-            DataError: the other stage announced others than were expected.
+            DataError: the other stage sends other shapes or dtypes than expected.
         """
         for work in self.works:
             work.wait()
         if self.header is not None:
-            announced, self.header = _announced(self.header), None
+            announced, self.header = _parse_header(self.header), None
             self._compare(announced)
             self.expect(announced)
             return self.wait()
@@ -241,66 +244,63 @@ class Posted:
 
     def _compare(self, announced: Specs) -> None:
         if self.specs is not None and announced != self.specs:
-            theirs, mine = (
+            announced_text, expected_text = (
                 ", ".join(map(str, specs)) or "nothing" for specs in (announced, self.specs)
             )
             raise DataError(
-                f"pipeline rank {self.source} sends {theirs} {self.message.direction} to stage "
-                f"{self.message.stage} "
-                f"for microbatch {self.message.microbatch}, but {mine} was expected: the stages "
-                "read other rows. "
-                f"Use the same data and settings on every rank."
+                f"pipeline rank {self.source} sends {announced_text} {self.message.direction} to "
+                f"stage {self.message.stage} for microbatch {self.message.microbatch}, but "
+                f"{expected_text} was expected: the stages read different rows. Use the same data "
+                "and settings on every rank."
             )
 
 
 class Outbox:
-    """Keeps what is being sent alive until it is, and no longer."""
+    """Keeps tensors alive until they have been sent."""
 
     def __init__(self) -> None:
         self._polled: list[tuple[dist.Work, Tensor]] = []
-        self._waiting: SimpleQueue[tuple[dist.Work, Tensor] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[dist.Work, Tensor] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def keep(self, work: dist.Work, tensor: Tensor) -> None:
-        """Hold on to `tensor` until `work` is done."""
-        if (
-            tensor.is_cuda
-        ):  # NCCL tells when asked; a wait would hold the stream on which the rank computes
+        """Keep `tensor` until `work` is complete."""
+        if tensor.is_cuda:  # polled: a wait would block the stream on which the rank computes
             self._polled = [entry for entry in self._polled if not entry[0].is_completed()] + [
                 (work, tensor)
             ]
             return
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._let_go, name="pipeline-outbox", daemon=True
+                target=self._wait_for_sends, name="pipeline-outbox", daemon=True
             )
             self._thread.start()
-        self._waiting.put((work, tensor))
+        self._queue.put((work, tensor))
 
     def close(self, *, wait: bool) -> None:
-        """`wait`: until everything has been sent, raising what went wrong; else leave it to the end
-        of the process."""
+        """`wait`: wait until everything has been sent and raise any error; otherwise leave the
+        sends to the end of the process."""
         for work, _ in self._polled if wait else ():
             work.wait()
         if self._thread is None:
             return
-        self._waiting.put(None)
+        self._queue.put(None)
         if wait:
             self._thread.join()
             if self._error is not None:
                 raise self._error
 
-    def _let_go(self) -> None:
+    def _wait_for_sends(self) -> None:
         try:
-            while (entry := self._waiting.get()) is not None:
-                entry[0].wait()  # gloo tells only those who wait
+            while (entry := self._queue.get()) is not None:
+                entry[0].wait()  # gloo reports completion only to a wait
                 del entry
         except BaseException as error:  # raised again by the thread that computes
             self._error = error
 
 
-def _announcement(specs: Specs) -> Tensor:
+def _build_header(specs: Specs) -> Tensor:
     numbers = [len(specs)]
     for spec in specs:
         numbers += [DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
@@ -308,7 +308,7 @@ def _announcement(specs: Specs) -> Tensor:
     return torch.tensor(numbers + [0] * (ANNOUNCED - len(numbers)), dtype=torch.int64)
 
 
-def _announced(header: Tensor) -> Specs:
+def _parse_header(header: Tensor) -> Specs:
     count, *numbers = header.tolist()
     specs = []
     for _ in range(count):

@@ -1,5 +1,5 @@
-"""The mesh: every group of ranks a run needs, made once from the grid and handed out as explicit
-`Group`s."""
+"""Device mesh: the process groups of a run, created once from the rank grid and passed on as
+explicit `Group`s."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from megalith.parallel.group import Group
 from megalith.plan.grid import Grid, dense_grid, expert_grid
 from megalith.plan.layout import (
     model_grid as model_grid,
-)  # where it was; users of the mesh ask for both
+)  # re-exported: users of the mesh import both from here
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS
 
 MESH_AXES = ("pp", *DENSE_AXES, *EXPERT_AXES)
-"""Every axis, outer first, whatever their order over the ranks is."""
+"""All axes, outer first, whatever their order over the ranks."""
 
 SPANS: tuple[tuple[str, ...], ...] = (
     PARTS["tp"],
@@ -34,7 +34,7 @@ SPANS: tuple[tuple[str, ...], ...] = (
     DENSE_AXES,
     ("pp", *DENSE_AXES),
 )
-"""Combinations of axes that something sums, gathers or waits over."""
+"""Combinations of axes over which a run reduces, gathers or waits."""
 
 EXPERT_SPANS: tuple[tuple[str, ...], ...] = (
     ("ep",),
@@ -45,96 +45,97 @@ EXPERT_SPANS: tuple[tuple[str, ...], ...] = (
     ("edp_shard",),
     (*PARTS["cp"], *PARTS["tp"]),
 )
-"""The same in a model with experts."""
+"""Additional combinations of axes of a model with experts."""
 
 EXPERT_AXES_OUTER_FIRST = frozenset({"ep", "etp"})
-"""Axes along which tokens travel while sums of gradients do. Messages of one process group wait
-for one another, so groups along these are never those of other axes, even where their ranks are
-the same."""
+"""Axes over which tokens are exchanged while gradients are reduced. Messages of one process group
+wait for each other, so groups along these axes have their own handles, even if another axis has the
+same ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """My place in the grid, and my group along every span of axes."""
+    """Device mesh of one rank: its position in the grid, and its group along every combination of
+    axes."""
 
     grid: Grid
     rank: int
     groups: Mapping[tuple[str, ...], Group]
 
     def over(self, *axes: str) -> Group:
-        """My group along `axes`, in any order; `tp` stands for `tp_kv` and `tp_copy`, and so on:
-        see `PARTS`.
+        """Return this rank's group along `axes`, in any order; `tp` stands for `tp_kv` and
+        `tp_copy`, and so on: see `PARTS`.
 
-        With experts there are also groups along `ep`, `etp` and `edp`.
+        A grid with experts also has groups along `ep`, `etp` and `edp`.
         """
-        wanted = {part for axis in axes for part in (PARTS | EXPERT_PARTS).get(axis, (axis,))}
-        return self.groups[tuple(axis for axis in MESH_AXES if axis in wanted)]
+        parts = {part for axis in axes for part in (PARTS | EXPERT_PARTS).get(axis, (axis,))}
+        return self.groups[tuple(axis for axis in MESH_AXES if axis in parts)]
 
     @property
     def tp(self) -> Group:
-        """Ranks that split my weight matrices."""
+        """Tensor-parallel group: ranks that shard the weight matrices."""
         return self.over("tp")
 
     @property
     def dp(self) -> Group:
-        """Ranks that read other rows with the same slices of the weights."""
+        """Data-parallel group: ranks that read other rows with the same weight shards."""
         return self.over("dp")
 
     @property
     def cp(self) -> Group:
-        """Ranks that share the tokens of my rows."""
+        """Context-parallel group: ranks that share the tokens of the same rows."""
         return self.over("cp")
 
     @property
     def pp(self) -> Group:
-        """Ranks that hold the other layers, first stage first."""
+        """Pipeline-parallel group: ranks of the other stages, first stage first."""
         return self.over("pp")
 
     @property
     def dp_cp(self) -> Group:
-        """Ranks that compute other tokens with the same slices of the weights."""
+        """Ranks that compute other tokens with the same weight shards."""
         return self.over("dp", "cp")
 
     @property
     def shard(self) -> Group:
-        """Ranks that divide gradients and optimizer state under ZeRO."""
+        """Ranks over which ZeRO shards gradients and optimizer state."""
         return self.over("dp_shard", "cp")
 
     @property
     def world(self) -> Group:
-        """Every rank of this grid."""
+        """All ranks of this grid."""
         return self.over("pp", *DENSE_AXES)
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Where I stand on every axis."""
+        """This rank's coordinate along every axis."""
         return self.grid.coordinates(self.rank)
 
 
 def build_mesh(
     grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight: Flight | None = None
 ) -> Mesh:
-    """Make every group of `grid`. All ranks of the process group call this together, those outside
-    the grid too.
+    """Create every group of `grid`; all ranks of the process group call this together, including
+    those outside the grid.
 
-    A grid may be built several times in one world, and at any offset. `flight` records what this
-    rank then enters.
+    A grid may be built several times in one world, and at any offset. `flight` records this rank's
+    collectives.
     """
-    made: dict[tuple[bool, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
+    handles: dict[tuple[bool, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
     groups = {}
     for span in spans_of(grid):
-        every = tuple(grid.groups(span))
-        wanted = {*span} <= EXPERT_AXES_OUTER_FIRST, every
-        if wanted not in made:
-            made[wanted] = _new_groups(every, rank, "_".join(span), timeout_seconds)
+        all_ranks = tuple(grid.groups(span))
+        key = {*span} <= EXPERT_AXES_OUTER_FIRST, all_ranks
+        if key not in handles:
+            handles[key] = _new_groups(all_ranks, rank, "_".join(span), timeout_seconds)
         if rank in grid.ranks:
-            groups[span] = _group(span, grid.group_of(rank, span), rank, made[wanted], flight)
+            groups[span] = _group(span, grid.group_of(rank, span), rank, handles[key], flight)
     return Mesh(grid, rank, groups)
 
 
 def mesh_on_paper(grid: Grid, *, rank: int) -> Mesh:
-    """The same groups without processes, at any place of a world of any size: enough to build on
-    meta tensors."""
+    """Return the same groups without processes, for any rank of a world of any size, to build
+    models on meta tensors."""
     groups = {}
     for span in spans_of(grid):
         ranks = grid.group_of(rank, span)
@@ -145,12 +146,12 @@ def mesh_on_paper(grid: Grid, *, rank: int) -> Mesh:
 
 
 def spans_of(grid: Grid) -> tuple[tuple[str, ...], ...]:
-    """Every combination of axes that a run over this grid may need a group along."""
+    """Return all combinations of axes along which a run over this grid may need a group."""
     return SPANS if grid.experts is None else SPANS + EXPERT_SPANS
 
 
 def mesh_of_one() -> Mesh:
-    """One process, no process group: every axis has one rank."""
+    """Return the mesh of one process without a process group: every axis has one rank."""
     grid = dense_grid(world=1)
     for axis, (outer, inner) in PARTS.items():
         grid = grid.factor(axis=axis, outer=(outer, 1), inner=(inner, 1))
@@ -161,24 +162,25 @@ def mesh_of_one() -> Mesh:
 
 
 def destroy_mesh(mesh: Mesh) -> None:
-    """Release the process groups of a mesh; gloo may abort an exit that leaves them."""
+    """Destroy the process groups of a mesh; gloo may abort if they exist at exit."""
     for handle in {group.handle for group in mesh.groups.values() if group.handle is not None}:
         dist.destroy_process_group(handle)
 
 
 def _new_groups(
-    every: Sequence[tuple[int, ...]], rank: int, name: str, timeout_seconds: float
+    all_ranks: Sequence[tuple[int, ...]], rank: int, name: str, timeout_seconds: float
 ) -> dist.ProcessGroup | None:
-    """Make each group of more than one rank, in the same order on every rank; give back mine."""
-    mine = None
-    for ranks in every:
+    """Create each group of more than one rank, in the same order on all ranks, and return this
+    rank's."""
+    local_handle = None
+    for ranks in all_ranks:
         if len(ranks) > 1:
             handle = dist.new_group(
                 list(ranks), timeout=timedelta(seconds=timeout_seconds), group_desc=name
             )
             if rank in ranks:
-                mine = handle
-    return mine
+                local_handle = handle
+    return local_handle
 
 
 def _group(

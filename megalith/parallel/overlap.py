@@ -1,7 +1,7 @@
-"""Linear layers at the border of divided work, with their communication behind their own matmuls.
+"""Linear layers of tensor-parallel work whose communication is overlapped with their own matmuls.
 
-What the plain composition of an entry or an exit and a `linear` computes, to the bit, except for
-rings, which add up in another order.
+Results are bitwise equal to `TPComm.prepare_input` or `reduce_output` composed with `linear`,
+except for collective matmuls, which add in another order.
 """
 
 from collections.abc import Sequence
@@ -31,26 +31,26 @@ from megalith.parallel.rings import Product, Started
 
 
 class OverlappedTPComm(Protocol):
-    """How a region's ways in and out go on while something is multiplied."""
+    """Communication of tensor-parallel work that is overlapped with matmuls."""
 
     @property
     def group(self) -> Group:
-        """The ranks that divide the work."""
+        """The tensor-parallel ranks."""
 
     def prepare_input(self, x: LayerInput) -> LayerInput:
-        """The plain way in."""
+        """Input communication without overlap."""
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """The plain way out."""
+        """Output communication without overlap."""
 
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
-        """All tokens [t, i] out of mine, and their product [t, o] with `w`."""
+        """Return all tokens [t, i], gathered from x, and their product [t, o] with `w`."""
 
     def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> Started:
-        """InitialValues the sum over ranks of `product(x, w)`, for my tokens; x has all tokens."""
+        """Start the sum over ranks of `product(x, w)`, for this rank's tokens; x has all tokens."""
 
     def start_regather(self, x: Tensor) -> Started:
-        """InitialValues getting all tokens out of mine once more, in backward."""
+        """Start gathering all tokens once more, in backward."""
 
 
 def all_gather_linear(
@@ -60,10 +60,10 @@ def all_gather_linear(
     *,
     grad_accumulator: GradAccumulator | None,
 ) -> Tensor:
-    """`linear(border.enter(x), parameters)`.
+    """Compute `linear(tp_comm.prepare_input(x), parameters)` with overlapped communication.
 
-    Backward gets the tokens again while it multiplies for dx, and sends dx while it multiplies for
-    the weights.
+    Backward gathers the tokens again during the matmul for dx, and reduces dx during the matmul for
+    the weight gradients.
     """
     kept = plan_saved_input(x, parameters)
     y: Tensor = AllGatherLinearFunction.apply(
@@ -79,7 +79,8 @@ def linear_reduce_scatter(
     *,
     grad_accumulator: GradAccumulator | None,
 ) -> Tensor:
-    """`border.leave(partial(linear(x, parameters)))`, step by step where the border has a ring."""
+    """Compute `tp_comm.reduce_output(mark_partial(linear(x, parameters)))`, as a collective matmul
+    if enabled."""
     kept = plan_saved_input(x, parameters)
     y: Tensor = LinearReduceScatterFunction.apply(
         output_tensor(x), kept, overlapped, grad_accumulator, PLAIN, *parameters
@@ -88,7 +89,7 @@ def linear_reduce_scatter(
 
 
 class AllGatherLinearFunction(Function):
-    """`all_gather_linear` as autograd sees it."""
+    """Autograd function of `all_gather_linear`."""
 
     reference = staticmethod(
         lambda x, kept, overlapped, grad_accumulator, matmul_ops, *parameters: reference_linear(
@@ -118,25 +119,26 @@ class AllGatherLinearFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [t, o] -> dx in the layout of `tp_comm`, and dw to the sink or to the parameters."""
-        wanted = ctx.needs_input_grad[5:]
-        saved = ctx.saved_tensors  # asked once: a recomputed region gives them out once
-        parameters, inputs = saved[: len(wanted)], saved[len(wanted) :]
-        mine = saved_input(ctx, wanted, inputs)
-        tokens: Started | None = None if mine is None else ctx.overlapped.start_regather(mine)
+        """dy [t, o] -> dx in the layout of `tp_comm`, and dw to the gradient accumulator or the
+        parameters."""
+        needs_dw = ctx.needs_input_grad[5:]
+        saved = ctx.saved_tensors  # read once: a recomputed region returns them only once
+        parameters, inputs = saved[: len(needs_dw)], saved[len(needs_dw) :]
+        local_x = saved_input(ctx, needs_dw, inputs)
+        tokens: Started | None = None if local_x is None else ctx.overlapped.start_regather(local_x)
         dx: Started | None = None
         if ctx.needs_input_grad[0]:
             dx = ctx.overlapped.matmul_reduce_scatter(
                 dy, stacked(parameters), ctx.matmul_ops.input_grad
             )
         grads = weight_gradients(
-            ctx, parameters, wanted, None if tokens is None else tokens.wait(), dy
+            ctx, parameters, needs_dw, None if tokens is None else tokens.wait(), dy
         )
         return None if dx is None else dx.wait(), None, None, None, None, *grads
 
 
 class LinearReduceScatterFunction(Function):
-    """`linear_reduce_scatter` as autograd sees it."""
+    """Autograd function of `linear_reduce_scatter`."""
 
     reference = staticmethod(
         lambda x, kept, overlapped, grad_accumulator, matmul_ops, *parameters: (
@@ -168,12 +170,19 @@ class LinearReduceScatterFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy, in the layout of `tp_comm` -> dx [t, i_tp], and dw to the sink or to the
+        """dy, in the layout of `tp_comm` -> dx [t, i_tp], and dw to the gradient accumulator or the
         parameters."""
-        wanted, saved = ctx.needs_input_grad[5:], ctx.saved_tensors
-        parameters, inputs = saved[: len(wanted)], saved[len(wanted) :]
-        whole, dx = ctx.overlapped.all_gather_matmul(
+        needs_dw, saved = ctx.needs_input_grad[5:], ctx.saved_tensors
+        parameters, inputs = saved[: len(needs_dw)], saved[len(needs_dw) :]
+        gathered_dy, dx = ctx.overlapped.all_gather_matmul(
             dy, stacked(parameters), ctx.matmul_ops.input_grad
         )
-        x = saved_input(ctx, wanted, inputs)
-        return dx, None, None, None, None, *weight_gradients(ctx, parameters, wanted, x, whole)
+        x = saved_input(ctx, needs_dw, inputs)
+        return (
+            dx,
+            None,
+            None,
+            None,
+            None,
+            *weight_gradients(ctx, parameters, needs_dw, x, gathered_dy),
+        )

@@ -1,7 +1,7 @@
-"""The pipeline executor: a rank obeys its list of actions, deciding nothing.
+"""Pipeline parallel executor: each rank runs the list of actions of its schedule.
 
-One executor for every schedule, one rank without a pipeline included, for training and, under
-`no_grad`, evaluation.
+The same executor runs every schedule, including one rank without a pipeline, for training and,
+under `no_grad`, evaluation.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,53 +21,53 @@ from megalith.plan.schedule import Action, Schedule
 from megalith.plan.transfers import Direction, neighbor
 
 Boundary = Callable[[int, int], Specs]
-"""By stage and microbatch: the tensors that cross the boundary before that stage."""
+"""(stage, microbatch) -> specs of the tensors that are sent across the boundary before that
+stage."""
 
 
 class Chunk(Protocol):
-    """One chunk of the model as the executor calls it."""
+    """Model chunk as the executor calls it."""
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
-        """What the stage before sent (nothing to the first) -> what the next one needs.
+        """Tensors from the previous stage (none for the first) -> tensors for the next one.
 
-        The last stage gives what backward starts from, one scalar, or nothing in evaluation. An
-        output must not share memory with anything that is written to later.
+        The last stage returns the loss, one scalar, or nothing in evaluation. An output must not
+        share memory with anything that is written to later.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One rank's place in a pipeline."""
+    """Pipeline executor of one rank."""
 
     rank: int
-    """Its number within the pipeline."""
+    """Rank within the pipeline-parallel group."""
 
     handles: Handles | None
-    """What messages travel through; None for a pipeline of one rank."""
+    """Process groups of the messages; None for a pipeline of one rank."""
 
     device: torch.device
     boundary: Boundary | None = None
-    """What messages look like; None: every message announces it."""
+    """Specs of the messages; None: every message is sent with a header."""
 
     announce: bool = False
-    """Announce and compare it anyway."""
+    """Send headers and compare them with `boundary`."""
 
     weights: Sequence[WeightGradStore] = ()
-    """By chunk: the weight gradients that schedules with a W put aside."""
+    """By chunk: the deferred weight gradients of schedules with W actions."""
 
     dual_batch: DualBatchOverlap = field(default_factory=DualBatchOverlap)
-    """How a forward and a backward that are computed together take turns: what their exchanges call
-    meanwhile."""
+    """Dual-batch overlap of a forward and a backward that run together; the `overlap_fn` of their
+    exchanges."""
 
     def run(
         self, schedule: Schedule, chunks: Sequence[Chunk], boundary: Boundary | None = None
     ) -> None:
-        """Run one step: every microbatch through my chunks, forward and, unless the schedule is
-        forward-only, backward.
+        """Run one step: forward and, unless the schedule is forward-only, backward of every
+        microbatch through this rank's chunks.
 
         Raises:
-            DataError: another stage sent tensors of other shapes than were expected; with
-            announcements only.
+            DataError: another stage sent tensors of other shapes than expected; with headers only.
         """
         boundary = boundary or self.boundary
         announce = self.announce or boundary is None
@@ -80,31 +80,30 @@ class Pipeline:
             step = _Step(schedule, self.rank, chunks, self.weights, link, boundary)
             for actions in concurrent_actions(schedule, self.rank):
                 if len(actions) == 1:
-                    step.obey(*actions)
+                    step.run_action(*actions)
                 else:
-                    forward, backward = (partial(step.obey, action) for action in actions)
+                    forward, backward = (partial(step.run_action, action) for action in actions)
                     self.dual_batch.both(forward, backward)
         step.check_done()
 
 
 @dataclass(slots=True)
-class _Alive:
-    """One microbatch between its forward and its backward through a chunk.
+class _MicrobatchState:
+    """State of one microbatch between its forward and its backward through a chunk.
 
-    Of the outputs only the edges of the graph are kept, so that their memory goes as soon as they
-    have been sent.
+    Keeps only the graph edges of the outputs, so that their memory is freed as soon as they have
+    been sent.
     """
 
     received: Tensors
     edges: tuple[GradientEdge | None, ...]
     start: Tensors
-    """Gradients to start with, on the last stage."""
+    """Initial gradients, on the last stage."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """What one rank has at hand in the middle of a step; keys are (direction, chunk,
-    microbatch)."""
+    """State of one rank during a step; keys are (direction, chunk, microbatch)."""
 
     schedule: Schedule
     rank: int
@@ -112,23 +111,23 @@ class _Step:
     weights: Sequence[WeightGradStore]
     link: StageLink
     boundary: Boundary | None
-    alive: dict[tuple[int, int], _Alive] = field(default_factory=dict)
+    in_progress: dict[tuple[int, int], _MicrobatchState] = field(default_factory=dict)
     posted: dict[tuple[Direction, int, int], Posted] = field(default_factory=dict)
     computed: dict[tuple[Direction, int, int], Tensors] = field(default_factory=dict)
-    """Results that their send has not taken yet."""
-    here: dict[tuple[Direction, int, int], Tensors] = field(default_factory=dict)
+    """Results that have not been sent yet."""
+    local_results: dict[tuple[Direction, int, int], Tensors] = field(default_factory=dict)
     """Results for another chunk of this rank, by that chunk."""
 
-    def obey(self, action: Action) -> None:
-        """Do one thing."""
+    def run_action(self, action: Action) -> None:
+        """Run one action."""
         kind, chunk, microbatch, peer = action
         match kind:
             case "F":
                 self._forward(chunk, microbatch)
             case "B":
-                self._backward(chunk, microbatch, put_aside=False)
+                self._backward(chunk, microbatch, defer_weight_grads=False)
             case "I":
-                self._backward(chunk, microbatch, put_aside=True)
+                self._backward(chunk, microbatch, defer_weight_grads=True)
             case "W":
                 self.weights[chunk].run_deferred(microbatch)
             case "send_forward":
@@ -141,20 +140,20 @@ class _Step:
                 self._receive("backward", chunk, microbatch, peer)
 
     def check_done(self) -> None:
-        """A schedule that leaves something over is our own mistake."""
-        left = [
-            *self.alive,
+        """Assert that the schedule has consumed everything."""
+        remaining = [
+            *self.in_progress,
             *self.posted,
             *self.computed,
-            *self.here,
+            *self.local_results,
             *(w.microbatches for w in self.weights),
         ]
-        assert not any(left), left
+        assert not any(remaining), remaining
 
     # --- computing
 
     def _forward(self, chunk: int, microbatch: int) -> None:
-        received = self._take("forward", chunk, microbatch)
+        received = self._take_input("forward", chunk, microbatch)
         training = torch.is_grad_enabled()
         if training:
             received = tuple(x.requires_grad_() if x.is_floating_point() else x for x in received)
@@ -167,39 +166,41 @@ class _Step:
                 if y.is_floating_point()
             )
             start = tuple(torch.ones_like(y) for y in outputs) if last else ()
-            self.alive[chunk, microbatch] = _Alive(received, edges, start)
+            self.in_progress[chunk, microbatch] = _MicrobatchState(received, edges, start)
         if not last:
-            self._hand_on("forward", chunk, microbatch, tuple(y.detach() for y in outputs))
+            self._store_result("forward", chunk, microbatch, tuple(y.detach() for y in outputs))
 
-    def _backward(self, chunk: int, microbatch: int, *, put_aside: bool) -> None:
-        one = self.alive.pop((chunk, microbatch))
-        gradients = one.start or self._take("backward", chunk, microbatch)
+    def _backward(self, chunk: int, microbatch: int, *, defer_weight_grads: bool) -> None:
+        state = self.in_progress.pop((chunk, microbatch))
+        gradients = state.start or self._take_input("backward", chunk, microbatch)
         roots = [
-            (edge, dy) for edge, dy in zip(one.edges, gradients, strict=True) if edge is not None
+            (edge, dy) for edge, dy in zip(state.edges, gradients, strict=True) if edge is not None
         ]
-        with self.weights[chunk].defer(microbatch) if put_aside else nullcontext():
+        with self.weights[chunk].defer(microbatch) if defer_weight_grads else nullcontext():
             if roots:
                 torch.autograd.backward([edge for edge, _ in roots], [dy for _, dy in roots])
-        inputs = [x for x in one.received if x.is_floating_point()]
-        found = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
-        self._hand_on("backward", chunk, microbatch, found)
+        inputs = [x for x in state.received if x.is_floating_point()]
+        input_grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+        self._store_result("backward", chunk, microbatch, input_grads)
 
     # --- messages
 
-    def _hand_on(self, direction: Direction, chunk: int, microbatch: int, tensors: Tensors) -> None:
-        """Keep a result for its send, or for another chunk of this rank."""
-        place = neighbor(self.schedule, self.rank, chunk, direction)
-        if place is not None and place[0] == self.rank:
-            self.here[direction, place[1], microbatch] = tensors
-        elif place is not None:
+    def _store_result(
+        self, direction: Direction, chunk: int, microbatch: int, tensors: Tensors
+    ) -> None:
+        """Store a result for its send, or for another chunk of this rank."""
+        target = neighbor(self.schedule, self.rank, chunk, direction)
+        if target is not None and target[0] == self.rank:
+            self.local_results[direction, target[1], microbatch] = tensors
+        elif target is not None:
             self.computed[direction, chunk, microbatch] = tensors
 
-    def _take(self, direction: Direction, chunk: int, microbatch: int) -> Tensors:
-        """What a chunk computes from: of this rank, or of another as soon as it is there; nothing
-        at the ends."""
+    def _take_input(self, direction: Direction, chunk: int, microbatch: int) -> Tensors:
+        """Return the input of a chunk, from this rank or received from another one; empty at the
+        ends of the pipeline."""
         key = (direction, chunk, microbatch)
-        if key in self.here:
-            return self.here.pop(key)
+        if key in self.local_results:
+            return self.local_results.pop(key)
         return self.posted.pop(key).wait() if key in self.posted else ()
 
     def _send(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:

@@ -1,8 +1,10 @@
-"""Recomputation: regions of the model that keep their inputs for backward and run once more there.
+"""Activation checkpointing: regions of the model save only their inputs and are recomputed in
+backward.
 
-`recompute` is the one primitive; `LayerRunner` applies it to whole layers. What only a single
-reader keeps is dropped more cheaply: by a `RecomputedOutput` input, see kernels/rebuilt.py. Source:
-Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+`recompute` is the primitive; `LayerRunner` applies it to whole layers. An activation that only one
+operation saves is dropped more cheaply by a `RecomputedOutput` input, see kernels/rebuilt.py.
+Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198,
+section 5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,32 +37,33 @@ Function = Callable[..., Tensor]
 
 
 def recompute(function: Function, x: LayerInput, *others: Tensor, check: bool = False) -> Tensor:
-    """`function(x, *others)`, of which only x, or what it is rebuilt from, and `others` are kept
-    for backward.
+    """Run `function(x, *others)`, saving only `others` and x, or what x is recomputed from, for
+    backward.
 
-    Backward runs the function again, with gradients, and goes through the first pass's graph with
-    the second pass's numbers; so a sink is given each product once, and parameters inside get
-    gradients whatever x wants. Collectives inside run again, in the same order. Without gradients
-    nothing is kept anyway, and the function just runs. With `check` the second pass must give the
-    bits of the first.
+    Backward runs the function again with gradients and goes through the first pass's graph with the
+    second pass's values, so a gradient accumulator gets each contribution once, and parameters
+    inside get gradients even if x requires none. Collectives inside run again in the same order.
+    Without gradients the function just runs. With `check` the second pass must be bitwise equal to
+    the first.
     """
     if not torch.is_grad_enabled():
         return function(output_tensor(x), *others)
-    function = _Compared(function) if check else function
+    function = _BitwiseChecked(function) if check else function
     region, inputs = (
-        (_Again(function, x), x.inputs) if isinstance(x, RecomputedOutput) else (function, (x,))
+        (_RecomputedInput(function, x), x.inputs)
+        if isinstance(x, RecomputedOutput)
+        else (function, (x,))
     )
-    with set_checkpoint_early_stop(
-        not check
-    ):  # the second pass ends with what is saved last, unless it is compared
+    # the second pass may stop at the last saved tensor, unless its result is compared
+    with set_checkpoint_early_stop(not check):
         y: Tensor = checkpoint(
             region, *inputs, *others, use_reentrant=False, preserve_rng_state=False
         )
     return y
 
 
-class _Compared:
-    """A region whose results must have the same bits every time."""
+class _BitwiseChecked:
+    """Region whose result must have the same bits on every run."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -74,9 +77,8 @@ class _Compared:
         return y
 
 
-class _Again:
-    """Runs a region on the tensor it is given first, and from then on on what that is rebuilt
-    from."""
+class _RecomputedInput:
+    """Runs a region on its input tensor the first time, and on the recomputed input after that."""
 
     def __init__(self, function: Function, x: RecomputedOutput) -> None:
         self.function, self.again, self.num_inputs = function, x.again, len(x.inputs)
@@ -94,19 +96,17 @@ class _Again:
 
 
 class Recomputed(nn.Module):
-    """A module or function of x, other tensors and the tokens, whose inner tensors are not kept for
-    backward."""
+    """Module or function of x, other tensors and the tokens, whose inner activations are recomputed
+    in backward."""
 
     def __init__(self, function: Function, *, check: bool = False, turns: bool = False) -> None:
-        """`turns`: it reads the tables that positions turn by, which are kept as other tensors
-        are."""
+        """`turns`: the function reads the rotary tables, which are then saved."""
         super().__init__()
         self.function, self.check, self.turns = function, check, turns
 
     def forward(self, x: LayerInput, *others: Tensor | PackedSeqParams) -> Tensor:
-        """The same result; `others` may end with the tokens."""
-        # Made contiguous: a part of a larger tensor would keep all of it (values, of queries, keys
-        # and values).
+        """Return the function's result; `others` may end with the tokens."""
+        # contiguous: a view would keep its whole base tensor alive (v as a part of qkv)
         tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
         last = [
             replace(other, decided=Decided())
@@ -121,8 +121,8 @@ class Recomputed(nn.Module):
 def _call(
     function: Function, last: Sequence[PackedSeqParams], num_tables: int, *first: Tensor
 ) -> Tensor:
-    """The function of some tensors, of which the last so many are tables that the tokens come
-    with."""
+    """Call the function on tensors, of which the last `num_tables` are the rotary tables of the
+    tokens."""
     if num_tables:
         first, tables = first[:-num_tables], first[-num_tables:]
         last = [replace(tokens, rotary=tables) for tokens in last]
@@ -130,12 +130,12 @@ def _call(
 
 
 class RecomputedInChunks(Recomputed):
-    """The same of an MLP or another function of each token alone, for one chunk of this rank's
-    tokens after another.
+    """`Recomputed` for an MLP or another function of single tokens, applied to chunks of this
+    rank's tokens one after another.
 
-    Under sp each chunk is gathered and scattered by itself; every rank has as many. There are
-    always `chunks`, some of them without a token where there are fewer tokens: engines expect as
-    many gradients of each weight, see `passes_of`.
+    Under sequence parallel each chunk is gathered and scattered separately; every rank has as many
+    chunks. There are always `chunks`, some of them empty if there are fewer tokens: data
+    parallelism expects as many gradients of each weight, see `passes_of`.
     """
 
     def __init__(self, function: Function, chunks: int, *, check: bool = False) -> None:
@@ -143,15 +143,15 @@ class RecomputedInChunks(Recomputed):
         self.chunks = chunks
 
     def forward(self, x: LayerInput, *others: Tensor | PackedSeqParams) -> Tensor:
-        """x [t, h] -> [t, h]; the function is given all tokens that others tell of beside each
+        """x [t, h] -> [t, h]; the function is given the tokens of the full input beside each
         chunk."""
         parts = split_rows(x, self.chunks)
         return torch.cat([Recomputed.forward(self, part, *others) for part in parts])
 
 
 def passes_of(model: nn.Module) -> Mapping[nn.Module, int]:
-    """How often each module inside regions of chunks runs in one forward of the model; all others
-    run once."""
+    """Return how often each module inside `RecomputedInChunks` runs in one forward of the model;
+    all others run once."""
     regions = [module for module in model.modules() if isinstance(module, RecomputedInChunks)]
     return {
         inner: region.chunks
@@ -163,32 +163,31 @@ def passes_of(model: nn.Module) -> Mapping[nn.Module, int]:
 
 @dataclass(frozen=True, slots=True)
 class SpanHook:
-    """Where hidden states are taken that later layers look at."""
+    """Position at which hidden states are taken for cross-layer attention of later layers."""
 
     before: int
-    """The layer, of those that run, whose input is taken."""
+    """Index, among the layers that run, of the layer whose input is taken."""
 
     how: Callable[[Tensor], Tensor]
-    """What is remembered of them."""
+    """Maps the hidden states to the tensor that later layers read."""
 
     def after(self, count: int) -> "SpanHook":
-        """The same for the layers from number `count` on."""
+        """Return the hook for the layers from number `count` on."""
         return replace(self, before=self.before - count)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRunner:
-    """Runs the layers of a stage, or of one model chunk, and decides what of each is kept for
-    backward."""
+    """Runs the layers of a stage or model chunk with activation checkpointing and activation
+    offload."""
 
     recompute: RecomputeConfig
     offload: OffloadConfig
     group: Group
-    """Tensor-parallel ranks, over which `recompute.shard_inputs` divides the inputs that are
-    kept."""
+    """Tensor-parallel group over which `recompute.shard_inputs` shards the saved inputs."""
 
     memory: HostMemory = field(default_factory=HostMemory)
-    """For what is offloaded."""
+    """Host buffers of offloaded activations."""
 
     def __call__(
         self,
@@ -197,19 +196,21 @@ class LayerRunner:
         tokens: PackedSeqParams,
         remember: SpanHook | None = None,
     ) -> tuple[Tensor, PackedSeqParams]:
-        """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on
-        the way."""
+        """x [t, h], in the layout of the layers -> [t, h], and the tokens with the cross-layer
+        source."""
         spans = self._spans(len(layers), None if remember is None else remember.before)
-        away = OffloadedPass(self.memory, min_numel=self.offload.min_numel, stays=_shared(tokens))
+        offloaded = OffloadedPass(
+            self.memory, min_numel=self.offload.min_numel, stays=_shared(tokens)
+        )
         for number, span in enumerate(spans):
             if remember is not None and span.start == remember.before:
                 tokens = replace(tokens, memory=remember.how(x))
-                away.keep(_shared(tokens))
+                offloaded.keep(_shared(tokens))
             part = layers[span.start : span.stop]
-            with away.span(number, part) if span.offloaded else nullcontext():
+            with offloaded.span(number, part) if span.offloaded else nullcontext():
                 x = self._run_span(span, part, x, tokens)
             if number > 0 and spans[number - 1].offloaded:
-                fetch_when_backward_reaches(x, away, [number - 1])
+                fetch_when_backward_reaches(x, offloaded, [number - 1])
         return x, tokens
 
     def _spans(self, count: int, cut: int | None) -> list[Span]:
@@ -222,21 +223,21 @@ class LayerRunner:
     ) -> Tensor:
         if not span.recomputed:
             return _run(layers, tokens, x)
-        kept = sharded(x, self.group) if self.recompute.shard_inputs else x
+        saved = sharded(x, self.group) if self.recompute.shard_inputs else x
         run = partial(_run, layers, replace(tokens, decided=Decided()))
-        return recompute(run, kept, *_shared(tokens), check=self.recompute.check)
+        return recompute(run, saved, *_shared(tokens), check=self.recompute.check)
 
 
 def _shared(tokens: PackedSeqParams) -> tuple[Tensor, ...]:
-    """What comes with the tokens and is the same tensor for many layers."""
+    """Return the tensors of the tokens that many layers share."""
     return (*tokens.rotary, *(() if tokens.memory is None else (tokens.memory,)))
 
 
 def _run(
     layers: Sequence[nn.Module], tokens: PackedSeqParams, x: Tensor, *shared: Tensor
 ) -> Tensor:
-    """One layer after the other, with what they share given apart where it has to be kept as
-    tensors."""
+    """Run layers in sequence, with the tensors that they share passed separately where they have to
+    be saved."""
     if shared:
         pairs = len(tokens.rotary)
         tokens = replace(tokens, rotary=shared[:pairs], memory=next(iter(shared[pairs:]), None))
@@ -246,19 +247,20 @@ def _run(
 
 
 def sharded(x: Tensor, group: Group) -> RecomputedOutput:
-    """x, the same on every rank of `group`, rebuilt from equal slices of which each rank keeps one.
+    """Return x, equal on all ranks of `group`, as a tensor that is recomputed from equal slices of
+    which each rank saves one.
 
-    The slices are of its elements in order, the last one padded with zeros. One all-gather when it
-    is rebuilt.
+    The slices are of its elements in order, the last one padded with zeros. Recomputing takes one
+    all-gather.
     """
     with torch.no_grad():
         length = -(-x.numel() // group.size)
         flat = x.reshape(-1)
-        mine = x.new_zeros(length)
+        local_slice = x.new_zeros(length)
         part = flat[group.rank * length : (group.rank + 1) * length]
-        mine[: part.numel()] = part
-    return RecomputedOutput(x, partial(_join, group=group, shape=x.shape), (mine,))
+        local_slice[: part.numel()] = part
+    return RecomputedOutput(x, partial(_gather_slices, group=group, shape=x.shape), (local_slice,))
 
 
-def _join(mine: Tensor, *, group: Group, shape: torch.Size) -> Tensor:
-    return regather(mine, group)[: shape.numel()].view(shape)
+def _gather_slices(local_slice: Tensor, *, group: Group, shape: torch.Size) -> Tensor:
+    return regather(local_slice, group)[: shape.numel()].view(shape)

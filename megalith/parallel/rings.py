@@ -1,9 +1,9 @@
-"""Matmuls that hide the communication around them: gathers and sums of tokens, step by step around
-a ring of ranks.
+"""Collective matmul: all-gather and reduce-scatter decomposed around a ring and overlapped with the
+matmul.
 
-Each rank starts a step's message, multiplies what it has meanwhile, and then waits. n ranks take n
-steps, and all but one communicate. Source: Wang et al. 2023, "Overlap Communication with Dependent
-Computation via Decomposition", ASPLOS.
+Each rank starts a step's message, multiplies the part that it has, and then waits. n ranks take n
+steps, all but one of which communicate. Source: Wang et al. 2023, "Overlap Communication with
+Dependent Computation via Decomposition", ASPLOS.
 """
 
 from collections.abc import Callable
@@ -22,44 +22,42 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Started(NamedTuple):
-    """A tensor on its way."""
+    """Result of a collective that has been started."""
 
     x: Tensor
     entry: CollectiveRecord | None = None
-    """The note of it, for the report of a hang."""
+    """Its flight record, for the report of a hang."""
 
     def wait(self) -> Tensor:
-        """The tensor, when it is there."""
+        """Wait for the tensor and return it."""
         y: Tensor = _ops.wait_tensor(self.x)
         finished(self.entry)
         return y
 
 
 def start_sum(x: Tensor, group: Group) -> Started:
-    """InitialValues adding up `x` over the group."""
+    """Start an all-reduce of `x` over the group."""
     entry = note(group, "all_reduce", x)
     return Started(_ops.all_reduce(x.contiguous(), "sum", group.name), entry)
 
 
 def start_gather(x: Tensor, group: Group) -> Started:
-    """InitialValues joining the ranks' equal parts [t, ...]: [ranks * t, ...]."""
+    """Start an all-gather of equal parts [t, ...] -> [ranks * t, ...]."""
     entry = note(group, "all_gather", x)
     return Started(all_gathered(x.contiguous(), group), entry)
 
 
 def start_scatter(x: Tensor, group: Group) -> Started:
-    """InitialValues adding up `x` [ranks * t, ...] over the group, of which I get my part [t,
-    ...]."""
+    """Start a reduce-scatter of `x` [ranks * t, ...] -> this rank's part [t, ...]."""
     entry = note(group, "reduce_scatter", x)
     return Started(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name), entry)
 
 
 def start_passing(x: Tensor, group: Group) -> Started:
-    """InitialValues sending `x` [t, ...] to the next rank of the ring, and receiving as much from
-    the one before.
+    """Start sending `x` [t, ...] to the next rank of the ring and receiving as much from the
+    previous one.
 
-    An exchange in which only neighbors have something to say: it needs no order of sends and
-    receives.
+    An all-to-all in which only neighbors exchange rows: it needs no order of sends and receives.
     """
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
@@ -68,49 +66,50 @@ def start_passing(x: Tensor, group: Group) -> Started:
 
 
 def gather_product(x: Tensor, w: Tensor, group: Group, product: Product) -> tuple[Tensor, Tensor]:
-    """All tokens, and their product with my `w`: x [t / ranks, i], my tokens -> [t, i], [t, o].
+    """Return all tokens and their product with this rank's `w`: x [t / ranks, i] -> [t, i], [t, o].
 
-    The parts travel round: while I multiply one, the next one arrives.
+    The parts go around the ring: one part is multiplied while the next one is received.
     """
-    whole = [x] * group.size
+    parts = [x] * group.size
     products = [x] * group.size
     owner, part = group.rank, x
     for step in range(group.size):
-        coming = start_passing(part, group) if step < group.size - 1 else None
-        whole[owner], products[owner] = part, product(part, w)
-        if coming is not None:
-            owner, part = (owner - 1) % group.size, coming.wait()
-    return torch.cat(whole), torch.cat(products)
+        received = start_passing(part, group) if step < group.size - 1 else None
+        parts[owner], products[owner] = part, product(part, w)
+        if received is not None:
+            owner, part = (owner - 1) % group.size, received.wait()
+    return torch.cat(parts), torch.cat(products)
 
 
 def product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Tensor:
-    """The sum over the ranks of their products, for my tokens: x [t, i_tp], all tokens -> [t /
-    ranks, o].
+    """Return the sum over ranks of their products, for this rank's tokens: x [t, i_tp], all tokens
+    -> [t / ranks, o].
 
-    A sum travels round to the rank whose tokens it is for: while one is on its way, I multiply for
-    the next one.
+    Each partial sum goes around the ring to the rank that has its tokens; the next part is
+    multiplied while it is in flight.
     """
     parts = x.chunk(group.size)
-    travelling: Started | None = None
+    in_flight: Started | None = None
     for step in range(group.size):
-        mine = product(parts[(group.rank - 1 - step) % group.size], w)
-        if travelling is not None:
-            mine = mine.add_(travelling.wait())
+        partial_sum = product(parts[(group.rank - 1 - step) % group.size], w)
+        if in_flight is not None:
+            partial_sum = partial_sum.add_(in_flight.wait())
         if step < group.size - 1:
-            travelling = start_passing(mine, group)
-    return mine
+            in_flight = start_passing(partial_sum, group)
+    return partial_sum
 
 
 class CollectiveMatmul(NamedTuple):
-    """The two products of a ring; what they are fused with depends on the device, never what they
-    compute."""
+    """Implementation of the two collective matmuls; it depends on the device, their results do
+    not."""
 
     gathered: Callable[[Tensor, Tensor, Group, Product], tuple[Tensor, Tensor]]
     """(x, w, group, product) -> all tokens, and their product: see `gather_product`."""
 
     scattered: Callable[[Tensor, Tensor, Group, Product], Tensor]
-    """(x, w, group, product) -> the sum of products, for my tokens: see `product_scatter`."""
+    """(x, w, group, product) -> the sum of products, for this rank's tokens: see
+    `product_scatter`."""
 
 
 RING_EXCHANGE = CollectiveMatmul(gather_product, product_scatter)
-"""On any device and backend."""
+"""Messages around a ring, for any device and communication backend."""

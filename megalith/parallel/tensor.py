@@ -1,5 +1,4 @@
-"""Tensor and sequence parallelism: the layers that cut their weights over a group, and the ways in
-and out of them."""
+"""Tensor parallel and sequence parallel layers, and their communication (`TPComm`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +47,8 @@ from megalith.plan.shards import Shard, split_evenly
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How a parameter starts: normal or uniform with standard deviation `std`, plus `offset`;
-    rows beyond `rows` are zero."""
+    """Initial distribution of a parameter: normal or uniform with standard deviation `std`, plus
+    `offset`; rows from number `rows` on are zero."""
 
     std: float
     offset: float = 0.0
@@ -62,125 +61,126 @@ ZEROS, ONES = Init(std=0.0), Init(std=0.0, offset=1.0)
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What a layer says of one parameter: its slice and its first value."""
+    """Shard and initial distribution of one parameter of a layer."""
 
     shard: Shard
     init: Init
 
 
 class TPComm(Protocol):
-    """How tokens come into work that tensor parallelism divides, and leave it."""
+    """Communication before and after tensor-parallel work."""
 
     @property
     def group(self) -> Group:
-        """The ranks that divide the work."""
+        """The tensor-parallel ranks."""
 
     @property
     def invariant(self) -> frozenset[str]:
-        """Axes over which parameters used outside the divided work get the whole gradient on every
-        rank."""
+        """Axes over which parameters used outside tensor-parallel work have the complete gradient
+        on every rank."""
 
     def mine(self, values: Tensor) -> Tensor:
-        """What is known of all tokens [t, ...] -> of my tokens, outside the divided work."""
+        """Select this rank's tokens outside tensor-parallel work from values [t, ...] of all
+        tokens."""
 
     def prepare_input(self, x: LayerInput) -> LayerInput:
-        """My tokens -> all tokens [t, h], for work that each rank does differently (R)."""
+        """Tokens of this rank -> all tokens [t, h], for work that differs between ranks (R)."""
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """MarkPartial sums [t, h] (P) -> the sum, for my tokens."""
+        """Partial sums [t, h] (P) -> their sum, for the tokens of this rank."""
 
     @property
     def overlapped(self) -> OverlappedTPComm | None:
-        """The same with communication behind matmuls; None: one after the other."""
+        """The same communication overlapped with matmuls; None: not overlapped."""
 
     @property
     def tp_comm_overlap(self) -> bool:
-        """Whether the way out goes on behind a matmul, too."""
+        """Whether the output communication is overlapped with a matmul as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelComm:
-    """Outside divided work every rank has all tokens, and does the same with them (I)."""
+    """Tensor parallel without sequence parallel: outside tensor-parallel work every rank has all
+    tokens and computes the same (I)."""
 
     group: Group
     overlap: bool = True
-    """Sum dx over ranks while the weights' gradients are computed."""
+    """All-reduce dx while the weight gradients are computed."""
 
     @property
     def invariant(self) -> frozenset[str]:
-        """Every rank repeats the same work, so gradients there are whole already."""
+        """All ranks compute the same, so gradients are complete on each."""
         return frozenset(self.group.axes)
 
     def mine(self, values: Tensor) -> Tensor:
-        """Everything."""
+        """Return all values."""
         return values
 
     def prepare_input(self, x: LayerInput) -> LayerInput:
-        """Nothing forward; backward sums."""
-        entered = copy_to_tp(output_tensor(x), self.group)
-        return entered if isinstance(x, Tensor) else replace(x, value=entered)
+        """Identity forward; all-reduce backward."""
+        copied = copy_to_tp(output_tensor(x), self.group)
+        return copied if isinstance(x, Tensor) else replace(x, value=copied)
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """Sum forward; nothing backward."""
+        """All-reduce forward; identity backward."""
         return reduce_from_tp(x, self.group)
 
     @property
     def overlapped(self) -> OverlappedTPComm | None:
-        """Itself, where there is something to hide."""
+        """This object, if there is communication to overlap."""
         return self if self.overlap and self.group.size > 1 else None
 
     @property
     def tp_comm_overlap(self) -> bool:
-        """Whole sums go round no ring."""
+        """False: an all-reduce is not decomposed."""
         return False
 
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
-        """Every rank has all tokens."""
+        """Compute the matmul; every rank has all tokens."""
         return x, product(x, w)
 
     def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> Started:
-        """A sum that is waited for later."""
+        """Compute the matmul and start the all-reduce of its result."""
         return start_sum(product(x, w), self.group)
 
     def start_regather(self, x: Tensor) -> Started:
-        """They are here."""
+        """Return x: every rank has all tokens."""
         return Started(x)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallelComm:
-    """Sequence parallel: outside divided work each rank has its own part of the tokens (V), t / tp
-    of them.
+    """Sequence parallel: outside tensor-parallel work each rank has its own t / tp tokens (V).
 
-    Only a rank's own part is kept for backward, which gathers the tokens again: one all-gather for
-    t·h values less. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+    Only the rank's own tokens are saved for backward, which gathers them again: one more all-gather
+    saves t·h values. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """
 
     group: Group
     overlap: bool = True
-    """Communicate in backward behind the matmuls for dx and for the weights."""
+    """Overlap communication in backward with the matmuls for dx and dw."""
 
     tp_comm_overlap: bool = False
-    """Communicate step by step around a ring, in forward, too, each step behind a part of a
-    matmul."""
+    """Collective matmul: decompose communication around a ring, in forward too, each step
+    overlapped with a part of a matmul."""
 
     products: CollectiveMatmul = RING_EXCHANGE
-    """How a ring's steps and matmuls are computed."""
+    """Implementation of the collective matmuls."""
 
     @property
     def invariant(self) -> frozenset[str]:
-        """Ranks see different tokens, so their gradients are parts of a sum."""
+        """None: ranks have different tokens, so their gradients are partial sums."""
         return frozenset()
 
     def mine(self, values: Tensor) -> Tensor:
-        """My part, one of equal parts in the order of ranks."""
+        """Return this rank's part, one of equal parts in the order of ranks."""
         count = values.shape[0] // self.group.size
         return values.narrow(0, self.group.rank * count, count)
 
     def prepare_input(self, x: LayerInput) -> LayerInput:
         """All-gather forward; reduce-scatter backward."""
-        whole = all_gather(output_tensor(x), self.group)
-        return as_recomputed(x).then(whole, with_arguments(regather, group=self.group))
+        gathered = all_gather(output_tensor(x), self.group)
+        return as_recomputed(x).then(gathered, with_arguments(regather, group=self.group))
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """Reduce-scatter forward; all-gather backward."""
@@ -188,46 +188,46 @@ class SequenceParallelComm:
 
     @property
     def overlapped(self) -> OverlappedTPComm | None:
-        """Itself, where there is something to hide."""
+        """This object, if there is communication to overlap."""
         return self if self.overlap and self.group.size > 1 else None
 
     def all_gather_matmul(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
-        """All tokens, gathered at once or part by part, and their product."""
+        """Return all tokens, gathered at once or part by part, and their matmul."""
         if self.tp_comm_overlap:
             return self.products.gathered(x, w, self.group, product)
-        whole = start_gather(x, self.group).wait()
-        return whole, product(whole, w)
+        gathered_x = start_gather(x, self.group).wait()
+        return gathered_x, product(gathered_x, w)
 
     def matmul_reduce_scatter(self, x: Tensor, w: Tensor, product: Product) -> Started:
-        """Its sum for my tokens, taken at once or part by part."""
+        """Return the reduce-scatter of the matmul, computed at once or part by part."""
         if self.tp_comm_overlap:
             return Started(self.products.scattered(x, w, self.group, product))
         return start_scatter(product(x, w), self.group)
 
     def start_regather(self, x: Tensor) -> Started:
-        """All-gather once more."""
+        """Start the all-gather of forward once more."""
         return start_gather(x, self.group)
 
 
 def register_param(
-    module: nn.Module, name: str, declared: ParameterSpec, *, dtype: torch.dtype
+    module: nn.Module, name: str, spec: ParameterSpec, *, dtype: torch.dtype
 ) -> None:
-    """Give `module` the parameter `name`, without memory yet, and note its slice in
+    """Register the parameter `name` of `module` on the meta device, and record its spec in
     `module.declared`."""
-    notes: dict[str, ParameterSpec] = module.__dict__.setdefault("declared", {})
-    notes[name] = declared
+    specs: dict[str, ParameterSpec] = module.__dict__.setdefault("declared", {})
+    specs[name] = spec
     module.register_parameter(
-        name, nn.Parameter(torch.empty(declared.shard.matrix_shape, dtype=dtype, device="meta"))
+        name, nn.Parameter(torch.empty(spec.shard.matrix_shape, dtype=dtype, device="meta"))
     )
 
 
 class ColumnLinear(nn.Module):
-    """`y = x @ W.T` with the output features of `W` split over the tensor-parallel group; W may be
-    several matrices.
+    """Linear layer `y = x @ W.T` whose output features are sharded over the tensor-parallel group;
+    W may be several matrices.
 
-    x [t, i], in the layout of `tp_comm` -> y [t, f_tp], my slice of every matrix's features, one
-    matrix after the other. Backward sums dx over the group, because every rank used the same x.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    x [t, i], in the layout of `tp_comm` -> y [t, f_tp], this rank's slice of each matrix's
+    features, one matrix after the other. Backward sums dx over the group, because all ranks used
+    the same x. Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
 
     def __init__(
@@ -243,8 +243,8 @@ class ColumnLinear(nn.Module):
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.weight_names = [_attribute(weight) for weight in weights]
         self.bias_names = [_attribute(bias) for bias in biases]
-        for declared in (*weights, *biases):
-            register_param(self, _attribute(declared), declared, dtype=dtype)
+        for spec in (*weights, *biases):
+            register_param(self, _attribute(spec), spec, dtype=dtype)
 
     def forward(self, x: LayerInput) -> Tensor:
         """x [t, i] -> [t, f_tp]."""
@@ -264,15 +264,17 @@ class ColumnLinear(nn.Module):
         return y
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradient goes to `grad_accumulator`, as the rows of one matrix."""
+        """Return the parameters whose gradient goes to `grad_accumulator`, as the rows of one
+        matrix."""
         return [getattr(self, name) for name in self.weight_names]
 
 
 class RowLinear(nn.Module):
-    """`y = x @ W.T + b` with the input features of `W` split over the tensor-parallel group.
+    """Linear layer `y = x @ W.T + b` whose input features are sharded over the tensor-parallel
+    group.
 
-    x [t, i_tp], my slice of the features -> y [t, o] in the layout of `tp_comm`; the bias is added
-    once, after the sum.
+    x [t, i_tp], this rank's slice of the features -> y [t, o] in the layout of `tp_comm`; the bias
+    is added once, after the sum.
     """
 
     def __init__(
@@ -290,9 +292,9 @@ class RowLinear(nn.Module):
             _attribute(weight),
             None if bias is None else _attribute(bias),
         )
-        for declared in (weight, bias):
-            if declared is not None:
-                register_param(self, _attribute(declared), declared, dtype=dtype)
+        for spec in (weight, bias):
+            if spec is not None:
+                register_param(self, _attribute(spec), spec, dtype=dtype)
 
     def forward(self, x: LayerInput) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
@@ -313,16 +315,16 @@ class RowLinear(nn.Module):
         return y if self.bias_name is None else y + getattr(self, self.bias_name)
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
-        """The parameter whose gradient goes to `grad_accumulator`."""
+        """Return the parameter whose gradient goes to `grad_accumulator`."""
         return [getattr(self, self.weight_name)]
 
 
 class WholeLinear(nn.Module):
-    """`y = x @ W.T` with all of `W` on every rank: x [t, i] in the layout of `tp_comm` -> y [t, o],
-    of the same tokens.
+    """Linear layer `y = x @ W.T` with a replicated weight: x [t, i] in the layout of `tp_comm` -> y
+    [t, o], of the same tokens.
 
-    Ranks that have all tokens repeat each other's work, and the gradient is whole on each; those
-    that have parts of the tokens sum it.
+    Ranks that have all tokens compute the same, and the gradient is complete on each; under
+    sequence parallel the gradient is summed over ranks.
     """
 
     def __init__(self, weight: ParameterSpec, *, dtype: torch.dtype) -> None:
@@ -336,14 +338,14 @@ class WholeLinear(nn.Module):
         return linear(x, self.accumulated_parameters(), grad_accumulator=self.grad_accumulator)
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
-        """The parameter whose gradient goes to `grad_accumulator`."""
+        """Return the parameter whose gradient goes to `grad_accumulator`."""
         return [getattr(self, self.weight_name)]
 
 
 class VocabEmbedding(nn.Module):
-    """Token numbers to vectors, with the table's rows split over the tensor-parallel group.
+    """Token embedding whose table rows are sharded over the tensor-parallel group.
 
-    ids [t], the same on every rank of the group -> [t, h] in the layout of `tp_comm`.
+    ids [t], equal on all ranks of the group -> [t, h] in the layout of `tp_comm`.
     """
 
     weight: nn.Parameter
@@ -356,7 +358,7 @@ class VocabEmbedding(nn.Module):
         dtype: torch.dtype,
         tied: nn.Parameter | None = None,
     ) -> None:
-        """`tied`: the parameter, where another layer has it already."""
+        """`tied`: the parameter, if another layer has registered it."""
         super().__init__()
         self.tp_comm = tp_comm
         self.grad_accumulator: GroupedGradAccumulator | None = None
@@ -374,15 +376,15 @@ class VocabEmbedding(nn.Module):
         return self.tp_comm.reduce_output(mark_partial(rows, self.tp_comm.group))
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
-        """The parameter whose gradient goes to `grad_accumulator`."""
+        """Return the parameter whose gradient goes to `grad_accumulator`."""
         return [self.weight]
 
 
 class VocabHead(nn.Module):
-    """Scores of every token of the vocabulary, with the vocabulary split over the tensor-parallel
-    group; ends in the loss.
+    """Output layer whose vocabulary is sharded over the tensor-parallel group; computes logits and
+    the cross-entropy loss.
 
-    Full logits are never gathered in training. A tied head is given the embedding's parameter.
+    Full logits are never gathered in training. A tied head uses the embedding's parameter.
     """
 
     weight: nn.Parameter
@@ -397,14 +399,14 @@ class VocabHead(nn.Module):
         dtype: torch.dtype,
         logit_transform: LogitTransform = AS_THEY_ARE,
     ) -> None:
-        """`logit_transform`: what becomes of the products of hidden states and vocabulary before
-        they are scores."""
+        """`logit_transform`: applied to the products of hidden states and vocabulary to get
+        logits."""
         super().__init__()
         self.tp_comm, self.logit_transform, self.table = tp_comm, logit_transform, weight
         self.summed_loss: Callable[..., Tensor] = linear_cross_entropy
-        """What is minimized."""
+        """Training loss, summed over tokens."""
         self.eval_loss: Callable[..., Tensor] = linear_cross_entropy
-        """-log p(label), whatever is minimized."""
+        """Evaluation loss, -log p(label), whatever the training loss is."""
         self.single_losses = token_losses
         self.grad_accumulator: GroupedGradAccumulator | None = None
         self.vocab_size = vocab_size
@@ -417,20 +419,21 @@ class VocabHead(nn.Module):
 
     @property
     def reads_table_again(self) -> bool:
-        """Whether the backward of `loss` reads the table: that of its plain definition does, and
-        one that computes logits again."""
-        held: Callable[..., object] = self.summed_loss
-        words: dict[str, object] = {}
-        while isinstance(held, LossWithLogitStats | with_arguments):
-            words |= held.keywords if isinstance(held, with_arguments) else {}
-            held = held.func if isinstance(held, with_arguments) else held.compute
+        """Whether the backward of `loss` reads the table: true for the reference loss and for
+        losses that recompute logits."""
+        loss_fn: Callable[..., object] = self.summed_loss
+        keywords: dict[str, object] = {}
+        while isinstance(loss_fn, LossWithLogitStats | with_arguments):
+            keywords |= loss_fn.keywords if isinstance(loss_fn, with_arguments) else {}
+            loss_fn = loss_fn.func if isinstance(loss_fn, with_arguments) else loss_fn.compute
         return (
-            held in (recomputed_cross_entropy, recomputed_measures)
-            or words.get("kernel") == "reference"
+            loss_fn in (recomputed_cross_entropy, recomputed_measures)
+            or keywords.get("kernel") == "reference"
         )
 
     def again(self) -> "VocabHead":
-        """The same head for one more use in a forward; engines count the gradients of each use."""
+        """Return a head with the same parameter for one more use in a forward pass; data
+        parallelism counts the gradients of each use."""
         return VocabHead(
             self.table,
             self.tp_comm,
@@ -444,8 +447,8 @@ class VocabHead(nn.Module):
         """Sum of -log p(label) over labels that are not negative: x [t, h] in the layout of
         `tp_comm`, labels [t] -> scalar.
 
-        The same on every rank of the group (I). Unless `evaluating`, with what else is minimized:
-        see `choose_losses`.
+        Equal on all ranks of the group (I). Unless `evaluating`, includes everything that is
+        minimized: see `choose_losses`.
         """
         return (self.eval_loss if evaluating else self.summed_loss)(
             output_tensor(self.tp_comm.prepare_input(x)),
@@ -459,8 +462,8 @@ class VocabHead(nn.Module):
         )
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
-        """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Recomputes logits
-        in backward."""
+        """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Backward
+        recomputes the logits."""
         return self.single_losses(
             output_tensor(self.tp_comm.prepare_input(x)),
             self.weight,
@@ -473,8 +476,8 @@ class VocabHead(nn.Module):
         )
 
     def best(self, x: Tensor) -> Tensor:
-        """The token that scores highest after each: x [t, h] in the layout of `tp_comm` -> int64
-        [t] (I), no gradient."""
+        """Return the token with the largest logit after each position: x [t, h] in the layout of
+        `tp_comm` -> int64 [t] (I), no gradient."""
         return best_tokens(
             output_tensor(self.tp_comm.prepare_input(x)),
             self.weight,
@@ -484,35 +487,34 @@ class VocabHead(nn.Module):
         )
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [t, h] on every rank -> [t, vocab_size] on every rank; for sampling, without
-        gradient."""
+        """Return the gathered logits: x [t, h] on every rank -> [t, vocab_size] on every rank; for
+        sampling, without gradient."""
         part = self.logit_transform.scores(linear(x, self.accumulated_parameters())).T.contiguous()
         return all_gather(part, self.tp_comm.group, sizes=self.row_sizes).T[:, : self.vocab_size]
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
-        """The parameter whose gradient goes to `grad_accumulator`."""
+        """Return the parameter whose gradient goes to `grad_accumulator`."""
         return [self.weight]
 
 
 def heads_of(models: Iterable[nn.Module]) -> Iterator[VocabHead]:
-    """Every head: the model's, and one for each MTP depths."""
+    """Return every head: the model's, and one for each MTP depth."""
     return (
         module for model in models for module in model.modules() if isinstance(module, VocabHead)
     )
 
 
 def choose_losses(models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]) -> None:
-    """Let every head minimize what `choose` makes for it."""
+    """Set the training loss of every head to the result of `choose`."""
     for head in heads_of(models):
         head.summed_loss = choose()
 
 
 class ExpertMatrix(nn.Module):
-    """A matrix of every expert of this rank, [e o, i], and a bias of each, [e o];
+    """A weight matrix of every expert of this rank, [e o, i], with a bias of each, [e o];
     kernels/experts.py multiplies them.
 
-    What ranks divide, experts or the features of each, is for the shards to say and for others to
-    exchange.
+    The shards determine whether ranks split the experts or the features of each.
     """
 
     def __init__(
@@ -524,22 +526,22 @@ class ExpertMatrix(nn.Module):
             _attribute(weight),
             None if bias is None else _attribute(bias),
         )
-        for declared in (weight, bias):
-            if declared is not None:
-                register_param(self, _attribute(declared), declared, dtype=dtype)
+        for spec in (weight, bias):
+            if spec is not None:
+                register_param(self, _attribute(spec), spec, dtype=dtype)
 
     def forward(self) -> Matrix:
-        """Weight, bias and where the weight's gradient goes."""
+        """Return weight, bias and gradient accumulator."""
         bias = None if self.bias_name is None else getattr(self, self.bias_name)
         return Matrix(getattr(self, self.weight_name), bias, self.grad_accumulator)
 
     def accumulated_parameters(self) -> list[nn.Parameter]:
-        """The parameter whose gradient goes to `grad_accumulator`."""
+        """Return the parameter whose gradient goes to `grad_accumulator`."""
         return [getattr(self, self.weight_name)]
 
 
 TensorParallel = ColumnLinear | RowLinear | WholeLinear | ExpertMatrix | VocabEmbedding | VocabHead
 
 
-def _attribute(declared: ParameterSpec) -> str:
-    return declared.shard.name.rsplit(".", 1)[1]
+def _attribute(spec: ParameterSpec) -> str:
+    return spec.shard.name.rsplit(".", 1)[1]

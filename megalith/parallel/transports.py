@@ -1,9 +1,8 @@
-"""Other ways for tokens to reach their experts: the seam for packages that bring one, and a plain
-one to prove it.
+"""Token dispatchers of other packages (entry points), and a reference dispatcher.
 
-The plain one knows all ranks that hold experts as one group. A row goes to each of the ranks that
-have a part of its expert, and each sends its part of the answer back to where the row came from, so
-that nothing is left to do along etp.
+The reference uses one group of all ranks that hold experts. A row goes to each rank that has a part
+of its expert, and each rank returns its part of the output to the row's source, so that no
+communication along etp is left.
 """
 
 from collections.abc import Sequence
@@ -45,16 +44,16 @@ from megalith.plan.transports import BUILT_IN, installed_transports
 
 
 class Transport(Protocol):
-    """Makes a dispatcher; what an entry point of the group `megalith.transports` is."""
+    """Creates a token dispatcher; the type of an entry point of the group `megalith.transports`."""
 
     def __call__(
         self, *, num_experts: int, ep: Group, etp: Group, both: Group, drops_tokens: bool
     ) -> Dispatcher:
-        """For layers of so many experts, in order: rank r along `ep` has the r-th part of them, and
-        ranks along `etp` a part of each. `both`: the ranks that together hold every expert once;
-        there are several.
+        """Return a dispatcher for `num_experts` experts, in order: rank r along `ep` has the r-th
+        part of them, and ranks along `etp` a part of each. `both`: the ranks that together hold
+        every expert once, more than one.
 
-        `drops_tokens`: choices may be -1, of experts that took no more.
+        `drops_tokens`: choices may be -1, for tokens that were dropped.
         """
 
 
@@ -66,50 +65,50 @@ def build_transport(
     drops_tokens: bool = False,
     room: ExpertCapacity | None = None,
 ) -> Dispatcher:
-    """The dispatcher of that name, of this library or of another package: see `build_dispatcher`.
+    """Return the token dispatcher of that name, built in or from another package: see
+    `build_dispatcher`.
 
     Raises:
-        ConfigError: the package that brings it cannot be loaded.
+        ConfigError: the package that provides it cannot be loaded.
     """
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
     if both.size == 1 or name in ("alltoall", "allgather"):
         return build_dispatcher(name, mesh, num_experts, drops_tokens=drops_tokens, room=room)
-    assert room is None, "only an exchange sends filler: plan/experts.py refuses others"
+    assert room is None, "only alltoall pads rows to a capacity: plan/experts.py rejects the others"
     make = ReferenceDispatcher if name in BUILT_IN else load_transport(name)
     return make(num_experts=num_experts, ep=ep, etp=etp, both=both, drops_tokens=drops_tokens)
 
 
 def load_transport(name: str) -> Transport:
-    """What a package brings under that name.
+    """Load the dispatcher that an installed package provides under that name.
 
     Raises:
-        ConfigError: it is not there, or its code does not load.
+        ConfigError: no package provides it, or its code does not load.
     """
     point = installed_transports().get(name)
     if point is None:
         raise ConfigError(
-            f"parallel.dispatcher={name}: no installed package brings it. Use one of {BUILT_IN}."
+            f"parallel.dispatcher={name}: no installed package provides it. Use one of {BUILT_IN}."
         )
     try:
-        made: Transport = point.load()
-    except Exception as error:  # a stranger's code may fail in any way, and this names it
+        transport: Transport = point.load()
+    except Exception as error:  # another package's code may fail in any way
         raise ConfigError(
             f"parallel.dispatcher={name}: {point.value} does not load ({type(error).__name__}: "
-            f"{error}). Install what "
-            f"it needs, or set parallel.dispatcher=alltoall."
+            f"{error}). Install its dependencies, or set parallel.dispatcher=alltoall."
         ) from error
-    return made
+    return transport
 
 
-# --- the plain one
+# --- reference dispatcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceDispatcher:
-    """One all-to-all over all ranks that hold experts, with a copy of each row for every rank along
-    etp.
+    """Token dispatcher with one all-to-all over all ranks that hold experts, which sends a copy of
+    each row to every rank along etp.
 
-    It moves etp times what an exchange does, along ep too; so it is for proofs.
+    It moves etp times as much as `AllToAllDispatcher`, along ep too; for tests only.
     """
 
     num_experts: int
@@ -119,73 +118,85 @@ class ReferenceDispatcher:
     drops_tokens: bool
 
     def __call__(self, x: LayerInput, choice: Choice) -> PendingDispatch:
-        """A message with counts, one with rows, and one with their weights."""
+        """Exchange counts, rows and their weights."""
         x = output_tensor(x)
-        each, ranks, me = self.num_experts // self.ep.size, self.both.size, self.both.rank
-        places = self.places(choice.experts, each)
+        experts_per_rank, ranks, local_rank = (
+            self.num_experts // self.ep.size,
+            self.both.size,
+            self.both.rank,
+        )
+        places = self.places(choice.experts, experts_per_rank)
         known = None if self.drops_tokens and not x.is_meta else places.numel()
-        order = order_choices(places, ranks * each, num_rows=known)
+        order = order_choices(places, ranks * experts_per_rank, num_rows=known)
         sent = self._counts(order)
-        own = slice(me * each, (me + 1) * each)
+        own = slice(local_rank * experts_per_rank, (local_rank + 1) * experts_per_rank)
         chunks = [count for row in sent for count in row[own]]
-        way = ReferenceCombiner(
+        combiner = ReferenceCombiner(
             self.both,
             order,
             chunks,
-            expert_major(ranks=ranks, experts=each),
-            [sum(sent[me][rank * each : (rank + 1) * each]) for rank in range(ranks)],
+            expert_major(ranks=ranks, experts=experts_per_rank),
+            [
+                sum(sent[local_rank][rank * experts_per_rank : (rank + 1) * experts_per_rank])
+                for rank in range(ranks)
+            ],
             [sum(row[own]) for row in sent],
         )
         copies = choice.weights.repeat_interleave(self.etp.size, dim=1)
-        counts = tuple(sum(chunks[expert::each]) for expert in range(each))
+        counts = tuple(sum(chunks[expert::experts_per_rank]) for expert in range(experts_per_rank))
         return CompletedDispatch(
             DispatchedTokens(
-                way.there(permute(x, order)), way.there(weights_of(copies, order)), Groups(counts)
+                combiner.dispatch(permute(x, order)),
+                combiner.dispatch(weights_of(copies, order)),
+                Groups(counts),
             ),
-            way,
+            combiner,
         )
 
-    def places(self, experts: Tensor, each: int) -> Tensor:
-        """Where choices [t, k] go: [t, k etp], which of `each` experts on which member of the
-        group, in one number."""
+    def places(self, experts: Tensor, experts_per_rank: int) -> Tensor:
+        """Return the target of choices [t, k]: [t, k etp], the number of the local expert and of
+        its group member in one integer."""
         along_ep, along_etp = steps_in_both(self.ep, self.etp)
-        copies = torch.arange(self.etp.size, device=experts.device) * along_etp * each
-        first = experts // each * along_ep * each + experts % each
+        copies = torch.arange(self.etp.size, device=experts.device) * along_etp * experts_per_rank
+        first = (
+            experts // experts_per_rank * along_ep * experts_per_rank + experts % experts_per_rank
+        )
         spread = (first.unsqueeze(2) + copies).flatten(1)
         return torch.where(experts.repeat_interleave(self.etp.size, dim=1) >= 0, spread, NOWHERE)
 
     def _counts(self, order: Order) -> list[Sequence[int]]:
-        """By the rank that sends: how many rows for each expert of each member, on the host."""
+        """Return, by sending rank, the number of rows for each expert of each member, on the
+        host."""
         if order.counts.is_meta:
             return [on_host(order.counts, len(order.choices))] * self.both.size
-        found: list[Sequence[int]] = (
+        counts: list[Sequence[int]] = (
             regather(order.counts, self.both).view(self.both.size, -1).tolist()
         )
-        return found
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceCombiner:
-    """The way back of a `ReferenceDispatcher`."""
+    """Combiner of a `ReferenceDispatcher`."""
 
     both: Group
     order: Order
     chunks: list[int]
-    """Rows as they came: by the rank that sent them, by expert."""
+    """Sizes of the received chunks, by sending rank and expert."""
 
     sorting: list[int]
-    """The order of chunks in which experts have theirs together."""
+    """Order of the chunks that sorts them by expert."""
 
     sent: list[int]
     received: list[int]
 
-    def there(self, rows: Tensor) -> Tensor:
-        """Rows as `order` has them -> those of my experts, expert after expert."""
+    def dispatch(self, rows: Tensor) -> Tensor:
+        """Rows in `order` -> rows of the local experts, sorted by expert."""
         rows = all_to_all(rows, self.both, send=self.sent, receive=self.received)
         return sort_chunks(rows, self.chunks, self.sorting)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """The other way round; a token's answers, and the parts of each, are one sum."""
+        """Run the inverse exchange; the outputs of a token, and the parts of each, are one sum."""
         rows = sort_chunks(rows, *undone(self.chunks, self.sorting))
         return unpermute(
             all_to_all(rows, self.both, send=self.received, receive=self.sent), self.order

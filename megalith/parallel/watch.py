@@ -1,10 +1,10 @@
-"""The watch: a thread per rank that notices a collective that never ends, asks all ranks where they
-are, ends the run.
+"""Hang watch (fault tolerance): a thread per rank that detects a collective that never ends,
+reports the state of all ranks, and ends the run.
 
-While all goes well a rank writes nothing to the store: its watch looks at the flight recorder and
-at one key, twenty times per timeout. The first rank that waits too long raises the alarm; every
-watch then publishes where its rank is, be it in a collective or not, and the rank that raised the
-alarm tells who is missing.
+While nothing hangs a rank writes nothing to the store: its watch checks the flight recorder and one
+key, twenty times per timeout. The first rank that waits longer than the timeout raises the alarm;
+every watch then publishes its rank's state, and the rank that raised the alarm reports which ranks
+are missing.
 """
 
 import faulthandler
@@ -34,15 +34,15 @@ from megalith.parallel.failure import STOPPED_IN_A_HANG, Failure
 from megalith.plan.grid import Grid
 
 LOOKS = 20
-"""How often a watch looks within one timeout: a hang is reported at most this part of it late."""
+"""Checks per timeout: a hang is reported late by at most this fraction of it."""
 
 MAX_PAUSE_SECONDS = 30.0
 GRACE_SECONDS = 2.0
-"""How long ranks have to answer the alarm beyond the time between two looks, and to read the
+"""Time, beyond that between two checks, that ranks have to answer the alarm and to read the
 report."""
 
 AXES = ("tp", "cp", "dp", "pp", "etp", "ep")
-"""In which order a rank's coordinates are given; those among experts where there are some."""
+"""Order of a rank's coordinates in texts; those of the expert grid if there is one."""
 
 Answer = TypeVar("Answer")
 ALARM, REPORT = "alarm", "report"
@@ -50,75 +50,76 @@ ALARM, REPORT = "alarm", "report"
 
 @dataclass(slots=True)
 class HangWatch:
-    """Looks after one rank."""
+    """Hang watch of one rank."""
 
     flight: Flight
     store: Store
-    """A connection of its own: the main thread may be waiting on its."""
+    """A separate connection: the main thread may be waiting on its own."""
 
     rank: int
     world: int
     timeout_seconds: float
     end: Callable[[Failure, float], object]
-    """Leaves a failure for whoever started this process and ends it, from this thread, after so
-    many seconds."""
+    """Records a failure for the launcher and ends this process, from this thread, after some
+    seconds."""
 
     where: Callable[[int], str] = str
-    """A rank with its coordinates, for people."""
+    """Returns a rank with its coordinates, for texts."""
 
     folder: Path | None = None
-    """Where stacks and the report go; None: a new one for temporary files."""
+    """Folder of stacks and report; None: a new temporary one."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     inside_torch: int = 0
-    """Looks in a row that found the main thread in torch.distributed."""
+    """Consecutive checks that found the main thread in torch.distributed."""
     on_device: CollectiveRecord | None = None
-    """What the device was still at when this watch last looked, and the host past it."""
+    """The operation that the device was still running at the last check, after the host had
+    returned from it."""
 
     alarms: int = 0
-    """How many were about something that has ended by itself."""
+    """Number of alarms about operations that have ended by themselves."""
 
-    said: set[str] = field(default_factory=set)
-    """What is in the log already."""
+    logged: set[str] = field(default_factory=set)
+    """Warnings that have been logged."""
 
     over: threading.Event = field(default_factory=threading.Event)
 
     @property
     def pause_seconds(self) -> float:
-        """Time between two looks."""
+        """Time between two checks."""
         return min(self.timeout_seconds / LOOKS, MAX_PAUSE_SECONDS)
 
     @property
     def patience_seconds(self) -> float:
-        """How long every rank that can answer has answered by."""
+        """Time by which every rank that can answer has answered."""
         return 2 * self.pause_seconds + GRACE_SECONDS
 
     def run(self) -> None:
-        """Look until it is over; whatever goes wrong here, this thread goes on looking."""
+        """Check until `over` is set; an error in a check does not end this thread."""
         while not self.over.wait(self.pause_seconds):
             late = False
             try:
                 late = self.is_late()
-                winner = _within(self.patience_seconds, partial(self._alarm, late=late))
+                winner = _within(self.patience_seconds, partial(self._find_alarm, late=late))
                 if winner is None or self.over.is_set():
                     continue
                 report = _within(4 * self.patience_seconds, partial(self._exchange, winner))
-            # the process that serves the store is gone or stopped, or a mistake of ours
+            # the process that serves the store has ended or stopped, or this code has a bug
             except Exception as error:
-                report, winner = self._alone(error) if late else "", self.rank
+                report, winner = self._report_alone(error) if late else "", self.rank
                 if not report:
                     if not isinstance(error, RuntimeError):
-                        self._say_once(
+                        self._log_once(
                             f"the watch of rank {self.rank} failed: {type(error).__name__}: {error}"
                         )
                     continue
             if report:
                 self._finish(report, winner)
             else:
-                self._go_on(winner)
+                self._dismiss_alarm(winner)
 
     def is_late(self) -> bool:
-        """Whether this rank has been in some operation for longer than the timeout."""
+        """Return whether this rank has been in an operation for longer than the timeout."""
         if self.on_device is not None:
             self.on_device.done, self.on_device = True, None
         before = time.monotonic() - self.timeout_seconds
@@ -128,30 +129,28 @@ class HangWatch:
         self.inside_torch = self.inside_torch + 1 if inside_torch() else 0
         if last is None or last.started > before:
             return False
-        if (
-            self.inside_torch > LOOKS // 2
-        ):  # nobody notes what torch starts by itself, as FSDP2 does
+        # collectives that torch starts itself, as FSDP2 does, are not recorded
+        if self.inside_torch > LOOKS // 2:
             return True
         if self.device.type == "cpu":
             return False
-        # The host only starts operations there, and stands still where it reads a number.
-        busy = not torch.accelerator.current_stream(
-            self.device
-        ).query()  # of this thread: the default one
+        # The host only launches operations there, and blocks where it reads a value.
+        # the current stream of this thread is the default one
+        busy = not torch.accelerator.current_stream(self.device).query()
         if busy and last.finished:
             last.done, last.work, self.on_device = False, None, last
         return busy
 
-    def _alarm(self, *, late: bool) -> int | None:
-        """The rank that raised the alarm, if any has; `late`: it may be this one."""
+    def _find_alarm(self, *, late: bool) -> int | None:
+        """Return the rank that raised the alarm, if any; `late`: this rank tries to."""
         if late:
             return int(self.store.compare_set(self._key(ALARM), "", str(self.rank)))
         key = self._key(ALARM)
         return int(self.store.get(key)) if self.store.check([key]) else None
 
     def _exchange(self, winner: int) -> str:
-        """Publish where this rank is; make the report, or wait for it. It is "" where nobody waits
-        any more."""
+        """Publish this rank's state, then create or wait for the report; "" if no rank waits any
+        more."""
         self.flight.note_torchs_own(tuple(range(self.world)))
         place = json.dumps(asdict(self.flight.place(self.rank)))
         self.store.set(self._key(f"place/{self.rank}"), place)
@@ -160,38 +159,37 @@ class HangWatch:
             self.store.set(report, self._report(self.patience_seconds))
         if wait_for(self.store, [report], 2 * self.patience_seconds):
             return self.store.get(report).decode()
-        return f"rank {winner} noticed a hang, but did not say of what"
+        return f"rank {winner} detected a hang but did not report it"
 
     def _report(self, patience: float) -> str:
         keys = [self._key(f"place/{rank}") for rank in range(self.world)]
         wait_for(self.store, keys, patience)  # the report names those that did not answer
-        told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
-        places = {place.rank: place for place in map(RankSnapshot.from_json, told)}
+        snapshots = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        places = {place.rank: place for place in map(RankSnapshot.from_json, snapshots)}
         return describe_hang(
             places, self.world, timeout_seconds=self.timeout_seconds, where=self.where
         )
 
     def _key(self, name: str) -> str:
-        """In the store: every alarm has its own."""
+        """Return the store key of the current alarm."""
         return f"{name}/{self.alarms}"
 
-    def _go_on(self, winner: int) -> None:
-        """The alarm was about something that has ended by itself: every rank waits for the next
-        one."""
+    def _dismiss_alarm(self, winner: int) -> None:
+        """Dismiss the alarm, whose operation has ended by itself."""
         self.alarms += 1
         self.flight.forget_torchs_own()
         if winner == self.rank:
-            self._say_once(
+            self._log_once(
                 f"rank {self.where(self.rank)} was in an operation for longer than "
                 "parallel.timeout_seconds="
-                f"{self.timeout_seconds:g}, and has gone on: the ranks are slow, but nothing hangs"
+                f"{self.timeout_seconds:g}, and has left it: the ranks are slow, but not hanging"
             )
 
-    def _say_once(self, text: str) -> None:
-        """In the log, where nobody waits for it."""
-        if text not in self.said and self.folder is not None:
+    def _log_once(self, text: str) -> None:
+        """Write a warning to the log file, once."""
+        if text not in self.logged and self.folder is not None:
             self._log("WARNING", text)
-        self.said.add(text)
+        self.logged.add(text)
 
     def _log(self, level: str, text: str) -> None:
         assert self.folder is not None
@@ -200,8 +198,7 @@ class HangWatch:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level} {__name__}: {text}\n")
 
     def _finish(self, report: str, winner: int) -> None:
-        """Write everything down and end, whatever becomes of the writing; one rank speaks for
-        all."""
+        """Write the report and end the process, even if writing fails; one rank reports for all."""
         failure = Failure(
             self.rank,
             f"{STOPPED_IN_A_HANG} that rank {winner} reports",
@@ -221,7 +218,7 @@ class HangWatch:
                 failure = replace(failure, text=text)
                 self._log("ERROR", text)
         finally:
-            # The store that the others still read from may end with the process of rank 0.
+            # The store may end with the process of rank 0 while others still read from it.
             self.end(failure, GRACE_SECONDS if self.rank == 0 else 0.0)
 
     def _write_down(self, report: str) -> None:
@@ -233,7 +230,7 @@ class HangWatch:
     def _write_stacks(self, path: Path, report: str) -> None:
         with path.open("w") as file:
             file.write(
-                f"{report}\n\nThis is rank {self.where(self.rank)}. What it entered, newest last:\n"
+                f"{report}\n\nThis is rank {self.where(self.rank)}. Its operations, newest last:\n"
             )
             for entry in list(self.flight.entries):
                 file.write(f"  {entry.describe()}{'' if entry.finished else ' (not finished)'}\n")
@@ -241,8 +238,8 @@ class HangWatch:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
-    def _alone(self, error: Exception) -> str:
-        """What this rank can say without the others; "" where it does not wait any more."""
+    def _report_alone(self, error: Exception) -> str:
+        """Return a report of this rank only, or "" if it does not wait any more."""
         self.flight.note_torchs_own(tuple(range(self.world)))
         waiting = self.flight.place(self.rank).waiting
         if waiting is None:
@@ -254,8 +251,7 @@ class HangWatch:
         )
         return (
             f"rank {self.where(self.rank)} has waited for {waiting.age_seconds:g} s in "
-            f"{waiting.text}, and nobody can "
-            f"say for whom: {store} ({_first_line(error)})"
+            f"{waiting.text}, and it is not known for which rank: {store} ({_first_line(error)})"
         )
 
 
@@ -264,8 +260,8 @@ def _first_line(error: Exception) -> str:
 
 
 def wait_for(store: Store, keys: Sequence[str], seconds: float) -> bool:
-    """Whether all these keys are in the store by then. Its own wait prints a warning when time is
-    up."""
+    """Return whether all keys are in the store within `seconds`. The store's own wait prints a
+    warning at a timeout."""
     deadline, pause = time.monotonic() + seconds, 0.0005
     while not store.check(list(keys)):
         if time.monotonic() > deadline:
@@ -276,12 +272,12 @@ def wait_for(store: Store, keys: Sequence[str], seconds: float) -> bool:
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` gives, on a thread of its own: a store whose process was stopped would not even
-    say no.
+    """Call `ask` on a separate thread and return its result: a store whose process was stopped
+    never answers.
 
     Raises:
-        RuntimeError: it gave nothing in time.
-        Exception: whatever it raised.
+        RuntimeError: no result in time.
+        Exception: any exception of `ask`.
     """
     answers: SimpleQueue[Answer | Exception] = SimpleQueue()
 
@@ -302,31 +298,37 @@ def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
 
 
 def backend_timeout(timeout_seconds: float) -> float:
-    """How long gloo and NCCL wait: longer than any watch needs, whose report says more than
-    theirs."""
+    """Return the timeout of gloo and NCCL: longer than the watch needs, whose report is more
+    detailed."""
     return 1.5 * timeout_seconds + MAX_PAUSE_SECONDS
 
 
 def name_rank(grid: Grid, rank: int) -> str:
-    """A rank with its coordinates along the axes that have more than one.
+    """Return a rank with its coordinates along the axes of more than one rank.
 
     >>> from megalith.plan.grid import dense_grid
     >>> name_rank(dense_grid(world=8, tp=2, pp=2), 5)
     '5 (tp=1 dp=0 pp=1)'
     """
-    here = grid.coordinates(rank)
+    coordinates = grid.coordinates(rank)
     inner = {part for entry in grid.factored for part in (entry.outer, entry.inner)}
-    shown = [axis for axis in AXES if axis in here and axis not in inner and grid.size(axis) > 1]
-    return f"{rank} ({' '.join(f'{axis}={here[axis]}' for axis in shown)})" if shown else str(rank)
+    shown = [
+        axis for axis in AXES if axis in coordinates and axis not in inner and grid.size(axis) > 1
+    ]
+    return (
+        f"{rank} ({' '.join(f'{axis}={coordinates[axis]}' for axis in shown)})"
+        if shown
+        else str(rank)
+    )
 
 
 @contextmanager
 def watching(watch: HangWatch) -> Iterator[None]:
-    """Run the watch on a thread of its own while this lasts."""
+    """Run the watch on a separate thread inside the context."""
     thread = threading.Thread(target=watch.run, name="watch", daemon=True)
     thread.start()
     try:
         yield
     finally:
         watch.over.set()
-        thread.join(timeout=GRACE_SECONDS)  # it may be busy ending this process
+        thread.join(timeout=GRACE_SECONDS)  # it may be ending this process

@@ -1,5 +1,5 @@
-"""One rank of a job: who it is, from the environment; how it joins the others; whether all were
-started alike."""
+"""One rank of a job: reads its rank from the environment, joins the other ranks, checks that all
+have the same settings."""
 
 import hashlib
 import json
@@ -24,34 +24,33 @@ from megalith.plan.grid import Grid
 _log = logging.getLogger(__name__)
 
 MAX_DIFFERENCES = 10
-"""Settings that are listed when ranks disagree."""
+"""Maximum number of listed settings that differ between ranks."""
 
 JOIN_GRACE_SECONDS = 10.0
-"""How much longer than rank 0 the others wait for ranks that have not joined: it tells them who."""
+"""How much longer than rank 0 the others wait for absent ranks: rank 0 reports which are absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """This process's place in the job, and the device it computes on."""
+    """Rank and device of this process."""
 
     rank: int
     world: int
     local_rank: int
-    """Among the ranks on this machine."""
+    """Rank among those on this machine."""
     local_world: int
     device: torch.device
     backend: str
-    """What carries the collectives: gloo for CPU tensors, and nccl beside it where the device is a
-    GPU."""
+    """Backend of torch.distributed: gloo for CPU tensors, and nccl for those on a GPU."""
     threads: int | None
-    """CPU threads to use unless the settings say; None: as torch chose, or as OMP_NUM_THREADS asked
-    for."""
+    """CPU threads unless set by train.threads; None: torch's default or OMP_NUM_THREADS."""
     listener: int | None = None
-    """On rank 0 of our own launcher: the open file that listens at MASTER_PORT."""
+    """On rank 0 of our own launcher: the file descriptor that listens at MASTER_PORT."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> "Worker":
-        """Read what the launcher said; without a launcher, this process is the whole job.
+        """Read the variables that the launcher has set; without a launcher, this process is the
+        only rank.
 
         Raises:
             ConfigError: only some of the variables are set, one is not a number, or there is no
@@ -66,8 +65,7 @@ class Worker:
             )
             raise ConfigError(
                 f"{given} is set in the environment, but not {', '.join(missing)}. Use torchrun or "
-                "--nproc, which set "
-                f"all of them, or unset them all to run one process."
+                "--nproc, which set all of them, or unset them all to run one process."
             )
         rank, world = _number(environment, "RANK", "WORLD_SIZE")
         local_rank, local_world = _number(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -95,19 +93,20 @@ def _worker(
 
 
 def _number(environment: Mapping[str, str], index: str, count: str) -> tuple[int, int]:
-    """A place and how many there are."""
+    """Return an index and a count."""
     place, places = environment[index], environment[count]
     if not place.isdecimal() or not places.isdecimal() or int(place) >= int(places):
         raise ConfigError(
-            f"{index}={place} and {count}={places} in the environment are not a place and a number "
-            "of places. "
-            f"{index} must be one of 0 to {count} - 1: use torchrun or --nproc, which set both."
+            f"{index}={place} and {count}={places} in the environment are not an index and a "
+            f"count. {index} must be one of 0 to {count} - 1: use torchrun or --nproc, which set "
+            "both."
         )
     return int(place), int(places)
 
 
 def _threads(environment: Mapping[str, str], local_world: int, *, first: bool) -> int | None:
-    """Threads for this rank: its part of the cores, unless the user has set OMP_NUM_THREADS."""
+    """Return the threads of this rank: its share of the cores, unless the user has set
+    OMP_NUM_THREADS."""
     asked, torchrun = environment.get("OMP_NUM_THREADS"), "TORCHELASTIC_RUN_ID" in environment
     if asked is not None and not (torchrun and asked == "1"):
         return None
@@ -121,18 +120,17 @@ def _threads(environment: Mapping[str, str], local_world: int, *, first: bool) -
 
 
 def set_threads(worker: Worker, threads: int | None) -> None:
-    """Use `threads` CPU threads in this process; None: what the environment suggests."""
+    """Use `threads` CPU threads in this process; None: the default of `worker`."""
     chosen = threads if threads is not None else worker.threads
     if chosen is not None:
         torch.set_num_threads(chosen)
 
 
 def meet(worker: Worker, *, timeout_seconds: float) -> Store | None:
-    """Open the store through which the ranks find each other, and wait until all are here; None for
-    a job of one.
+    """Open the rendezvous store and wait until all ranks have joined; None for a job of one rank.
 
     Raises:
-        RankError: on every rank, with those that did not come within `timeout_seconds`.
+        RankError: on every rank, with the ranks that did not join within `timeout_seconds`.
     """
     if worker.world == 1:
         return None
@@ -140,7 +138,7 @@ def meet(worker: Worker, *, timeout_seconds: float) -> Store | None:
     store.set(f"here/{worker.rank}", "")
     if worker.rank == 0:
         keys = [f"here/{rank}" for rank in range(worker.world)]
-        wait_for(store, keys, timeout_seconds)  # the list tells
+        wait_for(store, keys, timeout_seconds)  # absent ranks are listed below
         store.set(
             "absent", json.dumps([rank for rank, key in enumerate(keys) if not store.check([key])])
         )
@@ -148,8 +146,8 @@ def meet(worker: Worker, *, timeout_seconds: float) -> Store | None:
     if absent:
         raise RankError(
             f"ranks {absent} of {worker.world} did not join within "
-            f"parallel.timeout_seconds={timeout_seconds:g}. Look "
-            f"at what they printed, and run as many as the launcher was told."
+            f"parallel.timeout_seconds={timeout_seconds:g}. Read their output, and start as many "
+            "ranks as the launcher expects."
         )
     return store
 
@@ -170,7 +168,8 @@ def _open_store(worker: Worker, timeout: timedelta) -> Store:
 
 
 def another_connection(store: Store) -> Store:
-    """The same store for another thread: a connection that waits answers nobody else."""
+    """Return a second connection to the store, for another thread: a waiting connection blocks
+    others."""
     cloned: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
     return cloned
 
@@ -182,20 +181,21 @@ def connect(
     store: Store | None = None,
     flight: Flight | None = None,
 ) -> Group:
-    """Join the other ranks and return the group of all; a job of one rank joins nobody.
+    """Initialize torch.distributed and return the group of all ranks; a job of one rank has no
+    process group.
 
-    Collectives that wait longer than `timeout_seconds` fail. `store`: that of `meet`, which is
-    called without it; `flight` records what this rank enters.
+    Collectives that wait longer than `timeout_seconds` fail. `store`: from `meet`; None: calls it.
+    `flight` records this rank's collectives.
     """
     if worker.device.type != "cpu":
         torch.accelerator.set_device_index(worker.local_rank)
     if worker.world == 1:
         return alone("world")
-    found = store if store is not None else meet(worker, timeout_seconds=timeout_seconds)
-    assert found is not None
+    rendezvous_store = store if store is not None else meet(worker, timeout_seconds=timeout_seconds)
+    assert rendezvous_store is not None
     dist.init_process_group(
         worker.backend,
-        store=PrefixStore("groups", found),
+        store=PrefixStore("groups", rendezvous_store),
         rank=worker.rank,
         world_size=worker.world,
         timeout=timedelta(seconds=timeout_seconds),
@@ -208,18 +208,17 @@ def connect(
 
 
 def disconnect(worker: Worker, *, failed: bool = False) -> None:
-    """Leave the other ranks. `failed`: this rank is on its way out with an error."""
+    """Destroy the process group. `failed`: this rank exits with an error."""
     if failed and worker.device.type != "cpu":
-        # NCCL would wait for operations that cannot finish; the end of the process closes its
-        # connections
+        # NCCL would wait for operations that cannot finish; process exit closes its connections
         return
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def machine_problem(grid: Grid, local_world: int) -> str | None:
-    """What is slow about a grid on machines of `local_world` ranks each; None: tensor parallelism
-    stays inside one."""
+    """Return why a grid is slow on machines of `local_world` ranks each; None if tensor parallelism
+    stays inside a machine."""
     tp, stride = grid.strides("tp")
     if all(len({rank // local_world for rank in ranks}) == 1 for ranks in grid.groups(("tp",))):
         return None
@@ -227,18 +226,16 @@ def machine_problem(grid: Grid, local_world: int) -> str | None:
         size for size in range(1, tp + 1) if tp % size == 0 and local_world % (size * stride) == 0
     ]
     return (
-        f"parallel.tp={tp} reaches over machines of {local_world} ranks each: every layer then "
-        "waits for the network, "
-        f"several times. Set parallel.tp to {max(fits, default=1)}, or begin parallel.order with "
-        "tp."
+        f"parallel.tp={tp} spans machines of {local_world} ranks each, so every layer waits "
+        f"several times for the network. Set parallel.tp to {max(fits, default=1)}, or begin "
+        "parallel.order with tp."
     )
 
 
 def check_consistent_settings(settings: Mapping[str, object], group: Group) -> None:
-    """Make sure that all ranks were started with the same settings, before a difference becomes a
-    hang.
+    """Check that all ranks were started with the same settings; collective.
 
-    Collective. Exchanges one hash; only if these differ, the settings themselves.
+    Exchanges one hash; only if the hashes differ, the settings.
 
     Raises:
         ConfigError: on every rank, with the settings that differ and their values.
@@ -246,9 +243,9 @@ def check_consistent_settings(settings: Mapping[str, object], group: Group) -> N
     text = json.dumps(settings, sort_keys=True, default=str)
     if len(set(gather_objects(hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
         return
-    given = [json.loads(str(each)) for each in gather_objects(text, group)]
-    names = sorted({name for each in given for name in each})
-    lines = [f"  {line}" for name in names if (line := _difference(name, given))]
+    all_settings = [json.loads(str(other)) for other in gather_objects(text, group)]
+    names = sorted({name for other in all_settings for name in other})
+    lines = [f"  {line}" for name in names if (line := _difference(name, all_settings))]
     more = [f"  and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
     listed = "\n".join([*lines[:MAX_DIFFERENCES], *more])
     raise ConfigError(
@@ -257,17 +254,17 @@ def check_consistent_settings(settings: Mapping[str, object], group: Group) -> N
     )
 
 
-def _difference(name: str, given: list[dict[str, object]]) -> str:
+def _difference(name: str, all_settings: list[dict[str, object]]) -> str:
     """`optim.lr: 0.1 on ranks 0, 2; 0.2 on rank 1`; empty when all agree."""
     ranks: dict[str, list[str]] = {}
-    for rank, settings in enumerate(given):
+    for rank, settings in enumerate(all_settings):
         ranks.setdefault(json.dumps(settings[name]) if name in settings else "not set", []).append(
             str(rank)
         )
     if len(ranks) == 1:
         return ""
-    said = [
-        f"{value} on rank{'s' if len(where) > 1 else ''} {', '.join(where)}"
-        for value, where in ranks.items()
+    texts = [
+        f"{value} on rank{'s' if len(value_ranks) > 1 else ''} {', '.join(value_ranks)}"
+        for value, value_ranks in ranks.items()
     ]
-    return f"{name}: {'; '.join(said)}"
+    return f"{name}: {'; '.join(texts)}"

@@ -1,4 +1,4 @@
-"""Planted slowness and faults: a link that takes its time, results unreadable until waited for,
+"""Injected delays and faults for tests: slow links, results that are unreadable until waited for,
 ranks that hang."""
 
 import functools
@@ -29,8 +29,8 @@ COLLECTIVES = {
     "isend": ("isend",),
     "irecv": ("irecv",),
 }
-"""Kinds, and their functions in torch.distributed, new names first (before 2.13 some have
-another)."""
+"""Kind -> its functions in torch.distributed, new names first (some are named differently before
+2.13)."""
 
 MESSAGES = ("isend", "irecv")
 FUNCTIONAL = {
@@ -40,12 +40,11 @@ FUNCTIONAL = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-"""Operators of torch.ops._c10d_functional, which differentiable collectives use, and their
-kinds."""
+"""Operators of torch.ops._c10d_functional, which differentiable collectives use -> their kinds."""
 
 SOURCES = ("input", "input_tensor")
 TARGETS = ("output", "output_tensor")
-"""What those functions call the tensors they read and write; "tensor" where it is one."""
+"""Parameter names of the tensors that those functions read and write; "tensor" if it is one."""
 
 
 @dataclass(slots=True)
@@ -59,78 +58,78 @@ class Transfer:
     """Description of its process group: the axes, for groups of a mesh."""
 
     nbytes: int
-    """What this rank puts on the wire in a ring, or the size of the message."""
+    """Bytes that this rank sends in a ring, or the size of the message."""
 
     started: float
     """`time.perf_counter()` at the start."""
 
     delay_seconds: float
-    """What the link adds after all ranks have arrived."""
+    """Delay that the link adds after all ranks have arrived."""
 
     arrived: float = 0.0
-    """`time.perf_counter()` when the result was there."""
+    """`time.perf_counter()` when the result was complete."""
 
     exposed_seconds: float = 0.0
-    """How long the caller stood still for it."""
+    """Time that the caller was blocked on it."""
 
     waits: int = 0
-    """How often it was waited for."""
+    """Number of calls of `wait`."""
 
 
 @dataclass(slots=True)
 class SlowLink:
-    """What went over the link so far, in the order in which it was started."""
+    """Record of all transfers over the link, in the order in which they were started."""
 
     latency_seconds: float
     bytes_per_second: float
     poison: bool
     transfers: list[Transfer] = field(default_factory=list)
-    lanes: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
-    """One thread per group, and per peer and direction for messages: each carries one thing after
-    the other."""
+    threads: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
+    """One thread per group, and per peer and direction for messages, which processes transfers in
+    order."""
 
     def of(self, *kinds: str) -> list[Transfer]:
-        """The transfers of these kinds, of all without any."""
+        """Return the transfers of these kinds, or all."""
         return [transfer for transfer in self.transfers if not kinds or transfer.kind in kinds]
 
     def added_seconds(self, *kinds: str) -> float:
-        """What the link would add to a program that hides nothing, with the lanes used one at a
-        time."""
+        """Return the delay that the link adds to a program without overlap that runs one transfer
+        at a time."""
         return sum(transfer.delay_seconds for transfer in self.of(*kinds))
 
     def exposed_seconds(self, *kinds: str) -> float:
-        """How long this rank stood still for its communication, the link's own delay and slower
-        ranks included."""
+        """Return how long this rank was blocked on communication, including the link's delay and
+        slower ranks."""
         return sum(transfer.exposed_seconds for transfer in self.of(*kinds))
 
     def carry(
-        self, kind: str, group: Any, lane: str, nbytes: float, finish: Callable[[], object]
+        self, kind: str, group: Any, channel: str, nbytes: float, finish: Callable[[], object]
     ) -> "Arrival":
-        """Let the lane's thread `finish` the real operation, which waits for the other ranks, and
-        then take its time.
+        """Submit `finish`, which waits for the real operation, and then the delay, to the thread of
+        `channel`.
 
-        `group`: whatever torch takes for one.
+        `group`: any group that torch accepts.
         """
         delay = self.latency_seconds + nbytes / self.bytes_per_second
         transfer = Transfer(kind, _description(group), int(nbytes), time.perf_counter(), delay)
         self.transfers.append(transfer)
-        thread = self.lanes.setdefault(
-            lane, ThreadPoolExecutor(1, thread_name_prefix=f"link-{lane}")
+        thread = self.threads.setdefault(
+            channel, ThreadPoolExecutor(1, thread_name_prefix=f"link-{channel}")
         )
-        return Arrival(transfer, thread.submit(_take_time, transfer, finish))
+        return Arrival(transfer, thread.submit(_finish_with_delay, transfer, finish))
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Arrival:
-    """Stands in for the `Work` that torch returns; its result is there after `wait`."""
+    """Replacement for torch's `Work`; the result is complete after `wait`."""
 
     transfer: Transfer
     done: "Future[None]"
     deliver: Callable[[], object] = lambda: None
-    """Puts the result where the caller expects it, on the caller's thread."""
+    """Copies the result to the caller's tensor, on the caller's thread."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Stand still until the result is there."""
+        """Block until the result is complete."""
         began = time.perf_counter()
         self.done.result(None if timeout is None else timeout.total_seconds())
         self.transfer.exposed_seconds += time.perf_counter() - began
@@ -140,11 +139,11 @@ class Arrival:
         return True
 
     def is_completed(self) -> bool:
-        """Whether a wait would return at once."""
+        """Return whether `wait` would return at once."""
         return self.done.done()
 
 
-def _take_time(transfer: Transfer, finish: Callable[[], object]) -> None:
+def _finish_with_delay(transfer: Transfer, finish: Callable[[], object]) -> None:
     finish()
     time.sleep(transfer.delay_seconds)
     transfer.arrived = time.perf_counter()
@@ -154,48 +153,48 @@ def _take_time(transfer: Transfer, finish: Callable[[], object]) -> None:
 def slow_link(
     *, latency_seconds: float = 0.0, bytes_per_second: float = float("inf"), poison: bool = False
 ) -> Iterator[SlowLink]:
-    """Let every collective and message of tensors arrive `latency + bytes / bandwidth` after all
-    ranks have come to it.
+    """Delay every collective and message of tensors by `latency + bytes / bandwidth` after all
+    ranks have started it.
 
-    The delay is slept on a thread of its own, so that it can be hidden behind work on a machine
-    with one core. A call that does not ask for a handle stands still for all of it. `poison`: until
-    the wait, what the caller has for a result is nan (or -1). With neither latency nor bandwidth it
-    only records who started what, and when.
+    The delay is slept on a separate thread, so that it can be overlapped with work on a machine
+    with one core. A call without `async_op` blocks for all of it. `poison`: until the wait, the
+    result holds nan (or -1). With neither latency nor bandwidth it only records the transfers and
+    their times.
 
-    Collectives of objects and barriers, which no step needs, keep their speed.
+    Collectives of objects and barriers, which no step needs, are not delayed.
     """
     link = SlowLink(latency_seconds, bytes_per_second, poison)
     try:
         with ExitStack() as patches:
-            for patch in _detours(link):
+            for patch in _build_patches(link):
                 patches.enter_context(patch)
             yield link
     finally:
-        for thread in link.lanes.values():
+        for thread in link.threads.values():
             thread.shutdown(wait=False)
 
 
-def _detours(link: SlowLink) -> Iterator[AbstractContextManager[None]]:
-    """Each function of torch that starts a collective or a message, or waits for one, replaced by
-    one over the link."""
+def _build_patches(link: SlowLink) -> Iterator[AbstractContextManager[None]]:
+    """Yield patches that route each function of torch that starts or waits for a collective or
+    message over the link."""
     for kind, names in COLLECTIVES.items():
         name = next(name for name in names if hasattr(dist, name))
         slow = _slow(link, kind, getattr(dist, name))
         yield replaced(dist, name, slow)
         yield replaced(distributed_c10d, name, slow)
-    functional: Any = torch.ops._c10d_functional  # its operations are attributes that no stub lists
+    functional: Any = torch.ops._c10d_functional  # its operators have no type stubs
     ops = {name: getattr(functional, name) for name in (*FUNCTIONAL, "wait_tensor")}
-    on_the_way: dict[int, tuple[Arrival, Tensor]] = {}  # by the address of the stand-in
+    in_flight: dict[int, tuple[Arrival, Tensor]] = {}  # by the address of the placeholder
     for name in FUNCTIONAL:
-        yield replaced(functional, name, _slow_functional(link, name, ops, on_the_way))
+        yield replaced(functional, name, _slow_functional(link, name, ops, in_flight))
     yield replaced(
-        functional, "wait_tensor", functools.partial(_slow_wait, ops["wait_tensor"], on_the_way)
+        functional, "wait_tensor", functools.partial(_slow_wait, ops["wait_tensor"], in_flight)
     )
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """While this lasts, `owner.name` is `value`."""
+    """Set `owner.name` to `value` inside the context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -205,7 +204,7 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def _slow(link: SlowLink, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, a function of torch.distributed, over the link."""
+    """Return `original`, a function of torch.distributed, routed over the link."""
     signature = inspect.signature(original)
 
     def slow(*args: Any, **kwargs: Any) -> Arrival | None:
@@ -221,8 +220,10 @@ def _slow(link: SlowLink, kind: str, original: Callable[..., Any]) -> Callable[.
         private = _private_copies(kind, given, source, target) if link.poison else {}
         call = given | private | ({} if kind in MESSAGES else {"async_op": True})
         real = original(**call)
-        lane = _description(group) + (_direction(kind, given) if kind in MESSAGES else "")
-        arrival = link.carry(kind, group, lane, _wire_bytes(kind, source, target, ranks), real.wait)
+        channel = _description(group) + (_direction(kind, given) if kind in MESSAGES else "")
+        arrival = link.carry(
+            kind, group, channel, _wire_bytes(kind, source, target, ranks), real.wait
+        )
         if private and kind != "isend":
             arrival.deliver = functools.partial(target.copy_, private[_present(TARGETS, given)])
         if kind in MESSAGES or given.get("async_op"):
@@ -234,9 +235,10 @@ def _slow(link: SlowLink, kind: str, original: Callable[..., Any]) -> Callable[.
 
 
 def _slow_functional(
-    link: SlowLink, name: str, ops: dict[str, Any], on_the_way: dict[int, tuple[Arrival, Tensor]]
+    link: SlowLink, name: str, ops: dict[str, Any], in_flight: dict[int, tuple[Arrival, Tensor]]
 ) -> Callable[..., Tensor]:
-    """A functional collective over the link: its result may be read after `wait_tensor`."""
+    """Return a functional collective routed over the link: its result may be read after
+    `wait_tensor`."""
 
     def slow(x: Tensor, *args: Any, **out: Tensor) -> Tensor:
         real: Tensor = ops[name](x, *args, **out)
@@ -249,16 +251,16 @@ def _slow_functional(
         arrival = link.carry(kind, group, place, _wire_bytes(kind, x, real, group.size()), finish)
         if link.poison:
             arrival.deliver = functools.partial(given.copy_, real)
-        on_the_way[given.data_ptr()] = (arrival, real)
+        in_flight[given.data_ptr()] = (arrival, real)
         return given
 
     return slow
 
 
 def _slow_wait(
-    original: Any, on_the_way: dict[int, tuple[Arrival, Tensor]], started: Tensor
+    original: Any, in_flight: dict[int, tuple[Arrival, Tensor]], started: Tensor
 ) -> Tensor:
-    arrival, _ = on_the_way.pop(started.data_ptr(), (None, started))
+    arrival, _ = in_flight.pop(started.data_ptr(), (None, started))
     if arrival is None:
         result: Tensor = original(started)
         return result
@@ -267,7 +269,7 @@ def _slow_wait(
 
 
 def _ends(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What a call reads and what it writes; the same tensor where it works in place."""
+    """Return the tensors that a call reads and writes; the same one if it works in place."""
     if "tensor" in given:
         return given["tensor"], given["tensor"]
     return given[_present(SOURCES, given)], given[_present(TARGETS, given)]
@@ -280,11 +282,11 @@ def _present(names: tuple[str, ...], given: dict[str, Any]) -> str:
 def _private_copies(
     kind: str, given: dict[str, Any], source: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
-    """Tensors for the real operation to work on, so that the caller's may hold garbage until it
-    waits."""
+    """Return tensors for the real operation, so that the caller's may hold garbage until the
+    wait."""
     if kind == "isend":
         return {}
-    read = source.clone()  # before the garbage: it may be a part of the target
+    read = source.clone()  # before poisoning: it may be a part of the target
     work = read if target is source else torch.empty_like(target)
     target.fill_(_garbage(target))
     return {_present(SOURCES, given): read, _present(TARGETS, given): work}
@@ -295,8 +297,8 @@ def _garbage(x: Tensor) -> float | int:
 
 
 def _wire_bytes(kind: str, source: Tensor, target: Tensor, ranks: int) -> float:
-    """What one rank sends in a ring of that many: each step of the ring carries one part of the
-    whole."""
+    """Return what one rank sends in a ring of `ranks` ranks: each step carries one part of the
+    tensor."""
     whole = max(source.nbytes, target.nbytes)
     if kind in MESSAGES:
         return whole
@@ -309,7 +311,7 @@ def _direction(kind: str, given: dict[str, Any]) -> str:
 
 
 def _description(group: Any) -> str:
-    """How the group was described when it was made; its name where nobody did."""
+    """Return the description of a group, or its name."""
     handle: Any = dist.group.WORLD if group is None else group
     text: str = handle.group_desc or handle.group_name
     return text
@@ -317,8 +319,8 @@ def _description(group: Any) -> str:
 
 @contextmanager
 def on_call(owner: Any, name: str, number: int, act: Callable[..., Any]) -> Iterator[None]:
-    """While this lasts, call number `number` (from 0) of `owner.name` runs `act` with its arguments
-    instead."""
+    """Inside the context, call number `number` (from 0) of `owner.name` runs `act` with its
+    arguments instead."""
     original, calls = getattr(owner, name), iter(range(number + 1))
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -329,16 +331,16 @@ def on_call(owner: Any, name: str, number: int, act: Callable[..., Any]) -> Iter
 
 
 def hang(*_: object, **__: object) -> NoReturn:
-    """Never return; the interpreter goes on running other threads."""
+    """Never return; other threads of the interpreter keep running."""
     threading.Event().wait()
-    raise AssertionError("nobody sets this event")
+    raise AssertionError("this event is never set")
 
 
 def die(*_: object, **__: object) -> NoReturn:
-    """End this process at once, as the kernel does when memory runs out."""
+    """Kill this process, as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL cannot be ignored")
 
 
 def skip(*_: object, **__: object) -> None:
-    """Do nothing: this rank leaves out a call that the others make."""
+    """Do nothing: this rank skips a call that the others make."""

@@ -1,4 +1,4 @@
-"""A model with parameters of sizes that no number of ranks divides."""
+"""A model whose parameter sizes are not divisible by any number of ranks."""
 
 import torch
 from torch import Tensor, nn
@@ -7,8 +7,8 @@ from megalith.plan.shards import Shard
 
 
 class Odd(nn.Module):
-    """One element, fewer rows than ranks, a parameter that is not used, and one that several
-    buckets would fit in."""
+    """Model with a parameter of one element, one with fewer rows than ranks, an unused one, and one
+    larger than several buckets."""
 
     SHARDS = (
         Shard.full("one", (1,), inputs=0),
@@ -28,10 +28,10 @@ class Odd(nn.Module):
             self.register_parameter(shard.name, nn.Parameter(ones))
 
     def forward(self, factor: float) -> Tensor:
-        """A loss whose gradients are the `gradients` of that factor."""
+        """Return a loss whose gradients are `gradients(factor)`."""
         return factor * (self.one.sum() + 2 * self.matrix.sum() + 3 * self.long.sum())
 
     @staticmethod
     def gradients(factor: float) -> dict[str, float]:
-        """What every element of a parameter has for a gradient."""
+        """Return the gradient value of every element of each parameter."""
         return {"one": factor, "matrix": 2 * factor, "unused": 0.0, "long": 3 * factor}

@@ -1,4 +1,4 @@
-"""Pipeline schedules of random size, for tests by property."""
+"""Random pipeline schedules for property tests."""
 
 import random
 
@@ -11,8 +11,8 @@ NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-
 def random_schedule(
     rng: random.Random, name: ScheduleName | None = None, *, forward_only: bool = False
 ) -> Schedule:
-    """Any schedule, or the named one, of up to 8 ranks, 4 chunks and 32 microbatches, in groups of
-    any legal size."""
+    """Return a random schedule, or one of the given name, with up to 8 ranks, 4 chunks and 32
+    microbatches, in groups of any valid size."""
     chosen: ScheduleName = name if name is not None else rng.choice(NAMES)
     p, group = rng.randint(1, 8), None
     m = rng.randint(p if chosen == "interleaved" else 1, 32)

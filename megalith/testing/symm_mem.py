@@ -1,4 +1,4 @@
-"""Fused products without a GPU: torch's own definition of its operators, run on gloo ranks."""
+"""Fused collective matmul without a GPU: torch's fallback of its operators, run on gloo ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from megalith.parallel import symm_mem
 
 @contextmanager
 def fused_on_cpus() -> Iterator[None]:
-    """In this process, parallel.collective_matmul=fused is served on CPUs, too.
+    """Make parallel.collective_matmul=fused available on CPUs in this process.
 
-    The operators are called as on GPUs, by name and with the same arguments; behind them, a gather
-    and a matmul, or a matmul and a reduce-scatter, one after the other. So it proves what we ask of
-    them, not the kernels that answer.
+    The operators are called as on GPUs, by name and with the same arguments; their implementation
+    is an all-gather and a matmul, or a matmul and a reduce-scatter, in sequence. So it tests our
+    calls, not the kernels.
     """
     defined = import_module("torch.distributed._symmetric_memory")
     with (

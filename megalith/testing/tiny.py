@@ -1,5 +1,5 @@
-"""A run so small that it trains in a fraction of a second, with everything in it that a real one
-has."""
+"""A tiny training run for tests, with all components of a real one, that takes a fraction of a
+second."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +13,12 @@ from megalith.config.tree import Override, apply_overrides, save_yaml
 
 
 def tiny_run(overrides: Mapping[str, Override] | None = None) -> TrainRun:
-    """Eight steps of 12 rows (dp 1, 2, 3 and 6 divide them) on made-up text, with dotted settings
-    changed.
+    """Return a run of eight steps of 12 rows (dp 1, 2, 3 and 6 divide them) on mock data, with
+    dotted settings overridden.
 
     Sizes are no powers of two, the vocabulary is padded, and heads share keys; evaluates and saves
-    every other step. Its plots, TensorBoard files and the measurement of the machine's peak, which
-    cost more than the run, are off.
+    every other step. Plots, TensorBoard files and the measurement of the machine's peak, which cost
+    more than the run, are off.
     """
     run = TrainRun(
         name="tiny",
@@ -50,6 +50,6 @@ def tiny_run(overrides: Mapping[str, Override] | None = None) -> TrainRun:
 
 
 def tiny_yaml(path: Path, overrides: Mapping[str, Override] | None = None) -> Path:
-    """The same run as a YAML file, for commands."""
+    """Write `tiny_run` as a YAML file, for commands."""
     save_yaml(tiny_run(overrides), path)
     return path

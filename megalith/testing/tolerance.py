@@ -1,5 +1,4 @@
-"""How close two results must be: named tolerances, each with its reason, and comparisons that name
-the worst entry."""
+"""Named tolerances, each with its reason, and comparisons of tensors that name the worst entry."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,17 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Largest allowed max|a - b| / max|b|, and why just that."""
+    """Largest allowed max|a - b| / max|b|, with its reason."""
 
     name: str
     relative: float
     why: str
     nonzero: bool = False
-    """The reference must not be all zero: a gradient that never arrived equals another that never
-    arrived."""
+    """Whether an all-zero reference fails: a missing gradient equals another missing gradient."""
 
     cosine: float | None = None
-    """Smallest allowed cosine of the angle between a and b; None: not asked."""
+    """Smallest allowed cosine of the angle between a and b; None: not checked."""
 
 
 EXACT = Tolerance(
@@ -72,8 +70,8 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """max|a - b| / max|b|, computed in float64; infinite for other shapes, NaNs, or when b is zero
-    and a is not."""
+    """Return max|a - b| / max|b| in float64; infinite for other shapes, NaN, or when b is zero and
+    a is not."""
     if a.shape != b.shape:
         return math.inf
     if a.numel() == 0:
@@ -88,8 +86,8 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def matmul_bound(a: Tensor, b: Tensor) -> Tensor:
-    """Largest error of each element of `a @ b` when products are summed in fp32 and the sum is
-    rounded to a's dtype.
+    """Return the error bound of each element of `a @ b` if products are summed in fp32 and the sum
+    is rounded to a's dtype.
 
     u |a @ b| + 1.01 n 2^-24 |a| @ |b|, where u is the rounding of the result and n the length of
     the sums, in any order; 1.01 covers the terms of second order. Source: Higham 2002, Accuracy and
@@ -101,7 +99,7 @@ def matmul_bound(a: Tensor, b: Tensor) -> Tensor:
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Cosine of the angle between two tensors taken as vectors; 1 when both are zero."""
+    """Return the cosine of the angle between two tensors as vectors; 1 if both are zero."""
     ours, reference = _double(a).flatten(), _double(b).flatten()
     length = float(ours.norm() * reference.norm())
     return float(ours @ reference) / length if length > 0.0 else float(torch.equal(ours, reference))
@@ -109,22 +107,22 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far a set of named tensors is from a reference."""
+    """Distance of a set of named tensors from a reference."""
 
     worst: str
-    """Name of the entry with the largest error; "" when there is nothing to compare."""
+    """Name of the entry with the largest error; "" if there is nothing to compare."""
 
     error: float
     """Its max|a - b| / max|b|."""
 
     zeros: tuple[str, ...] = ()
-    """Names whose reference is all zero, so that equality there proves nothing."""
+    """Names whose reference is all zero, so that equality is not informative."""
 
     unpaired: tuple[str, ...] = ()
-    """Names that only one of the two sets has."""
+    """Names in only one of the two sets."""
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Whether all names pair up and every entry is close enough."""
+        """Return whether all names pair up and every entry is within the tolerance."""
         return (
             self.error <= tolerance.relative
             and not self.unpaired
@@ -142,10 +140,10 @@ class Comparison:
         return "; ".join(parts)
 
 
-def compare(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Comparison:
+def compare(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Comparison:
     """Compare two sets of named tensors entry by entry, each against its own largest element."""
-    shared = [name for name in reference if name in mine]
-    errors = {name: relative_error(mine[name], reference[name]) for name in shared}
+    shared = [name for name in reference if name in actual]
+    errors = {name: relative_error(actual[name], reference[name]) for name in shared}
     worst = max(errors, key=lambda name: errors[name], default="")
     return Comparison(
         worst=worst,
@@ -153,18 +151,17 @@ def compare(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Comp
         zeros=tuple(
             name for name in shared if reference[name].numel() and not reference[name].any()
         ),
-        unpaired=tuple(sorted(set(mine) ^ set(reference))),
+        unpaired=tuple(sorted(set(actual) ^ set(reference))),
     )
 
 
 def assert_equals(name: str, a: Tensor, b: Tensor, tolerance: Tolerance) -> None:
-    """Fail, saying which entry of `name` is furthest off and what is allowed, unless a is close
-    enough to b.
+    """Fail unless a is close enough to b; the message has the worst entry and the tolerance.
 
     Raises:
-        AssertionError: too far apart, other shapes, NaNs, or (where the tolerance asks) an all-zero
-            reference. `EXACT` compares bits and dtypes, so that NaN equals NaN and 0.0 differs from
-            -0.0.
+        AssertionError: too far apart, other shapes, NaN, or (if the tolerance requires it) an
+        all-zero reference. `EXACT` compares bits and dtypes, so that NaN equals NaN and 0.0 differs
+        from -0.0.
     """
     if a.shape != b.shape:
         raise AssertionError(f"{name}: shape {list(a.shape)}, expected {list(b.shape)}")
@@ -192,20 +189,20 @@ def assert_equals(name: str, a: Tensor, b: Tensor, tolerance: Tolerance) -> None
 
 
 def assert_close(
-    mine: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: Tolerance
+    actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: Tolerance
 ) -> None:
-    """`assert_equals` for two sets of named tensors, which must have the same names.
+    """Call `assert_equals` for two sets of named tensors, which must have the same names.
 
     Raises:
         AssertionError: the names differ, or an entry does; the worst entry is named.
     """
-    unpaired = sorted(set(mine) ^ set(reference))
+    unpaired = sorted(set(actual) ^ set(reference))
     if unpaired:
         raise AssertionError(
             f"only one of the two sets has {', '.join(unpaired)}; expected the same names"
         )
-    for name in sorted(reference, key=lambda name: -relative_error(mine[name], reference[name])):
-        assert_equals(name, mine[name], reference[name], tolerance)
+    for name in sorted(reference, key=lambda name: -relative_error(actual[name], reference[name])):
+        assert_equals(name, actual[name], reference[name], tolerance)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -214,7 +211,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _worst_entry(a: Tensor, b: Tensor) -> str:
-    """Where two tensors of one shape differ most, NaNs first."""
+    """Describe where two tensors of one shape differ most, NaN first."""
     difference = (_double(a) - _double(b)).abs().flatten()
     if difference.numel() == 0:
         return "no entries"

@@ -1,5 +1,5 @@
-"""Where Triton programs are tested: on a GPU, or on a CPU by Triton's interpreter, in a process
-begun for that."""
+"""Device for tests of Triton kernels: a GPU, or a CPU with Triton's interpreter in a separate
+process."""
 
 import os
 
@@ -8,16 +8,16 @@ import torch
 from megalith.kernels import gpu
 
 INTERPRET = "TRITON_INTERPRET"
-"""Triton reads it when a program is defined: it must be 1 before the first import, and then holds
-for the process."""
+"""Variable that Triton reads when a kernel is defined: it must be 1 before the first import, for
+the whole process."""
 
 
 def triton_device() -> torch.device | None:
-    """The device on which this process can run Triton programs; None: none."""
+    """Return the device on which this process can run Triton kernels, or None."""
     if not gpu.has_triton():
         return None
     if os.environ.get(INTERPRET) == "1":
         return torch.device("cpu")
-    there = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     cuda = torch.device("cuda")  # lint: allow cuda-literal: Triton programs run nowhere else
-    return cuda if there else None
+    return cuda if has_gpu else None

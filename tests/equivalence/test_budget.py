@@ -146,7 +146,9 @@ def alone(layers: str = "2") -> tuple[float, float]:
     return gradients(trainer, apart(trainer))[:2]
 
 
-def _learnt(rank: int, world: int, settings: Mapping[str, str]) -> tuple[float, float, int, float]:
+def _train_packed(
+    rank: int, world: int, settings: Mapping[str, str]
+) -> tuple[float, float, int, float]:
     trainer = build(settings, rank, world)
     step = packed(trainer).next()
     sizes = {batch.tokens.whole.num_tokens for batch in step.microbatches}
@@ -174,10 +176,10 @@ def test_packed_documents_give_the_loss_and_gradients_of_separate_documents() ->
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_they_have_under_every_axis_and_all_ranks_have_equally_many_packs(name: str) -> None:
+def test_packing_matches_under_every_axis_with_equal_packs_per_rank(name: str) -> None:
     settings = LAYOUTS[name]
     world = 2 ** len([key for key in settings if key.endswith((".tp", ".cp", ".pp", ".dp"))])
-    found = run_ranks(_learnt, world, settings)
+    found = run_ranks(_train_packed, world, settings)
     expected = alone(settings.get("model.num_layers", "2"))
     assert all((loss, norm) == pytest.approx(expected, rel=1e-10) for loss, norm, *_ in found)
     assert len({count for _, _, count, _ in found}) == 1
@@ -196,7 +198,7 @@ def _mean_of_packs(
     )
 
 
-def test_a_mean_of_packs_would_be_seen() -> None:
+def test_comparison_detects_a_mean_over_packs() -> None:
     trainer = build({})
     step = packed(trainer).next()
     counts = iter(
@@ -219,14 +221,14 @@ def _seeing_one_another(
     return build_batch(merged, masks, **others)
 
 
-def test_documents_of_a_pack_that_see_one_another_would_be_seen() -> None:
+def test_comparison_detects_attention_across_documents() -> None:
     trainer = build({})
     with replaced(loader_file, "build_batch", _seeing_one_another):
         found = gradients(trainer, packed(trainer).next())[0]
     assert found != pytest.approx(alone()[0], rel=1e-6)
 
 
-def _told(rank: int, world: int, settings: Mapping[str, str]) -> str:
+def _assignment_error(rank: int, world: int, settings: Mapping[str, str]) -> str:
     """The last rank takes all documents to be as long as can be, as from other files, and has more
     packs."""
     trainer = build(settings, rank, world)
@@ -249,10 +251,10 @@ def _of_longest(
     [pytest.param({"parallel.dp": "2"}, marks=pytest.mark.slow), {"parallel.pp": "2"}],
     ids=["dp2", "pp2"],
 )
-def test_a_rank_that_packs_in_another_way_is_told_on_all_ranks_before_any_waits(
+def test_different_packing_is_reported_on_all_ranks_before_a_collective(
     settings: dict[str, str],
 ) -> None:
-    texts = run_ranks(_told, 2, settings)
+    texts = run_ranks(_assignment_error, 2, settings)
     assert len(set(texts)) == 1
     assert (
         "ranks have dealt out the documents of a step in different ways (microbatches:" in texts[0]
@@ -294,21 +296,32 @@ def _train(rank: int, world: int, folder: Path, settings: Mapping[str, str]) -> 
     run_training(run, RunFolder(folder), mesh_of(run, rank, world), CPU, show=False)
 
 
-TOLD = ("step", "loss", "grad_norm", "fill", "imbalance", "microbatches", "tokens", "eval_loss")
+REPORTED_METRICS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "fill",
+    "imbalance",
+    "microbatches",
+    "tokens",
+    "eval_loss",
+)
 
 
-def told(folder: Path) -> list[list[object]]:
-    return [[row.get(key) for key in TOLD] for row in read_metrics(folder / "metrics.jsonl")]
+def read_reported(folder: Path) -> list[list[object]]:
+    return [
+        [row.get(key) for key in REPORTED_METRICS] for row in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_packs_it_would_have_had(
+def test_resume_in_the_middle_of_an_epoch_has_the_same_packs(
     tmp_path: Path,
 ) -> None:
     _train(0, 1, tmp_path / "whole", {})
     _train(0, 1, tmp_path / "parts", {"train.steps": "2"})
     _train(0, 1, tmp_path / "parts", {})
-    assert told(tmp_path / "whole") == told(tmp_path / "parts")
-    assert len({row[5] for row in told(tmp_path / "whole") if row[1]}) > 1, (
+    assert read_reported(tmp_path / "whole") == read_reported(tmp_path / "parts")
+    assert len({row[5] for row in read_reported(tmp_path / "whole") if row[1]}) > 1, (
         "a step has what it needs"
     )
 
@@ -321,7 +334,7 @@ def test_documents_and_schedule_are_counted_before_they_are_packed(tmp_path: Pat
     run_ranks(
         _train, 2, tmp_path / "two", {"train.steps": "2", "train.tokens_per_microbatch": "96"}
     )
-    one, two = (told(tmp_path / name) for name in ("one", "two"))
+    one, two = (read_reported(tmp_path / name) for name in ("one", "two"))
     assert [row[6] for row in one] == [row[6] for row in two]
     for place in (1, 2, 7):
         expected = [row[place] for row in one if row[place] is not None]
@@ -352,7 +365,7 @@ def test_conversations_are_packed_step_by_step(tmp_path: Path) -> None:
     _train(0, 1, tmp_path / "whole", TALKS)
     _train(0, 1, tmp_path / "parts", TALKS | {"train.steps": "1"})
     run_ranks(_train, 2, tmp_path / "parts", TALKS)
-    whole, parts = (told(tmp_path / name) for name in ("whole", "parts"))
+    whole, parts = (read_reported(tmp_path / name) for name in ("whole", "parts"))
     whole, parts = ([row for row in rows if row[1]] for rows in (whole, parts))
     assert [row[6] for row in whole] == [row[6] for row in parts]
     assert [row[1] for row in parts] == pytest.approx([row[1] for row in whole], rel=1e-4)

@@ -90,7 +90,7 @@ def _exposed(
 
 
 @pytest.mark.slow
-def test_of_a_ring_that_would_add_half_a_step_four_fifths_are_hidden() -> None:
+def test_ring_attention_hides_four_fifths_of_its_communication() -> None:
     """Keys and values behind a step of attention, forward and backward, and their gradients behind
     another."""
     for whole, added, exposed in run_ranks(_exposed, 2, 6):
@@ -99,5 +99,5 @@ def test_of_a_ring_that_would_add_half_a_step_four_fifths_are_hidden() -> None:
 
 
 @pytest.mark.slow
-def test_a_ring_that_waits_at_once_would_be_seen() -> None:
+def test_comparison_detects_a_ring_without_overlap() -> None:
     assert all(exposed > 0.9 * added for _, added, exposed in run_ranks(_exposed, 2, 1, True))

@@ -76,7 +76,7 @@ def test_the_same_layout_twice_is_bitwise_the_same_and_so_it_is_without_overlap(
     assert first == apart
 
 
-def test_bits_would_show_another_seed(tmp_path: Path) -> None:
+def test_another_seed_changes_bits(tmp_path: Path) -> None:
     first, other = trained(tmp_path, LAYOUTS["dp2"], LAYOUTS["dp2"] | {"seed": "8"})
     assert all(first["bits"][key] != other["bits"][key] for key in first["bits"])
 
@@ -125,7 +125,7 @@ SAMPLE = {"tp2 sp", "pp2 vpp2"}
     "name",
     [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.slow]) for name in KEEPING],
 )
-def test_what_is_kept_where_or_computed_again_changes_no_bit(tmp_path: Path, name: str) -> None:
+def test_offload_and_recomputation_are_bitwise_equal(tmp_path: Path, name: str) -> None:
     layout = KEEPING[name]
     ways: list[dict[str, str]] = [FULL, PARTS, ATTENTION, AWAY, FULL | AWAY, PARTS | AWAY]
     world = 1 if name == "alone" else 2

@@ -265,7 +265,7 @@ def test_evaluation_touches_no_record_and_no_bias() -> None:
     )  # type: ignore[arg-type]  # tensors
 
 
-def test_evaluation_refuses_nobody_and_adds_no_noise_and_no_loss_of_balance() -> None:
+def test_evaluation_drops_no_tokens_and_adds_no_noise_or_aux_loss() -> None:
     """Experts with hardly any room, noise and heavy losses judge text as those without do."""
     assert NARROW.moe is not None
     plain = replace(NARROW.moe, capacity=CapacityConfig(), aux_loss=AuxLossConfig())
@@ -561,7 +561,7 @@ def violation(balance: AuxLossConfig, router: RouterConfig) -> float:
 
 
 @pytest.mark.slow
-def test_experts_learn_to_be_equally_busy_by_each_means_and_not_without() -> None:
+def test_each_balancing_method_balances_expert_load() -> None:
     """Of Wang et al. 2024 (arXiv:2408.15664), MaxVio."""
     plain = RouterConfig(score="sigmoid")
     assert violation(AuxLossConfig(), plain) > 0.5

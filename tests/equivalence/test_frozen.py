@@ -81,12 +81,12 @@ def run_steps(
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Losses and norms; weights before and after, on rank 0; names of what the optimizer holds."""
     trainer = frozen_trainer(case, rank, trained)
-    mesh, news = trainer.mesh, []
+    mesh, metrics = trainer.mesh, []
     before = joined(trainer)
     loader = proof._loader(case.run, mesh, consumed=0, steps=2)
     for _ in range(2):
         result = train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
-        news += [result.loss, result.grad_norm]
+        metrics += [result.loss, result.grad_norm]
     trainer.data.wait_params()
     save_checkpoint(
         Path(folder), 2, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None
@@ -101,7 +101,7 @@ def run_steps(
     assert not any(
         parameter.grad is not None for parameter in trainer.pipeline_model.modules.parameters()
     )
-    return news, before, after, held
+    return metrics, before, after, held
 
 
 def one_process(case: proof.LayoutCase, folder: Path) -> Any:
@@ -112,9 +112,9 @@ def one_process(case: proof.LayoutCase, folder: Path) -> Any:
 def check(parallel: ParallelConfig, world: int, folder: Path, *, tied: bool = False) -> None:
     case = proof.layout_case(TIED if tied else tiny(), parallel, world)
     results = run_ranks(run_steps, world, case, str(folder / "ranks"), TRAINED)
-    news, before, after, _ = results[0]
+    metrics, before, after, _ = results[0]
     expected, first, last, held = one_process(case, folder / "alone")
-    torch.testing.assert_close(news, expected, rtol=1e-10, atol=0.0)
+    torch.testing.assert_close(metrics, expected, rtol=1e-10, atol=0.0)
     assert held == set(TRAINED) == set().union(*(result[3] for result in results))
     assert_close(before, first, FP64)
     assert_close(after, last, FP64)
@@ -163,7 +163,7 @@ def _traffic(rank: int, world: int, zero: Zero, trained: tuple[str, ...]) -> dic
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_nothing_of_a_frozen_parameter_travels_but_what_forward_gathers(zero: Zero) -> None:
+def test_frozen_parameters_are_only_all_gathered(zero: Zero) -> None:
     few = run_ranks(_traffic, 2, zero, ("layers.0.mlp_norm.weight",))
     assert sum(found["gradients"] for found in few) == 24 * (2 if zero == 0 else 1)
     sums = [

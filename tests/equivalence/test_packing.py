@@ -152,7 +152,7 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_documents_alone_in_
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_they_have_under_every_axis(name: str) -> None:
+def test_packed_documents_match_under_every_axis(name: str) -> None:
     world = (
         4
         if len([key for key in LAYOUTS[name] if key.endswith(("tp", "cp", "pp", "dp"))]) == 2
@@ -180,7 +180,7 @@ def test_changing_one_document_leaves_the_outputs_of_the_others_as_they_were_to_
     assert not torch.equal(before[5:8], after[5:8])
 
 
-def test_documents_that_were_one_would_be_seen() -> None:
+def test_comparison_detects_joined_documents() -> None:
     """Rows whose documents see one another give another loss: the proofs above can fail."""
     trainer = build({})
     step = step_of(trainer, ROWS)
@@ -190,7 +190,7 @@ def test_documents_that_were_one_would_be_seen() -> None:
     assert abs(found - gradients(trainer, step)[0]) > 1e-4
 
 
-def test_filler_is_nobodys_work() -> None:
+def test_padding_has_no_effect() -> None:
     batch = build_batch([row((0, 1)), row((5,))], Masks(), device=CPU)
     assert batch.num_tokens == 10 and batch.squared_lengths == 25 + 9 + 4
     assert batch.tokens.lengths == ((5, 5), (3, 3), (16, 16), (2, 2), (22, 22))
@@ -203,7 +203,7 @@ ROOM = 192
 TALKS = tuple(made_up(9, 0))
 
 
-def told(talk: Conversation) -> PackedSample:
+def build_sample(talk: Conversation) -> PackedSample:
     """A conversation alone in a row of its own length, byte by byte: answers and their ends are
     learned."""
     tokens, learned = [], []
@@ -254,7 +254,7 @@ def _talks_packed_and_apart(
 ) -> tuple[float, float]:
     trainer = build({**settings, "train.seq_len": str(ROOM)}, rank, world)
     loss, norm, expected = gradients(
-        trainer, step_with(trainer, [with_room(told(talk)) for talk in TALKS])
+        trainer, step_with(trainer, [with_room(build_sample(talk)) for talk in TALKS])
     )
     packed, its_norm, found = gradients(trainer, step_with(trainer, filled()))
     difference = compare(found, expected)
@@ -266,11 +266,11 @@ def _talks_packed_and_apart(
 def talks_alone() -> tuple[float, float]:
     """One process, one conversation after the other, without filler."""
     trainer = build({})
-    return gradients(trainer, step_with(trainer, [told(talk) for talk in TALKS]))[:2]
+    return gradients(trainer, step_with(trainer, [build_sample(talk) for talk in TALKS]))[:2]
 
 
 @pytest.mark.parametrize("slicing", ["row", pytest.param("document", marks=pytest.mark.slow)])
-def test_packed_conversations_are_learnt_as_one_by_one_under_tp_and_cp(slicing: str) -> None:
+def test_packed_conversations_match_unpacked_ones_under_tp_and_cp(slicing: str) -> None:
     settings = {
         "parallel.tp": "2",
         "parallel.cp": "2",
@@ -305,7 +305,7 @@ RIGHT_ROW = ConversationDataset.sample
 
 
 @pytest.mark.parametrize("fault", [None, _one_too_early, _not_shifted, _seeing_one_another])
-def test_a_planted_fault_in_rows_of_conversations_shows(
+def test_comparison_detects_a_fault_in_rows_of_conversations(
     fault: Callable[..., PackedSample] | None,
 ) -> None:
     with nullcontext() if fault is None else replaced(ConversationDataset, "sample", fault):
@@ -338,15 +338,15 @@ def _train(rank: int, world: int, folder: Path, steps: int) -> None:
     run_training(run, RunFolder(folder), mesh, CPU, show=False)
 
 
-def test_a_run_goes_on_with_the_rows_it_would_have_read(tmp_path: Path) -> None:
+def test_resume_reads_the_same_rows(tmp_path: Path) -> None:
     """Over more than an epoch; on two ranks the same rows are dealt out."""
     _train(0, 1, tmp_path / "whole", 6)
     _train(0, 1, tmp_path / "parts", 2)
     _train(0, 1, tmp_path / "parts", 6)
     whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
-    told = ("step", "loss", "grad_norm", "fill", "supervised_share", "tokens", "eval_loss")
-    assert [[row.get(key) for key in told] for row in whole] == [
-        [row.get(key) for key in told] for row in parts
+    reported = ("step", "loss", "grad_norm", "fill", "supervised_share", "tokens", "eval_loss")
+    assert [[row.get(key) for key in reported] for row in whole] == [
+        [row.get(key) for key in reported] for row in parts
     ]
     fills, shares = (
         [float(row[key] or 0) for row in whole if key in row]

@@ -59,7 +59,7 @@ def weights_of(rank: int, world: int, case: LayoutCase, steps: int) -> dict[str,
 
 
 @pytest.mark.parametrize("parallel", [EP2, pytest.param(STAGED, marks=pytest.mark.slow)])
-def test_pairs_change_no_bit_of_any_weight(parallel: ParallelConfig) -> None:
+def test_dual_batch_overlap_is_bitwise_equal(parallel: ParallelConfig) -> None:
     apart = case_of(replace(parallel, overlap_experts=False))
     world = 2 * parallel.pp
     for mine, expected in zip(
@@ -179,7 +179,7 @@ def test_all_to_all_overlaps_with_computation_in_one_order_on_all_ranks() -> Non
     assert any(what == "compute" and lane == "forward" for what, lane, _ in one)
 
 
-def test_a_lane_that_does_not_hand_over_computes_nothing_meanwhile() -> None:
+def test_without_switches_nothing_overlaps() -> None:
     messages, met = computed_meanwhile(run_ranks(log_of_step, 2, case_of(EP2), False)[0])
     assert messages > 0 and met == 0
 
@@ -190,7 +190,7 @@ def over_a_poisoned_link(rank: int, world: int, case: LayoutCase) -> tuple[dict[
     return found, max(transfer.waits for transfer in link.of("all_to_all"))
 
 
-def test_no_row_is_read_before_it_has_arrived() -> None:
+def test_rows_are_read_only_after_wait() -> None:
     case = case_of(EP2)
     expected = run_ranks(weights_of, 2, case, 1)
     for (found, waits), mine in zip(
@@ -224,7 +224,7 @@ class Failing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("which", ["F2", "B1", "F0", "B3"])
-def test_an_error_in_a_lane_ends_the_step_with_its_own_traceback(which: str) -> None:
+def test_error_in_one_pass_ends_the_step_with_its_traceback(which: str) -> None:
     dual_batch, done = DualBatchOverlap(), list[str]()
     weight = torch.ones(3, requires_grad=True)
 

@@ -122,7 +122,7 @@ def test_a_checkpoint_of_one_layout_continues_under_another(name: str, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AHEAD)
 @pytest.mark.parametrize("tied", [False, True])
-def test_further_predictions_move_between_stages_with_a_checkpoint(
+def test_mtp_layers_move_between_stages_with_a_checkpoint(
     name: str, tied: bool, tmp_path: Path
 ) -> None:
     model = replace(TIED, tied_embeddings=tied, mtp=MTPConfig(num_layers=2))

@@ -94,7 +94,7 @@ def same(found: list[Trained], reference: list[Trained]) -> None:
 
 
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
-def test_at_dp_2_dividing_state_or_gradients_changes_no_bit_in_20_steps(params: str) -> None:
+def test_zero_1_and_2_are_bitwise_equal_to_zero_0_at_dp_2(params: str) -> None:
     plain = {**ONE_MICROBATCH, "precision.params": params}
     expected = run_ranks(_train, 2, plain, 20)
     assert len(set(expected[0].losses)) == 20
@@ -150,7 +150,7 @@ def test_gradients_that_are_summed_after_every_microbatch_add_up_to_the_same() -
     assert not all(torch.equal(thrice.weights[name], once.weights[name]) for name in once.weights)
 
 
-def test_gradients_in_bf16_arrive_nearly_right_and_alike_on_all_ranks() -> None:
+def test_bf16_gradient_reduction_is_close_and_equal_on_ranks() -> None:
     plain = {**ONE_MICROBATCH, "parallel.zero": "1"}
     exact = run_ranks(_train, 2, plain, 5)[0]
     rounded = run_ranks(_train, 2, {**plain, "parallel.reduce_dtype": "bf16"}, 5)
@@ -172,7 +172,7 @@ def _over_a_poisoned_link(
 
 
 @pytest.mark.parametrize("zero", ["1", "2"])
-def test_nothing_is_read_before_it_has_arrived_and_everything_is_waited_for_once(zero: str) -> None:
+def test_buckets_are_waited_for_once_before_they_are_read(zero: str) -> None:
     settings = {**ONE_MICROBATCH, "parallel.zero": zero}
     found = run_ranks(_over_a_poisoned_link, 2, settings)
     same([trained for trained, _, _ in found], run_ranks(_train, 2, settings, 3))
@@ -214,7 +214,7 @@ def _events(rank: int, world: int, zero: int) -> list[str]:
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_a_layers_gradients_are_on_their_way_before_the_layer_two_below_is_reached(
+def test_gradient_reduction_starts_within_two_layers_of_backward(
     zero: int,
 ) -> None:
     for events in run_ranks(_events, 2, zero):
@@ -372,7 +372,7 @@ def _exposed(rank: int, world: int, zero: int) -> tuple[float, float, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2])
-def test_of_a_link_that_would_add_half_a_step_four_fifths_are_hidden(zero: int) -> None:
+def test_zero_hides_four_fifths_of_its_communication(zero: int) -> None:
     """Both ways: gradients behind backward, weights behind the next forward."""
     for whole, added, exposed in run_ranks(_exposed, 2, zero):
         assert added > 0.4 * whole  # 0.5 on an idle machine
@@ -523,7 +523,9 @@ TARGETS = {
     "source",
     [pytest.param(name, marks=[pytest.mark.slow] * place) for place, name in enumerate(SOURCES)],
 )
-def test_what_slices_save_every_other_layout_goes_on_from(source: str, tmp_path: Path) -> None:
+def test_checkpoint_of_sharded_state_resumes_under_every_layout(
+    source: str, tmp_path: Path
+) -> None:
     double = {"precision.params": "fp64", "optim.eps": "1e-3"}
     world, settings = SOURCES[source]
     expected = run_ranks(_save, world, {**settings, **double}, str(tmp_path))[0]
@@ -544,7 +546,7 @@ def test_what_slices_save_every_other_layout_goes_on_from(source: str, tmp_path:
         {"parallel.zero": "1", "optim.kind": "sgd"},
     ],
 )
-def test_the_same_layout_goes_on_to_the_bit(settings: Settings, tmp_path: Path) -> None:
+def test_resume_with_the_same_layout_is_bitwise_equal(settings: Settings, tmp_path: Path) -> None:
     expected = run_ranks(_save, 2, settings, str(tmp_path))
     found = run_ranks(_go_on, 2, settings, str(tmp_path))
     assert [each.losses for each in found] == [each.losses for each in expected]

@@ -44,7 +44,7 @@ def run_script(folder: Path, words: list[str], **variables: str) -> "subprocess.
     )
 
 
-def said(process: "subprocess.Popen[str]") -> tuple[int, str]:
+def wait_for_output(process: "subprocess.Popen[str]") -> tuple[int, str]:
     """Exit code and output of a script, which must end."""
     try:
         out, err = process.communicate(timeout=20)
@@ -89,10 +89,12 @@ def slurm(folder: Path, *codes: int) -> tuple[int, str]:
     """Run the batch script with tasks that end with these codes."""
     variables = {f"CODE{rank}": str(code) for rank, code in enumerate(codes)}
     job = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[7-8]"}
-    return said(run_script(folder, [str(SLURM), "tiny", "--run", "my run"], **job, **variables))
+    return wait_for_output(
+        run_script(folder, [str(SLURM), "tiny", "--run", "my run"], **job, **variables)
+    )
 
 
-def test_every_slurm_task_is_told_its_rank_and_where_to_meet(cluster: Path) -> None:
+def test_every_slurm_task_gets_its_rank_and_the_master_address(cluster: Path) -> None:
     code, out = slurm(cluster, 0, 0)
     assert code == 0 and not (cluster / "asked").exists()
     assert out.splitlines() == [
@@ -177,21 +179,19 @@ def start_pod(folder: Path, manifests: dict[str, Any], code: str) -> "subprocess
 def test_a_pod_ends_as_its_ranks_did(
     pod: Path, manifests: dict[str, Any], rank: str, expected: int
 ) -> None:
-    code, out = said(start_pod(pod, manifests, rank))
+    code, out = wait_for_output(start_pod(pod, manifests, rank))
     assert code == expected
     assert out.splitlines() == ["train llama3_70b --run=long"] * 2
 
 
-def test_a_pod_that_is_told_to_end_lets_its_ranks_save(
-    pod: Path, manifests: dict[str, Any]
-) -> None:
+def test_terminated_pod_lets_its_ranks_save(pod: Path, manifests: dict[str, Any]) -> None:
     process = start_pod(pod, manifests, "wait")
     deadline = time.monotonic() + 10
     while not (pod / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.2)  # the ranks' own traps
     os.kill(process.pid, signal.SIGTERM)
-    code, out = said(process)
+    code, out = wait_for_output(process)
     assert code == 75
     assert out.count("saved") == 2
 
@@ -220,7 +220,7 @@ def test_a_real_run_under_the_pods_script_stops_with_75_and_goes_on(
         str(tmp_path / "run"),
     ]
     place = {"NODES": "1", "RANKS_PER_NODE": "2", "PYTHONPATH": str(LAUNCH.parent)}
-    for limit, code, words_said in (
+    for limit, code, expected_words in (
         (["--train.max_minutes", "0"], 75, "and saved"),
         ([], 0, "done at step 8"),
     ):
@@ -230,12 +230,12 @@ def test_a_real_run_under_the_pods_script_stops_with_75_and_goes_on(
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-        assert (process.returncode, words_said in out) == (code, True), out + err
+        assert (process.returncode, expected_words in out) == (code, True), out + err
 
 
 def test_the_pods_meet_where_the_service_lets_them(pod: Path, manifests: dict[str, Any]) -> None:
     service, job = manifests["Service"], manifests["Job"]["spec"]
-    said(start_pod(pod, manifests, "0"))
+    wait_for_output(start_pod(pod, manifests, "0"))
     words = (pod / "words").read_text()
     name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
     assert f"--rdzv-endpoint={manifests['Job']['metadata']['name']}-0.{name}:{port}" in words

@@ -1,4 +1,4 @@
-"""Ranks that laid out their parameters differently are told so before they add them up."""
+"""Ranks with different parameter layouts raise an error before they sum gradients."""
 
 import pytest
 
@@ -26,26 +26,25 @@ def test_equal_layouts_pass(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_text_names_ranks_and_the_first_parameter_that_differs(shared: bool) -> None:
+def test_error_names_ranks_and_the_first_parameter_that_differs(shared: bool) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_compare, 3, {"norm.weight": "at elements 64 to 66"}, shared)
     assert (
-        "parameters lie differently on ranks 0 and 1, which add them up: first norm.weight at "
-        "elements 8 to 10 on rank "
-        "0 and norm.weight at elements 64 to 66 on rank 1. Run the same version with the same "
-        "settings on all."
+        "ranks 0 and 1 sum the gradients of parameters that they lay out differently; the first "
+        "difference is norm.weight at elements 8 to 10 on rank 0 and norm.weight at elements 64 to "
+        "66 on rank 1. Run the same version with the same settings on all ranks."
     ) in str(caught.value)
 
 
-def test_a_parameter_that_one_rank_lacks_differs_unless_only_shared_ones_count() -> None:
+def test_missing_parameter_is_an_error_unless_only_shared_ones_are_compared() -> None:
     with pytest.raises(
-        RankError, match="nothing at all on rank 0 and extra at element 10 on rank 1"
+        RankError, match="no parameter there on rank 0 and extra at element 10 on rank 1"
     ):
         run_ranks(_compare, 2, {"extra": "at element 10"}, False)
     assert run_ranks(_compare, 2, {"extra": "at element 10"}, True) == [True, True]
 
 
-def test_on_paper_and_alone_there_is_nobody_to_ask() -> None:
+def test_meta_groups_and_groups_of_one_are_not_compared() -> None:
     paper = Group(axes=("dp",), ranks=(0, 1), rank=0, name="paper")
     for group in (paper, alone("dp")):
         check_consistent_across_ranks(PLACES, group)

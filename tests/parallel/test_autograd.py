@@ -86,15 +86,18 @@ def _total(xs: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(xs)).sum(0)
 
 
+NAMES = {"tp": "TP", "sp": "SP"}
+"""Abbreviations in names of classes."""
+
 CASES = {
-    "enter": Case("I", "R", lambda x, g, d, s: copy_to_tp(x, g), lambda xs, r, d, s: xs[0]),
-    "leave": Case(
+    "copy_to_tp": Case("I", "R", lambda x, g, d, s: copy_to_tp(x, g), lambda xs, r, d, s: xs[0]),
+    "reduce_from_tp": Case(
         "P", "I", lambda x, g, d, s: reduce_from_tp(x, g), lambda xs, r, d, s: _total(xs)
     ),
     "all_reduce": Case(
         "P", "R", lambda x, g, d, s: all_reduce(x, g), lambda xs, r, d, s: _total(xs)
     ),
-    "gather": Case(
+    "all_gather": Case(
         "V",
         "R",
         lambda x, g, d, s: all_gather(x, g, dim=d, sizes=s),
@@ -112,7 +115,7 @@ CASES = {
         lambda x, g, d, s: reduce_scatter(x, g, dim=d, sizes=s),
         lambda xs, r, d, s: _total(xs).split(s, d)[r],
     ),
-    "split": Case(
+    "scatter_to_sp": Case(
         "I",
         "V",
         lambda x, g, d, s: scatter_to_sp(x, g, dim=d, sizes=s),
@@ -178,20 +181,20 @@ def _equals_dense_algebra(rank: int, world: int, name: str, parallel_name: str) 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", list(CASES))
-def test_it_equals_dense_algebra_forward_and_backward(name: str, world: int) -> None:
+def test_collectives_equal_dense_algebra_forward_and_backward(name: str, world: int) -> None:
     run_ranks(_equals_dense_algebra, world, name, name)
 
 
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("all_reduce", "leave"),
-        ("leave", "all_reduce"),
-        ("gather", "all_gather_invariant"),
-        ("all_gather_invariant", "gather"),
+        ("all_reduce", "reduce_from_tp"),
+        ("reduce_from_tp", "all_reduce"),
+        ("all_gather", "all_gather_invariant"),
+        ("all_gather_invariant", "all_gather"),
     ],
 )
-def test_the_comparison_sees_a_wrong_backward(name: str, other: str) -> None:
+def test_comparison_detects_a_wrong_backward(name: str, other: str) -> None:
     with pytest.raises(RankError, match=rf"AssertionError: gradient of {name} Variant"):
         run_ranks(_equals_dense_algebra, 2, name, other)
 
@@ -233,7 +236,7 @@ def _exchanges(rank: int, world: int, in_two: bool) -> None:
 
 @pytest.mark.parametrize("in_two", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_an_exchange_of_any_rows_goes_back_the_same_way(world: int, in_two: bool) -> None:
+def test_all_to_all_backward_is_the_inverse_exchange(world: int, in_two: bool) -> None:
     run_ranks(_exchanges, world, in_two)
 
 
@@ -291,7 +294,7 @@ def _defaults_without_sizes(rank: int, world: int) -> None:
     ]
 
 
-def test_without_sizes_parts_are_as_even_as_can_be_and_integers_travel_too() -> None:
+def test_default_sizes_are_even_and_integer_tensors_are_supported() -> None:
     run_ranks(_defaults_without_sizes, 3)
 
 
@@ -334,7 +337,7 @@ def _partial_is_free(rank: int, world: int) -> None:
     assert mark_partial(x, everyone(rank, world, "tp")) is x
 
 
-def test_stating_a_pending_sum_is_free_off_paper() -> None:
+def test_mark_partial_is_free_on_real_tensors() -> None:
     run_ranks(_partial_is_free, 2)
 
 
@@ -343,7 +346,7 @@ def _paper(size: int) -> Group:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_on_meta_tensors_shapes_come_out_without_any_process_group(name: str) -> None:
+def test_meta_tensors_have_the_right_shapes_without_a_process_group(name: str) -> None:
     case, world = CASES[name], 3
     for variant in (Variant(), Variant(dim=1), Variant(uneven=True)):
         sizes = variant.sizes(world)
@@ -356,11 +359,11 @@ def test_on_meta_tensors_shapes_come_out_without_any_process_group(name: str) ->
         assert gradient_of(x).shape == x.shape
 
 
-def test_on_meta_tensors_a_pending_sum_leaves_a_trace_for_the_checker() -> None:
+def test_mark_partial_is_recorded_on_meta_tensors() -> None:
     x = torch.empty(2, device="meta", requires_grad=True)
     y = mark_partial(x, _paper(4))
     assert y is not x
-    assert type(y.grad_fn).__name__ == "PartialBackward"
+    assert type(y.grad_fn).__name__ == "MarkPartialBackward"
 
 
 def test_every_function_states_the_types_it_moves_between() -> None:
@@ -370,7 +373,10 @@ def test_every_function_states_the_types_it_moves_between() -> None:
         if isinstance(value, type) and issubclass(value, torch.autograd.Function)
     }
     table = {
-        "".join(word.title() for word in name.split("_")): (case.before, case.after)
+        "".join(NAMES.get(word, word.title()) for word in name.split("_")): (
+            case.before,
+            case.after,
+        )
         for name, case in CASES.items()
     }
     assert stated == {
@@ -406,5 +412,5 @@ def _compiles(rank: int, world: int, rows: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("rows", [[[1, 1], [1, 1]], [[0, 1], [2, 1]]], ids=["even", "uneven"])
-def test_compiled_as_one_graph_it_gives_what_eager_gives(rows: list[list[int]]) -> None:
+def test_compiled_collectives_equal_eager_ones(rows: list[list[int]]) -> None:
     run_ranks(_compiles, 2, rows, timeout=240)

@@ -258,16 +258,16 @@ CASES = {
         )
         for kind in ("ring", "a2a")
     },
-    "ring, further to the left, documents": (3, Case(lengths=RAGGED, scores=LEFT, heads=(3, 1))),
-    "gather, further to the left, each document sliced": (
+    "ring, larger left window, documents": (3, Case(lengths=RAGGED, scores=LEFT, heads=(3, 1))),
+    "gather, larger left window, each document sliced": (
         2,
         Case("gather", lengths=RAGGED, document=True, scores=LEFT),
     ),
-    "a2a, further to the left, each document sliced": (
+    "a2a, larger left window, each document sliced": (
         2,
         Case("a2a", lengths=RAGGED, document=True, scores=LEFT),
     ),
-    "a2a+ring, further to the left": (4, Case("a2a+ring", a2a=2, scores=LEFT)),
+    "a2a+ring, larger left window": (4, Case("a2a+ring", a2a=2, scores=LEFT)),
     "ring, biases": (2, Case(scores=BIASED)),
     "gather, biases": (2, Case("gather", scores=BIASED)),
     "a2a, biases": (2, Case("a2a", scores=BIASED)),
@@ -328,7 +328,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shared_tokens_attend_like_one_ranks(name: str) -> None:
+def test_context_parallel_attention_matches_one_rank(name: str) -> None:
     world, case = CASES[name]
     found = errors(world, case)
     assert max(found.values()) < FP64.relative, found
@@ -378,7 +378,7 @@ def _hidden_keys(rank: int, world: int, case: Case) -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
-def test_padding_changes_no_bit_and_has_no_gradient_on_any_rank(kind: ContextKind) -> None:
+def test_padding_is_bitwise_neutral_and_has_no_gradient(kind: ContextKind) -> None:
     found = run_ranks(_hidden_keys, 2, Case(kind, lengths=(5, 3, 8), row=16, document=True))
     assert found == [(True, True, True)] * 2
 
@@ -393,7 +393,7 @@ def _without_my_own_rows(rank: int, world: int, case: Case) -> list[Tensor]:
         def __init__(self, visible: Visible, queries: Tensor, keys: Tensor) -> None:
             super().__init__(visible, context_numbers(case, world), keys)
 
-    with replaced(context, "SeenPairs", OtherRows):
+    with replaced(context, "VisiblePairs", OtherRows):
         return _attend(rank, world, case)
 
 
@@ -403,7 +403,7 @@ def context_numbers(case: Case, world: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather"])
-def test_a_rank_that_takes_the_rows_of_another_is_seen(kind: ContextKind) -> None:
+def test_comparison_detects_rows_of_another_rank(kind: ContextKind) -> None:
     case = Case(kind, masks="alone")
     joined = [
         torch.stack(list(same)).sum(0) for same in zip(*run_ranks(_without_my_own_rows, 2, case))
@@ -413,12 +413,12 @@ def test_a_rank_that_takes_the_rows_of_another_is_seen(kind: ContextKind) -> Non
 
 @pytest.mark.parametrize("document", [False, True])
 @pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
-def test_a_document_changes_no_bit_of_the_others(kind: ContextKind, document: bool) -> None:
+def test_documents_are_bitwise_independent(kind: ContextKind, document: bool) -> None:
     found = run_ranks(_changed, 2, Case(kind, lengths=(5, 3, 8), row=16, document=document))
     assert [any(ranks) for ranks in zip(*found)] == [False, True, False]
 
 
-def test_more_groups_of_neighbors_than_two() -> None:
+def test_a2a_ring_with_three_groups_of_neighbors() -> None:
     found = errors(6, Case("a2a+ring", a2a=2, heads=(2, 1)))
     assert max(found.values()) < FP64.relative, found
 
@@ -465,7 +465,7 @@ PASS_ON, ATTEND, ATTEND_BACKWARD = (
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_ring_keeps_its_own_share_and_two_chunks_of_keys_and_values_pass_through(
+def test_ring_attention_holds_at_most_two_extra_chunks_of_keys_and_values(
     world: int,
 ) -> None:
     case = Case(lengths=(48, 48), row=48)
@@ -505,7 +505,7 @@ def _hidden_share(rank: int, world: int, case: Case) -> float:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_ring_hides_a_slow_link_behind_its_steps(world: int) -> None:
+def test_ring_attention_overlaps_a_slow_link_with_its_steps(world: int) -> None:
     assert min(run_ranks(_hidden_share, world, Case(lengths=(48,), row=48))) > 0.8
 
 
@@ -536,15 +536,13 @@ def _both_ways(rank: int, world: int, kind: ContextKind) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(("world", "kind"), [(2, "ring"), (3, "ring"), (4, "a2a+ring")])
-def test_without_overlap_a_ring_waits_before_it_computes_and_changes_no_bit(
-    world: int, kind: ContextKind
-) -> None:
+def test_ring_attention_without_overlap_is_bitwise_equal(world: int, kind: ContextKind) -> None:
     for overlapped, plain in run_ranks(_both_ways, world, kind):
         assert len(plain) == 4
         assert all(torch.equal(a, b) for a, b in zip(overlapped, plain, strict=True))
 
 
-def test_a_group_of_one_is_plain_attention() -> None:
+def test_context_parallel_group_of_one_uses_plain_attention() -> None:
     assert build_attend(ContextConfig(kind="a2a"), 0, mesh_of_one()) is attention
 
 
@@ -555,11 +553,11 @@ def _kinds(rank: int, world: int) -> list[str]:
     return [type(build_attend(config, layer, mesh)).__name__ for layer in range(3)]
 
 
-def test_each_layer_attends_in_its_own_way() -> None:
+def test_layers_may_use_different_context_parallel_kinds() -> None:
     assert run_ranks(_kinds, 2) == [["Ring", "AllGatherAttend", "HeadExchange"]] * 2
 
 
-def test_tokens_that_were_not_sliced_are_our_own_fault() -> None:
+def test_tokens_that_were_not_sliced_fail_an_assertion() -> None:
     with pytest.raises(
         AssertionError, match="tokens were not sliced over cp: the loader does that"
     ):

@@ -68,7 +68,7 @@ def gradients(data: BucketedDataParallel) -> dict[str, torch.Tensor]:
     return {param.shard.name: param.gradient.clone() for param in data.finish()}
 
 
-def test_sinks_and_autograd_give_the_same_gradients_over_several_microbatches() -> None:
+def test_gradient_accumulators_match_autograd_over_several_microbatches() -> None:
     found = []
     for sinks in (True, False):
         model, data = build(mesh_of_one(), sinks=sinks)
@@ -81,7 +81,7 @@ def test_sinks_and_autograd_give_the_same_gradients_over_several_microbatches() 
     assert_close(found[0], found[1], FP64)
 
 
-def test_weights_of_one_matmul_lie_together() -> None:
+def test_weights_of_one_matmul_are_contiguous_in_the_buffer() -> None:
     model, _ = build(mesh_of_one())
     q, kv = model.layers[0].attention.qkv.accumulated_parameters()
     assert q.data_ptr() + q.numel() * q.element_size() == kv.data_ptr()
@@ -108,7 +108,9 @@ def test_a_tied_head_stays_tied() -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-def test_an_unused_parameter_gets_zeros_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_parameter_gets_zero_gradient_and_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, data = build(mesh_of_one())
     data.begin_step(2)
     loss_of(model, 0).backward()
@@ -122,9 +124,7 @@ def test_an_unused_parameter_gets_zeros_and_is_named_once(caplog: pytest.LogCapt
     assert not found["layers.0.mlp.down"].any()
     assert found["embed.weight"].any()
     (record,) = caplog.records
-    names = record.getMessage().partition(
-        " had no part in the loss of this step: their gradients are zero"
-    )[0]
+    names = record.getMessage().partition(" had no gradient in this step, so it is zero")[0]
     expected = [shard.name for shard in data.shards if shard.name != "embed.weight"]
     assert names == f"{', '.join(expected[:10])} and {len(expected) - 10} more"
 
@@ -199,7 +199,9 @@ def test_overlap_and_bucket_size_change_no_bit_at_dp_2() -> None:
     assert run_ranks(_bitwise, 2) == [True, True]
 
 
-def test_removing_the_first_overwrite_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_detects_a_missing_overwrite_of_old_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, data = build(mesh_of_one())
     monkeypatch.setattr(flat.BucketedDataParallel, "is_fresh", lambda self, numbers: False)
     for _ in range(2):
@@ -254,7 +256,7 @@ def _odd_step(
 @pytest.mark.parametrize(
     ("zero", "overlap", "replicas"), [(1, True, 1), (2, True, 1), (2, False, 1), (1, True, 2)]
 )
-def test_ranks_own_every_element_once_even_when_there_are_fewer_elements_than_ranks(
+def test_every_element_is_owned_once_with_fewer_elements_than_ranks(
     zero: int, overlap: bool, replicas: int
 ) -> None:
     world = 4
@@ -277,7 +279,7 @@ def test_ranks_own_every_element_once_even_when_there_are_fewer_elements_than_ra
     assert any(len(entries) == 1 for entries in found) or replicas > 1  # somebody owns nothing
 
 
-def _two_chunks_of_one_table(rank: int, world: int, zero: int, surplus: bool) -> list[float]:
+def _two_chunks_of_one_table(rank: int, world: int, zero: int, extra_backward: bool) -> list[float]:
     """The summed gradient of a table that two chunks of a rank use: all microbatches of the last go
     back first."""
     mesh = build_mesh(model_grid(ParallelConfig(zero=zero), CONFIG, world), rank=rank)
@@ -295,20 +297,22 @@ def _two_chunks_of_one_table(rank: int, world: int, zero: int, surplus: bool) ->
         zero=zero,
     )
     data.begin_step(2)
-    for chunk, factor in [(1, 1), (1, 10), (0, 100), (0, 1000), *[(0, 1)] * surplus]:
+    for chunk, factor in [(1, 1), (1, 10), (0, 100), (0, 1000), *[(0, 1)] * extra_backward]:
         (factor * (rank + 1) * chunks[chunk].get_parameter("table").sum()).backward()
     return [value for param in data.finish() for value in param.gradient.flatten().tolist()]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_table_of_two_chunks_is_ready_when_both_have_gone_back(zero: int) -> None:
+def test_shared_table_is_ready_after_backward_of_both_chunks(zero: int) -> None:
     found = run_ranks(_two_chunks_of_one_table, 2, zero, False)
     assert [value for mine in found for value in mine] == [3333.0] * 12 * (2 if zero == 0 else 1)
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_a_gradient_that_nobody_waits_for_is_refused_with_its_name(zero: int) -> None:
-    with pytest.raises(RankError, match=r"more gradients than backward passes: \['table'\]"):
+def test_unexpected_gradient_fails_with_its_parameter_name(zero: int) -> None:
+    with pytest.raises(
+        RankError, match=r"more gradient contributions than backward passes: \['table'\]"
+    ):
         run_ranks(_two_chunks_of_one_table, 2, zero, True)
 
 
@@ -336,7 +340,7 @@ def _on_their_way(rank: int, world: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def test_without_overlap_sums_start_in_finish_and_few_are_on_their_way_at_once() -> None:
+def test_without_overlap_reductions_start_in_finish_with_few_in_flight() -> None:
     for (apart, most_apart, count), (started, most, _) in run_ranks(_on_their_way, 2):
         assert count > 4
         assert (apart, started) == (0, count)
@@ -345,7 +349,7 @@ def test_without_overlap_sums_start_in_finish_and_few_are_on_their_way_at_once()
         )  # the oldest is waited for once the next has started
 
 
-def test_one_rank_alone_divides_nothing() -> None:
+def test_single_rank_does_not_shard() -> None:
     for zero in (1, 2):
         model = Odd()
         data = BucketedDataParallel(
@@ -393,7 +397,7 @@ def _reads(rank: int, world: int) -> list[bool]:
         results.append(
             bool(loss_of(model, 0).isfinite())
         )  # through embedding, layers, norm and head
-        results.append(not data.param_all_gather.arriving)
+        results.append(not data.param_all_gather.pending)
         data.all_gather_params()
         results.append(not bool(data.weights.isfinite().all()))  # the link holds them back
         results.append(
@@ -403,7 +407,7 @@ def _reads(rank: int, world: int) -> list[bool]:
                 .all()
             )
         )
-        results.append(bool(data.param_all_gather.arriving))  # of other layers
+        results.append(bool(data.param_all_gather.pending))  # of other layers
         data.wait_params()
         results.append(bool(data.weights.isfinite().all()))
         results.append({transfer.waits for transfer in link.transfers} == {1})
@@ -415,7 +419,7 @@ def rotary(model: Decoder) -> PackedSeqParams:
     return model.rotations.given_to(tokens)
 
 
-def test_weights_that_are_still_arriving_cannot_be_read_by_forward() -> None:
+def test_forward_waits_for_weights_in_flight() -> None:
     assert run_ranks(_reads, 2) == [[True] * 7] * 2
 
 
@@ -436,12 +440,12 @@ def _other_sizes(rank: int, world: int) -> None:
     )
 
 
-def test_ranks_with_other_parameters_are_refused_before_the_first_step() -> None:
-    told = (
-        "first w at elements 0 to 3 of bucket 0 on rank 0 and w at elements 0 to 4 of bucket 0 "
-        "on rank 1"
+def test_different_parameters_on_ranks_are_rejected_before_the_first_step() -> None:
+    message = (
+        "the first difference is w at elements 0 to 3 of bucket 0 on rank 0 and w at elements 0 to "
+        "4 of bucket 0 on rank 1"
     )
-    with pytest.raises(RankError, match=told):
+    with pytest.raises(RankError, match=message):
         run_ranks(_other_sizes, 2)
 
 

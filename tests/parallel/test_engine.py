@@ -73,7 +73,7 @@ def _compared(rank: int, world: int, parallel: ParallelConfig, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("parallel", "name", "told"),
+    ("parallel", "name", "message"),
     [
         (
             ParallelConfig(tp=2),
@@ -87,30 +87,30 @@ def _compared(rank: int, world: int, parallel: ParallelConfig, name: str) -> Non
         ),
     ],
 )
-def test_slices_that_are_added_up_must_be_the_same(
-    parallel: ParallelConfig, name: str, told: str
+def test_summed_slices_must_be_equal_on_ranks(
+    parallel: ParallelConfig, name: str, message: str
 ) -> None:
-    with pytest.raises(RankError, match=f"parameters lie differently .* first {name} {told}"):
+    with pytest.raises(
+        RankError, match=f"lay out differently; the first difference is {name} {message}"
+    ):
         run_ranks(_compared, 2, parallel, name)
 
 
-def test_slices_that_are_not_added_up_may_differ() -> None:
+def test_slices_that_are_not_summed_may_differ() -> None:
     run_ranks(_compared, 2, ParallelConfig(tp=2), "invariant")
 
 
-def test_what_had_no_gradient_is_named_up_to_ten(caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_parameters_are_named_up_to_ten(caplog: pytest.LogCaptureFixture) -> None:
     assert not warn_of_zeros([])
     assert warn_of_zeros([f"w{i}" for i in range(10)]) and warn_of_zeros(
         [f"w{i}" for i in range(12)]
     )
     ten, twelve = (record.getMessage() for record in caplog.records)
-    assert ten.startswith(
-        "w0, w1, w2, w3, w4, w5, w6, w7, w8, w9 had no part in the loss of this step"
-    )
-    assert "w8, w9 and 2 more had no part in the loss" in twelve
+    assert ten.startswith("w0, w1, w2, w3, w4, w5, w6, w7, w8, w9 had no gradient in this step")
+    assert "w8, w9 and 2 more had no gradient" in twelve
 
 
-def test_weights_are_divided_where_several_ranks_hold_the_same() -> None:
+def test_weights_are_sharded_where_several_ranks_hold_the_same() -> None:
     def mesh(tp: int, etp: int, *, experts: bool) -> Mesh:
         parallel = ParallelConfig(tp=tp, sp=tp > 1, etp=etp if experts else None)
         return mesh_on_paper(model_grid(parallel, BIASED_CHOICE if experts else PLAIN, 2), rank=0)

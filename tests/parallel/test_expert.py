@@ -87,7 +87,7 @@ def there_and_back(
         (4, 1, "alltoall"),
     ],
 )
-def test_every_token_gets_the_answers_of_its_experts(
+def test_tokens_get_the_sum_of_their_experts_outputs(
     ep: int, etp: int, name: DispatcherName, kind: str
 ) -> None:
     world = ep * etp
@@ -128,7 +128,7 @@ def with_few_tokens(
 @pytest.mark.parametrize(
     ("ep", "etp", "counts"), [(2, 1, [0, 3]), (2, 1, [0, 0]), (2, 2, [2, 0, 5, 0])]
 )
-def test_ranks_with_fewer_tokens_or_none_at_all_enter_every_exchange(
+def test_ranks_with_few_or_no_tokens_enter_every_all_to_all(
     ep: int, etp: int, counts: list[int]
 ) -> None:
     for rank, (y, expected) in enumerate(run_ranks(with_few_tokens, ep * etp, ep, etp, counts)):
@@ -136,7 +136,7 @@ def test_ranks_with_fewer_tokens_or_none_at_all_enter_every_exchange(
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
-def test_filler_travels_without_counts_and_comes_to_nothing(ep: int, etp: int) -> None:
+def test_padding_to_capacity_needs_no_counts_and_contributes_zero(ep: int, etp: int) -> None:
     room = ExpertCapacity(factor=3.1, top_k=K, experts=4, sharing=1)
     assert room.of(T) == T and replace(room, factor=0.8).of(T) == 2
     for rank, (y, dx, dw, rows) in enumerate(
@@ -151,7 +151,7 @@ def test_filler_travels_without_counts_and_comes_to_nothing(ep: int, etp: int) -
         assert rows == 4 // ep * T * ep * etp
 
 
-def test_one_rank_sends_nothing() -> None:
+def test_local_dispatcher_sends_no_message() -> None:
     x, choice = made(0, "anything")
     sent, way = build_dispatcher("alltoall", mesh_of_one(), 4)(x, choice).wait()
     assert torch.allclose(
@@ -160,7 +160,7 @@ def test_one_rank_sends_nothing() -> None:
     )
 
 
-def test_counts_are_told_apart_by_both_axes_whichever_is_inner() -> None:
+def test_counts_are_sorted_by_both_axes_whichever_is_inner() -> None:
     def group(name: str, ranks: tuple[int, ...]):  # a Group
         return replace(alone(name), ranks=ranks)
 
@@ -171,7 +171,7 @@ def test_counts_are_told_apart_by_both_axes_whichever_is_inner() -> None:
     assert table == [[[3, 3, 2, 2]] * 2] * 2
 
 
-def told(rank: int, world: int, order: str) -> object:
+def gather_counts(rank: int, world: int, order: str) -> object:
     mesh = build_mesh(
         model_grid(ParallelConfig(dp=4, ep=2, etp=2, order=order), MODEL, world), rank=rank
     )
@@ -181,8 +181,8 @@ def told(rank: int, world: int, order: str) -> object:
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "ep-tp-cp-dp-pp"])
-def test_each_rank_finds_its_own_counts_at_its_own_place(order: str) -> None:
-    for rank, (etp, ep, table) in enumerate(run_ranks(told, 4, order)):  # type: ignore[misc]
+def test_gathered_counts_are_indexed_by_etp_and_ep_rank(order: str) -> None:
+    for rank, (etp, ep, table) in enumerate(run_ranks(gather_counts, 4, order)):  # type: ignore[misc]
         assert table[etp][ep] == rank
 
 
@@ -200,15 +200,15 @@ def waits(rank: int, world: int, drops_tokens: bool) -> tuple[list[str], int]:
 
 
 def noted(name: str, method: Callable[..., object], asked: list[str]) -> Callable[..., object]:
-    def told(self: Tensor, *others: object) -> object:
+    def recorded(self: Tensor, *others: object) -> object:
         asked.append(name)
         return method(self, *others)
 
-    return told
+    return recorded
 
 
 @pytest.mark.parametrize("drops_tokens", [False, True])
-def test_a_host_waits_once_for_how_many_rows_go_where_whether_any_are_refused_or_not(
+def test_dispatch_has_one_device_sync_with_or_without_token_dropping(
     drops_tokens: bool,
 ) -> None:
     for asked, rows in run_ranks(waits, 2, drops_tokens):

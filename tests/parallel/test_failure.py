@@ -36,11 +36,11 @@ def caught(rank: int) -> Failure:
 
 
 def lost_peer(rank: int, when_ns: int) -> Failure:
-    said = (
+    summaries = (
         "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer "
         "[127.0.0.1]:1. GLHF"
     )
-    return Failure(rank, said, f"Traceback\n{said}", when_ns)
+    return Failure(rank, summaries, f"Traceback\n{summaries}", when_ns)
 
 
 def test_a_caught_exception_keeps_its_traceback_and_one_line() -> None:
@@ -72,11 +72,11 @@ def test_frames_that_are_the_callers_own_can_be_left_out() -> None:
         (-99, "was killed by signal 99 (unknown)"),
     ],
 )
-def test_an_exit_is_put_in_words(code: int, words: str) -> None:
+def test_exit_codes_are_described(code: int, words: str) -> None:
     assert explain_exit(code) == words
 
 
-def test_the_reason_comes_before_its_consequences_even_if_these_were_noticed_earlier() -> None:
+def test_cause_is_sorted_before_lost_peers_that_were_detected_earlier() -> None:
     dead = Failure(1, "was killed by signal 9 (SIGKILL)", "was killed by signal 9 (SIGKILL)", 50)
     assert [failure.rank for failure in in_order([lost_peer(0, 10), lost_peer(2, 5), dead])] == [
         1,
@@ -96,11 +96,11 @@ def test_the_reason_comes_before_its_consequences_even_if_these_were_noticed_ear
         "RuntimeError: Broken pipe",
     ],
 )
-def test_what_backends_say_of_a_lost_peer_is_a_consequence(message: str) -> None:
+def test_backend_messages_of_a_lost_peer_are_consequences(message: str) -> None:
     assert Failure(0, message, message, 0).is_consequence
 
 
-def test_an_exception_of_ones_own_is_no_consequence() -> None:
+def test_other_exceptions_are_not_consequences() -> None:
     assert not caught(0).is_consequence
     assert not failure_of_exit(0, -6).is_consequence
 
@@ -132,7 +132,7 @@ def test_ranks_that_did_not_fail_themselves_come_last() -> None:
     )
 
 
-def test_a_death_without_words_is_one_line() -> None:
+def test_killed_process_is_described_in_one_line() -> None:
     assert describe([failure_of_exit(4, -9)]) == "rank 4 was killed by signal 9 (SIGKILL)"
 
 

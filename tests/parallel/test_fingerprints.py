@@ -63,7 +63,7 @@ def _legal(rank: int, world: int, folder: Path) -> list[float]:
     return [all_reduce_max_(torch.tensor([float(rank)]), group).item(), x.grad.sum().item()]
 
 
-def test_ranks_that_agree_notice_nothing_forward_and_backward(tmp_path: Path) -> None:
+def test_equal_collectives_pass_forward_and_backward(tmp_path: Path) -> None:
     first, second = run_ranks(_legal, 2, tmp_path)
     assert first[0] == second[0] == 1.0
     assert first[1] > 0
@@ -128,7 +128,7 @@ def test_a_mismatch_is_an_error_that_names_both_sides_in_under_ten_seconds(tmp_p
         assert text == same
         assert seconds < 10
         assert text.startswith(
-            "ranks [0, 1] are about to do different things as number 1 over dp:\n"
+            "ranks [0, 1] are about to start different operations as number 1 over dp:\n"
         )
         lines = text.splitlines()
         assert lines[1].startswith("  rank 0 (dp=0): ")
@@ -152,10 +152,10 @@ def _circle(rank: int, world: int, folder: Path) -> tuple[float, str]:
     return time.monotonic() - began, str(caught.value)
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups_are_found(tmp_path: Path) -> None:
+def test_deadlock_across_two_groups_is_detected(tmp_path: Path) -> None:
     for seconds, text in run_ranks(_circle, 3, tmp_path):
         assert seconds < 10
-        assert text.startswith("ranks wait for each other, each in another collective:\n")
+        assert text.startswith("ranks wait for each other in different collectives:\n")
         assert "rank 0 (dp=0): all_reduce 0 over tp of float32 [3], at " in text
         assert re.search(r"rank [12] \(dp=[12]\): all_reduce 0 over dp of float32 \[3\], at ", text)
 
@@ -181,11 +181,11 @@ def _message(rank: int, world: int, folder: Path) -> str:
     return "nothing"
 
 
-def test_the_second_end_of_a_message_finds_that_it_does_not_fit(tmp_path: Path) -> None:
+def test_second_end_of_a_message_detects_a_mismatch(tmp_path: Path) -> None:
     found = set(run_ranks(_message, 2, tmp_path, timeout=30)) - {"nothing"}
     assert found
     for text in found:
-        assert "are about to do different things as message 1 between them:" in text
+        assert "are about to start different operations as message 1 between them:" in text
         assert "send 1 over dp of float32 [2, 3]" in text
         assert "receive 1 over dp of float32 [2, 4]" in text
 
@@ -205,7 +205,7 @@ def _unequally_slow(rank: int, store: Store) -> None:
         mine.compare(_entry(number))
 
 
-def test_a_wait_that_has_ended_is_no_part_of_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_wait_is_not_part_of_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints, "PATIENCE_SECONDS", 0.1)
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))

@@ -33,7 +33,7 @@ from megalith.parallel.fsdp import (
     ShardedUnit,
     Unit,
     _expose_recomputed_outputs,
-    _refuse_shared_chunks,
+    _reject_shared_chunks,
 )
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
@@ -179,26 +179,28 @@ def test_gradients_of_all_microbatches_and_ranks_are_summed_tied_or_not_kept_gat
 def _without_the_last_layer(rank: int, world: int) -> list[str]:
     model, data = build(dp_mesh(rank, world))
     last = model.layers[-1]
-    said: list[str] = []
+    warnings_by_rank: list[str] = []
     with replaced(
-        engines, "_log", SimpleNamespace(warning=lambda text, *parts: said.append(text % parts))
+        engines,
+        "_log",
+        SimpleNamespace(warning=lambda text, *parts: warnings_by_rank.append(text % parts)),
     ):
         step(*build(dp_mesh(rank, world)), [0])
-        assert not said
+        assert not warnings_by_rank
         del model.layers[-1]
         found = [step(model, data, [0]) for _ in range(2)][-1]
     assert not any(
         found[name].any() for name in found if name.startswith(f"layers.{len(model.layers)}.")
     )
     assert len(list(last.parameters())) < 10
-    return said
+    return warnings_by_rank
 
 
 def test_a_layer_without_a_part_in_the_loss_gets_zeros_and_is_named_once() -> None:
-    for said in run_ranks(_without_the_last_layer, 2):
-        (text,) = said
+    for warnings_by_rank in run_ranks(_without_the_last_layer, 2):
+        (text,) = warnings_by_rank
         assert text.startswith("layers.3.") and "embed.weight" not in text
-        assert " had no part in the loss of this step: their gradients are zero" in text
+        assert " had no gradient in this step, so it is zero" in text
 
 
 def _first_replica_leaves_layers_out(rank: int, world: int, overlap: bool) -> None:
@@ -230,7 +232,7 @@ def names(model: Decoder) -> dict[str, torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_replicas_that_leave_out_different_layers_add_up_the_same_ones(overlap: bool) -> None:
+def test_replicas_that_skip_different_layers_reduce_in_the_same_order(overlap: bool) -> None:
     run_ranks(_first_replica_leaves_layers_out, 4, overlap, timeout=240)
 
 
@@ -248,10 +250,10 @@ def _gathers(rank: int, world: int) -> list[list[str]]:
     return orders
 
 
-def test_without_overlap_backward_gathers_nothing_ahead_and_changes_no_bit() -> None:
-    for ahead, plain in run_ranks(_gathers, 2):
-        assert sorted(ahead) == sorted(plain)
-        assert "all_gather all_gather reduce_scatter" in " ".join(ahead[-12:])
+def test_without_overlap_backward_does_not_prefetch_and_is_bitwise_equal() -> None:
+    for prefetched, plain in run_ranks(_gathers, 2):
+        assert sorted(prefetched) == sorted(plain)
+        assert "all_gather all_gather reduce_scatter" in " ".join(prefetched[-12:])
         assert "all_gather reduce_scatter all_gather reduce_scatter" in " ".join(plain[-12:]), plain
 
 
@@ -399,7 +401,7 @@ def _residency(rank: int, world: int) -> tuple[list[int], list[int], list[int]]:
     return forward, backward, [count()]
 
 
-def test_only_the_layer_at_work_is_gathered() -> None:
+def test_only_the_running_layer_is_gathered() -> None:
     for forward, backward, end in run_ranks(_residency, 2):
         assert forward == [1, 1, 1, 1]
         assert backward == [1, 1, 1, 1]  # and the next one's message, on its way
@@ -413,9 +415,7 @@ class _Looked(torch.nn.Module):
         return sent
 
 
-def test_who_looks_at_the_inputs_of_experts_sees_rows_that_are_rebuilt_and_may_replace_them() -> (
-    None
-):
+def test_hooks_on_experts_see_and_may_replace_recomputed_rows() -> None:
     experts, seen = _Looked(), list[Tensor]()
 
     def look(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -450,7 +450,7 @@ def _fresh(rank: int, world: int) -> None:
     step(model, data, mine(rank))  # and training goes on after an evaluation
 
 
-def test_forward_reads_what_was_published() -> None:
+def test_forward_reads_the_updated_weights() -> None:
     run_ranks(_fresh, 2)
 
 
@@ -473,7 +473,7 @@ def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
     return data.nonfinite(), [entry.op for entry in flight.entries], data.checksums()[0][0]
 
 
-def test_collectives_are_noted_and_a_gradient_that_is_not_finite_is_blamed_on_its_rank() -> None:
+def test_collectives_are_recorded_and_a_nonfinite_gradient_is_attributed_to_its_rank() -> None:
     (names, ops, checksum), (others, other_ops, other_checksum) = run_ranks(_noted, 2)
     assert names == [] and others == ["layers.1.attention_norm.weight"]
     assert (
@@ -555,21 +555,20 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
         assert compare(_weights(again), _weights(trainer)).error < 1e-12
 
 
-def test_a_run_goes_on_to_the_bit_and_other_layouts_take_its_checkpoint_and_give_it_back(
+def test_resume_is_bitwise_equal_and_checkpoints_convert_between_layouts(
     tmp_path: Path,
 ) -> None:
     run_ranks(_goes_on, 2, str(tmp_path))
 
 
-def test_chunks_that_share_a_table_are_refused_with_ways_out() -> None:
+def test_chunks_that_share_a_table_are_rejected_with_working_values() -> None:
     model = Decoder(replace(CONFIG, tied_embeddings=True), mesh_of_one())
-    _refuse_shared_chunks([model])  # shared inside one chunk
+    _reject_shared_chunks([model])  # shared inside one chunk
     with pytest.raises(PlanError) as caught:
-        _refuse_shared_chunks([model.embed, model.head])
+        _reject_shared_chunks([model.embed, model.head])
     text = str(caught.value)
     assert text.startswith(
-        "parallel.zero=3 with 2 chunks on one rank that share the table of the vocabulary: each "
-        "chunk "
+        "parallel.zero=3 with 2 chunks on one rank that share the vocabulary's table: each chunk "
     )
     assert "Set model.tied_embeddings=false" in text
     assert text.endswith(", parallel.pipeline.vpp=1, or parallel.zero=2.")
@@ -637,7 +636,7 @@ def _moving_biases(rank: int, world: int) -> list[list[float]]:
     return [bias.tolist() for bias in biases]
 
 
-def test_balancing_biases_stay_whole_and_move_alike() -> None:
+def test_expert_biases_are_not_sharded_and_equal_on_ranks() -> None:
     first, second = run_ranks(_moving_biases, 2)
     assert first == second and [len(bias) for bias in first] == [4, 4]
 
@@ -674,5 +673,5 @@ def _experts_go_on(rank: int, world: int, folder: str) -> None:
         assert compare(_weights(again), _weights(trainer)).error < 1e-12
 
 
-def test_rows_of_experts_are_taken_over_by_other_layouts(tmp_path: Path) -> None:
+def test_expert_rows_load_under_other_layouts(tmp_path: Path) -> None:
     run_ranks(_experts_go_on, 2, str(tmp_path))

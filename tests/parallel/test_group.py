@@ -36,7 +36,7 @@ def _sums(rank: int, world: int) -> list[list[float]]:
     return [x.tolist(), y.tolist(), z.tolist()]
 
 
-def test_sums_and_maxima_are_taken_in_place_and_alike_on_every_rank() -> None:
+def test_all_reduce_sum_and_max_are_in_place_and_equal_on_ranks() -> None:
     assert run_ranks(_sums, 3) == [[[3.0, 3.0], [6.0], [0, 2]]] * 3
 
 
@@ -46,7 +46,7 @@ def _collect(rank: int, world: int) -> list[object]:
     return gather_objects({"rank": rank, "odd": None if rank else [1.5]}, group)
 
 
-def test_values_travel_from_all_ranks_to_each() -> None:
+def test_gather_objects_returns_all_values() -> None:
     values: list[object] = [{"rank": 0, "odd": [1.5]}, {"rank": 1, "odd": None}]
     assert run_ranks(_collect, 2) == [values] * 2
 
@@ -86,7 +86,7 @@ def _notes(rank: int, world: int) -> list[str]:
     return [f"{entry} {entry.peer}" for entry in group.flight.entries]
 
 
-def test_everything_that_is_entered_is_noted_with_the_other_end_of_a_message() -> None:
+def test_collectives_and_message_peers_are_recorded() -> None:
     for rank, noted in enumerate(run_ranks(_notes, 2)):
         messages = [f"send 0 over dp {1 - rank}", f"receive 0 over dp {1 - rank}"]
         assert noted == [
@@ -107,7 +107,7 @@ def test_a_group_of_one_does_nothing_and_needs_no_processes() -> None:
     assert x.tolist() == [3.0]
 
 
-def test_a_group_says_which_of_its_ranks_it_is() -> None:
+def test_group_repr_has_its_axes_and_rank() -> None:
     assert repr(alone("tp")) == "tp(0 of 1)"
     group = Group(axes=("dp", "cp"), ranks=(4, 6, 8), rank=2, name="paper")
     assert repr(group) == "dp_cp(2 of 3)"
@@ -136,7 +136,7 @@ def gathered_by(rank: int, world: int) -> list[str]:
     return [name for name in seen if "gather" in name]
 
 
-def test_gloo_gathers_into_a_tensor_that_python_made() -> None:
+def test_gloo_all_gather_uses_a_preallocated_output() -> None:
     """The operator that makes it by itself breaks the heap in torch 2.13, once in about 20,000
     gathers."""
     assert run_ranks(gathered_by, 2)[0] == ["_c10d_functional.all_gather_into_tensor_out.default"]

@@ -1,4 +1,4 @@
-"""Local ranks start together, stop together, and a failure is told once, the first one first."""
+"""Local ranks start and stop together, and a failure is reported once, its cause first."""
 
 import json
 import os
@@ -26,10 +26,10 @@ from megalith.parallel.launch import worker_main
 
 rank, here = int(os.environ["RANK"]), Path(sys.argv[2])
 
-def told():
+def report_environment():
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
-    told = [os.environ[name] for name in [*names, "MASTER_PORT"]]
-    (here / f"told{rank}.json").write_text(json.dumps(told))
+    values = [os.environ[name] for name in [*names, "MASTER_PORT"]]
+    (here / f"environment{rank}.json").write_text(json.dumps(values))
     print(f"out {rank}"); print(f"err {rank}", file=sys.stderr)
     return 0
 
@@ -148,10 +148,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(script: Path, how: str, here: Path, nproc: int = 3, **environment: str) -> int:
     """`run_workers` with that program."""
-    told = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    told |= {"PYTHONPATH": str(ROOT), **environment}
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    variables |= {"PYTHONPATH": str(ROOT), **environment}
     return run_workers(
-        [how, str(here)], nproc, command=[sys.executable, str(script)], environment=told
+        [how, str(here)], nproc, command=[sys.executable, str(script)], environment=variables
     )
 
 
@@ -180,40 +180,40 @@ def gone(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_every_rank_is_told_its_place_and_its_part_of_the_cores(
+def test_every_rank_gets_its_rank_and_its_share_of_the_cores(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalith.parallel.launch.available_cores", lambda: 7)
-    assert launch(script, "told", tmp_path) == 0
-    told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in range(3)]
-    assert [line[:6] for line in told] == [
+    assert launch(script, "report_environment", tmp_path) == 0
+    environment = [
+        json.loads((tmp_path / f"environment{rank}.json").read_text()) for rank in range(3)
+    ]
+    assert [line[:6] for line in environment] == [
         [str(rank), "3", str(rank), "3", "127.0.0.1", "2"] for rank in range(3)
     ]
-    assert len({line[6] for line in told}) == 1
+    assert len({line[6] for line in environment}) == 1
 
 
 def test_a_number_of_threads_that_the_user_chose_is_kept(script: Path, tmp_path: Path) -> None:
-    assert launch(script, "told", tmp_path, 1, OMP_NUM_THREADS="5") == 0
-    assert json.loads((tmp_path / "told0.json").read_text())[5] == "5"
+    assert launch(script, "report_environment", tmp_path, 1, OMP_NUM_THREADS="5") == 0
+    assert json.loads((tmp_path / "environment0.json").read_text())[5] == "5"
 
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (1, 1, 1)]
 )
-def test_cores_are_shared_out_evenly_and_nobody_gets_none(
-    cores: int, ranks: int, threads: int
-) -> None:
+def test_every_rank_gets_at_least_one_core(cores: int, ranks: int, threads: int) -> None:
     assert threads_per_rank(cores, ranks) == threads
 
 
-def test_only_rank_zero_speaks(
+def test_only_rank_zero_prints(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    launch(script, "told", tmp_path)
+    launch(script, "report_environment", tmp_path)
     assert capfd.readouterr() == ("out 0\n", "err 0\n")
 
 
-def test_a_process_is_a_rank_when_a_launcher_says_so() -> None:
+def test_rank_variables_mark_a_worker() -> None:
     assert not in_worker({"PATH": "x"})
     assert in_worker({"RANK": "0"})
     assert in_worker({"MASTER_ADDR": "here"})
@@ -248,7 +248,7 @@ def test_a_killed_rank_ends_the_others_within_seconds(script: Path, tmp_path: Pa
     assert all(gone(int(file.read_text())) for file in tmp_path.glob("pid*"))
 
 
-def test_a_rank_that_ignores_the_polite_end_is_killed_after_the_grace(
+def test_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalith.parallel.launch.NOTICE_SECONDS", 0.1)
@@ -268,13 +268,13 @@ def test_a_crash_outside_python_shows_where_it_was(script: Path, tmp_path: Path)
         launch(script, "crash", tmp_path, 2)
 
 
-def test_what_the_user_can_fix_is_said_once_for_all_ranks(script: Path, tmp_path: Path) -> None:
+def test_user_error_is_printed_once_for_all_ranks(script: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         launch(script, "refuse", tmp_path)
     assert str(caught.value) == "parallel.tp=3 is odd. Set it to 2."
 
 
-def test_what_the_user_can_fix_on_one_machine_names_the_rank(script: Path, tmp_path: Path) -> None:
+def test_user_error_of_one_rank_names_the_rank(script: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         launch(script, "refuse_one", tmp_path)
     assert str(caught.value) == "rank 1: data.path=x: no such file here. Use another."
@@ -290,14 +290,14 @@ def parent(
     script: Path, how: str, here: Path, *more: str, **environment: str
 ) -> "subprocess.Popen[str]":
     """Another process that runs two ranks, for us to send signals to."""
-    told = {
+    environment = {
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(here),
         **environment,
     }  # a killed launcher leaves its folder
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
-        env=os.environ | told,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -465,9 +465,13 @@ def test_under_torchrun_a_failure_goes_to_its_error_file(
     script: Path, tmp_path: Path, how: str, code: int, summary: str, shown: str
 ) -> None:
     file = tmp_path / "error.json"
-    told = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(file)}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "RANK": "1",
+        "TORCHELASTIC_ERROR_FILE": str(file),
+    }
     command = [sys.executable, str(script), how, str(tmp_path)]
-    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == code
     assert done.stderr.rstrip().endswith(summary), "the rank speaks for itself, too"
     record = json.loads(file.read_text())["message"]
@@ -479,29 +483,27 @@ def as_torchrun_starts_it(script: Path, how: str, here: Path, rank: int) -> "sub
     """One rank, with the error file of torchrun's layout: a folder per rank in one per start."""
     file = here / "attempt_0" / str(rank) / "error.json"
     file.parent.mkdir(parents=True)
-    told = os.environ | {
+    environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "RANK": str(rank),
         "TORCHELASTIC_ERROR_FILE": str(file),
     }
     command = [sys.executable, str(script), how, str(here)]
-    return subprocess.Popen(command, env=told, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def test_under_torchrun_what_all_ranks_refuse_is_said_by_one(script: Path, tmp_path: Path) -> None:
+def test_torchrun_prints_a_common_user_error_once(script: Path, tmp_path: Path) -> None:
     ranks = [as_torchrun_starts_it(script, "refuse", tmp_path, rank) for rank in range(3)]
-    said = [process.communicate(timeout=60)[1] for process in ranks]
-    assert sum("parallel.tp=3 is odd. Set it to 2." in text for text in said) == 1
-    assert sorted(len(text) > 0 for text in said) == [False, False, True]
+    outputs = [process.communicate(timeout=60)[1] for process in ranks]
+    assert sum("parallel.tp=3 is odd. Set it to 2." in text for text in outputs) == 1
+    assert sorted(len(text) > 0 for text in outputs) == [False, False, True]
     assert {process.returncode for process in ranks} <= {
         1,
         2,
     }  # 1: this script shows the error as Python does
 
 
-def test_under_torchrun_a_rank_that_lost_another_says_so_in_a_line(
-    script: Path, tmp_path: Path
-) -> None:
+def test_lost_peer_under_torchrun_is_one_line(script: Path, tmp_path: Path) -> None:
     ranks = [as_torchrun_starts_it(script, "fail", tmp_path, rank) for rank in range(2)]
     lost, first = (process.communicate(timeout=60)[1] for process in ranks)
     assert "ValueError: the real reason" in first
@@ -532,7 +534,7 @@ TORCHRUN = [
 
 
 @pytest.mark.slow  # torchrun imports torch
-def test_torchrun_tells_a_users_mistake_once(script: Path, tmp_path: Path) -> None:
+def test_user_error_under_torchrun_is_printed_once(script: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, *TORCHRUN, sys.executable, str(script), "refuse", str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -559,9 +561,7 @@ def test_ranks_do_not_outlive_a_torchrun_that_is_killed(script: Path, tmp_path: 
     until(all(gone(pid) for pid in pids) for _ in iter(int, 1))
 
 
-def test_a_rank_may_be_ended_from_any_thread_and_its_report_speaks_for_all(
-    script: Path, tmp_path: Path
-) -> None:
+def test_rank_may_end_from_any_thread_with_a_report_for_all(script: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
         launch(script, "hang", tmp_path, 2)
     assert str(caught.value) == "rank 1 did not arrive\nlook there"

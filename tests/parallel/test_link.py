@@ -20,8 +20,8 @@ from megalith.parallel.link import (
     Spec,
     StageLink,
     StageMessage,
-    _announced,
-    _announcement,
+    _build_header,
+    _parse_header,
     handles_of,
     open_channels,
     specs_of,
@@ -53,11 +53,11 @@ def test_every_message_of_a_step_has_its_own_tag() -> None:
     ],
     ids=lambda tensors: f"{len(tensors)} tensors",
 )
-def test_an_announcement_says_what_the_tensors_look_like(tensors: tuple[Tensor, ...]) -> None:
-    assert _announced(_announcement(specs_of(tensors))) == specs_of(tensors)
+def test_header_encodes_shapes_and_dtypes(tensors: tuple[Tensor, ...]) -> None:
+    assert _parse_header(_build_header(specs_of(tensors))) == specs_of(tensors)
 
 
-def test_a_spec_reads_as_people_write_it() -> None:
+def test_spec_is_printed_as_dtype_and_shape() -> None:
     assert str(Spec((2, 3), torch.bfloat16)) == "bfloat16 [2, 3]"
 
 
@@ -79,7 +79,7 @@ def _any_order(rank: int, world: int, announce: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("announce", [False, True])
-def test_messages_may_be_taken_in_another_order_than_they_were_sent_in(announce: bool) -> None:
+def test_messages_may_be_received_out_of_order(announce: bool) -> None:
     assert run_ranks(_any_order, 2, announce)[1] == [3.0, 2.0, 1.0, 0.0]
 
 
@@ -143,7 +143,7 @@ def _dies_while_sending(rank: int, world: int) -> None:
             raise RuntimeError("rank 1 gives up")
 
 
-def test_a_send_whose_target_died_is_no_silent_success() -> None:
+def test_send_to_a_killed_rank_raises_an_error() -> None:
     with pytest.raises(RankError, match="rank 1 gives up"):
         run_ranks(_dies_while_sending, 2)
 
@@ -157,15 +157,15 @@ def _posted(*expected: Spec) -> Posted:
     )
 
 
-def test_an_announcement_of_other_tensors_is_refused_with_both() -> None:
+def test_unexpected_shapes_are_rejected_with_both_specs() -> None:
     mine = Spec((3, 5), torch.bfloat16)
     _posted(mine)._compare((mine,))
     with pytest.raises(DataError) as caught:
         _posted(mine)._compare((Spec((4, 5), torch.bfloat16), Spec((), torch.int64)))
     assert str(caught.value) == (
         "pipeline rank 1 sends bfloat16 [4, 5], int64 [] forward to stage 2 for microbatch 4, but "
-        "bfloat16 [3, 5] was "
-        "expected: the stages read other rows. Use the same data and settings on every rank."
+        "bfloat16 [3, 5] was expected: the stages read different rows. Use the same "
+        "data and settings on every rank."
     )
     with pytest.raises(
         DataError, match=r"sends nothing forward to stage 2 .* but bfloat16 \[3, 5\] was expected"

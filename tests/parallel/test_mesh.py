@@ -88,7 +88,7 @@ def _side_by_side(rank: int, world: int) -> list[tuple[int, ...] | None]:
     return [mesh.tp.ranks if mesh.groups else None for mesh in meshes]
 
 
-def test_grids_with_offsets_live_side_by_side_in_one_world() -> None:
+def test_grids_with_offsets_share_one_world() -> None:
     assert run_ranks(_side_by_side, 4) == [[(0, 1), None]] * 2 + [[None, (2, 3)]] * 2
 
 
@@ -122,13 +122,13 @@ def _names(rank: int, world: int) -> dict[str, str]:
     }
 
 
-def test_tokens_on_their_way_to_experts_wait_for_no_gradients_of_the_same_ranks() -> None:
+def test_expert_groups_have_their_own_process_groups() -> None:
     names, _ = run_ranks(_names, 2)
     assert names["ep"] == names["both"] != names["dp"]
 
 
 @pytest.mark.parametrize(("tp", "world"), [(1, 6), (2, 6), (3, 6), (4, 12), (8, 4096)])
-def test_on_paper_every_rank_of_any_world_has_the_grids_groups(tp: int, world: int) -> None:
+def test_meta_mesh_has_the_groups_of_every_rank(tp: int, world: int) -> None:
     grid = grid_of(world, tp=tp)
     for rank in {0, 1, world // 2, world - 1}:
         mesh = mesh_on_paper(grid, rank=rank)
@@ -155,7 +155,7 @@ def test_axes_may_be_named_in_any_order_and_tp_stands_for_its_two_parts() -> Non
     ("tp", "heads", "replica_ranks", "copies"),
     [(1, 2, 1, 1), (2, 2, 2, 1), (4, 2, 2, 2), (4, 1, 1, 4), (2, 4, 2, 1)],
 )
-def test_tp_is_cut_in_two_where_ranks_share_a_key_value_head(
+def test_tp_has_two_axes_where_ranks_share_a_kv_head(
     tp: int, heads: int, replica_ranks: int, copies: int
 ) -> None:
     model = replace(MODEL, num_kv_heads=heads)
@@ -169,6 +169,6 @@ def test_tp_is_cut_in_two_where_ranks_share_a_key_value_head(
     assert neighbors == tuple(range(copies))
 
 
-def test_degrees_that_do_not_multiply_to_the_world_are_refused() -> None:
+def test_degrees_that_do_not_multiply_to_the_world_size_are_rejected() -> None:
     with pytest.raises(PlanError, match=r"world_size=6 is not parallel.tp .* use 4 or 8 processes"):
         grid_of(6, tp=4)

@@ -84,7 +84,7 @@ def test_loss_and_gradients_have_the_same_bits(
     "recompute", [KEEP, SELECTIVE, RecomputeConfig(granularity="full", num_layers=2)], ids=str
 )
 @pytest.mark.parametrize("min_numel", [1, 300])
-def test_what_is_sent_is_what_the_ledger_says(
+def test_offloaded_bytes_match_the_plan(
     passes: list[OffloadedPass], recompute: RecomputeConfig, min_numel: int
 ) -> None:
     offload = OffloadConfig(layers=2, min_numel=min_numel)
@@ -98,12 +98,12 @@ def test_what_is_sent_is_what_the_ledger_says(
     assert sum(len(rows) for rows in expected) > 0
 
 
-def test_the_last_layer_stays_whatever_is_asked(passes: list[OffloadedPass]) -> None:
+def test_last_layer_is_never_offloaded(passes: list[OffloadedPass]) -> None:
     step(trainer(OffloadConfig(layers=9, min_numel=1)))
     assert sorted(passes[0].sent) == [0, 1, 2]
 
 
-def test_each_layer_comes_back_while_the_one_after_it_is_in_backward(
+def test_layers_are_prefetched_during_backward_of_the_next_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[str] = []
@@ -203,7 +203,7 @@ def test_buffers_are_used_again_from_the_second_step_on() -> None:
     assert sum(len(free) for free in memory.buffers.values()) == made
 
 
-def test_one_piece_of_memory_is_sent_once_and_tensors_share_it_when_they_are_back() -> None:
+def test_shared_storage_is_offloaded_once_and_shared_after_fetch() -> None:
     memory, weight = HostMemory(), torch.randn(6, requires_grad=True)
     x = torch.randn(4, 6)
     run = OffloadedPass(memory, min_numel=1, stays=[weight])
@@ -238,13 +238,13 @@ def written_between(away: OffloadedPass | None, *, first: bool) -> Tensor:
     return weight.grad
 
 
-def test_what_is_written_after_a_part_was_sent_is_sent_again() -> None:
+def test_storage_modified_after_a_copy_is_copied_again() -> None:
     away = OffloadedPass(HostMemory(), min_numel=1)
     assert torch.equal(written_between(away, first=False), written_between(None, first=False))
     assert away.sent == {0: [(4, 32), (4, 32)]}
 
 
-def test_what_was_written_to_after_it_was_saved_is_refused_as_without_offloading() -> None:
+def test_in_place_change_after_save_is_rejected() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         written_between(None, first=True)
     refused = (
@@ -255,7 +255,7 @@ def test_what_was_written_to_after_it_was_saved_is_refused_as_without_offloading
         written_between(OffloadedPass(HostMemory(), min_numel=1), first=True)
 
 
-def test_memory_on_the_device_is_free_while_its_copy_is_away() -> None:
+def test_device_memory_is_freed_while_offloaded() -> None:
     run, weight = OffloadedPass(HostMemory(), min_numel=1), torch.ones(4, requires_grad=True)
     x = torch.randn(4)
     memory = StorageWeakRef(x.untyped_storage())
@@ -266,7 +266,7 @@ def test_memory_on_the_device_is_free_while_its_copy_is_away() -> None:
     y.backward()
 
 
-def test_batches_of_ever_other_lengths_share_host_memory() -> None:
+def test_batches_of_varying_lengths_share_host_buffers() -> None:
     memory = HostMemory()
     for number in range(500, 1, -1):
         run, weight = OffloadedPass(memory, min_numel=2), torch.ones(1, requires_grad=True)
@@ -280,7 +280,7 @@ def test_batches_of_ever_other_lengths_share_host_memory() -> None:
     assert sorted(memory.buffers) == [1 << power for power in range(3, 12)]
 
 
-def test_memory_that_is_let_go_and_given_out_again_is_another_piece() -> None:
+def test_reused_storage_address_is_a_new_storage() -> None:
     memory, scale = HostMemory(), torch.ones(1, requires_grad=True)
     run = OffloadedPass(memory, min_numel=2, stays=[])
     total = torch.zeros(())
@@ -291,7 +291,7 @@ def test_memory_that_is_let_go_and_given_out_again_is_another_piece() -> None:
     assert scale.grad is not None and scale.grad.item() == 8 * sum(range(50))
 
 
-def test_a_wrong_copy_is_seen_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_copy_changes_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: copies come back before they are complete."""
     _, right = step(trainer(OffloadConfig()))
     monkeypatch.setattr(

@@ -122,7 +122,7 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_overlap_changes_no_bit_and_rings_only_the_order_of_sums(dtype: torch.dtype) -> None:
+def test_overlap_is_bitwise_equal_and_collective_matmul_reorders_sums(dtype: torch.dtype) -> None:
     run_ranks(compare, 3, dtype)
 
 
@@ -186,11 +186,11 @@ class Sleeper(Notes):
 
 
 @pytest.mark.parametrize("sp", [False, True])
-def test_the_sum_of_dx_is_hidden_behind_the_weights(sp: bool) -> None:
+def test_reduction_of_dx_overlaps_with_weight_gradients(sp: bool) -> None:
     assert max(run_ranks(hidden, 2, sp)) < 0.2
 
 
-def rebuilt_input(rank: int, world: int) -> None:
+def recomputed_input(rank: int, world: int) -> None:
     group = everyone(rank, world, "tp_kv", "tp_copy")
     layer = build(ColumnLinear, SequenceParallelComm(group), group, torch.float64)
     x = seeded(TOKENS // world, INPUTS, seed=2, dtype=torch.float64)
@@ -202,5 +202,5 @@ def rebuilt_input(rank: int, world: int) -> None:
     assert torch.equal(weight.grad, reference)
 
 
-def test_an_input_that_is_rebuilt_gives_the_same_gradient() -> None:
-    run_ranks(rebuilt_input, 2)
+def test_recomputed_input_gives_the_same_gradient() -> None:
+    run_ranks(recomputed_input, 2)

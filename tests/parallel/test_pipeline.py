@@ -172,7 +172,7 @@ def check(case: Case, world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_schedule_gives_what_one_process_gives(name: str, world: int) -> None:
+def test_schedules_match_one_process(name: str, world: int) -> None:
     check(Case(*KNOWN[name]), world)
 
 
@@ -188,7 +188,7 @@ def test_a_schedule_gives_what_one_process_gives(name: str, world: int) -> None:
     ],
     ids=str,
 )
-def test_a_schedule_gives_the_same_in_every_mode(name: str, changes: dict[str, bool]) -> None:
+def test_schedules_match_in_every_mode(name: str, changes: dict[str, bool]) -> None:
     check(Case(*KNOWN[name], **changes), 2)
 
 
@@ -203,7 +203,7 @@ def _over_a_poisoned_link(
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
-def test_nothing_is_read_before_it_has_arrived_and_every_message_is_waited_for_once(
+def test_messages_are_waited_for_once_before_they_are_read(
     name: str,
 ) -> None:
     case = Case(*KNOWN[name])
@@ -233,7 +233,7 @@ def _wrong_rows(rank: int, world: int) -> None:
     pipeline.run(schedule, [Layer(rank, world)], specs)
 
 
-def test_other_shapes_than_expected_are_refused_by_name() -> None:
+def test_unexpected_message_shapes_are_rejected() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_wrong_rows, 2)
     text = str(caught.value)
@@ -292,5 +292,5 @@ def _freed(rank: int, world: int) -> list[bool]:
     return found
 
 
-def test_an_output_lives_only_until_it_has_been_sent() -> None:
+def test_outputs_are_freed_after_their_send() -> None:
     assert run_ranks(_freed, 2)[0] == [True, True]

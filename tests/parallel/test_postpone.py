@@ -42,7 +42,7 @@ def give_everything(grad_accumulator: GradAccumulator | None) -> None:
 ALL = [("product", 5.0), ("gradient", 4.0), ("rows", 2.0)]
 
 
-def test_outside_of_putting_aside_everything_is_added_at_once() -> None:
+def test_weight_gradients_outside_defer_are_added_at_once() -> None:
     log = Log()
     layer = Layer(log)
     WeightGradStore([layer])
@@ -50,7 +50,7 @@ def test_outside_of_putting_aside_everything_is_added_at_once() -> None:
     assert log.seen == ALL
 
 
-def test_what_was_put_aside_is_added_once_in_order_when_its_microbatch_is_due() -> None:
+def test_deferred_weight_gradients_are_added_once_in_order() -> None:
     log = Log()
     layer = Layer(log)
     chunk = WeightGradStore([layer])
@@ -64,7 +64,7 @@ def test_what_was_put_aside_is_added_once_in_order_when_its_microbatch_is_due() 
         chunk.run_deferred(1)
 
 
-def test_a_failed_backward_leaves_nothing_put_aside_by_accident() -> None:
+def test_failed_backward_ends_defer() -> None:
     log = Log()
     layer = Layer(log)
     chunk = WeightGradStore([layer])
@@ -74,7 +74,7 @@ def test_a_failed_backward_leaves_nothing_put_aside_by_accident() -> None:
     assert log.seen == ALL
 
 
-def test_a_layer_without_a_sink_keeps_none() -> None:
+def test_layer_without_gradient_accumulator_is_unchanged() -> None:
     layer = Layer(None)
     WeightGradStore([layer])
     assert layer.grad_accumulator is None

@@ -58,13 +58,13 @@ def _published(rank: int, world: int) -> list[object]:
     param_all_gather.wait_in(chunk, chunk.weights)
     left: list[object] = []
     for layer in (*chunk.layers, chunk.norm):
-        layer.register_forward_pre_hook(lambda *_: left.append(len(param_all_gather.arriving)))
+        layer.register_forward_pre_hook(lambda *_: left.append(len(param_all_gather.pending)))
     with slow_link(latency_seconds=0.01, poison=True), torch.no_grad():
         for _ in range(2):
             param_all_gather.start()
             assert not bool(weights.isfinite().all()), "the link holds them back"
             left.append(bool(chunk(torch.zeros(())).isfinite()))
-            left.append(len(param_all_gather.arriving))
+            left.append(len(param_all_gather.pending))
         param_all_gather.start()
         param_all_gather.wait_params()
     assert weights.tolist() == expected
@@ -75,6 +75,6 @@ def test_each_layer_waits_for_its_own_weights_and_the_end_of_forward_for_the_res
     assert run_ranks(_published, 2) == [[3, 2, 1, True, 0] * 2] * 2
 
 
-def test_settling_when_nothing_is_on_its_way_does_nothing() -> None:
+def test_wait_params_without_pending_messages_does_nothing() -> None:
     plan = plan_buckets(NUMELS, bucket_numel=None)
     ParamAllGather(torch.zeros(plan.numel), plan, [everyone(0, 1, "dp_shard")]).wait_params()

@@ -103,11 +103,11 @@ def step_of_packed_rows(model: ModelConfig, one: RecomputeConfig) -> list[Tensor
     dropout where asked."""
     run = layout_case(model, ParallelConfig(), 1, micro_batch_size=4, documents=True).run
     trainer = built(one, run=run)
-    told = train_step(
+    recomputed = train_step(
         trainer, _loader(run, trainer.mesh, consumed=0, steps=1).next(), lr=0.0, weight_decay=0.0
     )
     return [
-        torch.tensor(told.loss),
+        torch.tensor(recomputed.loss),
         *(param.gradient.clone() for param in trainer.data.local_params),
     ]
 
@@ -148,7 +148,7 @@ def test_gradients_of_layers_appear_although_nothing_before_them_wants_one(
 
 
 @pytest.mark.parametrize("one", [KEEP, UNIFORM[0], UNIFORM[2], SELECTIVE[-1]], ids=name)
-def test_every_sink_is_given_each_product_once(
+def test_recompute_adds_each_weight_gradient_once(
     one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[data.BucketGradAccumulator] = []
@@ -242,7 +242,7 @@ def test_latent_attention_has_the_same_bits_when_it_runs_again_from_its_short_ve
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_sinks_of_latent_attention_are_given_each_product_once(
+def test_recompute_of_latent_attention_adds_each_weight_gradient_once(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[data.BucketGradAccumulator] = []
@@ -293,7 +293,7 @@ def test_a_second_backward_through_the_same_graph_runs_the_region_again() -> Non
     assert len(calls) == 4
 
 
-def test_a_region_whose_input_is_rebuilt_keeps_what_that_is_rebuilt_from() -> None:
+def test_region_with_recomputed_input_saves_the_inputs_of_that_input() -> None:
     x = torch.randn(5, 4, requires_grad=True)
     middle = x * 1
     again: list[int] = []
@@ -351,14 +351,14 @@ def on_two_ranks(rank: int, world: int, sp: bool, rings: bool) -> None:
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], BLOCK[0], SELECTIVE[-1]], ids=name)
-def test_checking_changes_nothing_where_the_second_pass_is_like_the_first(
+def test_check_passes_if_recomputation_is_bitwise_equal(
     one: RecomputeConfig,
 ) -> None:
     assert same(step(built(replace(one, check=True))), reference("fp32"))
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], *SELECTIVE[:4]], ids=name)
-def test_checking_refuses_a_second_pass_that_gives_other_numbers(
+def test_check_rejects_recomputation_with_other_values(
     one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = built(replace(one, check=True))
@@ -392,7 +392,7 @@ def slightly_off(function: Any) -> Any:
 # --- planted faults
 
 
-def test_a_norm_rebuilt_from_the_wrong_input_is_seen_in_the_gradients(
+def test_norm_recomputed_from_the_wrong_input_changes_the_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = RecomputedOutput.__init__
@@ -435,7 +435,7 @@ def test_of_an_mlp_in_chunks_the_inner_features_of_one_exist_at_a_time() -> None
     assert peaks[2] < peaks[1] - features and peaks[3] < peaks[2] - features / 2, peaks
 
 
-def test_each_chunk_of_a_microbatch_gives_each_sink_one_product(
+def test_each_mlp_chunk_adds_one_weight_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[tuple[int, int]] = []
@@ -451,14 +451,16 @@ def test_each_chunk_of_a_microbatch_gives_each_sink_one_product(
     assert sorted(set(down)) == [14, 15] and sum(down) == 2 * 4 * 72 and len(down) == 2 * 4 * 5
 
 
-def test_a_sink_that_waits_for_one_chunk_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expecting_one_of_several_chunks_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the engine did not know of chunks, and sent buckets on their way after the first."""
     monkeypatch.setattr(data, "passes_of", lambda chunk: {})
-    with pytest.raises(AssertionError, match=r"more gradients than backward passes: .*mlp"):
+    with pytest.raises(
+        AssertionError, match=r"more gradient contributions than backward passes: .*mlp"
+    ):
         step(built(CHUNKS))
 
 
-def test_a_sink_that_is_given_products_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_gradient_added_twice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if backward also went through the graph of the second run."""
     backward = LinearFunction.backward
 
@@ -472,7 +474,7 @@ def test_a_sink_that_is_given_products_twice_is_refused(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(LinearFunction, "backward", staticmethod(twice))
     with pytest.raises(
-        AssertionError, match=r"more gradients than backward passes: .*attention\.q"
+        AssertionError, match=r"more gradient contributions than backward passes: .*attention\.q"
     ):
         step(built(KEEP))
 

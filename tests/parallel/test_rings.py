@@ -90,7 +90,7 @@ def hidden(rank: int, world: int) -> tuple[float, float]:
         return link.added_seconds(), link.exposed_seconds()
 
 
-def test_a_slow_link_is_hidden_behind_the_parts_of_a_product() -> None:
+def test_collective_matmul_overlaps_a_slow_link() -> None:
     for added, exposed in run_ranks(hidden, 2):
         assert added == pytest.approx(0.04)
         assert exposed <= 0.2 * added

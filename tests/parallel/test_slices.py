@@ -39,7 +39,7 @@ def test_each_rank_gets_its_slice_of_the_sum_added_in_the_order_of_ranks(world: 
     assert torch.equal(torch.cat(found), expected)
 
 
-def test_what_travels_in_bf16_is_added_in_fp32() -> None:
+def test_bf16_messages_are_accumulated_in_fp32() -> None:
     world = 3
     found = torch.cat(run_ranks(_slice_of_sum, world, torch.float32, torch.bfloat16))
     exact, rounded = (

@@ -93,7 +93,7 @@ def on_cpus(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_fused_products_are_those_of_plain_work_and_of_rings(tp: int) -> None:
+def test_fused_matmuls_match_plain_and_ring_ones(tp: int) -> None:
     run_ranks(on_cpus, tp)
 
 
@@ -110,7 +110,7 @@ def with_a_mean(rank: int, world: int) -> str:
     return ""
 
 
-def test_a_mean_instead_of_a_sum_is_noticed() -> None:
+def test_comparison_detects_a_mean_instead_of_a_sum() -> None:
     """A planted fault that changes no shape."""
     assert all("scattered" in text for text in run_ranks(with_a_mean, 2))
 
@@ -124,12 +124,12 @@ def noted(rank: int, world: int) -> list[tuple[str, bool]]:
     return [(entry.op, entry.finished) for entry in flight.entries]
 
 
-def test_both_are_noted_for_the_report_of_a_hang() -> None:
+def test_fused_matmuls_are_recorded() -> None:
     expected = [("fused_matmul_reduce_scatter", True), ("fused_all_gather_matmul", True)]
     assert run_ranks(noted, 2) == [expected] * 2
 
 
-def test_no_other_function_is_taken_for_a_matmul() -> None:
+def test_other_functions_are_rejected_as_matmul() -> None:
     with pytest.raises(AssertionError, match="is no plain matmul"):
         fused_gather_product(
             seeded(4, 2, seed=0), seeded(3, 2, seed=1), alone("tp"), lambda x, w: x @ w.t()
@@ -146,7 +146,7 @@ def place(rank: int, **others: object) -> RankDevice:
 
 
 FAULTS: dict[str, tuple[dict[str, object], str]] = {
-    "cpu": ({"device": "cpu"}, "rank 2 computes on cpu, and fused products need NVIDIA GPUs"),
+    "cpu": ({"device": "cpu"}, "rank 2 computes on cpu, and fused matmuls need NVIDIA GPUs"),
     "torch": (
         {"has_operators": False},
         f"the torch {torch.__version__} of rank 2 has no symmetric memory for GPUs",
@@ -161,7 +161,7 @@ FAULTS: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_one_rank_that_cannot_is_named(name: str) -> None:
+def test_rank_without_support_is_named(name: str) -> None:
     change, reason = FAULTS[name]
     places = [place(rank) for rank in range(4)]
     assert why_not_fused(places) is None
@@ -169,7 +169,7 @@ def test_one_rank_that_cannot_is_named(name: str) -> None:
     assert why_not_fused(places) == reason
 
 
-def test_whatever_is_wrong_together_is_a_reason() -> None:
+def test_each_missing_requirement_is_a_reason() -> None:
     for wrong in combinations((False, True), repeat=len(FAULTS)):
         places = [place(rank) for rank in range(4)]
         for (change, _), is_wrong in zip(FAULTS.values(), wrong, strict=True):
@@ -198,12 +198,11 @@ def choices(rank: int, world: int, disagree: bool) -> tuple[str, str]:
     return "fused" if chosen is FUSED else "ring_exchange", ""
 
 
-def test_ranks_choose_alike_even_if_only_one_cannot() -> None:
+def test_ranks_choose_the_same_collective_matmul() -> None:
     assert run_ranks(choices, 3, False) == [("fused", "")] * 3
     text = (
-        "parallel.collective_matmul=fused cannot serve the ranks [0, 1, 2]: GPU 2 of a cannot read "
-        "the "
-        "memory of GPU 0. "
+        "parallel.collective_matmul=fused is not available to ranks [0, 1, 2]: GPU 2 of a cannot "
+        "read the memory of GPU 0. "
         "Set parallel.collective_matmul to auto or ring_exchange."
     )
     assert run_ranks(choices, 3, True) == [("ring_exchange", text)] * 3
@@ -217,17 +216,17 @@ def on_a_cpu(rank: int, world: int) -> str:
     return str(refused.value)
 
 
-def test_on_cpus_auto_means_messages_and_fused_is_refused() -> None:
+def test_on_cpus_auto_is_ring_exchange_and_fused_is_rejected() -> None:
     (text,) = set(run_ranks(on_a_cpu, 2))
     assert text.startswith(
-        "parallel.collective_matmul=fused cannot serve the ranks [0, 1]: rank 0 computes on cpu"
+        "parallel.collective_matmul=fused is not available to ranks [0, 1]: rank 0 computes on cpu"
     )
     assert choose_collective_matmul("fused", alone("tp"), CPU) is RING_EXCHANGE, (
         "one rank has no ring"
     )
 
 
-def test_a_gpu_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(
         torch.cuda, "can_device_access_peer", lambda mine, other: (mine, other) == (1, 2)
@@ -237,17 +236,19 @@ def test_a_gpu_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.host and found.has_operators == has_symmetric_memory()
 
 
-def test_a_torch_that_wants_to_be_told_of_groups_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_symmetric_memory_is_enabled_for_groups_where_torch_requires_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enabled_groups: list[str] = []
     module = import_module("torch.distributed._symmetric_memory")
     group = replace(alone("tp"), name="seven")
-    symm_mem._introduce(group)
+    symm_mem._enable_symmetric_memory(group)
     assert not module.is_symm_mem_enabled_for_group("seven"), (
         "the one installed finds out by itself"
     )
-    monkeypatch.setattr(module, "enable_symm_mem_for_group", told.append)
-    symm_mem._introduce(group)
-    assert told == ["seven"]
+    monkeypatch.setattr(module, "enable_symm_mem_for_group", enabled_groups.append)
+    symm_mem._enable_symmetric_memory(group)
+    assert enabled_groups == ["seven"]
 
 
 # --- the real operators
@@ -267,5 +268,5 @@ def on_gpus(rank: int, world: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, better two")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernels_compute_what_plain_work_does(dtype: torch.dtype) -> None:
+def test_fused_kernels_match_plain_matmuls(dtype: torch.dtype) -> None:
     run_ranks(on_gpus, 2, dtype, timeout=120.0)

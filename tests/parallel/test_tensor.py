@@ -230,12 +230,12 @@ def regions(rank: int, world: int, sp: bool) -> None:
 @pytest.mark.parametrize(
     "layer", [column, row, embedding, head, regions], ids=lambda layer: layer.__name__
 )
-def test_a_layer_over_any_ranks_is_the_whole_layer(layer: object, tp: int, sp: bool) -> None:
+def test_tensor_parallel_layers_match_one_rank(layer: object, tp: int, sp: bool) -> None:
     assert callable(layer)
     run_ranks(layer, tp, sp)
 
 
-def test_a_tied_head_has_the_embeddings_parameter_and_declares_none() -> None:
+def test_tied_head_uses_the_parameter_of_the_embedding() -> None:
     group = Group(("tp_kv", "tp_copy"), (0,), 0)
     shard = Shard.full("embed.weight", (VOCAB, INPUTS))
     embed = VocabEmbedding(

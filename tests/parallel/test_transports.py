@@ -59,7 +59,7 @@ def there_and_back(
     if folder is not None:
         from fast_wires import calls  # type: ignore[import-not-found]  # written by the test
 
-        assert calls == [["both", "ep", "etp", "num_experts", "refusing"]]
+        assert calls == [["both", "drops_tokens", "ep", "etp", "num_experts"]]
         sys.path.remove(folder)
         del sys.modules["fast_wires"]
     return y.detach(), x.grad, choice.weights.grad
@@ -69,7 +69,7 @@ def there_and_back(
 @pytest.mark.parametrize(
     ("ep", "etp", "order"), [(2, 1, ""), (1, 2, ""), (2, 2, ""), (2, 2, "ep before tp"), (4, 1, "")]
 )
-def test_the_plain_transport_gives_what_an_exchange_and_a_gather_give(
+def test_reference_dispatcher_matches_alltoall_and_allgather(
     ep: int, etp: int, order: str, kind: str
 ) -> None:
     order = "ep-tp-cp-dp-pp" if order else ParallelConfig().order
@@ -90,7 +90,7 @@ def package(install_package: Callable[[str, dict[str, str]], Path]) -> Path:
     return folder
 
 
-def test_a_transport_that_a_package_brings_is_built_and_used(package: Path) -> None:
+def test_dispatcher_of_another_package_is_used(package: Path) -> None:
     order = ParallelConfig().order
     plain = run_ranks(there_and_back, 2, 2, 1, "alltoall", "anything", order, None)
     own = run_ranks(there_and_back, 2, 2, 1, "fast", "anything", order, str(package))
@@ -105,10 +105,10 @@ def test_code_that_does_not_load_is_named(package: Path) -> None:
     ):
         load_transport("broken")
     with pytest.raises(
-        ConfigError, match="parallel.dispatcher=slow: no installed package brings it. Use one of"
+        ConfigError, match="parallel.dispatcher=slow: no installed package provides it. Use one of"
     ):
         load_transport("slow")
 
 
-def test_where_one_rank_has_all_experts_nothing_travels() -> None:
+def test_single_rank_dispatcher_sends_nothing() -> None:
     assert isinstance(build_transport("reference", mesh_of_one(), 4), LocalDispatcher)

@@ -38,7 +38,7 @@ def saying(
         (2, 0, "f0 f1"),
     ],
 )
-def test_lanes_hand_over_in_a_fixed_order_and_for_good_when_they_end(
+def test_passes_switch_in_a_fixed_order_until_they_end(
     forward: int, backward: int, order: str
 ) -> None:
     dual_batch, log = DualBatchOverlap(), list[str]()
@@ -50,7 +50,7 @@ def test_lanes_hand_over_in_a_fixed_order_and_for_good_when_they_end(
         assert log == order.split()
 
 
-def test_only_one_lane_runs_at_a_time() -> None:
+def test_only_one_pass_runs_at_a_time() -> None:
     dual_batch, running, most = DualBatchOverlap(), list[int](), list[int]()
 
     def lane() -> None:
@@ -65,7 +65,7 @@ def test_only_one_lane_runs_at_a_time() -> None:
     assert len(most) == 40 and set(most) == {1}
 
 
-def test_outside_of_a_pair_there_is_nobody_to_hand_over_to() -> None:
+def test_switch_outside_a_pair_does_nothing() -> None:
     dual_batch = DualBatchOverlap()
     dual_batch()
     dual_batch.both(dual_batch, dual_batch)
@@ -78,9 +78,7 @@ def failing_at_once() -> None:
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("where", ["at once", "later", "at the end"])
-def test_an_error_in_a_lane_ends_both_and_is_raised_with_its_own_traceback(
-    which: str, where: str
-) -> None:
+def test_error_in_one_pass_stops_both_and_keeps_its_traceback(which: str, where: str) -> None:
     dual_batch, log = DualBatchOverlap(), list[str]()
 
     def failing() -> None:
@@ -98,7 +96,7 @@ def test_an_error_in_a_lane_ends_both_and_is_raised_with_its_own_traceback(
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_ends_both_lanes_whichever_runs() -> None:
+def test_ctrl_c_stops_both_passes() -> None:
     dual_batch, log = DualBatchOverlap(), list[str]()
     main = threading.main_thread().ident
     assert main is not None
@@ -146,7 +144,7 @@ NEEDS_GPU = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-def test_forward_of_one_graph_and_backward_of_another_take_turns(device: str) -> None:
+def test_forward_and_backward_of_two_graphs_alternate(device: str) -> None:
     dual_batch, log = DualBatchOverlap(), list[str]()
     first, second = (
         torch.full((2,), value, device=device, requires_grad=True) for value in (0.5, 0.7)
@@ -171,7 +169,7 @@ def test_forward_of_one_graph_and_backward_of_another_take_turns(device: str) ->
         )
 
 
-def test_an_error_in_backward_of_a_lane_surfaces() -> None:
+def test_error_in_backward_pass_is_raised() -> None:
     dual_batch, log = DualBatchOverlap(), list[str]()
     x = torch.ones(2, requires_grad=True)
     y = two_layers(dual_batch, log, x, "first")
@@ -180,7 +178,7 @@ def test_an_error_in_backward_of_a_lane_surfaces() -> None:
         dual_batch.both(lambda: saying(log, dual_batch, "f", 3)(), lambda: y.sum().backward())
 
 
-def test_the_thread_of_backward_ends_with_its_turns() -> None:
+def test_backward_thread_ends_with_its_owner() -> None:
     before, dual_batch = set(threading.enumerate()), DualBatchOverlap()
     dual_batch.both(dual_batch, dual_batch)
     (lane,) = set(threading.enumerate()) - before
@@ -191,7 +189,7 @@ def test_the_thread_of_backward_ends_with_its_turns() -> None:
     assert not lane.is_alive()
 
 
-def test_lanes_compute_with_as_many_threads_as_the_caller() -> None:
+def test_both_passes_use_the_callers_number_of_threads() -> None:
     dual_batch, found = DualBatchOverlap(), list[int]()
     dual_batch.both(
         lambda: found.append(torch.get_num_threads()), lambda: found.append(torch.get_num_threads())

@@ -98,9 +98,9 @@ def check_report(tmp_path: Path, how: str, *, number: int = 1) -> None:
     assert other.summary.startswith("stopped in a hang that rank ")
     assert other.is_consequence
     for rank in range(3):
-        said = (tmp_path / f"hang_rank_{rank}.txt").read_text()
-        assert f"This is rank {rank} (dp={rank})." in said
-        assert "in _hangs" in said, "the main thread's stack"
+        text = (tmp_path / f"hang_rank_{rank}.txt").read_text()
+        assert f"This is rank {rank} (dp={rank})." in text
+        assert "in _hangs" in text, "the main thread's stack"
     assert "did not arrive" in (tmp_path / "log.txt").read_text()
 
 
@@ -122,7 +122,7 @@ def test_a_differentiable_collective_is_noticed(tmp_path: Path) -> None:
     check_report(tmp_path, "functional")
 
 
-def test_a_rank_that_hangs_while_its_exchange_travels_is_not_taken_for_one_that_waits(
+def test_hang_during_an_overlapped_all_to_all_is_not_reported_as_waiting(
     tmp_path: Path,
 ) -> None:
     check_report(tmp_path, "exchange", number=2)
@@ -153,7 +153,7 @@ def _only_slow(rank: int, world: int, folder: Path) -> int:
     return len(failures)
 
 
-def test_ranks_that_are_only_slow_go_on(tmp_path: Path) -> None:
+def test_slow_ranks_continue(tmp_path: Path) -> None:
     assert run_ranks(_only_slow, 2, tmp_path) == [0, 0]
     assert not list(tmp_path.glob("hang*"))
 
@@ -246,7 +246,7 @@ def test_without_the_store_a_rank_inside_torch_says_so(
 def test_without_the_store_a_rank_that_has_left_torch_meanwhile_goes_on(tmp_path: Path) -> None:
     flight = Flight()
     watch, _, failures = _watch_alone(tmp_path, GoneStore(str(tmp_path / "s"), 1), flight)
-    assert watch._alone(RuntimeError("Broken pipe")) == ""
+    assert watch._report_alone(RuntimeError("Broken pipe")) == ""
     assert not failures
 
 
@@ -269,8 +269,8 @@ def test_an_operation_that_ends_while_the_ranks_are_asked_clears_the_alarm(
         assert not ended.wait(0.5)
         assert watch.alarms == 1
         assert (
-            "0 was in an operation for longer than parallel.timeout_seconds=0.1, and has gone on: "
-            "the ranks are slow, but nothing hangs" in (tmp_path / "log.txt").read_text()
+            "0 was in an operation for longer than parallel.timeout_seconds=0.1, and has left it: "
+            "the ranks are slow, but not hanging" in (tmp_path / "log.txt").read_text()
         )
         flight.enter("barrier", ("dp",), (0,), "2")
         assert ended.wait(10), "the next alarm is as good as the first"
@@ -311,13 +311,11 @@ class BrokenStore(HashStore):
         raise ValueError("what is this")
 
 
-def test_no_exception_ends_a_watch_silently(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exception_in_the_watch_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flight = Flight()
     watch, ended, failures = _watch_alone(tmp_path, BrokenStore(), flight)
     with watching(watch):
-        while not watch.said:
+        while not watch.logged:
             time.sleep(0.01)
         assert not failures, "the rank itself is well"
         monkeypatch.setattr(HangWatch, "_write_stacks", lambda *_: 1 / 0)
@@ -399,13 +397,13 @@ def test_all_groups_of_a_mesh_record_what_is_entered() -> None:
     assert run_ranks(_mesh_records, 4) == [["all_reduce 0 over tp of float32 [2, 3]"]] * 4
 
 
-def test_backends_are_more_patient_than_the_watch() -> None:
+def test_backend_timeout_is_longer_than_the_watch() -> None:
     for seconds in (0.1, 600.0, 36000.0):
         pause = HangWatch(Flight(), HashStore(), 0, 1, seconds, lambda *_: None).pause_seconds
         assert backend_timeout(seconds) > seconds + 3 * pause
 
 
-def test_ranks_are_told_where_they_stand_among_experts() -> None:
+def test_rank_names_include_expert_coordinates() -> None:
     grid = expert_grid(world=8, ep=2, etp=2, pp=2)
     assert (
         name_rank(replace(dense_grid(world=8, tp=2, pp=2), experts=grid), 5)

@@ -48,7 +48,7 @@ def test_without_a_launcher_one_process_is_the_whole_job() -> None:
     assert (worker.device, worker.backend, worker.threads) == (torch.device("cpu"), "gloo", None)
 
 
-def test_a_launcher_tells_the_place() -> None:
+def test_rank_is_read_from_the_environment() -> None:
     worker = Worker.from_environment(PLACE)
     assert (worker.rank, worker.world, worker.local_rank, worker.local_world) == (5, 8, 1, 4)
     assert worker.threads == 2
@@ -69,15 +69,15 @@ def test_a_launcher_tells_the_place() -> None:
         ),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(
-    change: Mapping[str, str | None], message: str
-) -> None:
-    told = {name: value for name, value in (PLACE | dict(change)).items() if value is not None}
+def test_invalid_environment_is_rejected(change: Mapping[str, str | None], message: str) -> None:
+    environment = {
+        name: value for name, value in (PLACE | dict(change)).items() if value is not None
+    }
     with pytest.raises(ConfigError, match=message):
-        Worker.from_environment(told)
+        Worker.from_environment(environment)
 
 
-def test_one_variable_alone_is_refused_by_name() -> None:
+def test_incomplete_rank_variables_are_rejected_by_name() -> None:
     with pytest.raises(
         ConfigError, match=r"^MASTER_ADDR=here is set .*not RANK, WORLD_SIZE, .*unset them all"
     ):
@@ -96,7 +96,7 @@ def test_on_a_machine_with_gpus_each_rank_has_its_own(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("told", "threads"),
+    ("environment", "threads"),
     [
         ({"OMP_NUM_THREADS": "3"}, None),
         ({"OMP_NUM_THREADS": "1"}, None),
@@ -105,17 +105,17 @@ def test_on_a_machine_with_gpus_each_rank_has_its_own(monkeypatch: pytest.Monkey
         ({"TORCHELASTIC_RUN_ID": "x"}, 2),
     ],
 )
-def test_the_users_number_of_threads_counts_but_not_torchruns(
-    told: dict[str, str], threads: int | None
+def test_omp_num_threads_of_the_user_overrides_that_of_torchrun(
+    environment: dict[str, str], threads: int | None
 ) -> None:
-    assert Worker.from_environment(PLACE | told).threads == threads
+    assert Worker.from_environment(PLACE | environment).threads == threads
 
 
-def test_overriding_torchrun_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    told = PLACE | {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}
+def test_overriding_torchrun_threads_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    environment = PLACE | {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}
     with caplog.at_level(logging.WARNING):
         for rank in range(4):
-            Worker.from_environment(told | {"RANK": str(rank)})
+            Worker.from_environment(environment | {"RANK": str(rank)})
     assert [record.message for record in caplog.records] == [
         "torchrun sets OMP_NUM_THREADS=1; using 2 threads per rank (train.threads to change)"
     ]
@@ -123,9 +123,9 @@ def test_overriding_torchrun_is_said_once(caplog: pytest.LogCaptureFixture) -> N
 
 def _threads_used(rank: int, world: int) -> list[int]:
     used = []
-    for told, asked in (({}, None), (PLACE, None), (PLACE, 3)):
+    for environment, asked in (({}, None), (PLACE, None), (PLACE, 3)):
         torch.set_num_threads(1)
-        worker = Worker(0, 1, 0, 1, torch.device("cpu"), "gloo", 2 if told else None)
+        worker = Worker(0, 1, 0, 1, torch.device("cpu"), "gloo", 2 if environment else None)
         set_threads(worker, asked)
         used.append(torch.get_num_threads())
     return used
@@ -141,10 +141,10 @@ def _connects(rank: int, world: int) -> tuple[bool, float, tuple[int, ...], bool
     )  # stays open: nobody else can have the port
     port = everyone_hears(None if server is None else server.getsockname()[1], rank, world)
     places = (rank, world, rank, world, "127.0.0.1", port)
-    told = {name: str(value) for name, value in zip(PLACE, places, strict=True)}
-    os.environ.update(told)
+    environment = {name: str(value) for name, value in zip(PLACE, places, strict=True)}
+    os.environ.update(environment)
     worker = Worker.from_environment(
-        told if server is None else told | {LISTENER: str(server.detach())}
+        environment if server is None else environment | {LISTENER: str(server.detach())}
     )
     group = connect(worker, timeout_seconds=30)
     total = all_reduce_(torch.tensor([rank + 1.0]), group).item()
@@ -170,23 +170,22 @@ def _comes_alone(rank: int, world: int) -> str:
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     places = (0, 3, 0, 3, "127.0.0.1", port)
-    told = {name: str(value) for name, value in zip(PLACE, places, strict=True)} | {
+    environment = {name: str(value) for name, value in zip(PLACE, places, strict=True)} | {
         LISTENER: str(server.detach())
     }
     with pytest.raises(RankError) as caught:
-        meet(Worker.from_environment(told), timeout_seconds=0.3)
+        meet(Worker.from_environment(environment), timeout_seconds=0.3)
     return str(caught.value)
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_absent_ranks_are_named() -> None:
     assert run_ranks(_comes_alone, 1) == [
-        "ranks [1, 2] of 3 did not join within parallel.timeout_seconds=0.3. Look at what they "
-        "printed, and run as "
-        "many as the launcher was told."
+        "ranks [1, 2] of 3 did not join within parallel.timeout_seconds=0.3. Read their output, "
+        "and start as many ranks as the launcher expects."
     ]
 
 
-def test_a_job_of_one_rank_joins_nobody() -> None:
+def test_single_rank_job_has_no_process_group() -> None:
     worker = Worker.from_environment({})
     assert connect(worker, timeout_seconds=1) == alone("world")
     assert not dist.is_initialized()
@@ -211,7 +210,7 @@ def test_tensor_parallelism_over_several_machines_is_warned_about(
     if fits is not None:
         assert problem is not None
         assert problem.startswith(
-            f"parallel.tp={tp} reaches over machines of {local_world} ranks each: "
+            f"parallel.tp={tp} spans machines of {local_world} ranks each, so "
         )
         assert fits in problem
 

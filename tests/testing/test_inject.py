@@ -52,7 +52,7 @@ def _one_after_the_other(rank: int, world: int) -> float:
     return link.transfers[2].arrived - link.transfers[0].started
 
 
-def test_a_link_carries_one_thing_after_the_other() -> None:
+def test_link_processes_transfers_in_order() -> None:
     assert all(0.15 <= seconds < 10 for seconds in run_ranks(_one_after_the_other, 2))
 
 
@@ -64,12 +64,12 @@ def _all_kinds(rank: int, world: int, poison: bool) -> dict[str, list[float]]:
         torch.zeros(4, dtype=x.dtype),
     )
     got, inside = torch.zeros(4, dtype=x.dtype), torch.arange(4.0) + 10 * rank
-    said = x.clone()
+    returned = x.clone()
     works = [
         dist.all_gather_into_tensor(whole, x, async_op=True),
         dist.reduce_scatter_tensor(part, x, async_op=True),
         dist.all_to_all_single(swapped, x, async_op=True),
-        dist.broadcast(said, 0, async_op=True),
+        dist.broadcast(returned, 0, async_op=True),
         dist.isend(x, 1 - rank),
         dist.irecv(got, 1 - rank),
         dist.all_gather_into_tensor(
@@ -81,7 +81,7 @@ def _all_kinds(rank: int, world: int, poison: bool) -> dict[str, list[float]]:
         "part": part,
         "swapped": swapped,
         "got": got,
-        "said": said,
+        "returned": returned,
         "inside": inside,
     }
     if poison:
@@ -119,7 +119,7 @@ def _same_numbers(rank: int, world: int) -> bool:
     return _all_kinds(rank, world, False) == plain
 
 
-def test_no_number_changes_and_nothing_can_be_read_before_the_wait() -> None:
+def test_slow_link_keeps_values_and_poisons_results_until_wait() -> None:
     assert run_ranks(_same_numbers, 2) == [True, True]
 
 

@@ -3,7 +3,7 @@
 from megalith.testing.odd import Odd
 
 
-def test_gradients_are_what_they_are_said_to_be() -> None:
+def test_gradients_match_the_stated_values() -> None:
     model = Odd()
     model(2.5).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}

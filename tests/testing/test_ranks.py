@@ -266,16 +266,16 @@ def test_worker_whose_initialization_failed_is_replaced(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("exit", "rank 1 ended with exit code 7\n"),
         ("kill", r"rank 1 was killed by signal 9 \(SIGKILL\)\n"),
     ],
 )
-def test_a_rank_that_dies_is_reported_and_replaced(pool: RankPool, how: str, said: str) -> None:
+def test_a_rank_that_dies_is_reported_and_replaced(pool: RankPool, how: str, message: str) -> None:
     pids = pool.run(_my_pid, 2, (), timeout=30)
     start = time.monotonic()
-    with pytest.raises(RankError, match=f"^{said}then:\n  rank 0: RuntimeError"):
+    with pytest.raises(RankError, match=f"^{message}then:\n  rank 0: RuntimeError"):
         pool.run(_end, 2, (how,), timeout=30)
     assert time.monotonic() - start < 5
     assert all(gone(pid) for pid in pids)

@@ -18,7 +18,7 @@ def products(rank: int, world: int) -> tuple[Tensor, Tensor]:
     return whole, product
 
 
-def test_what_is_gathered_and_multiplied_is_everyones() -> None:
+def test_fallback_gathers_and_multiplies_all_parts() -> None:
     for whole, product in run_ranks(products, 2):
         expected = torch.cat(
             [torch.arange(6, dtype=torch.float64).view(2, 3) + rank for rank in range(2)]
@@ -26,7 +26,7 @@ def test_what_is_gathered_and_multiplied_is_everyones() -> None:
         assert torch.equal(whole, expected) and torch.equal(product, 2 * expected)
 
 
-def test_reasons_against_it_are_forgotten_only_while_it_lasts() -> None:
+def test_availability_check_is_restored_after_the_context() -> None:
     before = symm_mem.why_not_fused
     with fused_on_cpus():
         assert symm_mem.why_not_fused([]) is None

@@ -87,6 +87,8 @@ def test_with_check_collectives_a_rank_that_skips_one_is_told_at_once(tmp_path: 
     settings = {"parallel.check_collectives": "true", "parallel.timeout_seconds": "120"}
     seconds, said = train(tmp_path, "skip", settings)
     assert seconds < 60
-    assert "CollectiveError: ranks [0, 1] are about to do different things as number " in said
+    assert (
+        "CollectiveError: ranks [0, 1] are about to start different operations as number " in said
+    )
     assert "  rank 0 (dp=0): gather_objects " in said
     assert "  rank 1 (dp=1): barrier " in said
