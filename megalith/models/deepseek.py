@@ -208,7 +208,7 @@ def _read_groups(fields: Fields, chosen: int, kind: str) -> dict[str, Any]:
             f"which must be num_experts_per_tok / topk_group. Use topk_group={max(1, chosen // 2)}."
         )
     return {
-        "groups": groups,
+        "num_groups": groups,
         "topk_groups": best,
         "group_score": "top" if kind == "deepseek_v3" else "max",
     }

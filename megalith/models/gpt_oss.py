@@ -137,7 +137,7 @@ def rules(config: ModelConfig) -> list[TensorRule]:
                 f"{theirs}.{NORMS['mlp_norm']}.weight", f"{ours}.mlp_norm.weight", (h,), shape=(h,)
             ),
             *router_rules(config, f"{theirs}.mlp.router", f"{ours}.moe"),
-            *_expert_rules(config, f"{theirs}.mlp.experts", f"{ours}.moe.num_experts"),
+            *_expert_rules(config, f"{theirs}.mlp.experts", f"{ours}.moe.experts"),
         ]
     found.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
     if not config.tied_embeddings:
