@@ -52,7 +52,11 @@ def copy_auxiliary_files(
         if theirs:
             files[CONFIG_FILE] = _add_template(files, template)
     stop_ids = turn_ends(template or _tokenizer_template(source, tokenizer), tokenizer)[0]
-    generation = storage.parse_json(files[GENERATION]) if GENERATION in files else _default_generation_config(token_ids)
+    generation = (
+        storage.parse_json(files[GENERATION])
+        if GENERATION in files
+        else _default_generation_config(token_ids)
+    )
     files[GENERATION] = _encode_json(
         generation | {"eos_token_id": _add_stop_ids(generation.get("eos_token_id"), stop_ids)}
     )
@@ -78,7 +82,8 @@ def _read_checked(file: Path) -> bytes:
         ):
             expected = "an object" if not isinstance(document, dict) else 'a "model" in it'
             raise DataError(
-                f"{file}: expected {expected}, got {str(document)!r:.40}. Copy it again, or remove it."
+                f"{file}: expected {expected}, got {str(document)!r:.40}. Copy it again, or "
+                "remove it."
             )
     return contents
 
@@ -110,7 +115,8 @@ def own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | Non
         return find_template(name, tokenizer, source.tokenizer.path, setting="data.sft.template")
     except DataError as error:
         raise DataError(
-            f"{error} For a finished run, put the template into {template_file}, which has priority."
+            f"{error} For a finished run, put the template into {template_file}, which has "
+            "priority."
         ) from error
 
 
@@ -136,7 +142,9 @@ def _add_template(files: dict[str, bytes], template: ChatTemplate) -> bytes:
         raise DataError(
             f"{CONFIG_FILE}: not JSON ({error}). Use the file that came with the tokenizer."
         ) from error
-    used_specials = {name: text for name, text in template.specials.items() if name in template.source}
+    used_specials = {
+        name: text for name, text in template.specials.items() if name in template.source
+    }
     return _encode_json(used_specials | settings | {"chat_template": template.source})
 
 
@@ -148,9 +156,17 @@ def _default_generation_config(token_ids: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _add_stop_ids(eos_token_id: Any, stop_ids: frozenset[int]) -> Any:  # JSON: a token id, a list, or null
+def _add_stop_ids(
+    eos_token_id: Any, stop_ids: frozenset[int]
+) -> Any:  # JSON: a token id, a list, or null
     """Return eos_token_id with the tokens that end a turn added."""
-    existing_ids = eos_token_id if isinstance(eos_token_id, list) else [] if eos_token_id is None else [eos_token_id]
+    existing_ids = (
+        eos_token_id
+        if isinstance(eos_token_id, list)
+        else []
+        if eos_token_id is None
+        else [eos_token_id]
+    )
     all_ids = [*existing_ids, *sorted(stop_ids - set(existing_ids))]
     return eos_token_id if all_ids == existing_ids else all_ids[0] if len(all_ids) == 1 else all_ids
 

@@ -183,7 +183,9 @@ class Fields:
         if isinstance(value, str | int | float | bool) and value in choices:
             return choices[value]
         expected = ", ".join(map(repr, choices))
-        self.problems.append(f"{name}={value!r:.60} is not supported: it must be one of {expected}.")
+        self.problems.append(
+            f"{name}={value!r:.60} is not supported: it must be one of {expected}."
+        )
         return next(iter(choices.values()))
 
     def activation(self, name: str = "hidden_act", default: str = "silu") -> Activation:
@@ -246,7 +248,8 @@ class Fields:
                 )
             else:
                 self.problems.append(
-                    f"{name}={value!r:.60}: unknown field, which may change what the model computes. "
+                    f"{name}={value!r:.60}: unknown field, which may change what the model "
+                    "computes. "
                     f"Remove it from config.json if it does not."
                 )
         raise_all(list(dict.fromkeys(self.problems)))
@@ -298,7 +301,8 @@ SECTIONS = ("rope_parameters", "rope_scaling")
 def in_their_words(text: str, raw: Mapping[str, Any]) -> str:
     """Replace names of settings in a message by the names of the fields in a config.json.
 
-    >>> in_their_words("model.moe.top_k=9 is more than model.moe.num_experts=8.", {"num_experts": 8})
+    >>> text = "model.moe.top_k=9 is more than model.moe.num_experts=8."
+    >>> in_their_words(text, {"num_experts": 8})
     'num_experts_per_tok=9 is more than num_experts=8.'
     """
     return re.sub(
@@ -312,7 +316,9 @@ def _their_word(text: str, setting: str, raw: Mapping[str, Any]) -> str:
     names = THEIRS.get(setting, (text,))
     sections = [section for section in SECTIONS if isinstance(raw.get(section), Mapping)]
     present = [name for name in names if name in raw]
-    present += [f"{section}.{name}" for section in sections for name in names if name in raw[section]]
+    present += [
+        f"{section}.{name}" for section in sections for name in names if name in raw[section]
+    ]
     return present[0] if present else names[0]
 
 

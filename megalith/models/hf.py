@@ -392,13 +392,15 @@ class HuggingFaceFolder:
             is_padded = shard.name in PADDED and shard.shape[0] >= folder_shape[0]
             if shard.shape != ((shard.shape[0], *folder_shape[1:]) if is_padded else folder_shape):
                 problems.append(
-                    f"{shard.name} is {list(shard.shape)} in this run and {list(folder_shape)} in the "
+                    f"{shard.name} is {list(shard.shape)} in this run and {list(folder_shape)} "
+                    "in the "
                     "folder"
                 )
         if problems:
             lines = "\n".join(f"  {text}" for text in problems)
             raise CheckpointError(
-                f"{self.path} has a different model:\n{lines}\nTo load it, set model.* to the values of "
+                f"{self.path} has a different model:\n{lines}\nTo load it, set model.* to the "
+                "values of "
                 f"{self.path / CONFIG}."
             )
 
@@ -410,11 +412,14 @@ class HuggingFaceFolder:
         unexpected_keys = sorted(self._tensors.keys() - expected - ignored - {self.family.tied})
         problems = [f"missing: {show_names(name_experts(missing_keys))}"] if missing_keys else []
         problems += (
-            [f"unexpected in {self.family.architecture}: {show_names(unexpected_keys)}"] if unexpected_keys else []
+            [f"unexpected in {self.family.architecture}: {show_names(unexpected_keys)}"]
+            if unexpected_keys
+            else []
         )
         if missing_keys == [self.family.tied]:
             problems = [
-                f"{missing_keys[0]} is missing (set tie_word_embeddings to true if the head shares the "
+                f"{missing_keys[0]} is missing (set tie_word_embeddings to true if the head "
+                "shares the "
                 "weight of the embedding)"
             ]
         if problems:
@@ -517,7 +522,9 @@ def find_family(raw: Mapping[str, Any], path: Path) -> tuple[Family, Outer | Non
 
 def _has_architecture(raw: Mapping[str, Any], architecture: Family | Outer) -> bool:
     names = raw.get("architectures") or []
-    return architecture.architecture in names or (not names and raw.get("model_type") == architecture.model_type)
+    return architecture.architecture in names or (
+        not names and raw.get("model_type") == architecture.model_type
+    )
 
 
 def _inner_config(raw: Mapping[str, Any], outer: Outer, path: Path) -> dict[str, Any]:
@@ -555,7 +562,8 @@ def _reject_custom_code(raw: Mapping[str, Any], architecture: str, path: Path) -
     model = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else auto_map
     if model is not None and str(model).rsplit(".", 1)[-1] != architecture:
         raise CheckpointError(
-            f"{path / CONFIG}: auto_map={auto_map!r:.120}: the model needs custom code, which is not run. "
+            f"{path / CONFIG}: auto_map={auto_map!r:.120}: the model needs custom code, which is "
+            "not run. "
             "Use a folder that transformers loads without trust_remote_code, or remove auto_map "
             f"if the model is the same as {architecture}."
         )
@@ -618,7 +626,8 @@ def _read_headers(path: Path) -> dict[str, TensorInfo]:
         )
         if missing_keys:
             raise CheckpointError(
-                f"{path}: {INDEX} lists {show_names(missing_keys)}, which the files do not contain. "
+                f"{path}: {INDEX} lists {show_names(missing_keys)}, which the files do not "
+                "contain. "
                 f"Copy the folder again, or use another one."
             )
     return tensors
@@ -638,11 +647,10 @@ def _list_weight_files(path: Path) -> list[Path]:
         missing = [] if outside else [name for name in names if not (path / name).exists()]
         if not names or outside or missing:
             shown = show_names(outside or missing) or "nothing"
-            reason = (
-                "which are missing" if missing and not outside else "not files of this folder"
-            )
+            reason = "which are missing" if missing and not outside else "not files of this folder"
             raise CheckpointError(
-                f"{path / INDEX} names {shown}, {reason}. Copy the folder again, or use another one."
+                f"{path / INDEX} names {shown}, {reason}. Copy the folder again, or use another "
+                "one."
             )
         return [path / name for name in names]
     other_files = [
@@ -651,7 +659,8 @@ def _list_weight_files(path: Path) -> list[Path]:
         if re.search(r"\.(bin|pt|pth|safetensors|gguf)$", name)
     ]
     raise CheckpointError(
-        f"{path} has neither {WEIGHTS} nor {INDEX} (found: {show_names(other_files) or 'no weights'}). "
+        f"{path} has neither {WEIGHTS} nor {INDEX} (found: "
+        f"{show_names(other_files) or 'no weights'}). "
         "Use safetensors: "
         f"save_pretrained of transformers writes them."
     )
@@ -813,12 +822,16 @@ def _write_weights(
     return total
 
 
-def _find_allocated_files(staging: Path, plans: Mapping[str, Sequence[Planned]]) -> dict[str, list[int]]:
+def _find_allocated_files(
+    staging: Path, plans: Mapping[str, Sequence[Planned]]
+) -> dict[str, list[int]]:
     """Return the files that an interrupted conversion allocated for these plans, with the offsets
     of their tensors; other files are removed."""
     if not staging.exists():
         storage.make_folder(staging)
-    offsets_of = {name: allocated_file(staging / name, plan, METADATA) for name, plan in plans.items()}
+    offsets_of = {
+        name: allocated_file(staging / name, plan, METADATA) for name, plan in plans.items()
+    }
     allocated = {name: offsets for name, offsets in offsets_of.items() if offsets is not None}
     for name in storage.list_names(staging):
         if name not in allocated:

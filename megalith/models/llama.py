@@ -1,5 +1,4 @@
-"""Llama 1 to 3, and SmolLM, as Hugging Face knows them: config.json and tensors, in both
-directions.
+"""Hugging Face format of Llama 1 to 3 and SmolLM: config.json and tensors.
 
 Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024, arXiv:2407.21783.
 """
@@ -23,11 +22,11 @@ from megalith.models.usual import (
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields)
@@ -38,10 +37,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Llama of theirs.
+        ConfigError: the model cannot be expressed as Llama.
     """
     whole_heads(config)
     raw = {**write_common_fields(config, LLAMA), "mlp_bias": config.mlp_bias}
@@ -49,7 +48,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of a Llama of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config)
 
 

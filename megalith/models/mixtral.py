@@ -1,4 +1,4 @@
-"""Mixtral as Hugging Face knows it: Mistral with a mixture of experts in every layer.
+"""Hugging Face format of Mixtral: Mistral with a mixture of experts in every layer.
 
 Source: Jiang et al. 2024, arXiv:2401.04088.
 """
@@ -25,11 +25,11 @@ from megalith.models.usual import (
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(
@@ -44,16 +44,18 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         ffn_hidden_size=common_fields["ffn_hidden_size"],
         aux_loss=read_balance(fields, top_k=chosen, layers=common_fields["num_layers"]),
     )
-    fields.ignore("router_jitter_noise")  # theirs is on what experts read, too
+    fields.ignore(
+        "router_jitter_noise"
+    )  # in transformers it also applies to the input of the experts
     fields.finish()
     return ModelConfig(**common_fields, rope=rope, attention=AttentionConfig(**window), moe=moe)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Mixtral of theirs.
+        ConfigError: the model cannot be expressed as Mixtral.
     """
     moe = experts_of(config, MIXTRAL.architecture)
     raw = {

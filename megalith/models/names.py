@@ -25,7 +25,9 @@ BALANCING_OFFSET = ".balancing_offset"
 selected."""
 
 
-def dtype_to_write(parameter: str, stored: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
+def dtype_to_write(
+    parameter: str, stored: torch.dtype, requested: torch.dtype | None
+) -> torch.dtype:
     """Return the dtype in which a parameter is written; `requested` unset: the dtype in which it is
     stored."""
     if requested is None:
@@ -205,7 +207,9 @@ def _run(
 ) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
     """Return the shortest slice of one tensor dim that contains the spans of its view dims, its
     view, and the spans in that view."""
-    outer_dim = next((i for i, (start, stop) in enumerate(spans) if stop - start > 1), len(spans) - 1)
+    outer_dim = next(
+        (i for i, (start, stop) in enumerate(spans) if stop - start > 1), len(spans) - 1
+    )
     first = sum(
         start * math.prod(sizes[i + 1 :]) for i, (start, _) in enumerate(spans[: outer_dim + 1])
     )
@@ -227,7 +231,11 @@ def in_our_order(rule: TensorRule, values: Tensor) -> Tensor:
     parameter."""
     kept_dims = [dim for dim in rule.dims if dim is not None]
     dropped_dims = [dim for dim in range(len(rule.view)) if dim not in kept_dims]
-    values = values.permute(*kept_dims, *dropped_dims).flatten(len(kept_dims)) if dropped_dims else values.permute(kept_dims)
+    values = (
+        values.permute(*kept_dims, *dropped_dims).flatten(len(kept_dims))
+        if dropped_dims
+        else values.permute(kept_dims)
+    )
     values = values.squeeze(-1) if dropped_dims else values
     for dim, view_dim in enumerate(rule.dims):
         values = values.unsqueeze(dim) if view_dim is None else values

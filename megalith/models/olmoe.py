@@ -1,5 +1,4 @@
-"""OLMoE as Hugging Face knows it: queries and keys normed over all heads, and a mixture of experts
-in every layer.
+"""Hugging Face format of OLMoE: QK-norm over all heads, and a mixture of experts in every layer.
 
 Source: Muennighoff et al. 2024, arXiv:2409.02060.
 """
@@ -25,11 +24,11 @@ from megalith.models.usual import (
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, max_seq_len=4096, norm_eps=1e-5)
@@ -52,10 +51,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be an OLMoE of theirs.
+        ConfigError: the model cannot be expressed as OLMoE.
     """
     moe = experts_of(config, OLMOE.architecture)
     whole_heads(config)

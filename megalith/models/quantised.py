@@ -151,18 +151,19 @@ def _config_problems(config: Mapping[str, Any]) -> list[str]:
     problems = []
     if fp8 and (len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes)):
         problems.append(
-            f"{FIELD}.weight_block_size={block_size!r:.60}, expected two whole numbers, as [128, 128]"
+            f"{FIELD}.weight_block_size={block_size!r:.60}, expected two whole numbers, as [128, "
+            "128]"
         )
     if fp8 and config.get("fmt", "e4m3") != "e4m3":
-        problems.append(f"{FIELD}.fmt={config['fmt']!r:.60}, which is not supported: it must be 'e4m3'")
+        problems.append(
+            f"{FIELD}.fmt={config['fmt']!r:.60}, which is not supported: it must be 'e4m3'"
+        )
     known_fields = {*HARMLESS, *(("weight_block_size", "fmt") if fp8 else ())}
     unknown = sorted(
         name for name, value in config.items() if name not in known_fields and value is not None
     )
     if unknown:
-        problems.append(
-            f"{FIELD} has the unknown fields {show_names(unknown)}"
-        )
+        problems.append(f"{FIELD} has the unknown fields {show_names(unknown)}")
     return problems
 
 
@@ -176,7 +177,9 @@ def _find_fp8_tensor(
     block = tuple(config["weight_block_size"])
     if len(values.shape) != 2:
         return f"{name} is {list(values.shape)}, expected a matrix"
-    scales_shape = tuple(-(-size // length) for size, length in zip(values.shape, block, strict=True))
+    scales_shape = tuple(
+        -(-size // length) for size, length in zip(values.shape, block, strict=True)
+    )
     return _add_scales(
         DequantizedTensor(name, FP8, values.shape, values, values, block),
         tensors,
@@ -209,10 +212,7 @@ def _add_scales(
     name = _stored_names(tensor.name, tensor.kind)[1]
     scales = tensors.get(name)
     if scales is None:
-        return (
-            f"{name} is missing: the scales of {tensor.name}, "
-            f"expected {list(expected)}"
-        )
+        return f"{name} is missing: the scales of {tensor.name}, expected {list(expected)}"
     if scales.shape != expected or scales.dtype not in dtypes:
         return (
             f"{name} is {list(scales.shape)} {scales.dtype}, expected {list(expected)} "

@@ -1,5 +1,5 @@
-"""Qwen1.5 and Qwen2 with a mixture of experts as Hugging Face knows them: a gated MLP for all
-tokens beside it.
+"""Hugging Face format of Qwen1.5-MoE and Qwen2-MoE: a mixture of experts with a gated shared
+expert.
 
 Source: Yang et al. 2024, arXiv:2407.10671, section 2.2.2.
 """
@@ -30,11 +30,11 @@ from megalith.models.usual import (
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, switch=False, max_seq_len=32_768)
@@ -57,10 +57,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Qwen2 with experts of theirs.
+        ConfigError: the model cannot be expressed as Qwen2 with experts.
     """
     moe = experts_of(config, QWEN2_MOE.architecture)
     raw = {

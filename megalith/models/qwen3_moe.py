@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts as Hugging Face knows it.
+"""Hugging Face format of Qwen3-MoE: Qwen3 with a mixture of experts.
 
 Source: Yang et al. 2025, arXiv:2505.09388.
 """
@@ -30,11 +30,11 @@ from megalith.models.usual import (
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, max_seq_len=32_768, kv_heads=4)
@@ -50,10 +50,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Qwen3 with experts of theirs.
+        ConfigError: the model cannot be expressed as Qwen3 with experts.
     """
     moe, window = experts_of(config, QWEN3_MOE.architecture), config.attention.window
     raw = {

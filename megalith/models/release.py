@@ -97,7 +97,13 @@ def write_release(
         )
         jobs = [
             partial(
-                _write_batch, staging / name, batch, weights, wrote, work.journal, finished_files.get(name)
+                _write_batch,
+                staging / name,
+                batch,
+                weights,
+                wrote,
+                work.journal,
+                finished_files.get(name),
             )
             for name, batch in files
         ]
@@ -128,7 +134,9 @@ def _find_finished_files(
         if recorded.get(name) is None:
             storage.remove_file(staging / name)
     return {
-        name: part for name, part in recorded.items() if part is not None and (staging / name).exists()
+        name: part
+        for name, part in recorded.items()
+        if part is not None and (staging / name).exists()
     }
 
 

@@ -1,4 +1,4 @@
-"""SmolLM3 as Hugging Face knows it: Llama with every fourth layer knowing no positions.
+"""Hugging Face format of SmolLM3: Llama with every fourth layer without rotary embeddings (NoPE).
 
 Source: the release of SmolLM3-3B, Hugging Face, 2025; layers without positions: Yang et al. 2025,
 arXiv:2501.18795.
@@ -29,11 +29,11 @@ from megalith.models.usual import (
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, max_seq_len=32_768, kv_heads=4, tied=True)
@@ -58,10 +58,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a SmolLM3 of theirs.
+        ConfigError: the model cannot be expressed as SmolLM3.
     """
     raw = {
         **write_common_fields(config, SMOLLM3),
@@ -75,7 +75,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config)
 
 

@@ -1,5 +1,5 @@
-"""StarCoder2 as Hugging Face knows it: LayerNorm, an MLP without a gate, biases everywhere, a
-window in all layers.
+"""Hugging Face format of StarCoder2: LayerNorm, an MLP without a gate, biases, a sliding window in
+all layers.
 
 Source: Lozhkov et al. 2024, arXiv:2402.19173.
 """
@@ -29,7 +29,7 @@ DROPOUTS = {
     "residual_dropout": "residual",
     "attention_dropout": "attention",
 }
-"""Theirs -> ours: used in training only."""
+"""Hugging Face field -> DropoutConfig field."""
 
 UNREAD = (
     "activation_function",
@@ -38,25 +38,25 @@ UNREAD = (
     "scale_attention_softmax_in_fp32",
     "scale_attn_weights",
 )
-"""Fields of published configs that transformers never looks at."""
+"""Fields of published configs that transformers does not read."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
-    sizes: dict[str, Any] = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
+    sizes: dict[str, Any] = {name: fields.whole(hf_name) for hf_name, name in SIZES.items()}
     length = fields.whole("max_position_embeddings", 4096)
-    biased = fields.flag("use_bias", True)
+    has_bias = fields.flag("use_bias", True)
     fields.only("mlp_type", "default")
     fields.only("norm_type", "layer_norm")
     fields.ignore(*UNREAD)
-    dropout = {ours: fields.number(theirs, 0.0, zero=True) for theirs, ours in DROPOUTS.items()}
-    found = ModelConfig(
+    dropout = {name: fields.number(hf_name, 0.0, zero=True) for hf_name, name in DROPOUTS.items()}
+    config = ModelConfig(
         **sizes,
         num_kv_heads=fields.whole("num_key_value_heads", 2),
         max_seq_len=length,
@@ -66,28 +66,28 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         attention=AttentionConfig(window=fields.whole_or_none("sliding_window")),
         activation=fields.activation("hidden_act", "gelu_pytorch_tanh"),
         gated=False,
-        qkv_bias=biased,
-        output_bias=biased,
-        mlp_bias=biased,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=has_bias,
         dropout=DropoutConfig(**dropout),
         tied_embeddings=fields.flag("tie_word_embeddings", True),
         init_std=fields.number("initializer_range", 0.018042, zero=True),
     )
     fields.finish()
-    return found
+    return config
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a StarCoder2 of theirs.
+        ConfigError: the model cannot be expressed as StarCoder2.
     """
     whole_heads(config)
     raw = {
         "architectures": [STARCODER2.architecture],
         "model_type": STARCODER2.model_type,
-        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
+        **{hf_name: getattr(config, name) for hf_name, name in SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.max_seq_len,
         "norm_epsilon": config.norm_eps,
@@ -95,7 +95,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": activation_word(config.activation),
         "sliding_window": config.attention.window,
         "use_bias": config.qkv_bias,
-        **{theirs: getattr(config.dropout, ours) for theirs, ours in DROPOUTS.items()},
+        **{hf_name: getattr(config.dropout, name) for hf_name, name in DROPOUTS.items()},
         **write_rope(config.rope),
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
@@ -104,23 +104,25 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of a StarCoder2 of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     v, h = config.vocab_size, config.hidden_size
-    found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
+    rules = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
-        theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
-        found += layer_norm_rules(
-            f"{theirs}.{NORMS['attention_norm']}", f"{ours}.attention_norm", h
+        hf_layer, layer_name = f"model.layers.{layer}", f"layers.{layer}"
+        rules += layer_norm_rules(
+            f"{hf_layer}.{NORMS['attention_norm']}", f"{layer_name}.attention_norm", h
         )
-        found += attention_rules(
-            config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=True
+        rules += attention_rules(
+            config, f"{hf_layer}.self_attn", f"{layer_name}.attention", all_biases=True
         )
-        found += layer_norm_rules(f"{theirs}.{NORMS['mlp_norm']}", f"{ours}.mlp_norm", h)
-        found += ungated_rules(config, f"{theirs}.mlp.c_fc", f"{theirs}.mlp.c_proj", f"{ours}.mlp")
-    found += layer_norm_rules("model.norm", "norm", h)
+        rules += layer_norm_rules(f"{hf_layer}.{NORMS['mlp_norm']}", f"{layer_name}.mlp_norm", h)
+        rules += ungated_rules(
+            config, f"{hf_layer}.mlp.c_fc", f"{hf_layer}.mlp.c_proj", f"{layer_name}.mlp"
+        )
+    rules += layer_norm_rules("model.norm", "norm", h)
     if not config.tied_embeddings:
-        found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
-    return found
+        rules.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
+    return rules
 
 
 STARCODER2 = Family(

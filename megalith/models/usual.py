@@ -67,8 +67,12 @@ def read_common_fields(
     biases = {name: fields.flag("attention_bias") for name in ("qkv_bias", "output_bias") if switch}
     return {
         **sizes,
-        "num_kv_heads": fields.whole("num_key_value_heads", heads if has_kv_heads else kv_heads or heads),
-        "head_dim": None if explicit_head_dim is None or explicit_head_dim * heads == hidden else explicit_head_dim,
+        "num_kv_heads": fields.whole(
+            "num_key_value_heads", heads if has_kv_heads else kv_heads or heads
+        ),
+        "head_dim": None
+        if explicit_head_dim is None or explicit_head_dim * heads == hidden
+        else explicit_head_dim,
         "max_seq_len": fields.whole("max_position_embeddings", max_seq_len),
         "norm_eps": fields.number("rms_norm_eps", norm_eps),
         "activation": fields.activation(activation, default),
@@ -238,7 +242,8 @@ def check_all_fields_exported(
     try:
         raise_all(
             [
-                f"model.{field}={value!r}: {family.architecture} cannot express this setting; it would "
+                f"model.{field}={value!r}: {family.architecture} cannot express this setting; it "
+                "would "
                 f"be exported as {exported!r}. Keep the model as a Megalith checkpoint."
                 for field, exported, value in changes
             ]
@@ -257,8 +262,14 @@ def canonical(config: ModelConfig) -> ModelConfig:
     windows = tuple(config.has_window(layer) for layer in range(config.num_layers))
     window = windowed(attention.window, shortest(windows))
     if config.positions == "rope":
-        layers_without_rope = shortest(tuple(not config.uses_rope(layer) for layer in range(config.num_layers)))
-        rope = canonical_rope(config.rope, windows=any(windows), skip=layers_without_rope if any(layers_without_rope) else ())
+        layers_without_rope = shortest(
+            tuple(not config.uses_rope(layer) for layer in range(config.num_layers))
+        )
+        rope = canonical_rope(
+            config.rope,
+            windows=any(windows),
+            skip=layers_without_rope if any(layers_without_rope) else (),
+        )
     scale = head_dim**-0.5 if attention.scale is None and config.mla is None else attention.scale
     layers_with_qk_norm = tuple(
         config.at(layer).attention.qk_norm != "none" for layer in range(config.num_layers)
@@ -267,10 +278,14 @@ def canonical(config: ModelConfig) -> ModelConfig:
         attention,
         qk_norm=attention.qk_norm if any(layers_with_qk_norm) else "none",
         chunked=attention.chunked and any(windows),
-        qk_norm_layers=shortest(layers_with_qk_norm) if any(layers_with_qk_norm) and not all(layers_with_qk_norm) else (),
+        qk_norm_layers=shortest(layers_with_qk_norm)
+        if any(layers_with_qk_norm) and not all(layers_with_qk_norm)
+        else (),
     )
     qk_norm_eps = (
-        attention.qk_norm_eps if attention.qk_norm != "none" and attention.qk_norm_eps != config.norm_eps else None
+        attention.qk_norm_eps
+        if attention.qk_norm != "none" and attention.qk_norm_eps != config.norm_eps
+        else None
     )
     window_and_scale = {
         "window": None,
@@ -376,13 +391,20 @@ def common_rules(
             norm_rules = {
                 part: [
                     rule(
-                        f"{hf_layer}.{norms[part]}.weight", f"{layer_name}.{part}.weight", (h,), shape=(h,)
+                        f"{hf_layer}.{norms[part]}.weight",
+                        f"{layer_name}.{part}.weight",
+                        (h,),
+                        shape=(h,),
                     )
                 ]
                 for part in (f"{block}_norm", f"{block}_post_norm")
                 if part in norms
             }
-            rules += [*norm_rules.get(f"{block}_norm", []), *inner_rules, *norm_rules.get(f"{block}_post_norm", [])]
+            rules += [
+                *norm_rules.get(f"{block}_norm", []),
+                *inner_rules,
+                *norm_rules.get(f"{block}_post_norm", []),
+            ]
     rules.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
     if not config.tied_embeddings:
         rules.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
@@ -416,7 +438,12 @@ def attention_rules(
         size = (d,) if config.attention.qk_norm == "head" else (heads, d)
         shape = (math.prod(size),)
         rules.append(
-            rule(f"{hf_name}.{word}_norm.weight", f"{parameter}.{word}_norm.weight", size, shape=shape)
+            rule(
+                f"{hf_name}.{word}_norm.weight",
+                f"{parameter}.{word}_norm.weight",
+                size,
+                shape=shape,
+            )
         )
     if config.qkv_bias:
         rules += [
@@ -446,7 +473,9 @@ def mlp_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorR
     ]
     if config.mlp_bias:
         rules += [
-            rule(f"{hf_name}.gate_proj.bias", f"{parameter}.gate_up_bias", (f,), shape=(f,), part=0),
+            rule(
+                f"{hf_name}.gate_proj.bias", f"{parameter}.gate_up_bias", (f,), shape=(f,), part=0
+            ),
             rule(f"{hf_name}.up_proj.bias", f"{parameter}.gate_up_bias", (f,), shape=(f,), part=1),
             rule(f"{hf_name}.down_proj.bias", f"{parameter}.down_bias", (h,), shape=(h,)),
         ]
