@@ -8,10 +8,10 @@ from megalith.data.chat_template import ChatTemplate, Message, find_template
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.infer.cache import PrefixState
-from megalith.infer.generate import generate, remember
+from megalith.infer.generate import build_prefix_state, generate
 from megalith.infer.load import TextGenerator
 from megalith.infer.text import Transcript
-from megalith.models.companions import own_template, turn_ends
+from megalith.models.companions import find_own_template, find_turn_end
 from megalith.models.pretrained import Pretrained
 
 
@@ -54,7 +54,7 @@ class Chat:
     previous ones."""
 
     def __post_init__(self) -> None:
-        self.read = remember(self.writer.model.config)
+        self.read = build_prefix_state(self.writer.model.config)
         self.reset()
 
     def reset(self) -> None:
@@ -81,7 +81,7 @@ class Chat:
                 f"the conversation has {len(ids)} tokens, but the context of the model is "
                 f"{longest} tokens including the answer. Use /reset to start again."
             )
-        stop_ids, stop_text = turn_ends(self.template, tokenizer)
+        stop_ids, stop_text = find_turn_end(self.template, tokenizer)
         transcript, stop_filter = Transcript(prompt, ids, tokenizer), StopFilter(stop_text)
         answer: list[str] = []
         stream = generate(
@@ -119,5 +119,5 @@ def template_of(source: Pretrained, tokenizer: Tokenizer, name: str | None) -> C
             f"{source.path}: tokenizer.kind={source.tokenizer.kind}, so it has no text. "
             "Use a model with a tokenizer, or run `megalith generate`."
         )
-    own = None if name else own_template(source, tokenizer)
+    own = None if name else find_own_template(source, tokenizer)
     return own or find_template(name, tokenizer, source.tokenizer.path, setting="--template")

@@ -11,7 +11,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 from megalith.infer.cache import EVERYTHING, AttentionView, KVCache, PrefixState
-from megalith.infer.sample import choose
+from megalith.infer.sample import sample_tokens
 from megalith.kernels.rope import rope_length
 from megalith.kernels.tokens import tokens_of_queries
 from megalith.models.decoder import Decoder
@@ -77,13 +77,15 @@ def generate(
         before = None
     elif before is not None:
         active[0].num_cached = before.resume(prompts[0], sequence=0)
-    prefix_state = before or remember(model.config)
+    prefix_state = before or build_prefix_state(model.config)
     if any(
         _depends_on_length(model.config, len(ids)) for ids in prompts
     ):  # rotary frequencies need the full length
         step_tokens = max(step_tokens, sum(map(len, prompts)))
     while active:
-        num_new_tokens = divide_room([len(s.ids) - s.num_cached for s in active], step_tokens)
+        num_new_tokens = divide_token_budget(
+            [len(s.ids) - s.num_cached for s in active], step_tokens
+        )
         new_tokens_of = [
             (s, count) for s, count in zip(active, num_new_tokens, strict=True) if count
         ]
@@ -93,7 +95,9 @@ def generate(
         if before is not None and not _needs_recompute(model.config, len(active[0].ids)):
             prefix_state.note(active[0].ids[: active[0].num_cached])
         tokens = (
-            choose(logits, sample, [(s.number, len(s.ids)) for s in complete]) if complete else []
+            sample_tokens(logits, sample, [(s.number, len(s.ids)) for s in complete])
+            if complete
+            else []
         )
         for sequence, token in zip(complete, tokens, strict=True):
             sequence.ids.append(token)
@@ -110,9 +114,9 @@ def generate(
             yield GeneratedToken(sequence.number, token, finish)
 
 
-def remember(model: ModelConfig) -> PrefixState:
+def build_prefix_state(model: ModelConfig) -> PrefixState:
     """Return an empty KV cache for a text."""
-    return PrefixState(model.num_layers, sights_of_layers(model))
+    return PrefixState(model.num_layers, attention_views(model))
 
 
 def _depends_on_length(model: ModelConfig, length: int) -> bool:
@@ -126,7 +130,7 @@ def _needs_recompute(model: ModelConfig, length: int) -> bool:
     return model.rope.scaling == "longrope" and _depends_on_length(model, length)
 
 
-def sights_of_layers(model: ModelConfig) -> list[AttentionView]:
+def attention_views(model: ModelConfig) -> list[AttentionView]:
     """Return the attention range of every attention in order: of each layer, and of its cross-layer
     attention."""
     layer_view = AttentionView(model.attention.window, model.attention.chunked)
@@ -164,10 +168,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
             )
 
 
-def divide_room(requested: Sequence[int], budget: int) -> list[int]:
+def divide_token_budget(requested: Sequence[int], budget: int) -> list[int]:
     """Divide a token budget: each sequence gets what it requests until the budget is used up.
 
-    >>> divide_room([3, 5, 1], 6)
+    >>> divide_token_budget([3, 5, 1], 6)
     [3, 3, 0]
     """
     counts = []

@@ -18,7 +18,7 @@ from megalith.errors import ConfigError, DataError, raise_all
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import (
     Pretrained,
-    fill_from,
+    load_weights,
     locate,
     open_pretrained,
     require_adapters,
@@ -57,7 +57,7 @@ def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
     opened = open_pretrained(locate(source), base=base)
     if base is not None:
         require_adapters(opened, base)
-    raise_all(_model_problems(opened, 1) + writing_problems(opened.model))
+    raise_all(_model_problems(opened, 1) + generation_problems(opened.model))
     if problems := _model_problems(opened, tp):
         heads = opened.model.num_heads
         counts = sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})
@@ -105,7 +105,7 @@ def writing_layout(model: ModelConfig, ranks: int) -> ParallelConfig:
     return ParallelConfig(tp=ranks, ep=ranks, etp=1) if whole_experts else ParallelConfig(tp=ranks)
 
 
-def writing_problems(model: ModelConfig) -> list[str]:
+def generation_problems(model: ModelConfig) -> list[str]:
     """Return why a model cannot generate text token by token, as messages."""
     if model.attention.causal:
         return []
@@ -149,7 +149,7 @@ def load_text_generator(
         CheckpointEntry(spec.shard, "param", getattr(module, name))
         for spec, module, name in declared_parameters(model)
     ]
-    fill_from(
+    load_weights(
         source,
         entries,
         mesh.world,

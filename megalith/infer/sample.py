@@ -10,7 +10,9 @@ from megalith.errors import CheckpointError
 from megalith.plan.keys import key
 
 
-def choose(logits: Tensor, sample: SampleConfig, positions: Sequence[tuple[int, int]]) -> list[int]:
+def sample_tokens(
+    logits: Tensor, sample: SampleConfig, positions: Sequence[tuple[int, int]]
+) -> list[int]:
     """Sample one token for each row of logits [b, v]; positions[i] is the (sequence, position) of
     row i's token.
 
@@ -35,7 +37,7 @@ def choose(logits: Tensor, sample: SampleConfig, positions: Sequence[tuple[int, 
     if sample.temperature == 0:
         best: list[int] = logits.argmax(-1).tolist()
         return best
-    filtered = keep_likely(logits.to("cpu", torch.float64) / sample.temperature, sample)
+    filtered = filter_logits(logits.to("cpu", torch.float64) / sample.temperature, sample)
     noise = torch.stack(
         [_exponential(sample.seed, *position, size=logits.shape[1]) for position in positions]
     )
@@ -45,7 +47,7 @@ def choose(logits: Tensor, sample: SampleConfig, positions: Sequence[tuple[int, 
     return sampled
 
 
-def keep_likely(logits: Tensor, sample: SampleConfig) -> Tensor:
+def filter_logits(logits: Tensor, sample: SampleConfig) -> Tensor:
     """Return logits [b, v] with -inf for tokens outside of top_k, and then top_p. The most likely
     token always remains."""
     if sample.top_k is not None and sample.top_k < logits.shape[-1]:

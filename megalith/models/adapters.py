@@ -169,7 +169,7 @@ def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
 
 
 @dataclass(frozen=True, slots=True)
-class PeftPart:
+class PeftLayer:
     """A linear layer of transformers, and the parameter that contains its matrix."""
 
     module: str
@@ -192,12 +192,12 @@ class PeftPart:
         return f"base_model.model.{self.module}.lora_{word}.weight"
 
 
-def peft_parts(
+def find_peft_layers(
     family: Family,
     model: ModelConfig,
     targets: Sequence[str],
     layers: Collection[int] | None = None,
-) -> list[PeftPart]:
+) -> list[PeftLayer]:
     """Return the linear layers of transformers that are adapted, in `layers`; unset: in all.
 
     Raises:
@@ -214,7 +214,7 @@ def peft_parts(
         assert rule.parameter is not None
         part = rule.box[0][0] if word in STACKED else None
         shape = (rule.shape[0], rule.shape[1])
-        part_of_target = PeftPart(rule.name.removesuffix(".weight"), rule.parameter, part, shape)
+        part_of_target = PeftLayer(rule.name.removesuffix(".weight"), rule.parameter, part, shape)
         parts += [part_of_target] if layers is None or part_of_target.layer in layers else []
     if unsupported:
         shown = "; ".join(f"{word} is in {name}" for word, name in unsupported.items())
@@ -232,7 +232,7 @@ def _is_linear(rule: TensorRule) -> bool:
     order."""
     view_dims = [dim for dim in rule.dims if dim is not None]
     return (
-        rule.whole
+        rule.covers_tensor
         and view_dims == list(range(len(rule.view)))
         and rule.name.endswith(".weight")
         and len(rule.shape) == 2
@@ -254,7 +254,7 @@ def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
     parts = []
     for word in lora_matrices(model):
         try:
-            parts += peft_parts(family, model, [word])
+            parts += find_peft_layers(family, model, [word])
         except ConfigError:  # PEFT cannot adapt this matrix; its tensors are unexpected below
             continue
     if config.modules is None:
@@ -279,7 +279,7 @@ def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
 
 
 def _check_stored(
-    path: Path, parts: Sequence[PeftPart], stored: Mapping[str, TensorInfo], rank: int
+    path: Path, parts: Sequence[PeftLayer], stored: Mapping[str, TensorInfo], rank: int
 ) -> None:
     expected = {part.key("A"): (rank, part.shape[1]) for part in parts}
     expected |= {part.key("B"): (part.shape[0], rank) for part in parts}
@@ -317,7 +317,7 @@ def _check_stored(
 class _PeftReader:
     """Reads adapters from a PEFT file."""
 
-    parts: Sequence[PeftPart]
+    parts: Sequence[PeftLayer]
     stored: Mapping[str, TensorInfo]
     shapes: Mapping[str, tuple[int, ...]]
     rank: int
@@ -342,7 +342,7 @@ def adapter_names(lora: LoraConfig, model: ModelConfig) -> frozenset[str]:
     return frozenset(f"{name}.lora_{word}" for name in owners for word in "ab")
 
 
-def check_names(adapters: Adapters, lora: LoraConfig, model: ModelConfig) -> None:
+def check_adapter_names(adapters: Adapters, lora: LoraConfig, model: ModelConfig) -> None:
     """Check that adapters are those of a model.
 
     Raises:
@@ -376,7 +376,9 @@ def adapter_shape(weight: tuple[int, ...], parameter: str, rank: int, word: str)
     return (*weight[:1], rank, *weight[-inputs:]) if name in STACKED else (rank, *weight[-inputs:])
 
 
-def same_adapters(adapters: Adapters, wanted: LoraConfig, model: ModelConfig) -> list[str]:
+def describe_adapter_differences(
+    adapters: Adapters, wanted: LoraConfig, model: ModelConfig
+) -> list[str]:
     """Return how adapters differ from those that a run would train, as messages."""
     pairs = {
         "rank": (adapters.lora.rank, wanted.rank),

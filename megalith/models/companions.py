@@ -21,19 +21,19 @@ from megalith.models.pretrained import Pretrained
 
 
 def copy_auxiliary_files(
-    source: Pretrained, token_ids: dict[str, Any], *, theirs: bool
+    source: Pretrained, token_ids: dict[str, Any], *, to_huggingface: bool
 ) -> dict[str, bytes]:  # Any: JSON
-    """Return the contents of the auxiliary files of a model, by file name; `theirs`: for a Hugging
-    Face folder.
+    """Return the contents of the auxiliary files of a model, by file name.
 
-    A Hugging Face folder without a tokenizer gets no chat template, because it could not be used.
+    A Hugging Face folder (`to_huggingface`) without a tokenizer gets no chat template, which it
+    could not use.
 
     Raises:
         DataError: the tokenizer or the template that the model was trained with no longer exists.
     """
     files = {name: _read_checked(file) for name, file in source.auxiliary_files().items()}
     has_own_vocabulary_file = (
-        not theirs
+        not to_huggingface
         and source.checkpoint is not None
         and source.tokenizer.path == str(source.path / VOCABULARY)
     )
@@ -46,12 +46,12 @@ def copy_auxiliary_files(
     if source.tokenizer.kind == "null" or not source.tuning():
         return files
     tokenizer = build_tokenizer(source.tokenizer)
-    template = own_template(source, tokenizer)
-    if template is not None and not (theirs and files.keys().isdisjoint(TOKENIZER_FILES)):
+    template = find_own_template(source, tokenizer)
+    if template is not None and not (to_huggingface and files.keys().isdisjoint(TOKENIZER_FILES)):
         files[TEMPLATE_FILE] = template.source.encode()
-        if theirs:
+        if to_huggingface:
             files[CONFIG_FILE] = _add_template(files, template)
-    stop_ids = turn_ends(template or _tokenizer_template(source, tokenizer), tokenizer)[0]
+    stop_ids = find_turn_end(template or _tokenizer_template(source, tokenizer), tokenizer)[0]
     generation = (
         storage.parse_json(files[GENERATION])
         if GENERATION in files
@@ -100,7 +100,7 @@ def _convert_gpt2_tokenizer(source: Pretrained, files: Mapping[str, bytes]) -> d
     )
 
 
-def own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | None:
+def find_own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the chat template saved with the weights, or the one named by their run; None: use the
     tokenizer's.
 
@@ -120,7 +120,7 @@ def own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | Non
         ) from error
 
 
-def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
+def find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
     """Return what ends a turn: token ids, or a text if the tokenizer has no token for it."""
     end = template.turn_end()
     token_id = tokenizer.specials.get(end)

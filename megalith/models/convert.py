@@ -98,7 +98,7 @@ def _duplicate_move(copy: TensorRule, folder: HuggingFaceFolder) -> Move:
 def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None) -> Move:
     stored = source.weights.dtype(shard.name)
     target_dtype = dtype_to_write(shard.name, stored, dtype)
-    source_name = shard.name + added(shard.name, source.weights)
+    source_name = shard.name + describe_added_adapters(shard.name, source.weights)
     return Move(
         source_name,
         shard.name,
@@ -118,9 +118,9 @@ def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dt
         stored = source.weights.stored_as(rule.name)
     parameter_part = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"
     tensor_part = (
-        rule.name if rule.whole else f"{rule.name}{show_box(rule.at)} of {list(rule.view)}"
+        rule.name if rule.covers_tensor else f"{rule.name}{show_box(rule.at)} of {list(rule.view)}"
     )
-    read_part = parameter_part + added(parameter, source.weights)
+    read_part = parameter_part + describe_added_adapters(parameter, source.weights)
     source_part, target_part = (
         (tensor_part, parameter_part)
         if kind_of(source) == "huggingface"
@@ -128,7 +128,7 @@ def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dt
     )
     if kind_of(source) == to:
         target_part = source_part
-    shape = rule.shape if rule.whole else lengths(rule.at)
+    shape = rule.shape if rule.covers_tensor else lengths(rule.at)
     return Move(
         source_part,
         target_part,
@@ -139,7 +139,7 @@ def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dt
     )
 
 
-def added(parameter: str, weights: Weights) -> str:
+def describe_added_adapters(parameter: str, weights: Weights) -> str:
     """Return a description of the adapters added to a parameter; empty without adapters."""
     if (
         not isinstance(weights, AdaptedWeights)
@@ -191,7 +191,7 @@ def convert(
         DataError: its tokenizer no longer exists.
     """
     ids = token_ids(source)
-    auxiliary_files = copy_auxiliary_files(source, dict(ids), theirs=to == "huggingface")
+    auxiliary_files = copy_auxiliary_files(source, dict(ids), to_huggingface=to == "huggingface")
     if to == "huggingface":
         return write_folder(
             target,

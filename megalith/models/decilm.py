@@ -21,9 +21,9 @@ from megalith.models.usual import (
     ROTARY_BUFFERS,
     attention_rules,
     check_all_fields_exported,
+    check_head_sizes,
     mlp_rules,
     read_common_fields,
-    whole_heads,
     write_common_fields,
 )
 
@@ -57,14 +57,14 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields.ignore("block_configs")
     common_fields = read_common_fields(fields)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    mlp_bias = fields.flag("mlp_bias")
+    mlp_bias = fields.read_flag("mlp_bias")
     if mlp_bias and "linear" in blocks.layers.mlp:
         fields.problems.append(
             f"mlp_bias={mlp_bias} with ffn.replace_with_linear=True in block_configs is not "
             "supported: a matrix in place of an MLP has no bias in DeciLM. Set mlp_bias to false "
             "if no MLP has biases."
         )
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(**common_fields, rope=rope, mlp_bias=mlp_bias, layers=blocks.layers)
 
 
@@ -74,7 +74,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as DeciLM.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     if config.mlp_bias and any(
         config.mlp_part(layer) == "linear" for layer in range(config.num_layers)
     ):

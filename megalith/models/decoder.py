@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         stage: Stage | None = None,
         replica_ranks: Mapping[str, tuple[int, ...]] = ALONE,
-        here: Mapping[str, nn.Parameter] = NOTHING,
+        shared_tables: Mapping[str, nn.Parameter] = NOTHING,
         context: ContextConfig = RINGS,
         recompute: RecomputeConfig = KEEP_ALL,
         offload: OffloadConfig = KEEP_HERE,
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         """`stage`: what to build; unset: the whole model.
 
         `replica_ranks`: pipeline ranks that hold a copy of a table which several stages use, by
-        name; `here`: such tables that another chunk of this rank already has.
+        name; `shared_tables`: such tables that another chunk of this rank already has.
         """
         super().__init__()
         tp_comm: TPComm = (
@@ -111,12 +111,12 @@ class Decoder(nn.Module):
         self.config, self.dtype, self.tp_comm = config, dtype, tp_comm
         self.stream_dtype = stream_dtype(config, dtype)
         self.stage = stage or whole_model(config.num_layers, config.mtp.num_layers)
-        table = here.get("embed.weight")
+        table = shared_tables.get("embed.weight")
         if self.stage.embedding:
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), tp_comm, dtype=dtype)
             self.input_embedding = InputEmbedding(config, tp_comm, dtype=dtype)
             table = self.embed.weight
-        shared = here.get("relative.weight")
+        shared = shared_tables.get("relative.weight")
         has_relative_bias = self.stage.reads_biases(config)
         self.relative = (
             RelativeBias(config, mesh, dtype=dtype, shared=shared)
@@ -138,10 +138,10 @@ class Decoder(nn.Module):
             for index in self.stage.layers
         )
         self.run_layers = LayerRunner(recompute, offload, mesh.tp)
-        self.remember: SpanHook | None = None
+        self.source_hook: SpanHook | None = None
         if (before := config.has_cross_layer_source_before(self.stage.layers)) is not None:
             self.memory_norm = _memory_norm(config, tp_comm, dtype=dtype)
-            self.remember = SpanHook(before, self._encode_cross_layer_source)
+            self.source_hook = SpanHook(before, self._encode_cross_layer_source)
         if self.stage.norm:
             self.norm = build_norm(
                 "norm", config.hidden_size, config, invariant=tp_comm.invariant, dtype=dtype
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
                 shared=table,
                 places=self.input_embedding.places()
                 if self.stage.embedding
-                else here.get("positions.weight"),
+                else shared_tables.get("positions.weight"),
                 head=self.head if self.stage.loss else None,
                 recompute=recompute,
                 dispatcher=dispatcher,
@@ -186,23 +186,25 @@ class Decoder(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         *,
         x: Tensor | None = None,
-        memory: Tensor | None = None,
+        cross_layer_source: Tensor | None = None,
         mtp_hidden: tuple[Tensor, ...] = (),
         mtp_inputs: MTPInputs = (),
     ) -> Tensor | tuple[Tensor, ...]:
         """ids [t] -> hidden states after the final norm, in the layout of `tp_comm`.
 
         A pipeline stage starts with `x`, the output of the previous stage, and returns the output
-        of its last layer. It also passes on `memory`, the cross-layer source, to stages with layers
+        of its last layer. It also passes on `cross_layer_source` to stages with layers
         that attend to it, and `mtp_hidden`, the outputs of MTP layers, from their stage to that of
         the loss. `mtp_inputs` are the ids and labels of the MTP layers.
         """
-        tokens = replace(self.relative.given_to(self.rotations.given_to(tokens)), memory=memory)
+        tokens = replace(
+            self.relative.given_to(self.rotations.given_to(tokens)), memory=cross_layer_source
+        )
         if self.stage.embedding:
             x = self.input_embedding(self.embed(ids), tokens)
         assert x is not None, f"stage {self.stage} needs hidden states"
         if caches is None:
-            x, tokens = self.run_layers(list(self.layers), x, tokens, self.remember)
+            x, tokens = self.run_layers(list(self.layers), x, tokens, self.source_hook)
         else:
             x = self._forward_with_caches(x, tokens, caches)
         if self.stage.norm:
@@ -223,7 +225,7 @@ class Decoder(nn.Module):
         x, *rest = tensors
         has_encoded_source = self.config.needs_cross_layer_source(self.stage.layers.start)
         return {"x": x} | (
-            {"memory": rest[0]} if has_encoded_source else {"mtp_hidden": tuple(rest)}
+            {"cross_layer_source": rest[0]} if has_encoded_source else {"mtp_hidden": tuple(rest)}
         )
 
     def _forward_with_caches(
@@ -233,8 +235,8 @@ class Decoder(nn.Module):
         remaining = iter(caches)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            if self.remember is not None and number == self.remember.before:
-                tokens = replace(tokens, memory=self.remember.how(x))
+            if self.source_hook is not None and number == self.source_hook.before:
+                tokens = replace(tokens, memory=self.source_hook.how(x))
             x = layer(x, tokens, *islice(remaining, layer.attentions))
         assert next(remaining, None) is None, "more caches than attentions"
         return x
@@ -250,11 +252,11 @@ class Decoder(nn.Module):
         tokens: PackedSeqParams,
         *,
         x: Tensor | None = None,
-        memory: Tensor | None = None,
+        cross_layer_source: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of -log p(label) over the labels [t] that are not negative; equal on all
         tensor-parallel ranks."""
-        return self.head.loss(self(ids, tokens, x=x, memory=memory), labels)
+        return self.head.loss(self(ids, tokens, x=x, cross_layer_source=cross_layer_source), labels)
 
     def losses(
         self,
@@ -351,7 +353,7 @@ def build_chunks(
             dtype=dtype,
             stage=stage,
             replica_ranks=replica_ranks,
-            here=shared_tables,
+            shared_tables=shared_tables,
             context=parallel.context,
             recompute=recompute,
             offload=offload,

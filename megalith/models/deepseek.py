@@ -18,14 +18,14 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import raise_all
 from megalith.models.experts import (
+    ExpertNames,
     LayerRules,
-    Words,
-    joined_rules,
-    mixture_rules,
-    pattern,
-    read_count,
+    flags_or_empty,
+    fused_moe_rules,
+    moe_rules,
+    read_num_experts,
 )
-from megalith.models.fields import Fields, activation_word
+from megalith.models.fields import Fields, hf_activation_name
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import read_rope, write_rope
 from megalith.models.usual import (
@@ -92,45 +92,47 @@ def read_config(raw: Mapping[str, Any], *, kind: str) -> ModelConfig:
             are reported together.
     """
     fields = Fields(raw)
-    sizes: dict[str, Any] = {name: fields.whole(hf_name) for hf_name, name in SIZES.items()}
-    length = fields.whole("max_position_embeddings", 2048 if kind == "deepseek_v2" else 4096)
+    sizes: dict[str, Any] = {name: fields.read_int(hf_name) for hf_name, name in SIZES.items()}
+    length = fields.read_int("max_position_embeddings", 2048 if kind == "deepseek_v2" else 4096)
     moe = _read_experts(fields, sizes["num_layers"], kind)
-    fields.only("num_key_value_heads", sizes["num_heads"])
-    fields.only("attention_bias", False)  # biases of the down-projections are not supported
-    fields.only("mlp_bias", False)
-    fields.only("attention_dropout", 0)
+    fields.require("num_key_value_heads", sizes["num_heads"])
+    fields.require("attention_bias", False)  # biases of the down-projections are not supported
+    fields.require("mlp_bias", False)
+    fields.require("attention_dropout", 0)
     fields.ignore("head_dim", "qk_head_dim")  # derived from the other sizes
     if kind == "deepseek_v2":  # transformers reads it only in V3
-        fields.only("rope_interleave", True)
-    rope = replace(_read_rope(fields, length), interleaved=fields.flag("rope_interleave", True))
+        fields.require("rope_interleave", True)
+    rope = replace(
+        _read_rope(fields, length), interleaved=fields.read_flag("rope_interleave", True)
+    )
     latent: dict[str, Any] = {
-        name: fields.whole(hf_name, LATENT_DEFAULTS[hf_name]) for hf_name, name in LATENT.items()
+        name: fields.read_int(hf_name, LATENT_DEFAULTS[hf_name]) for hf_name, name in LATENT.items()
     }
-    q_rank = fields.whole_or_none("q_lora_rank") if "q_lora_rank" in raw else 1536
+    q_rank = fields.read_optional_int("q_lora_rank") if "q_lora_rank" in raw else 1536
     depths = _read_num_mtp_layers(fields) if kind == "deepseek_v3" else 0
     config = ModelConfig(
         **sizes,
         num_kv_heads=sizes["num_heads"],
         max_seq_len=length,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.read_number("rms_norm_eps", 1e-6),
         rope=rope,
         mla=MLAConfig(
             **latent, q_rank=q_rank, yarn_mscale=_mscale(raw) if rope.scaling == "yarn" else None
         ),
-        activation=fields.activation(),
+        activation=fields.read_activation(),
         mtp=MTPConfig(num_layers=depths),
         moe=moe,
-        tied_embeddings=fields.flag("tie_word_embeddings"),
-        init_std=fields.number("initializer_range", 0.02, zero=True),
+        tied_embeddings=fields.read_flag("tie_word_embeddings"),
+        init_std=fields.read_number("initializer_range", 0.02, zero=True),
     )
-    fields.finish()
+    fields.raise_problems()
     return config
 
 
 def _read_experts(fields: Fields, layers: int, kind: str) -> MoEConfig | None:
     """Return the mixture of experts of the layers after the dense ones; None if all layers are
     dense."""
-    num_dense = fields.value("first_k_dense_replace")
+    num_dense = fields.read_value("first_k_dense_replace")
     num_dense = FIRST_DENSE[kind] if num_dense is None else num_dense
     if type(num_dense) is not int or num_dense < 0:
         fields.problems.append(
@@ -142,15 +144,15 @@ def _read_experts(fields: Fields, layers: int, kind: str) -> MoEConfig | None:
         fields.ignore(*OF_EXPERTS)
         return None
     is_v3 = kind == "deepseek_v3"
-    fields.only("moe_layer_freq", 1)
-    fields.only("scoring_func", "sigmoid" if is_v3 else "softmax")
-    count = read_count(
+    fields.require("moe_layer_freq", 1)
+    fields.require("scoring_func", "sigmoid" if is_v3 else "softmax")
+    count = read_num_experts(
         fields, 256 if is_v3 else 64, names=("n_routed_experts", "num_local_experts", "num_experts")
     )
-    width = fields.whole("moe_intermediate_size", 2048 if is_v3 else 1407)
-    top_k = fields.whole("num_experts_per_tok", 8)
+    width = fields.read_int("moe_intermediate_size", 2048 if is_v3 else 1407)
+    top_k = fields.read_int("num_experts_per_tok", 8)
     shared = (
-        fields.value("n_shared_experts")
+        fields.read_value("n_shared_experts")
         if "n_shared_experts" in fields.raw
         else (1 if is_v3 else 2)
     )
@@ -162,8 +164,8 @@ def _read_experts(fields: Fields, layers: int, kind: str) -> MoEConfig | None:
     router = RouterConfig(
         score="sigmoid" if is_v3 else "softmax",
         expert_bias=is_v3,
-        norm_topk_prob=fields.flag("norm_topk_prob", is_v3),
-        routed_scaling_factor=fields.number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
+        norm_topk_prob=fields.read_flag("norm_topk_prob", is_v3),
+        routed_scaling_factor=fields.read_number("routed_scaling_factor", 2.5 if is_v3 else 1.0),
         **_read_groups(fields, top_k, kind),
     )
     if not is_v3 and router.norm_topk_prob:
@@ -177,14 +179,14 @@ def _read_experts(fields: Fields, layers: int, kind: str) -> MoEConfig | None:
         ffn_hidden_size=width,
         shared_ffn_hidden_size=shared * width,
         router=router,
-        layers=pattern([layer >= num_dense for layer in range(layers)]),
+        layers=flags_or_empty([layer >= num_dense for layer in range(layers)]),
     )
 
 
 def _read_groups(fields: Fields, top_k: int, kind: str) -> dict[str, Any]:
     """Return the arguments of RouterConfig about expert groups; none if all groups are selected."""
-    method = fields.value("topk_method")
-    groups, topk_groups = fields.value("n_group"), fields.value("topk_group")
+    method = fields.read_value("topk_method")
+    groups, topk_groups = fields.read_value("n_group"), fields.read_value("topk_group")
     if kind == "deepseek_v3":
         groups, topk_groups = (
             8 if groups is None else groups,
@@ -283,7 +285,7 @@ def _mscale(raw: Mapping[str, Any]) -> float | None:
 def _read_num_mtp_layers(fields: Fields) -> int:
     """Return the number of MTP layers, under the name of the release or of transformers 5."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
-    values = [fields.value(name) for name in names]
+    values = [fields.read_value(name) for name in names]
     depths = next((value for value in values if value is not None), 0)
     if (
         any(value is not None and (type(value) is not int or value != depths) for value in values)
@@ -296,7 +298,7 @@ def _read_num_mtp_layers(fields: Fields) -> int:
     return int(depths)
 
 
-def settle(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+def adjust_config(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """Remove the MTP layers from the config if their tensors are missing: transformers saves models
     without them."""
     has_mtp = any(name.startswith(f"model.layers.{config.num_layers}.") for name in names)
@@ -340,7 +342,7 @@ def write_config(config: ModelConfig, *, family: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
-        "hidden_act": activation_word(config.activation),
+        "hidden_act": hf_activation_name(config.activation),
         **_write_rope(config.rope, mla),
         **({"rope_interleave": config.rope.interleaved} if family == "deepseek_v3" else {}),
         **depths,
@@ -374,17 +376,17 @@ def _write_rope(rope: RopeConfig, mla: MLAConfig) -> dict[str, Any]:
 # --- tensors
 
 
-WORDS = Words(shared="shared_experts")
+EXPERT_NAMES = ExpertNames(shared="shared_experts")
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
     """Return the tensor rules, in the order of the forward pass."""
-    return _rules(config, mixture_rules(WORDS))
+    return _rules(config, moe_rules(EXPERT_NAMES))
 
 
-def joined(config: ModelConfig) -> list[TensorRule]:
+def fused_rules(config: ModelConfig) -> list[TensorRule]:
     """Return the tensor rules with the experts of a layer fused into two tensors."""
-    return _rules(config, joined_rules(WORDS))
+    return _rules(config, fused_moe_rules(EXPERT_NAMES))
 
 
 def _rules(config: ModelConfig, experts: LayerRules) -> list[TensorRule]:
@@ -500,11 +502,11 @@ DEEPSEEK_V2, DEEPSEEK_V3 = (
         read_config=partial(read_config, kind=kind),
         write_config=partial(write_config, family=kind),
         rules=rules,
-        joined=joined,
+        fused_rules=fused_rules,
         ignored=ROTARY_BUFFERS,
         copies=copies,
         tied=HEAD,
-        settle=settle,
+        adjust_config=adjust_config,
     )
     for kind, architecture in {
         "deepseek_v2": "DeepseekV2ForCausalLM",

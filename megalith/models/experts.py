@@ -19,7 +19,7 @@ OF_TRAINING = ("router_aux_loss_coef", "output_router_logits")
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class ExpertNames:
     """Names of the parts of a mixture of experts in a family."""
 
     block: str = "mlp"
@@ -33,11 +33,11 @@ class Words:
     shared_gate: str = "shared_expert_gate"
 
 
-def read_count(
+def read_num_experts(
     fields: Fields, default: int, *, names: Sequence[str] = ("num_experts", "num_local_experts")
 ) -> int:
     """Return the number of experts of a layer, under any of the names that transformers accepts."""
-    counts = {name: fields.whole(name, default) for name in names if name in fields.raw}
+    counts = {name: fields.read_int(name, default) for name in names if name in fields.raw}
     if len(set(counts.values())) > 1:
         fields.problems.append(
             f"{counts}: these numbers of experts differ. Remove one of the fields, or set both "
@@ -46,7 +46,7 @@ def read_count(
     return next(iter(counts.values()), default)
 
 
-def read_mixture(
+def read_moe(
     fields: Fields,
     layers: int,
     *,
@@ -63,32 +63,32 @@ def read_mixture(
     `width`: hidden size of an expert; `sparse`: whether some layers may be dense; others: arguments
     of MoEConfig.
     """
-    moe_layers = sparse_layers(fields, layers) if sparse else (True,) * layers
-    num_chosen = fields.whole("num_experts_per_tok", top_k)
+    moe_layers = read_moe_layers(fields, layers) if sparse else (True,) * layers
+    num_chosen = fields.read_int("num_experts_per_tok", top_k)
     return MoEConfig(
-        num_experts=read_count(fields, experts),
+        num_experts=read_num_experts(fields, experts),
         top_k=num_chosen,
         ffn_hidden_size=width,
-        layers=pattern(moe_layers),
-        router=RouterConfig(norm_topk_prob=fields.flag("norm_topk_prob")),
-        aux_loss=read_balance(
+        layers=flags_or_empty(moe_layers),
+        router=RouterConfig(norm_topk_prob=fields.read_flag("norm_topk_prob")),
+        aux_loss=read_aux_loss(
             fields, top_k=num_chosen, layers=sum(moe_layers), default=coefficient
         ),
         **others,
     )
 
 
-def write_mixture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    """Return the config fields of `read_mixture`, without width and layers."""
+def write_moe(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """Return the config fields of `read_moe`, without width and layers."""
     return {
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "norm_topk_prob": moe.router.norm_topk_prob,
-        **write_balance(config, moe),
+        **write_aux_loss(config, moe),
     }
 
 
-def read_balance(
+def read_aux_loss(
     fields: Fields, *, top_k: int, layers: int, default: float = 0.001
 ) -> AuxLossConfig:
     """Return the aux loss that transformers adds if output_router_logits is true, divided among the
@@ -98,14 +98,14 @@ def read_balance(
     layer, and summed.
     """
     name = "router_aux_loss_coef"
-    none = name in fields.raw and fields.value(name) is None
-    weight = 0.0 if none else fields.number(name, default, zero=True)
-    if not fields.flag("output_router_logits") or not layers:
+    none = name in fields.raw and fields.read_value(name) is None
+    weight = 0.0 if none else fields.read_number(name, default, zero=True)
+    if not fields.read_flag("output_router_logits") or not layers:
         return AuxLossConfig()
     return AuxLossConfig(batch_coeff=float(f"{weight * top_k / layers:.12g}"))
 
 
-def write_balance(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+def write_aux_loss(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     """Return the config fields of the aux loss; without one output_router_logits is false."""
     layers, weight = (
         sum(config.has_experts(layer) for layer in range(config.num_layers)),
@@ -117,11 +117,11 @@ def write_balance(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     return {"output_router_logits": weight > 0, **coefficient}
 
 
-def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+def read_moe_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return which layers have experts: every decoder_sparse_step-th layer that is not in
     mlp_only_layers."""
-    step = fields.whole("decoder_sparse_step", 1)
-    dense = fields.value("mlp_only_layers") or []
+    step = fields.read_int("decoder_sparse_step", 1)
+    dense = fields.read_value("mlp_only_layers") or []
     if not isinstance(dense, list) or any(
         type(layer) is not int or not 0 <= layer < layers for layer in dense
     ):
@@ -133,18 +133,18 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
-def write_sparse_layers(config: ModelConfig) -> dict[str, Any]:
-    """Return the config fields of `sparse_layers`."""
+def write_moe_layers(config: ModelConfig) -> dict[str, Any]:
+    """Return the config fields of `read_moe_layers`."""
     dense = [layer for layer in range(config.num_layers) if not config.has_experts(layer)]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def pattern(flags: Sequence[bool]) -> tuple[bool, ...]:
+def flags_or_empty(flags: Sequence[bool]) -> tuple[bool, ...]:
     """Return `MoEConfig.layers` for one flag per layer: empty for all."""
     return () if all(flags) else tuple(flags)
 
 
-def experts_of(config: ModelConfig, architecture: str) -> MoEConfig:
+def require_moe(config: ModelConfig, architecture: str) -> MoEConfig:
     """Return the mixture of experts of a model.
 
     Raises:
@@ -193,7 +193,7 @@ def canonical_experts(config: ModelConfig) -> ModelConfig:
 # --- tensors
 
 
-def mixture_rules(words: Words) -> LayerRules:
+def moe_rules(words: ExpertNames) -> LayerRules:
     """Return the rules of layers with separate tensors for each expert."""
     return lambda config, hf_layer, parameter: [
         *router_rules(config, f"{hf_layer}.{words.block}.{words.router}", parameter),
@@ -202,11 +202,11 @@ def mixture_rules(words: Words) -> LayerRules:
     ]
 
 
-def joined_rules(words: Words) -> LayerRules:
+def fused_moe_rules(words: ExpertNames) -> LayerRules:
     """Return the rules of layers whose experts are fused into two tensors, as in transformers 5."""
     return lambda config, hf_layer, parameter: [
         *router_rules(config, f"{hf_layer}.mlp.{words.router}", parameter),
-        *joined_expert_rules(config, f"{hf_layer}.mlp.experts", f"{parameter}.experts"),
+        *fused_expert_rules(config, f"{hf_layer}.mlp.experts", f"{parameter}.experts"),
         *shared_rules(config, f"{hf_layer}.mlp", parameter, words),
     ]
 
@@ -240,7 +240,7 @@ def router_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[Tens
 
 
 def expert_rules(
-    config: ModelConfig, hf_name: str, parameter: str, words: Words
+    config: ModelConfig, hf_name: str, parameter: str, words: ExpertNames
 ) -> list[TensorRule]:
     """Return the rules of gate, up and down of every expert."""
     moe, h = _experts(config), config.hidden_size
@@ -267,7 +267,7 @@ def expert_rules(
     return rules
 
 
-def joined_expert_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
+def fused_expert_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
     """Return the rules of fused gate_up and down tensors of all experts."""
     moe, h = _experts(config), config.hidden_size
     e, f = moe.num_experts, moe.ffn_hidden_size
@@ -285,7 +285,7 @@ def joined_expert_rules(config: ModelConfig, hf_name: str, parameter: str) -> li
 
 
 def shared_rules(
-    config: ModelConfig, hf_name: str, parameter: str, words: Words
+    config: ModelConfig, hf_name: str, parameter: str, words: ExpertNames
 ) -> list[TensorRule]:
     """Return the rules of the shared expert and its gate."""
     moe, h = _experts(config), config.hidden_size

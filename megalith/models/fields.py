@@ -9,7 +9,7 @@ from megalith.errors import raise_all
 
 T = TypeVar("T")
 
-HARMLESS = frozenset(
+FIELDS_WITHOUT_EFFECT = frozenset(
     (
         "architectures",
         "model_type",
@@ -77,7 +77,7 @@ HARMLESS = frozenset(
 """Fields that do not change the forward pass. pretraining_tp only changes the order of the sums in
 a matmul."""
 
-OFF = frozenset(
+ALLOWED_FALSE = frozenset(
     (
         "is_encoder_decoder",
         "is_decoder",
@@ -98,8 +98,8 @@ OFF = frozenset(
         "rope_interleaved",
     )
 )
-"""Fields that are accepted while they are false, also in families without the feature. Other
-unknown fields may be features that are on when true."""
+"""Fields that may be false in any family. Unknown fields are rejected even if false, because they
+may be on by default."""
 
 ACTIVATIONS: Mapping[object, Activation] = {
     "silu": "silu",
@@ -115,21 +115,21 @@ ACTIVATIONS: Mapping[object, Activation] = {
 
 
 class Fields:
-    """Fields of a config.json; fields that no reader asked for are rejected by `finish` unless they
-    have no effect.
+    """Reader of the fields of a config.json; fields that are not read are rejected unless they have
+    no effect.
 
     Every method returns a value of the right type; problems are collected in `problems` and raised
-    by `finish`.
+    by `raise_problems`.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw, self.problems = raw, list[str]()
-        self._asked = set(HARMLESS)
-        self.only("chunk_size_feed_forward", 0)
-        self.only("pruned_heads", {})
-        self.only("is_causal", True)
+        self._asked = set(FIELDS_WITHOUT_EFFECT)
+        self.require("chunk_size_feed_forward", 0)
+        self.require("pruned_heads", {})
+        self.require("is_causal", True)
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def read_int(self, name: str, default: int | None = None) -> int:
         """Return a whole number above 0; with a default, the field may be missing or null."""
         if default is None and name not in self.raw:
             self.problems.append(
@@ -138,21 +138,21 @@ class Fields:
             )
         elif default is None and self.raw[name] is None:
             self.problems.append(f"{name}=None: expected a whole number above 0.")
-        return self.whole_or_none(name) or default or 1
+        return self.read_optional_int(name) or default or 1
 
-    def whole_or_none(self, name: str) -> int | None:
+    def read_optional_int(self, name: str) -> int | None:
         """Return a whole number above 0, or None if the field is missing or null."""
-        value = self.value(name)
+        value = self.read_value(name)
         if value is None or (type(value) is int and value > 0):
             return value
         self.problems.append(f"{name}={value!r}: expected a whole number above 0.")
         return None
 
-    def number(self, name: str, default: float, *, zero: bool = False) -> float:
+    def read_number(self, name: str, default: float, *, zero: bool = False) -> float:
         """Return a number above 0, or at least 0 with `zero`; `default` if the field is missing."""
         if name not in self.raw:
             return default
-        value = self.value(name)
+        value = self.read_value(name)
         if type(value) in (int, float) and (value > 0 or (zero and value == 0)):
             return float(value)
         self.problems.append(
@@ -160,25 +160,25 @@ class Fields:
         )
         return default
 
-    def number_or_none(self, name: str, default: float | None = None) -> float | None:
+    def read_optional_number(self, name: str, default: float | None = None) -> float | None:
         """Return a number above 0, None if the field is null, or `default` if it is missing."""
-        if self.value(name) is None:
+        if self.read_value(name) is None:
             return None if name in self.raw else default
-        return self.number(name, 1.0)
+        return self.read_number(name, 1.0)
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def read_flag(self, name: str, default: bool = False) -> bool:
         """Return true or false; null and a missing field give the default."""
-        value = self.value(name)
+        value = self.read_value(name)
         if value is None:
             return default
         if value not in (True, False):
             self.problems.append(f"{name}={value!r}: expected true or false.")
         return bool(value)
 
-    def choice(self, name: str, choices: Mapping[object, T], default: object) -> T:
+    def read_choice(self, name: str, choices: Mapping[object, T], default: object) -> T:
         """Return the value of one of the allowed words; null and a missing field mean the word
         `default`."""
-        value = self.value(name)
+        value = self.read_value(name)
         value = default if value is None else value
         if isinstance(value, str | int | float | bool) and value in choices:
             return choices[value]
@@ -188,24 +188,24 @@ class Fields:
         )
         return next(iter(choices.values()))
 
-    def activation(self, name: str = "hidden_act", default: str = "silu") -> Activation:
+    def read_activation(self, name: str = "hidden_act", default: str = "silu") -> Activation:
         """Return the activation of the MLP."""
-        return self.choice(name, ACTIVATIONS, default)
+        return self.read_choice(name, ACTIVATIONS, default)
 
-    def only(self, name: str, *allowed: object) -> None:
+    def require(self, name: str, *allowed: object) -> None:
         """Report a problem if the field has a value that is neither allowed nor null."""
-        value = self.value(name)
+        value = self.read_value(name)
         if value is not None and value not in allowed:
             self.problems.append(
                 f"{name}={value!r:.60} is not supported: it must be {allowed[0]!r}."
             )
 
-    def flags_of_layers(
+    def read_layer_flags(
         self, name: str, layers: int, words: Mapping[object, bool]
     ) -> tuple[bool, ...] | None:
         """Return a flag for each layer from a list of words, or None if the field is missing or
         null."""
-        value = self.value(name)
+        value = self.read_value(name)
         if value is None:
             return None
         is_valid = isinstance(value, list) and all(
@@ -219,7 +219,7 @@ class Fields:
             return None
         return tuple(words[word] for word in value[:layers])
 
-    def value(self, name: str) -> Any:  # JSON
+    def read_value(self, name: str) -> Any:  # JSON
         """Return the unchecked value of a field, or None if it is missing."""
         self._asked.add(name)
         return self.raw.get(name)
@@ -228,7 +228,7 @@ class Fields:
         """Accept fields that do not change the forward pass or that repeat other fields."""
         self._asked.update(names)
 
-    def finish(self) -> None:
+    def raise_problems(self) -> None:
         """Raise an error if any problem was found.
 
         Raises:
@@ -237,7 +237,11 @@ class Fields:
         """
         for name, value in self.raw.items():
             # A null field is treated as missing.
-            known = name in self._asked or name.startswith("_") or (value is False and name in OFF)
+            known = (
+                name in self._asked
+                or name.startswith("_")
+                or (value is False and name in ALLOWED_FALSE)
+            )
             if known or value is None:
                 continue
             if name == "quantization_config":
@@ -255,7 +259,7 @@ class Fields:
         raise_all(list(dict.fromkeys(self.problems)))
 
 
-THEIRS: Mapping[str, tuple[str, ...]] = {
+HF_FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd"),
     "num_layers": ("num_hidden_layers", "n_layer"),
     "num_heads": ("num_attention_heads", "n_head"),
@@ -298,22 +302,22 @@ SECTIONS = ("rope_parameters", "rope_scaling")
 """Fields that contain a mapping with fields of rotary embeddings."""
 
 
-def in_their_words(text: str, raw: Mapping[str, Any]) -> str:
+def translate_field_names(text: str, raw: Mapping[str, Any]) -> str:
     """Replace names of settings in a message by the names of the fields in a config.json.
 
     >>> text = "model.moe.top_k=9 is more than model.moe.num_experts=8."
-    >>> in_their_words(text, {"num_experts": 8})
+    >>> translate_field_names(text, {"num_experts": 8})
     'num_experts_per_tok=9 is more than num_experts=8.'
     """
     return re.sub(
         r"\bmodel\.([a-z_]+(?:\.[a-z_]+)*)",
-        lambda match: _their_word(match[0], match[1], raw),
+        lambda match: _translate_field_name(match[0], match[1], raw),
         text,
     )
 
 
-def _their_word(text: str, setting: str, raw: Mapping[str, Any]) -> str:
-    names = THEIRS.get(setting, (text,))
+def _translate_field_name(text: str, setting: str, raw: Mapping[str, Any]) -> str:
+    names = HF_FIELD_NAMES.get(setting, (text,))
     sections = [section for section in SECTIONS if isinstance(raw.get(section), Mapping)]
     present = [name for name in names if name in raw]
     present += [
@@ -322,6 +326,6 @@ def _their_word(text: str, setting: str, raw: Mapping[str, Any]) -> str:
     return present[0] if present else names[0]
 
 
-def activation_word(activation: Activation) -> str:
+def hf_activation_name(activation: Activation) -> str:
     """Return the Hugging Face name of an activation."""
     return next(str(hf_name) for hf_name, name in ACTIVATIONS.items() if name == activation)

@@ -34,7 +34,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         fields, max_seq_len=8192, kv_heads=16, head_dim=256, tied=True
     )
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,

@@ -17,11 +17,11 @@ from megalith.models.usual import (
     ROTARY_BUFFERS,
     SIZE_REMEDY,
     check_all_fields_exported,
+    check_head_sizes,
     common_rules,
     read_common_fields,
     read_windows,
-    whole_heads,
-    windowed,
+    window_arguments,
     write_common_fields,
     write_windows,
 )
@@ -55,16 +55,16 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields.ignore("hidden_act")  # transformers reads only hidden_activation
     layers = common_fields["num_layers"]
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
-    fields.only("sliding_window_size", window)  # the first releases have both fields
+    window = fields.read_optional_int("sliding_window") if "sliding_window" in raw else 4096
+    fields.require("sliding_window_size", window)  # the first releases have both fields
     default = [layer % 2 == 0 for layer in range(layers)]
-    windows = windowed(
+    windows = window_arguments(
         window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY)
     )
-    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
-    cap = fields.number_or_none("attn_logit_softcapping", 50.0)
-    logit_cap = fields.number_or_none("final_logit_softcapping", 30.0)
-    fields.finish()
+    scale = fields.read_number("query_pre_attn_scalar", 256.0) ** -0.5
+    cap = fields.read_optional_number("attn_logit_softcapping", 50.0)
+    logit_cap = fields.read_optional_number("final_logit_softcapping", 30.0)
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,
@@ -82,7 +82,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as Gemma 2.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     raw = {
         **write_common_fields(config, GEMMA2, activation="hidden_activation"),
         "query_pre_attn_scalar": scalar_of(config),

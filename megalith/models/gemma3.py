@@ -21,11 +21,11 @@ from megalith.models.usual import (
     SIZE_REMEDY,
     SLIDING,
     check_all_fields_exported,
+    check_head_sizes,
     common_rules,
     read_common_fields,
     read_windows,
-    whole_heads,
-    windowed,
+    window_arguments,
     write_common_fields,
     write_windows,
 )
@@ -49,21 +49,21 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
     fields.ignore("hidden_act")  # transformers reads only hidden_activation
     layers = common_fields["num_layers"]
-    every = fields.whole("sliding_window_pattern", 6)
-    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
+    every = fields.read_int("sliding_window_pattern", 6)
+    window = fields.read_optional_int("sliding_window") if "sliding_window" in raw else 4096
     default = [(layer + 1) % every != 0 for layer in range(layers)]
-    windows = windowed(
+    windows = window_arguments(
         window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY)
     )
     rope = _read_rope(fields, common_fields["max_seq_len"], windows=bool(windows))
-    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
-    if fields.value("attn_logit_softcapping") is not None:
+    scale = fields.read_number("query_pre_attn_scalar", 256.0) ** -0.5
+    if fields.read_value("attn_logit_softcapping") is not None:
         fields.problems.append(
             f"attn_logit_softcapping={raw['attn_logit_softcapping']}: transformers ignores it for "
             f"Gemma 3. Set it to null."
         )
-    logit_cap = fields.number_or_none("final_logit_softcapping")
-    fields.finish()
+    logit_cap = fields.read_optional_number("final_logit_softcapping")
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,
@@ -81,7 +81,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as Gemma 3.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     raw = {
         **write_common_fields(config, GEMMA3, activation="hidden_activation"),
         **_write_rope(config.rope),

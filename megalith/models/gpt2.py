@@ -12,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.pieces import layer_norm_rules
-from megalith.models.usual import HEAD, check_all_fields_exported, whole_heads
+from megalith.models.usual import HEAD, check_all_fields_exported, check_head_sizes
 
 # --- config.json
 
@@ -48,31 +48,33 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             are reported together.
     """
     fields = Fields(raw)
-    sizes: dict[str, Any] = {name: fields.whole(hf_name) for hf_name, name in SIZES.items()}
-    fields.only("scale_attn_weights", True)
-    fields.only("scale_attn_by_inverse_layer_idx", False)
-    fields.only("add_cross_attention", False)
+    sizes: dict[str, Any] = {name: fields.read_int(hf_name) for hf_name, name in SIZES.items()}
+    fields.require("scale_attn_weights", True)
+    fields.require("scale_attn_by_inverse_layer_idx", False)
+    fields.require("add_cross_attention", False)
     fields.ignore(
         "reorder_and_upcast_attn", *ELSEWHERE
     )  # reorder_and_upcast_attn: attention scores in fp32, as always here
-    dropout = {name: fields.number(hf_name, 0.1, zero=True) for hf_name, name in DROPOUTS.items()}
+    dropout = {
+        name: fields.read_number(hf_name, 0.1, zero=True) for hf_name, name in DROPOUTS.items()
+    }
     config = ModelConfig(
         **sizes,
         num_kv_heads=sizes["num_heads"],
-        ffn_hidden_size=fields.whole("n_inner", 4 * sizes["hidden_size"]),
+        ffn_hidden_size=fields.read_int("n_inner", 4 * sizes["hidden_size"]),
         norm="layer",
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        norm_eps=fields.read_number("layer_norm_epsilon", 1e-5),
         positions="learned",
-        activation=fields.activation("activation_function", "gelu_new"),
+        activation=fields.read_activation("activation_function", "gelu_new"),
         gated=False,
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
         dropout=DropoutConfig(**dropout),
-        tied_embeddings=fields.flag("tie_word_embeddings", True),
-        init_std=fields.number("initializer_range", 0.02, zero=True),
+        tied_embeddings=fields.read_flag("tie_word_embeddings", True),
+        init_std=fields.read_number("initializer_range", 0.02, zero=True),
     )
-    fields.finish()
+    fields.raise_problems()
     return config
 
 
@@ -82,7 +84,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as GPT-2.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     hf_activations = {"gelu_tanh": "gelu_new", "squared_relu": "relu2"}
     raw = {
         "architectures": [GPT2.architecture],

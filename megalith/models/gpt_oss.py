@@ -11,7 +11,7 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.rope import RopeConfig
-from megalith.models.experts import experts_of, read_balance, router_rules, write_balance
+from megalith.models.experts import read_aux_loss, require_moe, router_rules, write_aux_loss
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.rope import read_rope
@@ -24,7 +24,7 @@ from megalith.models.usual import (
     check_all_fields_exported,
     read_common_fields,
     read_windows,
-    windowed,
+    window_arguments,
     write_common_fields,
     write_windows,
 )
@@ -42,16 +42,16 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         fields, max_seq_len=131_072, norm_eps=1e-5, head_dim=64, kv_heads=8, switch=False
     )
     layers = common_fields["num_layers"]
-    fields.only("hidden_act", "silu")  # the experts do not use it
-    fields.only("swiglu_alpha", 1.702)
-    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 128
+    fields.require("hidden_act", "silu")  # the experts do not use it
+    fields.require("swiglu_alpha", 1.702)
+    window = fields.read_optional_int("sliding_window") if "sliding_window" in raw else 128
     default = [layer % 2 == 0 for layer in range(layers)]
-    windows = windowed(
+    windows = window_arguments(
         window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY)
     )
-    biases = fields.flag("attention_bias", True)
+    biases = fields.read_flag("attention_bias", True)
     top_k_values = [
-        fields.whole(name, 4)
+        fields.read_int(name, 4)
         for name in ("num_experts_per_tok", "experts_per_token")
         if name in raw
     ]
@@ -61,32 +61,32 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"differ. Set both to the same number of experts per token."
         )
     moe = MoEConfig(
-        num_experts=fields.whole("num_local_experts", 128),
+        num_experts=fields.read_int("num_local_experts", 128),
         top_k=next(iter(top_k_values), 4),
         biases=True,
         ffn_hidden_size=common_fields["ffn_hidden_size"],
         router=RouterConfig(bias=True),
-        aux_loss=read_balance(fields, top_k=next(iter(top_k_values), 4), layers=layers),
+        aux_loss=read_aux_loss(fields, top_k=next(iter(top_k_values), 4), layers=layers),
     )
     fields.ignore("initial_context_length", "num_experts")
     config = ModelConfig(
         **common_fields | {"activation": "quick_gelu"},
         rope=_read_rope(fields, common_fields["max_seq_len"]),
         attention=AttentionConfig(sinks=True, **windows),
-        activation_clamp=fields.number("swiglu_limit", 7.0),
+        activation_clamp=fields.read_number("swiglu_limit", 7.0),
         up_offset=1.0,
         qkv_bias=biases,
         output_bias=biases,
         moe=moe,
     )
-    fields.finish()
+    fields.raise_problems()
     return config
 
 
 def _read_rope(fields: Fields, length: int) -> RopeConfig:
     """Return the rotary embeddings; without any fields those of the release."""
     if fields.raw.get("rope_parameters") is None and fields.raw.get("rope_scaling") is None:
-        theta = fields.number("rope_theta", 150_000.0)
+        theta = fields.read_number("rope_theta", 150_000.0)
         return RopeConfig(
             theta=theta, scaling="yarn", factor=32.0, original_max_position=4096, whole_pairs=False
         )
@@ -99,7 +99,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as gpt-oss.
     """
-    moe = experts_of(config, GPT_OSS.architecture)
+    moe = require_moe(config, GPT_OSS.architecture)
     raw = {
         **write_common_fields(config, GPT_OSS),
         "hidden_act": "silu",
@@ -111,7 +111,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "experts_per_token": moe.top_k,
         "swiglu_limit": config.activation_clamp,
         "attention_bias": config.qkv_bias,
-        **write_balance(config, moe),
+        **write_aux_loss(config, moe),
     }
     return check_all_fields_exported(raw, config, read_config, GPT_OSS)
 

@@ -32,16 +32,16 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     common_fields = read_common_fields(fields)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    mlp_bias = fields.flag("mlp_bias")
+    mlp_bias = fields.read_flag("mlp_bias")
     embedding, residual = (
-        fields.number("embedding_multiplier", 1.0),
-        fields.number("residual_multiplier", 1.0),
+        fields.read_number("embedding_multiplier", 1.0),
+        fields.read_number("residual_multiplier", 1.0),
     )
     scale, divisor = (
-        fields.number("attention_multiplier", 1.0),
-        fields.number("logits_scaling", 1.0),
+        fields.read_number("attention_multiplier", 1.0),
+        fields.read_number("logits_scaling", 1.0),
     )
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,

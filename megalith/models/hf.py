@@ -46,14 +46,14 @@ from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.decilm import DECILM
 from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megalith.models.fields import ACTIVATIONS, in_their_words
+from megalith.models.fields import ACTIVATIONS, translate_field_names
 from megalith.models.gemma import GEMMA
 from megalith.models.gemma2 import GEMMA2
 from megalith.models.gemma3 import GEMMA3
 from megalith.models.gpt2 import GPT2
 from megalith.models.gpt_oss import GPT_OSS
 from megalith.models.granite import GRANITE
-from megalith.models.jobs import batches, done_in_order
+from megalith.models.jobs import run_in_order, split_by_nbytes
 from megalith.models.journal import Attempt, ConversionJournal
 from megalith.models.llama import LLAMA
 from megalith.models.llama4 import LLAMA4
@@ -62,17 +62,17 @@ from megalith.models.mixtral import MIXTRAL
 from megalith.models.names import (
     BALANCING_BIAS,
     Family,
-    Outer,
     TensorRule,
-    as_stored,
-    by_parameter,
-    by_tensor,
+    WrapperFamily,
     dtype_to_write,
-    extent,
-    in_our_order,
-    in_their_order,
-    region_of,
-    rules_of,
+    group_by_parameter,
+    group_by_tensor,
+    locate_box,
+    select_rules,
+    strip_missing_prefix,
+    to_parameter_layout,
+    to_tensor_layout,
+    unpadded_shape,
 )
 from megalith.models.neox import NEOX
 from megalith.models.olmo2 import OLMO2
@@ -85,7 +85,7 @@ from megalith.models.qwen2_moe import QWEN2_MOE
 from megalith.models.qwen3 import QWEN3
 from megalith.models.qwen3_moe import QWEN3_MOE
 from megalith.models.smollm3 import SMOLLM3
-from megalith.models.staging import publish, work_on
+from megalith.models.staging import open_staging, publish
 from megalith.models.starcoder2 import STARCODER2
 from megalith.models.usual import UnexportedFieldsError
 from megalith.plan.network import network_problems
@@ -118,7 +118,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 """All supported architectures; a model that several can express is written as the first of them."""
 
-PADDED = ("embed.weight", "head.weight")
+PADDABLE_TABLES = ("embed.weight", "head.weight")
 """Vocabulary tables, which may have more rows than their tensors; additional rows are zero or the
 mean of the others."""
 
@@ -265,16 +265,16 @@ class HuggingFaceFolder:
         self._tensors = {
             name.removeprefix(prefix): tensors[name] for name in tensors if name not in self.others
         }
-        self.model_config: ModelConfig = self.family.settle(config, self._tensors.keys())
+        self.model_config: ModelConfig = self.family.adjust_config(config, self._tensors.keys())
         if problems := network_problems(self.model_config, trains=False):
-            messages = " ".join(in_their_words(text, self.raw) for text in problems)
+            messages = " ".join(translate_field_names(text, self.raw) for text in problems)
             raise CheckpointError(f"{path / CONFIG} describes an invalid model: {messages}")
         self.source = HFSource(self.family, _activation_names(self.raw, self.model_config))
         names = self._tensors.keys()
-        self.rules = as_stored(
-            rules_of(self.family, self.model_config, names), self.family.prefix, names
+        self.rules = strip_missing_prefix(
+            select_rules(self.family, self.model_config, names), self.family.prefix, names
         )
-        self._rules = by_parameter(self.rules)
+        self._rules = group_by_parameter(self.rules)
         self.copies = [
             rule for rule in self.family.copies(self.model_config) if rule.name in self._tensors
         ]
@@ -337,20 +337,24 @@ class HuggingFaceFolder:
         num_unfilled -= sum(numel(part) for _, part in parts)
         if num_unfilled:
             piece.values.zero_()
-            if self.new_rows == "mean" and parameter in PADDED:
+            if self.new_rows == "mean" and parameter in PADDABLE_TABLES:
                 self._fill_new_rows(parameter, piece)
         for rule, part in parts:
             inner_view(piece, part).copy_(self._stored_box(rule, part))
 
-    def added_rows(self, shards: Sequence[Shard]) -> int:
+    def count_new_rows(self, shards: Sequence[Shard]) -> int:
         """Return how many rows the vocabulary tables of `shards` have beyond those of the
         folder."""
-        tables = [shard for shard in shards if shard.name in PADDED and shard.name in self._rules]
-        return sum(max(0, shard.shape[0] - extent(self._rules[shard.name])[0]) for shard in tables)
+        tables = [
+            shard for shard in shards if shard.name in PADDABLE_TABLES and shard.name in self._rules
+        ]
+        return sum(
+            max(0, shard.shape[0] - unpadded_shape(self._rules[shard.name])[0]) for shard in tables
+        )
 
     def _fill_new_rows(self, parameter: str, piece: TensorPiece) -> None:
         """Set the rows beyond those of the folder to the mean of its rows."""
-        rows = extent(self._rules[parameter])[0]
+        rows = unpadded_shape(self._rules[parameter])[0]
         (start, stop), *columns = piece.box
         if parameter not in self._means:  # two threads may both compute it, with the same result
             self._means[parameter] = self._mean_row(parameter)
@@ -359,7 +363,7 @@ class HuggingFaceFolder:
 
     def _mean_row(self, parameter: str) -> Tensor:
         """Return the mean row of a table, accumulated in float64 a piece at a time."""
-        rows, *features = extent(self._rules[parameter])
+        rows, *features = unpadded_shape(self._rules[parameter])
         total, step = (
             torch.zeros(features, dtype=torch.float64),
             max(1, PIECE_NBYTES // (8 * math.prod(features))),
@@ -371,9 +375,9 @@ class HuggingFaceFolder:
 
     def _stored_box(self, rule: TensorRule, part: Box) -> Tensor:
         """Return the values of a part of a rule's box, with the dims of the parameter."""
-        region = region_of(rule, part)
+        region = locate_box(rule, part)
         stored = self._read(rule.name, region.slices)
-        return in_our_order(rule, stored.reshape(region.view)[region.at])
+        return to_parameter_layout(rule, stored.reshape(region.view)[region.at])
 
     def _read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Return a slice of a Hugging Face tensor."""
@@ -388,8 +392,8 @@ class HuggingFaceFolder:
             if shard.name not in self._rules:
                 problems.append(f"{shard.name} is in this run but not in the folder")
                 continue
-            folder_shape = extent(self._rules[shard.name])
-            is_padded = shard.name in PADDED and shard.shape[0] >= folder_shape[0]
+            folder_shape = unpadded_shape(self._rules[shard.name])
+            is_padded = shard.name in PADDABLE_TABLES and shard.shape[0] >= folder_shape[0]
             if shard.shape != ((shard.shape[0], *folder_shape[1:]) if is_padded else folder_shape):
                 problems.append(
                     f"{shard.name} is {list(shard.shape)} in this run and {list(folder_shape)} "
@@ -430,7 +434,9 @@ class HuggingFaceFolder:
             )
 
     def _check_shapes(self) -> None:
-        checked = [(rules[0], self._tensors[name]) for name, rules in by_tensor(self.rules).items()]
+        checked = [
+            (rules[0], self._tensors[name]) for name, rules in group_by_tensor(self.rules).items()
+        ]
         problems = [
             f"{rule.name} is {list(info.shape)}, expected {list(rule.shape)}"
             for rule, info in checked
@@ -503,7 +509,7 @@ def _is_activation_name(name: str, model: ModelConfig) -> bool:
     return ACTIVATIONS.get(name) == model.activation
 
 
-def find_family(raw: Mapping[str, Any], path: Path) -> tuple[Family, Outer | None]:
+def find_family(raw: Mapping[str, Any], path: Path) -> tuple[Family, WrapperFamily | None]:
     """Return the family of a config.json, and the multimodal wrapper if the config is of one.
 
     Raises:
@@ -511,23 +517,23 @@ def find_family(raw: Mapping[str, Any], path: Path) -> tuple[Family, Outer | Non
     """
     names = raw.get("architectures") or []
     for family in FAMILIES:
-        for architecture in (family, family.outer):
+        for architecture in (family, family.wrapper):
             if architecture is not None and _has_architecture(raw, architecture):
                 _reject_custom_code(raw, architecture.architecture, path)
-                return family, family.outer if architecture is family.outer else None
+                return family, family.wrapper if architecture is family.wrapper else None
     shown = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')}"
     known = ", ".join(family.architecture for family in FAMILIES)
     raise CheckpointError(f"{path}: the architecture {shown} is not supported. Use one of {known}.")
 
 
-def _has_architecture(raw: Mapping[str, Any], architecture: Family | Outer) -> bool:
+def _has_architecture(raw: Mapping[str, Any], architecture: Family | WrapperFamily) -> bool:
     names = raw.get("architectures") or []
     return architecture.architecture in names or (
         not names and raw.get("model_type") == architecture.model_type
     )
 
 
-def _inner_config(raw: Mapping[str, Any], outer: Outer, path: Path) -> dict[str, Any]:
+def _inner_config(raw: Mapping[str, Any], outer: WrapperFamily, path: Path) -> dict[str, Any]:
     """Return the config of the text model, with the fields that the outer config shares.
 
     Raises:
@@ -569,7 +575,7 @@ def _reject_custom_code(raw: Mapping[str, Any], architecture: str, path: Path) -
         )
 
 
-def family_for(config: ModelConfig) -> Family:
+def find_exporting_family(config: ModelConfig) -> Family:
     """Return the first family that can express a model.
 
     Raises:
@@ -680,7 +686,7 @@ def plan_files(
     tensor."""
     files: list[list[tuple[Parts, Planned]]] = []
     remaining_nbytes = 0
-    for name, parts in by_tensor(rules).items():
+    for name, parts in group_by_tensor(rules).items():
         planned = Planned(name, dtype_of(parts), parts[0].shape)
         if planned.nbytes > remaining_nbytes or not files:
             files.append([])
@@ -725,7 +731,7 @@ def write_folder(
         CheckpointError: the path exists, or writing failed.
         ConfigError: the family cannot express the model.
     """
-    family = family or family_for(config)
+    family = family or find_exporting_family(config)
     raw = family.write_config(config)
     names = {
         field: name
@@ -749,7 +755,7 @@ def write_folder(
     ]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     raw["dtype"] = raw["torch_dtype"] = str(widest).removeprefix("torch.")  # transformers 5, and 4
-    with work_on(path, attempt) as work:
+    with open_staging(path, attempt) as work:
         staging = work.folder / "folder"
         total = _write_weights(staging, files, weights, wrote, workers, work.journal)
         for name, contents in (auxiliary_files or {}).items():
@@ -762,7 +768,7 @@ def write_folder(
     return total
 
 
-def require_room(folder: Path, nbytes: int) -> None:
+def check_free_space(folder: Path, nbytes: int) -> None:
     """Check that the disk of `folder` has enough free space.
 
     Raises:
@@ -799,15 +805,15 @@ def _write_weights(
     jobs: list[_Job] = []
     for name, content in zip(names, files, strict=True):
         offsets = allocated.get(name) or allocate_file(staging / name, plans[name], METADATA)
-        for batch in batches(
+        for batch in split_by_nbytes(
             list(zip(offsets, content, strict=True)), lambda item: item[1][1].nbytes, BATCH_NBYTES
         ):
             tensors, journal_key = [item for _, item in batch], f"{name}@{batch[0][0]}"
             record = journal.found(journal_key) if name in allocated else None
             jobs.append(_Job(staging / name, batch[0][0], tensors, journal_key, record))
-    require_room(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
+    check_free_space(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
     total = sum(
-        done_in_order([partial(_write_job, job, weights, wrote, journal) for job in jobs], workers)
+        run_in_order([partial(_write_job, job, weights, wrote, journal) for job in jobs], workers)
     )
     for name in names:
         storage.sync_written(staging / name)
@@ -881,11 +887,11 @@ def _read_tensors(
     """Yield the values of the tensors in file order, in one or more pieces each."""
     for parts, planned in content:
         first = parts[0]
-        if first.parameter is not None and first.whole and first.in_order:
+        if first.parameter is not None and first.covers_tensor and first.keeps_order:
             for box in divide(first.box, PIECE_NBYTES // planned.dtype.itemsize):
                 yield weights.read(first.parameter, box, planned.dtype)
-        elif first.parameter is not None and first.whole:
-            yield in_their_order(first, weights.read(first.parameter, first.box, planned.dtype))
+        elif first.parameter is not None and first.covers_tensor:
+            yield to_tensor_layout(first, weights.read(first.parameter, first.box, planned.dtype))
         else:
             yield _assemble_tensor(parts, planned, weights)
         wrote(planned.nbytes)
@@ -899,7 +905,7 @@ def _assemble_tensor(parts: Parts, planned: Planned, weights: Weights) -> Tensor
             target = values.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
             target.copy_(
                 laid_out(
-                    in_their_order(rule, weights.read(rule.parameter, rule.box, planned.dtype))
+                    to_tensor_layout(rule, weights.read(rule.parameter, rule.box, planned.dtype))
                 )
             )
     return values

@@ -11,10 +11,12 @@ Item = TypeVar("Item")
 Done = TypeVar("Done")
 
 
-def batches(items: Sequence[Item], nbytes: Callable[[Item], int], least: int) -> list[list[Item]]:
+def split_by_nbytes(
+    items: Sequence[Item], nbytes: Callable[[Item], int], least: int
+) -> list[list[Item]]:
     """Split items into lists of at least `least` bytes each, except for the last.
 
-    >>> batches([3, 1, 4, 1, 5], lambda size: size, 4)
+    >>> split_by_nbytes([3, 1, 4, 1, 5], lambda size: size, 4)
     [[3, 1], [4], [1, 5]]
     """
     lists: list[list[Item]] = []
@@ -28,7 +30,7 @@ def batches(items: Sequence[Item], nbytes: Callable[[Item], int], least: int) ->
     return lists
 
 
-def done_in_order(jobs: Sequence[Callable[[], Done]], workers: int) -> Iterator[Done]:
+def run_in_order(jobs: Sequence[Callable[[], Done]], workers: int) -> Iterator[Done]:
     """Yield the results of the jobs in order. After an error or an interrupt, pending jobs are
     canceled."""
     if workers == 1 or len(jobs) == 1:

@@ -43,7 +43,7 @@ class ConversionJournal:
     def __len__(self) -> int:
         return len(self._done)
 
-    def moved_to(self, folder: Path) -> "ConversionJournal":
+    def reopen(self, folder: Path) -> "ConversionJournal":
         """Return the journal in a renamed folder; a truncated last line is terminated and
         ignored."""
         if storage.read_bytes(folder / NAME)[-1:] != b"\n":
@@ -96,7 +96,7 @@ def read_journal(folder: Path) -> tuple[Recipe, ConversionJournal] | None:
     )
 
 
-def changed(before: Recipe, now: Recipe) -> list[str]:
+def describe_changes(before: Recipe, now: Recipe) -> list[str]:
     """Return how two recipes differ, a line each."""
     names = dict.fromkeys((*now, *before))
     return [

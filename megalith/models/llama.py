@@ -14,9 +14,9 @@ from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
     check_all_fields_exported,
+    check_head_sizes,
     common_rules,
     read_common_fields,
-    whole_heads,
     write_common_fields,
 )
 
@@ -31,8 +31,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     common_fields = read_common_fields(fields)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    mlp_bias = fields.flag("mlp_bias")
-    fields.finish()
+    mlp_bias = fields.read_flag("mlp_bias")
+    fields.raise_problems()
     return ModelConfig(**common_fields, rope=rope, mlp_bias=mlp_bias)
 
 
@@ -42,7 +42,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as Llama.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     raw = {**write_common_fields(config, LLAMA), "mlp_bias": config.mlp_bias}
     return check_all_fields_exported(raw, config, read_config, LLAMA)
 

@@ -15,9 +15,15 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.rope import RopeConfig
-from megalith.models.experts import OF_TRAINING, Words, pattern, router_rules, shared_rules
+from megalith.models.experts import (
+    OF_TRAINING,
+    ExpertNames,
+    flags_or_empty,
+    router_rules,
+    shared_rules,
+)
 from megalith.models.fields import Fields
-from megalith.models.names import Family, Outer, TensorRule, piece
+from megalith.models.names import Family, TensorRule, WrapperFamily, piece
 from megalith.models.rope import read_rope
 from megalith.models.usual import (
     FULL,
@@ -26,8 +32,8 @@ from megalith.models.usual import (
     check_all_fields_exported,
     common_rules,
     read_common_fields,
-    shortest,
-    windowed,
+    shortest_pattern,
+    window_arguments,
     write_common_fields,
 )
 
@@ -57,23 +63,23 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
     layers = common_fields["num_layers"]
     moe = _read_experts(fields, common_fields)
-    common_fields["ffn_hidden_size"] = fields.whole("intermediate_size_mlp", 16_384)
+    common_fields["ffn_hidden_size"] = fields.read_int("intermediate_size_mlp", 16_384)
     rope_layers = _read_rope_layers(fields, layers)
     rope = _read_rope(fields, common_fields["max_seq_len"], rope_layers)
     attention = AttentionConfig(
         **_read_chunks(fields, rope_layers), **_read_norms(fields, rope_layers)
     )
-    fields.only("for_llm_compressor", False)
+    fields.require("for_llm_compressor", False)
     fields.ignore(*OF_EXPERTS)
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(**common_fields, rope=rope, attention=attention, moe=moe)
 
 
 def _read_experts(fields: Fields, common_fields: Mapping[str, Any]) -> MoEConfig | None:
     """Return the mixture of experts, in every `interleave_moe_layer_step`-th layer or in the listed
     ones."""
-    layers, step = common_fields["num_layers"], fields.whole("interleave_moe_layer_step", 1)
-    listed = fields.value("moe_layers")
+    layers, step = common_fields["num_layers"], fields.read_int("interleave_moe_layer_step", 1)
+    listed = fields.read_value("moe_layers")
     if listed is not None and not (
         isinstance(listed, list) and all(type(layer) is int and layer >= 0 for layer in listed)
     ):
@@ -87,16 +93,16 @@ def _read_experts(fields: Fields, common_fields: Mapping[str, Any]) -> MoEConfig
     ]
     if not any(moe_layers):
         return None
-    fields.only("num_experts_per_tok", 1)
+    fields.require("num_experts_per_tok", 1)
     width = common_fields["ffn_hidden_size"]
     return MoEConfig(
-        num_experts=fields.whole("num_local_experts", 16),
+        num_experts=fields.read_int("num_local_experts", 16),
         top_k=1,
         ffn_hidden_size=width,
         shared_ffn_hidden_size=width,
         apply_router_weight_on_input=True,
         router=RouterConfig(score="sigmoid", norm_topk_prob=False),
-        layers=pattern(moe_layers),
+        layers=flags_or_empty(moe_layers),
     )
 
 
@@ -104,11 +110,13 @@ def _read_rope_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return which layers have rotary embeddings: ones in no_rope_layers mean that they do,
     contrary to the name."""
     every, is_listed = (
-        fields.whole("no_rope_layer_interval", 4),
-        fields.value("no_rope_layers") != [],
+        fields.read_int("no_rope_layer_interval", 4),
+        fields.read_value("no_rope_layers") != [],
     )
     flags = (
-        fields.flags_of_layers("no_rope_layers", layers, {1: True, 0: False}) if is_listed else None
+        fields.read_layer_flags("no_rope_layers", layers, {1: True, 0: False})
+        if is_listed
+        else None
     )
     return flags or tuple((layer + 1) % every != 0 for layer in range(layers))
 
@@ -116,10 +124,10 @@ def _read_rope_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
 def _read_rope(fields: Fields, length: int, rope_layers: tuple[bool, ...]) -> RopeConfig:
     """Return the rotary embeddings, and the attention temperature of layers without them."""
     temperature_scale, step = (
-        fields.number("attn_scale", 0.1, zero=True),
-        fields.whole("floor_scale", 8192),
+        fields.read_number("attn_scale", 0.1, zero=True),
+        fields.read_int("floor_scale", 8192),
     )
-    temperature_tuning = fields.value("attn_temperature_tuning")
+    temperature_tuning = fields.read_value("attn_temperature_tuning")
     if temperature_tuning is not None and type(temperature_tuning) not in (
         bool,
         int,
@@ -133,7 +141,7 @@ def _read_rope(fields: Fields, length: int, rope_layers: tuple[bool, ...]) -> Ro
     rope = replace(read_rope(fields, max_position=length, theta=500_000.0), interleaved=True)
     if all(rope_layers):
         return rope
-    rope = replace(rope, skip=shortest(tuple(not flag for flag in rope_layers)))
+    rope = replace(rope, skip=shortest_pattern(tuple(not flag for flag in rope_layers)))
     return (
         replace(rope, skip_growth=temperature_scale, skip_step=step)
         if has_temperature and temperature_scale
@@ -145,27 +153,30 @@ def _read_chunks(fields: Fields, rope_layers: tuple[bool, ...]) -> dict[str, Any
     """Return the arguments of AttentionConfig about chunked attention: in layers with rotary
     embeddings, or as in layer_types."""
     size = (
-        fields.whole_or_none("attention_chunk_size")
+        fields.read_optional_int("attention_chunk_size")
         if "attention_chunk_size" in fields.raw
         else 8192
     )
-    listed = fields.flags_of_layers("layer_types", len(rope_layers), {CHUNKED: True, FULL: False})
+    listed = fields.read_layer_flags("layer_types", len(rope_layers), {CHUNKED: True, FULL: False})
     flags = rope_layers if listed is None else listed
     if size is None and any(flags):
         fields.problems.append(
             f"attention_chunk_size={size}, but some layers have chunked attention. Set it "
             f"to 8192, or layer_types to {FULL!r} for every layer."
         )
-    chunks = windowed(size, shortest(flags))
+    chunks = window_arguments(size, shortest_pattern(flags))
     return {**chunks, "chunked": True} if chunks else {}
 
 
 def _read_norms(fields: Fields, rope_layers: tuple[bool, ...]) -> dict[str, Any]:
     """Return the arguments of AttentionConfig about QK-norm, in layers with rotary embeddings;
     transformers applies it after them, which is equivalent."""
-    if not fields.flag("use_qk_norm", True) or not any(rope_layers):
+    if not fields.read_flag("use_qk_norm", True) or not any(rope_layers):
         return {}
-    return {"qk_norm": "l2", "qk_norm_layers": () if all(rope_layers) else shortest(rope_layers)}
+    return {
+        "qk_norm": "l2",
+        "qk_norm_layers": () if all(rope_layers) else shortest_pattern(rope_layers),
+    }
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -225,7 +236,7 @@ def _mixture_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[Te
         piece(
             down, f"{parameter}.experts.down", back, shape=(e, f, h), view=(e, f, h), dims=(0, 2, 1)
         ),
-        *shared_rules(config, block, parameter, Words()),
+        *shared_rules(config, block, parameter, ExpertNames()),
     ]
 
 
@@ -237,7 +248,7 @@ LLAMA4 = Family(
     rules=rules,
     ignored=ROTARY_BUFFERS,
     tied=HEAD,
-    outer=Outer(
+    wrapper=WrapperFamily(
         architecture="Llama4ForConditionalGeneration",
         model_type="llama4",
         section="text_config",

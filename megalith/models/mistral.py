@@ -17,7 +17,7 @@ from megalith.models.usual import (
     check_all_fields_exported,
     common_rules,
     read_common_fields,
-    windowed,
+    window_arguments,
     write_common_fields,
 )
 
@@ -32,10 +32,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     common_fields = read_common_fields(fields, switch=False, max_seq_len=131_072, kv_heads=8)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
-    fields.finish()
+    window = fields.read_optional_int("sliding_window") if "sliding_window" in raw else 4096
+    fields.raise_problems()
     return ModelConfig(
-        **common_fields, rope=rope, attention=AttentionConfig(**windowed(window, (True,)))
+        **common_fields, rope=rope, attention=AttentionConfig(**window_arguments(window, (True,)))
     )
 
 

@@ -67,28 +67,28 @@ class TensorRule:
     have."""
 
     @property
-    def whole(self) -> bool:
+    def covers_tensor(self) -> bool:
         """Whether the rule covers the whole tensor."""
         return self.at == tuple((0, size) for size in self.view)
 
     @property
-    def in_order(self) -> bool:
+    def keeps_order(self) -> bool:
         """Whether the elements of the view have the same order as those of the box."""
         return [dim for dim in self.dims if dim is not None] == list(range(len(self.view)))
 
 
-def no_copies(config: ModelConfig) -> list[TensorRule]:
+def no_copied_tensors(config: ModelConfig) -> list[TensorRule]:
     """Return no rules: the family stores no parameter twice."""
     return []
 
 
-def as_promised(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+def keep_config(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """Return the config unchanged: it does not depend on the names of the tensors."""
     return config
 
 
 @dataclass(frozen=True, slots=True)
-class Outer:
+class WrapperFamily:
     """A multimodal architecture that contains a supported text model; its other parts are not
     read."""
 
@@ -137,25 +137,25 @@ class Family:
     prefix: str = ""
     """Prefix of most tensor names, which some files omit."""
 
-    copies: Callable[[ModelConfig], list[TensorRule]] = no_copies
+    copies: Callable[[ModelConfig], list[TensorRule]] = no_copied_tensors
     """Return the rules of tensors that repeat a parameter: optional when reading, always
     written."""
 
-    joined: Callable[[ModelConfig], list[TensorRule]] | None = None
+    fused_rules: Callable[[ModelConfig], list[TensorRule]] | None = None
     """Return the rules for fused expert tensors, as in transformers 5; None: no experts, or no such
     format."""
 
     in_transformers: bool = True
     """Whether `from_pretrained` loads exported folders without custom code."""
 
-    outer: Outer | None = None
+    wrapper: WrapperFamily | None = None
     """A multimodal architecture whose folders can be read as this one; never written."""
 
-    settle: Callable[[ModelConfig, Collection[str]], ModelConfig] = as_promised
+    adjust_config: Callable[[ModelConfig, Collection[str]], ModelConfig] = keep_config
     """Correct a config by the tensors that the folder contains."""
 
 
-class Region(NamedTuple):
+class TensorSlice(NamedTuple):
     """Location of a box in a Hugging Face tensor: `tensor[slices].view(view)[at]`, with its dims
     reordered."""
 
@@ -166,11 +166,11 @@ class Region(NamedTuple):
     at: tuple[slice, ...]
 
 
-def region_of(rule: TensorRule, part: Box) -> Region:
+def locate_box(rule: TensorRule, part: Box) -> TensorSlice:
     """Return the location of `part`, a box inside the box of the rule, in the tensor.
 
     >>> keys = rule("k", "kv", (2, 3, 4), shape=(6, 4), part=0)
-    >>> region_of(keys, ((0, 1), (1, 2), (0, 3), (2, 4))).slices
+    >>> locate_box(keys, ((0, 1), (1, 2), (0, 3), (2, 4))).slices
     (slice(3, 6, None), slice(2, 4, None))
     """
     spans = list(rule.at)
@@ -180,7 +180,7 @@ def region_of(rule: TensorRule, part: Box) -> Region:
             spans[dim] = (first, first + stop - start)
     groups = [_run(rule.view[dims], spans[dims]) for dims in _groups(rule)]
     view = tuple(size for _, sizes, _ in groups for size in sizes)
-    return Region(
+    return TensorSlice(
         tuple(hf_slice for hf_slice, _, _ in groups),
         view,
         tuple(span for _, _, inner in groups for span in inner),
@@ -226,7 +226,7 @@ def _run(
     )
 
 
-def in_our_order(rule: TensorRule, values: Tensor) -> Tensor:
+def to_parameter_layout(rule: TensorRule, values: Tensor) -> Tensor:
     """Return a view of a part of the tensor (dims of the rule's view) with the dims of the
     parameter."""
     kept_dims = [dim for dim in rule.dims if dim is not None]
@@ -242,7 +242,7 @@ def in_our_order(rule: TensorRule, values: Tensor) -> Tensor:
     return values
 
 
-def in_their_order(rule: TensorRule, values: Tensor) -> Tensor:
+def to_tensor_layout(rule: TensorRule, values: Tensor) -> Tensor:
     """Return a view of a part of the parameter with the dims of the rule's view."""
     kept_dims = [dim for dim in rule.dims if dim is not None]
     squeezed = values.squeeze([dim for dim, view_dim in enumerate(rule.dims) if view_dim is None])
@@ -252,7 +252,7 @@ def in_their_order(rule: TensorRule, values: Tensor) -> Tensor:
     return result
 
 
-def by_tensor(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
+def group_by_tensor(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
     """Group rules by tensor."""
     by_name: dict[str, list[TensorRule]] = {}
     for rule in rules:
@@ -260,7 +260,7 @@ def by_tensor(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
     return by_name
 
 
-def by_parameter(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
+def group_by_parameter(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
     """Group rules by parameter."""
     by_name: dict[str, list[TensorRule]] = {}
     for rule in rules:
@@ -269,21 +269,25 @@ def by_parameter(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
     return by_name
 
 
-def rules_of(family: Family, config: ModelConfig, names: Collection[str]) -> list[TensorRule]:
+def select_rules(family: Family, config: ModelConfig, names: Collection[str]) -> list[TensorRule]:
     """Return the rules of a folder, which depend on whether its expert tensors are fused."""
-    if family.joined is not None and any(name.endswith(".experts.gate_up_proj") for name in names):
-        return family.joined(config)
+    if family.fused_rules is not None and any(
+        name.endswith(".experts.gate_up_proj") for name in names
+    ):
+        return family.fused_rules(config)
     return family.rules(config)
 
 
-def as_stored(rules: Sequence[TensorRule], prefix: str, names: Collection[str]) -> list[TensorRule]:
+def strip_missing_prefix(
+    rules: Sequence[TensorRule], prefix: str, names: Collection[str]
+) -> list[TensorRule]:
     """Return the rules, without the prefix if none of the tensor names has it."""
     if not prefix or any(name.startswith(prefix) for name in names):
         return list(rules)
     return [replace(rule, name=rule.name.removeprefix(prefix)) for rule in rules]
 
 
-def extent(rules: Sequence[TensorRule]) -> tuple[int, ...]:
+def unpadded_shape(rules: Sequence[TensorRule]) -> tuple[int, ...]:
     """Return the shape of a parameter that the tensors fill: without padded rows."""
     return tuple(
         max(stop for _, stop in spans) for spans in zip(*(rule.box for rule in rules), strict=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
-from megalith.models.fields import Fields, activation_word
+from megalith.models.fields import Fields, hf_activation_name
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.pieces import layer_norm_rules, ungated_rules
 from megalith.models.rope import read_rope, write_rope
-from megalith.models.usual import SIZES, check_all_fields_exported, whole_heads
+from megalith.models.usual import SIZES, check_all_fields_exported, check_head_sizes
 
 HEAD = "embed_out.weight"
 
@@ -26,8 +26,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             are reported together.
     """
     fields = Fields(raw)
-    sizes: dict[str, Any] = {name: fields.whole(hf_name) for hf_name, name in SIZES.items()}
-    length = fields.whole("max_position_embeddings", 2048)
+    sizes: dict[str, Any] = {name: fields.read_int(hf_name) for hf_name, name in SIZES.items()}
+    length = fields.read_int("max_position_embeddings", 2048)
     rope = read_rope(
         fields,
         max_position=length,
@@ -35,33 +35,33 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         fraction=0.25,
         fraction_name="rotary_pct",
     )
-    hidden = fields.number("hidden_dropout", 0.0, zero=True)
+    hidden = fields.read_number("hidden_dropout", 0.0, zero=True)
     dropout = DropoutConfig(
         embedding=hidden,
         residual=hidden,
-        attention=fields.number("attention_dropout", 0.0, zero=True),
+        attention=fields.read_number("attention_dropout", 0.0, zero=True),
     )
-    fields.only("is_decoder", False, True)
+    fields.require("is_decoder", False, True)
     fields.ignore("classifier_dropout", "gradient_checkpointing")
-    has_bias = fields.flag("attention_bias", True)
+    has_bias = fields.read_flag("attention_bias", True)
     config = ModelConfig(
         **sizes,
         num_kv_heads=sizes["num_heads"],
         max_seq_len=length,
         norm="layer",
-        norm_eps=fields.number("layer_norm_eps", 1e-5),
-        block="parallel" if fields.flag("use_parallel_residual", True) else "sequential",
+        norm_eps=fields.read_number("layer_norm_eps", 1e-5),
+        block="parallel" if fields.read_flag("use_parallel_residual", True) else "sequential",
         rope=rope,
-        activation=fields.activation("hidden_act", "gelu"),
+        activation=fields.read_activation("hidden_act", "gelu"),
         gated=False,
         qkv_bias=has_bias,
         output_bias=has_bias,
         mlp_bias=True,
         dropout=dropout,
-        tied_embeddings=fields.flag("tie_word_embeddings"),
-        init_std=fields.number("initializer_range", 0.02, zero=True),
+        tied_embeddings=fields.read_flag("tie_word_embeddings"),
+        init_std=fields.read_number("initializer_range", 0.02, zero=True),
     )
-    fields.finish()
+    fields.raise_problems()
     return config
 
 
@@ -71,7 +71,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as GPT-NeoX.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     rope = write_rope(config.rope, fraction=True)
     raw = {
         "architectures": [NEOX.architecture],
@@ -80,7 +80,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_seq_len,
         "layer_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
-        "hidden_act": activation_word(config.activation),
+        "hidden_act": hf_activation_name(config.activation),
         "use_parallel_residual": config.block == "parallel",
         "attention_bias": config.qkv_bias,
         "attention_dropout": config.dropout.attention,

@@ -37,7 +37,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     common_fields = read_common_fields(fields, norm_eps=1e-5)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,

@@ -20,8 +20,8 @@ from megalith.models.usual import (
     NORMS,
     ROTARY_BUFFERS,
     check_all_fields_exported,
+    check_head_sizes,
     read_common_fields,
-    whole_heads,
     write_common_fields,
 )
 
@@ -41,20 +41,20 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"rotary positions with rope_type={rope.scaling!r} are not supported in Phi-3: "
             f"rope_type must be 'default' or 'longrope'."
         )
-    window = fields.whole_or_none("sliding_window")
+    window = fields.read_optional_int("sliding_window")
     embedding, residual = (
-        fields.number("embd_pdrop", 0.0, zero=True),
-        fields.number("resid_pdrop", 0.0, zero=True),
+        fields.read_number("embd_pdrop", 0.0, zero=True),
+        fields.read_number("resid_pdrop", 0.0, zero=True),
     )
     common_fields["dropout"] = replace(
         common_fields["dropout"], embedding=embedding, residual=residual
     )
-    fields.only("attention_bias", False)
+    fields.require("attention_bias", False)
     fields.ignore("original_max_position_embeddings")
-    fields.only("full_attn_mod", 1)
-    fields.only("lm_head_bias", False)
-    fields.only("interpolate_factor", 1)
-    fields.finish()
+    fields.require("full_attn_mod", 1)
+    fields.require("lm_head_bias", False)
+    fields.require("interpolate_factor", 1)
+    fields.raise_problems()
     return ModelConfig(**common_fields, rope=rope, attention=AttentionConfig(window=window))
 
 
@@ -80,7 +80,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as Phi-3.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     raw = {
         **write_common_fields(config, PHI3, switch=False),
         **_write_rope(config.rope),

@@ -40,7 +40,7 @@ from megalith.models.adapters import (
     RECORD,
     AdaptedWeights,
     Adapters,
-    check_names,
+    check_adapter_names,
     checkpoint_adapters,
     fingerprint,
     peft_adapters,
@@ -54,7 +54,7 @@ from megalith.models.hf import (
     HFSource,
     HuggingFaceFolder,
     Weights,
-    family_for,
+    find_exporting_family,
     list_auxiliary_files,
     parse_hf_source,
     read_json,
@@ -410,7 +410,7 @@ def take_weights(
     same_vocab_size = padded and opened.model.vocab_size == model.vocab_size
     if rules.new_rows != "zero":
         add_rows(opened, model, rules.new_rows, setting=f"checkpoint.new_rows={rules.new_rows}")
-    fill_from(
+    load_weights(
         opened,
         entries,
         world,
@@ -434,7 +434,7 @@ def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRows, *, setting: 
             f"{setting}: {opened.path} is not a Hugging Face folder, so no rows are added to its "
             "tables. Remove the setting."
         )
-    if not opened.weights.added_rows(parameters(model)):
+    if not opened.weights.count_new_rows(parameters(model)):
         raise CheckpointError(
             f"{setting}: {opened.path} already has all {model.vocab_size} rows. "
             f"Remove the setting, or set a larger vocabulary."
@@ -442,7 +442,7 @@ def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRows, *, setting: 
     opened.weights.new_rows = rows
 
 
-def fill_from(
+def load_weights(
     opened: Pretrained,
     entries: Sequence[CheckpointEntry],
     world: Group,
@@ -578,7 +578,7 @@ def _open_folder(path: Path) -> Pretrained:
     return Pretrained(path, folder.model_config, tokenizer, folder, ids, hf_source=folder.source)
 
 
-def adapters_in(path: Path, *, base: str | None = None) -> Adapters:
+def open_adapters(path: Path, *, base: str | None = None) -> Adapters:
     """Open the adapters in a folder returned by `locate`, a checkpoint or a PEFT folder.
 
     PEFT adapters need the parameter names of a model: `base`, unset: the base that they name.
@@ -613,7 +613,7 @@ def require_adapters(source: Pretrained, base: str) -> None:
         )
 
 
-def base_of_adapters(path: Path) -> dict[str, str] | None:
+def read_base_record(path: Path) -> dict[str, str] | None:
     """Return `base_record` of the base weights of adapters in a folder; None: PEFT adapters that
     name no existing folder."""
     if (path / MANIFEST).exists():
@@ -668,7 +668,7 @@ def _open_adapted(checkpoint: Checkpoint, base_folder: str | None) -> Pretrained
     base = replace(base, model=model)  # the run determines the padding of the vocabulary
     require_base(record, base, checkpoint.path)
     adapters = checkpoint_adapters(checkpoint)
-    check_names(adapters, adapters.lora, model)
+    check_adapter_names(adapters, adapters.lora, model)
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
     force_load_balancing = tuple(
         dict.fromkeys(
@@ -735,13 +735,13 @@ def find_family_of(source: Pretrained) -> Family:
     if isinstance(source.weights, HuggingFaceFolder):
         return source.weights.family
     if source.hf_source is None:
-        return family_for(source.model)
+        return find_exporting_family(source.model)
     family = source.hf_source.family
     try:
         family.write_config(source.model)
     except ConfigError as error:
         try:
-            other = family_for(source.model)
+            other = find_exporting_family(source.model)
         except ConfigError:
             raise error from None
         raise ConfigError(

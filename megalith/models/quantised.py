@@ -27,7 +27,7 @@ RUN = 32  # values that share an exponent in MXFP4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the 16 codes of four bits."""
 
-HARMLESS = (
+FIELDS_WITHOUT_EFFECT = (
     "modules_to_not_convert",
     "activation_scheme",
     "scale_fmt",
@@ -158,7 +158,7 @@ def _config_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"{FIELD}.fmt={config['fmt']!r:.60}, which is not supported: it must be 'e4m3'"
         )
-    known_fields = {*HARMLESS, *(("weight_block_size", "fmt") if fp8 else ())}
+    known_fields = {*FIELDS_WITHOUT_EFFECT, *(("weight_block_size", "fmt") if fp8 else ())}
     unknown = sorted(
         name for name, value in config.items() if name not in known_fields and value is not None
     )

@@ -17,9 +17,9 @@ from megalith.models.usual import (
     check_all_fields_exported,
     common_rules,
     read_common_fields,
-    read_switched_windows,
+    read_qwen_windows,
     write_common_fields,
-    write_switched_windows,
+    write_qwen_windows,
 )
 
 
@@ -33,8 +33,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     common_fields = read_common_fields(fields, switch=False, max_seq_len=32_768, kv_heads=32)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    windows = read_switched_windows(fields, common_fields["num_layers"])
-    fields.finish()
+    windows = read_qwen_windows(fields, common_fields["num_layers"])
+    fields.raise_problems()
     return ModelConfig(
         **common_fields, rope=rope, qkv_bias=True, attention=AttentionConfig(**windows)
     )
@@ -47,7 +47,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         ConfigError: the model cannot be expressed as Qwen2.
     """
     return check_all_fields_exported(
-        {**write_common_fields(config, QWEN2, switch=False), **write_switched_windows(config)},
+        {**write_common_fields(config, QWEN2, switch=False), **write_qwen_windows(config)},
         config,
         read_config,
         QWEN2,

@@ -17,9 +17,9 @@ from megalith.models.usual import (
     check_all_fields_exported,
     common_rules,
     read_common_fields,
-    read_switched_windows,
+    read_qwen_windows,
     write_common_fields,
-    write_switched_windows,
+    write_qwen_windows,
 )
 
 
@@ -33,8 +33,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     common_fields = read_common_fields(fields, max_seq_len=32_768, kv_heads=32, head_dim=128)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    windows = read_switched_windows(fields, common_fields["num_layers"])
-    fields.finish()
+    windows = read_qwen_windows(fields, common_fields["num_layers"])
+    fields.raise_problems()
     attention = AttentionConfig(qk_norm="head", **windows)
     return ModelConfig(**common_fields, rope=rope, attention=attention)
 
@@ -45,7 +45,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as Qwen3.
     """
-    raw = {**write_common_fields(config, QWEN3), **write_switched_windows(config)}
+    raw = {**write_common_fields(config, QWEN3), **write_qwen_windows(config)}
     return check_all_fields_exported(raw, config, read_config, QWEN3)
 
 

@@ -26,11 +26,11 @@ from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.models.decoder import Decoder, declared_parameters
-from megalith.models.hf import Weights, require_room
-from megalith.models.jobs import batches, done_in_order
+from megalith.models.hf import Weights, check_free_space
+from megalith.models.jobs import run_in_order, split_by_nbytes
 from megalith.models.journal import Attempt, ConversionJournal
 from megalith.models.names import dtype_to_write
-from megalith.models.staging import publish, work_on
+from megalith.models.staging import open_staging, publish
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.shards import Box, Shard
 
@@ -80,7 +80,7 @@ def write_release(
     Raises:
         CheckpointError: the path exists, or writing failed.
     """
-    with work_on(path, attempt) as work:
+    with open_staging(path, attempt) as work:
         staging = work.folder / f"{folder_name(0)}.tmp"
         items = [
             (parameter, dtype_to_write(parameter.name, weights.dtype(parameter.name), dtype))
@@ -88,10 +88,10 @@ def write_release(
         ]
         files = [
             (f"__{number}_0.distcp", batch)
-            for number, batch in enumerate(batches(items, _nbytes, BATCH_NBYTES))
+            for number, batch in enumerate(split_by_nbytes(items, _nbytes, BATCH_NBYTES))
         ]
         finished_files = _find_finished_files(staging, {name for name, _ in files}, work.journal)
-        require_room(
+        check_free_space(
             work.folder,
             sum(sum(map(_nbytes, batch)) for name, batch in files if name not in finished_files),
         )
@@ -107,7 +107,7 @@ def write_release(
             )
             for name, batch in files
         ]
-        parts = list(done_in_order(jobs, workers))
+        parts = list(run_in_order(jobs, workers))
         written = WrittenFiles(
             merge_tensors(part.tensors for part in parts),
             {k: v for part in parts for k, v in part.files.items()},

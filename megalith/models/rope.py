@@ -76,8 +76,8 @@ def read_rope(
     """
     old, new = _mappings(fields, layer, scaled)
     outer = {
-        "rope_theta": fields.value(theta_name),
-        "partial_rotary_factor": fields.value(fraction_name),
+        "rope_theta": fields.read_value(theta_name),
+        "partial_rotary_factor": fields.read_value(fraction_name),
     }
     mappings = [
         {key: value for key, value in mapping.items() if value is not None}
@@ -126,7 +126,7 @@ def _mappings(
     """Return rope_scaling and rope_parameters, the latter for one kind of layer."""
     mappings: list[Mapping[str, Any]] = []
     for name in ("rope_scaling", "rope_parameters"):
-        value = fields.value(name)
+        value = fields.read_value(name)
         value = {} if value is None else value
         if not isinstance(value, Mapping):
             fields.problems.append(f"{name}={value!r}: expected a mapping, or null.")

@@ -21,8 +21,8 @@ from megalith.models.usual import (
     common_rules,
     read_common_fields,
     read_windows,
-    shortest,
-    windowed,
+    shortest_pattern,
+    window_arguments,
     write_common_fields,
     write_windows,
 )
@@ -38,20 +38,23 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     common_fields = read_common_fields(fields, max_seq_len=32_768, kv_heads=4, tied=True)
     layers = common_fields["num_layers"]
-    every = fields.whole("no_rope_layer_interval", 4)
-    skip = fields.flags_of_layers("no_rope_layers", layers, {1: False, 0: True})
+    every = fields.read_int("no_rope_layer_interval", 4)
+    skip = fields.read_layer_flags("no_rope_layers", layers, {1: False, 0: True})
     skip = skip or tuple((layer + 1) % every == 0 for layer in range(layers))
     rope = read_rope(fields, max_position=common_fields["max_seq_len"], theta=2_000_000.0)
-    rope = replace(rope, skip=shortest(skip) if any(skip) else ())
-    window, switched = fields.whole_or_none("sliding_window"), fields.flag("use_sliding_window")
+    rope = replace(rope, skip=shortest_pattern(skip) if any(skip) else ())
+    window, switched = (
+        fields.read_optional_int("sliding_window"),
+        fields.read_flag("use_sliding_window"),
+    )
     window = window if switched else None
     default = skip if window is not None else (False,)
-    windows = windowed(
+    windows = window_arguments(
         window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY)
     )
     fields.ignore("max_window_layers")
-    mlp_bias = fields.flag("mlp_bias")
-    fields.finish()
+    mlp_bias = fields.read_flag("mlp_bias")
+    fields.raise_problems()
     return ModelConfig(
         **common_fields, rope=rope, attention=AttentionConfig(**windows), mlp_bias=mlp_bias
     )

@@ -17,7 +17,13 @@ from typing import Literal
 from megalith import storage
 from megalith.checkpoint.format import MANIFEST
 from megalith.errors import CheckpointError
-from megalith.models.journal import Attempt, ConversionJournal, begin_journal, changed, read_journal
+from megalith.models.journal import (
+    Attempt,
+    ConversionJournal,
+    begin_journal,
+    describe_changes,
+    read_journal,
+)
 
 INSIDES = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
 """Files of which every folder of weights has one; other programs also write files named like a
@@ -44,7 +50,7 @@ class StagingWork:
 
 
 @contextmanager
-def work_on(path: Path, attempt: Attempt | None) -> Iterator[StagingWork]:
+def open_staging(path: Path, attempt: Attempt | None) -> Iterator[StagingWork]:
     """Provide a staging folder for `path`; work of an interrupted conversion with the same recipe
     is resumed.
 
@@ -52,12 +58,12 @@ def work_on(path: Path, attempt: Attempt | None) -> Iterator[StagingWork]:
     kept.
 
     Raises:
-        CheckpointError: see `staging_of`; or an interrupted conversion had another source or other
-            settings.
+        CheckpointError: see `prepare_staging`; or an interrupted conversion had other settings or
+            another source.
     """
     interrupted = None if attempt is None or attempt.restart else _find_resumable(path, attempt)
     folder, journal = (
-        staging_of(path, interrupted[0] if interrupted else None),
+        prepare_staging(path, interrupted[0] if interrupted else None),
         ConversionJournal(None),
     )
     is_kept = False
@@ -65,7 +71,7 @@ def work_on(path: Path, attempt: Attempt | None) -> Iterator[StagingWork]:
         if interrupted is not None:
             storage.rename(interrupted[0], folder)
             journal = interrupted[1]  # its pieces count even if the next line fails
-            journal = journal.moved_to(folder)
+            journal = journal.reopen(folder)
             log.warning(
                 "%s: resuming an interrupted conversion with %d finished pieces", path, len(journal)
             )
@@ -116,7 +122,7 @@ def _find_resumable(path: Path, attempt: Attempt) -> tuple[Path, ConversionJourn
     with _converted_os_errors(path):
         candidates = [
             (folder, content)
-            for folder, owner in leftovers(path)
+            for folder, owner in find_staging_folders(path)
             if (owner == "gone" or (owner == "elsewhere" and attempt.take_over))
             and (content := read_journal(folder)) is not None
             and len(content[1])
@@ -124,11 +130,11 @@ def _find_resumable(path: Path, attempt: Attempt) -> tuple[Path, ConversionJourn
     matching = [
         (folder, journal)
         for folder, (recipe, journal) in candidates
-        if not changed(recipe, attempt.recipe)
+        if not describe_changes(recipe, attempt.recipe)
     ]
     if candidates and not matching:
         folder, (recipe, journal) = max(candidates, key=lambda item: len(item[1][1]))
-        lines = "\n".join(f"  {line}" for line in changed(recipe, attempt.recipe))
+        lines = "\n".join(f"  {line}" for line in describe_changes(recipe, attempt.recipe))
         raise CheckpointError(
             f"{folder}: an interrupted conversion to {path} with {len(journal)} finished pieces "
             "had "
@@ -138,7 +144,7 @@ def _find_resumable(path: Path, attempt: Attempt) -> tuple[Path, ConversionJourn
     return max(matching, key=lambda item: len(item[1]), default=None)
 
 
-def staging_of(path: Path, keep: Path | None = None) -> Path:
+def prepare_staging(path: Path, keep: Path | None = None) -> Path:
     """Return a staging folder to be created; renaming it to `path` is the last step.
 
     Folders of ended processes are removed, except `keep`; a warning names folders whose process may
@@ -149,7 +155,7 @@ def staging_of(path: Path, keep: Path | None = None) -> Path:
     """
     check_target(path)
     with _converted_os_errors(path):
-        for folder, owner in leftovers(path):
+        for folder, owner in find_staging_folders(path):
             if folder == keep:
                 continue
             if owner == "gone":
@@ -229,7 +235,7 @@ def _marks_weights(file: Path) -> bool:
         return False
 
 
-def leftovers(path: Path) -> list[tuple[Path, Owner]]:
+def find_staging_folders(path: Path) -> list[tuple[Path, Owner]]:
     """Return the staging folders of unfinished conversions to `path`, and the state of their
     processes."""
     pattern = re.compile(

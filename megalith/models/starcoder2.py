@@ -10,7 +10,7 @@ from typing import Any
 from megalith.config.attention import AttentionConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
-from megalith.models.fields import Fields, activation_word
+from megalith.models.fields import Fields, hf_activation_name
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.pieces import layer_norm_rules, ungated_rules
 from megalith.models.rope import read_rope, write_rope
@@ -21,7 +21,7 @@ from megalith.models.usual import (
     SIZES,
     attention_rules,
     check_all_fields_exported,
-    whole_heads,
+    check_head_sizes,
 )
 
 DROPOUTS = {
@@ -49,31 +49,33 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             are reported together.
     """
     fields = Fields(raw)
-    sizes: dict[str, Any] = {name: fields.whole(hf_name) for hf_name, name in SIZES.items()}
-    length = fields.whole("max_position_embeddings", 4096)
-    has_bias = fields.flag("use_bias", True)
-    fields.only("mlp_type", "default")
-    fields.only("norm_type", "layer_norm")
+    sizes: dict[str, Any] = {name: fields.read_int(hf_name) for hf_name, name in SIZES.items()}
+    length = fields.read_int("max_position_embeddings", 4096)
+    has_bias = fields.read_flag("use_bias", True)
+    fields.require("mlp_type", "default")
+    fields.require("norm_type", "layer_norm")
     fields.ignore(*UNREAD)
-    dropout = {name: fields.number(hf_name, 0.0, zero=True) for hf_name, name in DROPOUTS.items()}
+    dropout = {
+        name: fields.read_number(hf_name, 0.0, zero=True) for hf_name, name in DROPOUTS.items()
+    }
     config = ModelConfig(
         **sizes,
-        num_kv_heads=fields.whole("num_key_value_heads", 2),
+        num_kv_heads=fields.read_int("num_key_value_heads", 2),
         max_seq_len=length,
         norm="layer",
-        norm_eps=fields.number("norm_epsilon", 1e-5),
+        norm_eps=fields.read_number("norm_epsilon", 1e-5),
         rope=read_rope(fields, max_position=length),
-        attention=AttentionConfig(window=fields.whole_or_none("sliding_window")),
-        activation=fields.activation("hidden_act", "gelu_pytorch_tanh"),
+        attention=AttentionConfig(window=fields.read_optional_int("sliding_window")),
+        activation=fields.read_activation("hidden_act", "gelu_pytorch_tanh"),
         gated=False,
         qkv_bias=has_bias,
         output_bias=has_bias,
         mlp_bias=has_bias,
         dropout=DropoutConfig(**dropout),
-        tied_embeddings=fields.flag("tie_word_embeddings", True),
-        init_std=fields.number("initializer_range", 0.018042, zero=True),
+        tied_embeddings=fields.read_flag("tie_word_embeddings", True),
+        init_std=fields.read_number("initializer_range", 0.018042, zero=True),
     )
-    fields.finish()
+    fields.raise_problems()
     return config
 
 
@@ -83,7 +85,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the model cannot be expressed as StarCoder2.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     raw = {
         "architectures": [STARCODER2.architecture],
         "model_type": STARCODER2.model_type,
@@ -92,7 +94,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_seq_len,
         "norm_epsilon": config.norm_eps,
         "initializer_range": config.init_std,
-        "hidden_act": activation_word(config.activation),
+        "hidden_act": hf_activation_name(config.activation),
         "sliding_window": config.attention.window,
         "use_bias": config.qkv_bias,
         **{hf_name: getattr(config.dropout, name) for hf_name, name in DROPOUTS.items()},

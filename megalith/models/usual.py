@@ -16,13 +16,13 @@ from megalith.config.tree import differences
 from megalith.errors import ConfigError, raise_all
 from megalith.kernels.rope import attention_factor
 from megalith.models.experts import (
+    ExpertNames,
     LayerRules,
-    Words,
     canonical_experts,
-    joined_rules,
-    mixture_rules,
+    fused_moe_rules,
+    moe_rules,
 )
-from megalith.models.fields import Fields, activation_word
+from megalith.models.fields import Fields, hf_activation_name
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import rope_values, write_rope
 
@@ -57,29 +57,31 @@ def read_common_fields(
     of the field; `switch`: whether attention_bias sets the biases of queries, keys, values and
     output.
     """
-    sizes = {name: fields.whole(hf_name) for hf_name, name in SIZES.items()}
+    sizes = {name: fields.read_int(hf_name) for hf_name, name in SIZES.items()}
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
-    explicit_head_dim = fields.whole_or_none("head_dim") or head_dim
+    explicit_head_dim = fields.read_optional_int("head_dim") or head_dim
     default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
     has_kv_heads = (
         "num_key_value_heads" in fields.raw
     )  # null means num_heads, a missing field the family default
-    biases = {name: fields.flag("attention_bias") for name in ("qkv_bias", "output_bias") if switch}
+    biases = {
+        name: fields.read_flag("attention_bias") for name in ("qkv_bias", "output_bias") if switch
+    }
     return {
         **sizes,
-        "num_kv_heads": fields.whole(
+        "num_kv_heads": fields.read_int(
             "num_key_value_heads", heads if has_kv_heads else kv_heads or heads
         ),
         "head_dim": None
         if explicit_head_dim is None or explicit_head_dim * heads == hidden
         else explicit_head_dim,
-        "max_seq_len": fields.whole("max_position_embeddings", max_seq_len),
-        "norm_eps": fields.number("rms_norm_eps", norm_eps),
-        "activation": fields.activation(activation, default),
-        "tied_embeddings": fields.flag("tie_word_embeddings", tied),
+        "max_seq_len": fields.read_int("max_position_embeddings", max_seq_len),
+        "norm_eps": fields.read_number("rms_norm_eps", norm_eps),
+        "activation": fields.read_activation(activation, default),
+        "tied_embeddings": fields.read_flag("tie_word_embeddings", tied),
         **biases,
-        "dropout": DropoutConfig(attention=fields.number("attention_dropout", 0.0, zero=True)),
-        "init_std": fields.number("initializer_range", 0.02, zero=True),
+        "dropout": DropoutConfig(attention=fields.read_number("attention_dropout", 0.0, zero=True)),
+        "init_std": fields.read_number("initializer_range", 0.02, zero=True),
     }
 
 
@@ -101,7 +103,7 @@ def write_common_fields(
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
-        activation: activation_word(config.activation),
+        activation: hf_activation_name(config.activation),
         "tie_word_embeddings": config.tied_embeddings,
         "attention_dropout": config.dropout.attention,
         **write_rope(config.rope),
@@ -109,7 +111,7 @@ def write_common_fields(
     }
 
 
-def whole_heads(config: ModelConfig) -> None:
+def check_head_sizes(config: ModelConfig) -> None:
     """Check that the number of heads divides hidden_size.
 
     Raises:
@@ -140,7 +142,7 @@ def read_windows(
     transformers fail for them and others ignore the window. `remedy` is a further suggestion for
     the message.
     """
-    layer_types = fields.flags_of_layers("layer_types", layers, {SLIDING: True, FULL: False})
+    layer_types = fields.read_layer_flags("layer_types", layers, {SLIDING: True, FULL: False})
     sliding_layers = tuple(default) if layer_types is None else layer_types
     if window is None and any(sliding_layers):
         names = ("use_sliding_window", "sliding_window")
@@ -154,7 +156,7 @@ def read_windows(
             "Set layer_types to "
             f"{FULL!r} for every layer{remedy}."
         )
-    return shortest(sliding_layers)
+    return shortest_pattern(sliding_layers)
 
 
 def write_windows(config: ModelConfig) -> list[str]:
@@ -162,7 +164,7 @@ def write_windows(config: ModelConfig) -> list[str]:
     return [SLIDING if config.has_window(layer) else FULL for layer in range(config.num_layers)]
 
 
-def read_switched_windows(fields: Fields, layers: int) -> dict[str, Any]:
+def read_qwen_windows(fields: Fields, layers: int) -> dict[str, Any]:
     """Return the sliding-window arguments of AttentionConfig from use_sliding_window,
     sliding_window, max_window_layers and layer_types (Qwen).
 
@@ -170,19 +172,21 @@ def read_switched_windows(fields: Fields, layers: int) -> dict[str, Any]:
     older documentation.
     """
     first = (
-        0 if fields.value("max_window_layers") == 0 else fields.whole_or_none("max_window_layers")
+        0
+        if fields.read_value("max_window_layers") == 0
+        else fields.read_optional_int("max_window_layers")
     )
     first = 28 if first is None else first
-    window = fields.whole_or_none("sliding_window") if "sliding_window" in fields.raw else 4096
-    window = window if fields.flag("use_sliding_window") else None
+    window = fields.read_optional_int("sliding_window") if "sliding_window" in fields.raw else 4096
+    window = window if fields.read_flag("use_sliding_window") else None
     default = [window is not None and layer >= first for layer in range(layers)]
-    return windowed(
+    return window_arguments(
         window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY)
     )
 
 
-def write_switched_windows(config: ModelConfig) -> dict[str, Any]:
-    """Return the four sliding-window fields of Qwen: the inverse of `read_switched_windows`."""
+def write_qwen_windows(config: ModelConfig) -> dict[str, Any]:
+    """Return the four sliding-window fields of Qwen: the inverse of `read_qwen_windows`."""
     first = next(
         (layer for layer in range(config.num_layers) if config.has_window(layer)), config.num_layers
     )
@@ -194,10 +198,10 @@ def write_switched_windows(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def shortest(flags: tuple[bool, ...]) -> tuple[bool, ...]:
+def shortest_pattern(flags: tuple[bool, ...]) -> tuple[bool, ...]:
     """Return the shortest pattern whose repetition gives `flags`.
 
-    >>> shortest((True, False, True, False, True))
+    >>> shortest_pattern((True, False, True, False, True))
     (True, False)
     """
     return next(
@@ -207,7 +211,7 @@ def shortest(flags: tuple[bool, ...]) -> tuple[bool, ...]:
     )
 
 
-def windowed(window: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
+def window_arguments(window: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
     """Return the sliding-window arguments of AttentionConfig; none if no layer has a window."""
     if window is None or not any(layers):
         return {}
@@ -260,9 +264,9 @@ def canonical(config: ModelConfig) -> ModelConfig:
     """
     head_dim, attention, rope = config.head_size(), config.attention, RopeConfig()
     windows = tuple(config.has_window(layer) for layer in range(config.num_layers))
-    window = windowed(attention.window, shortest(windows))
+    window = window_arguments(attention.window, shortest_pattern(windows))
     if config.positions == "rope":
-        layers_without_rope = shortest(
+        layers_without_rope = shortest_pattern(
             tuple(not config.uses_rope(layer) for layer in range(config.num_layers))
         )
         rope = canonical_rope(
@@ -278,7 +282,7 @@ def canonical(config: ModelConfig) -> ModelConfig:
         attention,
         qk_norm=attention.qk_norm if any(layers_with_qk_norm) else "none",
         chunked=attention.chunked and any(windows),
-        qk_norm_layers=shortest(layers_with_qk_norm)
+        qk_norm_layers=shortest_pattern(layers_with_qk_norm)
         if any(layers_with_qk_norm) and not all(layers_with_qk_norm)
         else (),
     )
@@ -411,14 +415,14 @@ def common_rules(
     return rules
 
 
-def rules_with_experts(words: Words, *, all_biases: bool = True) -> tuple[Rules, Rules]:
-    """Return `Family.rules` and `Family.joined`: with separate tensors per expert, and with fused
-    expert tensors."""
-    separate, joined = (
+def build_moe_family_rules(words: ExpertNames, *, all_biases: bool = True) -> tuple[Rules, Rules]:
+    """Return `Family.rules` (separate tensors per expert) and `Family.fused_rules` (fused expert
+    tensors)."""
+    separate, fused = (
         partial(common_rules, all_biases=all_biases, experts=kind(words))
-        for kind in (mixture_rules, joined_rules)
+        for kind in (moe_rules, fused_moe_rules)
     )
-    return separate, joined
+    return separate, fused
 
 
 def attention_rules(

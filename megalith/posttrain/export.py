@@ -18,14 +18,14 @@ from megalith.models.adapters import (
     ADAPTER_WEIGHTS,
     AdaptedWeights,
     Adapters,
-    PeftPart,
-    peft_parts,
+    PeftLayer,
+    find_peft_layers,
 )
 from megalith.models.companions import copy_auxiliary_files
 from megalith.models.convert import Move
 from megalith.models.hf import TOKENIZER_FILES
 from megalith.models.pretrained import Pretrained, find_family_of
-from megalith.models.staging import staging_of
+from megalith.models.staging import prepare_staging
 
 TAKEN_FOR_EXPERTS = (
     "DeepseekV2ForCausalLM",
@@ -37,7 +37,7 @@ TAKEN_FOR_EXPERTS = (
 adapters of dense layers would be ignored with a warning."""
 
 
-def plan_peft(source: Pretrained) -> list[PeftPart]:
+def plan_peft(source: Pretrained) -> list[PeftLayer]:
     """Return the linear layers of transformers that the source's adapters belong to.
 
     Raises:
@@ -52,7 +52,7 @@ def plan_peft(source: Pretrained) -> list[PeftPart]:
     family = find_family_of(source)
     lora = weights.adapters.lora
     targets = lora_targets(lora, source.model)
-    parts = peft_parts(family, source.model, targets, lora_layers(lora, source.model))
+    parts = find_peft_layers(family, source.model, targets, lora_layers(lora, source.model))
     if family.architecture in TAKEN_FOR_EXPERTS and any(
         ".mlp." in part.parameter for part in parts
     ):
@@ -77,11 +77,13 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
     """
     parts = plan_peft(source)
     weights = source.weights
-    auxiliary_files = copy_auxiliary_files(source, {}, theirs=True) if source.tuning() else {}
+    auxiliary_files = (
+        copy_auxiliary_files(source, {}, to_huggingface=True) if source.tuning() else {}
+    )
     assert isinstance(weights, AdaptedWeights)
     dtype_to_write = dtype or torch.float32
     plan = _planned(parts, weights.adapters.lora.rank, dtype_to_write)
-    staging = staging_of(path)
+    staging = prepare_staging(path)
     try:
         storage.make_folder(staging)
         write_file(
@@ -137,7 +139,7 @@ def peft_moves(source: Pretrained, dtype: torch.dtype | None) -> list[Move]:
     return moves
 
 
-def _planned(parts: list[PeftPart], rank: int, dtype: torch.dtype) -> list[Planned]:
+def _planned(parts: list[PeftLayer], rank: int, dtype: torch.dtype) -> list[Planned]:
     """Return the planned tensors: A and B of each linear layer."""
     plan = []
     for part in parts:
@@ -148,7 +150,7 @@ def _planned(parts: list[PeftPart], rank: int, dtype: torch.dtype) -> list[Plann
     return plan
 
 
-def peft_config(parts: list[PeftPart], weights: AdaptedWeights) -> dict[str, Any]:
+def peft_config(parts: list[PeftLayer], weights: AdaptedWeights) -> dict[str, Any]:
     """Return the contents of adapter_config.json."""
     lora = weights.adapters.lora
     whole = lora.alpha == int(lora.alpha)
@@ -168,7 +170,7 @@ def peft_config(parts: list[PeftPart], weights: AdaptedWeights) -> dict[str, Any
     }
 
 
-def _tensors(parts: list[PeftPart], adapters: Adapters, dtype: torch.dtype) -> Iterator[Tensor]:
+def _tensors(parts: list[PeftLayer], adapters: Adapters, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield A and B of every linear layer, in order."""
     for part in parts:
         for word in "ab":

@@ -12,14 +12,19 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError
-from megalith.models.adapters import RECORD, Adapters, check_names, same_adapters
+from megalith.models.adapters import (
+    RECORD,
+    Adapters,
+    check_adapter_names,
+    describe_adapter_differences,
+)
 from megalith.models.pretrained import (
-    adapters_in,
-    base_of_adapters,
     base_record,
     load_pretrained,
     locate,
+    open_adapters,
     open_pretrained,
+    read_base_record,
     require_base,
     trained_with_forced_balancing,
 )
@@ -95,7 +100,7 @@ def load_adapters(
     assert path is not None
     raise_on_all_ranks(lambda: _check_same_base(path, record) if world.rank == 0 else None, world)
     raise_on_all_ranks(
-        lambda: _load_entries(entries, adapters_in(path, base=record["base"]), lora, model), world
+        lambda: _load_entries(entries, open_adapters(path, base=record["base"]), lora, model), world
     )
     return trained_with_forced_balancing(
         open_checkpoint(path) if (path / MANIFEST).exists() else None, model
@@ -104,7 +109,7 @@ def load_adapters(
 
 def _check_same_base(path: Path, record: dict[str, str]) -> None:
     """Check that adapters were trained with these base weights, if they record them."""
-    base = base_of_adapters(path)
+    base = read_base_record(path)
     if base is None:
         _log.warning(
             "lora.load=%s names no local base: only names and shapes of its matrices are checked",
@@ -122,12 +127,12 @@ def _check_same_base(path: Path, record: dict[str, str]) -> None:
 def _load_entries(
     entries: Sequence[CheckpointEntry], adapters: Adapters, lora: LoraConfig, model: ModelConfig
 ) -> None:
-    if differences := same_adapters(adapters, lora, model):
+    if differences := describe_adapter_differences(adapters, lora, model):
         raise CheckpointError(
             f"lora.load={lora.load}: the adapters differ from those of this run: "
             f"{'; '.join(differences)}. Set these to the values of the adapters."
         )
-    check_names(adapters, lora, model)
+    check_adapter_names(adapters, lora, model)
     for entry in entries:
         values = adapters.read(entry.shard.name)
         if tuple(values.shape) != entry.shard.shape:

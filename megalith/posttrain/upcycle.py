@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.errors import raise_all
-from megalith.models.convert import Move, added
+from megalith.models.convert import Move, describe_added_adapters
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.hf import Weights
 from megalith.models.pretrained import Pretrained
@@ -165,7 +165,7 @@ def expected_weight(moe: MoEConfig) -> float:
     return moe.top_k * mean_score * moe.router.routed_scaling_factor
 
 
-def factors_of(model: ModelConfig, moe: MoEConfig, parts: int, scale: Scale) -> Factors:
+def compute_factors(model: ModelConfig, moe: MoEConfig, parts: int, scale: Scale) -> Factors:
     """Return the factors with which a token's experts sum to the output of the dense MLP of `parts`
     parts.
 
@@ -183,13 +183,13 @@ def factors_of(model: ModelConfig, moe: MoEConfig, parts: int, scale: Scale) -> 
     return Factors(c, c, 1 / total)
 
 
-def part_of(word: str, box: Box, *, part: int, width: int) -> Box:
+def locate_in_dense(word: str, box: Box, *, part: int, width: int) -> Box:
     """Return the location of an expert's values in the dense MLP's parameter `word`.
 
     `box`: a box of the expert's parameter, without the dim of experts; the expert has the `width`
     inner features from index `part` times `width`.
 
-    >>> part_of("gate_up", ((0, 2), (1, 3), (0, 8)), part=1, width=4)
+    >>> locate_in_dense("gate_up", ((0, 2), (1, 3), (0, 8)), part=1, width=4)
     ((0, 2), (5, 7), (0, 8))
     """
     shifted = list(box)
@@ -244,7 +244,9 @@ class UpcycledWeights:
         if source == parameter:
             return self.dense.read(parameter, box, dtype)
         word, experts = parameter.rsplit(".", 1)[1], range(*box[0])
-        boxes = [part_of(word, box[1:], part=e % self.parts, width=self.width) for e in experts]
+        boxes = [
+            locate_in_dense(word, box[1:], part=e % self.parts, width=self.width) for e in experts
+        ]
         compute_dtype = torch.promote_types(dtype, torch.float32)
         return (
             torch.stack([self.dense.read(source, dense_box, compute_dtype) for dense_box in boxes])
@@ -299,7 +301,7 @@ def upcycle(
         source.weights,
         moe.ffn_hidden_size,
         parts,
-        factors_of(model, moe, parts, scale),
+        compute_factors(model, moe, parts, scale),
         fresh,
         seed,
     )
@@ -319,7 +321,7 @@ def describe_upcycled_sources(source: Pretrained, moves: Sequence[Move]) -> list
 def _describe_source(parameter: str, weights: UpcycledWeights) -> str:
     """Return the dense parameter, and the adapters added to it."""
     source = weights.source_parameter(parameter)
-    return "new" if source is None else source + added(source, weights.dense)
+    return "new" if source is None else source + describe_added_adapters(source, weights.dense)
 
 
 def read_from(source: Pretrained) -> Weights:

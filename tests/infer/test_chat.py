@@ -17,7 +17,7 @@ from megalith.infer.chat import Chat, StopFilter, template_of
 from megalith.infer.generate import GeneratedToken
 from megalith.infer.load import TextGenerator
 from megalith.models.adapters import AdaptedWeights
-from megalith.models.companions import turn_ends
+from megalith.models.companions import find_turn_end
 from megalith.models.decoder import Decoder
 from megalith.models.pretrained import Pretrained
 
@@ -45,11 +45,11 @@ def test_what_was_held_back_comes_out_where_nothing_follows() -> None:
 def test_a_turn_ends_by_a_token_or_where_there_is_none_by_its_text() -> None:
     tokenizer = ByteTokenizer()
     specials = {"eos_token": "<|endoftext|>"}
-    assert turn_ends(ChatTemplate("t", BUILT_IN["identity"], specials), tokenizer) == (
+    assert find_turn_end(ChatTemplate("t", BUILT_IN["identity"], specials), tokenizer) == (
         frozenset({256}),
         "",
     )
-    assert turn_ends(ChatTemplate("t", BUILT_IN["chatml"], specials), tokenizer) == (
+    assert find_turn_end(ChatTemplate("t", BUILT_IN["chatml"], specials), tokenizer) == (
         frozenset(),
         "<|im_end|>",
     )

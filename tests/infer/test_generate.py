@@ -17,10 +17,10 @@ from megalith.infer import cache
 from megalith.infer.cache import AttentionView
 from megalith.infer.generate import (
     GeneratedToken,
-    divide_room,
+    attention_views,
+    build_prefix_state,
+    divide_token_budget,
     generate,
-    remember,
-    sights_of_layers,
 )
 from megalith.infer.load import writing_layout
 from megalith.kernels.tokens import tokens_of_rows
@@ -68,7 +68,7 @@ def test_text_read_once_is_the_text_read_again_for_every_token(
 def test_text_that_outgrows_the_first_room_of_a_window_and_the_window_is_the_same(
     chunked: bool, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "FIRST_ROOM", 4)
+    monkeypatch.setattr(cache, "INITIAL_CAPACITY", 4)
     seen = AttentionConfig(window=13, window_layers=(True, False), chunked=chunked)
     model = tiny.model(tiny.config(attention=seen, max_seq_len=64), dtype=torch.float64)
     found = texts(list(generate(model, PROMPTS, replace(GREEDY, max_new_tokens=45))))
@@ -99,7 +99,7 @@ def test_a_text_that_outgrows_the_first_training_is_read_again_with_longer_waves
         dtype=torch.float64,
     )
     assert slowly(short, prompt, 20) != expected
-    read = remember(model.config)
+    read = build_prefix_state(model.config)
     for text in (prompt, prompt[:2], [*prompt, 5]):
         found = texts(list(generate(model, [text], GREEDY, before=read)), 1)[0]
         assert found == slowly(model, text, 20)
@@ -142,7 +142,7 @@ TALKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
     kind: str, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "FIRST_ROOM", 4)  # windows let go of rows soon
+    monkeypatch.setattr(cache, "INITIAL_CAPACITY", 4)  # windows let go of rows soon
     settings, again = TALKS[kind]
     model, counts = tiny.model(tiny.config(**settings), dtype=torch.float64), list[int]()
     plain = model.logits
@@ -151,7 +151,7 @@ def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
         counts.append(len(ids))
         return plain(ids, *rest)  # type: ignore[no-any-return]  # a module's attribute
 
-    read, sample = remember(model.config), SampleConfig(temperature=0.0, max_new_tokens=5)
+    read, sample = build_prefix_state(model.config), SampleConfig(temperature=0.0, max_new_tokens=5)
     said, prompt = list[int](), [3, 1, 4]
     for turn in range(6):
         prompt = [*prompt, *said, 7 + turn, 20 - turn] if turn != 3 else [*prompt[:4], 9, 9, 9]
@@ -172,7 +172,10 @@ def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
 
 def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(), dtype=torch.float64)
-    read, expected = remember(model.config), texts(list(generate(model, PROMPTS[:1], GREEDY)), 1)[0]
+    read, expected = (
+        build_prefix_state(model.config),
+        texts(list(generate(model, PROMPTS[:1], GREEDY)), 1)[0],
+    )
     for stop in (1, 4, 2, 20):
         stream = generate(model, PROMPTS[:1], GREEDY, before=read)
         assert [next(stream).token for _ in range(stop)] == expected[:stop]
@@ -180,11 +183,11 @@ def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) ->
 
 
 def test_layers_with_a_window_keep_no_more_than_it(tiny: SimpleNamespace) -> None:
-    assert sights_of_layers(tiny.config(attention=WINDOWS)) == [AttentionView(3), AttentionView()]
-    assert sights_of_layers(tiny.config(attention=replace(WINDOWS, chunked=True)))[
+    assert attention_views(tiny.config(attention=WINDOWS)) == [AttentionView(3), AttentionView()]
+    assert attention_views(tiny.config(attention=replace(WINDOWS, chunked=True)))[
         0
     ] == AttentionView(3, chunked=True)
-    assert sights_of_layers(tiny.config()) == [AttentionView(), AttentionView()]
+    assert attention_views(tiny.config()) == [AttentionView(), AttentionView()]
 
 
 def test_a_text_that_turns_by_its_length_is_read_whole(tiny: SimpleNamespace) -> None:
@@ -292,7 +295,7 @@ def test_settings_that_cannot_be_are_refused(tiny: SimpleNamespace) -> None:
     ("wanted", "counts"), [([3, 5, 1], [3, 3, 0]), ([1], [1]), ([0, 2], [0, 2]), ([9, 9], [6, 0])]
 )
 def test_room_is_given_in_order(wanted: list[int], counts: list[int]) -> None:
-    assert divide_room(wanted, 6) == counts
+    assert divide_token_budget(wanted, 6) == counts
 
 
 def on_a_rank(

@@ -14,10 +14,10 @@ from megalith.models.adapters import (
     AdaptedWeights,
     Adapters,
     adapter_shape,
-    check_names,
+    check_adapter_names,
+    describe_adapter_differences,
+    find_peft_layers,
     fingerprint,
-    peft_parts,
-    same_adapters,
 )
 from megalith.models.gpt2 import GPT2
 from megalith.models.llama import LLAMA
@@ -138,7 +138,7 @@ def test_a_base_is_known_by_its_values_and_not_by_its_padding() -> None:
 
 
 def test_linear_layers_of_transformers_are_found_by_family() -> None:
-    parts = peft_parts(LLAMA, MODEL, ("kv", "down"))
+    parts = find_peft_layers(LLAMA, MODEL, ("kv", "down"))
     assert [(part.module, part.parameter, part.part, part.shape) for part in parts[:3]] == [
         ("model.layers.0.self_attn.k_proj", "layers.0.attention.kv", 0, (12, 12)),
         ("model.layers.0.self_attn.v_proj", "layers.0.attention.kv", 1, (12, 12)),
@@ -169,29 +169,29 @@ def test_transposed_matrices_have_none() -> None:
         ConfigError,
         match=r"GPT2LMHeadModel keeps matrices together or transposed \(down is in .*c_proj",
     ):
-        peft_parts(GPT2, model, ("down",))
+        find_peft_layers(GPT2, model, ("down",))
 
 
 def test_differences_from_what_a_run_trains_are_all_named() -> None:
     wanted = LoraConfig(rank=4, alpha=8.0, rslora=True, targets=("q",))
-    assert same_adapters(adapters(LoraConfig()), wanted, MODEL) == [
+    assert describe_adapter_differences(adapters(LoraConfig()), wanted, MODEL) == [
         "lora.rank is 16 there and 4 here",
         "lora.alpha is 32.0 there and 8.0 here",
         "lora.rslora is False there and True here",
         "lora.targets is ('q', 'kv', 'o', 'gate_up', 'down') there and ('q',) here",
     ]
-    assert same_adapters(adapters(LoraConfig()), LoraConfig(), MODEL) == []
+    assert describe_adapter_differences(adapters(LoraConfig()), LoraConfig(), MODEL) == []
 
 
 def test_names_are_those_of_the_model_matrix_by_matrix() -> None:
     found = adapters(LoraConfig())
-    check_names(found, LoraConfig(), MODEL)
+    check_adapter_names(found, LoraConfig(), MODEL)
     with pytest.raises(
         CheckpointError,
         match=r"another model: not of this model: .*layers.1.* Use those of a model",
     ):
-        check_names(found, LoraConfig(), replace(MODEL, num_layers=1))
+        check_adapter_names(found, LoraConfig(), replace(MODEL, num_layers=1))
     with pytest.raises(CheckpointError, match=r"another model: missing: .*layers.2.*"):
-        check_names(found, LoraConfig(), replace(MODEL, num_layers=3))
+        check_adapter_names(found, LoraConfig(), replace(MODEL, num_layers=3))
     with pytest.raises(CheckpointError, match=r"not of this model: .*"):
-        check_names(found, LoraConfig(targets=("q",)), MODEL)
+        check_adapter_names(found, LoraConfig(targets=("q",)), MODEL)

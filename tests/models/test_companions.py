@@ -16,7 +16,7 @@ from megalith.data.chat_template import BUILT_IN
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import DataError
-from megalith.models.companions import copy_auxiliary_files, own_template
+from megalith.models.companions import copy_auxiliary_files, find_own_template
 from megalith.models.convert import Kind, convert
 from megalith.models.pretrained import Pretrained, locate, open_pretrained
 from megalith.parallel.mesh import mesh_of_one
@@ -102,7 +102,7 @@ def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
     assert f"try: megalith chat {tmp_path / 'out'}" in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     source = opened(run)
-    template = own_template(source, build_tokenizer(source.tokenizer))
+    template = find_own_template(source, build_tokenizer(source.tokenizer))
     assert template is not None and template.name == "chatml"
     assert tokenizer.apply_chat_template(TALK, tokenize=False) == template.render(TALK)
     asked = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
@@ -132,7 +132,7 @@ def test_a_release_has_the_template_beside_its_weights_and_so_has_what_follows(
     convert(opened(run), tmp_path / "release", "megalith")
     (tmp_path / "mine.jinja").unlink()
     release = opened(tmp_path / "release")
-    template = own_template(release, build_tokenizer(release.tokenizer))
+    template = find_own_template(release, build_tokenizer(release.tokenizer))
     assert (
         template is not None
         and template.render(TALK) == "[What is 3 plus 4?<|im_end|>][7<|im_end|>]"
@@ -150,7 +150,9 @@ def test_the_tokenizers_own_template_stays_as_it_is_and_its_end_ends_texts(
     (load / "generation_config.json").unlink()
     run = tune(tmp_path / "run", load, ADAPTERS)
     source = opened(run)
-    files = copy_auxiliary_files(source, {"eos_token_id": 7, "pad_token_id": None}, theirs=True)
+    files = copy_auxiliary_files(
+        source, {"eos_token_id": 7, "pad_token_id": None}, to_huggingface=True
+    )
     assert "chat_template.jinja" not in files
     assert files["tokenizer_config.json"] == (load / "tokenizer_config.json").read_bytes()
     eod = build_tokenizer(source.tokenizer).eod
@@ -169,7 +171,7 @@ def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) 
         ADAPTERS | {"data.sft.template": "identity"},
         tokenizer=tmp_path / "words",
     )
-    files = copy_auxiliary_files(opened(run), {}, theirs=True)
+    files = copy_auxiliary_files(opened(run), {}, to_huggingface=True)
     assert opened(run).generation_file() is None and opened(run).stop_ids() == {7}
     assert files["tokenizer.json"] == (tmp_path / "words/tokenizer.json").read_bytes()
     assert (
@@ -222,15 +224,17 @@ def test_a_folder_without_a_tokenizer_gets_no_template_and_a_release_does(
     tiny.folder(tmp_path / "base", tiny.config(vocab_size=300, max_seq_len=LENGTH))
     plain = {"tokenizer.kind": "byte", "tokenizer.path": "none", "data.sft.template": "chatml"}
     run = tune(tmp_path / "run", tmp_path / "base", ADAPTERS | plain)
-    assert set(copy_auxiliary_files(opened(run), {}, theirs=True)) == {"generation_config.json"}
-    assert "chat_template.jinja" in copy_auxiliary_files(opened(run), {}, theirs=False)
+    assert set(copy_auxiliary_files(opened(run), {}, to_huggingface=True)) == {
+        "generation_config.json"
+    }
+    assert "chat_template.jinja" in copy_auxiliary_files(opened(run), {}, to_huggingface=False)
 
 
 def test_files_of_no_conversations_are_passed_on_as_they_are(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     load = base(tmp_path / "base", tiny)
-    files = copy_auxiliary_files(opened(load), {}, theirs=True)
+    files = copy_auxiliary_files(opened(load), {}, to_huggingface=True)
     assert files == {
         name: path.read_bytes() for name, path in opened(load).auxiliary_files().items()
     }
@@ -247,7 +251,7 @@ def test_adapters_of_the_library_bring_a_tokenizer_of_their_own(
     assert opened(tmp_path / "peft").stop_ids() == {7, 8}
     (tmp_path / "peft/chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
     source = opened(tmp_path / "peft")
-    template = own_template(source, build_tokenizer(source.tokenizer))
+    template = find_own_template(source, build_tokenizer(source.tokenizer))
     assert source.tokenizer.path == str(tmp_path / "peft") and template is not None
     assert template.render(TALK) == "What is 3 plus 4?!"
     convert(source, tmp_path / "merged", "huggingface")

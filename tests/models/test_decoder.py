@@ -18,7 +18,7 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.rope import RopeConfig
-from megalith.infer.generate import remember
+from megalith.infer.generate import build_prefix_state
 from megalith.kernels.linear import stacked
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.tokens import (
@@ -565,7 +565,7 @@ def test_masked_text_that_is_read_on_from_a_cache_is_as_read_at_once(name: str) 
     whole = with_padding(with_masks(tokens_of_lengths([14]), [mask]), text)
     ids = ids_of(14)
     with torch.no_grad():
-        expected, kept = model(ids, whole), remember(config)
+        expected, kept = model(ids, whole), build_prefix_state(config)
         assert isinstance(expected, Tensor)
         for start, end in ((0, 7), (7, 8), (8, 12), (12, 13), (13, 14)):
             part = tokens_of_queries([(end - start, end)], reach=[14])

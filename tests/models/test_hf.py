@@ -271,7 +271,7 @@ def test_the_family_that_lacks_the_fewest_settings_says_what_it_lacks(
     tiny: SimpleNamespace,
 ) -> None:
     with pytest.raises(UnexportedFieldsError) as refused:
-        hf.family_for(tiny.config(up_offset=0.5, norm_eps=0.1))
+        hf.find_exporting_family(tiny.config(up_offset=0.5, norm_eps=0.1))
     assert refused.value.settings == ("up_offset",)
 
 

@@ -18,8 +18,14 @@ from megalith import storage
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
 from megalith.models import hf, release
-from megalith.models.journal import NAME, ConversionJournal, begin_journal, changed, read_journal
-from megalith.models.staging import leftovers
+from megalith.models.journal import (
+    NAME,
+    ConversionJournal,
+    begin_journal,
+    describe_changes,
+    read_journal,
+)
+from megalith.models.staging import find_staging_folders
 
 GONE = 2**22 + 1  # above the highest number that Linux gives a process
 
@@ -89,7 +95,7 @@ def left_by(path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], piece
 
         patch.setattr(storage, "append_line", dies)
         assert main(["convert", *words, "--keep"]) == 2
-    ((folder, owner),) = leftovers(path)
+    ((folder, owner),) = find_staging_folders(path)
     assert owner == "gone"
     gone = folder.with_name(folder.name.replace(f"-{os.getpid()}-", f"-{GONE}-"))
     folder.rename(gone)
@@ -270,7 +276,10 @@ def test_a_full_disk_leaves_what_is_whole_when_asked_to(
         assert "No space left on device). Free some space, or choose another target" in said
         patch.setattr(storage, "free_nbytes", lambda folder: 12)
         assert main(["convert", *words, "--keep"]) == 2
-        assert "has 12 B free" in capsys.readouterr().err and len(leftovers(tmp_path / "x")) == 1
+        assert (
+            "has 12 B free" in capsys.readouterr().err
+            and len(find_staging_folders(tmp_path / "x")) == 1
+        )
     assert main(["convert", *words]) == 0
     assert "going on where a conversion was ended" in caplog.text
     assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
@@ -293,7 +302,7 @@ def test_what_a_killed_one_left_stays_when_the_next_has_no_room_or_cannot_read(
         with monkeypatch.context() as patch:
             patch.setattr(module, name, worse)
             assert main(["convert", *words]) == 2
-        ((folder, _),) = leftovers(tmp_path / "x")
+        ((folder, _),) = find_staging_folders(tmp_path / "x")
         read = read_journal(folder)
         assert read is not None and len(read[1]) == 4, name
     assert main(["convert", *words]) == 0
@@ -351,7 +360,7 @@ def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Pat
         file.write(b'["piece 20", {"n"')
     read = read_journal(tmp_path)
     assert read is not None and read[0] == {"source": "a", "dtype": "b"} and len(read[1]) == 20
-    later = read[1].moved_to(tmp_path)
+    later = read[1].reopen(tmp_path)
     later.add("piece 21", 7)
     again = read_journal(tmp_path)
     assert again is not None and len(again[1]) == 21 and again[1].found("piece 21") == 7
@@ -369,8 +378,8 @@ def test_without_a_file_nothing_is_written_down(tmp_path: Path) -> None:
 
 
 def test_differences_are_told_by_name() -> None:
-    assert changed({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == [
+    assert describe_changes({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == [
         "b: 2 then, 3 now",
         "c: nothing then, 4 now",
     ]
-    assert changed({"a": "1"}, {"a": "1"}) == []
+    assert describe_changes({"a": "1"}, {"a": "1"}) == []

@@ -10,7 +10,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import ConfigError
 from megalith.models.llama import LLAMA, read_config, rules, write_config
-from megalith.models.names import by_parameter, extent
+from megalith.models.names import group_by_parameter, unpadded_shape
 from megalith.models.release import parameters
 from megalith.plan.costs import num_parameters
 
@@ -308,13 +308,15 @@ def test_the_rules_cover_every_element_of_every_parameter_once(
         pad_vocab_to_multiple_of=multiple,
         head_dim=4,
     )
-    found = by_parameter(rules(config))
+    found = group_by_parameter(rules(config))
     declared = {shard.name: shard.shape for shard in parameters(config)}
     assert found.keys() == declared.keys()
     for name, shape in declared.items():
-        assert tiling_problem(extent(found[name]), [rule.box for rule in found[name]]) is None
+        assert (
+            tiling_problem(unpadded_shape(found[name]), [rule.box for rule in found[name]]) is None
+        )
         rows = config.vocab_size if name in ("embed.weight", "head.weight") else shape[0]
-        assert extent(found[name]) == (rows, *shape[1:])
+        assert unpadded_shape(found[name]) == (rows, *shape[1:])
 
 
 def test_tensor_names_are_those_of_published_files(tiny: SimpleNamespace) -> None:

@@ -17,7 +17,7 @@ from megalith.errors import CheckpointError
 from megalith.models import staging
 from megalith.models.hf import write_folder
 from megalith.models.release import write_release
-from megalith.models.staging import check_target, leftovers, staging_of
+from megalith.models.staging import check_target, find_staging_folders, prepare_staging
 
 GONE = 2**22 + 1  # above the highest number that Linux gives a process
 
@@ -38,11 +38,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_name_says_whose_it_is(tmp_path: Path, here: str) -> None:
-    first, second = staging_of(tmp_path / "x"), staging_of(tmp_path / "x")
+    first, second = prepare_staging(tmp_path / "x"), prepare_staging(tmp_path / "x")
     assert first.parent == tmp_path and first != second and not first.exists()
     assert first.name.startswith(f".x.tmp-{here}-{os.getpid()}-")
     first.mkdir()
-    assert leftovers(tmp_path / "x") == [(first, "gone")]
+    assert find_staging_folders(tmp_path / "x") == [(first, "gone")]
 
 
 def test_what_was_left_by_a_process_that_is_gone_is_removed_and_told(
@@ -50,7 +50,7 @@ def test_what_was_left_by_a_process_that_is_gone_is_removed_and_told(
 ) -> None:
     old, other = left(tmp_path / "x", here, GONE), left(tmp_path / "xy", here, GONE)
     with caplog.at_level(logging.WARNING):
-        staging_of(tmp_path / "x")
+        prepare_staging(tmp_path / "x")
     assert not old.exists() and other.exists()
     assert (
         f"{old}: removed, left by a conversion that was killed" in caplog.text
@@ -64,7 +64,7 @@ def test_what_somebody_may_be_at_work_in_is_told_and_stays(
 ) -> None:
     folder = left(tmp_path / "x", machine or here, process)
     with caplog.at_level(logging.WARNING):
-        staging_of(tmp_path / "x")
+        prepare_staging(tmp_path / "x")
     assert (folder / "model.safetensors").read_bytes() == b"half"
     known = (
         ", or was killed. Remove it"
@@ -78,7 +78,7 @@ def test_names_without_a_process_may_be_anybodys(tmp_path: Path, here: str) -> N
     folder = tmp_path / ".x.tmp-0123abcd"
     folder.mkdir()
     (tmp_path / ".x.tmp-notes").mkdir()
-    assert leftovers(tmp_path / "x") == [(folder, "elsewhere")]
+    assert find_staging_folders(tmp_path / "x") == [(folder, "elsewhere")]
 
 
 @pytest.mark.parametrize("linux", [True, False])
@@ -93,11 +93,13 @@ def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
     one = staging._machine()
     left(tmp_path / "x", one, GONE)
     assert (
-        leftovers(tmp_path / "x")[0][1] == "gone" and staging._machine() == one and len(one) == 33
+        find_staging_folders(tmp_path / "x")[0][1] == "gone"
+        and staging._machine() == one
+        and len(one) == 33
     )
     monkeypatch.setattr("os.readlink", (lambda path: "pid:[2]") if linux else gone)
     monkeypatch.setattr("uuid.getnode", lambda: 7)
-    assert staging._machine() != one and leftovers(tmp_path / "x")[0][1] == "elsewhere"
+    assert staging._machine() != one and find_staging_folders(tmp_path / "x")[0][1] == "elsewhere"
 
 
 def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
@@ -150,7 +152,9 @@ def test_both_kinds_of_folder_are_begun_so(
         folder = left(tmp_path / name, here, GONE)
         write(tmp_path / name, tiny.config(), weights)
         assert (
-            not folder.exists() and (tmp_path / name).is_dir() and leftovers(tmp_path / name) == []
+            not folder.exists()
+            and (tmp_path / name).is_dir()
+            and find_staging_folders(tmp_path / name) == []
         )
 
 
@@ -179,7 +183,7 @@ def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
             CheckpointError,
             match=r"would lie inside .*file, which is a file. Choose another target",
         ):
-            staging_of(tmp_path / "file" / inside)
+            prepare_staging(tmp_path / "file" / inside)
 
 
 @pytest.mark.parametrize("call", ["list_names", "remove_tree"])
@@ -195,7 +199,7 @@ def test_what_a_disk_refuses_before_anything_is_written_is_told_in_words(
         CheckpointError,
         match=r"x: not written \(.*Permission denied.*Choose another target, or set",
     ):
-        staging_of(tmp_path / "x")
+        prepare_staging(tmp_path / "x")
 
 
 def test_a_place_that_may_not_be_looked_at_is_told_in_words(

@@ -32,8 +32,8 @@ from megalith.models.usual import (
     check_all_fields_exported,
     common_rules,
     read_common_fields,
-    shortest,
-    windowed,
+    shortest_pattern,
+    window_arguments,
 )
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -119,12 +119,12 @@ def test_biases_of_one_switch_may_be_zeros_there(tiny: SimpleNamespace) -> None:
 def test_patterns_are_as_short_as_they_can_be(
     flags: tuple[bool, ...], pattern: tuple[bool, ...]
 ) -> None:
-    assert shortest(flags) == pattern
+    assert shortest_pattern(flags) == pattern
 
 
 def test_a_window_that_no_layer_has_is_none() -> None:
-    assert windowed(3, (False,)) == windowed(None, (True,)) == {}
-    assert windowed(3, (True, True)) == {"window": 3, "window_layers": ()}
+    assert window_arguments(3, (False,)) == window_arguments(None, (True,)) == {}
+    assert window_arguments(3, (True, True)) == {"window": 3, "window_layers": ()}
 
 
 def test_a_null_of_key_value_heads_means_as_many_as_heads_and_nothing_what_the_family_says() -> (

@@ -19,7 +19,7 @@ from megalith.config.tree import to_dict
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters
-from megalith.models.pretrained import adapters_in, load_pretrained, locate, open_pretrained
+from megalith.models.pretrained import load_pretrained, locate, open_adapters, open_pretrained
 from megalith.parallel.mesh import mesh_of_one
 from megalith.posttrain.export import peft_config, plan_peft
 from megalith.testing.tiny import tiny_run
@@ -147,7 +147,7 @@ def test_the_scale_is_told_as_it_is(alpha: float, written: float) -> None:
 
 
 def test_their_folder_comes_back_as_it_went(trained: Path, tmp_path: Path) -> None:
-    there, here = adapters_in(trained / "adapters"), adapters_in(locate(str(trained / "run")))
+    there, here = open_adapters(trained / "adapters"), open_adapters(locate(str(trained / "run")))
     assert there.names == here.names and to_dict(there.lora)["rank"] == 3
     assert all(torch.equal(there.read(name), here.read(name)) for name in there.names)
     torch.testing.assert_close(ours(trained / "adapters"), ours(trained / "run"), rtol=0, atol=1e-6)
@@ -169,7 +169,7 @@ def test_adapters_that_the_library_made_are_read(trained: Path, tmp_path: Path) 
     )
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
-    found = adapters_in(tmp_path / "theirs")
+    found = open_adapters(tmp_path / "theirs")
     assert (found.lora.targets, found.lora.rank, found.lora.rslora) == (("q", "kv"), 2, True)
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
 
@@ -249,7 +249,7 @@ def test_matrices_of_latent_attention_have_the_librarys_names(tmp_path: Path) ->
     model = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapters")
     torch.testing.assert_close(logits(model.eval()), ours(run), rtol=0, atol=2e-5)
     assert (ours(run) - logits(theirs(base))).abs().max() > 1e-3, "adapters do something"
-    found = adapters_in(tmp_path / "adapters")
+    found = open_adapters(tmp_path / "adapters")
     assert (found.lora.layers, found.lora.targets[:4]) == (
         (1,),
         ("q_down", "q_up", "kv_down", "kv_up"),
@@ -300,7 +300,7 @@ def test_layers_that_the_library_chose_are_read(trained: Path, tmp_path: Path) -
     )
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
-    found = adapters_in(tmp_path / "theirs")
+    found = open_adapters(tmp_path / "theirs")
     assert found.lora.layers == (1,) and found.names == {
         f"layers.1.attention.q.lora_{word}" for word in "ab"
     }
@@ -334,7 +334,7 @@ def test_layers_that_the_library_chose_by_an_expression_are_read(
     config = peft.LoraConfig(r=2, target_modules=r".*\.1\..*(q|up)_proj", init_lora_weights=False)
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
-    found = adapters_in(tmp_path / "theirs")
+    found = open_adapters(tmp_path / "theirs")
     assert (found.lora.layers, found.lora.targets) == ((1,), ("q", "gate_up"))
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
 

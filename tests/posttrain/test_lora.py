@@ -15,7 +15,7 @@ from megalith.config.tree import Override, dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import RECORD
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
-from megalith.models.pretrained import adapters_in, locate, open_pretrained
+from megalith.models.pretrained import locate, open_adapters, open_pretrained
 from megalith.models.release import release_run, write_release
 from megalith.nn.init import init_param_
 from megalith.observe.metrics import read_metrics
@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_ends_at_the_same_bits(trained: Path, tmp_path: P
 
 def test_opened_it_is_the_base_with_the_product_added(trained: Path) -> None:
     opened = open_pretrained(locate(str(trained)))
-    found, plain = adapters_in(opened.path), Drawn(3)
+    found, plain = open_adapters(opened.path), Drawn(3)
     assert (found.lora.rank, opened.model) == (3, tiny_run().model)
     for name, shape in (
         ("attention.kv", (2, 2, 6, 24)),
@@ -259,7 +259,7 @@ def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> No
     )
     words = [str(tmp_path / "run"), "a", "--max-new-tokens", "2", "--base", str(tmp_path / "moved")]
     assert main(["generate", *words]) == 0
-    assert adapters_in(locate(str(tmp_path / "run"))).lora.rank == 3, "which are all here"
+    assert open_adapters(locate(str(tmp_path / "run"))).lora.rank == 3, "which are all here"
     train(
         tmp_path / "next",
         tmp_path / "moved",
@@ -279,7 +279,7 @@ def test_in_bf16_adapters_have_masters_and_the_base_has_none(tmp_path: Path) -> 
     master_weights = {key for key in stored if key.startswith("optimizer.master.")}
     assert len(master_weights) == 20 and all(".lora_" in key for key in stored)
     opened = open_pretrained(locate(str(tmp_path / "run")))
-    assert adapters_in(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
+    assert open_adapters(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
 
 
 def test_a_base_that_is_not_there_or_of_another_shape_is_refused(

@@ -27,9 +27,9 @@ from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
 from megalith.posttrain.upcycle import (
+    compute_factors,
     expected_weight,
-    factors_of,
-    part_of,
+    locate_in_dense,
     upcycle,
     upcycle_problems,
 )
@@ -164,8 +164,8 @@ def test_scores_that_are_not_renormalised_are_made_up_for_on_average(tmp_path: P
     )
     root = replace(WHOLE, router=RouterConfig(score="sqrt_softplus", norm_topk_prob=False))
     assert (expected_weight(bare), expected_weight(single)) == (0.5, 3.0)
-    assert factors_of(DENSE, bare, 1, "spread").down == pytest.approx(2 ** (1 / 3))
-    assert factors_of(
+    assert compute_factors(DENSE, bare, 1, "spread").down == pytest.approx(2 ** (1 / 3))
+    assert compute_factors(
         replace(DENSE, gated=False, activation="gelu"), bare, 1, "spread"
     ).up == pytest.approx(2**0.5)
     for moe in (bare, single, root):
@@ -193,7 +193,7 @@ def test_an_expert_is_a_run_of_inner_features_and_its_router_repeats(tmp_path: P
     assert not torch.equal(
         made.read("layers.0.moe.router", ((0, 6), (0, 12)), torch.float32), router
     )
-    assert part_of("down_bias", ((0, 12),), part=1, width=10) == ((0, 12),)
+    assert locate_in_dense("down_bias", ((0, 12),), part=1, width=10) == ((0, 12),)
 
 
 def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
