@@ -212,7 +212,7 @@ def _read_groups(fields: Fields, top_k: int, kind: str) -> dict[str, Any]:
             f"num_experts_per_tok={top_k}, topk_group={topk_groups}: transformers scores a group "
             "by its "
             "best two experts, which must equal num_experts_per_tok / topk_group. "
-            f" Use topk_group={max(1, top_k // 2)}."
+            f"Use topk_group={max(1, top_k // 2)}."
         )
     return {
         "num_groups": groups,

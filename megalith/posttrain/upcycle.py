@@ -125,7 +125,7 @@ def _check_parts(model: ModelConfig, moe: MoEConfig) -> list[str | None]:
     explanation = (
         f"model.moe.ffn_hidden_size={moe.ffn_hidden_size} makes {parts} experts of each MLP"
     )
-    counts = {"experts": moe.num_experts, "top_k": moe.top_k}
+    counts = {"num_experts": moe.num_experts, "top_k": moe.top_k}
     problems: list[str | None] = [
         f"model.moe.{name}={count} is no multiple of {parts}: {explanation}, and a token must be "
         f"routed to all of them. Set model.moe.{name} to {-(-count // parts) * parts}, or "

@@ -169,7 +169,7 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
     ("words", "message"),
     [
         (["gone", "x"], "gone: no such folder"),
-        (["RUN", "RUN"], "exists already and is left as it is. Choose another target"),
+        (["RUN", "RUN"], "already exists and is not overwritten. Choose another target"),
         (["RUN", "x", "--shard-gb", "0"], "--shard-gb=0.0 must be above 0. Use 5"),
         (
             ["RUN", "x", "--restart", "--take-over"],
@@ -297,11 +297,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "index": (cut_index, "model.safetensors.index.json cannot be read"),
     "a file is missing": (
         lambda at: first_of(at).unlink(),
-        ", which the folder lacks. Copy the folder again",
+        ", which are missing. Copy the folder again",
     ),
     "a tensor is missing": (
         lambda at: edit(at, lambda tensors: tensors.pop(TABLE)),
-        "model.safetensors.index.json promises model.embed_tokens.weight, which the files do not "
+        "model.safetensors.index.json lists model.embed_tokens.weight, which the files do not "
         "hold. Copy",
     ),
     "pointer": (

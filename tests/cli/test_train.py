@@ -406,7 +406,7 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
         ),
         (["tiny_cpu", "--tokenizer.kind", "huggingface", "--tokenizer.path", "gone"], "gone"),
         (["tiny_cpu", "--checkpoint.load", "gone"], "gone"),
-        (["lora_tiny"], "Adapters are trained beside weights: train a run of that name first"),
+        (["lora_tiny"], "Adapters need base weights: train a run of that name first"),
     ],
 )
 def test_what_the_user_can_fix_is_one_text_and_exit_code_2(

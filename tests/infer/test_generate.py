@@ -272,10 +272,13 @@ def test_no_gradient_is_kept(tiny: SimpleNamespace) -> None:
         ([], "prompt 2 has 0 tokens: pass at least one"),
         (
             [1] * 96,
-            "prompt 2 has 96 tokens, and the model reads at most 96 together.* of at most "
+            "prompt 2 has 96 tokens, but the context of the model is 96 tokens.* of at most "
             "95 tokens",
         ),
-        ([1, 37], "prompt 2 has token 37, and the model knows ids below 37. Use the tokenizer"),
+        (
+            [1, 37],
+            "prompt 2 has token 37, but the ids of the model are below 37. Use the tokenizer",
+        ),
         ([-1], "prompt 2 has token -1"),
     ],
 )

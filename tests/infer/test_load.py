@@ -127,7 +127,7 @@ def test_chunks_without_an_mlp_are_refused(tmp_path: Path, tiny: SimpleNamespace
     source = open_source(str(path), 1)
     with pytest.raises(
         ConfigError,
-        match=r"--mlp-chunks=2 divides what MLPs read, and no layer of .* Remove --mlp-ch",
+        match=r"--mlp-chunks=2 chunks the input of dense MLPs, but no layer of .* Remove --mlp-ch",
     ):
         load_text_generator(source, mesh_of_one(), CPU, torch.float32, mlp_chunks=2)
 
@@ -165,7 +165,7 @@ def test_ranks_divide_experts_whole_where_they_can(
 def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     with pytest.raises(
-        ConfigError, match=r"--base=x: .* holds a model and no adapters. Remove --base, or use"
+        ConfigError, match=r"--base=x: .* holds a model, not adapters. Remove --base, or use"
     ):
         open_source(str(path), 1, base="x")
 
@@ -242,7 +242,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=256)), TokenizerConfig())
     with pytest.raises(
         DataError,
-        match="the tokenizer has 257 tokens, and the model knows 256. Use the tokenizer that",
+        match="the tokenizer has 257 tokens, but the model has only 256. Use the tokenizer that",
     ):
         load_text_generator(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32)
 
@@ -265,7 +265,7 @@ def test_a_model_that_looks_both_ways_does_not_write(tmp_path: Path, tiny: Simpl
     model = tiny.model(tiny.config(attention=AttentionConfig(causal=False)))
     path = save(tmp_path, model, TokenizerConfig())
     with pytest.raises(
-        ConfigError, match="model.attention.causal=false: its tokens look at what comes after them"
+        ConfigError, match="model.attention.causal=false: its tokens attend to later"
     ):
         open_source(str(path), 1)
 

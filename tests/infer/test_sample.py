@@ -119,6 +119,6 @@ def test_scores_that_are_not_finite_are_refused_with_their_place(
     rows = scores()
     rows[1, 2] = bad
     with pytest.raises(
-        CheckpointError, match="sequence 1: the scores at token 3 are not finite.*Use an earlier"
+        CheckpointError, match="sequence 1: the logits at token 3 are not finite.*Use an earlier"
     ):
         sample_tokens(rows, SampleConfig(temperature=temperature), PLACES)

@@ -167,7 +167,7 @@ def test_transposed_matrices_have_none() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"GPT2LMHeadModel keeps matrices together or transposed \(down is in .*c_proj",
+        match=r"GPT2LMHeadModel stores matrices fused or transposed \(down is in .*c_proj",
     ):
         find_peft_layers(GPT2, model, ("down",))
 
@@ -175,10 +175,10 @@ def test_transposed_matrices_have_none() -> None:
 def test_differences_from_what_a_run_trains_are_all_named() -> None:
     wanted = LoraConfig(rank=4, alpha=8.0, rslora=True, targets=("q",))
     assert describe_adapter_differences(adapters(LoraConfig()), wanted, MODEL) == [
-        "lora.rank is 16 there and 4 here",
-        "lora.alpha is 32.0 there and 8.0 here",
-        "lora.rslora is False there and True here",
-        "lora.targets is ('q', 'kv', 'o', 'gate_up', 'down') there and ('q',) here",
+        "lora.rank is 16 in the adapters and 4 in this run",
+        "lora.alpha is 32.0 in the adapters and 8.0 in this run",
+        "lora.rslora is False in the adapters and True in this run",
+        "lora.targets is ('q', 'kv', 'o', 'gate_up', 'down') in the adapters and ('q',) in this run",
     ]
     assert describe_adapter_differences(adapters(LoraConfig()), LoraConfig(), MODEL) == []
 
@@ -188,7 +188,7 @@ def test_names_are_those_of_the_model_matrix_by_matrix() -> None:
     check_adapter_names(found, LoraConfig(), MODEL)
     with pytest.raises(
         CheckpointError,
-        match=r"another model: not of this model: .*layers.1.* Use those of a model",
+        match=r"another model: not of this model: .*layers.1.* Use adapters of a model",
     ):
         check_adapter_names(found, LoraConfig(), replace(MODEL, num_layers=1))
     with pytest.raises(CheckpointError, match=r"another model: missing: .*layers.2.*"):

@@ -280,10 +280,10 @@ def test_adapters_beside_a_release_name_it_and_are_read_with_it(
         (
             "tokenizer.json",
             b'{"version": "1.0"}',
-            'tokenizer.json: expected a "model" in it, found',
+            'tokenizer.json: expected a "model" in it, got',
         ),
         ("tokenizer_config.json", b"\xff\xfe", "tokenizer_config.json: not JSON"),
-        ("tokenizer_config.json", b"[]", "tokenizer_config.json: expected an object, found"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: expected an object, got"),
     ],
 )
 def test_a_broken_file_is_not_passed_on(
@@ -295,5 +295,5 @@ def test_a_broken_file_is_not_passed_on(
     for to in kinds:
         with pytest.raises(DataError) as refused:
             convert(open_pretrained(tmp_path / "base"), tmp_path / "x", to)
-        assert told in str(refused.value) and "Copy it again, or remove it" in str(refused.value)
+        assert told in str(refused.value) and "again, or remove it" in str(refused.value)
     assert not (tmp_path / "x").exists()

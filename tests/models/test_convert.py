@@ -298,14 +298,14 @@ def test_rows_that_are_not_new_are_refused_in_words(
             "mean",
             "--pad-vocab-to-multiple-of",
             "8",
-        ): "--new-rows=mean: no rows are new, as ",
+        ): "--new-rows=mean: ",
         ("x", "--vocab-size", "39"): "--vocab-size=39: ",
         ("ours", "--vocab-size", "80"): "--vocab-size=80: ",
         (
             "ours",
             "--new-rows",
             "mean",
-        ): "ours is no Hugging Face folder, and its tables are taken as they are. Remove",
+        ): "ours is not a Hugging Face folder, so no rows are added to its tables. Remove",
     }
     for (source, *words), text in refused.items():
         assert convert_words(tmp_path / source, tmp_path / "y", *words) == 2
@@ -315,7 +315,7 @@ def test_rows_that_are_not_new_are_refused_in_words(
         tiny.config(vocab_size=40, pad_vocab_to_multiple_of=64),
     )
     with pytest.raises(
-        CheckpointError, match="checkpoint.new_rows=mean: .*ours is no Hugging Face folder"
+        CheckpointError, match="checkpoint.new_rows=mean: .*ours is not a Hugging Face folder"
     ):
         load_pretrained(
             tiny.entries(tiny.blank(same)),
@@ -412,10 +412,10 @@ def test_family_selects_another_architecture(
     assert read_hf_config(tmp_path / "back")["architectures"] == ["LlamaForCausalLM"]
     command[2] = str(tmp_path / "other")
     rejected = {
-        "phi3": r"cannot be written as Phi3ForCausalLM: model.qkv_bias=True: Phi3ForCausalLM has "
-        r"no word for it; .*"
-        r"Or set --family=llama to write it as LlamaForCausalLM",
-        "quen2": "--family=quen2: there is no such family. Did you mean qwen2",
+        "phi3": r"cannot be exported as Phi3ForCausalLM: model.qkv_bias=True: Phi3ForCausalLM "
+        r"cannot express this setting; .*"
+        r"Or set --family=llama to export it as LlamaForCausalLM",
+        "quen2": "--family=quen2: unknown family. Did you mean qwen2",
     }
     capsys.readouterr()
     for name, message in rejected.items():

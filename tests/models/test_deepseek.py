@@ -149,11 +149,11 @@ def test_every_tensor_of_experts_is_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_shared_experts": 0}, "n_shared_experts=0: transformers builds one at least"),
+        ({"n_shared_experts": 0}, "n_shared_experts=0: transformers needs at least one"),
         ({"topk_method": "greedy"}, "topk_method='greedy' is not supported: it must be 'noaux_tc'"),
         (
             {"num_experts_per_tok": 3},
-            "num_experts_per_tok=3, topk_group=1: transformers judges a group by",
+            "num_experts_per_tok=3, topk_group=1: transformers scores a group by",
         ),
         (
             {"scoring_func": "softmax"},
@@ -164,7 +164,7 @@ def test_every_tensor_of_experts_is_told() -> None:
             "first_k_dense_replace=-1: expected a whole number of at least 0",
         ),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported: it must be 1"),
-        ({"num_local_experts": 3}, "two numbers of experts"),
+        ({"num_local_experts": 3}, "these numbers of experts differ"),
     ],
 )
 def test_what_experts_do_not_compute_is_refused_by_name(
@@ -181,14 +181,17 @@ def test_what_experts_do_not_compute_is_refused_by_name(
         ({"num_key_value_heads": 1}, "num_key_value_heads=1 is not supported: it must be 3"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope_type='linear' are not supported in a DeepSeek",
+            "rope_type='linear' are not supported in DeepSeek",
         ),
         (
             {"num_mtp_layers": 2},
             "num_nextn_predict_layers=0, num_mtp_layers=2: expected one whole number",
         ),
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1"),
-        ({"quantization_config": {"fmt": "e4m3"}}, "quantization_config=.* stored in fewer bits"),
+        (
+            {"quantization_config": {"fmt": "e4m3"}},
+            "quantization_config=.* quantized weights are not supported",
+        ),
     ],
 )
 def test_what_it_does_not_compute_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -240,22 +243,24 @@ def test_only_latent_attention_and_only_v3_with_further_predictions_are_written(
     assert config.mla is not None
     with pytest.raises(
         ConfigError,
-        match="model.mla.norms=false: DeepseekV3ForCausalLM norms the short vectors .* Use a",
+        match="model.mla.norms=false: DeepseekV3ForCausalLM always normalizes the latent vectors .* Use a",
     ):
         DEEPSEEK_V3.write_config(replace(config, mla=replace(config.mla, norms=False)))
     with pytest.raises(
-        ConfigError, match="model.mla=None: DeepseekV3ForCausalLM has latent attention"
+        ConfigError, match="model.mla=None: DeepseekV3ForCausalLM needs latent attention"
     ):
         DEEPSEEK_V3.write_config(tiny.config())
     config = replace(DEEPSEEK_V3.read_config(SMALL), mtp=MTPConfig(num_layers=1))
     with pytest.raises(
-        ConfigError, match="model.mtp.num_layers=1: DeepseekV2ForCausalLM has no word for it"
+        ConfigError,
+        match="model.mtp.num_layers=1: DeepseekV2ForCausalLM cannot express this setting",
     ):
         DEEPSEEK_V2.write_config(config)
     assert config.mla is not None
     odd = replace(config, mla=MLAConfig(kv_rank=7, norm_eps=0.1))
     with pytest.raises(
-        ConfigError, match="model.mla.norm_eps=0.1: DeepseekV3ForCausalLM has no word for it"
+        ConfigError,
+        match="model.mla.norm_eps=0.1: DeepseekV3ForCausalLM cannot express this setting",
     ):
         DEEPSEEK_V3.write_config(odd)
 

@@ -101,12 +101,12 @@ def test_missing_fields_have_their_defaults() -> None:
         (
             False,
             lambda f: f.read_value("b"),
-            "a=False is not known, so it may change what the model computes. Remove it",
+            "a=False: unknown field, which may change what the model computes. Remove it",
         ),
         (
             5,
             lambda f: f.read_value("b"),
-            "a=5 is not known, so it may change what the model computes. Remove it",
+            "a=5: unknown field, which may change what the model computes. Remove it",
         ),
     ],
 )
@@ -145,7 +145,7 @@ def test_only_fields_that_are_known_to_change_nothing_may_be_left_unasked() -> N
 
 def test_what_is_off_unless_said_may_be_false_where_nobody_asks_for_it() -> None:
     Fields(dict.fromkeys(ALLOWED_FALSE, False)).raise_problems()
-    assert "attention_bias=True is not known" in problems(Fields({"attention_bias": True}))
+    assert "attention_bias=True: unknown field" in problems(Fields({"attention_bias": True}))
 
 
 def test_every_activation_has_a_word_that_means_it() -> None:

@@ -89,9 +89,7 @@ def test_only_layers_that_see_everything_are_stretched(fields: dict[str, Any]) -
 
 
 def test_a_cap_that_transformers_does_not_apply_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="attn_logit_softcapping=50.0: transformers keeps it and does not use it"
-    ):
+    with pytest.raises(ConfigError, match="attn_logit_softcapping=50.0: transformers ignores it"):
         read_config(ONE | {"attn_logit_softcapping": 50.0})
 
 

@@ -78,7 +78,7 @@ def test_what_changes_its_attention_is_refused_by_name(field: str, value: bool) 
 
 def test_a_model_that_is_no_gpt2_is_not_written_as_one(tiny: SimpleNamespace) -> None:
     with pytest.raises(
-        ConfigError, match=r"model.positions='rope': GPT2LMHeadModel has no word for it"
+        ConfigError, match=r"model.positions='rope': GPT2LMHeadModel cannot express this setting"
     ):
         write_config(tiny.config())
 

@@ -95,13 +95,13 @@ def test_what_it_does_not_compute_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="swiglu_alpha=1.5 is not supported: it must be 1.702"):
         GPT_OSS.read_config(PUBLISHED | {"swiglu_alpha": 1.5})
     with pytest.raises(
-        ConfigError, match="num_experts_per_tok=4, experts_per_token=2: two numbers of chosen"
+        ConfigError, match="num_experts_per_tok=4, experts_per_token=2: they differ"
     ):
         GPT_OSS.read_config(PUBLISHED | {"experts_per_token": 2})
 
 
 def test_no_dense_model_is_written_as_one(tiny: Any) -> None:
     with pytest.raises(
-        ConfigError, match="model.moe=null: GptOssForCausalLM has a mixture of experts"
+        ConfigError, match="model.moe=null: GptOssForCausalLM needs a mixture of experts"
     ):
         GPT_OSS.write_config(tiny.config())

@@ -168,10 +168,10 @@ def test_weights_are_cast_to_what_is_wanted(
             {"model__norm__weight": None, "lm_head__weight": None},
             "missing: lm_head.weight, model.norm.weight",
         ),
-        ({"model__extra": torch.ones(2)}, "not of a LlamaForCausalLM: model.extra"),
+        ({"model__extra": torch.ones(2)}, "unexpected in LlamaForCausalLM: model.extra"),
         (
             {"model__layers__0__mlp__up_proj__bias": torch.ones(10)},
-            "not of a LlamaForCausalLM: model.layers.0.mlp.up_",
+            "unexpected in LlamaForCausalLM: model.layers.0.mlp.up_",
         ),
         ({"model__norm__weight": torch.ones(11)}, r"model.norm.weight is \[11\], expected \[12\]"),
         (
@@ -236,8 +236,8 @@ def test_a_tied_model_may_store_its_head_only_if_it_is_the_embedding(
         ),
         (
             {"auto_map": {"AutoModelForCausalLM": "modeling_x.OtherForCausalLM"}},
-            "config.json: auto_map=.*OtherForCausalLM'}: the model is computed by code of its "
-            "own.* Use a folder that",
+            "config.json: auto_map=.*OtherForCausalLM'}: the model needs custom code.* "
+            "Use a folder that",
         ),
         ({"hidden_act": "mish"}, "config.json: hidden_act='mish' is not supported"),
     ],
@@ -284,7 +284,7 @@ def test_a_model_that_cannot_be_is_refused_though_its_tensors_fit(
     HuggingFaceFolder(tmp_path / "x")
     edit(tmp_path / "x", num_experts_per_tok=4)
     told = (
-        r"config.json describes a model that cannot be: num_experts_per_tok=4 is more than "
+        r"config.json describes an invalid model: num_experts_per_tok=4 is more than "
         r"num_local_experts=3. Set"
     )
     with pytest.raises(CheckpointError, match=told):
@@ -308,7 +308,7 @@ def test_damaged_folders_say_what_is_missing(tmp_path: Path, tiny: SimpleNamespa
         HuggingFaceFolder(tmp_path / "x")
     first.unlink()
     with pytest.raises(
-        CheckpointError, match="index.json names model-00001-of-.*which the folder lacks"
+        CheckpointError, match="index.json names model-00001-of-.*which are missing"
     ):
         HuggingFaceFolder(tmp_path / "x")
     for file in (tmp_path / "x").glob("model*"):
@@ -351,7 +351,7 @@ def test_an_index_that_promises_more_than_the_files_hold_is_refused(
     index = json.loads(file.read_text())
     index["weight_map"]["model.extra"] = index["weight_map"]["lm_head.weight"]
     file.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="promises model.extra"):
+    with pytest.raises(CheckpointError, match="lists model.extra"):
         HuggingFaceFolder(tmp_path / "x")
 
 
@@ -367,12 +367,12 @@ def test_a_model_of_another_shape_is_refused_before_anything_is_read(
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
     other = tiny.blank(tiny.config(ffn_hidden_size=11, qkv_bias=True))
-    with pytest.raises(CheckpointError, match="another model") as refused:
+    with pytest.raises(CheckpointError, match="has a different model") as refused:
         HuggingFaceFolder(tmp_path / "x").fill(tiny.entries(other))
     assert "layers.0.mlp.gate_up is [2, 11, 12] in this run and [2, 10, 12] in the folder" in str(
         refused.value
     )
-    assert "layers.0.attention.q_bias is in this run and not in the folder" in str(refused.value)
+    assert "layers.0.attention.q_bias is in this run but not in the folder" in str(refused.value)
     assert all((parameter == -7).all() for parameter in other.parameters())
 
 
@@ -472,7 +472,7 @@ def test_the_name_is_on_the_disk_at_the_end(
 def test_an_existing_target_is_left_as_it_is(tmp_path: Path, tiny: SimpleNamespace) -> None:
     (tmp_path / "x").mkdir()
     with pytest.raises(
-        CheckpointError, match="x exists already and is left as it is. Choose another target"
+        CheckpointError, match="x already exists and is not overwritten. Choose another target"
     ):
         tiny.folder(tmp_path / "x", tiny.config())
     assert os.listdir(tmp_path / "x") == []

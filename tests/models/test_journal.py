@@ -119,7 +119,7 @@ def test_killed_again_and_again_it_ends_with_the_bytes_of_one_that_never_was(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert int(done.stdout.split()[-1]) >= 8, done.stderr
-    assert "going on where a conversion was ended" in done.stderr
+    assert "resuming an interrupted conversion" in done.stderr
     before, after = contents(tmp_path / "x"), contents(tmp_path / "again")
     named = {"config.yaml", "manifest.json"}  # with the name of the folder
     assert before.keys() == after.keys()
@@ -157,7 +157,7 @@ def test_what_is_whole_is_kept_and_what_is_damaged_is_written_again(
     with (left / NAME).open("ab") as torn:
         torn.write(b'["model-00001')
     again = pieces_of(words, monkeypatch)
-    assert "x: going on where a conversion was ended: 4 pieces are there" in caplog.text
+    assert "x: resuming an interrupted conversion with 4 finished pieces" in caplog.text
     assert contents(tmp_path / "x") == before
     once = pieces_of([words[0], str(tmp_path / "once"), *words[2:]], monkeypatch)
     assert piece in again < once and len(once - again) == 3, "of four, one was damaged"
@@ -193,7 +193,7 @@ def test_another_source_or_other_settings_are_refused_in_words(
     words = words_of("huggingface", theirs, tmp_path / "x")
     left = left_by(tmp_path / "x", monkeypatch, words, 3)
     told = {
-        "dtype": "dtype: as they are then, bfloat16 now",
+        "dtype": "dtype: as they are before, bfloat16 now",
         "source": "its values: ",
         "shards": "largest file: 6,000 bytes",
     }
@@ -211,12 +211,12 @@ def test_another_source_or_other_settings_are_refused_in_words(
     assert main(["convert", *other]) == 2
     said = capsys.readouterr().err
     assert (
-        f"{left}: a conversion to {tmp_path / 'x'} was ended when 3 pieces were whole, of another "
+        f"{left}: an interrupted conversion to {tmp_path / 'x'} with 3 finished pieces had another "
         "source or" in said
     )
-    assert told[change] in said and "or pass --restart to begin anew." in said and left.exists()
+    assert told[change] in said and "or pass --restart to start again." in said and left.exists()
     assert main(["convert", *other, "--restart"]) == 0
-    assert f"{left}: removed, left by a conversion that was killed" in caplog.text
+    assert f"{left}: removed; it was left by a conversion that was killed" in caplog.text
     (tmp_path / "x").rename(tmp_path / "first")
     assert main(["convert", *other]) == 0 and contents(tmp_path / "first") == contents(
         tmp_path / "x"
@@ -231,12 +231,12 @@ def test_what_may_be_anothers_work_is_gone_on_with_only_when_told_so(
     left = left.rename(left.with_name(f".x.tmp-node_8-{GONE}-0123abcd"))
     assert main(["convert", *words]) == 0
     assert (
-        "works there, or was killed. Remove it if none does, or pass --take-over to go on with it"
+        "or was killed. If it was killed, remove the folder, or pass --take-over to resume it"
         in caplog.text
     )
     (tmp_path / "x").rename(tmp_path / "first")
     assert main(["convert", *words, "--take-over"]) == 0
-    assert "going on where a conversion was ended: 3 pieces are there" in caplog.text
+    assert "resuming an interrupted conversion with 3 finished pieces" in caplog.text
     assert contents(tmp_path / "first") == contents(tmp_path / "x") and not left.exists()
 
 
@@ -248,10 +248,10 @@ def test_what_a_process_of_this_machine_works_on_is_never_gone_on_with(
     left = left.rename(left.with_name(left.name.replace(f"-{GONE}-", f"-{os.getppid()}-")))
     assert main(["convert", *words, "--take-over"]) == 0
     assert (
-        f"{left}: another conversion to {tmp_path / 'x'} works there, or a process with its number"
+        f"{left}: another conversion to {tmp_path / 'x'} is running, or a process with the same id"
         in caplog.text
     )
-    assert "going on" not in caplog.text and left.exists() and (tmp_path / "x").exists()
+    assert "resuming" not in caplog.text and left.exists() and (tmp_path / "x").exists()
 
 
 def test_a_full_disk_leaves_what_is_whole_when_asked_to(
@@ -272,7 +272,7 @@ def test_a_full_disk_leaves_what_is_whole_when_asked_to(
         patch.setattr(storage, "begin_sync", full)
         assert main(["convert", *words, "--keep"]) == 2
         said = capsys.readouterr().err
-        assert "pieces stay. Run the same again to go on with them" in caplog.text
+        assert "finished pieces are kept. Run the same command again to resume" in caplog.text
         assert "No space left on device). Free some space, or choose another target" in said
         patch.setattr(storage, "free_nbytes", lambda folder: 12)
         assert main(["convert", *words, "--keep"]) == 2
@@ -281,7 +281,7 @@ def test_a_full_disk_leaves_what_is_whole_when_asked_to(
             and len(find_staging_folders(tmp_path / "x")) == 1
         )
     assert main(["convert", *words]) == 0
-    assert "going on where a conversion was ended" in caplog.text
+    assert "resuming an interrupted conversion" in caplog.text
     assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
 
 
@@ -306,7 +306,7 @@ def test_what_a_killed_one_left_stays_when_the_next_has_no_room_or_cannot_read(
         read = read_journal(folder)
         assert read is not None and len(read[1]) == 4, name
     assert main(["convert", *words]) == 0
-    assert caplog.text.count("going on where a conversion was ended: 4 pieces are there") == 3
+    assert caplog.text.count("resuming an interrupted conversion with 4 finished pieces") == 3
     assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
 
 
@@ -317,11 +317,11 @@ def test_new_rows_of_an_upcycled_model_are_told_apart(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     experts = tmp_path / "moe.yaml"
-    experts.write_text("experts: 4\ntop_k: 2\nffn_hidden_size: 10\n")
+    experts.write_text("num_experts: 4\ntop_k: 2\nffn_hidden_size: 10\n")
     words = [*words_of("megalith", theirs, tmp_path / "x"), "--upcycle", str(experts)]
     left_by(tmp_path / "x", monkeypatch, [*words, "--new-rows", "mean"], 2)
     assert main(["convert", *words]) == 2
-    assert "new rows: mean then, zero now" in capsys.readouterr().err
+    assert "new rows: mean before, zero now" in capsys.readouterr().err
 
 
 def test_who_comes_second_is_told_that_another_was_there_first(
@@ -340,7 +340,9 @@ def test_who_comes_second_is_told_that_another_was_there_first(
 
     monkeypatch.setattr(storage, "sync_folder", another)
     assert main(["convert", *words, "--keep"]) == 2
-    assert "x exists already and is left as it is. Choose another target" in capsys.readouterr().err
+    assert (
+        "x already exists and is not overwritten. Choose another target" in capsys.readouterr().err
+    )
     assert (tmp_path / "x" / "note").read_text() == "theirs" and sorted(os.listdir(tmp_path)) == [
         "theirs",
         "x",
@@ -379,7 +381,7 @@ def test_without_a_file_nothing_is_written_down(tmp_path: Path) -> None:
 
 def test_differences_are_told_by_name() -> None:
     assert describe_changes({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == [
-        "b: 2 then, 3 now",
-        "c: nothing then, 4 now",
+        "b: 2 before, 3 now",
+        "c: nothing before, 4 now",
     ]
     assert describe_changes({"a": "1"}, {"a": "1"}) == []

@@ -211,13 +211,13 @@ def test_a_theta_inside_either_mapping_counts(key: str) -> None:
         ({"attention_dropout": -0.1}, "attention_dropout=-0.1: expected a number of at least 0"),
         (
             {"quantization_config": {"bits": 4}},
-            "quantization_config={'bits': 4}: the weights are stored in fewer bits",
+            "quantization_config={'bits': 4}: quantized weights are not supported",
         ),
         (
             {"sliding_window": 128},
-            "sliding_window=128 is not known, so it may change what the model computes. Remove",
+            "sliding_window=128: unknown field, which may change what the model computes. Remove",
         ),
-        ({"rope_interleaved": True}, "rope_interleaved=True is not known"),
+        ({"rope_interleaved": True}, "rope_interleaved=True: unknown field"),
         (
             {"partial_rotary_factor": 0.5},
             "with {'partial_rotary_factor': 0.5, 'rope_theta': 10000.0} are not",
@@ -240,7 +240,7 @@ def test_a_theta_inside_either_mapping_counts(key: str) -> None:
         ),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
-            "disagree. Remove those that are wrong",
+            "disagree. Remove the wrong ones",
         ),
         ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, "disagree"),
         ({"rope_scaling": "none"}, "rope_scaling='none': expected a mapping"),
@@ -289,7 +289,8 @@ def test_fields_that_change_nothing_are_let_through() -> None:
 
 def test_a_model_that_transformers_refuses_is_not_written(tiny: SimpleNamespace) -> None:
     with pytest.raises(
-        ConfigError, match="hidden_size=10 is not a multiple of model.num_heads=6.*Use a Megalith"
+        ConfigError,
+        match="hidden_size=10 is not a multiple of model.num_heads=6.*Keep the model as a Megalith",
     ):
         write_config(tiny.config(hidden_size=10, head_dim=4))
 

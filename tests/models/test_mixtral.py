@@ -65,10 +65,10 @@ def test_what_it_has_no_word_for_is_refused() -> None:
     odd = replace(config, moe=replace(config.moe, router=RouterConfig(routed_scaling_factor=2.0)))
     with pytest.raises(
         ConfigError,
-        match=r"model.moe.router.routed_scaling_factor=2.0: MixtralForCausalLM has no word for it",
+        match=r"model.moe.router.routed_scaling_factor=2.0: MixtralForCausalLM cannot express this setting",
     ):
         MIXTRAL.write_config(odd)
     with pytest.raises(
-        ConfigError, match=r"model.moe=null: MixtralForCausalLM has a mixture of experts"
+        ConfigError, match=r"model.moe=null: MixtralForCausalLM needs a mixture of experts"
     ):
         MIXTRAL.write_config(replace(config, moe=None))

@@ -53,7 +53,7 @@ def test_its_own_words_for_rotary_positions_are_understood() -> None:
 
 def test_a_model_that_is_no_neox_is_not_written_as_one(tiny: SimpleNamespace) -> None:
     with pytest.raises(
-        ConfigError, match=r"model.gated=True: GPTNeoXForCausalLM has no word for it"
+        ConfigError, match=r"model.gated=True: GPTNeoXForCausalLM cannot express this setting"
     ):
         write_config(tiny.config())
 

@@ -350,7 +350,8 @@ def test_a_model_is_written_as_a_family_that_has_words_for_all_of_it(
     odd = replace(folder.model_config, up_offset=0.5)
     there = folder.model_config.up_offset
     with pytest.raises(
-        ConfigError, match=rf"model.up_offset=0.5: \w+ has no word for it; it would be {there}"
+        ConfigError,
+        match=rf"model.up_offset=0.5: \w+ cannot express this setting; it would be exported as {there}",
     ):
         write_folder(tmp_path / "x", odd, folder, family=folder.family)
 

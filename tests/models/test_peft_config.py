@@ -52,7 +52,7 @@ def test_everything_that_the_library_writes_for_plain_lora_is_known(tmp_path: Pa
 @pytest.mark.parametrize("name", PLAIN)
 def test_whatever_is_no_plain_lora_is_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=rf"{name}='else': these adapters compute something else.* Use LoRA"
+        CheckpointError, match=rf"{name}='else': these adapters do not compute.* Use plain LoRA"
     ):
         read(tmp_path, **{name: "else"})
     for value in PLAIN[name]:
@@ -69,7 +69,7 @@ def test_whatever_is_no_plain_lora_is_refused_by_name(name: str, tmp_path: Path)
         ({"layers_to_transform": []}, r"layers_to_transform=\[\]"),
         (
             {"use_new": False},
-            "use_new=False: not known, so it may change what the adapters compute. Remove it if",
+            "use_new=False: unknown fields, which may change what the adapters compute. Remove them if",
         ),
     ],
 )

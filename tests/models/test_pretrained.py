@@ -45,7 +45,7 @@ BYTES = TokenizerConfig()
 
 BY_CHANCE = RouterConfig(force_load_balancing=True)
 HOW = "model.moe.router.force_load_balancing=true"
-TOLD = f"chance chose its experts while it was trained ({HOW}): use it to measure speed alone"
+TOLD = f"its experts were selected at random during training ({HOW}): use it only to measure speed"
 
 
 def save(
@@ -254,7 +254,7 @@ def test_what_only_training_knows_may_change_and_the_context_may_grow(
     notes = load_pretrained(
         tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), alone("world"), model=changed
     )
-    assert notes == ["model.max_seq_len: 32 there, 64 here"]
+    assert notes == ["model.max_seq_len: 32 in the checkpoint, 64 in this run"]
     save(
         tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2, rope=RopeConfig(factor=3.0))
     )
@@ -343,13 +343,13 @@ def test_what_changes_the_mathematics_is_refused_with_a_table_unless_it_is_named
     with pytest.raises(CheckpointError) as refused:
         load("model.norm")
     assert (
-        " is another model:\n"
+        " has a different model:\n"
         "  field              checkpoint  yours\n"
         "  model.max_seq_len  32          16\n"
         "  model.norm_eps     1e-05       1e-06\n"
         "  model.rope.theta   10000.0     500000.0\n"
         "  model.logit_scale  1.0         2.0\n"
-        "To load it, set model.* to what is there. To change what these weights compute, set "
+        "To load it, set model.* to its values. To change what these weights compute, set "
         "checkpoint.allow_model_changes to model.max_seq_len model.norm_eps model.rope.theta "
         "model.logit_scale."
     ) in str(refused.value)
@@ -450,7 +450,7 @@ def test_another_model_is_refused_with_all_that_differs(
     model = tiny.folder(tmp_path / "folder", tiny.config())
     save(tmp_path / "checkpoint", 1, tiny.entries(model), tiny.config())
     other = tiny.config(tied_embeddings=True, num_layers=3, vocab_size=38)
-    with pytest.raises(CheckpointError, match="is another model") as refused:
+    with pytest.raises(CheckpointError, match="has a different model") as refused:
         load_pretrained(
             tiny.entries(tiny.blank(other)), str(tmp_path / kind), alone("world"), model=other
         )
@@ -458,7 +458,7 @@ def test_another_model_is_refused_with_all_that_differs(
         "model.tied_embeddings  False       True",
         "model.num_layers       2           3",
         "model.vocab_size       37          38",
-        "set model.* to what is there",
+        "set model.* to its values",
     ):
         assert line in str(refused.value)
 

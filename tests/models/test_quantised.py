@@ -178,20 +178,23 @@ def test_a_folder_in_fp8_becomes_a_checkpoint_and_a_plain_folder(
     [
         (
             {"quant_method": "gptq", "bits": 4},
-            "quantization_config.quant_method='gptq': weights stored so are not",
+            "quantization_config.quant_method='gptq': this quantization is not",
         ),
         (
             {"quant_method": "bitsandbytes"},
-            "weights stored so are not read, only 'fp8' and 'mxfp4' are",
+            "this quantization is not supported, only 'fp8' and 'mxfp4' are",
         ),
         (
             {"weight_block_size": None},
             r"weight_block_size=None, expected two whole numbers, as \[128, 128\]",
         ),
-        ({"fmt": "e5m2"}, "quantization_config.fmt='e5m2', which is not read: it must be 'e4m3'"),
+        (
+            {"fmt": "e5m2"},
+            "quantization_config.fmt='e5m2', which is not supported: it must be 'e4m3'",
+        ),
         (
             {"rotation": 3},
-            "quantization_config has rotation, which nobody here knows, expected none",
+            "quantization_config has the unknown fields rotation",
         ),
         (
             {"weight_block_size": [8, 3]},
@@ -219,12 +222,14 @@ def test_numbers_without_scales_and_scales_without_words_are_refused(theirs: Pat
         theirs / "model.safetensors",
     )
     with pytest.raises(
-        CheckpointError, match=rf"{key} is missing: nobody knows how large .* expected \[3, 4\]"
+        CheckpointError, match=rf"{key} is missing: the scales of .* expected \[3, 4\]"
     ):
         HuggingFaceFolder(theirs)
     config = json.loads((theirs / "config.json").read_text())
     (theirs / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
-    with pytest.raises(CheckpointError, match=r"not of a LlamaForCausalLM: .*weight_scale_inv"):
+    with pytest.raises(
+        CheckpointError, match=r"unexpected in LlamaForCausalLM: .*weight_scale_inv"
+    ):
         HuggingFaceFolder(theirs)
 
 

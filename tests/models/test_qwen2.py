@@ -63,7 +63,7 @@ def test_queries_keys_and_values_have_biases_and_the_output_has_none() -> None:
     assert biases == ["q_proj", "k_proj", "v_proj"]
     with pytest.raises(
         ConfigError,
-        match="model.qkv_bias=False: Qwen2ForCausalLM has no word for it; it would be True",
+        match="model.qkv_bias=False: Qwen2ForCausalLM cannot express this setting; it would be exported as True",
     ):
         write_config(replace(config, qkv_bias=False))
 

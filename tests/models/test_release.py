@@ -69,7 +69,7 @@ def test_a_release_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNames
             config_text="",
         )
     (tmp_path / "y").write_text("mine")
-    with pytest.raises(CheckpointError, match="y exists already"):
+    with pytest.raises(CheckpointError, match="y already exists"):
         write_release(tmp_path / "y", tiny.config(), Broken({}), config_text="")
     assert os.listdir(tmp_path) == ["y"]
 

@@ -17,7 +17,7 @@ def read(raw: dict[str, Any], **options: Any) -> RopeConfig:
     """The positions of a config that has nothing else."""
     fields = Fields(raw)
     rope = read_rope(fields, **{"max_position": 4096, **options})
-    fields.finish()
+    fields.raise_problems()
     return rope
 
 
@@ -133,7 +133,7 @@ def test_yarn_without_the_length_of_its_first_rows_takes_the_longest() -> None:
         ({"rope_theta": -5.0}, "'rope_theta': -5.0"),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
-            "disagree. Remove those that are wrong",
+            "disagree. Remove the wrong ones",
         ),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 5.0}}, "disagree"),
     ],

@@ -33,8 +33,8 @@ def left(path: Path, machine: str, process: int) -> Path:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("socket.gethostname", lambda: "node-7.rack 3")
-    assert re.fullmatch(r"node_7\.rack_3\.[0-9a-f]{8}", staging._machine())
-    return staging._machine()
+    assert re.fullmatch(r"node_7\.rack_3\.[0-9a-f]{8}", staging._machine_id())
+    return staging._machine_id()
 
 
 def test_the_name_says_whose_it_is(tmp_path: Path, here: str) -> None:
@@ -53,7 +53,7 @@ def test_what_was_left_by_a_process_that_is_gone_is_removed_and_told(
         prepare_staging(tmp_path / "x")
     assert not old.exists() and other.exists()
     assert (
-        f"{old}: removed, left by a conversion that was killed" in caplog.text
+        f"{old}: removed; it was left by a conversion that was killed" in caplog.text
         and "xy" not in caplog.text
     )
 
@@ -67,11 +67,11 @@ def test_what_somebody_may_be_at_work_in_is_told_and_stays(
         prepare_staging(tmp_path / "x")
     assert (folder / "model.safetensors").read_bytes() == b"half"
     known = (
-        ", or was killed. Remove it"
+        " on another machine, or was killed. If it was killed, remove"
         if process == GONE
-        else ", or a process with its number. Remove it"
+        else ", or a process with the same id. Remove"
     )
-    assert f"{folder}: another conversion to {tmp_path / 'x'} works there{known}" in caplog.text
+    assert f"{folder}: another conversion to {tmp_path / 'x'} is running{known}" in caplog.text
 
 
 def test_names_without_a_process_may_be_anybodys(tmp_path: Path, here: str) -> None:
@@ -90,26 +90,28 @@ def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
 
     monkeypatch.setattr("socket.gethostname", lambda: "n" * 64)
     monkeypatch.setattr("os.readlink", (lambda path: "pid:[1]") if linux else gone)
-    one = staging._machine()
+    one = staging._machine_id()
     left(tmp_path / "x", one, GONE)
     assert (
         find_staging_folders(tmp_path / "x")[0][1] == "gone"
-        and staging._machine() == one
+        and staging._machine_id() == one
         and len(one) == 33
     )
     monkeypatch.setattr("os.readlink", (lambda path: "pid:[2]") if linux else gone)
     monkeypatch.setattr("uuid.getnode", lambda: 7)
-    assert staging._machine() != one and find_staging_folders(tmp_path / "x")[0][1] == "elsewhere"
+    assert (
+        staging._machine_id() != one and find_staging_folders(tmp_path / "x")[0][1] == "elsewhere"
+    )
 
 
 def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
-        match="exists already and is left as it is. Choose another target, or remove",
+        match="already exists and is not overwritten. Choose another target, or remove",
     ):
         check_target(tmp_path)
     (tmp_path / "link").symlink_to("nothing")
-    with pytest.raises(CheckpointError, match="link exists already and is left as it is"):
+    with pytest.raises(CheckpointError, match="link already exists and is not overwritten"):
         check_target(tmp_path / "link")
 
 
@@ -120,7 +122,7 @@ def test_nothing_is_written_inside_of_other_weights(name: str, tmp_path: Path) -
     for inside in ("x", "deep/er/x"):
         with pytest.raises(
             CheckpointError,
-            match="would lie inside .*model, which is a checkpoint or a model itself",
+            match="is inside .*model, which is a checkpoint or a model",
         ):
             check_target(tmp_path / "model" / inside)
     check_target(tmp_path / "x")
@@ -131,7 +133,7 @@ def test_nothing_is_written_among_the_checkpoints_of_a_run(tmp_path: Path) -> No
     (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(
         CheckpointError,
-        match="among the checkpoints of the run .*run, which takes them for its own",
+        match="among the checkpoints of the run .*run, which would treat it as one of them",
     ):
         check_target(tmp_path / "run" / "checkpoints" / "step_0000100")
     check_target(tmp_path / "run" / "as_hf")  # a folder of the user's, beside them
@@ -147,7 +149,7 @@ def test_both_kinds_of_folder_are_begun_so(
         "b": partial(write_release, config_text=""),
     }
     for name, write in begun.items():
-        with pytest.raises(CheckpointError, match="would lie inside"):
+        with pytest.raises(CheckpointError, match="is inside"):
             write(tmp_path / "model" / "x", tiny.config(), weights)
         folder = left(tmp_path / name, here, GONE)
         write(tmp_path / name, tiny.config(), weights)
@@ -181,7 +183,7 @@ def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
     for inside in ("x", "deep/er/x"):
         with pytest.raises(
             CheckpointError,
-            match=r"would lie inside .*file, which is a file. Choose another target",
+            match=r"is below .*file, which is a file. Choose another target",
         ):
             prepare_staging(tmp_path / "file" / inside)
 
@@ -197,7 +199,7 @@ def test_what_a_disk_refuses_before_anything_is_written_is_told_in_words(
     monkeypatch.setattr(storage, call, refused)
     with pytest.raises(
         CheckpointError,
-        match=r"x: not written \(.*Permission denied.*Choose another target, or set",
+        match=r"x: not written \(.*Permission denied.*Choose another target, or change",
     ):
         prepare_staging(tmp_path / "x")
 

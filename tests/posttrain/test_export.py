@@ -177,11 +177,11 @@ def test_adapters_that_the_library_made_are_read(trained: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"use_dora": True}, "use_dora=True: these adapters compute something else"),
+        ({"use_dora": True}, "use_dora=True: these adapters do not compute"),
         ({"r": 0}, "r=0: these adapters"),
         (
             {"base_model_name_or_path": "someone/model"},
-            "base_model_name_or_path='someone/model' is no folder here. Set",
+            "base_model_name_or_path='someone/model' is not a local folder",
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: 
     )
     with pytest.raises(
         CheckpointError,
-        match=r"missing: base_model.*; unknown here: base_model.model.lm_head.lora_A",
+        match=r"missing: base_model.*; unexpected: base_model.model.lm_head.lora_A",
     ):
         open_pretrained(locate(str(tmp_path / "damaged")))
 
@@ -276,7 +276,7 @@ def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(
     sizes = DEEPSEEK if "Deepseek" in kind else LLAMA | EXPERTS[kind] | {"mlp_only_layers": [0]}
     run = train(tmp_path / "run", folder(tmp_path / "base", kind, **sizes))
     with pytest.raises(
-        ConfigError, match=rf"of {model} PEFT takes every MLP for experts.*--to huggingf"
+        ConfigError, match=rf"in {model} PEFT treats every MLP as experts.*--to huggingf"
     ):
         plan_peft(open_pretrained(locate(str(run))))
     assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
@@ -305,7 +305,9 @@ def test_layers_that_the_library_chose_are_read(trained: Path, tmp_path: Path) -
         f"layers.1.attention.q.lora_{word}" for word in "ab"
     }
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
-    with pytest.raises(CheckpointError, match=r"lora.layers is \(1,\) there and \(0, 1\) here"):
+    with pytest.raises(
+        CheckpointError, match=r"lora.layers is \(1,\) in the adapters and \(0, 1\) in this run"
+    ):
         train(
             tmp_path / "run",
             trained / "base",
@@ -358,10 +360,7 @@ def test_a_base_that_is_named_elsewhere_is_that_of_the_run(
         rtol=0,
         atol=1e-6,
     )
-    assert (
-        "names no base that is here: its matrices are compared by name and shape alone"
-        in caplog.text
-    )
+    assert "names no local base: only names and shapes of its matrices are checked" in caplog.text
 
 
 FUSED = {
@@ -381,7 +380,7 @@ def test_families_that_keep_matrices_together_are_refused_by_name_and_merge(
     tensor, sizes = FUSED[kind]
     run = train(tmp_path / "run", folder(tmp_path / "base", kind, **sizes))
     with pytest.raises(
-        ConfigError, match=rf"keeps matrices together or transposed \(q is in .*{tensor}.*--to hugg"
+        ConfigError, match=rf"stores matrices fused or transposed \(q is in .*{tensor}.*--to hugg"
     ):
         plan_peft(open_pretrained(locate(str(run))))
     assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
@@ -392,7 +391,7 @@ def test_a_model_without_adapters_has_none_to_export(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(trained / "base"), str(trained / "none"), "--to", "peft"]) == 2
-    assert "holds a model and no adapters. Use --to huggingface" in capsys.readouterr().err
+    assert "holds a model, not adapters. Use --to huggingface" in capsys.readouterr().err
     assert (
         main(
             [

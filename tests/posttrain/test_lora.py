@@ -104,7 +104,7 @@ def test_the_base_is_drawn_only_where_some_of_it_may_stay_so(
         drawn.append(shard.name)
         init_param_(parameter, shard, init, seed=seed)
 
-    monkeypatch.setattr(build, "fill", counted)
+    monkeypatch.setattr(build, "init_param_", counted)
     train(
         tmp_path / "run",
         trained.parent / "base",
@@ -195,11 +195,11 @@ def test_adapters_go_on_from_where_others_ended(trained: Path, tmp_path: Path) -
     assert all(torch.equal(first[key], last[key]) for key in first if key.startswith("model."))
     with pytest.raises(
         CheckpointError,
-        match=r"lora.load=.*: other adapters than this run's: lora.rank is 3 there and 2",
+        match=r"lora.load=.*: the adapters differ from those of this run: lora.rank is 3 in the adapters and 2",
     ):
         train(tmp_path / "two", load, {"lora.load": str(trained), "lora.rank": "2"})
     with pytest.raises(
-        CheckpointError, match=r"holds a model and no adapters. Use a run that trained some"
+        CheckpointError, match=r"holds a model, not adapters. Use a run that trained adapters"
     ):
         train(tmp_path / "three", load, {"lora.load": str(load)})
 
@@ -208,7 +208,7 @@ def test_adapters_of_another_base_are_no_start(trained: Path, tmp_path: Path) ->
     other = base(tmp_path / "other", seed=4)
     with pytest.raises(
         CheckpointError,
-        match=r"lora.load=.* holds adapters of another base: .*base, and checkpoint.load is "
+        match=r"lora.load=.* holds adapters of another base: .*base, but checkpoint.load is "
         r".*other\.",
     ):
         train(tmp_path / "run", other, {"lora.load": str(trained)})
@@ -227,13 +227,11 @@ def test_what_reads_adapters_travels_to_other_processes(trained: Path) -> None:
 def test_another_base_is_refused_by_its_values(trained: Path, tmp_path: Path) -> None:
     other = base(tmp_path / "other", seed=4)
     with pytest.raises(
-        CheckpointError, match=r"holds adapters of another base: they were trained beside .*/base"
+        CheckpointError, match=r"holds adapters of another base: they were trained with .*/base"
     ):
         open_pretrained(locate(str(trained)), base=str(other))
     config = tiny_run({"checkpoint.load": str(other), **LORA, "train.steps": "9"})
-    with pytest.raises(
-        CheckpointError, match="Use the weights that they were trained with, wherever they are now"
-    ):
+    with pytest.raises(CheckpointError, match="Use the weights that they were trained with"):
         run_training(config, RunFolder(trained), mesh_of_one(), CPU, show=False)
 
 
@@ -242,7 +240,7 @@ def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> No
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(
         CheckpointError,
-        match=r"the weights that they were trained beside are not at .*set --base to the folder",
+        match=r"their base weights are not at .*set --base to their folder",
     ):
         open_pretrained(locate(str(tmp_path / "run")))
     assert (
@@ -386,7 +384,7 @@ def test_a_mixture_is_made_of_the_base_with_its_adapters_and_the_dry_run_says_so
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, width = tmp_path / "moe.yaml", tiny_run().model.ffn_hidden_size
-    file.write_text(f"experts: 4\ntop_k: 2\nffn_hidden_size: {width}\n")
+    file.write_text(f"num_experts: 4\ntop_k: 2\nffn_hidden_size: {width}\n")
     assert (
         main(["convert", str(trained), str(tmp_path / "x"), "--upcycle", str(file), "--dry-run"])
         == 0

@@ -204,7 +204,7 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
     ids, labels = IDS, IDS.roll(-1)
     with torch.no_grad():
         found = model.losses(
-            ids, labels, tokens_of_lengths([23]), further=((ids.roll(-1), labels.roll(-1)),)
+            ids, labels, tokens_of_lengths([23]), mtp_inputs=((ids.roll(-1), labels.roll(-1)),)
         )
     return torch.stack([loss.sum() for loss in found])
 
@@ -242,7 +242,9 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, target, file = dense(tmp_path / "dense"), tmp_path / "mixture", tmp_path / "moe.yaml"
-    file.write_text("experts: 4\ntop_k: 2\nffn_hidden_size: 10\nbalance: {batch: 0.01}\n")
+    file.write_text(
+        "num_experts: 4\ntop_k: 2\nffn_hidden_size: 10\naux_loss: {batch_coeff: 0.01}\n"
+    )
     assert main(["convert", str(path), str(target), "--upcycle", str(file), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "layers.2.mlp.gate_up -> layers.2.moe.experts.gate_up  (4, 2, 10, 12) float32" in said
@@ -261,7 +263,7 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 3 and losses[-1] < losses[0]
     with pytest.raises(
-        CheckpointError, match=r"To make a mixture of a dense model, run `megalith convert` with"
+        CheckpointError, match=r"To upcycle a dense model, run `megalith convert` with"
     ):
         run_training(
             replace(run, checkpoint=replace(run.checkpoint, load=str(path))),
@@ -278,7 +280,7 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
         (
             {"moe": WHOLE},
             WHOLE,
-            "model.moe.num_experts=4 in the source: it is a mixture of experts already. "
+            "model.moe.num_experts=4 in the source: it is already a mixture of experts. "
             "Use a dense",
         ),
         ({}, replace(WHOLE, top_k=5), "model.moe.top_k=5 is more than model.moe.num_experts=4"),
@@ -290,7 +292,7 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
         (
             {},
             replace(WHOLE, latent_size=6),
-            "model.moe.latent_size=6: a dense MLP works on .* Set .*=null",
+            "model.moe.latent_size=6: experts made of a dense MLP .* Set .*=null",
         ),
         (
             {},
