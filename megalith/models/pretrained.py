@@ -526,9 +526,9 @@ def compare_models(
         for path, old, new in differences_of(stored, requested)
         if not _is_within(path, FREE)
     ]
-    changed_settings = {f"model.{path}" for path, _, _ in differences_of(opened.model, model)}
+    changed_paths = {f"model.{path}" for path, _, _ in differences_of(opened.model, model)}
     changed = [
-        row for row in changed if row[0] in changed_settings
+        row for row in changed if row[0] in changed_paths
     ] or changed  # the others follow from these, for example head_dim
     allowed = [name for name, _, _ in changed if _is_within(name, allow)]
     if (

@@ -106,7 +106,7 @@ def test_layers_that_keep_nothing_do_not_make_a_text_be_read_again() -> None:
     assert read.resume([5, 6, 1], sequence=0) == 2
 
 
-def test_room_doubles_so_that_few_rows_are_copied() -> None:
+def test_buffer_capacity_doubles() -> None:
     buffer = GrowingBuffer()
     places = {buffer.append(torch.zeros(1, 1, 1)).data_ptr() for _ in range(INITIAL_CAPACITY * 8)}
     assert len(places) <= 4
@@ -189,7 +189,7 @@ def test_a_finished_sequence_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_room_grows_with_the_text_and_not_with_what_a_layer_might_see(chunked: bool) -> None:
+def test_buffer_capacity_grows_with_the_text_and_not_with_the_window(chunked: bool) -> None:
     rows = torch.zeros(1, 1, 1)
 
     def room(found: torch.Tensor) -> int:

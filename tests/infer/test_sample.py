@@ -52,7 +52,7 @@ def test_a_draw_is_keyed_by_seed_sequence_and_position() -> None:
     assert len({same, *others}) == 5
 
 
-def test_a_draw_does_not_depend_on_its_neighbors_or_their_order() -> None:
+def test_samples_do_not_depend_on_other_rows() -> None:
     rows, sample = scores(), SampleConfig(top_k=7, top_p=0.95)
     together = sample_tokens(rows, sample, PLACES)
     apart = [sample_tokens(rows[i : i + 1], sample, [place])[0] for i, place in enumerate(PLACES)]
@@ -89,7 +89,7 @@ def test_top_p_keeps_the_best_that_reach_the_probability_together(
     assert found.isfinite()[0].nonzero().flatten().tolist() == sorted(kept)
 
 
-def test_top_p_looks_at_what_temperature_and_top_k_left() -> None:
+def test_top_p_is_applied_after_temperature_and_top_k() -> None:
     row = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log()
     assert filter_logits(row, SampleConfig(top_p=0.6)).isfinite().tolist() == [
         [True, True, False, False]
@@ -113,7 +113,7 @@ def test_only_kept_tokens_are_drawn_in_their_proportion() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_scores_that_are_not_finite_are_refused_with_their_place(
+def test_logits_that_are_not_finite_are_rejected_with_their_position(
     bad: float, temperature: float
 ) -> None:
     rows = scores()

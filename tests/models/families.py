@@ -1,5 +1,4 @@
-"""Every family's tiny models: what transformers is told to build, and the same weights in a model
-of ours.
+"""Every family's tiny models: configs for transformers, and the same weights in a Megalith model.
 
 A family is one entry of CASES or several; the first of them is the one that every test takes. Sizes
 are odd, heads share keys, windows are smaller than a row, norms and biases are random, so that
@@ -383,7 +382,7 @@ def saved(case: Case, path: Path, *, std: float | None = None) -> tuple[Any, Hug
 
 
 def batch(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Ids [3, 11] and labels that are the ids one further on, some left out."""
+    """Ids [3, 11] and the next ids as labels, some masked."""
     text = torch.randint(0, vocab_size, (3, 12), generator=torch.Generator().manual_seed(5))
     labels = text[:, 1:].clone()
     labels[1, 2:6] = -100

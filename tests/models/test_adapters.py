@@ -101,22 +101,25 @@ def test_every_box_is_that_of_the_sum(word: str) -> None:
         )
 
 
-def test_a_base_in_memory_stays_as_it_is() -> None:
-    class Kept(Values):
+def test_reading_merged_weights_does_not_modify_the_base() -> None:
+    class InMemoryWeights(Values):
         values = drawn("down", SHAPES["layers.0.mlp.down"])
 
         def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
             return self.values.to(dtype)
 
-    before, box = Kept.values.clone(), tuple((0, size) for size in Kept.values.shape)
+    before, box = (
+        InMemoryWeights.values.clone(),
+        tuple((0, size) for size in InMemoryWeights.values.shape),
+    )
     weights = AdaptedWeights(
-        Path("adapters"), MODEL, Kept(), Path("base"), adapters(LoraConfig(rank=3))
+        Path("adapters"), MODEL, InMemoryWeights(), Path("base"), adapters(LoraConfig(rank=3))
     )
     assert not torch.equal(weights.read("layers.0.mlp.down", box, torch.float32), before)
-    assert torch.equal(Kept.values, before)
+    assert torch.equal(InMemoryWeights.values, before)
 
 
-def test_what_has_no_adapter_is_the_base_to_the_bit() -> None:
+def test_parameters_without_adapters_equal_the_base_bit_for_bit() -> None:
     weights = AdaptedWeights(
         Path("adapters"), MODEL, Values(torch.bfloat16), Path("base"), adapters(LoraConfig())
     )
@@ -147,7 +150,7 @@ def test_linear_layers_of_transformers_are_found_by_family() -> None:
     assert parts[0].key("A") == "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
 
 
-def test_transposed_matrices_have_none() -> None:
+def test_transposed_matrices_have_no_peft_adapters() -> None:
     model = ModelConfig(
         vocab_size=61,
         hidden_size=12,
@@ -178,7 +181,8 @@ def test_differences_from_what_a_run_trains_are_all_named() -> None:
         "lora.rank is 16 in the adapters and 4 in this run",
         "lora.alpha is 32.0 in the adapters and 8.0 in this run",
         "lora.rslora is False in the adapters and True in this run",
-        "lora.targets is ('q', 'kv', 'o', 'gate_up', 'down') in the adapters and ('q',) in this run",
+        "lora.targets is ('q', 'kv', 'o', 'gate_up', 'down') in the adapters "
+        "and ('q',) in this run",
     ]
     assert describe_adapter_differences(adapters(LoraConfig()), LoraConfig(), MODEL) == []
 

@@ -88,7 +88,7 @@ def opened(path: Path) -> Pretrained:
 
 
 @pytest.mark.parametrize("settings", [ADAPTERS, {}])
-def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
+def test_a_tuned_model_is_exported_with_its_chat_template(
     settings: dict[str, str],
     tmp_path: Path,
     tiny: SimpleNamespace,
@@ -119,7 +119,7 @@ def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
     assert again.stop_ids() >= {7, 8, end} and (not settings or source.stop_ids() == {7, 8})
 
 
-def test_a_release_has_the_template_beside_its_weights_and_so_has_what_follows(
+def test_checkpoints_derived_from_a_tuned_model_have_its_template(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     (tmp_path / "mine.jinja").write_text(
@@ -143,7 +143,7 @@ def test_a_release_has_the_template_beside_its_weights_and_so_has_what_follows(
     assert (tmp_path / "some/chat_template.jinja").read_text() == template.source
 
 
-def test_the_tokenizers_own_template_stays_as_it_is_and_its_end_ends_texts(
+def test_the_template_of_the_tokenizer_is_kept_and_its_end_token_added(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     load = base(tmp_path / "base", tiny)
@@ -162,7 +162,9 @@ def test_the_tokenizers_own_template_stays_as_it_is_and_its_end_ends_texts(
     }
 
 
-def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_generation_config_is_not_copied_with_another_tokenizer(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     load = base(tmp_path / "base", tiny)
     train_bpe(["other words"] * 3, vocab_size=270, path=str(tmp_path / "words"))
     run = tune(
@@ -180,7 +182,7 @@ def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) 
     )
 
 
-def test_a_tokenizer_of_two_files_leaves_as_one_that_every_library_reads(
+def test_vocab_and_merges_are_exported_as_tokenizer_json(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -230,7 +232,7 @@ def test_a_folder_without_a_tokenizer_gets_no_template_and_a_release_does(
     assert "chat_template.jinja" in copy_auxiliary_files(opened(run), {}, to_huggingface=False)
 
 
-def test_files_of_no_conversations_are_passed_on_as_they_are(
+def test_auxiliary_files_without_tuning_are_copied_unchanged(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     load = base(tmp_path / "base", tiny)
@@ -274,7 +276,7 @@ def test_adapters_beside_a_release_name_it_and_are_read_with_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "contents", "told"),
+    ("name", "contents", "message"),
     [
         ("tokenizer.json", b'{"model": {', "tokenizer.json: not JSON"),
         (
@@ -286,8 +288,8 @@ def test_adapters_beside_a_release_name_it_and_are_read_with_it(
         ("tokenizer_config.json", b"[]", "tokenizer_config.json: expected an object, got"),
     ],
 )
-def test_a_broken_file_is_not_passed_on(
-    name: str, contents: bytes, told: str, tmp_path: Path, tiny: SimpleNamespace
+def test_an_invalid_auxiliary_file_is_rejected(
+    name: str, contents: bytes, message: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(tmp_path / "base", tiny.config())
     (tmp_path / "base" / name).write_bytes(contents)
@@ -295,5 +297,5 @@ def test_a_broken_file_is_not_passed_on(
     for to in kinds:
         with pytest.raises(DataError) as refused:
             convert(open_pretrained(tmp_path / "base"), tmp_path / "x", to)
-        assert told in str(refused.value) and "again, or remove it" in str(refused.value)
+        assert message in str(refused.value) and "again, or remove it" in str(refused.value)
     assert not (tmp_path / "x").exists()

@@ -116,7 +116,7 @@ def test_everything_else_is_refused(value: Any, ask: Any, message: str) -> None:
     assert message in problems(fields)
 
 
-def test_all_problems_are_said_at_once_and_each_once() -> None:
+def test_all_problems_are_reported_together_without_duplicates() -> None:
     fields = Fields({"a": -1, "odd": 1})
     for _ in range(2):
         fields.read_int("a")
@@ -143,12 +143,12 @@ def test_only_fields_that_are_known_to_change_nothing_may_be_left_unasked() -> N
     fields.raise_problems()
 
 
-def test_what_is_off_unless_said_may_be_false_where_nobody_asks_for_it() -> None:
+def test_optional_features_may_be_false_in_families_without_them() -> None:
     Fields(dict.fromkeys(ALLOWED_FALSE, False)).raise_problems()
     assert "attention_bias=True: unknown field" in problems(Fields({"attention_bias": True}))
 
 
-def test_every_activation_has_a_word_that_means_it() -> None:
+def test_every_activation_has_a_hugging_face_name() -> None:
     assert {hf_activation_name(ours): ours for ours in ACTIVATIONS.values()} == {
         word: ours for word, ours in ACTIVATIONS.items() if word not in ("swish", "gelu_new")
     }
@@ -159,11 +159,11 @@ def test_a_text_about_our_settings_names_the_fields_of_a_config() -> None:
         "model.moe.top_k=9 is more than model.moe.num_experts=8. Set model.moe.top_k to 8; or "
         "model.init=normal."
     )
-    told = (
+    expected = (
         "num_experts_per_tok=9 is more than n_routed_experts=8. Set num_experts_per_tok to 8; "
         "or model.init=normal."
     )
-    assert translate_field_names(text, {"n_routed_experts": 8}) == told
+    assert translate_field_names(text, {"n_routed_experts": 8}) == expected
     raw = {"n_head": 3, "rope_parameters": None, "rope_scaling": {"beta_slow": 3.0}}
     assert (
         translate_field_names("model.num_heads, model.rope.beta_slow", raw)

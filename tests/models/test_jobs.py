@@ -43,7 +43,7 @@ def test_several_workers_work_at_the_same_time() -> None:
     ]
 
 
-def test_an_error_comes_through_and_what_has_not_begun_never_does() -> None:
+def test_an_error_is_raised_and_pending_jobs_are_canceled() -> None:
     begun: list[int] = []
     jobs = [
         partial(squared, 0),

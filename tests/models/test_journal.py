@@ -105,7 +105,7 @@ def left_by(path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], piece
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [3])
 @pytest.mark.parametrize("to", ["megalith", "huggingface"])
-def test_killed_again_and_again_it_ends_with_the_bytes_of_one_that_never_was(
+def test_a_conversion_killed_repeatedly_writes_the_same_bytes(
     to: str, every: int, theirs: Path, tmp_path: Path
 ) -> None:
     assert main(["convert", *words_of(to, theirs, tmp_path / "x")]) == 0
@@ -131,7 +131,7 @@ def test_killed_again_and_again_it_ends_with_the_bytes_of_one_that_never_was(
 
 @pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 @pytest.mark.parametrize("to", ["megalith", "huggingface"])
-def test_what_is_whole_is_kept_and_what_is_damaged_is_written_again(
+def test_finished_pieces_are_reused_and_damaged_ones_rewritten(
     to: str,
     workers: str,
     theirs: Path,
@@ -181,7 +181,7 @@ def pieces_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize(
     "change", ["dtype", "source", pytest.param("shards", marks=pytest.mark.slow)]
 )
-def test_another_source_or_other_settings_are_refused_in_words(
+def test_resuming_with_another_source_or_settings_is_rejected(
     change: str,
     theirs: Path,
     tmp_path: Path,
@@ -192,7 +192,7 @@ def test_another_source_or_other_settings_are_refused_in_words(
 ) -> None:
     words = words_of("huggingface", theirs, tmp_path / "x")
     left = left_by(tmp_path / "x", monkeypatch, words, 3)
-    told = {
+    differences = {
         "dtype": "dtype: as they are before, bfloat16 now",
         "source": "its values: ",
         "shards": "largest file: 6,000 bytes",
@@ -209,12 +209,16 @@ def test_another_source_or_other_settings_are_refused_in_words(
         tiny.folder(theirs, tiny.config(), seed=5)
     capsys.readouterr()
     assert main(["convert", *other]) == 2
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
         f"{left}: an interrupted conversion to {tmp_path / 'x'} with 3 finished pieces had another "
-        "source or" in said
+        "source or" in stderr
     )
-    assert told[change] in said and "or pass --restart to start again." in said and left.exists()
+    assert (
+        differences[change] in stderr
+        and "or pass --restart to start again." in stderr
+        and left.exists()
+    )
     assert main(["convert", *other, "--restart"]) == 0
     assert f"{left}: removed; it was left by a conversion that was killed" in caplog.text
     (tmp_path / "x").rename(tmp_path / "first")
@@ -223,7 +227,7 @@ def test_another_source_or_other_settings_are_refused_in_words(
     )
 
 
-def test_what_may_be_anothers_work_is_gone_on_with_only_when_told_so(
+def test_staging_folders_of_other_machines_are_resumed_only_with_take_over(
     theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = words_of("huggingface", theirs, tmp_path / "x")
@@ -240,7 +244,7 @@ def test_what_may_be_anothers_work_is_gone_on_with_only_when_told_so(
     assert contents(tmp_path / "first") == contents(tmp_path / "x") and not left.exists()
 
 
-def test_what_a_process_of_this_machine_works_on_is_never_gone_on_with(
+def test_staging_folders_of_running_processes_are_never_resumed(
     theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = words_of("huggingface", theirs, tmp_path / "x")
@@ -254,7 +258,7 @@ def test_what_a_process_of_this_machine_works_on_is_never_gone_on_with(
     assert "resuming" not in caplog.text and left.exists() and (tmp_path / "x").exists()
 
 
-def test_a_full_disk_leaves_what_is_whole_when_asked_to(
+def test_finished_pieces_are_kept_after_a_full_disk_with_keep(
     theirs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -271,9 +275,9 @@ def test_a_full_disk_leaves_what_is_whole_when_asked_to(
 
         patch.setattr(storage, "begin_sync", full)
         assert main(["convert", *words, "--keep"]) == 2
-        said = capsys.readouterr().err
+        stderr = capsys.readouterr().err
         assert "finished pieces are kept. Run the same command again to resume" in caplog.text
-        assert "No space left on device). Free some space, or choose another target" in said
+        assert "No space left on device). Free some space, or choose another target" in stderr
         patch.setattr(storage, "free_nbytes", lambda folder: 12)
         assert main(["convert", *words, "--keep"]) == 2
         assert (
@@ -285,7 +289,7 @@ def test_a_full_disk_leaves_what_is_whole_when_asked_to(
     assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
 
 
-def test_what_a_killed_one_left_stays_when_the_next_has_no_room_or_cannot_read(
+def test_an_interrupted_conversion_survives_a_failed_resume(
     theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = words_of("megalith", theirs, tmp_path / "x")
@@ -310,7 +314,7 @@ def test_what_a_killed_one_left_stays_when_the_next_has_no_room_or_cannot_read(
     assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
 
 
-def test_new_rows_of_an_upcycled_model_are_told_apart(
+def test_new_rows_of_an_upcycled_model_are_part_of_the_recipe(
     theirs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -324,7 +328,7 @@ def test_new_rows_of_an_upcycled_model_are_told_apart(
     assert "new rows: mean before, zero now" in capsys.readouterr().err
 
 
-def test_who_comes_second_is_told_that_another_was_there_first(
+def test_a_target_created_during_conversion_is_rejected(
     theirs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -349,7 +353,7 @@ def test_who_comes_second_is_told_that_another_was_there_first(
     ]
 
 
-def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Path) -> None:
+def test_journal_lines_of_threads_are_complete_and_invalid_lines_ignored(tmp_path: Path) -> None:
     journal = begin_journal(tmp_path, {"source": "a", "dtype": "b"})
     threads = [
         threading.Thread(target=journal.add, args=(f"piece {n}", {"n": n})) for n in range(20)
@@ -373,13 +377,13 @@ def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Pat
     assert read_journal(tmp_path) is None
 
 
-def test_without_a_file_nothing_is_written_down(tmp_path: Path) -> None:
+def test_a_journal_without_a_path_writes_no_file(tmp_path: Path) -> None:
     journal = ConversionJournal(None)
     journal.add("a", 1)
     assert len(journal) == 1 and journal.found("a") == 1
 
 
-def test_differences_are_told_by_name() -> None:
+def test_recipe_differences_are_reported_by_name() -> None:
     assert describe_changes({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == [
         "b: 2 before, 3 now",
         "c: nothing before, 4 now",

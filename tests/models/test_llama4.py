@@ -105,9 +105,9 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_its_layers() 
         "num_local_experts",
     }
     bare = {name: value for name, value in PUBLISHED.items() if name not in ruled}
-    assert LLAMA4.read_config(bare) == config, "as transformers has it where nothing is said"
+    assert LLAMA4.read_config(bare) == config, "as the defaults of transformers"
     assert LLAMA4.read_config(PUBLISHED | {"attn_temperature_tuning": 4}) == config, (
-        "as the release said it"
+        "as in the release"
     )
     plain = [
         LLAMA4.read_config(PUBLISHED | {"attn_temperature_tuning": off}) for off in (None, False)
@@ -179,12 +179,12 @@ def test_experts_lie_with_inputs_first_and_gates_before_what_they_gate() -> None
         ),
     ],
 )
-def test_what_it_does_not_compute_is_refused_by_name(change: dict[str, Any], text: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         LLAMA4.read_config(PUBLISHED | change)
 
 
-def test_a_window_that_slides_has_no_word() -> None:
+def test_a_sliding_window_cannot_be_expressed() -> None:
     config = LLAMA4.read_config(PUBLISHED)
     with pytest.raises(
         ConfigError,

@@ -42,7 +42,7 @@ def test_its_rules_cover_everything_once(changes: dict[str, Any]) -> None:
     check_rules(NEOX, read_config(RAW | {"num_hidden_layers": 2} | changes))
 
 
-def test_its_own_words_for_rotary_positions_are_understood() -> None:
+def test_neox_names_of_rotary_fields_are_read() -> None:
     config = read_config(RAW | {"rotary_pct": 0.5, "rotary_emb_base": 1000})
     assert (config.rope.fraction, config.rope.theta, config.rotary_size()) == (0.5, 1000.0, 32)
     new = {name: value for name, value in RAW.items() if not name.startswith("rotary")}

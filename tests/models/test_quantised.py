@@ -137,10 +137,12 @@ def test_a_folder_in_fp8_becomes_a_checkpoint_and_a_plain_folder(
     theirs: Path, tmp_path: Path, tiny: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(theirs), str(tmp_path / "ours"), "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     down = "model.layers.1.mlp.down_proj.weight"
-    assert f"{down} -> layers.1.mlp.down[0:12, 0:10]  (12, 10) fp8 dequantized -> bfloat16" in said
-    assert said.count("fp8 dequantized") == 14 and "scale_inv" not in said
+    assert (
+        f"{down} -> layers.1.mlp.down[0:12, 0:10]  (12, 10) fp8 dequantized -> bfloat16" in output
+    )
+    assert output.count("fp8 dequantized") == 14 and "scale_inv" not in output
     assert main(["convert", str(theirs), str(tmp_path / "ours")]) == 0
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
     assert (
@@ -210,11 +212,11 @@ def test_other_kinds_are_refused_by_name(
     with pytest.raises(CheckpointError, match=text):
         HuggingFaceFolder(theirs)
     assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
-    said = capsys.readouterr().err
-    assert "bf16 weights" in said and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "bf16 weights" in output and "Traceback" not in output
 
 
-def test_numbers_without_scales_and_scales_without_words_are_refused(theirs: Path) -> None:
+def test_quantized_tensors_without_valid_scales_are_rejected(theirs: Path) -> None:
     tensors = load_file(theirs / "model.safetensors")
     key = "model.layers.0.self_attn.q_proj.weight_scale_inv"
     save_file(

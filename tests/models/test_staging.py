@@ -37,7 +37,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> str:
     return staging._machine_id()
 
 
-def test_the_name_says_whose_it_is(tmp_path: Path, here: str) -> None:
+def test_staging_folder_name_identifies_the_process(tmp_path: Path, here: str) -> None:
     first, second = prepare_staging(tmp_path / "x"), prepare_staging(tmp_path / "x")
     assert first.parent == tmp_path and first != second and not first.exists()
     assert first.name.startswith(f".x.tmp-{here}-{os.getpid()}-")
@@ -45,7 +45,7 @@ def test_the_name_says_whose_it_is(tmp_path: Path, here: str) -> None:
     assert find_staging_folders(tmp_path / "x") == [(first, "gone")]
 
 
-def test_what_was_left_by_a_process_that_is_gone_is_removed_and_told(
+def test_staging_folders_of_ended_processes_are_removed_with_a_warning(
     tmp_path: Path, here: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     old, other = left(tmp_path / "x", here, GONE), left(tmp_path / "xy", here, GONE)
@@ -59,7 +59,7 @@ def test_what_was_left_by_a_process_that_is_gone_is_removed_and_told(
 
 
 @pytest.mark.parametrize(("machine", "process"), [("node_8", GONE), ("", os.getppid())])
-def test_what_somebody_may_be_at_work_in_is_told_and_stays(
+def test_staging_folders_of_running_processes_are_kept_with_a_warning(
     machine: str, process: int, tmp_path: Path, here: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = left(tmp_path / "x", machine or here, process)
@@ -74,7 +74,7 @@ def test_what_somebody_may_be_at_work_in_is_told_and_stays(
     assert f"{folder}: another conversion to {tmp_path / 'x'} is running{known}" in caplog.text
 
 
-def test_names_without_a_process_may_be_anybodys(tmp_path: Path, here: str) -> None:
+def test_staging_folders_without_a_process_id_are_kept(tmp_path: Path, here: str) -> None:
     folder = tmp_path / ".x.tmp-0123abcd"
     folder.mkdir()
     (tmp_path / ".x.tmp-notes").mkdir()
@@ -82,7 +82,7 @@ def test_names_without_a_process_may_be_anybodys(tmp_path: Path, here: str) -> N
 
 
 @pytest.mark.parametrize("linux", [True, False])
-def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
+def test_machines_with_equal_names_do_not_remove_each_others_folders(
     linux: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*arguments: object) -> str:
@@ -104,7 +104,7 @@ def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
     )
 
 
-def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
+def test_an_existing_path_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match="already exists and is not overwritten. Choose another target, or remove",
@@ -116,7 +116,7 @@ def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", staging.INSIDES)
-def test_nothing_is_written_inside_of_other_weights(name: str, tmp_path: Path) -> None:
+def test_targets_inside_other_weights_are_rejected(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / name).write_bytes(dump_manifest(Manifest(1, 2, {}, {}), {}))
     for inside in ("x", "deep/er/x"):
@@ -128,7 +128,7 @@ def test_nothing_is_written_inside_of_other_weights(name: str, tmp_path: Path) -
     check_target(tmp_path / "x")
 
 
-def test_nothing_is_written_among_the_checkpoints_of_a_run(tmp_path: Path) -> None:
+def test_targets_among_the_checkpoints_of_a_run_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(
@@ -139,7 +139,7 @@ def test_nothing_is_written_among_the_checkpoints_of_a_run(tmp_path: Path) -> No
     check_target(tmp_path / "run" / "as_hf")  # a folder of the user's, beside them
 
 
-def test_both_kinds_of_folder_are_begun_so(
+def test_both_formats_are_written_in_a_staging_folder(
     tmp_path: Path, tiny: SimpleNamespace, here: str
 ) -> None:
     model = tiny.folder(tmp_path / "model", tiny.config())
@@ -167,9 +167,7 @@ def test_a_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
     check_target(tmp_path / "models" / "x")
 
 
-def test_a_strangers_manifest_that_may_not_be_read_refuses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_manifest_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path, start: int, nbytes: int) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -178,7 +176,7 @@ def test_a_strangers_manifest_that_may_not_be_read_refuses_nothing(
     check_target(tmp_path / "models" / "x")
 
 
-def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_target_below_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for inside in ("x", "deep/er/x"):
         with pytest.raises(
@@ -189,7 +187,7 @@ def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["list_names", "remove_tree"])
-def test_what_a_disk_refuses_before_anything_is_written_is_told_in_words(
+def test_os_errors_before_writing_become_checkpoint_errors(
     call: str, tmp_path: Path, here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path) -> object:
@@ -204,7 +202,7 @@ def test_what_a_disk_refuses_before_anything_is_written_is_told_in_words(
         prepare_staging(tmp_path / "x")
 
 
-def test_a_place_that_may_not_be_looked_at_is_told_in_words(
+def test_an_inaccessible_target_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path) -> bool:

@@ -134,19 +134,26 @@ def test_a_release_of_ours_is_the_merged_model_too(trained: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("alpha", "written"), [(8.0, 8), (4.5, 4.5)])
-def test_the_scale_is_told_as_it_is(alpha: float, written: float) -> None:
+def test_alpha_is_exported_with_its_type(alpha: float, written: float) -> None:
     adapters = SimpleNamespace(lora=LoraConfig(rank=3, alpha=alpha, rslora=True, dropout=0.05))
-    told = peft_config([], SimpleNamespace(base_path=Path("base"), adapters=adapters))  # type: ignore[arg-type]
-    assert (told["r"], told["lora_alpha"], told["use_rslora"], told["lora_dropout"]) == (
+    document = peft_config([], SimpleNamespace(base_path=Path("base"), adapters=adapters))  # type: ignore[arg-type]
+    assert (
+        document["r"],
+        document["lora_alpha"],
+        document["use_rslora"],
+        document["lora_dropout"],
+    ) == (
         3,
         written,
         True,
         0.05,
     )
-    assert type(told["lora_alpha"]) is type(written), "PEFT has whole numbers where they are whole"
+    assert type(document["lora_alpha"]) is type(written), (
+        "PEFT has whole numbers where they are whole"
+    )
 
 
-def test_their_folder_comes_back_as_it_went(trained: Path, tmp_path: Path) -> None:
+def test_a_peft_folder_survives_a_round_trip(trained: Path, tmp_path: Path) -> None:
     there, here = open_adapters(trained / "adapters"), open_adapters(locate(str(trained / "run")))
     assert there.names == here.names and to_dict(there.lora)["rank"] == 3
     assert all(torch.equal(there.read(name), here.read(name)) for name in there.names)
@@ -435,12 +442,12 @@ def test_a_dry_run_lists_the_linear_layers(
         )
         == 0
     )
-    told = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     stored = load_file(trained / "adapters" / "adapter_model.safetensors")
-    assert {one["target"]: tuple(one["shape"]) for one in told["tensors"]} == {
+    assert {one["target"]: tuple(one["shape"]) for one in document["tensors"]} == {
         name: tuple(tensor.shape) for name, tensor in stored.items()
     }
-    assert len(told["modules"]) == 14
+    assert len(document["modules"]) == 14
 
 
 @pytest.mark.parametrize("to", ["huggingface", "megalith"])

@@ -122,9 +122,7 @@ def off(theirs: Tensor, ours: Tensor) -> float:
         ),
     ],
 )
-def test_experts_that_are_whole_mlps_answer_what_the_dense_model_did(
-    moe: MoEConfig, tmp_path: Path
-) -> None:
+def test_experts_that_are_whole_mlps_match_the_dense_model(moe: MoEConfig, tmp_path: Path) -> None:
     path = dense(tmp_path, activation="squared_relu", gated=False)
     assert off(logits(path), logits(path, moe)) < 1e-6
     assert (
@@ -154,7 +152,7 @@ def test_a_factor_behind_the_activation_is_exact_for_all(activation: Any, tmp_pa
     assert off(logits(path), logits(path, HALVES, scale="down")) < 1e-6
 
 
-def test_scores_that_are_not_renormalised_are_made_up_for_on_average(tmp_path: Path) -> None:
+def test_scores_that_are_not_normalized_are_compensated_on_average(tmp_path: Path) -> None:
     path = dense(
         tmp_path, init_overrides=(("*.router", 0.0),)
     )  # a router that knows nothing is the average
@@ -197,7 +195,7 @@ def test_an_expert_is_a_run_of_inner_features_and_its_router_repeats(tmp_path: P
 
 
 def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
-    """Of the model's own prediction and of one a token further ahead, in float64."""
+    """Losses of the next token and of the MTP layer, in float64."""
     source = open_pretrained(path)
     source = source if moe is None else upcycle(source, moe)
     model = loaded(source)
@@ -210,7 +208,7 @@ def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("layers", [(), (True, True, False)])
-def test_layers_that_predict_further_ahead_become_what_the_last_layer_does(
+def test_mtp_layers_are_upcycled_like_the_last_layer(
     layers: tuple[bool, ...], tmp_path: Path
 ) -> None:
     path, moe = dense(tmp_path, mtp=MTPConfig(num_layers=1)), replace(WHOLE, layers=layers)
@@ -238,7 +236,7 @@ def test_a_seed_decides_the_first_weights_of_routers_alone(tmp_path: Path) -> No
     )
 
 
-def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
+def test_upcycle_command_writes_a_checkpoint_that_a_run_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, target, file = dense(tmp_path / "dense"), tmp_path / "mixture", tmp_path / "moe.yaml"
@@ -246,9 +244,9 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
         "num_experts: 4\ntop_k: 2\nffn_hidden_size: 10\naux_loss: {batch_coeff: 0.01}\n"
     )
     assert main(["convert", str(path), str(target), "--upcycle", str(file), "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "layers.2.mlp.gate_up -> layers.2.moe.experts.gate_up  (4, 2, 10, 12) float32" in said
-    assert "new -> layers.2.moe.router" in said
+    stdout = capsys.readouterr().out
+    assert "layers.2.mlp.gate_up -> layers.2.moe.experts.gate_up  (4, 2, 10, 12) float32" in stdout
+    assert "new -> layers.2.moe.router" in stdout
     assert main(["convert", str(path), str(target), "--upcycle", str(file)]) == 0
     moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=10)
     assert torch.equal(logits(target), logits(path, moe))
