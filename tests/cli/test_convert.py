@@ -272,7 +272,7 @@ TABLE = "model.embed_tokens.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown field": (
         lambda at: change(at, attention_flux=2),
-        "attention_flux=2 is not known, so it may change what",
+        "attention_flux=2: unknown field, which may change what",
     ),
     "rope": (
         lambda at: change(
@@ -302,7 +302,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor is missing": (
         lambda at: edit(at, lambda tensors: tensors.pop(TABLE)),
         "model.safetensors.index.json lists model.embed_tokens.weight, which the files do not "
-        "hold. Copy",
+        "contain. Copy",
     ),
     "pointer": (
         pointer,
@@ -405,7 +405,7 @@ def test_a_conversion_that_ends_early_leaves_nothing_behind(
         == wanted
     )
     said = capsys.readouterr().err
-    text = {"no room": "has 12 kB free, and", "interrupted": "megalith convert: interrupted."}
+    text = {"no room": "has 12 kB free, but", "interrupted": "megalith convert: interrupted."}
     assert (
         text.get(fault, "No space left on device). Free some space, or choose another target")
         in said
