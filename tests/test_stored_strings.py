@@ -44,7 +44,7 @@ from megalith.data.packs import pack_first_fit, write_packs
 from megalith.data.sample import Dataset
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
-from megalith.infer.sample import choose
+from megalith.infer.sample import sample_tokens
 from megalith.kernels.tokens import DropoutKey, tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialize
 from megalith.models.release import parameters
@@ -200,7 +200,7 @@ def record_data_keys(folder: Path) -> list[str]:
         rows = conversations("best_fit")
         write_packs(folder / "packs.npz", rows.room(), pack_first_fit(rows.room(), 4))
         mock_splits(whole_documents=True, overlong="truncate")
-        choose(torch.zeros(1, 3), SampleConfig(temperature=1.0, seed=9), [(2, 5)])
+        sample_tokens(torch.zeros(1, 3), SampleConfig(temperature=1.0, seed=9), [(2, 5)])
     return sorted({text for text in texts if "made up" not in text or text.startswith("7 ")})
 
 

@@ -1,1 +1,1 @@
-"""Writing text with a trained model."""
+"""Text generation with a trained model."""

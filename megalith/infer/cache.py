@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that were read, so that each is computed once."""
+"""KV cache: keys and values of processed tokens, so that each is computed once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,18 +12,19 @@ from megalith.nn.attention import LayerCache
 
 @dataclass(frozen=True, slots=True)
 class AttentionView:
-    """How many tokens a layer sees."""
+    """Which preceding tokens a layer attends to."""
 
     window: int | None = None
-    """The last so many, the token itself included; None: all."""
+    """Number of latest tokens, including the query itself; None: all."""
 
     chunked: bool = False
-    """Those of its own run of `window` tokens."""
+    """Attend only to the chunk of `window` tokens that contains the query."""
 
     def before(self, count: int) -> int:
-        """How many of a document's first `count` tokens the next one sees.
+        """Return how many of the first `count` tokens of a document the next token attends to.
 
-        >>> [AttentionView(4).before(6), AttentionView(4, chunked=True).before(6), AttentionView().before(6)]
+        >>> views = [AttentionView(4), AttentionView(4, chunked=True), AttentionView()]
+        >>> [view.before(6) for view in views]
         [3, 2, 6]
         """
         if self.window is None:
@@ -33,30 +34,30 @@ class AttentionView:
 
 EVERYTHING = AttentionView()
 
-FIRST_ROOM = 64
-"""PackedSeqParams that a new buffer has room for (guess); it doubles when they are used up, so
-each is copied about once."""
+INITIAL_CAPACITY = 64
+"""Tokens that a new buffer has room for (heuristic); the capacity doubles, so each token is copied
+about once."""
 
 
 class GrowingBuffer:
-    """Rows of one document at one layer, keys or values: appended at the end, read as one tensor
-    [rows, g, d].
+    """Keys or values of one document in one layer: appended at the end, read as one tensor [rows,
+    g, d].
 
-    Only what later tokens see is sure to stay: with a window the last rows.
+    Rows that no later token attends to may be dropped: with a window all but the last.
     """
 
-    def __init__(self, sight: AttentionView = EVERYTHING) -> None:
-        self._sight = sight
+    def __init__(self, view: AttentionView = EVERYTHING) -> None:
+        self._view = view
         self._rows: Tensor | None = None
-        self._end = 0  # rows that are here; with a window the last ones of all
-        self._count = 0  # rows of the document
+        self._end = 0  # stored rows; with a window the last ones
+        self._count = 0  # all rows of the document
 
     def append(self, rows: Tensor) -> Tensor:
-        """Add rows [t, g, d] and return all that the new tokens may see: a view, good until the
-        next call."""
-        before = self._sight.before(self._count)
+        """Append rows [t, g, d] and return those that the new tokens attend to: a view, valid until
+        the next call."""
+        before = self._view.before(self._count)
         if self._rows is None or self._end + len(rows) > len(self._rows):
-            self._rows, self._end = self._grown(rows, before), before
+            self._rows, self._end = self._reallocate(rows, before), before
         self._rows[self._end : self._end + len(rows)] = rows
         self._end += len(rows)
         self._count += len(rows)
@@ -64,43 +65,42 @@ class GrowingBuffer:
 
     @property
     def used(self) -> bool:
-        """Whether rows ever came; none do in a layer without attention."""
+        """Whether rows were appended; layers without attention have none."""
         return self._rows is not None
 
     def holds(self, count: int) -> bool:
-        """Whether a document that goes on after its first `count` rows finds here all that it
-        sees."""
-        first = count - self._sight.before(count)
+        """Return whether the rows needed to continue the document after its first `count` rows are
+        present."""
+        first = count - self._view.before(count)
         return count <= self._count and first >= self._count - self._end
 
     def cut(self, count: int) -> None:
-        """Forget what comes after the first `count` rows, which must be held."""
+        """Drop the rows after the first `count`, which must be held."""
         self._end -= self._count - count
         self._count = count
 
-    def _grown(self, rows: Tensor, before: int) -> Tensor:
-        """More room, and at its start as many of the last rows."""
+    def _reallocate(self, rows: Tensor, before: int) -> Tensor:
+        """Return a larger buffer that starts with the last `before` rows."""
         wanted = before + len(rows)
-        if not self._sight.chunked and before + 1 == self._sight.window:
+        if not self._view.chunked and before + 1 == self._view.window:
             wanted += before  # so that a window moves once per length
-        room = FIRST_ROOM
-        while room < wanted:
-            room *= 2
-        buffer = rows.new_empty(room, *rows.shape[1:])
+        capacity = INITIAL_CAPACITY
+        while capacity < wanted:
+            capacity *= 2
+        buffer = rows.new_empty(capacity, *rows.shape[1:])
         if self._rows is not None:
             buffer[:before] = self._rows[self._end - before : self._end]
         return buffer
 
 
 class PackedCache:
-    """One layer's keys and values of the documents read in one forward; a `LayerCache`."""
+    """KV cache of one layer for the packed documents of one forward pass; a `LayerCache`."""
 
     def __init__(self, keys: Sequence[GrowingBuffer], values: Sequence[GrowingBuffer]) -> None:
         self._keys, self._values = keys, values
 
     def extend(self, k: Tensor, v: Tensor, tokens: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """Keep k, v [t, g, d] of the tokens read now; give back those that they may see [t_kv, g,
-        d]."""
+        """Append k, v [t, g, d] of the new tokens; returns all that they attend to [t_kv, g, d]."""
         queries = [length for length, _ in tokens.lengths]
         return _extend(self._keys, k, queries), _extend(self._values, v, queries)
 
@@ -113,35 +113,35 @@ def _extend(buffers: Sequence[GrowingBuffer], rows: Tensor, queries: Sequence[in
 
 
 class KVCache:
-    """Keys and values of several sequences at all layers, by the sequences' numbers.
+    """KV cache of several sequences in all layers, by sequence number.
 
-    `sights`: what each layer sees, and so keeps; unset: all see everything.
+    `views`: the attention range of each layer, which bounds its cache; unset: all tokens.
     """
 
-    def __init__(self, num_layers: int, sights: Sequence[AttentionView] = ()) -> None:
-        self._sights = list(sights) or [EVERYTHING] * num_layers
+    def __init__(self, num_layers: int, views: Sequence[AttentionView] = ()) -> None:
+        self._views = list(views) or [EVERYTHING] * num_layers
         self._buffers: dict[int, list[tuple[GrowingBuffer, GrowingBuffer]]] = {}
 
     def layers(self, sequences: Sequence[int]) -> list[LayerCache]:
-        """What the layers need to read some tokens of each of these sequences, in this order."""
-        for number in sequences:
-            if number not in self._buffers:
-                self._buffers[number] = [
-                    (GrowingBuffer(sight), GrowingBuffer(sight)) for sight in self._sights
+        """Return the layer caches for a forward pass over these sequences, in this order."""
+        for sequence in sequences:
+            if sequence not in self._buffers:
+                self._buffers[sequence] = [
+                    (GrowingBuffer(view), GrowingBuffer(view)) for view in self._views
                 ]
-        chosen = [self._buffers[number] for number in sequences]
+        chosen = [self._buffers[sequence] for sequence in sequences]
         return [
             PackedCache([layers[i][0] for layers in chosen], [layers[i][1] for layers in chosen])
-            for i in range(len(self._sights))
+            for i in range(len(self._views))
         ]
 
     def drop(self, sequence: int) -> None:
-        """Forget a sequence that is finished."""
+        """Remove a finished sequence."""
         self._buffers.pop(sequence, None)
 
     def cut(self, sequence: int, count: int) -> bool:
-        """Keep the first `count` tokens of a sequence; False, and nothing of it is left, where
-        some layer holds too little for that."""
+        """Truncate a sequence to its first `count` tokens; if some layer lacks rows for that, drop
+        it and return False."""
         buffers = [
             buffer for pair in self._buffers.get(sequence, []) for buffer in pair if buffer.used
         ]
@@ -154,17 +154,16 @@ class KVCache:
 
 
 class PrefixState:
-    """What was read of one text, so that another which begins alike costs its other tokens only."""
+    """KV cache of one text, reused for the common prefix of the next text."""
 
-    def __init__(self, num_layers: int, sights: Sequence[AttentionView] = ()) -> None:
-        self.cache = KVCache(num_layers, sights)
+    def __init__(self, num_layers: int, views: Sequence[AttentionView] = ()) -> None:
+        self.cache = KVCache(num_layers, views)
         self._ids: list[int] = []
 
     def resume(self, ids: Sequence[int], *, sequence: int) -> int:
-        """Keep what a text has in common with the one before and forget the rest; how many of its
-        tokens are read.
+        """Truncate the cache to the common prefix with `ids` and return its length.
 
-        At least one is not, because a text is written on by what is seen at its last token.
+        At least one token remains to be processed, because its logits give the next token.
         """
         pairs = zip(self._ids, ids[:-1], strict=False)
         common = next(
@@ -175,15 +174,14 @@ class PrefixState:
         return common if self.cache.cut(sequence, common) else 0
 
     def clear(self, *, sequence: int) -> None:
-        """Keep nothing."""
+        """Drop the cache."""
         self.forget()
         self.cache.drop(sequence)
 
     def forget(self) -> None:
-        """Trust nothing that was read; said before reading, which may end halfway through the
-        layers."""
+        """Invalidate the prefix; called before a forward pass, which may fail after some layers."""
         self._ids = []
 
     def note(self, ids: Sequence[int]) -> None:
-        """These tokens are read now, at every layer."""
+        """Record the tokens that are in the cache of every layer."""
         self._ids = list(ids)

@@ -1,5 +1,4 @@
-"""A conversation with a model: the template writes what was said so far, the model the next
-turn."""
+"""Chat with a model: the template renders the conversation, the model generates the next turn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,42 +8,41 @@ from megalith.data.chat_template import ChatTemplate, Message, find_template
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.infer.cache import PrefixState
-from megalith.infer.generate import generate, remember
+from megalith.infer.generate import build_prefix_state, generate
 from megalith.infer.load import TextGenerator
 from megalith.infer.text import Transcript
-from megalith.models.companions import own_template, turn_ends
+from megalith.models.companions import find_own_template, find_turn_end
 from megalith.models.pretrained import Pretrained
 
 
 class StopFilter:
-    """Text that is shown up to where a certain text begins; what may be the beginning of it is held
-    back."""
+    """Streams text up to a stop text; a possible beginning of it is held back."""
 
     def __init__(self, end: str) -> None:
         self._end, self._held = end, ""
         self.found = False
 
     def push(self, text: str) -> str:
-        """Take some text; return what can be shown now."""
+        """Add text; returns what can be shown now."""
         self._held += text
-        place = self._held.find(self._end) if self._end else -1
-        if place >= 0:
+        end = self._held.find(self._end) if self._end else -1
+        if end >= 0:
             self.found = True
         else:
             ends = range(min(len(self._end) - 1, len(self._held)), 0, -1)
             held = next((size for size in ends if self._end.startswith(self._held[-size:])), 0)
-            place = len(self._held) - held
-        shown, self._held = self._held[:place], self._held[place:]
+            end = len(self._held) - held
+        shown, self._held = self._held[:end], self._held[end:]
         return shown
 
     def finish(self) -> str:
-        """What was held back, once nothing follows."""
+        """Return the text that was held back, at the end of the stream."""
         return "" if self.found else self._held
 
 
 @dataclass(slots=True)
 class Chat:
-    """One conversation, which goes on turn by turn."""
+    """A conversation with a model, turn by turn."""
 
     writer: TextGenerator
     template: ChatTemplate
@@ -52,26 +50,27 @@ class Chat:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     read: PrefixState = field(init=False)
-    """What the model has read so far: a turn costs its own tokens only, as far as the template
-    repeats the others."""
+    """KV cache of the conversation: a turn costs only its own tokens if the template repeats the
+    previous ones."""
 
     def __post_init__(self) -> None:
-        self.read = remember(self.writer.model.config)
+        self.read = build_prefix_state(self.writer.model.config)
         self.reset()
 
     def reset(self) -> None:
-        """Begin again."""
+        """Start a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def say(self, text: str, show: Callable[[str], None]) -> str:
-        """Tell the model something and get its answer; `show` gets it piece by piece.
+        """Send a user message and return the answer; `show` gets it piece by piece.
 
-        Every tensor-parallel rank calls this with the same text. The conversation stays as it was
-        if this fails; an answer that is interrupted ends there.
+        Called by every tensor-parallel rank with the same text. If it fails, the conversation is
+        unchanged; an interrupted answer ends there.
 
         Raises:
-            DataError: the template refuses it, or the conversation is longer than the model reads.
-            CheckpointError: the model's scores are not finite.
+            DataError: the template rejects the messages, or they are longer than the context of the
+                model.
+            CheckpointError: the logits are not finite.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         tokenizer = self.writer.tokenizer
@@ -79,25 +78,28 @@ class Chat:
         ids, longest = tokenizer.encode_marked(prompt), self.writer.model.config.max_seq_len
         if len(ids) >= longest:
             raise DataError(
-                f"the conversation has {len(ids)} tokens, and the model reads at most {longest} "
-                "together with its "
-                f"answer. Use /reset to begin again."
+                f"the conversation has {len(ids)} tokens, but the context of the model is "
+                f"{longest} tokens including the answer. Use /reset to start again."
             )
-        ends, end = turn_ends(self.template, tokenizer)
-        transcript, until = Transcript(prompt, ids, tokenizer), StopFilter(end)
+        stop_ids, stop_text = find_turn_end(self.template, tokenizer)
+        transcript, stop_filter = Transcript(prompt, ids, tokenizer), StopFilter(stop_text)
         answer: list[str] = []
         stream = generate(
-            self.writer.model, [ids], self.sample, stops=self.writer.stops | ends, before=self.read
+            self.writer.model,
+            [ids],
+            self.sample,
+            stops=self.writer.stops | stop_ids,
+            before=self.read,
         )
         try:
-            for written in stream:
+            for token in stream:
                 known = len(transcript.text)
-                transcript.add(written)
-                new = until.push(transcript.text[known:])
-                new += until.finish() if written.finish is not None else ""
+                transcript.add(token)
+                new = stop_filter.push(transcript.text[known:])
+                new += stop_filter.finish() if token.finish is not None else ""
                 answer.append(new)
                 show(new)
-                if until.found:
+                if stop_filter.found:
                     break
         finally:
             if answer:
@@ -105,17 +107,17 @@ class Chat:
         return "".join(answer)
 
 
-def template_of(source: Pretrained, tokenizer: Tokenizer, wanted: str | None) -> ChatTemplate:
-    """The template asked for, else the one the run was tuned with, else the tokenizer's own.
+def template_of(source: Pretrained, tokenizer: Tokenizer, name: str | None) -> ChatTemplate:
+    """Return the template `name`, else the one of the run that tuned the model, else the
+    tokenizer's.
 
     Raises:
-        DataError: there is none, or the model has no tokenizer at all.
+        DataError: there is none, or the model has no tokenizer.
     """
     if source.tokenizer.kind == "null":
         raise DataError(
-            f"{source.path}: tokenizer.kind={source.tokenizer.kind}, so it reads numbers and no "
-            "text. Use a model with "
-            f"a tokenizer, or run `megalith generate`."
+            f"{source.path}: tokenizer.kind={source.tokenizer.kind}, so it has no text. "
+            "Use a model with a tokenizer, or run `megalith generate`."
         )
-    own = None if wanted else own_template(source, tokenizer)
-    return own or find_template(wanted, tokenizer, source.tokenizer.path, setting="--template")
+    own = None if name else find_own_template(source, tokenizer)
+    return own or find_template(name, tokenizer, source.tokenizer.path, setting="--template")

@@ -1,4 +1,4 @@
-"""Writing on from prompts: several sequences at once, packed tokens first, each token read once."""
+"""Text generation for several prompts at once with packed prefill and a KV cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,40 +11,40 @@ from megalith.config.model import ModelConfig
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 from megalith.infer.cache import EVERYTHING, AttentionView, KVCache, PrefixState
-from megalith.infer.sample import choose
+from megalith.infer.sample import sample_tokens
 from megalith.kernels.rope import rope_length
 from megalith.kernels.tokens import tokens_of_queries
 from megalith.models.decoder import Decoder
 
 Finish = Literal["stop", "length", "context"]
-"""Why a text ended: its end token, max_new_tokens, or the longest context the model reads."""
+"""Why a sequence ended: its end token, max_new_tokens, or the context length of the model."""
 
 STEP_TOKENS = 4096
-"""PackedSeqParams read in one forward; longer prompts are read in parts, so that activations
-stay small (guess)."""
+"""Tokens per forward pass; longer prompts are processed in chunks to bound activation memory
+(heuristic)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedToken:
-    """One new token of one sequence."""
+    """A new token of one sequence."""
 
     sequence: int
-    """Number of its prompt."""
+    """Index of its prompt."""
 
     token: int
     finish: Finish | None
-    """Set on the last token."""
+    """Set for the last token."""
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A prompt and what was written after it."""
+    """A prompt and the tokens generated after it."""
 
     number: int
     ids: list[int]
     prompt_length: int
-    num_read: int = field(default=0)
-    """PackedSeqParams whose keys and values are in the cache."""
+    num_cached: int = field(default=0)
+    """Tokens whose keys and values are in the cache."""
 
 
 def generate(
@@ -56,149 +56,156 @@ def generate(
     step_tokens: int = STEP_TOKENS,
     before: PrefixState | None = None,
 ) -> Iterator[GeneratedToken]:
-    """Write on from every prompt; tokens come out as they are chosen, one of each unfinished
-    sequence per round.
+    """Generate continuations of all prompts; yields tokens as they are sampled, one per unfinished
+    sequence and step.
 
-    `stops`: tokens that end a text. All ranks of the model's tensor-parallel group call this with
-    the same arguments, and each chooses the same tokens by itself. A sequence's tokens do not
-    depend on how the others are cut or end. `before`: what was read of the only prompt in earlier
-    calls, and is of it in this one.
+    `stops`: tokens that end a sequence. All ranks of the tensor-parallel group call this with the
+    same arguments, and sample the same tokens. A sequence does not depend on the other ones.
+    `before`: KV cache of the only prompt, reused between calls.
 
     Raises:
-        ConfigError: the sampling settings break a rule.
-        DataError: a prompt is empty, too long for the model, or has ids that it does not know.
-        CheckpointError: the model's scores are not finite.
+        ConfigError: the sampling settings are invalid.
+        DataError: a prompt is empty, too long for the model, or has unknown ids.
+        CheckpointError: the logits are not finite.
     """
     raise_all(sample_problems(sample))
     check_prompts(prompts, model.config)
-    assert before is None or len(prompts) == 1, "one text is kept"
+    assert before is None or len(prompts) == 1, "a prefix state serves one prompt"
     active = [_Sequence(number, list(ids), len(ids)) for number, ids in enumerate(prompts)]
-    if before is not None and _turns_by_length(model.config, len(prompts[0])):
+    if before is not None and _depends_on_length(model.config, len(prompts[0])):
         before.clear(sequence=0)
         before = None
     elif before is not None:
-        active[0].num_read = before.resume(prompts[0], sequence=0)
-    kept = before or remember(model.config)
+        active[0].num_cached = before.resume(prompts[0], sequence=0)
+    prefix_state = before or build_prefix_state(model.config)
     if any(
-        _turns_by_length(model.config, len(ids)) for ids in prompts
-    ):  # a part of such a text turns otherwise
+        _depends_on_length(model.config, len(ids)) for ids in prompts
+    ):  # rotary frequencies need the full length
         step_tokens = max(step_tokens, sum(map(len, prompts)))
     while active:
-        counts = divide_room([len(s.ids) - s.num_read for s in active], step_tokens)
-        reading = [(s, count) for s, count in zip(active, counts, strict=True) if count]
-        complete = [s for s, count in reading if s.num_read + count == len(s.ids)]
-        kept.forget()
-        scores = _read(model, reading, kept.cache)
-        if before is not None and not _turns_anew(model.config, len(active[0].ids)):
-            kept.note(active[0].ids[: active[0].num_read])
+        num_new_tokens = divide_token_budget(
+            [len(s.ids) - s.num_cached for s in active], step_tokens
+        )
+        new_tokens_of = [
+            (s, count) for s, count in zip(active, num_new_tokens, strict=True) if count
+        ]
+        complete = [s for s, count in new_tokens_of if s.num_cached + count == len(s.ids)]
+        prefix_state.forget()
+        logits = _forward_step(model, new_tokens_of, prefix_state.cache)
+        if before is not None and not _needs_recompute(model.config, len(active[0].ids)):
+            prefix_state.note(active[0].ids[: active[0].num_cached])
         tokens = (
-            choose(scores, sample, [(s.number, len(s.ids)) for s in complete]) if complete else []
+            sample_tokens(logits, sample, [(s.number, len(s.ids)) for s in complete])
+            if complete
+            else []
         )
         for sequence, token in zip(complete, tokens, strict=True):
             sequence.ids.append(token)
-            if _turns_anew(model.config, len(sequence.ids)) and not _turns_anew(
+            if _needs_recompute(model.config, len(sequence.ids)) and not _needs_recompute(
                 model.config, len(sequence.ids) - 1
             ):
-                kept.cache.drop(sequence.number)
-                sequence.num_read = 0
+                prefix_state.cache.drop(sequence.number)
+                sequence.num_cached = 0
             finish = _finish(sequence, sample, model.config, stops)
             if finish is not None:
                 active.remove(sequence)
                 if before is None:
-                    kept.cache.drop(sequence.number)
+                    prefix_state.cache.drop(sequence.number)
             yield GeneratedToken(sequence.number, token, finish)
 
 
-def remember(model: ModelConfig) -> PrefixState:
-    """Room for what a model reads."""
-    return PrefixState(model.num_layers, sights_of_layers(model))
+def build_prefix_state(model: ModelConfig) -> PrefixState:
+    """Return an empty KV cache for a text."""
+    return PrefixState(model.num_layers, attention_views(model))
 
 
-def _turns_by_length(model: ModelConfig, length: int) -> bool:
-    """Whether keys of so long a text turn by angles that follow from its length: in another text
-    they would others."""
+def _depends_on_length(model: ModelConfig, length: int) -> bool:
+    """Return whether the rotary frequencies of a text depend on its length, so that its keys cannot
+    be reused."""
     return model.positions == "rope" and rope_length(model.rope, length) > 0
 
 
-def _turns_anew(model: ModelConfig, length: int) -> bool:
-    """Whether so long a text turns by other angles, from its first token on, than while it was
-    shorter."""
-    return model.rope.scaling == "longrope" and _turns_by_length(model, length)
+def _needs_recompute(model: ModelConfig, length: int) -> bool:
+    """Return whether a text of this length has other rotary frequencies than its prefixes."""
+    return model.rope.scaling == "longrope" and _depends_on_length(model, length)
 
 
-def sights_of_layers(model: ModelConfig) -> list[AttentionView]:
-    """How many tokens each layer sees, and behind that how many of the memory, where it looks at
-    one."""
-    own = AttentionView(model.attention.window, model.attention.chunked)
+def attention_views(model: ModelConfig) -> list[AttentionView]:
+    """Return the attention range of every attention in order: of each layer, and of its cross-layer
+    attention."""
+    layer_view = AttentionView(model.attention.window, model.attention.chunked)
     return [
-        sight
+        view
         for layer in range(model.num_layers)
-        for sight in (
-            own if model.has_window(layer) else EVERYTHING,
+        for view in (
+            layer_view if model.has_window(layer) else EVERYTHING,
             *([EVERYTHING] if model.uses_cross_layer_source(layer) else []),
         )
     ]
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
-    """Refuse prompts that the model cannot read, or that leave no room for a token.
+    """Check that the model can process the prompts and generate at least one token.
 
     Raises:
-        DataError: the first prompt that does not work.
+        DataError: the first prompt that is invalid.
     """
     for number, ids in enumerate(prompts):
         if not ids:
-            raise DataError(
-                f"prompt {number + 1} has {len(ids)} tokens: pass at least one to begin with."
-            )
+            raise DataError(f"prompt {number + 1} has {len(ids)} tokens: pass at least one.")
         if len(ids) >= model.max_seq_len:
             raise DataError(
-                f"prompt {number + 1} has {len(ids)} tokens, and the model reads at most "
-                f"{model.max_seq_len} together "
-                f"with what it writes. Use a prompt of at most {model.max_seq_len - 1} tokens."
+                f"prompt {number + 1} has {len(ids)} tokens, but the context of the model is "
+                f"{model.max_seq_len} tokens including new ones. Use a prompt of at most "
+                f"{model.max_seq_len - 1} tokens."
             )
         unknown = [token for token in ids if not 0 <= token < model.vocab_size]
         if unknown:
             raise DataError(
-                f"prompt {number + 1} has token {unknown[0]}, and the model knows ids below "
+                f"prompt {number + 1} has token {unknown[0]}, but the ids of the model are below "
                 f"{model.vocab_size}. "
                 f"Use the tokenizer that the model was trained with."
             )
 
 
-def divide_room(wanted: Sequence[int], room: int) -> list[int]:
-    """How many tokens each sequence may read now: what it wants, until the room is used up.
+def divide_token_budget(requested: Sequence[int], budget: int) -> list[int]:
+    """Divide a token budget: each sequence gets what it requests until the budget is used up.
 
-    >>> divide_room([3, 5, 1], 6)
+    >>> divide_token_budget([3, 5, 1], 6)
     [3, 3, 0]
     """
     counts = []
-    for count in wanted:
-        counts.append(min(count, room))
-        room -= counts[-1]
+    for count in requested:
+        counts.append(min(count, budget))
+        budget -= counts[-1]
     return counts
 
 
 @torch.no_grad()
-def _read(model: Decoder, reading: Sequence[tuple[_Sequence, int]], cache: KVCache) -> Tensor:
-    """Read the next `count` tokens of each sequence; scores [b, v] after the last token of those
-    read to their end."""
+def _forward_step(
+    model: Decoder, new_tokens_of: Sequence[tuple[_Sequence, int]], cache: KVCache
+) -> Tensor:
+    """Process the next tokens of each sequence; returns logits [b, v] after the last token of
+    complete ones."""
     device = next(model.parameters()).device
     ids: list[int] = []
-    wanted: list[int] = []
-    for sequence, count in reading:
-        ids += sequence.ids[sequence.num_read : sequence.num_read + count]
-        sequence.num_read += count
-        if sequence.num_read == len(sequence.ids):
-            wanted.append(len(ids) - 1)
+    last_positions: list[int] = []
+    for sequence, count in new_tokens_of:
+        ids += sequence.ids[sequence.num_cached : sequence.num_cached + count]
+        sequence.num_cached += count
+        if sequence.num_cached == len(sequence.ids):
+            last_positions.append(len(ids) - 1)
     tokens = tokens_of_queries(
-        [(count, sequence.num_read) for sequence, count in reading],
-        reach=[len(sequence.ids) for sequence, _ in reading],
+        [(count, sequence.num_cached) for sequence, count in new_tokens_of],
+        reach=[len(sequence.ids) for sequence, _ in new_tokens_of],
         device=device,
     )
-    caches = cache.layers([sequence.number for sequence, _ in reading])
+    caches = cache.layers([sequence.number for sequence, _ in new_tokens_of])
     return model.logits(
-        torch.tensor(ids, device=device), tokens, caches, torch.tensor(wanted, device=device).long()
+        torch.tensor(ids, device=device),
+        tokens,
+        caches,
+        torch.tensor(last_positions, device=device).long(),
     )
 
 

@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer, ready to write."""
+"""Load a trained model with its tokenizer for text generation."""
 
 import re
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from megalith.errors import ConfigError, DataError, raise_all
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import (
     Pretrained,
-    fill_from,
+    load_weights,
     locate,
     open_pretrained,
     require_adapters,
@@ -32,37 +32,38 @@ from megalith.plan.grid import divisors
 from megalith.train.rules import key_value_heads_fit, model_problems
 
 MTP_PARAMETERS = ("mtp.*",)
-"""Parameters of MTP layers than the next token."""
+"""Parameters of MTP layers, which are not loaded for generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextGenerator:
-    """What writing text needs."""
+    """A model with its tokenizer and stop tokens, ready to generate text."""
 
     model: Decoder
     tokenizer: Tokenizer
     stops: frozenset[int]
-    """PackedSeqParams that end a text."""
+    """Tokens that end a text."""
 
 
 def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
-    """The model that a person means, which must be one that `tp` ranks can share; `base`: of
-    adapters that moved away from theirs.
+    """Open the model named by `source` and check that `tp` ranks can share it; `base`: folder of
+    the base of adapters.
 
     Raises:
-        CheckpointError: there is none, or it is damaged. ConfigError: the ranks are too many, or do
-        not fit its heads; or there is a base and no adapters.
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: `tp` is too large or does not divide the heads; or there is a base but no
+            adapters.
     """
     opened = open_pretrained(locate(source), base=base)
     if base is not None:
         require_adapters(opened, base)
-    raise_all(_model_problems(opened, 1) + writing_problems(opened.model))
+    raise_all(_model_problems(opened, 1) + generation_problems(opened.model))
     if problems := _model_problems(opened, tp):
         heads = opened.model.num_heads
         counts = sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})
         fits = ", ".join(str(count) for count in counts if not _model_problems(opened, count))
         raise ConfigError(
-            f"--nproc={tp}: so many processes cannot share {opened.path}: "
+            f"--nproc={tp}: this number of processes cannot share {opened.path}: "
             f"{_why_not(opened, tp, problems[0])}. "
             f"Set --nproc to one of {fits}."
         )
@@ -70,7 +71,7 @@ def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
 
 
 def _model_problems(opened: Pretrained, tp: int) -> list[str]:
-    """What is wrong with a model, or with sharing it among so many ranks."""
+    """Return the problems with a model or with its tensor-parallel layout."""
     run = _run(opened, tp)
     problems = model_problems(run, trains=False)
     return problems or expert_layout_problems(opened.model, run.parallel, tp, trains=False)
@@ -82,33 +83,36 @@ def _run(opened: Pretrained, tp: int) -> TrainRun:
 
 
 def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
-    """What keeps so many ranks from sharing a model: its heads, or what a rule of layouts says,
-    in other words than those of a run's settings, which nobody set here."""
+    """Return why ranks cannot share a model, in terms of --nproc instead of the settings of a
+    run."""
     if key_value_heads_fit(_run(opened, tp), tp) is not None:
         return (
-            f"each has whole key/value heads of model.num_heads={opened.model.num_heads} and "
-            f"model.num_kv_heads={opened.model.num_kv_heads}, or as many others share each"
+            f"each process needs complete KV heads of model.num_heads={opened.model.num_heads} and "
+            f"model.num_kv_heads={opened.model.num_kv_heads}, or an equal number of processes "
+            "per KV head"
         )
     reason = re.sub(r"parallel\.\w+=\d+ with ", "", problem.partition(". Set ")[0])
     return re.sub(r"parallel\.\w+=\d+", f"--nproc={tp}", reason)
 
 
 def writing_layout(model: ModelConfig, ranks: int) -> ParallelConfig:
-    """How ranks share a model that writes: each has some of the features, and some of the
-    experts where these divide evenly. All have all tokens, so that all take part in every
-    exchange."""
+    """Return the parallel layout for generation: tensor parallel, and expert parallel if the
+    experts divide evenly.
+
+    All ranks have all tokens, so that all take part in every all-to-all.
+    """
     whole_experts = model.moe is not None and model.moe.num_experts % ranks == 0
     return ParallelConfig(tp=ranks, ep=ranks, etp=1) if whole_experts else ParallelConfig(tp=ranks)
 
 
-def writing_problems(model: ModelConfig) -> list[str]:
-    """What keeps a model from writing token by token, as messages for the user."""
+def generation_problems(model: ModelConfig) -> list[str]:
+    """Return why a model cannot generate text token by token, as messages."""
     if model.attention.causal:
         return []
     return [
-        f"model.attention.causal={str(model.attention.causal).lower()}: its tokens look at what "
-        "comes after them, "
-        f"which is not written yet. Use a model with model.attention.causal=true to generate."
+        f"model.attention.causal={str(model.attention.causal).lower()}: its tokens attend to later "
+        "tokens, which are not generated yet. Use a model with model.attention.causal=true to "
+        "generate."
     ]
 
 
@@ -121,31 +125,31 @@ def load_text_generator(
     kernels: Kernel = "auto",
     mlp_chunks: int = 1,
 ) -> TextGenerator:
-    """Build this rank's slice of the model, which computes by `kernels` and reads prompts in
-    `mlp_chunks`, and fill it. Collective over the mesh.
+    """Build and load this rank's shard of the model. Collective over the mesh.
+
+    `kernels`: backend; `mlp_chunks`: chunks in which MLPs process prompts.
 
     Raises:
         CheckpointError: its weights are damaged.
-        ConfigError: there are chunks, and no MLP that could read them.
-        DataError: its tokenizer is gone, or has more tokens than the model.
+        ConfigError: mlp_chunks is set, and no MLP supports it.
+        DataError: its tokenizer no longer exists, or has more tokens than the model.
     """
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
-    # MTP layers are for training: text is written a token at a time.
+    # MTP layers are used in training only.
     model = Decoder(replace(source.model, mtp=MTPConfig()), mesh, dtype=dtype)
     use_kernels([model], kernels, mesh)
     if mlp_chunks > 1 and read_prompts_in_chunks(model, mlp_chunks) == 0:
         raise ConfigError(
-            f"--mlp-chunks={mlp_chunks} divides what MLPs read, and no layer of {source.path} has "
-            "one that all tokens "
-            f"read. Remove --mlp-chunks, or set it to 1."
+            f"--mlp-chunks={mlp_chunks} chunks the input of dense MLPs, but no layer of "
+            f"{source.path} has one. Remove --mlp-chunks, or set it to 1."
         )
     allocate(model, device)
     entries = [
-        CheckpointEntry(declared.shard, "param", getattr(module, name))
-        for declared, module, name in declared_parameters(model)
+        CheckpointEntry(spec.shard, "param", getattr(module, name))
+        for spec, module, name in declared_parameters(model)
     ]
-    fill_from(
+    load_weights(
         source,
         entries,
         mesh.world,
@@ -155,31 +159,31 @@ def load_text_generator(
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: Path) -> None:
-    """Refuse a tokenizer that makes ids the model has no rows for.
+    """Check that the model has a row for every id of the tokenizer.
 
     Raises:
-        DataError: it does.
+        DataError: the tokenizer has more tokens.
     """
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, and the model knows "
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has only "
             f"{model.vocab_size}. "
             f"Use the tokenizer that the model was trained with."
         )
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text: those the folder names, and the tokenizer's own end of a
-    document."""
-    named = source.stop_ids()
-    foreign = source.checkpoint is None or bool(
+    """Return the tokens that end a text: those that the folder names, and the tokenizer's
+    end-of-document token."""
+    ids = source.stop_ids()
+    is_converted = source.checkpoint is None or bool(
         source.token_ids
-    )  # a folder of others, or made from one
+    )  # a Hugging Face folder, or converted from one
     if (
-        foreign and source.tokenizer.kind == "null"
-    ):  # no tokenizer came with it; its ids have no names
-        return named
+        is_converted and source.tokenizer.kind == "null"
+    ):  # without a tokenizer, its ids have no meaning
+        return ids
     try:
-        return named | {tokenizer.eod}
-    except DataError:  # the tokenizer has none: fine for writing, which then ends by length
-        return named
+        return ids | {tokenizer.eod}
+    except DataError:  # without such a token, generation ends by length
+        return ids

@@ -1,4 +1,4 @@
-"""Choosing the next token from scores; no generator state, only keys."""
+"""Sampling of the next token from logits, with keyed random numbers."""
 
 from collections.abc import Sequence
 
@@ -10,55 +10,57 @@ from megalith.errors import CheckpointError
 from megalith.plan.keys import key
 
 
-def choose(scores: Tensor, sample: SampleConfig, places: Sequence[tuple[int, int]]) -> list[int]:
-    """One token for each row of scores [b, v]; places[i] is the (sequence, position) of row i's
-    token.
+def sample_tokens(
+    logits: Tensor, sample: SampleConfig, positions: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Sample one token for each row of logits [b, v]; positions[i] is the (sequence, position) of
+    row i's token.
 
-    The draw is keyed by (seed, sequence, position) and made on the host, so it does not depend on
-    the other rows, and is the same on every rank that has the same scores. Temperature 0 takes the
-    best, the first of equals, and draws nothing.
+    Random numbers are keyed by (seed, sequence, position) and computed on the host, so a sample
+    does not depend on other rows, and is the same on every rank. Temperature 0 selects the largest
+    logit, the first of equal ones.
 
     Raises:
-        CheckpointError: a score is not finite.
+        CheckpointError: a logit is not finite.
     """
-    if not bool(torch.isfinite(scores).all()):
-        where = next(
-            place
-            for place, row in zip(places, scores, strict=True)
+    if not bool(torch.isfinite(logits).all()):
+        invalid = next(
+            position
+            for position, row in zip(positions, logits, strict=True)
             if not bool(torch.isfinite(row).all())
         )
         raise CheckpointError(
-            f"sequence {where[0]}: the scores at token {where[1]} are not finite, so the weights "
-            "must have diverged. "
-            f"Use an earlier checkpoint."
+            f"sequence {invalid[0]}: the logits at token {invalid[1]} are not finite, so the "
+            "weights "
+            "have probably diverged. Use an earlier checkpoint."
         )
     if sample.temperature == 0:
-        best: list[int] = scores.argmax(-1).tolist()
+        best: list[int] = logits.argmax(-1).tolist()
         return best
-    kept = keep_likely(scores.to("cpu", torch.float64) / sample.temperature, sample)
+    filtered = filter_logits(logits.to("cpu", torch.float64) / sample.temperature, sample)
     noise = torch.stack(
-        [_exponential(sample.seed, *place, size=scores.shape[1]) for place in places]
+        [_exponential(sample.seed, *position, size=logits.shape[1]) for position in positions]
     )
-    drawn: list[int] = (
-        (kept - noise.log()).argmax(-1).tolist()
-    )  # exp(score) / Exp(1) is largest with softmax's odds
-    return drawn
+    sampled: list[int] = (
+        (filtered - noise.log()).argmax(-1).tolist()
+    )  # Gumbel-max trick: argmax of exp(logit) / Exp(1)
+    return sampled
 
 
-def keep_likely(scores: Tensor, sample: SampleConfig) -> Tensor:
-    """Scores [b, v] with -inf where top_k, and then top_p, leave a token out. The best token always
-    stays."""
-    if sample.top_k is not None and sample.top_k < scores.shape[-1]:
-        lowest = scores.topk(sample.top_k).values[:, -1:]
-        scores = scores.masked_fill(scores < lowest, float("-inf"))
+def filter_logits(logits: Tensor, sample: SampleConfig) -> Tensor:
+    """Return logits [b, v] with -inf for tokens outside of top_k, and then top_p. The most likely
+    token always remains."""
+    if sample.top_k is not None and sample.top_k < logits.shape[-1]:
+        lowest = logits.topk(sample.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, float("-inf"))
     if sample.top_p is not None and sample.top_p < 1:
-        ordered, order = scores.sort(descending=True, stable=True)
+        ordered, order = logits.sort(descending=True, stable=True)
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
-        surplus = before > sample.top_p
-        surplus[:, 0] = False
-        scores = scores.masked_fill(surplus.scatter(-1, order, surplus), float("-inf"))
-    return scores
+        removed = before > sample.top_p
+        removed[:, 0] = False
+        logits = logits.masked_fill(removed.scatter(-1, order, removed), float("-inf"))
+    return logits
 
 
 def _exponential(seed: int, sequence: int, position: int, *, size: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""Between text and ids: prompts in, and written tokens out as text, in the order of the prompts."""
+"""Text in and out of generation: encode prompts, and decode generated tokens in the order of the
+prompts."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,17 +11,17 @@ from megalith.infer.load import TextGenerator
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The ids of a text to be written on: without an end token. An empty text begins a document.
+    """Return the ids of a prompt, without an end token. An empty text begins a document.
 
     Raises:
-        DataError: it holds what no text in Unicode does, or it is empty and the tokenizer has no
-        token to begin with.
+        DataError: the text is not valid Unicode, or it is empty and the tokenizer has no token to
+            begin with.
     """
     try:
         text.encode()
     except (
         UnicodeEncodeError
-    ) as error:  # the shell passes bytes that are not UTF-8 as halves of surrogate pairs
+    ) as error:  # the shell passes bytes that are not UTF-8 as lone surrogates
         raise DataError(
             f"character {error.start + 1} is {text[error.start]!r}: must be UTF-8 text."
         ) from error
@@ -28,13 +29,13 @@ def encode_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
     if ids and ends_texts_itself(tokenizer):
         ids = ids[:-1]
     if not ids:
-        # Documents follow one another in training, so what comes after an end is a beginning.
+        # In training documents are concatenated, so a document begins after an end token.
         ids = [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     return ids
 
 
 class Transcript:
-    """The text of one sequence while it is written."""
+    """Text of one sequence during generation."""
 
     def __init__(self, prompt: str, prompt_ids: Sequence[int], tokenizer: Tokenizer) -> None:
         self.prompt, self.prompt_ids = prompt, list(prompt_ids)
@@ -42,24 +43,24 @@ class Transcript:
         self.text = ""
         self.finish: Finish | None = None
         self._decoder = StreamDecoder(tokenizer)
-        # Many tokenizers drop the space before the first word they decode; after the prompt there
-        # is none to drop.
+        # Many tokenizers drop the space before the first word they decode; decoding the prompt
+        # first keeps it.
         self.echo = "".join(self._decoder.push(token) for token in prompt_ids)
 
-    def add(self, written: GeneratedToken) -> None:
-        """Take one token."""
-        self.ids.append(written.token)
-        self.finish = written.finish
-        # The end token is no text.
-        new = "" if written.finish == "stop" else self._decoder.push(written.token)
-        if written.finish is not None:
+    def add(self, generated: GeneratedToken) -> None:
+        """Append a generated token."""
+        self.ids.append(generated.token)
+        self.finish = generated.finish
+        # The end token is not part of the text.
+        new = "" if generated.finish == "stop" else self._decoder.push(generated.token)
+        if generated.finish is not None:
             new += self._decoder.finish()
         self.text += new
 
 
 class OrderedPrinter:
-    """Texts of several sequences that grow at once, shown one after the other: the first unfinished
-    one streams."""
+    """Prints texts of several sequences in order while they are generated: the first unfinished one
+    streams."""
 
     def __init__(self, transcripts: Sequence[Transcript]) -> None:
         self._transcripts = transcripts
@@ -67,8 +68,8 @@ class OrderedPrinter:
         self._shown = 0  # characters of the current one
 
     def unread_text(self) -> str:
-        """What can be shown now: prompts and what follows them; with several, a line of its own
-        before each."""
+        """Return the text that can be printed now: prompts and continuations; several sequences
+        have header lines."""
         parts = [self._next()] if self._current < 0 else []
         while self._current < len(self._transcripts):
             transcript = self._transcripts[self._current]
@@ -86,10 +87,10 @@ class OrderedPrinter:
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of every prompt.
+    """Return the ids of every prompt.
 
     Raises:
-        DataError: one cannot be encoded; it is named.
+        DataError: a prompt cannot be encoded; it is named.
     """
     encoded = []
     for number, text in enumerate(texts, 1):
@@ -110,22 +111,23 @@ def generate_text(
     ignore_eod: bool,
     show: Callable[[str], None],
 ) -> list[Transcript]:
-    """Write on from every prompt; `show` gets the texts as they grow, in the order of the prompts.
+    """Generate continuations of all prompts; `show` gets the texts as they grow, in the order of
+    the prompts.
 
-    Every tensor-parallel rank calls this with the same arguments.
+    Called by every tensor-parallel rank with the same arguments.
 
     Raises:
-        ConfigError: the sampling settings break a rule.
-        DataError: a prompt cannot be encoded or read.
-        CheckpointError: the model's scores are not finite.
+        ConfigError: the sampling settings are invalid.
+        DataError: a prompt cannot be encoded or processed.
+        CheckpointError: the logits are not finite.
     """
     encoded = encode_prompts(prompts, writer.tokenizer)
     transcripts = [
         Transcript(text, ids, writer.tokenizer) for text, ids in zip(prompts, encoded, strict=True)
     ]
-    stream = OrderedPrinter(transcripts)
+    printer = OrderedPrinter(transcripts)
     stops: frozenset[int] = frozenset() if ignore_eod else writer.stops
-    for written in generate(writer.model, encoded, sample, stops=stops):
-        transcripts[written.sequence].add(written)
-        show(stream.unread_text())
+    for token in generate(writer.model, encoded, sample, stops=stops):
+        transcripts[token.sequence].add(token)
+        show(printer.unread_text())
     return transcripts

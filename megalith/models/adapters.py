@@ -1,5 +1,5 @@
-"""Adapters that were trained beside a model: reading them, ours or PEFT's, and the model's weights
-with them added."""
+"""LoRA adapters: read from checkpoints or PEFT folders, and the weights of a model with adapters
+merged."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,33 +32,33 @@ from megalith.models.release import parameters
 from megalith.plan.shards import Box
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""What a PEFT folder holds."""
+"""Files of a PEFT folder."""
 
 RECORD = "adapters"
-"""In the state of a checkpoint that holds adapters alone: which weights they belong to."""
+"""Key in the state of a checkpoint that holds only adapters: the base weights they belong to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The A and B of every matrix that has them."""
+    """LoRA matrices A and B of all adapted parameters."""
 
     path: Path
     lora: LoraConfig
     """Rank, scale and targets."""
 
     names: frozenset[str]
-    """`layers.0.attention.q.lora_a` and so on."""
+    """Names such as `layers.0.attention.q.lora_a`."""
 
     read: Callable[[str], Tensor]
-    """One of them, whole, on the host, in fp32 or float64."""
+    """Read a full matrix on the host, in fp32 or float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeights:
-    """A model's weights with adapters added to them: W + scale · B · A."""
+    """Weights with merged adapters: W + scale · B · A."""
 
     path: Path
-    """Of the adapters."""
+    """Folder of the adapters."""
 
     model_config: ModelConfig
     base: Weights
@@ -66,27 +66,30 @@ class AdaptedWeights:
     adapters: Adapters
 
     def dtype(self, parameter: str) -> torch.dtype:
-        """The base's."""
+        """Return the dtype of the base weights."""
         return self.base.dtype(parameter)
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of a parameter, added up in fp32 or wider."""
+        """Return a box of a parameter, merged in fp32 or wider."""
         if f"{parameter}.lora_a" not in self.adapters.names:
             return self.base.read(parameter, box, dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        weight, product = self.base.read(parameter, box, wide), self._product(parameter, box, wide)
+        compute_dtype = torch.promote_types(dtype, torch.float32)
+        weight, product = (
+            self.base.read(parameter, box, compute_dtype),
+            self._product(parameter, box, compute_dtype),
+        )
         return torch.add(weight, product, alpha=self.adapters.lora.scale, out=product).to(
             dtype
-        )  # never into the base
+        )  # never in place: the base may be a view of a file
 
     def fill(self, entries: Sequence[CheckpointEntry]) -> None:
-        """Fill the tensors of `entries`, a piece at a time."""
+        """Load the boxes of `entries`, a piece at a time."""
         for entry in entries:
             for piece in pieces(entry, max_numel=PIECE_NBYTES // 8):
                 piece.values.copy_(self.read(entry.shard.name, piece.box, piece.values.dtype))
 
     def _product(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of B · A."""
+        """Return a box of B · A."""
         a, b = (self.adapters.read(f"{parameter}.lora_{word}").to(dtype) for word in "ab")
         outputs = b.ndim - 1
         b = b[tuple(slice(start, stop) for start, stop in box[:outputs])]
@@ -100,9 +103,11 @@ class AdaptedWeights:
 
 
 def fingerprint(weights: Weights, model: ModelConfig) -> str:
-    """A hash of the names and of the first few values of every parameter, as they are stored:
-    the same for a model wherever its files are, and another one once training has moved any of
-    these values."""
+    """Return a hash of the name and the first values of every parameter as stored.
+
+    It does not depend on the location of the files, and changes once training changes any of these
+    values.
+    """
     digest = blake2b(digest_size=16)
     for shard in parameters(model):
         box = tuple(
@@ -120,12 +125,12 @@ def _corner(dims: int) -> tuple[int, ...]:
     return (*[1] * (dims - 2), 4, 64)[-dims:]
 
 
-# --- ours
+# --- checkpoints
 
 
 @dataclass(frozen=True, slots=True)
-class _OurReader:
-    """Reads adapters out of a checkpoint, the most exact that it has."""
+class _CheckpointReader:
+    """Reads adapters from a checkpoint, from their master weights if there are any."""
 
     checkpoint: Checkpoint
 
@@ -138,7 +143,7 @@ class _OurReader:
 
 
 def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
-    """Those in a checkpoint of a run that trained adapters.
+    """Return the adapters in a checkpoint of a run that trained adapters.
 
     Raises:
         CheckpointError: its config.yaml does not describe them.
@@ -157,110 +162,111 @@ def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
         if key.startswith("model.")
     )
 
-    return Adapters(checkpoint.path, lora, names, _OurReader(checkpoint))
+    return Adapters(checkpoint.path, lora, names, _CheckpointReader(checkpoint))
 
 
-# --- PEFT's
+# --- PEFT folders
 
 
 @dataclass(frozen=True, slots=True)
-class PeftPart:
-    """One linear layer of transformers, and which of our matrices it is."""
+class PeftLayer:
+    """A linear layer of transformers, and the parameter that contains its matrix."""
 
     module: str
     """`model.layers.0.self_attn.k_proj`"""
 
     parameter: str
     part: int | None
-    """Which of the matrices in `parameter`, where it is several."""
+    """Index of the matrix, if `parameter` stacks several."""
 
     shape: tuple[int, int]
-    """Outputs and inputs."""
+    """Output and input features."""
 
     @property
     def layer(self) -> int:
-        """Its number."""
+        """Index of the layer."""
         return int(self.parameter.split(".")[1])
 
     def key(self, word: str) -> str:
-        """Of its adapter `A` or `B`, in a file of PEFT's."""
+        """Return the key of adapter matrix `A` or `B` in a PEFT file."""
         return f"base_model.model.{self.module}.lora_{word}.weight"
 
 
-def peft_parts(
+def find_peft_layers(
     family: Family,
     model: ModelConfig,
     targets: Sequence[str],
     layers: Collection[int] | None = None,
-) -> list[PeftPart]:
-    """The linear layers of transformers that are our targets, in some layers; unset: in all.
+) -> list[PeftLayer]:
+    """Return the linear layers of transformers that are adapted, in `layers`; unset: in all.
 
     Raises:
-        ConfigError: the family keeps one of them as a part of another, or transposed.
+        ConfigError: the family stores a target fused with another matrix, or transposed.
     """
-    found, refused = [], {}
+    parts, unsupported = [], {}
     for rule in family.rules(model):
         word = matrix_of(rule.parameter or "")
         if word is None or word not in targets:
             continue
         if not _is_linear(rule):
-            refused[word] = rule.name
+            unsupported[word] = rule.name
             continue
         assert rule.parameter is not None
         part = rule.box[0][0] if word in STACKED else None
         shape = (rule.shape[0], rule.shape[1])
-        one = PeftPart(rule.name.removesuffix(".weight"), rule.parameter, part, shape)
-        found += [one] if layers is None or one.layer in layers else []
-    if refused:
-        named = "; ".join(f"{word} is in {name}" for word, name in refused.items())
+        part_of_target = PeftLayer(rule.name.removesuffix(".weight"), rule.parameter, part, shape)
+        parts += [part_of_target] if layers is None or part_of_target.layer in layers else []
+    if unsupported:
+        shown = "; ".join(f"{word} is in {name}" for word, name in unsupported.items())
         raise ConfigError(
-            f"lora.targets={list(targets)}: {family.architecture} keeps matrices together or "
-            f"transposed ({named}), and "
-            "PEFT's adapters of these are others than ours. Use `megalith convert --to "
-            "huggingface`, which merges "
-            f"adapters into the weights, or set lora.targets to others when training."
+            f"lora.targets={list(targets)}: {family.architecture} stores matrices fused or "
+            f"transposed ({shown}), for which PEFT has different adapters. "
+            "Use `megalith convert --to huggingface`, which merges "
+            f"adapters into the weights, or train with other lora.targets."
         )
-    return found
+    return parts
 
 
 def _is_linear(rule: TensorRule) -> bool:
-    """Whether a tensor of theirs is one matrix of ours with outputs as rows, in our order."""
-    kept = [dim for dim in rule.dims if dim is not None]
+    """Return whether a tensor is one matrix of a parameter with outputs as rows, in the same
+    order."""
+    view_dims = [dim for dim in rule.dims if dim is not None]
     return (
-        rule.whole
-        and kept == list(range(len(rule.view)))
+        rule.covers_tensor
+        and view_dims == list(range(len(rule.view)))
         and rule.name.endswith(".weight")
         and len(rule.shape) == 2
     )
 
 
 def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
-    """The adapters in a PEFT folder of a model; what is adapted nowhere is no target, layers
-    without any are not among its layers, and where one of several matrices in a parameter is
-    adapted, or one layer of several, the others are by zero.
+    """Return the adapters in a PEFT folder of a model.
+
+    Targets and layers are those with any adapter; other matrices of an adapted parameter or layer
+    get zero adapters.
 
     Raises:
-        CheckpointError: tensors are of another model, missing where its config promises them, or of
-            the wrong shape; each is named.
+        CheckpointError: tensors belong to another model, are missing although the config requires
+            them, or have a wrong shape; each is named.
     """
     config = read_peft_config(path / ADAPTER_CONFIG)
     stored = read_header(path / ADAPTER_WEIGHTS)
     parts = []
     for word in lora_matrices(model):
         try:
-            parts += peft_parts(family, model, [word])
-        except (
-            ConfigError
-        ):  # a matrix that PEFT cannot have adapted as we do, so its tensors are surplus below
+            parts += find_peft_layers(family, model, [word])
+        except ConfigError:  # PEFT cannot adapt this matrix; its tensors are unexpected below
             continue
     if config.modules is None:
-        there = [part for part in parts if part.key("A") in stored or part.key("B") in stored]
+        parts_with_adapters = [
+            part for part in parts if part.key("A") in stored or part.key("B") in stored
+        ]
     else:
-        there = [part for part in parts if config.adapts(part.module, part.layer)]
-    _check_stored(path, there, stored, config.lora.rank)
+        parts_with_adapters = [part for part in parts if config.adapts(part.module, part.layer)]
+    _check_stored(path, parts_with_adapters, stored, config.lora.rank)
     words, layers = (
-        {part.parameter.rsplit(".", 1)[1] for part in there},
-        sorted({part.layer for part in there}),
+        {part.parameter.rsplit(".", 1)[1] for part in parts_with_adapters},
+        sorted({part.layer for part in parts_with_adapters}),
     )
     lora = replace(
         config.lora,
@@ -268,28 +274,28 @@ def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
         layers=None if len(layers) == model.num_layers else tuple(layers),
     )
     shapes = {shard.name: shard.shape for shard in parameters(model)}
-    read = _PeftReader(there, stored, shapes, lora.rank)
+    read = _PeftReader(parts_with_adapters, stored, shapes, lora.rank)
     return Adapters(path, lora, adapter_names(lora, model), read)
 
 
 def _check_stored(
-    path: Path, parts: Sequence[PeftPart], stored: Mapping[str, TensorInfo], rank: int
+    path: Path, parts: Sequence[PeftLayer], stored: Mapping[str, TensorInfo], rank: int
 ) -> None:
-    wanted = {part.key("A"): (rank, part.shape[1]) for part in parts}
-    wanted |= {part.key("B"): (part.shape[0], rank) for part in parts}
+    expected = {part.key("A"): (rank, part.shape[1]) for part in parts}
+    expected |= {part.key("B"): (part.shape[0], rank) for part in parts}
     problems = (
-        [f"missing: {show_names(missing)}"]
-        if (missing := sorted(wanted.keys() - stored.keys()))
+        [f"missing: {show_names(missing_keys)}"]
+        if (missing_keys := sorted(expected.keys() - stored.keys()))
         else []
     )
     problems += (
-        [f"unknown here: {show_names(extra)}"]
-        if (extra := sorted(stored.keys() - wanted.keys()))
+        [f"unexpected: {show_names(unexpected_keys)}"]
+        if (unexpected_keys := sorted(stored.keys() - expected.keys()))
         else []
     )
     problems += [
         f"{name} is {list(stored[name].shape)}, expected {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in stored and stored[name].shape != shape
     ]
     problems += [
@@ -298,7 +304,7 @@ def _check_stored(
         if info.dtype not in DTYPES
     ]
     if not parts:
-        problems.append("it has no adapter of this model's matrices")
+        problems.append("no adapters of matrices of this model")
     if problems:
         raise CheckpointError(
             f"{path / ADAPTER_WEIGHTS} is for another base: {'; '.join(problems[:4])}. Use the "
@@ -309,9 +315,9 @@ def _check_stored(
 
 @dataclass(frozen=True, slots=True)
 class _PeftReader:
-    """Reads adapters of ours out of a file of PEFT's."""
+    """Reads adapters from a PEFT file."""
 
-    parts: Sequence[PeftPart]
+    parts: Sequence[PeftLayer]
     stored: Mapping[str, TensorInfo]
     shapes: Mapping[str, tuple[int, ...]]
     rank: int
@@ -323,44 +329,46 @@ class _PeftReader:
         for part in self.parts:
             if part.parameter == parameter:
                 key = part.key(word.upper())
-                place = values if part.part is None else values[part.part]
-                place.copy_(
-                    read_box(key, self.stored[key], (slice(None), slice(None))).view(place.shape)
+                target = values if part.part is None else values[part.part]
+                target.copy_(
+                    read_box(key, self.stored[key], (slice(None), slice(None))).view(target.shape)
                 )
         return values
 
 
 def adapter_names(lora: LoraConfig, model: ModelConfig) -> frozenset[str]:
-    """`layers.0.attention.q.lora_a` and so on: all that a run with these settings trains."""
+    """Return the names of all adapters that a run with these settings trains."""
     owners = [shard.name for shard in parameters(model) if has_adapters(shard.name, lora, model)]
     return frozenset(f"{name}.lora_{word}" for name in owners for word in "ab")
 
 
-def check_names(found: Adapters, lora: LoraConfig, model: ModelConfig) -> None:
-    """Refuse adapters that are not those of a model, matrix by matrix.
+def check_adapter_names(adapters: Adapters, lora: LoraConfig, model: ModelConfig) -> None:
+    """Check that adapters are those of a model.
 
     Raises:
-        CheckpointError: some are missing or surplus, as those of a deeper model are.
+        CheckpointError: some are missing or unexpected, for example those of a deeper model.
     """
-    wanted = adapter_names(lora, model)
+    expected = adapter_names(lora, model)
     problems = (
-        [f"missing: {show_names(missing)}"] if (missing := sorted(wanted - found.names)) else []
+        [f"missing: {show_names(missing_keys)}"]
+        if (missing_keys := sorted(expected - adapters.names))
+        else []
     )
     problems += (
-        [f"not of this model: {show_names(extra)}"]
-        if (extra := sorted(found.names - wanted))
+        [f"not of this model: {show_names(unexpected_keys)}"]
+        if (unexpected_keys := sorted(adapters.names - expected))
         else []
     )
     if problems:
         raise CheckpointError(
-            f"{found.path} holds adapters of another model: {'; '.join(problems)}. Use those of a "
-            "model with the same "
-            f"layers, or set lora.* and model.* to what is there."
+            f"{adapters.path} holds adapters of another model: {'; '.join(problems)}. Use "
+            "adapters of a "
+            "model with the same layers, or set lora.* and model.* to the stored values."
         )
 
 
 def adapter_shape(weight: tuple[int, ...], parameter: str, rank: int, word: str) -> tuple[int, ...]:
-    """Of A or B beside a whole parameter."""
+    """Return the shape of A or B of a full parameter."""
     name = parameter.rsplit(".", 1)[1]
     inputs = 2 if name == "o" else 1
     if word == "b":
@@ -368,17 +376,19 @@ def adapter_shape(weight: tuple[int, ...], parameter: str, rank: int, word: str)
     return (*weight[:1], rank, *weight[-inputs:]) if name in STACKED else (rank, *weight[-inputs:])
 
 
-def same_adapters(found: Adapters, wanted: LoraConfig, model: ModelConfig) -> list[str]:
-    """How adapters differ from those that a run would train, as texts."""
+def describe_adapter_differences(
+    adapters: Adapters, wanted: LoraConfig, model: ModelConfig
+) -> list[str]:
+    """Return how adapters differ from those that a run would train, as messages."""
     pairs = {
-        "rank": (found.lora.rank, wanted.rank),
-        "alpha": (found.lora.alpha, wanted.alpha),
-        "rslora": (found.lora.rslora, wanted.rslora),
-        "targets": (lora_targets(found.lora, model), lora_targets(wanted, model)),
-        "layers": (lora_layers(found.lora, model), lora_layers(wanted, model)),
+        "rank": (adapters.lora.rank, wanted.rank),
+        "alpha": (adapters.lora.alpha, wanted.alpha),
+        "rslora": (adapters.lora.rslora, wanted.rslora),
+        "targets": (lora_targets(adapters.lora, model), lora_targets(wanted, model)),
+        "layers": (lora_layers(adapters.lora, model), lora_layers(wanted, model)),
     }
     return [
-        f"lora.{name} is {there} there and {here} here"
-        for name, (there, here) in pairs.items()
-        if there != here
+        f"lora.{name} is {stored} in the adapters and {expected} in this run"
+        for name, (stored, expected) in pairs.items()
+        if stored != expected
     ]

@@ -1,8 +1,8 @@
-"""What leaves with weights: tokenizer files, generation settings, licenses, and the template they
-were tuned with.
+"""Auxiliary files of a model: tokenizer, generation settings, licenses and the chat template it was
+tuned with.
 
-A run on conversations decides two things that no file of its base says: the chat template, and
-which token ends a turn.
+A run on conversations adds two settings that no file of its base model has: the chat template, and
+the tokens that end a turn.
 """
 
 import json
@@ -21,71 +21,75 @@ from megalith.models.pretrained import Pretrained
 
 
 def copy_auxiliary_files(
-    source: Pretrained, token_ids: dict[str, Any], *, theirs: bool
+    source: Pretrained, token_ids: dict[str, Any], *, to_huggingface: bool
 ) -> dict[str, bytes]:  # Any: JSON
-    """Contents of the files that go with a model, by name; `theirs`: for a Hugging Face folder.
+    """Return the contents of the auxiliary files of a model, by file name.
 
-    A folder there without a tokenizer gets no chat template: nobody could use it.
+    A Hugging Face folder (`to_huggingface`) without a tokenizer gets no chat template, which it
+    could not use.
 
     Raises:
-        DataError: the tokenizer that the model was trained with is gone, or the template.
+        DataError: the tokenizer or the template that the model was trained with no longer exists.
     """
-    files = {name: _intact(file) for name, file in source.auxiliary_files().items()}
-    copied = (
-        not theirs
+    files = {name: _read_checked(file) for name, file in source.auxiliary_files().items()}
+    has_own_vocabulary_file = (
+        not to_huggingface
         and source.checkpoint is not None
         and source.tokenizer.path == str(source.path / VOCABULARY)
     )
-    if not copied and (
-        made := _of_gpt2(source, files)
-    ):  # else its config.yaml names the two files, which go with it
-        files = made | {
+    if not has_own_vocabulary_file and (
+        converted := _convert_gpt2_tokenizer(source, files)
+    ):  # otherwise its config.yaml names the two files, which are copied
+        files = converted | {
             name: contents for name, contents in files.items() if name in AUXILIARY_FILES
         }
     if source.tokenizer.kind == "null" or not source.tuning():
         return files
     tokenizer = build_tokenizer(source.tokenizer)
-    template = own_template(source, tokenizer)
-    if template is not None and not (theirs and files.keys().isdisjoint(TOKENIZER_FILES)):
+    template = find_own_template(source, tokenizer)
+    if template is not None and not (to_huggingface and files.keys().isdisjoint(TOKENIZER_FILES)):
         files[TEMPLATE_FILE] = template.source.encode()
-        if theirs:
-            files[CONFIG_FILE] = _with_template(files, template)
-    ends = turn_ends(template or _of_tokenizer(source, tokenizer), tokenizer)[0]
-    generation = storage.parse_json(files[GENERATION]) if GENERATION in files else _plain(token_ids)
-    files[GENERATION] = _document(
-        generation | {"eos_token_id": _with_ends(generation.get("eos_token_id"), ends)}
+        if to_huggingface:
+            files[CONFIG_FILE] = _add_template(files, template)
+    stop_ids = find_turn_end(template or _tokenizer_template(source, tokenizer), tokenizer)[0]
+    generation = (
+        storage.parse_json(files[GENERATION])
+        if GENERATION in files
+        else _default_generation_config(token_ids)
+    )
+    files[GENERATION] = _encode_json(
+        generation | {"eos_token_id": _add_stop_ids(generation.get("eos_token_id"), stop_ids)}
     )
     return files
 
 
-def _intact(file: Path) -> bytes:
-    """What a file holds.
+def _read_checked(file: Path) -> bytes:
+    """Read an auxiliary file, and check that it is valid JSON if its name says so.
 
     Raises:
-        DataError: its name promises JSON, and it is none: whoever reads the copy would stumble over
-        it.
+        DataError: it is not.
     """
     contents = storage.read_bytes(file)
     if file.suffix == ".json":
         try:
-            found = storage.parse_json(contents)
+            document = storage.parse_json(contents)
         except ValueError as error:
             raise DataError(
-                f"{file}: not JSON ({error}). Copy it again, or remove it to go without it."
+                f"{file}: not JSON ({error}). Copy the file again, or remove it."
             ) from error
-        if not isinstance(found, dict) or (
-            file.name == "tokenizer.json" and not isinstance(found.get("model"), dict)
+        if not isinstance(document, dict) or (
+            file.name == "tokenizer.json" and not isinstance(document.get("model"), dict)
         ):
-            part = "an object" if not isinstance(found, dict) else 'a "model" in it'
+            expected = "an object" if not isinstance(document, dict) else 'a "model" in it'
             raise DataError(
-                f"{file}: expected {part}, found {str(found)!r:.40}. Copy it again, or remove it."
+                f"{file}: expected {expected}, got {str(document)!r:.40}. Copy it again, or "
+                "remove it."
             )
     return contents
 
 
-def _of_gpt2(source: Pretrained, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """A tokenizer of two files as the one file that every library reads, whatever the model beside
-    it is called."""
+def _convert_gpt2_tokenizer(source: Pretrained, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return tokenizer.json made from vocab.json and merges.txt, which only some libraries read."""
     if source.tokenizer.kind != "huggingface" or "tokenizer.json" in files:
         return {}
     tokenizer = build_tokenizer(source.tokenizer)
@@ -96,39 +100,40 @@ def _of_gpt2(source: Pretrained, files: Mapping[str, bytes]) -> dict[str, bytes]
     )
 
 
-def own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that lies beside the weights, else the one that the run which made them names;
-    None: the tokenizer's own, if it has one.
+def find_own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the chat template saved with the weights, or the one named by their run; None: use the
+    tokenizer's.
 
     Raises:
-        DataError: there is no such file any more.
+        DataError: the template file no longer exists.
     """
-    beside = source.path / TEMPLATE_FILE
-    named = str(beside) if beside.is_file() else source.tuning().get("template")
-    if not isinstance(named, str):
+    template_file = source.path / TEMPLATE_FILE
+    name = str(template_file) if template_file.is_file() else source.tuning().get("template")
+    if not isinstance(name, str):
         return None
     try:
-        return find_template(named, tokenizer, source.tokenizer.path, setting="data.sft.template")
+        return find_template(name, tokenizer, source.tokenizer.path, setting="data.sft.template")
     except DataError as error:
         raise DataError(
-            f"{error} A run that is over reads {beside} first: put the template there."
+            f"{error} For a finished run, put the template into {template_file}, which has "
+            "priority."
         ) from error
 
 
-def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
-    """What ends a turn: tokens, or a text where the tokenizer has no token for it."""
+def find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
+    """Return what ends a turn: token ids, or a text if the tokenizer has no token for it."""
     end = template.turn_end()
-    number = tokenizer.specials.get(end)
-    return (frozenset(), end) if number is None else (frozenset({number}), "")
+    token_id = tokenizer.specials.get(end)
+    return (frozenset(), end) if token_id is None else (frozenset({token_id}), "")
 
 
-def _of_tokenizer(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate:
+def _tokenizer_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate:
     return find_template(None, tokenizer, source.tokenizer.path, setting="data.sft.template")
 
 
-def _with_template(files: dict[str, bytes], template: ChatTemplate) -> bytes:
-    """tokenizer_config.json with the template, which transformers before 4.43 looks for there,
-    and with the special tokens that it asks for."""
+def _add_template(files: dict[str, bytes], template: ChatTemplate) -> bytes:
+    """Return tokenizer_config.json with the chat template, which transformers before 4.43 reads
+    from there, and the special tokens that the template uses."""
     try:
         settings = storage.parse_json(
             files.get(CONFIG_FILE, b'{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -137,24 +142,34 @@ def _with_template(files: dict[str, bytes], template: ChatTemplate) -> bytes:
         raise DataError(
             f"{CONFIG_FILE}: not JSON ({error}). Use the file that came with the tokenizer."
         ) from error
-    asked = {name: text for name, text in template.specials.items() if name in template.source}
-    return _document(asked | settings | {"chat_template": template.source})
+    used_specials = {
+        name: text for name, text in template.specials.items() if name in template.source
+    }
+    return _encode_json(used_specials | settings | {"chat_template": template.source})
 
 
-def _plain(token_ids: dict[str, Any]) -> dict[str, Any]:
-    """generation_config.json of a model that came with none."""
+def _default_generation_config(token_ids: dict[str, Any]) -> dict[str, Any]:
+    """Return generation_config.json of a model that has none."""
     return {
         "_from_model_config": True,
         **{name: value for name, value in token_ids.items() if value is not None},
     }
 
 
-def _with_ends(before: Any, ends: frozenset[int]) -> Any:  # JSON: a number, several, or none
-    """PackedSeqParams that end a text, with those that end a turn."""
-    known = before if isinstance(before, list) else [] if before is None else [before]
-    both = [*known, *sorted(ends - set(known))]
-    return before if both == known else both[0] if len(both) == 1 else both
+def _add_stop_ids(
+    eos_token_id: Any, stop_ids: frozenset[int]
+) -> Any:  # JSON: a token id, a list, or null
+    """Return eos_token_id with the tokens that end a turn added."""
+    existing_ids = (
+        eos_token_id
+        if isinstance(eos_token_id, list)
+        else []
+        if eos_token_id is None
+        else [eos_token_id]
+    )
+    all_ids = [*existing_ids, *sorted(stop_ids - set(existing_ids))]
+    return eos_token_id if all_ids == existing_ids else all_ids[0] if len(all_ids) == 1 else all_ids
 
 
-def _document(contents: Any) -> bytes:  # JSON
+def _encode_json(contents: Any) -> bytes:  # JSON
     return (json.dumps(contents, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,4 +1,4 @@
-"""From one kind of model folder to another: what becomes of every tensor, and doing it."""
+"""Conversion between model folders: the plan of what happens to every tensor, and its execution."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,45 +28,46 @@ Kind = Literal["megalith", "huggingface"]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What becomes of one tensor."""
+    """How one tensor is converted."""
 
     source: str
-    """Where it is read from: a name, and the box of it where it is not whole; and adapters that are
-    added to it."""
+    """What is read: a tensor, the box of it unless it is the whole, and the adapters added to
+    it."""
 
     target: str
     shape: tuple[int, ...]
-    """As a tensor of the Hugging Face folder has it; of the parameter, where there is none."""
+    """Shape of the Hugging Face tensor, or of the parameter if there is none."""
 
     source_dtype: str
     """`bfloat16`, or `fp8 dequantized`."""
 
     target_dtype: str
     nbytes: int
-    """In the target; 0: it is left out."""
+    """Bytes in the target; 0: not written."""
 
 
 def kind_of(source: Pretrained) -> Kind:
-    """What a source is."""
+    """Return the format of a source."""
     return "huggingface" if isinstance(source.weights, HuggingFaceFolder) else "megalith"
 
 
 def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[Move]:
-    """Every tensor in the order of the forward pass, and what becomes of it; reads no values.
+    """Return how every tensor is converted, in the order of the forward pass, without reading
+    values.
 
     Raises:
-        ConfigError: the model has no form of that kind.
+        ConfigError: the format cannot express the model.
     """
     weights = source.weights
     if to == "megalith" and not isinstance(weights, HuggingFaceFolder):
         return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
     family = find_family_of(source)
     unread = (
-        [_unread(name, weights) for name in weights.others]
+        [_skipped_move(name, weights) for name in weights.others]
         if isinstance(weights, HuggingFaceFolder)
         else []
     )
-    # Of a folder's own tensors, whatever rows are added to them.
+    # The tensors of the folder itself, without added rows.
     stored = (
         weights.model_config
         if to == "megalith" and isinstance(weights, HuggingFaceFolder)
@@ -74,59 +75,72 @@ def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[
     )
     moves = [_tensor_move(rule, source, to, dtype) for rule in family.rules(stored)]
     if to == "huggingface":
-        family.write_config(source.model)  # raises, if anything does
+        family.write_config(source.model)  # checks that the family can express the model
         return (
             moves
             + [_tensor_move(rule, source, to, dtype) for rule in family.copies(source.model)]
             + unread
         )
     assert isinstance(weights, HuggingFaceFolder)
-    return moves + [_dropped(rule, weights) for rule in weights.copies] + unread
+    return moves + [_duplicate_move(rule, weights) for rule in weights.copies] + unread
 
 
-def _unread(name: str, folder: HuggingFaceFolder) -> Move:
+def _skipped_move(name: str, folder: HuggingFaceFolder) -> Move:
     info, stored = folder.others[name], folder.stored_as(name)
-    return Move(name, "nothing: it is no part of the model of text", info.shape, stored, stored, 0)
+    return Move(name, "nothing: not part of the text model", info.shape, stored, stored, 0)
 
 
-def _dropped(copy: TensorRule, folder: HuggingFaceFolder) -> Move:
+def _duplicate_move(copy: TensorRule, folder: HuggingFaceFolder) -> Move:
     stored = folder.stored_as(copy.name)
     return Move(copy.name, f"nothing: it repeats {copy.parameter}", copy.shape, stored, stored, 0)
 
 
 def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None) -> Move:
     stored = source.weights.dtype(shard.name)
-    kept = dtype_to_write(shard.name, stored, dtype)
-    read = shard.name + added(shard.name, source.weights)
+    target_dtype = dtype_to_write(shard.name, stored, dtype)
+    source_name = shard.name + describe_added_adapters(shard.name, source.weights)
     return Move(
-        read,
+        source_name,
         shard.name,
         shard.shape,
         show_dtype(stored),
-        show_dtype(kept),
-        shard.numel * kept.itemsize,
+        show_dtype(target_dtype),
+        shard.numel * target_dtype.itemsize,
     )
 
 
 def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dtype | None) -> Move:
     parameter = rule.parameter or "embed.weight"
-    kept = source.weights.dtype(parameter)
-    stored = show_dtype(kept)
-    kept = dtype_to_write(parameter, kept, dtype)
+    target_dtype = source.weights.dtype(parameter)
+    stored = show_dtype(target_dtype)
+    target_dtype = dtype_to_write(parameter, target_dtype, dtype)
     if isinstance(source.weights, HuggingFaceFolder):
         stored = source.weights.stored_as(rule.name)
-    ours = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"
-    theirs = rule.name if rule.whole else f"{rule.name}{show_box(rule.at)} of {list(rule.view)}"
-    read = ours + added(parameter, source.weights)
-    here, there = (theirs, ours) if kind_of(source) == "huggingface" else (read, theirs)
+    parameter_part = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"
+    tensor_part = (
+        rule.name if rule.covers_tensor else f"{rule.name}{show_box(rule.at)} of {list(rule.view)}"
+    )
+    read_part = parameter_part + describe_added_adapters(parameter, source.weights)
+    source_part, target_part = (
+        (tensor_part, parameter_part)
+        if kind_of(source) == "huggingface"
+        else (read_part, tensor_part)
+    )
     if kind_of(source) == to:
-        there = here
-    shape = rule.shape if rule.whole else lengths(rule.at)
-    return Move(here, there, shape, stored, show_dtype(kept), math.prod(shape) * kept.itemsize)
+        target_part = source_part
+    shape = rule.shape if rule.covers_tensor else lengths(rule.at)
+    return Move(
+        source_part,
+        target_part,
+        shape,
+        stored,
+        show_dtype(target_dtype),
+        math.prod(shape) * target_dtype.itemsize,
+    )
 
 
-def added(parameter: str, weights: Weights) -> str:
-    """What adapters add to a parameter: nothing, or their product."""
+def describe_added_adapters(parameter: str, weights: Weights) -> str:
+    """Return a description of the adapters added to a parameter; empty without adapters."""
     if (
         not isinstance(weights, AdaptedWeights)
         or f"{parameter}.lora_a" not in weights.adapters.names
@@ -136,12 +150,12 @@ def added(parameter: str, weights: Weights) -> str:
 
 
 def written_names(moves: Iterable[Move]) -> set[str]:
-    """The tensors that are written: several moves may fill one, and others none."""
+    """Return the tensors that are written: several moves may fill one tensor, and others none."""
     return {move.target.partition("[")[0] for move in moves if move.nbytes} - {"zeros"}
 
 
 def merged_into(weights: Weights, moves: Sequence[Move]) -> str | None:
-    """In words, which adapters go into which model; None: none do."""
+    """Describe which adapters are merged into which model; None without adapters."""
     if not isinstance(weights, AdaptedWeights):
         return None
     count = len(written_names(move for move in moves if " · lora_b · lora_a" in move.source))
@@ -163,21 +177,21 @@ def convert(
     workers: int = 2,
     attempt: Attempt | None = None,
 ) -> int:
-    """Write `target`; returns its bytes of weights. `wrote` is told those of each tensor, by any of
-    the workers.
+    """Write `target` and return its bytes of weights. `wrote` is called with the bytes of each
+    tensor, from any worker.
 
-    `workers` threads write at the same time; each has views of its source's files, and of what is
-    cast or turned a piece, or one tensor, in memory. With an `attempt`, what an earlier one that
-    was killed has written whole is kept.
+    `workers` threads write concurrently; each reads through memory maps and holds only what it
+    casts or transposes: a piece or one tensor. With an `attempt`, finished files of an interrupted
+    conversion are reused.
 
     Raises:
-        CheckpointError: the target exists, an earlier attempt was of another source or other
-            settings, a source file is damaged, or the disk refused something.
-        ConfigError: the model has no form of that kind.
-        DataError: its tokenizer is gone.
+        CheckpointError: the target exists, an interrupted conversion had another source or other
+            settings, a source file is damaged, or writing failed.
+        ConfigError: the format cannot express the model.
+        DataError: its tokenizer no longer exists.
     """
     ids = token_ids(source)
-    auxiliary_files = copy_auxiliary_files(source, dict(ids), theirs=to == "huggingface")
+    auxiliary_files = copy_auxiliary_files(source, dict(ids), to_huggingface=to == "huggingface")
     if to == "huggingface":
         return write_folder(
             target,
@@ -219,16 +233,16 @@ def convert(
 def recipe_of(
     source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_nbytes: int, new_rows: NewRows
 ) -> Recipe:
-    """What decides the bytes of a conversion: two that have the same may go on with one another's
-    files.
+    """Return what determines the bytes of a conversion; conversions with equal recipes may reuse
+    each other's files.
 
-    Values are told by their files (names, lengths, times; of a checkpoint the manifest, which has
-    all hashes) and by some of each parameter, which tell nothing of `new_rows`.
+    Values are identified by the files (names, sizes, times; the manifest of a checkpoint, which has
+    all hashes) and by some values of each parameter, which do not depend on `new_rows`.
     """
     shape = sha256(repr(sorted(to_dict(source.model).items())).encode())[:16]
     return {
         "source": str(source.path.absolute()),
-        "its files": _files_of(source),
+        "its files": _hash_file_identities(source),
         "its values": fingerprint(source.weights, source.model),
         "its model": shape,
         "to": to,
@@ -240,29 +254,30 @@ def recipe_of(
     }
 
 
-def _files_of(source: Pretrained) -> str:
-    """A hash of what is known of a source's files without reading them."""
+def _hash_file_identities(source: Pretrained) -> str:
+    """Return a hash that identifies the files of a source without reading them."""
     folders = dict.fromkeys(
         (
             source.path,
             *source.source_folders()[: 1 if isinstance(source.weights, AdaptedWeights) else 0],
         )
     )
-    known = []
+    identities = []
     for folder in folders:
         if (folder / MANIFEST).exists():
-            known.append(f"{folder.absolute()} {sha256(storage.read_bytes(folder / MANIFEST))}")
+            identities.append(
+                f"{folder.absolute()} {sha256(storage.read_bytes(folder / MANIFEST))}"
+            )
             continue
         for file in sorted(folder.iterdir()):
             if file.suffix == ".safetensors" or file.name in (CONFIG, ADAPTER_CONFIG):
-                found = file.stat()
-                known.append(f"{file.absolute()} {found.st_size} {found.st_mtime_ns}")
-    return sha256("\n".join(known).encode())[:16]
+                stat = file.stat()
+                identities.append(f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns}")
+    return sha256("\n".join(identities).encode())[:16]
 
 
 def token_ids(source: Pretrained) -> Mapping[str, Any]:  # JSON
-    """bos_token_id, eos_token_id and pad_token_id: those that came with the model, else its
-    tokenizer's."""
+    """Return bos_token_id, eos_token_id and pad_token_id of the model, or else of its tokenizer."""
     if source.token_ids or source.tokenizer.kind == "null":
         return source.token_ids
     tokenizer = build_tokenizer(source.tokenizer)

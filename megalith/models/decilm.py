@@ -1,7 +1,7 @@
-"""Nemotron-NAS (DeciLM) as Hugging Face folders have it: a Llama whose layers are not all alike.
+"""Hugging Face format of Nemotron-NAS (DeciLM): Llama with layers of different structure.
 
-transformers has no class for it, so nothing of theirs can be compared with; its tensors are named
-as Llama's. Source: Bercovich et al. 2024, arXiv:2411.19146 (Puzzle).
+transformers has no class for it; its tensors are named as in Llama. Source: Bercovich et al. 2024,
+arXiv:2411.19146 (Puzzle).
 """
 
 import re
@@ -21,9 +21,9 @@ from megalith.models.usual import (
     ROTARY_BUFFERS,
     attention_rules,
     check_all_fields_exported,
+    check_head_sizes,
     mlp_rules,
     read_common_fields,
-    whole_heads,
     write_common_fields,
 )
 
@@ -31,48 +31,50 @@ COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     layers, heads, hidden = (
         raw[name] if isinstance(raw.get(name), int) and raw[name] > 0 else 1 for name in COUNTS
-    )  # what is wrong with them is said below
+    )  # Fields reports problems with them below
     sizes = Sizes(
         num_layers=layers,
         num_heads=heads,
         hidden_size=hidden,
         num_kv_heads=raw.get("num_key_value_heads"),
         ffn_hidden_size=raw.get("intermediate_size"),
-    )  # the last two are null in published files
+    )  # null in published files
     blocks = read_blocks(raw.get("block_configs"), sizes)
-    own = {"num_key_value_heads": blocks.num_kv_heads, "intermediate_size": blocks.ffn_hidden_size}
-    fields = Fields({**raw, **own})
+    sizes_of_model = {
+        "num_key_value_heads": blocks.num_kv_heads,
+        "intermediate_size": blocks.ffn_hidden_size,
+    }
+    fields = Fields({**raw, **sizes_of_model})
     fields.problems += blocks.problems
     fields.ignore("block_configs")
     common_fields = read_common_fields(fields)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    mlp_bias = fields.flag("mlp_bias")
+    mlp_bias = fields.read_flag("mlp_bias")
     if mlp_bias and "linear" in blocks.layers.mlp:
         fields.problems.append(
-            f"mlp_bias={mlp_bias} with block_configs where ffn.replace_with_linear=True is not "
-            "supported: there a "
-            "matrix in place of an MLP has no bias, and here it would. Set mlp_bias to false if "
-            "no MLP has biases."
+            f"mlp_bias={mlp_bias} with ffn.replace_with_linear=True in block_configs is not "
+            "supported: a matrix in place of an MLP has no bias in DeciLM. Set mlp_bias to false "
+            "if no MLP has biases."
         )
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(**common_fields, rope=rope, mlp_bias=mlp_bias, layers=blocks.layers)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json.
+    """Return the config.json of a model.
 
     Raises:
-        ConfigError: the model cannot be one of theirs.
+        ConfigError: the model cannot be expressed as DeciLM.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     if config.mlp_bias and any(
         config.mlp_part(layer) == "linear" for layer in range(config.num_layers)
     ):
@@ -80,7 +82,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
             [
                 f"model.mlp_bias=true with model.layers.mlp={list(config.layers.mlp)}: in "
                 f"{DECILM.architecture} a matrix "
-                f"in place of an MLP has no bias. Use a Megalith checkpoint for this model."
+                f"in place of an MLP has no bias. Keep the model as a Megalith checkpoint."
             ]
         )
     blocks = [_block(config, layer) for layer in range(config.num_layers)]
@@ -89,27 +91,31 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "block_configs": blocks,
     }
-    raw |= dict.fromkeys(("num_key_value_heads", "intermediate_size"))  # the blocks' to say
-    return check_all_fields_exported(raw, _plainly_said(config), read_config, DECILM)
+    raw |= dict.fromkeys(("num_key_value_heads", "intermediate_size"))  # set in block_configs
+    return check_all_fields_exported(raw, _normalize_layers(config), read_config, DECILM)
 
 
 def _block(config: ModelConfig, layer: int) -> dict[str, Any]:
-    """What a layer is.
+    """Return the block config of a layer.
 
     Raises:
-        ConfigError: its MLP is of a width that they have no word for.
+        ConfigError: the format cannot express the width of its MLP.
     """
-    own, attention, mlp = config.at(layer), config.attention_part(layer), config.mlp_part(layer)
-    width = multiplier_of(own.ffn_hidden_size, config.hidden_size)
+    layer_config, attention, mlp = (
+        config.at(layer),
+        config.attention_part(layer),
+        config.mlp_part(layer),
+    )
+    width = multiplier_of(layer_config.ffn_hidden_size, config.hidden_size)
     if mlp == "full" and width is None:
         raise_all(
             [
-                f"model.layers.ffn_hidden_size={own.ffn_hidden_size} in layer {layer}: "
-                f"{DECILM.architecture} has multiples "
-                f"of 256 only. Use a Megalith checkpoint for this model."
+                f"model.layers.ffn_hidden_size={layer_config.ffn_hidden_size} in layer {layer}: "
+                f"{DECILM.architecture} supports only "
+                f"multiples of 256. Keep the model as a Megalith checkpoint."
             ]
         )
-    group = config.num_heads // own.num_kv_heads
+    group = config.num_heads // layer_config.num_kv_heads
     return {
         "attention": {
             **_part(attention),
@@ -123,8 +129,9 @@ def _part(part: str) -> dict[str, bool]:
     return {"no_op": part == "none", "replace_with_linear": part == "linear"}
 
 
-def _plainly_said(config: ModelConfig) -> ModelConfig:
-    """The same layers in the shortest patterns, and nothing said of what a layer does not have."""
+def _normalize_layers(config: ModelConfig) -> ModelConfig:
+    """Return the config with the shortest patterns, and without sizes of parts that layers do not
+    have."""
     parts = [
         {
             "attention": {
@@ -138,55 +145,65 @@ def _plainly_said(config: ModelConfig) -> ModelConfig:
     sizes = Sizes(
         num_layers=config.num_layers, num_heads=config.num_heads, hidden_size=config.hidden_size
     )
-    found = read_blocks(parts, sizes)
+    blocks = read_blocks(parts, sizes)
     return replace(
         config,
-        layers=found.layers,
-        num_kv_heads=found.num_kv_heads,
-        ffn_hidden_size=found.ffn_hidden_size,
+        layers=blocks.layers,
+        num_kv_heads=blocks.num_kv_heads,
+        ffn_hidden_size=blocks.ffn_hidden_size,
     )
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     v, h = config.vocab_size, config.hidden_size
-    found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
+    rules = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
-        theirs, ours, own = f"model.layers.{layer}", f"layers.{layer}", config.at(layer)
-        for word, part, inner in (
+        hf_layer, layer_name, layer_config = (
+            f"model.layers.{layer}",
+            f"layers.{layer}",
+            config.at(layer),
+        )
+        for word, part, hf_part in (
             ("attention", config.attention_part(layer), "self_attn"),
             ("mlp", config.mlp_part(layer), "mlp"),
         ):
             if part != "none":
                 norm = NORMS[f"{word}_norm"]
-                found.append(
-                    rule(f"{theirs}.{norm}.weight", f"{ours}.{word}_norm.weight", (h,), shape=(h,))
+                rules.append(
+                    rule(
+                        f"{hf_layer}.{norm}.weight",
+                        f"{layer_name}.{word}_norm.weight",
+                        (h,),
+                        shape=(h,),
+                    )
                 )
             if part == "linear":
-                found += _linear(own, f"{theirs}.{inner}", f"{ours}.{word}")
+                rules += _linear(layer_config, f"{hf_layer}.{hf_part}", f"{layer_name}.{word}")
             elif part == "full" and word == "attention":
-                found += attention_rules(
-                    own, f"{theirs}.{inner}", f"{ours}.{word}", all_biases=True
+                rules += attention_rules(
+                    layer_config, f"{hf_layer}.{hf_part}", f"{layer_name}.{word}", all_biases=True
                 )
             elif part == "full":
-                found += mlp_rules(own, f"{theirs}.{inner}", f"{ours}.{word}")
-    found.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
+                rules += mlp_rules(layer_config, f"{hf_layer}.{hf_part}", f"{layer_name}.{word}")
+    rules.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
     return (
-        found
+        rules
         if config.tied_embeddings
-        else [*found, rule(HEAD, "head.weight", (v, h), shape=(v, h))]
+        else [*rules, rule(HEAD, "head.weight", (v, h), shape=(v, h))]
     )
 
 
-def _linear(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
-    """One matrix in place of a part, and its bias, which only attention's has."""
-    h, attends = config.hidden_size, ours.endswith(".attention")
-    name = f"{theirs}.{'linear_attn' if attends else 'linear_mlp'}"
-    found = [rule(f"{name}.weight", f"{ours}.linear", (h, h), shape=(h, h))]
-    if attends and (config.output_bias or config.qkv_bias):
-        ours_has = f"{ours}.linear_bias" if config.output_bias else None
-        found.append(rule(f"{name}.bias", ours_has, (h,), shape=(h,)))
-    return found
+def _linear(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
+    """Return the rules of a matrix in place of attention or MLP, and its bias, which only attention
+    has."""
+    h, is_attention = config.hidden_size, parameter.endswith(".attention")
+    name = f"{hf_name}.{'linear_attn' if is_attention else 'linear_mlp'}"
+    rules = [rule(f"{name}.weight", f"{parameter}.linear", (h, h), shape=(h, h))]
+    if is_attention and (config.output_bias or config.qkv_bias):
+        bias = f"{parameter}.linear_bias" if config.output_bias else None
+        rules.append(rule(f"{name}.bias", bias, (h,), shape=(h,)))
+    return rules
 
 
 DECILM = Family(

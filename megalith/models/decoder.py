@@ -1,4 +1,4 @@
-"""The decoder-only transformer: tokens in, loss or scores out."""
+"""Decoder-only transformer: token ids to loss or logits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,37 +45,37 @@ from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_stage
 RINGS, KEEP_ALL, KEEP_HERE = ContextConfig(), RecomputeConfig(), OffloadConfig()
 
 TABLES = ("embed.weight", "positions.weight", "relative.weight")
-"""What several stages may read."""
+"""Parameters that several pipeline stages may use."""
 
 ALONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 NOTHING: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model or one pipeline stage of it, built without memory: `allocate`,
-    then `initialize` or a checkpoint, fill it.
+    """Decoder-only language model or one pipeline stage of it, built on the meta device:
+    `allocate`, then `initialize` or load a checkpoint.
 
-    ids [t], the same on every rank of a tensor-parallel group -> hidden states [t, h], or [t_tp, h]
+    ids [t], equal on all ranks of the tensor-parallel group -> hidden states [t, h], or [t_tp, h]
     with `sp`.
     """
 
     embed: VocabEmbedding
-    """Only where the stage has the embedding."""
+    """Only in the stage with the embedding."""
 
     input_embedding: InputEmbedding
-    """Only where the stage has the embedding."""
+    """Only in the stage with the embedding."""
 
     memory_norm: Norm | IdentityNorm
-    """Only where the memory is taken that later layers look at."""
+    """Only in the stage that computes the cross-layer source of later layers."""
 
     norm: Norm
-    """Only where the stage has the last norm."""
+    """Only in the stage with the final norm."""
 
     head: VocabHead
-    """Only where the stage has the loss."""
+    """Only in the stage with the loss."""
 
     mtp: MTPBlock | MTPLoss
-    """Only where the stage has the loss, or MTP layers."""
+    """Only in the stages with the loss or with MTP layers."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         stage: Stage | None = None,
         replica_ranks: Mapping[str, tuple[int, ...]] = ALONE,
-        here: Mapping[str, nn.Parameter] = NOTHING,
+        shared_tables: Mapping[str, nn.Parameter] = NOTHING,
         context: ContextConfig = RINGS,
         recompute: RecomputeConfig = KEEP_ALL,
         offload: OffloadConfig = KEEP_HERE,
@@ -95,9 +95,11 @@ class Decoder(nn.Module):
         products: CollectiveMatmul = RING_EXCHANGE,
         dispatcher: DispatcherName = "alltoall",
     ) -> None:
-        """`stage`: what to build; unset: the whole model. Of tables that several stages read,
-        `holders` says by name which pipeline ranks hold them, and `here` are those that another
-        chunk of this rank has already."""
+        """`stage`: what to build; unset: the whole model.
+
+        `replica_ranks`: pipeline ranks that hold a copy of a table which several stages use, by
+        name; `shared_tables`: such tables that another chunk of this rank already has.
+        """
         super().__init__()
         tp_comm: TPComm = (
             SequenceParallelComm(
@@ -109,15 +111,17 @@ class Decoder(nn.Module):
         self.config, self.dtype, self.tp_comm = config, dtype, tp_comm
         self.stream_dtype = stream_dtype(config, dtype)
         self.stage = stage or whole_model(config.num_layers, config.mtp.num_layers)
-        table = here.get("embed.weight")
+        table = shared_tables.get("embed.weight")
         if self.stage.embedding:
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), tp_comm, dtype=dtype)
             self.input_embedding = InputEmbedding(config, tp_comm, dtype=dtype)
             table = self.embed.weight
-        shared = here.get("relative.weight")
-        reads = self.stage.reads_biases(config)
+        shared = shared_tables.get("relative.weight")
+        has_relative_bias = self.stage.reads_biases(config)
         self.relative = (
-            RelativeBias(config, mesh, dtype=dtype, shared=shared) if reads else NoBias()
+            RelativeBias(config, mesh, dtype=dtype, shared=shared)
+            if has_relative_bias
+            else NoBias()
         )
         self.layers = nn.ModuleList(
             block_of_layer(config, index)(
@@ -134,10 +138,10 @@ class Decoder(nn.Module):
             for index in self.stage.layers
         )
         self.run_layers = LayerRunner(recompute, offload, mesh.tp)
-        self.remember: SpanHook | None = None
+        self.source_hook: SpanHook | None = None
         if (before := config.has_cross_layer_source_before(self.stage.layers)) is not None:
             self.memory_norm = _memory_norm(config, tp_comm, dtype=dtype)
-            self.remember = SpanHook(before, self._encode_cross_layer_source)
+            self.source_hook = SpanHook(before, self._encode_cross_layer_source)
         if self.stage.norm:
             self.norm = build_norm(
                 "norm", config.hidden_size, config, invariant=tp_comm.invariant, dtype=dtype
@@ -166,14 +170,14 @@ class Decoder(nn.Module):
                 shared=table,
                 places=self.input_embedding.places()
                 if self.stage.embedding
-                else here.get("positions.weight"),
+                else shared_tables.get("positions.weight"),
                 head=self.head if self.stage.loss else None,
                 recompute=recompute,
                 dispatcher=dispatcher,
                 core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap),
             )
         self.rotations = RotaryEmbedding(config, dtype)
-        _note_places(self, (mesh.pp.rank,), replica_ranks)
+        _set_stages_and_init(self, (mesh.pp.rank,), replica_ranks)
 
     def forward(
         self,
@@ -182,30 +186,31 @@ class Decoder(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         *,
         x: Tensor | None = None,
-        memory: Tensor | None = None,
+        cross_layer_source: Tensor | None = None,
         mtp_hidden: tuple[Tensor, ...] = (),
         mtp_inputs: MTPInputs = (),
     ) -> Tensor | tuple[Tensor, ...]:
-        """ids [t] -> hidden states after the last norm, in the layout of `tp_comm`.
+        """ids [t] -> hidden states after the final norm, in the layout of `tp_comm`.
 
-        A stage of a pipeline begins with `x`, the hidden states that the stage before ended with,
-        and ends with its own layers; `memory` goes with them where the model has taken it and
-        layers that look at it are still to come, and `ahead`, the hidden states of layers that
-        predict further tokens (from `further`, what they read and are to find), from their stage to
-        that of the loss.
+        A pipeline stage starts with `x`, the output of the previous stage, and returns the output
+        of its last layer. It also passes on `cross_layer_source` to stages with layers
+        that attend to it, and `mtp_hidden`, the outputs of MTP layers, from their stage to that of
+        the loss. `mtp_inputs` are the ids and labels of the MTP layers.
         """
-        tokens = replace(self.relative.given_to(self.rotations.given_to(tokens)), memory=memory)
+        tokens = replace(
+            self.relative.given_to(self.rotations.given_to(tokens)), memory=cross_layer_source
+        )
         if self.stage.embedding:
             x = self.input_embedding(self.embed(ids), tokens)
-        assert x is not None, f"stage {self.stage} begins with hidden states"
+        assert x is not None, f"stage {self.stage} needs hidden states"
         if caches is None:
-            x, tokens = self.run_layers(list(self.layers), x, tokens, self.remember)
+            x, tokens = self.run_layers(list(self.layers), x, tokens, self.source_hook)
         else:
-            x = self._read_on(x, tokens, caches)
+            x = self._forward_with_caches(x, tokens, caches)
         if self.stage.norm:
             x = output_tensor(self.norm(x))
         if self.config.needs_cross_layer_source(self.stage.layers.stop):
-            assert tokens.memory is not None, f"stage {self.stage} hands on a memory"
+            assert tokens.memory is not None, f"stage {self.stage} passes on a cross-layer source"
             return x, tokens.memory
         if self.stage.num_mtp_layers and not self.stage.loss:
             assert isinstance(self.mtp, MTPBlock)
@@ -213,27 +218,31 @@ class Decoder(nn.Module):
         return (x, *mtp_hidden) if mtp_hidden else x
 
     def received(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """What the stage before ended with, as `forward` is given it; nothing where the embedding
-        is."""
+        """Return the outputs of the previous stage as arguments of `forward`; none in the first
+        stage."""
         if not tensors:
             return {}
         x, *rest = tensors
-        looked_at = self.config.needs_cross_layer_source(self.stage.layers.start)
-        return {"x": x} | ({"memory": rest[0]} if looked_at else {"ahead": tuple(rest)})
+        has_encoded_source = self.config.needs_cross_layer_source(self.stage.layers.start)
+        return {"x": x} | (
+            {"cross_layer_source": rest[0]} if has_encoded_source else {"mtp_hidden": tuple(rest)}
+        )
 
-    def _read_on(self, x: Tensor, tokens: PackedSeqParams, caches: Sequence[LayerCache]) -> Tensor:
-        """All layers, with a cache for every attention in their order."""
-        left = iter(caches)
+    def _forward_with_caches(
+        self, x: Tensor, tokens: PackedSeqParams, caches: Sequence[LayerCache]
+    ) -> Tensor:
+        """Run all layers with a KV cache for each attention."""
+        remaining = iter(caches)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            if self.remember is not None and number == self.remember.before:
-                tokens = replace(tokens, memory=self.remember.how(x))
-            x = layer(x, tokens, *islice(left, layer.attentions))
-        assert next(left, None) is None, "a cache for no attention"
+            if self.source_hook is not None and number == self.source_hook.before:
+                tokens = replace(tokens, memory=self.source_hook.how(x))
+            x = layer(x, tokens, *islice(remaining, layer.attentions))
+        assert next(remaining, None) is None, "more caches than attentions"
         return x
 
     def _encode_cross_layer_source(self, x: Tensor) -> Tensor:
-        """What later layers look at of x [t, h]."""
+        """Return the normalized x [t, h] that later layers attend to."""
         return output_tensor(self.memory_norm(x))
 
     def loss(
@@ -243,11 +252,11 @@ class Decoder(nn.Module):
         tokens: PackedSeqParams,
         *,
         x: Tensor | None = None,
-        memory: Tensor | None = None,
+        cross_layer_source: Tensor | None = None,
     ) -> Tensor:
-        """Sum of -log p(label) over the labels [t] that are not negative; the same on every
-        tensor-parallel rank."""
-        return self.head.loss(self(ids, tokens, x=x, memory=memory), labels)
+        """Return the sum of -log p(label) over the labels [t] that are not negative; equal on all
+        tensor-parallel ranks."""
+        return self.head.loss(self(ids, tokens, x=x, cross_layer_source=cross_layer_source), labels)
 
     def losses(
         self,
@@ -258,15 +267,15 @@ class Decoder(nn.Module):
         mtp_inputs: MTPInputs = (),
         **received: Any,
     ) -> tuple[Tensor, ...]:
-        """`loss`, and after it the same of every MTP depth and has its
-        (ids, labels) there.
+        """Return `loss`, followed by the loss of each MTP depth for its (ids, labels) in
+        `mtp_inputs`.
 
-        received: as `forward` is given it.
+        received: outputs of the previous stage, as arguments of `forward`.
         """
         tokens = self.rotations.given_to(tokens)
         hidden = self._hidden(ids, tokens, received)
-        own = self.head.loss(hidden[0], labels)
-        return own, *self.mtp.losses(hidden, mtp_inputs, self.relative.given_to(tokens))
+        main_loss = self.head.loss(hidden[0], labels)
+        return main_loss, *self.mtp.losses(hidden, mtp_inputs, self.relative.given_to(tokens))
 
     def evaluate(
         self,
@@ -277,30 +286,33 @@ class Decoder(nn.Module):
         mtp_inputs: MTPInputs = (),
         **received: Any,
     ) -> Tensor:
-        """For evaluation, float64: `losses`, and behind them what `accepted` says of depths that
-        predict further."""
+        """Return `losses` in float64, followed by the MTP acceptance rates if the model has MTP
+        layers."""
         tokens = self.rotations.given_to(tokens)
         hidden = self._hidden(ids, tokens, received)
-        own = self.head.loss(hidden[0], labels, evaluating=True)
-        losses, right = self.mtp.evaluate(hidden, mtp_inputs, self.relative.given_to(tokens))
-        measured = torch.stack([own, *losses]).double()
+        main_loss = self.head.loss(hidden[0], labels, evaluating=True)
+        losses, num_correct = self.mtp.evaluate(hidden, mtp_inputs, self.relative.given_to(tokens))
+        all_losses = torch.stack([main_loss, *losses]).double()
         return (
-            torch.cat([measured, mtp_acceptance_rate(right, [labels for _, labels in mtp_inputs])])
-            if right
-            else measured
+            torch.cat(
+                [all_losses, mtp_acceptance_rate(num_correct, [labels for _, labels in mtp_inputs])]
+            )
+            if num_correct
+            else all_losses
         )
 
     def _hidden(
         self, ids: Tensor, tokens: PackedSeqParams, received: Mapping[str, Any]
     ) -> tuple[Tensor, ...]:
-        """The model's hidden states, and those of depths that another stage has computed."""
-        found = self(ids, tokens, **received)
-        return found if isinstance(found, tuple) else (found,)
+        """Return the hidden states of the model, and those of MTP depths computed in another
+        stage."""
+        hidden = self(ids, tokens, **received)
+        return hidden if isinstance(hidden, tuple) else (hidden,)
 
     def logits(
         self, ids: Tensor, tokens: PackedSeqParams, caches: Sequence[LayerCache], wanted: Tensor
     ) -> Tensor:
-        """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; every rank must have
+        """Return logits [len(wanted), vocab_size] at the positions `wanted`; every rank must have
         all tokens (no sp)."""
         return self.head.logits(self(ids, tokens, caches)[wanted])
 
@@ -315,20 +327,23 @@ def build_chunks(
     offload: OffloadConfig = KEEP_HERE,
     products: CollectiveMatmul = RING_EXCHANGE,
 ) -> list[Decoder]:
-    """The chunks of the model that this rank holds, by chunk number; the whole model without a
-    pipeline.
+    """Return the model chunks of this pipeline rank, by chunk number; without a pipeline the whole
+    model.
 
-    A table that several pipeline ranks use is a parameter of the same name on all of them; one that
-    several chunks of a rank use is one parameter.
+    A table that several pipeline ranks use is a parameter of the same name on each; within a rank
+    it is one parameter.
 
     Raises:
-        PlanError: the layers do not divide as asked.
+        PlanError: the layers cannot be divided into these stages.
     """
     pp, pipeline = mesh.pp.size, parallel.pipeline
     stages = plan_stages(
         pipeline, pp=pp, num_layers=config.num_layers, depths=config.mtp.num_layers
     )
-    replica_ranks, here = table_stages(config, stages, pipeline, pp=pp), dict[str, nn.Parameter]()
+    replica_ranks, shared_tables = (
+        table_stages(config, stages, pipeline, pp=pp),
+        dict[str, nn.Parameter](),
+    )
     chunks: list[Decoder] = []
     for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
         chunk = Decoder(
@@ -338,7 +353,7 @@ def build_chunks(
             dtype=dtype,
             stage=stage,
             replica_ranks=replica_ranks,
-            here=here,
+            shared_tables=shared_tables,
             context=parallel.context,
             recompute=recompute,
             offload=offload,
@@ -347,46 +362,47 @@ def build_chunks(
             products=products,
             dispatcher=parallel.dispatcher,
         )
-        found = {
-            declared.shard.name: getattr(module, name)
-            for declared, module, name in declared_parameters(chunk)
+        own_parameters = {
+            spec.shard.name: getattr(module, name)
+            for spec, module, name in declared_parameters(chunk)
         }
-        here |= {name: found[name] for name in TABLES if name in found}
+        shared_tables |= {name: own_parameters[name] for name in TABLES if name in own_parameters}
         chunks.append(chunk)
     return chunks
 
 
 def declared_parameters(model: nn.Module) -> Iterator[tuple[ParameterSpec, nn.Module, str]]:
-    """Every parameter once, in the order of the forward pass: what its layer declared, the layer,
-    its name there."""
+    """Yield every parameter once, in the order of the forward pass: its specification, its module,
+    its name in the module."""
     for module in model.modules():
-        for name, declared in module.__dict__.get("declared", {}).items():
-            yield declared, module, name
+        for name, spec in module.__dict__.get("declared", {}).items():
+            yield spec, module, name
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on `device`, with undefined values; a tied head keeps sharing its
+    """Allocate every parameter on `device`, uninitialized; a tied head keeps sharing its
     parameter."""
-    placed: dict[int, nn.Parameter] = {}
+    allocated: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in placed:
+            if id(parameter) not in allocated:
                 empty = torch.empty_like(parameter, device=device)
-                placed[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            setattr(module, name, placed[id(parameter)])
+                allocated[id(parameter)] = nn.Parameter(
+                    empty, requires_grad=parameter.requires_grad
+                )
+            setattr(module, name, allocated[id(parameter)])
         if isinstance(module, ColumnLinear):
-            _place_below_one_another(module.accumulated_parameters())
+            _make_contiguous(module.accumulated_parameters())
 
 
 def initialize(model: nn.Module, *, seed: int) -> None:
-    """Write the first weights, the same for a seed under every layout."""
-    for declared, module, name in declared_parameters(model):
-        init_param_(getattr(module, name), declared.shard, declared.init, seed=seed)
+    """Initialize the weights; the values depend on the seed and not on the parallel layout."""
+    for spec, module, name in declared_parameters(model):
+        init_param_(getattr(module, name), spec.shard, spec.init, seed=seed)
 
 
-def _place_below_one_another(parameters: Sequence[nn.Parameter]) -> None:
-    """Give matrices that one matmul reads one storage; each matmul would have to copy them into one
-    otherwise."""
+def _make_contiguous(parameters: Sequence[nn.Parameter]) -> None:
+    """Store matrices that one matmul reads contiguously, so that it does not copy them."""
     both = torch.cat([parameter.data for parameter in parameters])
     for parameter, rows in zip(
         parameters, both.split([len(parameter) for parameter in parameters]), strict=True
@@ -397,8 +413,8 @@ def _place_below_one_another(parameters: Sequence[nn.Parameter]) -> None:
 def _memory_norm(
     config: ModelConfig, tp_comm: TPComm, *, dtype: torch.dtype
 ) -> Norm | IdentityNorm:
-    """Of what later layers look at: as what layers read, so none where a model norms only what they
-    give."""
+    """Return the norm of the cross-layer source; the identity in models that only normalize outputs
+    of layers."""
     if config.norm_placement == "after":
         return IdentityNorm(dtype)
     return build_norm(
@@ -407,21 +423,22 @@ def _memory_norm(
 
 
 def _table(name: str, config: ModelConfig, mesh: Mesh) -> ParameterSpec:
-    """My rows of a vocabulary table [v, h]; rows that only pad it are zero."""
+    """Return the specification of the local rows of a vocabulary table [v, h]; padding rows are
+    zero."""
     rows = config.padded_vocab_size()
     shard = Shard.full(name, (rows, config.hidden_size))
     shard = shard.split_dim(0, split_evenly(rows, mesh.tp.size), mesh.tp.rank, mesh.tp.axes)
     return ParameterSpec(shard, Init(config.init_std, rows=config.vocab_size))
 
 
-def _note_places(
-    model: Decoder, here: tuple[int, ...], shared: Mapping[str, tuple[int, ...]]
+def _set_stages_and_init(
+    model: Decoder, own_stages: tuple[int, ...], shared: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Write into every parameter's declaration which pipeline ranks hold it, those of `shared`,
-    by name, or `here`; and how its first values are spread."""
-    for declared, module, name in list(declared_parameters(model)):
-        shard, init = declared.shard, declared.init
-        start = start_of(model.config, shard.name, shard.shape, shard.inputs, init.std)
-        init = replace(init, std=start.std, uniform=start.uniform)
-        shard = replace(shard, stages=shared.get(shard.name) or here)
-        module.__dict__["declared"][name] = replace(declared, shard=shard, init=init)
+    """Set, in the specification of every parameter, the pipeline ranks that hold it (`shared` by
+    name, or `own_stages`) and its initial distribution."""
+    for spec, module, name in list(declared_parameters(model)):
+        shard, init = spec.shard, spec.init
+        initial = start_of(model.config, shard.name, shard.shape, shard.inputs, init.std)
+        init = replace(init, std=initial.std, uniform=initial.uniform)
+        shard = replace(shard, stages=shared.get(shard.name) or own_stages)
+        module.__dict__["declared"][name] = replace(spec, shard=shard, init=init)

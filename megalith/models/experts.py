@@ -1,5 +1,4 @@
-"""What families with a mixture of experts have in common: fields of config.json, and the tensors of
-a layer."""
+"""Config fields and tensor rules that families with a mixture of experts share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +11,19 @@ from megalith.models.fields import Fields
 from megalith.models.names import TensorRule, piece, rule
 
 LayerRules = Callable[[ModelConfig, str, str], list[TensorRule]]
-"""Of a layer's experts: their name of the block, and ours."""
+"""Function that returns the rules of an MoE layer, given the config, the Hugging Face prefix and
+the parameter prefix."""
 
 OF_TRAINING = ("router_aux_loss_coef", "output_router_logits")
-"""Fields about a loss that is added while training, where transformers adds none whatever they
-say."""
+"""Fields of the aux loss, for families to which transformers adds none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What a family calls the parts of a mixture."""
+class ExpertNames:
+    """Names of the parts of a mixture of experts in a family."""
 
     block: str = "mlp"
-    """What stands in the place of the MLP."""
+    """Name of the module in place of the MLP."""
 
     router: str = "gate"
     gate: str = "gate_proj"
@@ -34,19 +33,20 @@ class Words:
     shared_gate: str = "shared_expert_gate"
 
 
-def read_count(
+def read_num_experts(
     fields: Fields, default: int, *, names: Sequence[str] = ("num_experts", "num_local_experts")
 ) -> int:
-    """Experts of a layer, by any of the names that transformers has for it."""
-    found = {name: fields.whole(name, default) for name in names if name in fields.raw}
-    if len(set(found.values())) > 1:
+    """Return the number of experts of a layer, under any of the names that transformers accepts."""
+    counts = {name: fields.read_int(name, default) for name in names if name in fields.raw}
+    if len(set(counts.values())) > 1:
         fields.problems.append(
-            f"{found}: two numbers of experts. Remove one of the two, or set both to the same."
+            f"{counts}: these numbers of experts differ. Remove one of the fields, or set both "
+            "to the same."
         )
-    return next(iter(found.values()), default)
+    return next(iter(counts.values()), default)
 
 
-def read_mixture(
+def read_moe(
     fields: Fields,
     layers: int,
     *,
@@ -57,55 +57,56 @@ def read_mixture(
     coefficient: float = 0.001,
     **others: Any,
 ) -> MoEConfig:
-    """The mixture of families that spell it as Qwen does; `experts`, `top_k` and `coefficient`, of
-    the loss of balance, are those of a config without them.
+    """Return the MoEConfig of families with the fields of Qwen; `experts`, `top_k` and
+    `coefficient` (of the aux loss) are defaults.
 
-    `width`: features inside an expert; `sparse`: whether some layers may have none; others: of
-    MoEConfig.
+    `width`: hidden size of an expert; `sparse`: whether some layers may be dense; others: arguments
+    of MoEConfig.
     """
-    having = sparse_layers(fields, layers) if sparse else (True,) * layers
-    chosen = fields.whole("num_experts_per_tok", top_k)
+    moe_layers = read_moe_layers(fields, layers) if sparse else (True,) * layers
+    num_chosen = fields.read_int("num_experts_per_tok", top_k)
     return MoEConfig(
-        num_experts=read_count(fields, experts),
-        top_k=chosen,
+        num_experts=read_num_experts(fields, experts),
+        top_k=num_chosen,
         ffn_hidden_size=width,
-        layers=pattern(having),
-        router=RouterConfig(norm_topk_prob=fields.flag("norm_topk_prob")),
-        aux_loss=read_balance(fields, top_k=chosen, layers=sum(having), default=coefficient),
+        layers=flags_or_empty(moe_layers),
+        router=RouterConfig(norm_topk_prob=fields.read_flag("norm_topk_prob")),
+        aux_loss=read_aux_loss(
+            fields, top_k=num_chosen, layers=sum(moe_layers), default=coefficient
+        ),
         **others,
     )
 
 
-def write_mixture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    """The same in the other direction, but for width and layers."""
+def write_moe(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """Return the config fields of `read_moe`, without width and layers."""
     return {
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "norm_topk_prob": moe.router.norm_topk_prob,
-        **write_balance(config, moe),
+        **write_aux_loss(config, moe),
     }
 
 
-def read_balance(
+def read_aux_loss(
     fields: Fields, *, top_k: int, layers: int, default: float = 0.001
 ) -> AuxLossConfig:
-    """The loss that transformers adds while training, if output_router_logits says so: each of so
-    many `layers` with experts has its share.
+    """Return the aux loss that transformers adds if output_router_logits is true, divided among the
+    `layers` with experts.
 
-    Theirs is K where experts are equally busy, and pools the layers; ours is 1 in each, and added
-    up.
+    With balanced experts the loss of transformers is top_k and pools all layers; ours is 1 in each
+    layer, and summed.
     """
     name = "router_aux_loss_coef"
-    none = name in fields.raw and fields.value(name) is None
-    weight = 0.0 if none else fields.number(name, default, zero=True)
-    if not fields.flag("output_router_logits") or not layers:
+    none = name in fields.raw and fields.read_value(name) is None
+    weight = 0.0 if none else fields.read_number(name, default, zero=True)
+    if not fields.read_flag("output_router_logits") or not layers:
         return AuxLossConfig()
     return AuxLossConfig(batch_coeff=float(f"{weight * top_k / layers:.12g}"))
 
 
-def write_balance(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    """The same in the other direction; their default where there is none, which
-    output_router_logits turns off."""
+def write_aux_loss(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """Return the config fields of the aux loss; without one output_router_logits is false."""
     layers, weight = (
         sum(config.has_experts(layer) for layer in range(config.num_layers)),
         moe.aux_loss.batch_coeff,
@@ -116,10 +117,11 @@ def write_balance(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     return {"output_router_logits": weight > 0, **coefficient}
 
 
-def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: every so many, and none of those that are listed."""
-    step = fields.whole("decoder_sparse_step", 1)
-    dense = fields.value("mlp_only_layers") or []
+def read_moe_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts: every decoder_sparse_step-th layer that is not in
+    mlp_only_layers."""
+    step = fields.read_int("decoder_sparse_step", 1)
+    dense = fields.read_value("mlp_only_layers") or []
     if not isinstance(dense, list) or any(
         type(layer) is not int or not 0 <= layer < layers for layer in dense
     ):
@@ -131,33 +133,34 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
-def write_sparse_layers(config: ModelConfig) -> dict[str, Any]:
-    """The same in the other direction."""
+def write_moe_layers(config: ModelConfig) -> dict[str, Any]:
+    """Return the config fields of `read_moe_layers`."""
     dense = [layer for layer in range(config.num_layers) if not config.has_experts(layer)]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def pattern(flags: Sequence[bool]) -> tuple[bool, ...]:
-    """`MoEConfig.layers` for one flag per layer: empty for all."""
+def flags_or_empty(flags: Sequence[bool]) -> tuple[bool, ...]:
+    """Return `MoEConfig.layers` for one flag per layer: empty for all."""
     return () if all(flags) else tuple(flags)
 
 
-def experts_of(config: ModelConfig, architecture: str) -> MoEConfig:
-    """The model's mixture.
+def require_moe(config: ModelConfig, architecture: str) -> MoEConfig:
+    """Return the mixture of experts of a model.
 
     Raises:
         ConfigError: it has none.
     """
     if config.moe is None:
         raise ConfigError(
-            f"model.moe=null: {architecture} has a mixture of experts in its layers. Use another "
+            f"model.moe=null: {architecture} needs a mixture of experts. Use another "
             f"family, such as LlamaForCausalLM, for this model."
         )
     return config.moe
 
 
 def canonical_experts(config: ModelConfig) -> ModelConfig:
-    """The same mathematics outside of training with every setting of experts in one way."""
+    """Return a config whose expert settings have canonical form: equal settings compute the same
+    outside of training."""
     moe = config.moe
     flags = tuple(config.has_experts(layer) for layer in range(config.num_layers))
     if moe is None or not any(flags):
@@ -170,19 +173,19 @@ def canonical_experts(config: ModelConfig) -> ModelConfig:
         force_biased=0.0,
         expert_bias_update_rate=1e-3,
     )
-    balance = AuxLossConfig(
+    aux_loss = AuxLossConfig(
         quantile=moe.aux_loss.quantile
-    )  # whose offsets choose outside of training, too
-    kept = replace(
+    )  # its offsets also select experts outside of training
+    canonical_moe = replace(
         moe,
         layers=() if all(flags) else flags,
-        aux_loss=balance,
+        aux_loss=aux_loss,
         capacity=CapacityConfig(),
         router=router,
     )
     return replace(
         config,
-        moe=kept,
+        moe=canonical_moe,
         ffn_hidden_size=moe.ffn_hidden_size if all(flags) else config.ffn_hidden_size,
     )
 
@@ -190,109 +193,135 @@ def canonical_experts(config: ModelConfig) -> ModelConfig:
 # --- tensors
 
 
-def mixture_rules(words: Words) -> LayerRules:
-    """Rules of layers whose experts have a tensor of every kind each."""
-    return lambda config, theirs, ours: [
-        *router_rules(config, f"{theirs}.{words.block}.{words.router}", ours),
-        *expert_rules(config, f"{theirs}.{words.block}.experts", f"{ours}.experts", words),
-        *shared_rules(config, f"{theirs}.{words.block}", ours, words),
+def moe_rules(words: ExpertNames) -> LayerRules:
+    """Return the rules of layers with separate tensors for each expert."""
+    return lambda config, hf_layer, parameter: [
+        *router_rules(config, f"{hf_layer}.{words.block}.{words.router}", parameter),
+        *expert_rules(config, f"{hf_layer}.{words.block}.experts", f"{parameter}.experts", words),
+        *shared_rules(config, f"{hf_layer}.{words.block}", parameter, words),
     ]
 
 
-def joined_rules(words: Words) -> LayerRules:
-    """The same as transformers 5 has it in memory, and in some folders: all experts in two
-    tensors."""
-    return lambda config, theirs, ours: [
-        *router_rules(config, f"{theirs}.mlp.{words.router}", ours),
-        *joined_expert_rules(config, f"{theirs}.mlp.experts", f"{ours}.experts"),
-        *shared_rules(config, f"{theirs}.mlp", ours, words),
+def fused_moe_rules(words: ExpertNames) -> LayerRules:
+    """Return the rules of layers whose experts are fused into two tensors, as in transformers 5."""
+    return lambda config, hf_layer, parameter: [
+        *router_rules(config, f"{hf_layer}.mlp.{words.router}", parameter),
+        *fused_expert_rules(config, f"{hf_layer}.mlp.experts", f"{parameter}.experts"),
+        *shared_rules(config, f"{hf_layer}.mlp", parameter, words),
     ]
 
 
-def router_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
-    """The gate, and the bias that balances."""
+def router_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
+    """Return the rules of the router weight, its bias, and the expert bias."""
     moe, h = _experts(config), config.hidden_size
-    found = [
-        rule(f"{theirs}.weight", f"{ours}.router", (moe.num_experts, h), shape=(moe.num_experts, h))
+    rules = [
+        rule(
+            f"{hf_name}.weight",
+            f"{parameter}.router",
+            (moe.num_experts, h),
+            shape=(moe.num_experts, h),
+        )
     ]
     if moe.router.bias:
-        found.append(
+        rules.append(
             rule(
-                f"{theirs}.bias",
-                f"{ours}.router_bias",
+                f"{hf_name}.bias",
+                f"{parameter}.router_bias",
                 (moe.num_experts,),
                 shape=(moe.num_experts,),
             )
         )
     if moe.router.expert_bias:
-        name = f"{theirs}.e_score_correction_bias"
-        found.append(
-            rule(name, f"{ours}.balancing_bias", (moe.num_experts,), shape=(moe.num_experts,))
+        name = f"{hf_name}.e_score_correction_bias"
+        rules.append(
+            rule(name, f"{parameter}.balancing_bias", (moe.num_experts,), shape=(moe.num_experts,))
         )
-    return found
+    return rules
 
 
-def expert_rules(config: ModelConfig, theirs: str, ours: str, words: Words) -> list[TensorRule]:
-    """Gate, up and down of every expert."""
+def expert_rules(
+    config: ModelConfig, hf_name: str, parameter: str, words: ExpertNames
+) -> list[TensorRule]:
+    """Return the rules of gate, up and down of every expert."""
     moe, h = _experts(config), config.hidden_size
-    f, found = moe.ffn_hidden_size, []
+    f, rules = moe.ffn_hidden_size, []
     for e in range(moe.num_experts):
-        for half, word in enumerate((words.gate, words.up)):
-            box = ((e, e + 1), (half, half + 1), (0, f), (0, h))
-            name = f"{theirs}.{e}.{word}.weight"
-            found.append(
+        for index, word in enumerate((words.gate, words.up)):
+            box = ((e, e + 1), (index, index + 1), (0, f), (0, h))
+            name = f"{hf_name}.{e}.{word}.weight"
+            rules.append(
                 piece(
-                    name, f"{ours}.gate_up", box, shape=(f, h), view=(f, h), dims=(None, None, 0, 1)
+                    name,
+                    f"{parameter}.gate_up",
+                    box,
+                    shape=(f, h),
+                    view=(f, h),
+                    dims=(None, None, 0, 1),
                 )
             )
         box_down = ((e, e + 1), (0, h), (0, f))
-        name = f"{theirs}.{e}.{words.down}.weight"
-        found.append(
-            piece(name, f"{ours}.down", box_down, shape=(h, f), view=(h, f), dims=(None, 0, 1))
+        name = f"{hf_name}.{e}.{words.down}.weight"
+        rules.append(
+            piece(name, f"{parameter}.down", box_down, shape=(h, f), view=(h, f), dims=(None, 0, 1))
         )
-    return found
+    return rules
 
 
-def joined_expert_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
-    """The same in two tensors."""
+def fused_expert_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
+    """Return the rules of fused gate_up and down tensors of all experts."""
     moe, h = _experts(config), config.hidden_size
     e, f = moe.num_experts, moe.ffn_hidden_size
-    every = ((0, e), (0, 2), (0, f), (0, h))
+    box = ((0, e), (0, 2), (0, f), (0, h))
     return [
         piece(
-            f"{theirs}.gate_up_proj",
-            f"{ours}.gate_up",
-            every,
+            f"{hf_name}.gate_up_proj",
+            f"{parameter}.gate_up",
+            box,
             shape=(e, 2 * f, h),
             view=(e, 2, f, h),
         ),
-        rule(f"{theirs}.down_proj", f"{ours}.down", (e, h, f), shape=(e, h, f)),
+        rule(f"{hf_name}.down_proj", f"{parameter}.down", (e, h, f), shape=(e, h, f)),
     ]
 
 
-def shared_rules(config: ModelConfig, theirs: str, ours: str, words: Words) -> list[TensorRule]:
-    """The MLP for all tokens, and its gate."""
+def shared_rules(
+    config: ModelConfig, hf_name: str, parameter: str, words: ExpertNames
+) -> list[TensorRule]:
+    """Return the rules of the shared expert and its gate."""
     moe, h = _experts(config), config.hidden_size
     f = moe.shared_ffn_hidden_size
     if f is None:
         return []
-    block = f"{theirs}.{words.shared}"
-    found = [
+    block = f"{hf_name}.{words.shared}"
+    rules = [
         rule(
-            f"{block}.{words.gate}.weight", f"{ours}.shared.gate_up", (f, h), shape=(f, h), part=0
+            f"{block}.{words.gate}.weight",
+            f"{parameter}.shared.gate_up",
+            (f, h),
+            shape=(f, h),
+            part=0,
         ),
-        rule(f"{block}.{words.up}.weight", f"{ours}.shared.gate_up", (f, h), shape=(f, h), part=1),
-        rule(f"{block}.{words.down}.weight", f"{ours}.shared.down", (h, f), shape=(h, f)),
+        rule(
+            f"{block}.{words.up}.weight",
+            f"{parameter}.shared.gate_up",
+            (f, h),
+            shape=(f, h),
+            part=1,
+        ),
+        rule(f"{block}.{words.down}.weight", f"{parameter}.shared.down", (h, f), shape=(h, f)),
     ]
     if moe.shared_gate:
-        found.append(
+        rules.append(
             rule(
-                f"{theirs}.{words.shared_gate}.weight", f"{ours}.shared_gate", (1, h), shape=(1, h)
+                f"{hf_name}.{words.shared_gate}.weight",
+                f"{parameter}.shared_gate",
+                (1, h),
+                shape=(1, h),
             )
         )
-    return found
+    return rules
 
 
 def _experts(config: ModelConfig) -> MoEConfig:
-    assert config.moe is not None, "asked for a layer with experts"
+    assert config.moe is not None, "called for a layer without experts"
     return config.moe

@@ -1,5 +1,4 @@
-"""Reading a config.json field by field: what is wrong is collected, and a field that nobody asked
-for is refused."""
+"""Reader of config.json fields that collects problems and rejects unknown fields."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from megalith.errors import raise_all
 
 T = TypeVar("T")
 
-HARMLESS = frozenset(
+FIELDS_WITHOUT_EFFECT = frozenset(
     (
         "architectures",
         "model_type",
@@ -72,13 +71,13 @@ HARMLESS = frozenset(
         "pretraining_tp",
         "cache_implementation",
         "gradient_checkpointing",
-        "auto_map",  # whoever chooses the family looks at it
+        "auto_map",  # checked when the family is selected
     )
 )
-"""Fields that change no result of a forward pass. pretraining_tp only orders the sums of a
-matmul."""
+"""Fields that do not change the forward pass. pretraining_tp only changes the order of the sums in
+a matmul."""
 
-OFF = frozenset(
+ALLOWED_FALSE = frozenset(
     (
         "is_encoder_decoder",
         "is_decoder",
@@ -99,8 +98,8 @@ OFF = frozenset(
         "rope_interleaved",
     )
 )
-"""Fields that change nothing while they are false, also for families that have no such thing. A
-field that nobody knows may as well be one that is usually true."""
+"""Fields that may be false in any family. Unknown fields are rejected even if false, because they
+may be on by default."""
 
 ACTIVATIONS: Mapping[object, Activation] = {
     "silu": "silu",
@@ -112,26 +111,26 @@ ACTIVATIONS: Mapping[object, Activation] = {
     "relu": "relu",
     "relu2": "squared_relu",
 }
-"""Their names of activations -> ours; the first of several is the one to write."""
+"""Hugging Face activation -> Megalith activation; of several names the first is written."""
 
 
 class Fields:
-    """Contents of a config.json that a family asks for one by one; what it never asked for must
-    change nothing.
+    """Reader of the fields of a config.json; fields that are not read are rejected unless they have
+    no effect.
 
-    A method gives a value of the right kind in any case; what was wrong is in `problems`, and
-    `finish` raises it.
+    Every method returns a value of the right type; problems are collected in `problems` and raised
+    by `raise_problems`.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw, self.problems = raw, list[str]()
-        self._asked = set(HARMLESS)
-        self.only("chunk_size_feed_forward", 0)
-        self.only("pruned_heads", {})
-        self.only("is_causal", True)
+        self._asked = set(FIELDS_WITHOUT_EFFECT)
+        self.require("chunk_size_feed_forward", 0)
+        self.require("pruned_heads", {})
+        self.require("is_causal", True)
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0; with a default, the field may be missing or null."""
+    def read_int(self, name: str, default: int | None = None) -> int:
+        """Return a whole number above 0; with a default, the field may be missing or null."""
         if default is None and name not in self.raw:
             self.problems.append(
                 f"{name} is missing, expected a whole number. Use the config.json that came with "
@@ -139,21 +138,21 @@ class Fields:
             )
         elif default is None and self.raw[name] is None:
             self.problems.append(f"{name}=None: expected a whole number above 0.")
-        return self.whole_or_none(name) or default or 1
+        return self.read_optional_int(name) or default or 1
 
-    def whole_or_none(self, name: str) -> int | None:
-        """A whole number above 0; None where the field is missing or null."""
-        value = self.value(name)
+    def read_optional_int(self, name: str) -> int | None:
+        """Return a whole number above 0, or None if the field is missing or null."""
+        value = self.read_value(name)
         if value is None or (type(value) is int and value > 0):
             return value
         self.problems.append(f"{name}={value!r}: expected a whole number above 0.")
         return None
 
-    def number(self, name: str, default: float, *, zero: bool = False) -> float:
-        """A number above 0, or 0 where that makes sense; the field may be missing."""
+    def read_number(self, name: str, default: float, *, zero: bool = False) -> float:
+        """Return a number above 0, or at least 0 with `zero`; `default` if the field is missing."""
         if name not in self.raw:
             return default
-        value = self.value(name)
+        value = self.read_value(name)
         if type(value) in (int, float) and (value > 0 or (zero and value == 0)):
             return float(value)
         self.problems.append(
@@ -161,99 +160,106 @@ class Fields:
         )
         return default
 
-    def number_or_none(self, name: str, default: float | None = None) -> float | None:
-        """A number above 0, or null; the field may be missing."""
-        if self.value(name) is None:
+    def read_optional_number(self, name: str, default: float | None = None) -> float | None:
+        """Return a number above 0, None if the field is null, or `default` if it is missing."""
+        if self.read_value(name) is None:
             return None if name in self.raw else default
-        return self.number(name, 1.0)
+        return self.read_number(name, 1.0)
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """true or false; null and a missing field mean the default."""
-        value = self.value(name)
+    def read_flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false; null and a missing field give the default."""
+        value = self.read_value(name)
         if value is None:
             return default
         if value not in (True, False):
             self.problems.append(f"{name}={value!r}: expected true or false.")
         return bool(value)
 
-    def choice(self, name: str, choices: Mapping[object, T], default: object) -> T:
-        """What one of several words stands for; null and a missing field mean the word
+    def read_choice(self, name: str, choices: Mapping[object, T], default: object) -> T:
+        """Return the value of one of the allowed words; null and a missing field mean the word
         `default`."""
-        value = self.value(name)
+        value = self.read_value(name)
         value = default if value is None else value
         if isinstance(value, str | int | float | bool) and value in choices:
             return choices[value]
-        shown = ", ".join(map(repr, choices))
-        self.problems.append(f"{name}={value!r:.60} is not supported: it must be one of {shown}.")
+        expected = ", ".join(map(repr, choices))
+        self.problems.append(
+            f"{name}={value!r:.60} is not supported: it must be one of {expected}."
+        )
         return next(iter(choices.values()))
 
-    def activation(self, name: str = "hidden_act", default: str = "silu") -> Activation:
-        """The activation of the MLP."""
-        return self.choice(name, ACTIVATIONS, default)
+    def read_activation(self, name: str = "hidden_act", default: str = "silu") -> Activation:
+        """Return the activation of the MLP."""
+        return self.read_choice(name, ACTIVATIONS, default)
 
-    def only(self, name: str, *allowed: object) -> None:
-        """Refuse a field of another value than those that we compute; null is allowed too."""
-        value = self.value(name)
+    def require(self, name: str, *allowed: object) -> None:
+        """Report a problem if the field has a value that is neither allowed nor null."""
+        value = self.read_value(name)
         if value is not None and value not in allowed:
             self.problems.append(
                 f"{name}={value!r:.60} is not supported: it must be {allowed[0]!r}."
             )
 
-    def flags_of_layers(
+    def read_layer_flags(
         self, name: str, layers: int, words: Mapping[object, bool]
     ) -> tuple[bool, ...] | None:
-        """A list with a word for every layer, as flags; None where the field is missing or null."""
-        value = self.value(name)
+        """Return a flag for each layer from a list of words, or None if the field is missing or
+        null."""
+        value = self.read_value(name)
         if value is None:
             return None
-        known = isinstance(value, list) and all(
+        is_valid = isinstance(value, list) and all(
             isinstance(word, str | int) and word in words for word in value
         )
-        if not known or len(value) < layers:
-            shown = " or ".join(map(repr, words))
+        if not is_valid or len(value) < layers:
+            expected = " or ".join(map(repr, words))
             self.problems.append(
-                f"{name}={value!r:.90}: expected {shown} for each of {layers} layers."
+                f"{name}={value!r:.90}: expected {expected} for each of {layers} layers."
             )
             return None
         return tuple(words[word] for word in value[:layers])
 
-    def value(self, name: str) -> Any:  # JSON
-        """Whatever the field holds, checked by whoever asks; None where it is missing."""
+    def read_value(self, name: str) -> Any:  # JSON
+        """Return the unchecked value of a field, or None if it is missing."""
         self._asked.add(name)
         return self.raw.get(name)
 
     def ignore(self, *names: str) -> None:
-        """Fields that say nothing about a forward pass, or nothing that others do not say."""
+        """Accept fields that do not change the forward pass or that repeat other fields."""
         self._asked.update(names)
 
-    def finish(self) -> None:
-        """Refuse the config if anything is wrong with it.
+    def raise_problems(self) -> None:
+        """Raise an error if any problem was found.
 
         Raises:
-            ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all
-            of them together.
+            ConfigError: fields are missing, of the wrong type, unknown or not supported; all of
+                them are reported together.
         """
         for name, value in self.raw.items():
-            # Null means that nothing was said.
-            known = name in self._asked or name.startswith("_") or (value is False and name in OFF)
+            # A null field is treated as missing.
+            known = (
+                name in self._asked
+                or name.startswith("_")
+                or (value is False and name in ALLOWED_FALSE)
+            )
             if known or value is None:
                 continue
             if name == "quantization_config":
                 self.problems.append(
-                    f"{name}={value!r:.60}: the weights are stored in fewer bits than they stand "
-                    "for, which is not "
-                    "read. Use the model's bf16 weights, or save them with transformers' "
+                    f"{name}={value!r:.60}: quantized weights are not supported here. "
+                    "Use the model's bf16 weights, or save them with transformers' "
                     "dequantize() first."
                 )
             else:
                 self.problems.append(
-                    f"{name}={value!r:.60} is not known, so it may change what the model computes. "
+                    f"{name}={value!r:.60}: unknown field, which may change what the model "
+                    "computes. "
                     f"Remove it from config.json if it does not."
                 )
         raise_all(list(dict.fromkeys(self.problems)))
 
 
-THEIRS: Mapping[str, tuple[str, ...]] = {
+HF_FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd"),
     "num_layers": ("num_hidden_layers", "n_layer"),
     "num_heads": ("num_attention_heads", "n_head"),
@@ -290,35 +296,36 @@ THEIRS: Mapping[str, tuple[str, ...]] = {
     "moe.router.routed_scaling_factor": ("routed_scaling_factor",),
     "moe.router.norm_topk_prob": ("norm_topk_prob",),
 }
-"""Our settings below `model` that hold the very value of a field of theirs -> the names that field
-has."""
+"""Field of ModelConfig with the same value as a Hugging Face field -> the names of that field."""
 
 SECTIONS = ("rope_parameters", "rope_scaling")
-"""Fields with fields of their own."""
+"""Fields that contain a mapping with fields of rotary embeddings."""
 
 
-def in_their_words(text: str, raw: Mapping[str, Any]) -> str:
-    """A text about settings of ours, with the names of a config.json in their place where it has
-    one for the same.
+def translate_field_names(text: str, raw: Mapping[str, Any]) -> str:
+    """Replace names of settings in a message by the names of the fields in a config.json.
 
-    >>> in_their_words("model.moe.top_k=9 is more than model.moe.num_experts=8.", {"num_experts": 8})
+    >>> text = "model.moe.top_k=9 is more than model.moe.num_experts=8."
+    >>> translate_field_names(text, {"num_experts": 8})
     'num_experts_per_tok=9 is more than num_experts=8.'
     """
     return re.sub(
         r"\bmodel\.([a-z_]+(?:\.[a-z_]+)*)",
-        lambda found: _their_word(found[0], found[1], raw),
+        lambda match: _translate_field_name(match[0], match[1], raw),
         text,
     )
 
 
-def _their_word(ours: str, setting: str, raw: Mapping[str, Any]) -> str:
-    names = THEIRS.get(setting, (ours,))
-    sections = [one for one in SECTIONS if isinstance(raw.get(one), Mapping)]
-    there = [name for name in names if name in raw]
-    there += [f"{one}.{name}" for one in sections for name in names if name in raw[one]]
-    return there[0] if there else names[0]
+def _translate_field_name(text: str, setting: str, raw: Mapping[str, Any]) -> str:
+    names = HF_FIELD_NAMES.get(setting, (text,))
+    sections = [section for section in SECTIONS if isinstance(raw.get(section), Mapping)]
+    present = [name for name in names if name in raw]
+    present += [
+        f"{section}.{name}" for section in sections for name in names if name in raw[section]
+    ]
+    return present[0] if present else names[0]
 
 
-def activation_word(activation: Activation) -> str:
-    """Their name of an activation."""
-    return next(str(word) for word, ours in ACTIVATIONS.items() if ours == activation)
+def hf_activation_name(activation: Activation) -> str:
+    """Return the Hugging Face name of an activation."""
+    return next(str(hf_name) for hf_name, name in ACTIVATIONS.items() if name == activation)

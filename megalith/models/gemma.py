@@ -1,4 +1,4 @@
-"""Gemma 1 as Hugging Face knows it: scaled embeddings, norms with 1 + weight, a GELU gate, wide
+"""Hugging Face format of Gemma 1: scaled embeddings, norms with 1 + weight, a GELU gate, wide
 heads.
 
 Source: Gemma Team 2024, arXiv:2403.08295.
@@ -22,11 +22,11 @@ from megalith.models.usual import (
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields({**raw, "hidden_act": _activation(raw)})
     fields.ignore("hidden_activation")
@@ -34,7 +34,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         fields, max_seq_len=8192, kv_heads=16, head_dim=256, tied=True
     )
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,
@@ -44,10 +44,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Gemma of theirs.
+        ConfigError: the model cannot be expressed as Gemma.
     """
     raw = write_common_fields(config, GEMMA)
     raw["hidden_activation"] = raw["hidden_act"]  # transformers 4 reads the one, 5 the other
@@ -55,15 +55,15 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _activation(raw: Mapping[str, Any]) -> Any:  # JSON
-    """In the older field gelu means its approximation by tanh, with which the first releases were
-    trained."""
+    """Return the activation; "gelu" in hidden_act means the tanh approximation, with which Gemma
+    was trained."""
     if raw.get("hidden_activation") is not None:
         return raw["hidden_activation"]
     return "gelu_pytorch_tanh" if raw.get("hidden_act") in ("gelu", None) else raw["hidden_act"]
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config)
 
 

@@ -1,5 +1,5 @@
-"""Gemma 2 as Hugging Face knows it: norms before and after, soft caps, a window in every other
-layer.
+"""Hugging Face format of Gemma 2: pre- and post-norms, logit soft caps, a sliding window in every
+other layer.
 
 Source: Gemma Team 2024, arXiv:2408.00118.
 """
@@ -17,11 +17,11 @@ from megalith.models.usual import (
     ROTARY_BUFFERS,
     SIZE_REMEDY,
     check_all_fields_exported,
+    check_head_sizes,
     common_rules,
     read_common_fields,
     read_windows,
-    whole_heads,
-    windowed,
+    window_arguments,
     write_common_fields,
     write_windows,
 )
@@ -32,15 +32,16 @@ NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
-"""Ours -> theirs: the word for Llama's second norm is that of another one here."""
+"""Megalith norm -> Hugging Face norm: the name of Llama's second norm is that of a post-norm
+here."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(
@@ -51,19 +52,19 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         tied=True,
         activation="hidden_activation",
     )
-    fields.ignore("hidden_act")  # transformers looks at the other word alone
+    fields.ignore("hidden_act")  # transformers reads only hidden_activation
     layers = common_fields["num_layers"]
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
-    fields.only("sliding_window_size", window)  # the first releases say it twice
+    window = fields.read_optional_int("sliding_window") if "sliding_window" in raw else 4096
+    fields.require("sliding_window_size", window)  # the first releases have both fields
     default = [layer % 2 == 0 for layer in range(layers)]
-    windows = windowed(
+    windows = window_arguments(
         window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY)
     )
-    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
-    cap = fields.number_or_none("attn_logit_softcapping", 50.0)
-    logit_cap = fields.number_or_none("final_logit_softcapping", 30.0)
-    fields.finish()
+    scale = fields.read_number("query_pre_attn_scalar", 256.0) ** -0.5
+    cap = fields.read_optional_number("attn_logit_softcapping", 50.0)
+    logit_cap = fields.read_optional_number("final_logit_softcapping", 30.0)
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,
@@ -76,12 +77,12 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Gemma 2 of theirs.
+        ConfigError: the model cannot be expressed as Gemma 2.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     raw = {
         **write_common_fields(config, GEMMA2, activation="hidden_activation"),
         "query_pre_attn_scalar": scalar_of(config),
@@ -94,14 +95,15 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def scalar_of(config: ModelConfig) -> int:
-    """query_pre_attn_scalar: scores are divided by its root; transformers wants a whole number."""
+    """Return query_pre_attn_scalar: scores are divided by its square root; transformers requires an
+    integer."""
     return (
         config.head_size() if config.attention.scale is None else round(config.attention.scale**-2)
     )
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config, norms=NORMS)
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3 (text) as Hugging Face knows it: normed queries and keys, windows with their own theta.
+"""Hugging Face format of Gemma 3 (text): QK-norm, and sliding windows with a separate rope theta.
 
 Source: Gemma Team 2025, arXiv:2503.19786.
 """
@@ -21,22 +21,22 @@ from megalith.models.usual import (
     SIZE_REMEDY,
     SLIDING,
     check_all_fields_exported,
+    check_head_sizes,
     common_rules,
     read_common_fields,
     read_windows,
-    whole_heads,
-    windowed,
+    window_arguments,
     write_common_fields,
     write_windows,
 )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(
@@ -47,23 +47,23 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         tied=True,
         activation="hidden_activation",
     )
-    fields.ignore("hidden_act")  # transformers looks at the other word alone
+    fields.ignore("hidden_act")  # transformers reads only hidden_activation
     layers = common_fields["num_layers"]
-    every = fields.whole("sliding_window_pattern", 6)
-    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
+    every = fields.read_int("sliding_window_pattern", 6)
+    window = fields.read_optional_int("sliding_window") if "sliding_window" in raw else 4096
     default = [(layer + 1) % every != 0 for layer in range(layers)]
-    windows = windowed(
+    windows = window_arguments(
         window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY)
     )
     rope = _read_rope(fields, common_fields["max_seq_len"], windows=bool(windows))
-    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
-    if fields.value("attn_logit_softcapping") is not None:
+    scale = fields.read_number("query_pre_attn_scalar", 256.0) ** -0.5
+    if fields.read_value("attn_logit_softcapping") is not None:
         fields.problems.append(
-            f"attn_logit_softcapping={raw['attn_logit_softcapping']}: transformers keeps it and "
-            f"does not use it here, for Gemma 3 has none. Set it to null."
+            f"attn_logit_softcapping={raw['attn_logit_softcapping']}: transformers ignores it for "
+            f"Gemma 3. Set it to null."
         )
-    logit_cap = fields.number_or_none("final_logit_softcapping")
-    fields.finish()
+    logit_cap = fields.read_optional_number("final_logit_softcapping")
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,
@@ -76,12 +76,12 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Gemma 3 of theirs.
+        ConfigError: the model cannot be expressed as Gemma 3.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     raw = {
         **write_common_fields(config, GEMMA3, activation="hidden_activation"),
         **_write_rope(config.rope),
@@ -89,14 +89,14 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "attn_logit_softcapping": None,
         "final_logit_softcapping": config.logit_softcap,
         "sliding_window": config.attention.window
-        or 4096,  # transformers wants one even where no layer has it
+        or 4096,  # transformers requires one even if no layer has it
         "layer_types": write_windows(config),
     }
     return check_all_fields_exported(raw, config, read_config, GEMMA3)
 
 
 def _read_rope(fields: Fields, max_position: int, *, windows: bool) -> RopeConfig:
-    """Both kinds of layers; what stretches positions is for those without a window only."""
+    """Return the rotary embeddings; scaling applies only to layers without a window."""
     everywhere = read_rope(fields, max_position=max_position, theta=1_000_000.0, layer=FULL)
     local = read_rope(
         fields,
@@ -107,14 +107,16 @@ def _read_rope(fields: Fields, max_position: int, *, windows: bool) -> RopeConfi
     )
     if local.scaling != "none":
         fields.problems.append(
-            f"rope_type={local.scaling!r} for {SLIDING} is not supported: with a window it must be "
+            f"rope_type={local.scaling!r} for {SLIDING} is not supported: layers with a window "
+            "need "
             "'default'."
         )
     return replace(everywhere, local_theta=local.theta if windows else None)
 
 
 def _write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """As transformers 4 spells it, and as 5 does: a mapping for each kind of layers."""
+    """Return the fields of rotary embeddings for transformers 4, and for 5, with a mapping for each
+    kind of layer."""
     kind, values = rope_values(rope)
     local = rope.theta if rope.local_theta is None else rope.local_theta
     return {
@@ -129,7 +131,7 @@ def _write_rope(rope: RopeConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config, norms=NORMS)
 
 

@@ -1,5 +1,4 @@
-"""GPT-2 as Hugging Face knows it: its config.json and its tensors, whose matrices have inputs as
-rows.
+"""Hugging Face format of GPT-2, whose weight matrices have inputs as rows.
 
 Source: Radford et al. 2019, "Language models are unsupervised multitask learners".
 """
@@ -13,7 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.pieces import layer_norm_rules
-from megalith.models.usual import HEAD, check_all_fields_exported, whole_heads
+from megalith.models.usual import HEAD, check_all_fields_exported, check_head_sizes
 
 # --- config.json
 
@@ -24,10 +23,10 @@ SIZES = {
     "n_head": "num_heads",
     "n_positions": "max_seq_len",
 }
-"""Theirs -> ours."""
+"""Hugging Face field -> ModelConfig field."""
 
 DROPOUTS = {"embd_pdrop": "embedding", "resid_pdrop": "residual", "attn_pdrop": "attention"}
-"""Theirs -> ours: used in training only."""
+"""Hugging Face field -> DropoutConfig field."""
 
 ELSEWHERE = (
     "n_ctx",
@@ -38,63 +37,65 @@ ELSEWHERE = (
     "summary_first_dropout",
     "gradient_checkpointing",
 )
-"""Fields about other models made from the same weights, or that repeat another field."""
+"""Fields of other models made from the same weights, or that repeat another field."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
-    sizes: dict[str, Any] = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
-    fields.only("scale_attn_weights", True)
-    fields.only("scale_attn_by_inverse_layer_idx", False)
-    fields.only("add_cross_attention", False)
+    sizes: dict[str, Any] = {name: fields.read_int(hf_name) for hf_name, name in SIZES.items()}
+    fields.require("scale_attn_weights", True)
+    fields.require("scale_attn_by_inverse_layer_idx", False)
+    fields.require("add_cross_attention", False)
     fields.ignore(
         "reorder_and_upcast_attn", *ELSEWHERE
-    )  # the former: scores in fp32, as ours are anyway
-    dropout = {ours: fields.number(theirs, 0.1, zero=True) for theirs, ours in DROPOUTS.items()}
-    found = ModelConfig(
+    )  # reorder_and_upcast_attn: attention scores in fp32, as always here
+    dropout = {
+        name: fields.read_number(hf_name, 0.1, zero=True) for hf_name, name in DROPOUTS.items()
+    }
+    config = ModelConfig(
         **sizes,
         num_kv_heads=sizes["num_heads"],
-        ffn_hidden_size=fields.whole("n_inner", 4 * sizes["hidden_size"]),
+        ffn_hidden_size=fields.read_int("n_inner", 4 * sizes["hidden_size"]),
         norm="layer",
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        norm_eps=fields.read_number("layer_norm_epsilon", 1e-5),
         positions="learned",
-        activation=fields.activation("activation_function", "gelu_new"),
+        activation=fields.read_activation("activation_function", "gelu_new"),
         gated=False,
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
         dropout=DropoutConfig(**dropout),
-        tied_embeddings=fields.flag("tie_word_embeddings", True),
-        init_std=fields.number("initializer_range", 0.02, zero=True),
+        tied_embeddings=fields.read_flag("tie_word_embeddings", True),
+        init_std=fields.read_number("initializer_range", 0.02, zero=True),
     )
-    fields.finish()
-    return found
+    fields.raise_problems()
+    return config
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json.
+    """Return the config.json of a model.
 
     Raises:
-        ConfigError: the model cannot be a GPT-2 of theirs.
+        ConfigError: the model cannot be expressed as GPT-2.
     """
-    whole_heads(config)
-    words = {"gelu_tanh": "gelu_new", "squared_relu": "relu2"}
+    check_head_sizes(config)
+    hf_activations = {"gelu_tanh": "gelu_new", "squared_relu": "relu2"}
     raw = {
         "architectures": [GPT2.architecture],
         "model_type": GPT2.model_type,
-        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
+        **{hf_name: getattr(config, name) for hf_name, name in SIZES.items()},
         "n_ctx": config.max_seq_len,
         "n_inner": config.ffn_hidden_size,
-        "activation_function": words.get(config.activation, config.activation),
+        "activation_function": hf_activations.get(config.activation, config.activation),
         "layer_norm_epsilon": config.norm_eps,
         "initializer_range": config.init_std,
-        **{theirs: getattr(config.dropout, ours) for theirs, ours in DROPOUTS.items()},
+        **{hf_name: getattr(config.dropout, name) for hf_name, name in DROPOUTS.items()},
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
     }
@@ -105,33 +106,33 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of a GPT-2 of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     v, h, length = config.vocab_size, config.hidden_size, config.max_seq_len
-    found = [
+    rules = [
         rule("transformer.wte.weight", "embed.weight", (v, h), shape=(v, h)),
         rule("transformer.wpe.weight", "positions.weight", (length, h), shape=(length, h)),
     ]
     for layer in range(config.num_layers):
-        theirs, ours = f"transformer.h.{layer}", f"layers.{layer}"
-        found += layer_norm_rules(f"{theirs}.ln_1", f"{ours}.attention_norm", h)
-        found += _attention_rules(config, f"{theirs}.attn", f"{ours}.attention")
-        found += layer_norm_rules(f"{theirs}.ln_2", f"{ours}.mlp_norm", h)
-        found += _mlp_rules(config, f"{theirs}.mlp", f"{ours}.mlp")
-    found += layer_norm_rules("transformer.ln_f", "norm", h)
+        hf_layer, layer_name = f"transformer.h.{layer}", f"layers.{layer}"
+        rules += layer_norm_rules(f"{hf_layer}.ln_1", f"{layer_name}.attention_norm", h)
+        rules += _attention_rules(config, f"{hf_layer}.attn", f"{layer_name}.attention")
+        rules += layer_norm_rules(f"{hf_layer}.ln_2", f"{layer_name}.mlp_norm", h)
+        rules += _mlp_rules(config, f"{hf_layer}.mlp", f"{layer_name}.mlp")
+    rules += layer_norm_rules("transformer.ln_f", "norm", h)
     if not config.tied_embeddings:
-        found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
-    return found
+        rules.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
+    return rules
 
 
-def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
-    """c_attn [h, 3 n d] has queries, keys and values side by side; c_proj is [n d, h]."""
+def _attention_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
+    """c_attn [h, 3 n d]: queries, keys and values side by side; c_proj [n d, h]."""
     h, n, d = config.hidden_size, config.num_heads, config.head_size()
     heads, q, kv = ((0, n), (0, d)), (0, 1), (1, 3)
-    fused, shape, bias = f"{theirs}.c_attn.weight", (h, 3 * n * d), f"{theirs}.c_attn.bias"
+    fused, shape, bias = f"{hf_name}.c_attn.weight", (h, 3 * n * d), f"{hf_name}.c_attn.bias"
     return [
         piece(
             fused,
-            f"{ours}.q",
+            f"{parameter}.q",
             (*heads, (0, h)),
             shape=shape,
             view=(h, 3, n, d),
@@ -140,7 +141,7 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
         ),
         piece(
             fused,
-            f"{ours}.kv",
+            f"{parameter}.kv",
             ((0, 2), *heads, (0, h)),
             shape=shape,
             view=(h, 3, n, d),
@@ -149,7 +150,7 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
         ),
         piece(
             bias,
-            f"{ours}.q_bias",
+            f"{parameter}.q_bias",
             heads,
             shape=(3 * n * d,),
             view=(3, n, d),
@@ -158,47 +159,47 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
         ),
         piece(
             bias,
-            f"{ours}.kv_bias",
+            f"{parameter}.kv_bias",
             ((0, 2), *heads),
             shape=(3 * n * d,),
             view=(3, n, d),
             at=(kv, *heads),
         ),
         piece(
-            f"{theirs}.c_proj.weight",
-            f"{ours}.o",
+            f"{hf_name}.c_proj.weight",
+            f"{parameter}.o",
             ((0, h), *heads),
             shape=(n * d, h),
             view=(n, d, h),
             dims=(2, 0, 1),
         ),
-        rule(f"{theirs}.c_proj.bias", f"{ours}.o_bias", (h,), shape=(h,)),
+        rule(f"{hf_name}.c_proj.bias", f"{parameter}.o_bias", (h,), shape=(h,)),
     ]
 
 
-def _mlp_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
-    """c_fc [h, f] and c_proj [f, h]."""
+def _mlp_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
+    """c_fc [h, f], c_proj [f, h]."""
     h, f = config.hidden_size, config.ffn_hidden_size
-    turned = (1, 0)
+    transposed = (1, 0)
     return [
         piece(
-            f"{theirs}.c_fc.weight",
-            f"{ours}.up",
+            f"{hf_name}.c_fc.weight",
+            f"{parameter}.up",
             ((0, f), (0, h)),
             shape=(h, f),
             view=(h, f),
-            dims=turned,
+            dims=transposed,
         ),
-        rule(f"{theirs}.c_fc.bias", f"{ours}.up_bias", (f,), shape=(f,)),
+        rule(f"{hf_name}.c_fc.bias", f"{parameter}.up_bias", (f,), shape=(f,)),
         piece(
-            f"{theirs}.c_proj.weight",
-            f"{ours}.down",
+            f"{hf_name}.c_proj.weight",
+            f"{parameter}.down",
             ((0, h), (0, f)),
             shape=(f, h),
             view=(f, h),
-            dims=turned,
+            dims=transposed,
         ),
-        rule(f"{theirs}.c_proj.bias", f"{ours}.down_bias", (h,), shape=(h,)),
+        rule(f"{hf_name}.c_proj.bias", f"{parameter}.down_bias", (h,), shape=(h,)),
     ]
 
 
@@ -210,7 +211,7 @@ GPT2 = Family(
     rules=rules,
     ignored=re.compile(
         r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
-    ),  # masks that old versions stored
+    ),  # attention masks stored by old versions
     tied=HEAD,
-    prefix="transformer.",  # files of the first release lack it
+    prefix="transformer.",  # missing in files of the first release
 )

@@ -1,7 +1,7 @@
-"""Granite 3 as Hugging Face knows it: Llama with scales of embeddings, scores, residuals and
-logits.
+"""Hugging Face format of Granite 3: Llama with multipliers of embeddings, attention scores,
+residuals and logits.
 
-Source: the release of Granite 3.0, IBM, 2024; the scales: Yang et al. 2022, arXiv:2203.03466.
+Source: the release of Granite 3.0, IBM, 2024; the multipliers: Yang et al. 2022, arXiv:2203.03466.
 """
 
 from collections.abc import Mapping
@@ -23,25 +23,25 @@ from megalith.models.usual import (
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    mlp_bias = fields.flag("mlp_bias")
+    mlp_bias = fields.read_flag("mlp_bias")
     embedding, residual = (
-        fields.number("embedding_multiplier", 1.0),
-        fields.number("residual_multiplier", 1.0),
+        fields.read_number("embedding_multiplier", 1.0),
+        fields.read_number("residual_multiplier", 1.0),
     )
     scale, divisor = (
-        fields.number("attention_multiplier", 1.0),
-        fields.number("logits_scaling", 1.0),
+        fields.read_number("attention_multiplier", 1.0),
+        fields.read_number("logits_scaling", 1.0),
     )
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,
@@ -54,10 +54,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Granite of theirs.
+        ConfigError: the model cannot be expressed as Granite.
     """
     scale = config.attention.scale
     raw = {
@@ -72,7 +72,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and safetensors, read box by box and written tensor by
+"""Hugging Face folders: read config.json and safetensors box by box, and write them tensor by
 tensor."""
 
 import json
@@ -46,14 +46,14 @@ from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.decilm import DECILM
 from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megalith.models.fields import ACTIVATIONS, in_their_words
+from megalith.models.fields import ACTIVATIONS, translate_field_names
 from megalith.models.gemma import GEMMA
 from megalith.models.gemma2 import GEMMA2
 from megalith.models.gemma3 import GEMMA3
 from megalith.models.gpt2 import GPT2
 from megalith.models.gpt_oss import GPT_OSS
 from megalith.models.granite import GRANITE
-from megalith.models.jobs import batches, done_in_order
+from megalith.models.jobs import run_in_order, split_by_nbytes
 from megalith.models.journal import Attempt, ConversionJournal
 from megalith.models.llama import LLAMA
 from megalith.models.llama4 import LLAMA4
@@ -62,17 +62,17 @@ from megalith.models.mixtral import MIXTRAL
 from megalith.models.names import (
     BALANCING_BIAS,
     Family,
-    Outer,
     TensorRule,
-    as_stored,
-    by_parameter,
-    by_tensor,
+    WrapperFamily,
     dtype_to_write,
-    extent,
-    in_our_order,
-    in_their_order,
-    region_of,
-    rules_of,
+    group_by_parameter,
+    group_by_tensor,
+    locate_box,
+    select_rules,
+    strip_missing_prefix,
+    to_parameter_layout,
+    to_tensor_layout,
+    unpadded_shape,
 )
 from megalith.models.neox import NEOX
 from megalith.models.olmo2 import OLMO2
@@ -85,7 +85,7 @@ from megalith.models.qwen2_moe import QWEN2_MOE
 from megalith.models.qwen3 import QWEN3
 from megalith.models.qwen3_moe import QWEN3_MOE
 from megalith.models.smollm3 import SMOLLM3
-from megalith.models.staging import publish, work_on
+from megalith.models.staging import open_staging, publish
 from megalith.models.starcoder2 import STARCODER2
 from megalith.models.usual import UnexportedFieldsError
 from megalith.plan.network import network_problems
@@ -116,17 +116,16 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA4,
     DECILM,
 )
-"""Every architecture that can be read and written; a model that several have words for is written
-as the first."""
+"""All supported architectures; a model that several can express is written as the first of them."""
 
-PADDED = ("embed.weight", "head.weight")
-"""Our tables whose rows may be more than their tensors have; the rows added are zero, or the mean
-of the others."""
+PADDABLE_TABLES = ("embed.weight", "head.weight")
+"""Vocabulary tables, which may have more rows than their tensors; additional rows are zero or the
+mean of the others."""
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 METADATA = {"format": "pt"}
-"""What transformers wants to read in a file of weights."""
+"""Metadata that transformers requires in a safetensors file."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -140,33 +139,32 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
-"""Files that go with whatever is made from the weights."""
+"""Files that are copied with anything derived from the weights."""
 
 AUXILIARY_FILES = (*TOKENIZER_FILES, GENERATION, *LICENSES)
-"""Files that go with the weights as they are."""
+"""Auxiliary files, copied with the unchanged weights."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of config.json that are about text; unset they would default to ids of the first Llama's
-tokenizer."""
+"""Fields of config.json with token ids; unset they default to those of the first Llama."""
 
 ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function")
 """Fields of config.json that name the activation; some functions have several names."""
 
 PIECE_NBYTES = 64 * 2**20
-"""Read at once (guess: large enough for a disk, small beside any model)."""
+"""Bytes read at once (heuristic: large for a disk, small compared with a model)."""
 
 BATCH_NBYTES = 128 * 2**20
-"""Written by one worker before it waits for the disk, at least (guess)."""
+"""Least number of bytes that a worker writes before it waits for the disk (heuristic)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HFSource:
-    """Which Hugging Face model a checkpoint was converted from, as far as its ModelConfig does not
-    say it."""
+    """The Hugging Face model that a checkpoint was converted from, where ModelConfig does not
+    determine it."""
 
     family: Family
     activation_names: Mapping[str, str]
-    """Fields of config.json that name the activation, as they were."""
+    """Original values of the fields of config.json that name the activation."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the record for the state of a checkpoint."""
@@ -185,9 +183,9 @@ def parse_hf_source(record: Any, checkpoint_path: Path) -> HFSource:  # Any: JSO
     fields = record if isinstance(record, dict) else {}
     by_architecture = {family.architecture: family for family in FAMILIES}
     architecture, names = fields.get("architecture"), fields.get("activation_names")
-    known = isinstance(architecture, str) and architecture in by_architecture
+    is_known = isinstance(architecture, str) and architecture in by_architecture
     if (
-        not known
+        not is_known
         or not isinstance(names, dict)
         or not all(isinstance(name, str) for name in names.values())
     ):
@@ -205,43 +203,43 @@ def find_family_by_name(name: str, *, setting: str) -> Family:
     `Qwen2ForCausalLM`.
 
     Raises:
-        ConfigError: there is none; `setting` is where the name was given.
+        ConfigError: there is none; `setting` is the setting that names it.
     """
     for family in FAMILIES:
         if name in (family.model_type, family.architecture):
             return family
     model_types = [family.model_type for family in FAMILIES]
     raise ConfigError(
-        f"{setting}={name}: there is no such family.{did_you_mean(name, model_types)} Use one of "
+        f"{setting}={name}: unknown family.{did_you_mean(name, model_types)} Use one of "
         f"{', '.join(model_types)}."
     )
 
 
 class Weights(Protocol):
-    """Somewhere that parameters can be read from by our names."""
+    """Source of weights, read by parameter name."""
 
     def dtype(self, parameter: str) -> torch.dtype:
-        """As it is stored."""
+        """Return the dtype in which a parameter is stored."""
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of it, on the host, perhaps as a view of a file: not to be written to, nor kept for
-        long.
+        """Return a box of a parameter on the host, possibly a view of a mapped file: read-only and
+        short-lived.
 
-        Rows that only pad a vocabulary may be left out by those who ask.
+        Callers may omit rows that only pad a vocabulary.
         """
 
 
 class HuggingFaceFolder:
-    """A folder with config.json and safetensors, checked whole when it is opened; values are read
-    when asked for."""
+    """A folder with config.json and safetensors: validated when it is opened, values are read on
+    demand."""
 
     def __init__(self, path: Path) -> None:
-        """Read the config and the headers.
+        """Read and validate the config and the safetensors headers.
 
         Raises:
-            CheckpointError: it is no such folder, of an unsupported architecture, has links that
-                lead out of it, or tensors are missing, surplus, of the wrong shape or cut off; each
-                is named.
+            CheckpointError: the folder is invalid or its architecture not supported, links lead out
+                of it, or tensors are missing, unexpected, truncated or have a wrong shape; each is
+                named.
         """
         check_links(path, storage.list_names(path))
         self.path = path
@@ -251,64 +249,64 @@ class HuggingFaceFolder:
         self.family, outer = find_family(raw, path)
         self.raw = raw if outer is None else _inner_config(raw, outer, path)
         try:
-            promised = self.family.read_config(
+            config = self.family.read_config(
                 {name: self.raw[name] for name in self.raw if name != QUANTISED}
             )
         except ConfigError as error:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
-        tensors = dequantize(self.raw, _stored(path), path)
+        tensors = dequantize(self.raw, _read_headers(path), path)
         self.others = (
             {}
             if outer is None
             else {name: tensors[name] for name in tensors if outer.others.fullmatch(name)}
         )
-        """Tensors of parts that are not read."""
+        """Tensors outside of the text model, which are not read."""
         prefix = "" if outer is None else outer.prefix
         self._tensors = {
             name.removeprefix(prefix): tensors[name] for name in tensors if name not in self.others
         }
-        self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
+        self.model_config: ModelConfig = self.family.adjust_config(config, self._tensors.keys())
         if problems := network_problems(self.model_config, trains=False):
-            told = " ".join(in_their_words(text, self.raw) for text in problems)
-            raise CheckpointError(f"{path / CONFIG} describes a model that cannot be: {told}")
+            messages = " ".join(translate_field_names(text, self.raw) for text in problems)
+            raise CheckpointError(f"{path / CONFIG} describes an invalid model: {messages}")
         self.source = HFSource(self.family, _activation_names(self.raw, self.model_config))
         names = self._tensors.keys()
-        self.rules = as_stored(
-            rules_of(self.family, self.model_config, names), self.family.prefix, names
+        self.rules = strip_missing_prefix(
+            select_rules(self.family, self.model_config, names), self.family.prefix, names
         )
-        self._rules = by_parameter(self.rules)
+        self._rules = group_by_parameter(self.rules)
         self.copies = [
             rule for rule in self.family.copies(self.model_config) if rule.name in self._tensors
         ]
-        """Tensors of it that repeat others."""
+        """Rules of stored tensors that repeat others."""
         self._check_names()
         self._check_shapes()
         self._check_tied()
         self._check_copies()
 
     def dtype(self, parameter: str) -> torch.dtype:
-        """As stored; of the widest, where several tensors make one parameter."""
+        """Return the stored dtype; the widest one if several tensors make up the parameter."""
         dtypes = [DTYPES[self._tensors[rule.name].dtype] for rule in self._rules[parameter]]
         return reduce(torch.promote_types, dtypes)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Of one tensor, by their name; where that is dequantized, what it is then."""
-        return DTYPES[self._tensors[self._name(name)].dtype]
+        """Return the dtype of a tensor, after dequantization."""
+        return DTYPES[self._tensors[self._stored_name(name)].dtype]
 
     def stored_as(self, name: str) -> str:
-        """What the folder has it in: a dtype, which of a part that is not read may be any word
-        of a header, or how few bits are dequantized."""
-        stored = self.others.get(name) or self._tensors[self._name(name)]
+        """Return how a tensor is stored: its dtype, or its quantization; any header dtype for
+        tensors that are not read."""
+        stored = self.others.get(name) or self._tensors[self._stored_name(name)]
         if isinstance(stored, DequantizedTensor):
             return f"{stored.kind} dequantized"
         return show_dtype(READABLE[stored.dtype]) if stored.dtype in READABLE else stored.dtype
 
-    def _name(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         return name if name in self._tensors else name.removeprefix(self.family.prefix)
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of one of our parameters, on the host: a view of the file, where one tensor has it
-        all."""
+        """Return a box of a parameter on the host; a view of the file if it is inside one
+        tensor."""
         parts = [rule for rule in self._rules[parameter] if intersect(rule.box, box)]
         if len(parts) == 1 and intersect(parts[0].box, box) == box:
             return self._stored_box(parts[0], box).to(dtype)
@@ -317,50 +315,55 @@ class HuggingFaceFolder:
         return values
 
     def fill(self, entries: Sequence[CheckpointEntry]) -> None:
-        """Fill the tensors of `entries`, reading only their boxes, a piece at a time; rows that the
-        folder lacks become what `new_rows` says.
+        """Load the boxes of `entries`, a piece at a time; rows that the folder does not have are
+        set by `new_rows`.
 
         Raises:
-            CheckpointError: a parameter that the folder lacks, or of another shape.
+            CheckpointError: the folder lacks a parameter, or has it in another shape.
         """
-        self._check_wanted([entry.shard for entry in entries])
+        self._check_requested_shards([entry.shard for entry in entries])
         for entry in entries:
             wide = max(entry.tensor.element_size(), self.dtype(entry.shard.name).itemsize)
             for piece in pieces(entry, max_numel=PIECE_NBYTES // wide):
                 self._fill_piece(entry.shard.name, piece)
 
     def _fill_piece(self, parameter: str, piece: TensorPiece) -> None:
-        left = numel(piece.box)
+        num_unfilled = numel(piece.box)
         parts = [
-            (rule, both)
+            (rule, overlap)
             for rule in self._rules[parameter]
-            if (both := intersect(rule.box, piece.box))
+            if (overlap := intersect(rule.box, piece.box))
         ]
-        left -= sum(numel(part) for _, part in parts)
-        if left:
+        num_unfilled -= sum(numel(part) for _, part in parts)
+        if num_unfilled:
             piece.values.zero_()
-            if self.new_rows == "mean" and parameter in PADDED:
+            if self.new_rows == "mean" and parameter in PADDABLE_TABLES:
                 self._fill_new_rows(parameter, piece)
         for rule, part in parts:
             inner_view(piece, part).copy_(self._stored_box(rule, part))
 
-    def added_rows(self, shards: Sequence[Shard]) -> int:
-        """How many rows the tables among these have that the folder's have not."""
-        tables = [shard for shard in shards if shard.name in PADDED and shard.name in self._rules]
-        return sum(max(0, shard.shape[0] - extent(self._rules[shard.name])[0]) for shard in tables)
+    def count_new_rows(self, shards: Sequence[Shard]) -> int:
+        """Return how many rows the vocabulary tables of `shards` have beyond those of the
+        folder."""
+        tables = [
+            shard for shard in shards if shard.name in PADDABLE_TABLES and shard.name in self._rules
+        ]
+        return sum(
+            max(0, shard.shape[0] - unpadded_shape(self._rules[shard.name])[0]) for shard in tables
+        )
 
     def _fill_new_rows(self, parameter: str, piece: TensorPiece) -> None:
-        """Rows behind the folder's own are the mean of those."""
-        rows = extent(self._rules[parameter])[0]
+        """Set the rows beyond those of the folder to the mean of its rows."""
+        rows = unpadded_shape(self._rules[parameter])[0]
         (start, stop), *columns = piece.box
-        if parameter not in self._means:  # two threads may both count it: they find the same
+        if parameter not in self._means:  # two threads may both compute it, with the same result
             self._means[parameter] = self._mean_row(parameter)
         mean = self._means[parameter][tuple(slice(*column) for column in columns)]
         inner_view(piece, ((max(rows, start), stop), *columns)).copy_(mean)
 
     def _mean_row(self, parameter: str) -> Tensor:
-        """In float64, a piece at a time."""
-        rows, *features = extent(self._rules[parameter])
+        """Return the mean row of a table, accumulated in float64 a piece at a time."""
+        rows, *features = unpadded_shape(self._rules[parameter])
         total, step = (
             torch.zeros(features, dtype=torch.float64),
             max(1, PIECE_NBYTES // (8 * math.prod(features))),
@@ -371,115 +374,120 @@ class HuggingFaceFolder:
         return total / rows
 
     def _stored_box(self, rule: TensorRule, part: Box) -> Tensor:
-        """What a part of a rule's box is filled with, its dims in our order."""
-        region = region_of(rule, part)
+        """Return the values of a part of a rule's box, with the dims of the parameter."""
+        region = locate_box(rule, part)
         stored = self._read(rule.name, region.slices)
-        return in_our_order(rule, stored.reshape(region.view)[region.at])
+        return to_parameter_layout(rule, stored.reshape(region.view)[region.at])
 
     def _read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A box of one of their tensors."""
+        """Return a slice of a Hugging Face tensor."""
         info = self._tensors[name]
         return (
             info.read(part) if isinstance(info, DequantizedTensor) else read_box(name, info, part)
         )
 
-    def _check_wanted(self, shards: Sequence[Shard]) -> None:
+    def _check_requested_shards(self, shards: Sequence[Shard]) -> None:
         problems = []
         for shard in shards:
             if shard.name not in self._rules:
-                problems.append(f"{shard.name} is in this run and not in the folder")
+                problems.append(f"{shard.name} is in this run but not in the folder")
                 continue
-            theirs = extent(self._rules[shard.name])
-            padded = shard.name in PADDED and shard.shape[0] >= theirs[0]
-            if shard.shape != ((shard.shape[0], *theirs[1:]) if padded else theirs):
+            folder_shape = unpadded_shape(self._rules[shard.name])
+            is_padded = shard.name in PADDABLE_TABLES and shard.shape[0] >= folder_shape[0]
+            if shard.shape != ((shard.shape[0], *folder_shape[1:]) if is_padded else folder_shape):
                 problems.append(
-                    f"{shard.name} is {list(shard.shape)} in this run and {list(theirs)} in the "
+                    f"{shard.name} is {list(shard.shape)} in this run and {list(folder_shape)} "
+                    "in the "
                     "folder"
                 )
         if problems:
             lines = "\n".join(f"  {text}" for text in problems)
             raise CheckpointError(
-                f"{self.path} is another model:\n{lines}\nTo load it, set model.* to what "
-                f"{self.path / CONFIG} says."
+                f"{self.path} has a different model:\n{lines}\nTo load it, set model.* to the "
+                "values of "
+                f"{self.path / CONFIG}."
             )
 
     def _check_names(self) -> None:
-        wanted = {rule.name for rule in self.rules}
-        missing = sorted(wanted - self._tensors.keys())
+        expected = {rule.name for rule in self.rules}
+        missing_keys = sorted(expected - self._tensors.keys())
         ignored = {name for name in self._tensors if self.family.ignored.fullmatch(name)}
         ignored |= {rule.name for rule in self.copies}
-        surplus = sorted(self._tensors.keys() - wanted - ignored - {self.family.tied})
-        problems = [f"missing: {show_names(name_experts(missing))}"] if missing else []
+        unexpected_keys = sorted(self._tensors.keys() - expected - ignored - {self.family.tied})
+        problems = [f"missing: {show_names(name_experts(missing_keys))}"] if missing_keys else []
         problems += (
-            [f"not of a {self.family.architecture}: {show_names(surplus)}"] if surplus else []
+            [f"unexpected in {self.family.architecture}: {show_names(unexpected_keys)}"]
+            if unexpected_keys
+            else []
         )
-        if missing == [self.family.tied]:
+        if missing_keys == [self.family.tied]:
             problems = [
-                f"{missing[0]} is missing (set tie_word_embeddings to true if the embedding serves "
-                "as head)"
+                f"{missing_keys[0]} is missing (set tie_word_embeddings to true if the head "
+                "shares the "
+                "weight of the embedding)"
             ]
         if problems:
             raise CheckpointError(
-                f"{self.path}: its tensors are not those that its config.json describes; "
+                f"{self.path}: its tensors do not match its config.json; "
                 f"{'; '.join(problems)}. "
                 f"Copy the folder again, or use the config.json that came with the weights."
             )
 
     def _check_shapes(self) -> None:
-        found = [(rules[0], self._tensors[name]) for name, rules in by_tensor(self.rules).items()]
-        wrong = [
+        checked = [
+            (rules[0], self._tensors[name]) for name, rules in group_by_tensor(self.rules).items()
+        ]
+        problems = [
             f"{rule.name} is {list(info.shape)}, expected {list(rule.shape)}"
-            for rule, info in found
+            for rule, info in checked
             if info.shape != rule.shape
         ]
-        wrong += [
+        problems += [
             f"{rule.name} is stored as {info.dtype}, expected one of {', '.join(DTYPES)}"
-            for rule, info in found
+            for rule, info in checked
             if info.dtype not in DTYPES
         ]
-        if wrong:
-            more = f"; and {len(wrong) - 6} more" if len(wrong) > 6 else ""
+        if problems:
+            more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
             raise CheckpointError(
-                f"{self.path}: {'; '.join(wrong[:6])}{more}. "
+                f"{self.path}: {'; '.join(problems[:6])}{more}. "
                 f"Use the config.json that came with the weights."
             )
 
     def _check_tied(self) -> None:
-        """A tied model may store its head as well, as long as it is the embedding."""
+        """Check that the head tensor of a tied model, if it is stored, equals the embedding."""
         if self.family.tied not in self._tensors or not self.model_config.tied_embeddings:
             return
         table = self._rules["embed.weight"][0]
-        if not self._same(self.family.tied, table):
+        if not self._equals_table(self.family.tied, table):
             raise CheckpointError(
                 f"{self.path}: tie_word_embeddings=true, but {self.family.tied} differs from "
                 f"{table.name}. "
-                f"Set tie_word_embeddings to false in config.json if the head is one of its own."
+                f"Set tie_word_embeddings to false in config.json if the head has separate weights."
             )
 
     def _check_copies(self) -> None:
-        """What repeats a parameter must be it: there is one of each here."""
+        """Check that tensors that repeat a parameter are equal to it."""
         for copy in self.copies:
             assert copy.parameter is not None
             (first,) = self._rules[copy.parameter]
-            if not self._same(copy.name, first):
+            if not self._equals_table(copy.name, first):
                 raise CheckpointError(
-                    f"{self.path}: {copy.name} differs from {first.name}, and a model here has one "
-                    f"{copy.parameter} "
-                    f"for both. Remove {copy.name} from the folder to use {first.name} in its "
-                    "place."
+                    f"{self.path}: {copy.name} differs from {first.name}, but both are the "
+                    f"parameter {copy.parameter}. Remove {copy.name} from the folder to use "
+                    f"{first.name} for both."
                 )
 
-    def _same(self, name: str, table: TensorRule) -> bool:
-        """Whether a tensor of theirs is equal to another, a matrix, in numbers; read a piece at a
-        time."""
+    def _equals_table(self, name: str, table: TensorRule) -> bool:
+        """Return whether a tensor equals the matrix of `table`, compared a piece at a time."""
         info, rows = self._tensors[name], max(1, PIECE_NBYTES // (8 * table.shape[1]))
         if info.dtype not in DTYPES or info.shape != table.shape:
             return False
         return all(
             torch.equal(
                 *(
-                    self._read(one, (slice(start, start + rows), slice(None)))
-                    for one in (name, table.name)
+                    self._read(tensor_name, (slice(start, start + rows), slice(None)))
+                    for tensor_name in (name, table.name)
                 )
             )
             for start in range(0, table.shape[0], rows)
@@ -488,43 +496,45 @@ class HuggingFaceFolder:
 
 def _activation_names(raw: Mapping[str, Any], model: ModelConfig) -> dict[str, str]:  # Any: JSON
     """Return the fields of config.json that name the activation of `model`."""
-    named = {field: raw.get(field) for field in ACTIVATION_FIELDS}
+    names = {field: raw.get(field) for field in ACTIVATION_FIELDS}
     return {
         field: name
-        for field, name in named.items()
-        if isinstance(name, str) and _names(name, model)
+        for field, name in names.items()
+        if isinstance(name, str) and _is_activation_name(name, model)
     }
 
 
-def _names(name: str, model: ModelConfig) -> bool:
+def _is_activation_name(name: str, model: ModelConfig) -> bool:
     """Return whether `name` is a Hugging Face name of the model's activation."""
     return ACTIVATIONS.get(name) == model.activation
 
 
-def find_family(raw: Mapping[str, Any], path: Path) -> tuple[Family, Outer | None]:
-    """The family of a config.json, and what it is inside of, if anything.
+def find_family(raw: Mapping[str, Any], path: Path) -> tuple[Family, WrapperFamily | None]:
+    """Return the family of a config.json, and the multimodal wrapper if the config is of one.
 
     Raises:
         CheckpointError: its architecture is not supported.
     """
-    named = raw.get("architectures") or []
+    names = raw.get("architectures") or []
     for family in FAMILIES:
-        for kind in (family, family.outer):
-            if kind is not None and _is_of(raw, kind):
-                _refuse_other_code(raw, kind.architecture, path)
-                return family, family.outer if kind is family.outer else None
-    found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')}"
+        for architecture in (family, family.wrapper):
+            if architecture is not None and _has_architecture(raw, architecture):
+                _reject_custom_code(raw, architecture.architecture, path)
+                return family, family.wrapper if architecture is family.wrapper else None
+    shown = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')}"
     known = ", ".join(family.architecture for family in FAMILIES)
-    raise CheckpointError(f"{path}: the architecture {found} is not supported. Use one of {known}.")
+    raise CheckpointError(f"{path}: the architecture {shown} is not supported. Use one of {known}.")
 
 
-def _is_of(raw: Mapping[str, Any], kind: Family | Outer) -> bool:
-    named = raw.get("architectures") or []
-    return kind.architecture in named or (not named and raw.get("model_type") == kind.model_type)
+def _has_architecture(raw: Mapping[str, Any], architecture: Family | WrapperFamily) -> bool:
+    names = raw.get("architectures") or []
+    return architecture.architecture in names or (
+        not names and raw.get("model_type") == architecture.model_type
+    )
 
 
-def _inner_config(raw: Mapping[str, Any], outer: Outer, path: Path) -> dict[str, Any]:
-    """The config of the model inside, with what the outer one says for both.
+def _inner_config(raw: Mapping[str, Any], outer: WrapperFamily, path: Path) -> dict[str, Any]:
+    """Return the config of the text model, with the fields that the outer config shares.
 
     Raises:
         CheckpointError: there is none.
@@ -532,8 +542,8 @@ def _inner_config(raw: Mapping[str, Any], outer: Outer, path: Path) -> dict[str,
     inner = raw.get(outer.section)
     if not isinstance(inner, dict):
         raise CheckpointError(
-            f"{path / CONFIG}: {outer.section}={inner!r:.60}: expected the settings of a model of "
-            f"text. Use the config.json that came with the weights."
+            f"{path / CONFIG}: {outer.section}={inner!r:.60}: expected the config of a text "
+            f"model. Use the config.json that came with the weights."
         )
     shared = {
         name: raw[name]
@@ -545,51 +555,51 @@ def _inner_config(raw: Mapping[str, Any], outer: Outer, path: Path) -> dict[str,
     }
 
 
-def _refuse_other_code(raw: Mapping[str, Any], architecture: str, path: Path) -> None:
-    """Code that came with a folder is not run. Where its model has the name of one of transformers'
-    own, it is taken for an older copy of that, as those of Phi-3 and DeepSeek are; any other may
-    compute anything.
+def _reject_custom_code(raw: Mapping[str, Any], architecture: str, path: Path) -> None:
+    """Reject models that need custom code, which is not run.
+
+    auto_map that names a class of transformers is accepted as an older copy of that class (Phi-3,
+    DeepSeek).
 
     Raises:
-        CheckpointError: it is another.
+        CheckpointError: it names another class.
     """
-    named = raw.get("auto_map") or {}
-    model = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
+    auto_map = raw.get("auto_map") or {}
+    model = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else auto_map
     if model is not None and str(model).rsplit(".", 1)[-1] != architecture:
         raise CheckpointError(
-            f"{path / CONFIG}: auto_map={named!r:.120}: the model is computed by code of its own, "
-            "which is not run. "
-            "Use a folder that transformers reads without trust_remote_code; or remove auto_map, "
-            "if it computes what "
-            f"{architecture} does."
+            f"{path / CONFIG}: auto_map={auto_map!r:.120}: the model needs custom code, which is "
+            "not run. "
+            "Use a folder that transformers loads without trust_remote_code, or remove auto_map "
+            f"if the model is the same as {architecture}."
         )
 
 
-def family_for(config: ModelConfig) -> Family:
-    """The first family that has words for all of a model.
+def find_exporting_family(config: ModelConfig) -> Family:
+    """Return the first family that can express a model.
 
     Raises:
-        ConfigError: there is none; the text is that of the family which lacks the fewest.
+        ConfigError: there is none; the message is that of the family with the fewest unsupported
+            settings.
     """
-    refusals: list[ConfigError] = []
+    errors: list[ConfigError] = []
     for family in FAMILIES:
         try:
             family.write_config(config)
         except ConfigError as error:
-            refusals.append(error)
+            errors.append(error)
         else:
             return family
-    raise min(refusals, key=_number_lacking)
+    raise min(errors, key=_count_unexported_settings)
 
 
-def _number_lacking(refusal: ConfigError) -> float:
-    """How many settings a family has no words for; without end where the whole model is of another
-    kind."""
-    return len(refusal.settings) if isinstance(refusal, UnexportedFieldsError) else math.inf
+def _count_unexported_settings(error: ConfigError) -> float:
+    """Return how many settings a family cannot express; infinity if it is another kind of model."""
+    return len(error.settings) if isinstance(error, UnexportedFieldsError) else math.inf
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Read a JSON object from a file.
 
     Raises:
         CheckpointError: there is no such file, or it holds something else.
@@ -607,28 +617,29 @@ def read_json(file: Path) -> dict[str, Any]:
     return raw
 
 
-def _stored(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the folder, from the headers of its files."""
-    files = _weight_files(path)
-    found: dict[str, TensorInfo] = {}
+def _read_headers(path: Path) -> dict[str, TensorInfo]:
+    """Return every tensor of the folder, from the headers of its files."""
+    files = _list_weight_files(path)
+    tensors: dict[str, TensorInfo] = {}
     for file in files:
-        found |= read_header(file)
+        tensors |= read_header(file)
     if (path / INDEX).exists() and len(files) > 1:
         index = read_json(path / INDEX)["weight_map"]
-        lost = sorted(
+        missing_keys = sorted(
             name
             for name, file in index.items()
-            if name not in found or found[name].file.name != file
+            if name not in tensors or tensors[name].file.name != file
         )
-        if lost:
+        if missing_keys:
             raise CheckpointError(
-                f"{path}: {INDEX} promises {show_names(lost)}, which the files do not hold. "
+                f"{path}: {INDEX} lists {show_names(missing_keys)}, which the files do not "
+                "contain. "
                 f"Copy the folder again, or use another one."
             )
-    return found
+    return tensors
 
 
-def _weight_files(path: Path) -> list[Path]:
+def _list_weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS).exists():
         return [path / WEIGHTS]
     if (path / INDEX).exists():
@@ -641,21 +652,21 @@ def _weight_files(path: Path) -> list[Path]:
         ]
         missing = [] if outside else [name for name in names if not (path / name).exists()]
         if not names or outside or missing:
-            wrong = show_names(outside or missing) or "nothing"
-            what = (
-                "which the folder lacks" if missing and not outside else "not files of this folder"
-            )
+            shown = show_names(outside or missing) or "nothing"
+            reason = "which are missing" if missing and not outside else "not files of this folder"
             raise CheckpointError(
-                f"{path / INDEX} names {wrong}, {what}. Copy the folder again, or use another one."
+                f"{path / INDEX} names {shown}, {reason}. Copy the folder again, or use another "
+                "one."
             )
         return [path / name for name in names]
-    there = [
+    other_files = [
         name
         for name in storage.list_names(path)
         if re.search(r"\.(bin|pt|pth|safetensors|gguf)$", name)
     ]
     raise CheckpointError(
-        f"{path} has neither {WEIGHTS} nor {INDEX} (found: {show_names(there) or 'no weights'}). "
+        f"{path} has neither {WEIGHTS} nor {INDEX} (found: "
+        f"{show_names(other_files) or 'no weights'}). "
         "Use safetensors: "
         f"save_pretrained of transformers writes them."
     )
@@ -665,27 +676,29 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 Parts = Sequence[TensorRule]
-"""The rules of one tensor of theirs."""
+"""The rules of one Hugging Face tensor."""
 
 
 def plan_files(
     rules: Sequence[TensorRule], dtype_of: Callable[[Parts], torch.dtype], shard_nbytes: int
 ) -> list[list[tuple[Parts, Planned]]]:
-    """The tensors of each file, in order; a file is at most `shard_nbytes`, or one tensor."""
+    """Return the tensors of each file, in order; a file has at most `shard_nbytes`, or one
+    tensor."""
     files: list[list[tuple[Parts, Planned]]] = []
-    room = 0
-    for name, parts in by_tensor(rules).items():
+    remaining_nbytes = 0
+    for name, parts in group_by_tensor(rules).items():
         planned = Planned(name, dtype_of(parts), parts[0].shape)
-        if planned.nbytes > room or not files:
+        if planned.nbytes > remaining_nbytes or not files:
             files.append([])
-            room = shard_nbytes
+            remaining_nbytes = shard_nbytes
         files[-1].append((parts, planned))
-        room -= planned.nbytes
+        remaining_nbytes -= planned.nbytes
     return files
 
 
-def _is_bias_of_choice(part: TensorRule) -> bool:
-    """Whether it is kept wider than the model is said to be."""
+def _is_expert_bias(part: TensorRule) -> bool:
+    """Return whether the tensor is an expert bias, which is stored in a wider dtype than the
+    model."""
     return part.parameter is not None and part.parameter.endswith(BALANCING_BIAS)
 
 
@@ -704,26 +717,26 @@ def write_folder(
     workers: int = 1,
     attempt: Attempt | None = None,
 ) -> int:
-    """Write a folder that `from_pretrained` reads, if transformers has the family; returns its
-    bytes of weights. It appears whole or not at all.
+    """Write a folder that `from_pretrained` loads, if transformers has the family, and return its
+    bytes of weights.
 
-    `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the
-    model. `activation_names` replace other names of the same function in config.json (`gelu_new`).
-    `extra` goes into config.json (token ids), `auxiliary_files` are files beside it, by name;
-    `wrote` is told the bytes of each tensor, by any of the `workers`, threads that have a few of
-    the source's bytes in memory each. With an `attempt`, what an earlier one of the same kind left
-    is gone on with.
+    The folder appears complete or not at all. `dtype` unset keeps the dtype of each parameter;
+    `family` unset: the first that can express the model. `activation_names` replace equivalent
+    names in config.json (`gelu_new`), `extra` are additional fields (token ids), `auxiliary_files`
+    are further files by name. `wrote` is called with the bytes of each tensor, from any of the
+    `workers` threads, each of which holds a few tensors in memory. With an `attempt`, finished
+    parts of an interrupted conversion with the same settings are reused.
 
     Raises:
-        CheckpointError: the path exists, or the disk refused something.
-        ConfigError: the family has no words for the model.
+        CheckpointError: the path exists, or writing failed.
+        ConfigError: the family cannot express the model.
     """
-    family = family or family_for(config)
+    family = family or find_exporting_family(config)
     raw = family.write_config(config)
     names = {
         field: name
         for field, name in (activation_names or {}).items()
-        if field in raw and _names(name, config)
+        if field in raw and _is_activation_name(name, config)
     }
     raw |= names | dict.fromkeys(TOKEN_IDS) | dict(extra or {})
     rules = [*family.rules(config), *family.copies(config)]
@@ -731,23 +744,23 @@ def write_folder(
     def dtype_of(parts: Parts) -> torch.dtype:
         sources = [
             rule.parameter or "embed.weight" for rule in parts
-        ]  # zeros are stored like the rest
+        ]  # zeros have the dtype of the embedding
         return dtype_to_write(
             sources[0], reduce(torch.promote_types, map(weights.dtype, sources)), dtype
         )
 
     files = plan_files(rules, dtype_of, shard_nbytes)
-    of_model = [
-        one.dtype for file in files for (part, *_), one in file if not _is_bias_of_choice(part)
+    dtypes = [
+        planned.dtype for file in files for (part, *_), planned in file if not _is_expert_bias(part)
     ]
-    widest = max(of_model, key=lambda dtype: dtype.itemsize)
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     raw["dtype"] = raw["torch_dtype"] = str(widest).removeprefix("torch.")  # transformers 5, and 4
-    with work_on(path, attempt) as work:
+    with open_staging(path, attempt) as work:
         staging = work.folder / "folder"
         total = _write_weights(staging, files, weights, wrote, workers, work.journal)
         for name, contents in (auxiliary_files or {}).items():
             storage.write_new(staging / name, contents)
-        for name, document in {CONFIG: raw, GENERATION: _generation(raw)}.items():
+        for name, document in {CONFIG: raw, GENERATION: _make_generation_config(raw)}.items():
             if not (staging / name).exists():
                 storage.write_new(staging / name, (json.dumps(document, indent=2) + "\n").encode())
         storage.sync_folder(staging)
@@ -755,8 +768,8 @@ def write_folder(
     return total
 
 
-def require_room(folder: Path, nbytes: int) -> None:
-    """Refuse to begin what the disk under `folder` has no room for.
+def check_free_space(folder: Path, nbytes: int) -> None:
+    """Check that the disk of `folder` has enough free space.
 
     Raises:
         CheckpointError: it has less than `nbytes` free.
@@ -764,9 +777,8 @@ def require_room(folder: Path, nbytes: int) -> None:
     free = storage.free_nbytes(folder)
     if nbytes > free:
         raise CheckpointError(
-            f"{folder.parent} has {show_bytes(free)} free, and {show_bytes(nbytes)} are to be "
-            "written. Free some "
-            f"space, choose another target, or set --dtype to a smaller one."
+            f"{folder.parent} has {show_bytes(free)} free, but {show_bytes(nbytes)} are needed. "
+            "Free some space, choose another target, or set --dtype to a smaller dtype."
         )
 
 
@@ -778,7 +790,7 @@ def _write_weights(
     workers: int,
     journal: ConversionJournal,
 ) -> int:
-    """Every file of weights, and the index when there are several; returns the bytes of all
+    """Write all weight files, and the index if there are several; returns the bytes of all
     tensors."""
     names = (
         [WEIGHTS]
@@ -789,73 +801,77 @@ def _write_weights(
         name: [planned for _, planned in content]
         for name, content in zip(names, files, strict=True)
     }
-    begun = _begun_files(staging, plans)
+    allocated = _find_allocated_files(staging, plans)
     jobs: list[_Job] = []
     for name, content in zip(names, files, strict=True):
-        starts = begun.get(name) or allocate_file(staging / name, plans[name], METADATA)
-        for batch in batches(
-            list(zip(starts, content, strict=True)), lambda item: item[1][1].nbytes, BATCH_NBYTES
+        offsets = allocated.get(name) or allocate_file(staging / name, plans[name], METADATA)
+        for batch in split_by_nbytes(
+            list(zip(offsets, content, strict=True)), lambda item: item[1][1].nbytes, BATCH_NBYTES
         ):
-            tensors, known = [item for _, item in batch], f"{name}@{batch[0][0]}"
-            before = journal.found(known) if name in begun else None
-            jobs.append(_Job(staging / name, batch[0][0], tensors, known, before))
-    require_room(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
+            tensors, journal_key = [item for _, item in batch], f"{name}@{batch[0][0]}"
+            record = journal.found(journal_key) if name in allocated else None
+            jobs.append(_Job(staging / name, batch[0][0], tensors, journal_key, record))
+    check_free_space(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
     total = sum(
-        done_in_order([partial(_do, job, weights, wrote, journal) for job in jobs], workers)
+        run_in_order([partial(_write_job, job, weights, wrote, journal) for job in jobs], workers)
     )
     for name in names:
         storage.sync_written(staging / name)
     if len(files) > 1:
-        places = {
+        weight_map = {
             planned.name: name
             for name, content in zip(names, files, strict=True)
             for _, planned in content
         }
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         storage.write_new(staging / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return total
 
 
-def _begun_files(staging: Path, plans: Mapping[str, Sequence[Planned]]) -> dict[str, list[int]]:
-    """The files that an earlier attempt has made of these plans, and where their tensors begin;
-    others are removed."""
+def _find_allocated_files(
+    staging: Path, plans: Mapping[str, Sequence[Planned]]
+) -> dict[str, list[int]]:
+    """Return the files that an interrupted conversion allocated for these plans, with the offsets
+    of their tensors; other files are removed."""
     if not staging.exists():
         storage.make_folder(staging)
-    found = {name: allocated_file(staging / name, plan, METADATA) for name, plan in plans.items()}
-    begun = {name: starts for name, starts in found.items() if starts is not None}
+    offsets_of = {
+        name: allocated_file(staging / name, plan, METADATA) for name, plan in plans.items()
+    }
+    allocated = {name: offsets for name, offsets in offsets_of.items() if offsets is not None}
     for name in storage.list_names(staging):
-        if name not in begun:
+        if name not in allocated:
             storage.remove_file(staging / name)
-    return begun
+    return allocated
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Some neighbors in a file of weights, which are written at once."""
+    """Adjacent tensors of a weight file that are written at once."""
 
     file: Path
     start: int
     content: Sequence[tuple[Parts, Planned]]
     name: str
-    """In the journal."""
+    """Key in the journal."""
 
     before: Any | None  # JSON
-    """What is known of bytes that are there already."""
+    """Checksum of the bytes if they are already written."""
 
     @property
     def nbytes(self) -> int:
         return sum(planned.nbytes for _, planned in self.content)
 
 
-def _do(
+def _write_job(
     job: _Job, weights: Weights, wrote: Callable[[int], None], journal: ConversionJournal
 ) -> int:
-    """Write some tensors, unless they are there; returns their bytes."""
+    """Write the tensors of a job unless they are already written; returns their bytes."""
     if job.before is not None and job.before == part_checksum(job.file, job.start, job.nbytes):
         wrote(job.nbytes)
         return job.nbytes
     part = write_part(job.file, job.start, _read_tensors(job.content, weights, wrote))
-    # A hole would read as zeros, and nobody would know.
+    # A gap would silently read as zeros.
     assert part.stop == job.start + job.nbytes, (job.file.name, job.start, part.stop, job.nbytes)
     journal.add(job.name, part.checksum)
     return job.nbytes
@@ -868,41 +884,41 @@ def _shard_name(number: int, count: int) -> str:
 def _read_tensors(
     content: Sequence[tuple[Parts, Planned]], weights: Weights, wrote: Callable[[int], None]
 ) -> Iterator[Tensor]:
-    """Their values, in tensors one after the other."""
+    """Yield the values of the tensors in file order, in one or more pieces each."""
     for parts, planned in content:
         first = parts[0]
-        if first.parameter is not None and first.whole and first.in_order:
+        if first.parameter is not None and first.covers_tensor and first.keeps_order:
             for box in divide(first.box, PIECE_NBYTES // planned.dtype.itemsize):
                 yield weights.read(first.parameter, box, planned.dtype)
-        elif first.parameter is not None and first.whole:
-            yield in_their_order(first, weights.read(first.parameter, first.box, planned.dtype))
+        elif first.parameter is not None and first.covers_tensor:
+            yield to_tensor_layout(first, weights.read(first.parameter, first.box, planned.dtype))
         else:
-            yield _joined(parts, planned, weights)
+            yield _assemble_tensor(parts, planned, weights)
         wrote(planned.nbytes)
 
 
-def _joined(parts: Parts, planned: Planned, weights: Weights) -> Tensor:
-    """One tensor of theirs from the boxes of ours that it is made of."""
+def _assemble_tensor(parts: Parts, planned: Planned, weights: Weights) -> Tensor:
+    """Return a tensor assembled from the parameter boxes it consists of."""
     values = torch.zeros(planned.shape, dtype=planned.dtype)
     for rule in parts:
         if rule.parameter is not None:
-            place = values.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
-            place.copy_(
+            target = values.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
+            target.copy_(
                 laid_out(
-                    in_their_order(rule, weights.read(rule.parameter, rule.box, planned.dtype))
+                    to_tensor_layout(rule, weights.read(rule.parameter, rule.box, planned.dtype))
                 )
             )
     return values
 
 
-def _generation(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """generation_config.json: the token ids that start and end a text."""
+def _make_generation_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return generation_config.json with the token ids that begin and end a text."""
     ids = {name: raw[name] for name in TOKEN_IDS if raw.get(name) is not None}
     return {"_from_model_config": True, **ids}
 
 
 def list_auxiliary_files(folder: Path) -> dict[str, Path]:
-    """The files of a folder that go with its weights.
+    """Return the auxiliary files of a folder, by name.
 
     Raises:
         CheckpointError: one of them is a link that leads out of the folder.
@@ -912,14 +928,14 @@ def list_auxiliary_files(folder: Path) -> dict[str, Path]:
 
 
 def check_links(folder: Path, names: Iterable[str]) -> None:
-    """Reject symbolic links that lead out of a folder: behind them could be any file of this
+    """Reject symbolic links that lead out of a folder, where they could expose any file of the
     machine.
 
-    A snapshot in the cache of the Hugging Face hub consists of links into the `blobs` folder of its
-    repository, which stay allowed.
+    Snapshots in the cache of the Hugging Face hub consist of links into `blobs` of the repository,
+    which are allowed.
 
     Raises:
-        CheckpointError: one of `names` is a link that leads elsewhere.
+        CheckpointError: one of `names` is such a link.
     """
     root = Path(os.path.realpath(folder))
     allowed = [root]
@@ -931,6 +947,6 @@ def check_links(folder: Path, names: Iterable[str]) -> None:
             target.is_relative_to(place) for place in allowed
         ):
             raise CheckpointError(
-                f"{folder / name} is a link to {target}, outside of its folder, and such links are "
+                f"{folder / name} is a link to {target}, outside of its folder; such links are "
                 f"not followed. Replace it by a copy of the file, or remove it."
             )

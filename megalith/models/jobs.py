@@ -1,7 +1,6 @@
-"""Independent pieces of a conversion, done one after the other here or by several threads.
+"""Independent jobs of a conversion, run one after another or by several threads.
 
-Reading, casting, hashing and writing all leave the interpreter free, so threads do them at the same
-time.
+Reading, casting, hashing and writing release the GIL, so threads run them concurrently.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,26 +11,28 @@ Item = TypeVar("Item")
 Done = TypeVar("Done")
 
 
-def batches(items: Sequence[Item], nbytes: Callable[[Item], int], least: int) -> list[list[Item]]:
-    """The items in lists of at least so many bytes each, but for the last.
+def split_by_nbytes(
+    items: Sequence[Item], nbytes: Callable[[Item], int], least: int
+) -> list[list[Item]]:
+    """Split items into lists of at least `least` bytes each, except for the last.
 
-    >>> batches([3, 1, 4, 1, 5], lambda size: size, 4)
+    >>> split_by_nbytes([3, 1, 4, 1, 5], lambda size: size, 4)
     [[3, 1], [4], [1, 5]]
     """
-    found: list[list[Item]] = []
-    room = 0
+    lists: list[list[Item]] = []
+    remaining = 0
     for item in items:
-        if room <= 0:
-            found.append([])
-            room = least
-        found[-1].append(item)
-        room -= nbytes(item)
-    return found
+        if remaining <= 0:
+            lists.append([])
+            remaining = least
+        lists[-1].append(item)
+        remaining -= nbytes(item)
+    return lists
 
 
-def done_in_order(jobs: Sequence[Callable[[], Done]], workers: int) -> Iterator[Done]:
-    """What every job gives, in order. After an error, or when interrupted, those that have not
-    begun never do."""
+def run_in_order(jobs: Sequence[Callable[[], Done]], workers: int) -> Iterator[Done]:
+    """Yield the results of the jobs in order. After an error or an interrupt, pending jobs are
+    canceled."""
     if workers == 1 or len(jobs) == 1:
         for job in jobs:
             yield job()

@@ -1,5 +1,5 @@
-"""What a conversion has written so far, one line for each piece, so that the next one goes on where
-it was killed."""
+"""Journal of a conversion: a line for each finished piece, from which an interrupted conversion is
+resumed."""
 
 import json
 import threading
@@ -13,54 +13,52 @@ from megalith import storage
 NAME = "journal.jsonl"
 
 Recipe = Mapping[str, str]
-"""What decides every byte of a conversion: its source and its settings, each under a name for
-people."""
+"""What determines every byte of a conversion, by readable names: its source and its settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A conversion that may be the second one of its kind."""
+    """How a conversion treats the work of an interrupted one with the same recipe."""
 
     recipe: Recipe
     restart: bool = False
-    """Begin anew whatever an earlier one left."""
+    """Discard the work of an interrupted conversion."""
 
     take_over: bool = False
-    """Go on also with what a conversion left that another machine may still be at work at."""
+    """Also resume a conversion that may still be running on another machine."""
 
     keep: bool = False
-    """Leave what is whole to the next one if this one ends early; what was there before is left in
-    any case."""
+    """Keep finished pieces if this conversion fails; resumed ones are always kept."""
 
 
 class ConversionJournal:
-    """The pieces that are whole, by name. Threads may add some at the same time."""
+    """The finished pieces of a conversion, by name. Thread-safe."""
 
     def __init__(
         self, path: Path | None, done: Mapping[str, Any] | None = None
     ) -> None:  # Any: JSON
-        """`path` unset: nothing is written down."""
+        """`path` unset: no file is written."""
         self._path, self._done, self._lock = path, dict(done or {}), threading.Lock()
 
     def __len__(self) -> int:
         return len(self._done)
 
-    def moved_to(self, folder: Path) -> "ConversionJournal":
-        """The same, in a folder that was renamed; a line that was cut short is ended, and nobody's
-        then."""
+    def reopen(self, folder: Path) -> "ConversionJournal":
+        """Return the journal in a renamed folder; a truncated last line is terminated and
+        ignored."""
         if storage.read_bytes(folder / NAME)[-1:] != b"\n":
             storage.append_line(folder / NAME, b"")
         return ConversionJournal(folder / NAME, self._done)
 
     def found(self, name: str) -> Any | None:  # JSON
-        """What was written down of a piece."""
+        """Return the record of a piece."""
         return self._done.get(name)
 
     def add(self, name: str, record: Any) -> None:  # JSON
-        """Write down that a piece is whole.
+        """Record that a piece is finished.
 
         Raises:
-            OSError: the disk refused.
+            OSError: writing failed.
         """
         with self._lock:
             if self._path is not None:
@@ -71,14 +69,14 @@ class ConversionJournal:
 
 
 def begin_journal(folder: Path, recipe: Recipe) -> ConversionJournal:
-    """An empty one in a new folder."""
+    """Create an empty journal in a new folder."""
     storage.append_line(folder / NAME, json.dumps(dict(recipe)).encode())
     return ConversionJournal(folder / NAME)
 
 
 def read_journal(folder: Path) -> tuple[Recipe, ConversionJournal] | None:
-    """The one that a conversion left, as far as its lines are whole; None: it left none that can be
-    read."""
+    """Read the complete lines of the journal of an interrupted conversion; None: there is no
+    readable one."""
     try:
         first, *lines = storage.read_bytes(folder / NAME).split(b"\n")
         recipe = storage.parse_json(first)
@@ -87,9 +85,7 @@ def read_journal(folder: Path) -> tuple[Recipe, ConversionJournal] | None:
     if not isinstance(recipe, dict):
         return None
     done = {}
-    for line in lines[
-        :-1
-    ]:  # after the last end of a line there is nothing, or a line that was cut short
+    for line in lines[:-1]:  # the last element is empty or a truncated line
         try:
             name, record = storage.parse_json(line)
         except (ValueError, TypeError):
@@ -100,11 +96,11 @@ def read_journal(folder: Path) -> tuple[Recipe, ConversionJournal] | None:
     )
 
 
-def changed(before: Recipe, now: Recipe) -> list[str]:
-    """How two conversions differ, a line each."""
+def describe_changes(before: Recipe, now: Recipe) -> list[str]:
+    """Return how two recipes differ, a line each."""
     names = dict.fromkeys((*now, *before))
     return [
-        f"{name}: {before.get(name, 'nothing')} then, {now.get(name, 'nothing')} now"
+        f"{name}: {before.get(name, 'nothing')} before, {now.get(name, 'nothing')} now"
         for name in names
         if before.get(name) != now.get(name)
     ]

@@ -1,5 +1,4 @@
-"""Llama 1 to 3, and SmolLM, as Hugging Face knows them: config.json and tensors, in both
-directions.
+"""Hugging Face format of Llama 1 to 3 and SmolLM: config.json and tensors.
 
 Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024, arXiv:2407.21783.
 """
@@ -15,41 +14,41 @@ from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
     check_all_fields_exported,
+    check_head_sizes,
     common_rules,
     read_common_fields,
-    whole_heads,
     write_common_fields,
 )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    mlp_bias = fields.flag("mlp_bias")
-    fields.finish()
+    mlp_bias = fields.read_flag("mlp_bias")
+    fields.raise_problems()
     return ModelConfig(**common_fields, rope=rope, mlp_bias=mlp_bias)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Llama of theirs.
+        ConfigError: the model cannot be expressed as Llama.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     raw = {**write_common_fields(config, LLAMA), "mlp_bias": config.mlp_bias}
     return check_all_fields_exported(raw, config, read_config, LLAMA)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of a Llama of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config)
 
 

@@ -1,4 +1,4 @@
-"""Mistral as Hugging Face knows it: Llama with a sliding window in every layer.
+"""Hugging Face format of Mistral: Llama with a sliding window in every layer.
 
 Source: Jiang et al. 2023, arXiv:2310.06825.
 """
@@ -17,33 +17,33 @@ from megalith.models.usual import (
     check_all_fields_exported,
     common_rules,
     read_common_fields,
-    windowed,
+    window_arguments,
     write_common_fields,
 )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, switch=False, max_seq_len=131_072, kv_heads=8)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
-    fields.finish()
+    window = fields.read_optional_int("sliding_window") if "sliding_window" in raw else 4096
+    fields.raise_problems()
     return ModelConfig(
-        **common_fields, rope=rope, attention=AttentionConfig(**windowed(window, (True,)))
+        **common_fields, rope=rope, attention=AttentionConfig(**window_arguments(window, (True,)))
     )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Mistral of theirs.
+        ConfigError: the model cannot be expressed as Mistral.
     """
     raw = {
         **write_common_fields(config, MISTRAL, switch=False),
@@ -53,7 +53,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config)
 
 

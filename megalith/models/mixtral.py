@@ -1,4 +1,4 @@
-"""Mixtral as Hugging Face knows it: Mistral with a mixture of experts in every layer.
+"""Hugging Face format of Mixtral: Mistral with a mixture of experts in every layer.
 
 Source: Jiang et al. 2024, arXiv:2401.04088.
 """
@@ -9,66 +9,68 @@ from typing import Any
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
-from megalith.models.experts import Words, experts_of, read_balance, write_balance
+from megalith.models.experts import ExpertNames, read_aux_loss, require_moe, write_aux_loss
 from megalith.models.fields import Fields
 from megalith.models.names import Family
 from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
+    build_moe_family_rules,
     check_all_fields_exported,
     read_common_fields,
-    rules_with_experts,
-    windowed,
+    window_arguments,
     write_common_fields,
 )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(
         fields, switch=False, max_seq_len=131_072, norm_eps=1e-5, kv_heads=8
     )
     rope = read_rope(fields, max_position=common_fields["max_seq_len"], theta=1_000_000.0)
-    window = windowed(fields.whole_or_none("sliding_window"), (True,))
-    chosen = fields.whole("num_experts_per_tok", 2)
+    window = window_arguments(fields.read_optional_int("sliding_window"), (True,))
+    chosen = fields.read_int("num_experts_per_tok", 2)
     moe = MoEConfig(
-        num_experts=fields.whole("num_local_experts", 8),
+        num_experts=fields.read_int("num_local_experts", 8),
         top_k=chosen,
         ffn_hidden_size=common_fields["ffn_hidden_size"],
-        aux_loss=read_balance(fields, top_k=chosen, layers=common_fields["num_layers"]),
+        aux_loss=read_aux_loss(fields, top_k=chosen, layers=common_fields["num_layers"]),
     )
-    fields.ignore("router_jitter_noise")  # theirs is on what experts read, too
-    fields.finish()
+    fields.ignore(
+        "router_jitter_noise"
+    )  # in transformers it also applies to the input of the experts
+    fields.raise_problems()
     return ModelConfig(**common_fields, rope=rope, attention=AttentionConfig(**window), moe=moe)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Mixtral of theirs.
+        ConfigError: the model cannot be expressed as Mixtral.
     """
-    moe = experts_of(config, MIXTRAL.architecture)
+    moe = require_moe(config, MIXTRAL.architecture)
     raw = {
         **write_common_fields(config, MIXTRAL, switch=False),
         "intermediate_size": moe.ffn_hidden_size,
         "sliding_window": config.attention.window,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
-        **write_balance(config, moe),
+        **write_aux_loss(config, moe),
     }
     return check_all_fields_exported(raw, config, read_config, MIXTRAL)
 
 
-rules, joined = rules_with_experts(
-    Words(block="block_sparse_moe", gate="w1", up="w3", down="w2"), all_biases=False
+rules, fused_rules = build_moe_family_rules(
+    ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"), all_biases=False
 )
 
 MIXTRAL = Family(
@@ -77,7 +79,7 @@ MIXTRAL = Family(
     read_config=read_config,
     write_config=write_config,
     rules=rules,
-    joined=joined,
+    fused_rules=fused_rules,
     ignored=ROTARY_BUFFERS,
     tied=HEAD,
 )

@@ -1,7 +1,7 @@
-"""How another library's tensors map to ours: a part of each, seen with other dims, is a box of one
-of our parameters.
+"""Rules that map Hugging Face tensors to parameters: a part of a tensor, seen with other dims, is a
+box of a parameter.
 
-The map is a list of values, so that reading, writing, dry runs and tests all follow the same rules.
+The rules are plain values, which reading, writing, dry runs and tests share.
 """
 
 import math
@@ -17,156 +17,160 @@ from megalith.config.model import ModelConfig
 from megalith.plan.shards import Box
 
 BALANCING_BIAS = ".balancing_bias"
-"""How parameters end that steps move by a thousandth: beyond a quarter bf16 has no such steps, so
-they stay wide."""
+"""Suffix of expert biases, which change by 0.001 per step: above 0.25 bf16 cannot represent such a
+step, so they are stored in fp32."""
 
 BALANCING_OFFSET = ".balancing_offset"
-"""How parameters end that are taken off logits before experts are chosen: narrowed, others would be
-chosen."""
+"""Suffix of offsets subtracted from router logits: in a narrower dtype other experts would be
+selected."""
 
 
-def dtype_to_write(parameter: str, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """What a parameter of ours is written in, in folders of theirs and of ours; `asked` unset: as
-    it is stored."""
-    if asked is None:
+def dtype_to_write(
+    parameter: str, stored: torch.dtype, requested: torch.dtype | None
+) -> torch.dtype:
+    """Return the dtype in which a parameter is written; `requested` unset: the dtype in which it is
+    stored."""
+    if requested is None:
         return stored
     return (
-        torch.promote_types(asked, stored)
+        torch.promote_types(requested, stored)
         if parameter.endswith((BALANCING_BIAS, BALANCING_OFFSET))
-        else asked
+        else requested
     )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRule:
-    """A part of one tensor of theirs: `theirs.view(view)[at]`, its dims in our order, is `box` of
-    our parameter."""
+    """A part of one Hugging Face tensor: `tensor.view(view)[at]`, with its dims reordered, is `box`
+    of a parameter."""
 
     name: str
-    """Theirs."""
+    """Name of the Hugging Face tensor."""
 
     shape: tuple[int, ...]
-    """Theirs, as stored."""
+    """Shape of the Hugging Face tensor as stored."""
 
     parameter: str | None
-    """Our name; None: it is zero, because their model has a bias where ours has none."""
+    """Name of the parameter; None: the tensor is zero, a bias that this model does not have."""
 
     box: Box
-    """The part of our parameter; for zeros, its own extent."""
+    """The part of the parameter; for zeros, the extent of the part itself."""
 
     view: tuple[int, ...]
-    """Their tensor with each of its dims as one or several."""
+    """Shape of the tensor with some of its dims split."""
 
     at: Box
-    """The part of the view; other rules have the rest, if there is any."""
+    """The part of the view; other rules cover the rest."""
 
     dims: tuple[int | None, ...]
-    """For each of our dims, which dim of the view it is; None: one of length 1 that they lack."""
+    """Dim of the view for each dim of the parameter; None: a dim of size 1 that the tensor does not
+    have."""
 
     @property
-    def whole(self) -> bool:
-        """Whether it is the only rule of its tensor."""
+    def covers_tensor(self) -> bool:
+        """Whether the rule covers the whole tensor."""
         return self.at == tuple((0, size) for size in self.view)
 
     @property
-    def in_order(self) -> bool:
-        """Whether the elements of the view come in the order of those of our box."""
+    def keeps_order(self) -> bool:
+        """Whether the elements of the view have the same order as those of the box."""
         return [dim for dim in self.dims if dim is not None] == list(range(len(self.view)))
 
 
-def no_copies(config: ModelConfig) -> list[TensorRule]:
-    """Nothing is stored twice."""
+def no_copied_tensors(config: ModelConfig) -> list[TensorRule]:
+    """Return no rules: the family stores no parameter twice."""
     return []
 
 
-def as_promised(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """A config that holds whatever the tensors are called."""
+def keep_config(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """Return the config unchanged: it does not depend on the names of the tensors."""
     return config
 
 
 @dataclass(frozen=True, slots=True)
-class Outer:
-    """An architecture of theirs that has one of text inside, and more beside it that is not read
-    here."""
+class WrapperFamily:
+    """A multimodal architecture that contains a supported text model; its other parts are not
+    read."""
 
     architecture: str
-    """As config.json names it."""
+    """Name in `architectures` of config.json."""
 
     model_type: str
-    """The same in configs that name no architecture."""
+    """model_type, used for configs without `architectures`."""
 
     section: str
-    """Of config.json, where the inner model's is."""
+    """Field of config.json that contains the config of the text model."""
 
     prefix: str
-    """What begins the names of the inner model's tensors."""
+    """Prefix of the tensor names of the text model."""
 
     others: re.Pattern[str]
-    """Names of all other tensors, which are left where they are."""
+    """Names of the tensors that are not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture of theirs, and all that differs from the others."""
+    """A Hugging Face architecture: how its config and tensors are read and written."""
 
     architecture: str
-    """As config.json names it."""
+    """Name in `architectures` of config.json."""
 
     model_type: str
-    """The same in configs that name no architecture."""
+    """model_type, used for configs without `architectures`."""
 
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
-    """Contents of config.json -> ours; raises ConfigError with every field that cannot be kept."""
+    """Return the ModelConfig of a config.json; raises ConfigError with every unsupported field."""
 
     write_config: Callable[[ModelConfig], dict[str, Any]]
-    """Ours -> config.json; raises ConfigError with every field that it has no words for."""
+    """Return the config.json of a ModelConfig; raises ConfigError with every setting that cannot be
+    expressed."""
 
     rules: Callable[[ModelConfig], list[TensorRule]]
-    """All tensors of the architecture, in the order of the forward pass."""
+    """Return the rules of all tensors, in the order of the forward pass."""
 
     ignored: re.Pattern[str]
-    """Tensors of old files that hold nothing to keep."""
+    """Tensors without parameters in old files."""
 
     tied: str
-    """The tensor that a model with tied embeddings may have or leave out."""
+    """The head tensor, which files of models with tied embeddings may contain or omit."""
 
     prefix: str = ""
-    """What begins the names of most tensors, and is missing in some files."""
+    """Prefix of most tensor names, which some files omit."""
 
-    copies: Callable[[ModelConfig], list[TensorRule]] = no_copies
-    """Tensors that repeat a whole parameter; a folder may lack them, ours have them."""
+    copies: Callable[[ModelConfig], list[TensorRule]] = no_copied_tensors
+    """Return the rules of tensors that repeat a parameter: optional when reading, always
+    written."""
 
-    joined: Callable[[ModelConfig], list[TensorRule]] | None = None
-    """The same where a layer's experts share tensors, as in the memory of transformers 5; unset:
-    there are no experts, or no other way."""
+    fused_rules: Callable[[ModelConfig], list[TensorRule]] | None = None
+    """Return the rules for fused expert tensors, as in transformers 5; None: no experts, or no such
+    format."""
 
     in_transformers: bool = True
-    """Whether `from_pretrained` reads what is written without code of the model's own."""
+    """Whether `from_pretrained` loads exported folders without custom code."""
 
-    outer: Outer | None = None
-    """An architecture whose folders may be read as this one; it is never written."""
+    wrapper: WrapperFamily | None = None
+    """A multimodal architecture whose folders can be read as this one; never written."""
 
-    settle: Callable[[ModelConfig, Collection[str]], ModelConfig] = as_promised
-    """What the names of a folder's tensors decide, because its config.json may promise what is not
-    there."""
+    adjust_config: Callable[[ModelConfig, Collection[str]], ModelConfig] = keep_config
+    """Correct a config by the tensors that the folder contains."""
 
 
-class Region(NamedTuple):
-    """Where a box of ours is in a tensor of theirs: `theirs[slices].view(view)[at]`, and then its
-    dims in our order."""
+class TensorSlice(NamedTuple):
+    """Location of a box in a Hugging Face tensor: `tensor[slices].view(view)[at]`, with its dims
+    reordered."""
 
     slices: tuple[slice, ...]
-    """One run of each of their dims."""
+    """A slice of each dim of the tensor."""
 
     view: tuple[int, ...]
     at: tuple[slice, ...]
 
 
-def region_of(rule: TensorRule, part: Box) -> Region:
-    """Where `part`, which lies inside the rule's box, is in their tensor.
+def locate_box(rule: TensorRule, part: Box) -> TensorSlice:
+    """Return the location of `part`, a box inside the box of the rule, in the tensor.
 
     >>> keys = rule("k", "kv", (2, 3, 4), shape=(6, 4), part=0)
-    >>> region_of(keys, ((0, 1), (1, 2), (0, 3), (2, 4))).slices
+    >>> locate_box(keys, ((0, 1), (1, 2), (0, 3), (2, 4))).slices
     (slice(3, 6, None), slice(2, 4, None))
     """
     spans = list(rule.at)
@@ -176,15 +180,15 @@ def region_of(rule: TensorRule, part: Box) -> Region:
             spans[dim] = (first, first + stop - start)
     groups = [_run(rule.view[dims], spans[dims]) for dims in _groups(rule)]
     view = tuple(size for _, sizes, _ in groups for size in sizes)
-    return Region(
-        tuple(run for run, _, _ in groups),
+    return TensorSlice(
+        tuple(hf_slice for hf_slice, _, _ in groups),
         view,
         tuple(span for _, _, inner in groups for span in inner),
     )
 
 
 def _groups(rule: TensorRule) -> list[slice]:
-    """The dims of the view that make up each of their dims."""
+    """Return the dims of the view that each dim of the tensor consists of."""
     groups, start = [], 0
     for size in rule.shape:
         stop, length = start, 1
@@ -201,79 +205,90 @@ def _groups(rule: TensorRule) -> list[slice]:
 def _run(
     sizes: Sequence[int], spans: Sequence[tuple[int, int]]
 ) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
-    """The shortest run of one dim of theirs that has the spans of the dims it is made of; its dims;
-    the spans in it."""
-    outer = next((i for i, (start, stop) in enumerate(spans) if stop - start > 1), len(spans) - 1)
-    first = sum(
-        start * math.prod(sizes[i + 1 :]) for i, (start, _) in enumerate(spans[: outer + 1])
+    """Return the shortest slice of one tensor dim that contains the spans of its view dims, its
+    view, and the spans in that view."""
+    outer_dim = next(
+        (i for i, (start, stop) in enumerate(spans) if stop - start > 1), len(spans) - 1
     )
-    count, inner = spans[outer][1] - spans[outer][0], math.prod(sizes[outer + 1 :])
-    view = (*[1] * outer, count, *sizes[outer + 1 :])
+    first = sum(
+        start * math.prod(sizes[i + 1 :]) for i, (start, _) in enumerate(spans[: outer_dim + 1])
+    )
+    count, inner_size = spans[outer_dim][1] - spans[outer_dim][0], math.prod(sizes[outer_dim + 1 :])
+    view = (*[1] * outer_dim, count, *sizes[outer_dim + 1 :])
     return (
-        slice(first, first + count * inner),
+        slice(first, first + count * inner_size),
         view,
         (
-            *[slice(0, 1)] * outer,
+            *[slice(0, 1)] * outer_dim,
             slice(0, count),
-            *(slice(start, stop) for start, stop in spans[outer + 1 :]),
+            *(slice(start, stop) for start, stop in spans[outer_dim + 1 :]),
         ),
     )
 
 
-def in_our_order(rule: TensorRule, values: Tensor) -> Tensor:
-    """A part of the rule's view, dim by dim, with the dims of our parameter: a view of it."""
-    kept = [dim for dim in rule.dims if dim is not None]
-    dropped = [dim for dim in range(len(rule.view)) if dim not in kept]
-    values = values.permute(*kept, *dropped).flatten(len(kept)) if dropped else values.permute(kept)
-    values = values.squeeze(-1) if dropped else values
-    for dim, theirs in enumerate(rule.dims):
-        values = values.unsqueeze(dim) if theirs is None else values
+def to_parameter_layout(rule: TensorRule, values: Tensor) -> Tensor:
+    """Return a view of a part of the tensor (dims of the rule's view) with the dims of the
+    parameter."""
+    kept_dims = [dim for dim in rule.dims if dim is not None]
+    dropped_dims = [dim for dim in range(len(rule.view)) if dim not in kept_dims]
+    values = (
+        values.permute(*kept_dims, *dropped_dims).flatten(len(kept_dims))
+        if dropped_dims
+        else values.permute(kept_dims)
+    )
+    values = values.squeeze(-1) if dropped_dims else values
+    for dim, view_dim in enumerate(rule.dims):
+        values = values.unsqueeze(dim) if view_dim is None else values
     return values
 
 
-def in_their_order(rule: TensorRule, values: Tensor) -> Tensor:
-    """A part of our parameter, dim by dim, with the dims of the rule's view: a view of it."""
-    kept = [dim for dim in rule.dims if dim is not None]
-    squeezed = values.squeeze([dim for dim, theirs in enumerate(rule.dims) if theirs is None])
-    found = squeezed.permute(sorted(range(len(kept)), key=kept.__getitem__))
-    for dim in sorted(set(range(len(rule.view))) - set(kept)):
-        found = found.unsqueeze(dim)
-    return found
+def to_tensor_layout(rule: TensorRule, values: Tensor) -> Tensor:
+    """Return a view of a part of the parameter with the dims of the rule's view."""
+    kept_dims = [dim for dim in rule.dims if dim is not None]
+    squeezed = values.squeeze([dim for dim, view_dim in enumerate(rule.dims) if view_dim is None])
+    result = squeezed.permute(sorted(range(len(kept_dims)), key=kept_dims.__getitem__))
+    for dim in sorted(set(range(len(rule.view))) - set(kept_dims)):
+        result = result.unsqueeze(dim)
+    return result
 
 
-def by_tensor(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
-    """The rules of each tensor of theirs."""
-    found: dict[str, list[TensorRule]] = {}
-    for one in rules:
-        found.setdefault(one.name, []).append(one)
-    return found
+def group_by_tensor(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
+    """Group rules by tensor."""
+    by_name: dict[str, list[TensorRule]] = {}
+    for rule in rules:
+        by_name.setdefault(rule.name, []).append(rule)
+    return by_name
 
 
-def by_parameter(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
-    """The rules of each parameter of ours."""
-    found: dict[str, list[TensorRule]] = {}
+def group_by_parameter(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
+    """Group rules by parameter."""
+    by_name: dict[str, list[TensorRule]] = {}
     for rule in rules:
         if rule.parameter is not None:
-            found.setdefault(rule.parameter, []).append(rule)
-    return found
+            by_name.setdefault(rule.parameter, []).append(rule)
+    return by_name
 
 
-def rules_of(family: Family, config: ModelConfig, names: Collection[str]) -> list[TensorRule]:
-    """The rules of a folder that has tensors of these names."""
-    if family.joined is not None and any(name.endswith(".experts.gate_up_proj") for name in names):
-        return family.joined(config)
+def select_rules(family: Family, config: ModelConfig, names: Collection[str]) -> list[TensorRule]:
+    """Return the rules of a folder, which depend on whether its expert tensors are fused."""
+    if family.fused_rules is not None and any(
+        name.endswith(".experts.gate_up_proj") for name in names
+    ):
+        return family.fused_rules(config)
     return family.rules(config)
 
 
-def as_stored(rules: Sequence[TensorRule], prefix: str, names: Collection[str]) -> list[TensorRule]:
-    """The rules, without the prefix where none of a folder's names has it."""
+def strip_missing_prefix(
+    rules: Sequence[TensorRule], prefix: str, names: Collection[str]
+) -> list[TensorRule]:
+    """Return the rules, without the prefix if none of the tensor names has it."""
     if not prefix or any(name.startswith(prefix) for name in names):
         return list(rules)
-    return [replace(one, name=one.name.removeprefix(prefix)) for one in rules]
+    return [replace(rule, name=rule.name.removeprefix(prefix)) for rule in rules]
 
 
-def extent(rules: Sequence[TensorRule]) -> tuple[int, ...]:
-    """Shape of a parameter of ours as far as their tensors fill it: without padded rows."""
+def unpadded_shape(rules: Sequence[TensorRule]) -> tuple[int, ...]:
+    """Return the shape of a parameter that the tensors fill: without padded rows."""
     return tuple(
         max(stop for _, stop in spans) for spans in zip(*(rule.box for rule in rules), strict=True)
     )
@@ -287,8 +302,8 @@ def rule(
     shape: Sequence[int],
     part: int | None = None,
 ) -> TensorRule:
-    """A rule for a whole tensor of theirs: a parameter of `lengths`, or its `part`th slice along
-    one more first dim."""
+    """Return the rule of a whole tensor: a parameter of shape `lengths`, or slice `part` of its
+    additional first dim."""
     assert math.prod(shape) == math.prod(lengths), name
     if part is None:
         return piece(
@@ -308,8 +323,9 @@ def piece(
     at: Box | None = None,
     dims: Sequence[int | None] | None = None,
 ) -> TensorRule:
-    """A rule for a part of a tensor of theirs; unset: all of it, its dims in the order of ours."""
-    found = TensorRule(
+    """Return the rule of a part of a tensor; `at` unset: the whole view, `dims` unset: the same
+    order of dims."""
+    result = TensorRule(
         name,
         tuple(shape),
         parameter,
@@ -318,7 +334,7 @@ def piece(
         at or tuple((0, size) for size in view),
         tuple(range(len(box))) if dims is None else tuple(dims),
     )
-    for dim, (start, stop) in zip(found.dims, found.box, strict=True):
-        theirs = (0, 1) if dim is None else found.at[dim]
-        assert theirs[1] - theirs[0] == stop - start, found
-    return found
+    for dim, (start, stop) in zip(result.dims, result.box, strict=True):
+        span = (0, 1) if dim is None else result.at[dim]
+        assert span[1] - span[0] == stop - start, result
+    return result

@@ -1,5 +1,4 @@
-"""GPT-NeoX and Pythia as Hugging Face knows them: config.json and tensors, each head's q, k and v
-in one matrix.
+"""Hugging Face format of GPT-NeoX and Pythia: q, k and v of each head are fused in one matrix.
 
 Source: Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373.
 """
@@ -10,25 +9,25 @@ from typing import Any
 
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
-from megalith.models.fields import Fields, activation_word
+from megalith.models.fields import Fields, hf_activation_name
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.pieces import layer_norm_rules, ungated_rules
 from megalith.models.rope import read_rope, write_rope
-from megalith.models.usual import SIZES, check_all_fields_exported, whole_heads
+from megalith.models.usual import SIZES, check_all_fields_exported, check_head_sizes
 
 HEAD = "embed_out.weight"
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
-    sizes: dict[str, Any] = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
-    length = fields.whole("max_position_embeddings", 2048)
+    sizes: dict[str, Any] = {name: fields.read_int(hf_name) for hf_name, name in SIZES.items()}
+    length = fields.read_int("max_position_embeddings", 2048)
     rope = read_rope(
         fields,
         max_position=length,
@@ -36,52 +35,52 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         fraction=0.25,
         fraction_name="rotary_pct",
     )
-    hidden = fields.number("hidden_dropout", 0.0, zero=True)
+    hidden = fields.read_number("hidden_dropout", 0.0, zero=True)
     dropout = DropoutConfig(
         embedding=hidden,
         residual=hidden,
-        attention=fields.number("attention_dropout", 0.0, zero=True),
+        attention=fields.read_number("attention_dropout", 0.0, zero=True),
     )
-    fields.only("is_decoder", False, True)
+    fields.require("is_decoder", False, True)
     fields.ignore("classifier_dropout", "gradient_checkpointing")
-    biased = fields.flag("attention_bias", True)
-    found = ModelConfig(
+    has_bias = fields.read_flag("attention_bias", True)
+    config = ModelConfig(
         **sizes,
         num_kv_heads=sizes["num_heads"],
         max_seq_len=length,
         norm="layer",
-        norm_eps=fields.number("layer_norm_eps", 1e-5),
-        block="parallel" if fields.flag("use_parallel_residual", True) else "sequential",
+        norm_eps=fields.read_number("layer_norm_eps", 1e-5),
+        block="parallel" if fields.read_flag("use_parallel_residual", True) else "sequential",
         rope=rope,
-        activation=fields.activation("hidden_act", "gelu"),
+        activation=fields.read_activation("hidden_act", "gelu"),
         gated=False,
-        qkv_bias=biased,
-        output_bias=biased,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
         mlp_bias=True,
         dropout=dropout,
-        tied_embeddings=fields.flag("tie_word_embeddings"),
-        init_std=fields.number("initializer_range", 0.02, zero=True),
+        tied_embeddings=fields.read_flag("tie_word_embeddings"),
+        init_std=fields.read_number("initializer_range", 0.02, zero=True),
     )
-    fields.finish()
-    return found
+    fields.raise_problems()
+    return config
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a GPT-NeoX of theirs.
+        ConfigError: the model cannot be expressed as GPT-NeoX.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     rope = write_rope(config.rope, fraction=True)
     raw = {
         "architectures": [NEOX.architecture],
         "model_type": NEOX.model_type,
-        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
+        **{hf_name: getattr(config, name) for hf_name, name in SIZES.items()},
         "max_position_embeddings": config.max_seq_len,
         "layer_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
-        "hidden_act": activation_word(config.activation),
+        "hidden_act": hf_activation_name(config.activation),
         "use_parallel_residual": config.block == "parallel",
         "attention_bias": config.qkv_bias,
         "attention_dropout": config.dropout.attention,
@@ -97,32 +96,37 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of a GPT-NeoX of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     v, h = config.vocab_size, config.hidden_size
-    found = [rule("gpt_neox.embed_in.weight", "embed.weight", (v, h), shape=(v, h))]
+    rules = [rule("gpt_neox.embed_in.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
-        theirs, ours = f"gpt_neox.layers.{layer}", f"layers.{layer}"
-        found += layer_norm_rules(f"{theirs}.input_layernorm", f"{ours}.attention_norm", h)
-        found += _attention_rules(config, f"{theirs}.attention", f"{ours}.attention")
-        found += layer_norm_rules(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", h)
-        found += ungated_rules(
-            config, f"{theirs}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_4h_to_h", f"{ours}.mlp"
+        hf_layer, layer_name = f"gpt_neox.layers.{layer}", f"layers.{layer}"
+        rules += layer_norm_rules(f"{hf_layer}.input_layernorm", f"{layer_name}.attention_norm", h)
+        rules += _attention_rules(config, f"{hf_layer}.attention", f"{layer_name}.attention")
+        rules += layer_norm_rules(
+            f"{hf_layer}.post_attention_layernorm", f"{layer_name}.mlp_norm", h
         )
-    found += layer_norm_rules("gpt_neox.final_layer_norm", "norm", h)
+        rules += ungated_rules(
+            config,
+            f"{hf_layer}.mlp.dense_h_to_4h",
+            f"{hf_layer}.mlp.dense_4h_to_h",
+            f"{layer_name}.mlp",
+        )
+    rules += layer_norm_rules("gpt_neox.final_layer_norm", "norm", h)
     if not config.tied_embeddings:
-        found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
-    return found
+        rules.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
+    return rules
 
 
-def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
-    """query_key_value [n 3 d, h]: of each head its queries, keys and values."""
+def _attention_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
+    """query_key_value [n 3 d, h]: queries, keys and values of each head."""
     h, n, d = config.hidden_size, config.num_heads, config.head_size()
-    fused, view, q, kv = f"{theirs}.query_key_value", (n, 3, d), (0, 1), (1, 3)
+    fused, view, q, kv = f"{hf_name}.query_key_value", (n, 3, d), (0, 1), (1, 3)
     heads, width, h_all = (0, n), (0, d), (0, h)
-    found = [
+    rules = [
         piece(
             f"{fused}.weight",
-            f"{ours}.q",
+            f"{parameter}.q",
             (heads, width, h_all),
             shape=(n * 3 * d, h),
             view=(*view, h),
@@ -131,7 +135,7 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
         ),
         piece(
             f"{fused}.weight",
-            f"{ours}.kv",
+            f"{parameter}.kv",
             ((0, 2), heads, width, h_all),
             shape=(n * 3 * d, h),
             view=(*view, h),
@@ -140,10 +144,10 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
         ),
     ]
     if config.qkv_bias:
-        found += [
+        rules += [
             piece(
                 f"{fused}.bias",
-                f"{ours}.q_bias",
+                f"{parameter}.q_bias",
                 (heads, width),
                 shape=(n * 3 * d,),
                 view=view,
@@ -152,7 +156,7 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
             ),
             piece(
                 f"{fused}.bias",
-                f"{ours}.kv_bias",
+                f"{parameter}.kv_bias",
                 ((0, 2), heads, width),
                 shape=(n * 3 * d,),
                 view=view,
@@ -160,10 +164,10 @@ def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[Tensor
                 dims=(1, 0, 2),
             ),
         ]
-    found.append(rule(f"{theirs}.dense.weight", f"{ours}.o", (h, n, d), shape=(h, n * d)))
+    rules.append(rule(f"{hf_name}.dense.weight", f"{parameter}.o", (h, n, d), shape=(h, n * d)))
     if config.output_bias:
-        found.append(rule(f"{theirs}.dense.bias", f"{ours}.o_bias", (h,), shape=(h,)))
-    return found
+        rules.append(rule(f"{hf_name}.dense.bias", f"{parameter}.o_bias", (h,), shape=(h,)))
+    return rules
 
 
 NEOX = Family(

@@ -1,5 +1,4 @@
-"""OLMo 2 as Hugging Face knows it: norms only after attention and MLP, queries and keys normed over
-all heads.
+"""Hugging Face format of OLMo 2: only post-norms, and QK-norm over all heads.
 
 Source: OLMo Team 2024, arXiv:2501.00656.
 """
@@ -25,20 +24,20 @@ NORMS = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
-"""Ours -> theirs."""
+"""Megalith norm -> Hugging Face norm."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, norm_eps=1e-5)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(
         **common_fields,
         rope=rope,
@@ -48,16 +47,16 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be an OLMo 2 of theirs.
+        ConfigError: the model cannot be expressed as OLMo 2.
     """
     return check_all_fields_exported(write_common_fields(config, OLMO2), config, read_config, OLMO2)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config, norms=NORMS)
 
 

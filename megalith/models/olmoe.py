@@ -1,5 +1,4 @@
-"""OLMoE as Hugging Face knows it: queries and keys normed over all heads, and a mixture of experts
-in every layer.
+"""Hugging Face format of OLMoE: QK-norm over all heads, and a mixture of experts in every layer.
 
 Source: Muennighoff et al. 2024, arXiv:2409.02060.
 """
@@ -9,34 +8,34 @@ from typing import Any
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.models.experts import Words, experts_of, read_mixture, write_mixture
+from megalith.models.experts import ExpertNames, read_moe, require_moe, write_moe
 from megalith.models.fields import Fields
 from megalith.models.names import Family
 from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
+    build_moe_family_rules,
     check_all_fields_exported,
+    check_head_sizes,
     read_common_fields,
-    rules_with_experts,
-    whole_heads,
     write_common_fields,
 )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, max_seq_len=4096, norm_eps=1e-5)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    fields.only("clip_qkv", None)
+    fields.require("clip_qkv", None)
     width = common_fields["ffn_hidden_size"]
-    moe = read_mixture(
+    moe = read_moe(
         fields,
         common_fields["num_layers"],
         experts=64,
@@ -45,29 +44,29 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         sparse=False,
         coefficient=0.01,
     )
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(
         **common_fields, rope=rope, attention=AttentionConfig(qk_norm="whole"), moe=moe
     )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be an OLMoE of theirs.
+        ConfigError: the model cannot be expressed as OLMoE.
     """
-    moe = experts_of(config, OLMOE.architecture)
-    whole_heads(config)
+    moe = require_moe(config, OLMOE.architecture)
+    check_head_sizes(config)
     raw = {
         **write_common_fields(config, OLMOE),
         "intermediate_size": moe.ffn_hidden_size,
-        **write_mixture(config, moe),
+        **write_moe(config, moe),
     }
     return check_all_fields_exported(raw, config, read_config, OLMOE)
 
 
-rules, joined = rules_with_experts(Words())
+rules, fused_rules = build_moe_family_rules(ExpertNames())
 
 OLMOE = Family(
     architecture="OlmoeForCausalLM",
@@ -75,7 +74,7 @@ OLMOE = Family(
     read_config=read_config,
     write_config=write_config,
     rules=rules,
-    joined=joined,
+    fused_rules=fused_rules,
     ignored=ROTARY_BUFFERS,
     tied=HEAD,
 )

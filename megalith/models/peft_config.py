@@ -1,5 +1,5 @@
-"""adapter_config.json of the peft library, read whole: a field is understood, known to change
-nothing, or refused."""
+"""Reader of adapter_config.json of the peft library: every field is interpreted, without effect, or
+rejected."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from megalith.models.hf import check_links, read_json
 UNDERSTOOD = frozenset(
     ("r", "lora_alpha", "target_modules", "layers_to_transform", "base_model_name_or_path")
 )
-"""Fields that may hold anything that makes sense."""
+"""Fields that are interpreted; any valid value is supported."""
 
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -44,8 +44,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "megatron_config": (None,),
     "enable_lora": (None,),
 }
-"""Fields that change what adapters compute, or the base, and the values with which they are plain
-LoRA."""
+"""Fields that change what adapters or base compute -> the values with which they are plain LoRA."""
 
 WITHOUT_EFFECT = frozenset(
     (
@@ -63,32 +62,31 @@ WITHOUT_EFFECT = frozenset(
         "loftq_config",
         "eva_config",
         "corda_config",
-        "lora_ga_config",  # of ways to begin, which init_lora_weights names
+        "lora_ga_config",  # parameters of the initializations that init_lora_weights names
     )
 )
-"""Fields that say nothing about what trained adapters compute, or only in company of others that
-are refused."""
+"""Fields that do not change what trained adapters compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What an adapter_config.json says."""
+    """Contents of an adapter_config.json."""
 
     lora: LoraConfig
-    """Rank and scale; the targets are still theirs."""
+    """Rank and scale; targets are in `modules`."""
 
     modules: str | tuple[str, ...] | None
-    """Names of linear layers, or how they end; a regular expression; None: whatever has tensors."""
+    """Names or name suffixes of linear layers, or a regular expression; None: all modules that have
+    tensors."""
 
     layers: frozenset[int] | None
-    """Numbers of those that have adapters; None: all."""
+    """Indices of the adapted layers; None: all."""
 
     base: Any  # JSON
     """base_model_name_or_path"""
 
     def adapts(self, module: str, layer: int) -> bool:
-        """Whether the library puts adapters beside a linear layer, as far as that follows from the
-        names."""
+        """Return whether a linear layer is adapted, as far as the config determines it."""
         if self.layers is not None and layer not in self.layers:
             return False
         if isinstance(self.modules, str):
@@ -99,35 +97,36 @@ class PeftConfig:
 
 
 def read_peft_config(file: Path) -> PeftConfig:
-    """An adapter_config.json.
+    """Read an adapter_config.json.
 
     Raises:
-        CheckpointError: these are no plain LoRA adapters, or nobody knows whether they are; each
-            field is named. Or the folder has links that lead out of it.
+        CheckpointError: the adapters are not plain LoRA, or fields are unknown; each is named. Or
+            links lead out of the folder.
     """
     check_links(file.parent, storage.list_names(file.parent))
     raw = read_json(file)
-    wrong = [
+    problems = [
         f"{name}={raw[name]!r:.80}"
-        for name, plain in PLAIN.items()
-        if name in raw and raw[name] not in plain
+        for name, plain_values in PLAIN.items()
+        if name in raw and raw[name] not in plain_values
     ]
     rank, alpha, modules, layers = (
         raw.get(n) for n in ("r", "lora_alpha", "target_modules", "layers_to_transform")
     )
     layers = [layers] if type(layers) is int else layers
-    sound = {
+    valid = {
         "r": type(rank) is int and rank > 0,
         "lora_alpha": isinstance(alpha, int | float) and 0 < alpha < math.inf,
         "target_modules": _is_expression(modules) or _are_all(modules, str),
         "layers_to_transform": layers is None or (bool(layers) and _are_all(layers, int)),
     }
-    wrong += [f"{name}={raw.get(name)!r:.80}" for name, good in sound.items() if not good]
-    if wrong:
+    problems += [
+        f"{name}={raw.get(name)!r:.80}" for name, is_valid in valid.items() if not is_valid
+    ]
+    if problems:
         raise CheckpointError(
-            f"{file}: {', '.join(wrong)}: these adapters compute something else than W + scale · B "
-            "· A. Use LoRA "
-            f"adapters without them, or merge them with PEFT and use the merged model."
+            f"{file}: {', '.join(problems)}: these adapters do not compute W + scale · B · A. "
+            f"Use plain LoRA adapters, or merge them with PEFT and use the merged model."
         )
     known = UNDERSTOOD | PLAIN.keys() | WITHOUT_EFFECT
     unknown = [
@@ -137,8 +136,9 @@ def read_peft_config(file: Path) -> PeftConfig:
     ]
     if unknown:
         raise CheckpointError(
-            f"{file}: {', '.join(unknown)}: not known, so it may change what the adapters compute. "
-            f"Remove it if it does not, or merge them with PEFT and use the merged model."
+            f"{file}: {', '.join(unknown)}: unknown fields, which may change what the adapters "
+            "compute. "
+            f"Remove them if they do not, or merge them with PEFT and use the merged model."
         )
     assert isinstance(rank, int) and isinstance(alpha, int | float)
     return PeftConfig(
@@ -152,7 +152,7 @@ def read_peft_config(file: Path) -> PeftConfig:
 
 
 def _is_expression(modules: Any) -> bool:  # JSON
-    """A regular expression, or nothing."""
+    """Return whether `modules` is a regular expression or None."""
     try:
         return modules is None or (isinstance(modules, str) and re.compile(modules) is not None)
     except re.error:

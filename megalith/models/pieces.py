@@ -1,28 +1,28 @@
-"""Tensors that several families have in another form than Llama: norms with a bias, MLPs without a
-gate."""
+"""Tensor rules that several families share and Llama does not have: LayerNorm with bias, and MLPs
+without a gate."""
 
 from megalith.config.model import ModelConfig
 from megalith.models.names import TensorRule, rule
 
 
-def layer_norm_rules(theirs: str, ours: str, size: int) -> list[TensorRule]:
-    """Weight and bias of a LayerNorm over `size` features."""
+def layer_norm_rules(hf_name: str, parameter: str, size: int) -> list[TensorRule]:
+    """Return the rules of a LayerNorm over `size` features."""
     return [
-        rule(f"{theirs}.{part}", f"{ours}.{part}", (size,), shape=(size,))
+        rule(f"{hf_name}.{part}", f"{parameter}.{part}", (size,), shape=(size,))
         for part in ("weight", "bias")
     ]
 
 
-def ungated_rules(config: ModelConfig, up: str, down: str, ours: str) -> list[TensorRule]:
-    """An MLP without a gate, of two linear layers that they call `up` and `down`."""
+def ungated_rules(config: ModelConfig, up: str, down: str, parameter: str) -> list[TensorRule]:
+    """Return the rules of an MLP without a gate, whose linear layers are named `up` and `down`."""
     h, f = config.hidden_size, config.ffn_hidden_size
-    found = [
-        rule(f"{up}.weight", f"{ours}.up", (f, h), shape=(f, h)),
-        rule(f"{down}.weight", f"{ours}.down", (h, f), shape=(h, f)),
+    rules = [
+        rule(f"{up}.weight", f"{parameter}.up", (f, h), shape=(f, h)),
+        rule(f"{down}.weight", f"{parameter}.down", (h, f), shape=(h, f)),
     ]
     if config.mlp_bias:
-        found += [
-            rule(f"{up}.bias", f"{ours}.up_bias", (f,), shape=(f,)),
-            rule(f"{down}.bias", f"{ours}.down_bias", (h,), shape=(h,)),
+        rules += [
+            rule(f"{up}.bias", f"{parameter}.up_bias", (f,), shape=(f,)),
+            rule(f"{down}.bias", f"{parameter}.down_bias", (h,), shape=(h,)),
         ]
-    return found
+    return rules

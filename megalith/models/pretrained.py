@@ -1,5 +1,5 @@
-"""Where weights come from: a checkpoint of ours, the newest one of a run, or a Hugging Face
-folder."""
+"""Sources of weights: a checkpoint, the newest checkpoint of a run, a Hugging Face folder, or
+adapters with their base model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ from megalith.models.adapters import (
     RECORD,
     AdaptedWeights,
     Adapters,
-    check_names,
+    check_adapter_names,
     checkpoint_adapters,
     fingerprint,
     peft_adapters,
@@ -54,7 +54,7 @@ from megalith.models.hf import (
     HFSource,
     HuggingFaceFolder,
     Weights,
-    family_for,
+    find_exporting_family,
     list_auxiliary_files,
     parse_hf_source,
     read_json,
@@ -69,117 +69,117 @@ from megalith.plan.shards import Box
 RUNS = Path("runs")
 
 FORCE_LOAD_BALANCING = "forced_choices"
-"""In the state of a checkpoint: settings under which chance chose experts, in any step that led to
-its weights."""
+"""Key in the state of a checkpoint: settings that selected experts at random in any step that led
+to its weights."""
 
 HF_SOURCE = "huggingface"
-"""In the state of a checkpoint: the Hugging Face model that its weights were converted from
+"""Key in the state of a checkpoint: the Hugging Face model that its weights were converted from
 (`HFSource`)."""
 
 FREE = ("init_std",)
-"""Settings that decide how a model learns, not what it computes, beside those that have no
-canonical form at all; they may change when weights are taken over."""
+"""Settings that affect training only, in addition to those without canonical form; they may differ
+when weights are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """The weights in a checkpoint of ours, by name."""
+    """Weights of a checkpoint, read by parameter name."""
 
     checkpoint: Checkpoint
 
     def dtype(self, parameter: str) -> torch.dtype:
-        """As stored."""
+        """Return the dtype in which the parameter is stored."""
         return self.checkpoint.dtype(f"model.{parameter}")
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of a parameter; from its master copy where another dtype than the stored one is
-        wanted."""
+        """Return a box of a parameter; from its master weights if the dtype differs from the stored
+        one."""
         master = f"optimizer.master.{parameter}"
-        exact = dtype == self.dtype(parameter) or master not in self.checkpoint.manifest.tensors
-        key = f"model.{parameter}" if exact else master
-        seen = self.checkpoint.view(key, box)
-        return self.checkpoint.read(key, box, dtype) if seen is None else seen.to(dtype)
+        is_exact = dtype == self.dtype(parameter) or master not in self.checkpoint.manifest.tensors
+        key = f"model.{parameter}" if is_exact else master
+        view = self.checkpoint.view(key, box)
+        return self.checkpoint.read(key, box, dtype) if view is None else view.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """A model with weights, opened: everything about it that is not a tensor, and a way to read
-    those."""
+    """An opened model with weights: its configs and records, and a reader of its tensors."""
 
     path: Path
-    """Of the checkpoint or folder itself."""
+    """The checkpoint or folder."""
 
     model: ModelConfig
     tokenizer: TokenizerConfig
-    """The one it was trained with; `null` where none came with it."""
+    """The tokenizer it was trained with; `null` if there is none."""
 
     weights: Weights
     token_ids: Mapping[str, Any]  # JSON
     """bos_token_id, eos_token_id and pad_token_id, where known."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)  # JSON
-    """config.yaml of the run that made it, as it is there; empty where it is none of ours."""
+    """config.yaml of the run that trained it, unchanged; empty for other folders."""
 
     force_load_balancing: tuple[str, ...] = ()
-    """Settings under which chance chose experts while it was trained."""
+    """Settings that selected experts at random during training."""
 
     hf_source: HFSource | None = None
-    """The Hugging Face model that it is or was converted from; None: unknown, or trained from a
-    recipe."""
+    """The Hugging Face model that it is or was converted from; None: unknown, or trained from
+    scratch."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """Set when it is one of ours."""
+        """The checkpoint, or None if the weights have another source."""
         return self.weights.checkpoint if isinstance(self.weights, CheckpointWeights) else None
 
     def warnings(self) -> list[str]:
-        """What anybody who uses the model should know of it, a line each."""
+        """Return warnings for users of the model, one per line."""
         if not self.force_load_balancing:
             return []
-        how = ", ".join(self.force_load_balancing)
+        settings = ", ".join(self.force_load_balancing)
         return [
-            f"chance chose its experts while it was trained ({how}): use it to measure speed alone"
+            f"its experts were selected at random during training ({settings}): use it only to "
+            "measure speed"
         ]
 
     def tuning(self) -> Mapping[str, Any]:  # JSON
-        """`data.sft` of the run that made it, if that read conversations."""
-        sft = _within_settings(self.settings, "data", "sft")
+        """Return `data.sft` of the run that trained it, if it was trained on conversations."""
+        sft = _get_setting(self.settings, "data", "sft")
         used = isinstance(sft, dict) and (
             sft.get("path") or sft.get("mock_conversations") or sft.get("template")
         )
         return sft if isinstance(sft, dict) and used else {}
 
     def source_folders(self) -> list[Path]:
-        """Folders of the models that this one was trained from, nearest first, as far as they are
-        still there."""
-        load = _within_settings(self.settings, "checkpoint", "load")
+        """Return the existing folders of the models that this one was trained from, nearest
+        first."""
+        load = _get_setting(self.settings, "checkpoint", "load")
         if isinstance(self.weights, AdaptedWeights):
             load = str(self.weights.base_path)
-        found: list[Path] = []
+        folders: list[Path] = []
         while (
             isinstance(load, str)
-            and (path := _located(load)) is not None
-            and path not in (self.path, *found)
+            and (path := _locate_or_none(load)) is not None
+            and path not in (self.path, *folders)
         ):
-            found.append(path)
-            load = _within_settings(_raw_settings(path), "checkpoint", "load")
-        return found
+            folders.append(path)
+            load = _get_setting(_raw_settings(path), "checkpoint", "load")
+        return folders
 
     def generation_file(self) -> Path | None:
-        """The generation_config.json of the nearest model that has one, if its ids are of the same
+        """Return generation_config.json of the nearest model that has one, if that has the same
         tokenizer.
 
         Raises:
             CheckpointError: a field of it has an invalid value.
         """
-        found = [
+        folders = [
             folder
             for folder in (self.path, *self.source_folders())
             if (folder / GENERATION).is_file()
         ]
-        if not found or not self._reads_like(found[0]):
+        if not folders or not self._has_same_tokenizer(folders[0]):
             return None
-        file = found[0] / GENERATION
+        file = folders[0] / GENERATION
         if problems := find_generation_problems(read_json(file), self.model.vocab_size):
             raise CheckpointError(
                 f"{file}: {' '.join(problems)} Correct the file, or remove it to go without it."
@@ -187,19 +187,20 @@ class Pretrained:
         return file
 
     def stop_ids(self) -> frozenset[int]:
-        """PackedSeqParams that end a text, as the folder itself says: chat models have several."""
-        found, file = [self.token_ids.get("eos_token_id")], self.generation_file()
+        """Return the token ids that end a text according to the folder; chat models have
+        several."""
+        values, file = [self.token_ids.get("eos_token_id")], self.generation_file()
         if file is not None:
-            found.append(read_json(file).get("eos_token_id"))
-        ids = [item for value in found for item in (value if isinstance(value, list) else [value])]
+            values.append(read_json(file).get("eos_token_id"))
+        ids = [item for value in values for item in (value if isinstance(value, list) else [value])]
         return frozenset(item for item in ids if type(item) is int)
 
     def auxiliary_files(self) -> dict[str, Path]:
-        """Files that go with the weights: tokenizer, generation_config.json, licenses of all they
-        were made from.
+        """Return the auxiliary files of the model: tokenizer, generation_config.json, and the
+        licenses of all source models.
 
         Raises:
-            DataError: the tokenizer that the model was trained with is gone.
+            DataError: the tokenizer that the model was trained with no longer exists.
         """
         files = list_auxiliary_files(self.path)
         main = main_file(self.tokenizer)
@@ -219,8 +220,8 @@ class Pretrained:
         generation = self.generation_file()
         return files if generation is None else files | {GENERATION: generation}
 
-    def _reads_like(self, folder: Path) -> bool:
-        """Whether the tokenizer in a folder is this model's, as far as there is one."""
+    def _has_same_tokenizer(self, folder: Path) -> bool:
+        """Return whether a folder has the tokenizer of this model, or none."""
         if folder == self.path:
             return True
         main = main_file(self.tokenizer)
@@ -228,8 +229,10 @@ class Pretrained:
             return not (
                 (folder / "tokenizer.json").is_file() or is_sentencepiece(folder) or is_gpt2(folder)
             )
-        theirs = folder / main.name
-        return not theirs.is_file() or storage.read_bytes(theirs) == storage.read_bytes(main)
+        tokenizer_file = folder / main.name
+        return not tokenizer_file.is_file() or storage.read_bytes(
+            tokenizer_file
+        ) == storage.read_bytes(main)
 
 
 GENERATION_RANGES: Mapping[str, tuple[type, float, float]] = {
@@ -243,12 +246,11 @@ GENERATION_RANGES: Mapping[str, tuple[type, float, float]] = {
     "max_new_tokens": (int, 1, math.inf),
     "num_beams": (int, 1, math.inf),
 }
-"""Numbers in generation_config.json -> their type, and the smallest and largest value."""
+"""Numeric field of generation_config.json -> its type, smallest and largest value."""
 
 
 def find_generation_problems(raw: Mapping[str, Any], vocab_size: int) -> list[str]:  # Any: JSON
-    """Return what is wrong with the fields of a generation_config.json, as messages; fields may be
-    null.
+    """Return the problems with the fields of a generation_config.json, as messages; null is valid.
 
     >>> print(*find_generation_problems({"top_p": 2, "eos_token_id": [5, "x"]}, 8), sep="\\n")
     eos_token_id=[5, 'x']: expected token ids from 0 to 7.
@@ -274,10 +276,10 @@ def find_generation_problems(raw: Mapping[str, Any], vocab_size: int) -> list[st
 
 
 def locate(source: str) -> Path:
-    """The checkpoint or Hugging Face folder that a person means: itself, or the newest checkpoint
-    of a run.
+    """Return the checkpoint or Hugging Face folder named by `source`; for a run its newest
+    checkpoint.
 
-    Run by one rank.
+    Called on one rank.
 
     Raises:
         CheckpointError: there is none.
@@ -293,7 +295,7 @@ def locate(source: str) -> Path:
     if not path.is_dir():
         advice = did_you_mean(source, storage.list_names(RUNS)) or ""
         raise CheckpointError(
-            f"{source}: no such folder, neither here nor under {RUNS}/.{advice} "
+            f"{source}: no such folder, neither as a path nor under {RUNS}/.{advice} "
             f"Pass the folder of a run, checkpoint or model."
         )
     if any((path / name).exists() for name in (MANIFEST, CONFIG, ADAPTER_CONFIG)):
@@ -309,11 +311,11 @@ def locate(source: str) -> Path:
 
 
 def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
-    """The model in a folder that `locate` gave; adapters make one with their `base`, unset: where
-    they say it is.
+    """Open the model in a folder returned by `locate`; adapters are added to their `base`, unset:
+    the base they name.
 
     Raises:
-        CheckpointError: it is damaged, incomplete, or of an architecture that is not supported.
+        CheckpointError: it is damaged, incomplete, or of an unsupported architecture.
     """
     if not (path / MANIFEST).exists() and (path / ADAPTER_CONFIG).exists():
         return _open_peft(path, base)
@@ -322,16 +324,16 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
     checkpoint = open_checkpoint(path)
     if RECORD in checkpoint.state:
         return _open_adapted(checkpoint, base)
-    model, tokenizer = _settings(checkpoint)
+    model, tokenizer = _read_configs(checkpoint)
     tokenizer = brought_along(tokenizer, path)
     ids = checkpoint.state.get("token_ids")
-    known = ids if isinstance(ids, dict) else {}
+    token_ids = ids if isinstance(ids, dict) else {}
     return Pretrained(
         path,
         model,
         tokenizer,
         CheckpointWeights(checkpoint),
-        known,
+        token_ids,
         _raw_settings(path),
         trained_with_forced_balancing(checkpoint, model),
         read_hf_source(checkpoint),
@@ -341,15 +343,15 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
 def trained_with_forced_balancing(
     checkpoint: Checkpoint | None, model: ModelConfig
 ) -> tuple[str, ...]:
-    """Settings under which chance chose experts before a checkpoint, and those under which it does
-    in `model`."""
-    before = [] if checkpoint is None else checkpoint.state.get(FORCE_LOAD_BALANCING, [])
-    now = () if model.moe is None else model.moe.router.forced_settings()
-    return tuple(dict.fromkeys((*(map(str, before) if isinstance(before, list) else ()), *now)))
+    """Return the settings that selected experts at random before a checkpoint, and those that do in
+    `model`."""
+    stored = [] if checkpoint is None else checkpoint.state.get(FORCE_LOAD_BALANCING, [])
+    current = () if model.moe is None else model.moe.router.forced_settings()
+    return tuple(dict.fromkeys((*(map(str, stored) if isinstance(stored, list) else ()), *current)))
 
 
 def read_hf_source(checkpoint: Checkpoint | None) -> HFSource | None:
-    """Return the Hugging Face model that a checkpoint was converted from, or was trained from.
+    """Return the Hugging Face model that a checkpoint was converted or trained from.
 
     Raises:
         CheckpointError: its record is damaged.
@@ -360,13 +362,13 @@ def read_hf_source(checkpoint: Checkpoint | None) -> HFSource | None:
 
 
 class LoadedWeights(NamedTuple):
-    """What is known of weights that were loaded from another model."""
+    """Records of the weights that were loaded from another model."""
 
     notes: list[str]
-    """What to know of the model, and how the two differ where that is allowed, one line each."""
+    """Warnings, and allowed differences between the two models, one per line."""
 
     forced: tuple[str, ...]
-    """Settings under which chance chose experts while the weights were trained."""
+    """Settings that selected experts at random during training."""
 
     hf_source: HFSource | None
 
@@ -379,14 +381,13 @@ def load_pretrained(
     model: ModelConfig,
     rules: CheckpointConfig = STRICT,
 ) -> list[str]:
-    """Fill weights (roles `param` and `master`) from `source`; nothing else of it is taken over.
+    """Load weights (roles `param` and `master`) from `source`, and nothing else.
 
-    Collective over `world`. Returns what to know of the model, and how the two differ where that is
-    allowed, one line each.
+    Collective over `world`. Returns warnings and allowed differences between the models, one per
+    line.
 
     Raises:
-        CheckpointError: on every rank: there is nothing to load, or it is another model than
-        `model`.
+        CheckpointError: on every rank: there is nothing to load, or the model differs from `model`.
     """
     return take_weights(entries, source, world, model=model, rules=rules, padded=False).notes
 
@@ -400,42 +401,48 @@ def take_weights(
     rules: CheckpointConfig = STRICT,
     padded: bool = True,
 ) -> LoadedWeights:
-    """The same, which also returns where the weights come from; with `padded` the vocabulary may
-    be padded to another multiple than there."""
+    """Load weights like `load_pretrained`, and return their records; with `padded` the vocabulary
+    may be padded differently."""
     path = raise_on_all_ranks(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     opened = open_pretrained(path)
     notes = compare_models(opened, model, allow=rules.allow_model_changes, padded=padded)
-    same = padded and opened.model.vocab_size == model.vocab_size
+    same_vocab_size = padded and opened.model.vocab_size == model.vocab_size
     if rules.new_rows != "zero":
         add_rows(opened, model, rules.new_rows, setting=f"checkpoint.new_rows={rules.new_rows}")
-    fill_from(opened, entries, world, rules=rules, vocab_size=model.vocab_size if same else None)
+    load_weights(
+        opened,
+        entries,
+        world,
+        rules=rules,
+        vocab_size=model.vocab_size if same_vocab_size else None,
+    )
     return LoadedWeights(
         [*opened.warnings(), *notes], opened.force_load_balancing, opened.hf_source
     )
 
 
 def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRows, *, setting: str) -> None:
-    """Let rows of `model`'s tables that a Hugging Face folder lacks begin so; `setting`: who asks.
+    """Set how rows of `model`'s vocabulary tables are initialized that a Hugging Face folder lacks;
+    `setting` requests it.
 
     Raises:
-        CheckpointError: it is no such folder, or lacks none.
+        CheckpointError: the source is no Hugging Face folder, or lacks no rows.
     """
     if not isinstance(opened.weights, HuggingFaceFolder):
         raise CheckpointError(
-            f"{setting}: {opened.path} is no Hugging Face folder, and its tables are taken as they "
-            "are. Remove it."
+            f"{setting}: {opened.path} is not a Hugging Face folder, so no rows are added to its "
+            "tables. Remove the setting."
         )
-    if not opened.weights.added_rows(parameters(model)):
+    if not opened.weights.count_new_rows(parameters(model)):
         raise CheckpointError(
-            f"{setting}: no rows are new, as {opened.path} has all {model.vocab_size} of them. "
-            "Remove it, or set a "
-            f"larger vocabulary."
+            f"{setting}: {opened.path} already has all {model.vocab_size} rows. "
+            f"Remove the setting, or set a larger vocabulary."
         )
     opened.weights.new_rows = rows
 
 
-def fill_from(
+def load_weights(
     opened: Pretrained,
     entries: Sequence[CheckpointEntry],
     world: Group,
@@ -443,12 +450,13 @@ def fill_from(
     rules: CheckpointConfig = STRICT,
     vocab_size: int | None = None,
 ) -> None:
-    """Fill weights (roles `param` and `master`) from an opened model. Collective over `world`.
+    """Load weights (roles `param` and `master`) from an opened model. Collective over `world`.
 
-    vocab_size: where given, tables may have other numbers of rows behind it.
+    vocab_size: if given, tables may have other numbers of padding rows beyond it.
 
     Raises:
-        CheckpointError: on every rank: tensors are damaged, missing or surplus, or of other shapes.
+        CheckpointError: on every rank: tensors are damaged, missing, unexpected or have another
+            shape.
     """
     if opened.checkpoint is None:
         folder = opened.weights
@@ -466,24 +474,28 @@ def _fill_from_folder(
     world: Group,
     rules: CheckpointConfig,
 ) -> None:
-    """Fill what `rules` ask for from a Hugging Face folder, or from a base with adapters.
+    """Load the entries that `rules` select from a Hugging Face folder, or from a base with
+    adapters.
 
     Raises:
-        CheckpointError: on every rank: tensors are missing or surplus that `rules` do not let pass,
-        or of other shapes.
+        CheckpointError: on every rank: `rules` do not allow the missing or unexpected tensors, or
+            shapes differ.
     """
-    theirs = {f"{MODEL}{shard.name}" for shard in parameters(folder.model_config)}
-    asked = raise_on_all_ranks(
+    folder_keys = {f"{MODEL}{shard.name}" for shard in parameters(folder.model_config)}
+    requested_on_ranks = raise_on_all_ranks(
         lambda: [(entry.key, weights_of(entry.key), entry.shard.shape) for entry in entries], world
     )
-    wanted = {key: (weights, shape) for part in asked for key, weights, shape in part}
-    check_patterns(rules.skip, wanted.keys(), theirs)
-    report = left_out(wanted, theirs, skip=rules.skip, purpose="start")
-    wrong = refused(report, rules, "start")
-    if wrong.missing_keys or wrong.unexpected_keys:
+    requested = {
+        key: (weights, shape) for part in requested_on_ranks for key, weights, shape in part
+    }
+    check_patterns(rules.skip, requested.keys(), folder_keys)
+    report = left_out(requested, folder_keys, skip=rules.skip, purpose="start")
+    rejected = refused(report, rules, "start")
+    if rejected.missing_keys or rejected.unexpected_keys:
         raise CheckpointError(
-            f"{folder.path} is another model:\n{differences([], wrong)}\nTo load it, set model.* "
-            f"to what {folder.path / CONFIG} says."
+            f"{folder.path} has a different model:\n{differences([], rejected)}\nTo load it, set "
+            "model.* "
+            f"to the values of {folder.path / CONFIG}."
         )
     filled = [entry for entry in entries if entry.key not in report.missing_keys + report.skipped]
     raise_on_all_ranks(lambda: folder.fill(filled), world)
@@ -494,55 +506,56 @@ def _fill_from_folder(
 def compare_models(
     opened: Pretrained, model: ModelConfig, *, allow: Sequence[str] = (), padded: bool = False
 ) -> list[str]:
-    """Differences that are allowed, one line each; `allow`: settings or sections, as in
-    `model.rope`; `padded`: whoever reads these weights pads the vocabulary as it is padded here.
+    """Return the allowed differences between two models, one per line.
 
-    A model may be meant for a longer context than it was before, and for other training.
+    `allow`: settings or sections, such as `model.rope`; `padded`: the reader of the weights pads
+    the vocabulary itself. max_seq_len may increase, and settings of training may differ.
 
     Raises:
-        CheckpointError: some are not; all of these are in a table.
+        CheckpointError: there are other differences; all of them are in a table.
     """
-    theirs, ours = canonical(opened.model), canonical(model)
-    read_anew = isinstance(opened.weights, HuggingFaceFolder) or (
+    stored, requested = canonical(opened.model), canonical(model)
+    repads_vocabulary = isinstance(opened.weights, HuggingFaceFolder) or (
         padded and opened.checkpoint is not None
     )
-    if not read_anew:  # else padding is decided here
-        theirs = replace(theirs, pad_vocab_to_multiple_of=opened.model.pad_vocab_to_multiple_of)
-        ours = replace(ours, pad_vocab_to_multiple_of=model.pad_vocab_to_multiple_of)
+    if not repads_vocabulary:  # otherwise this run pads the vocabulary itself
+        stored = replace(stored, pad_vocab_to_multiple_of=opened.model.pad_vocab_to_multiple_of)
+        requested = replace(requested, pad_vocab_to_multiple_of=model.pad_vocab_to_multiple_of)
     changed = [
         (f"model.{path}", old, new)
-        for path, old, new in differences_of(theirs, ours)
-        if not _within(path, FREE)
+        for path, old, new in differences_of(stored, requested)
+        if not _is_within(path, FREE)
     ]
-    said = {f"model.{path}" for path, _, _ in differences_of(opened.model, model)}
+    changed_paths = {f"model.{path}" for path, _, _ in differences_of(opened.model, model)}
     changed = [
-        row for row in changed if row[0] in said
-    ] or changed  # others follow from these, as head_dim may
-    allowed = [name for name, _, _ in changed if _within(name, allow)]
+        row for row in changed if row[0] in changed_paths
+    ] or changed  # the others follow from these, for example head_dim
+    allowed = [name for name, _, _ in changed if _is_within(name, allow)]
     if (
-        ours.max_seq_len >= theirs.max_seq_len and model.positions != "learned"
-    ):  # else there are more vectors to learn
+        requested.max_seq_len >= stored.max_seq_len and model.positions != "learned"
+    ):  # otherwise there are more position embeddings
         allowed.append("model.max_seq_len")
-    refused_ones = [row for row in changed if row[0] not in allowed]
-    if refused_ones:
-        names = " ".join(name for name, _, _ in refused_ones)
-        mixture = " To make a mixture of a dense model, run `megalith convert` with --upcycle."
+    rejected = [row for row in changed if row[0] not in allowed]
+    if rejected:
+        names = " ".join(name for name, _, _ in rejected)
+        mixture = " To upcycle a dense model, run `megalith convert` with --upcycle."
         raise CheckpointError(
-            f"{opened.path} is another model:\n{_table(refused_ones)}\nTo load it, set model.* to "
-            "what is there. To "
+            f"{opened.path} has a different model:\n{_format_table(rejected)}\nTo load it, set "
+            "model.* to "
+            "its values. To "
             f"change what these weights compute, set checkpoint.allow_model_changes to {names}."
-            f"{mixture if theirs.moe is None and ours.moe is not None else ''}"
+            f"{mixture if stored.moe is None and requested.moe is not None else ''}"
         )
-    return [f"{name}: {old} there, {new} here" for name, old, new in changed]
+    return [f"{name}: {old} in the checkpoint, {new} in this run" for name, old, new in changed]
 
 
-def _within(path: str, names: Sequence[str]) -> bool:
-    """Is a dotted setting one of `names`, or in one of these sections?"""
+def _is_within(path: str, names: Sequence[str]) -> bool:
+    """Return whether a dotted setting is one of `names`, or in one of these sections."""
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
-def _table(rows: Sequence[tuple[str, object, object]]) -> str:
-    """Field, checkpoint, yours."""
+def _format_table(rows: Sequence[tuple[str, object, object]]) -> str:
+    """Format rows as a table with the columns field, checkpoint, yours."""
     cells = [
         ("field", "checkpoint", "yours"),
         *((name, str(old), str(new)) for name, old, new in rows),
@@ -565,13 +578,13 @@ def _open_folder(path: Path) -> Pretrained:
     return Pretrained(path, folder.model_config, tokenizer, folder, ids, hf_source=folder.source)
 
 
-def adapters_in(path: Path, *, base: str | None = None) -> Adapters:
-    """The adapters in a folder that `locate` gave, a checkpoint of ours or a PEFT folder.
+def open_adapters(path: Path, *, base: str | None = None) -> Adapters:
+    """Open the adapters in a folder returned by `locate`, a checkpoint or a PEFT folder.
 
-    Those of PEFT are known by the names of a model: `base`, unset: the one that they name.
+    PEFT adapters need the parameter names of a model: `base`, unset: the base that they name.
 
     Raises:
-        CheckpointError: it has none, or they are damaged, or of another model.
+        CheckpointError: there are none, or they are damaged or belong to another model.
     """
     if (path / MANIFEST).exists():
         checkpoint = open_checkpoint(path)
@@ -581,27 +594,28 @@ def adapters_in(path: Path, *, base: str | None = None) -> Adapters:
         opened = _peft_base(path, base)
         return peft_adapters(path, find_family_of(opened), opened.model)
     raise CheckpointError(
-        f"{path} holds a model and no adapters. Use a run that trained some (lora.rank), or a PEFT "
+        f"{path} holds a model, not adapters. Use a run that trained adapters (lora.rank), or a "
+        "PEFT "
         f"folder with {ADAPTER_CONFIG}; to start from a model, set checkpoint.load to it."
     )
 
 
 def require_adapters(source: Pretrained, base: str) -> None:
-    """Refuse a base for a model that has no use for one.
+    """Reject a base for a source without adapters.
 
     Raises:
-        ConfigError: it holds no adapters.
+        ConfigError: the source has no adapters.
     """
     if not isinstance(source.weights, AdaptedWeights):
         raise ConfigError(
-            f"--base={base}: {source.path} holds a model and no adapters. Remove --base, or use a "
-            "run's."
+            f"--base={base}: {source.path} holds a model, not adapters. Remove --base, or use a "
+            "run that trained adapters."
         )
 
 
-def base_of_adapters(path: Path) -> dict[str, str] | None:
-    """`base_record` of the weights that adapters in a folder belong to; None: PEFT's, which name
-    none that is here."""
+def read_base_record(path: Path) -> dict[str, str] | None:
+    """Return `base_record` of the base weights of adapters in a folder; None: PEFT adapters that
+    name no existing folder."""
     if (path / MANIFEST).exists():
         record = open_checkpoint(path).state.get(RECORD)
         return (
@@ -609,16 +623,16 @@ def base_of_adapters(path: Path) -> dict[str, str] | None:
             if isinstance(record, dict)
             else None
         )
-    named = (
+    base_name = (
         read_peft_config(path / ADAPTER_CONFIG).base if (path / ADAPTER_CONFIG).exists() else None
     )
-    if not isinstance(named, str) or not Path(named).is_dir():
+    if not isinstance(base_name, str) or not Path(base_name).is_dir():
         return None
-    return base_record(open_pretrained(locate(named)))
+    return base_record(open_pretrained(locate(base_name)))
 
 
 def base_record(source: Pretrained) -> dict[str, str]:
-    """Which weights adapters belong to, for the checkpoint that holds them."""
+    """Return the record, for checkpoints of adapters, that identifies their base weights."""
     return {
         "base": str(source.path.absolute()),
         "fingerprint": fingerprint(source.weights, source.model),
@@ -626,42 +640,37 @@ def base_record(source: Pretrained) -> dict[str, str]:
 
 
 def require_base(record: Any, source: Pretrained, path: Path) -> None:  # Any: JSON
-    """Refuse to add the adapters in the checkpoint `path` to other weights than those they were
-    trained beside.
+    """Check that `source` has the base weights of the adapters in the checkpoint `path`.
 
     Raises:
         CheckpointError: it is another base.
     """
-    if (found := fingerprint(source.weights, source.model)) != record["fingerprint"]:
+    if (found_fingerprint := fingerprint(source.weights, source.model)) != record["fingerprint"]:
         raise CheckpointError(
-            f"{path} holds adapters of another base: they were trained beside {record['base']} "
-            f"({record['fingerprint']}"
-            f"), and {source.path} is {found}. Use the weights that they were trained with, "
-            "wherever they are now."
+            f"{path} holds adapters of another base: they were trained with {record['base']} "
+            f"({record['fingerprint']}), but {source.path} is {found_fingerprint}. "
+            "Use the weights that they were trained with."
         )
 
 
-def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
-    """A checkpoint that holds adapters, as the model they make with their base: the weights of
-    checkpoint.load."""
-    record, (model, tokenizer) = checkpoint.state[RECORD], _settings(checkpoint)
+def _open_adapted(checkpoint: Checkpoint, base_folder: str | None) -> Pretrained:
+    """Open a checkpoint of adapters as the model that they form with their base weights."""
+    record, (model, tokenizer) = checkpoint.state[RECORD], _read_configs(checkpoint)
     tokenizer = brought_along(tokenizer, checkpoint.path)
-    base_path = where or str(record["base"])
-    if where is None and not Path(base_path).is_dir():
+    base_path = base_folder or str(record["base"])
+    if base_folder is None and not Path(base_path).is_dir():
         raise CheckpointError(
-            f"{checkpoint.path} holds adapters, and the weights that they were trained beside are "
-            f"not at {base_path}. "
-            "Put them there, or set --base to the folder where they are now (checkpoint.load for "
-            "a run)."
+            f"{checkpoint.path} holds adapters, but their base weights are not at {base_path}. "
+            "Move them there, or set --base to their folder (checkpoint.load for a run)."
         )
     base = open_pretrained(locate(base_path))
     compare_models(base, model)
-    base = replace(base, model=model)  # rows that pad the vocabulary are the run's
+    base = replace(base, model=model)  # the run determines the padding of the vocabulary
     require_base(record, base, checkpoint.path)
     adapters = checkpoint_adapters(checkpoint)
-    check_names(adapters, adapters.lora, model)
+    check_adapter_names(adapters, adapters.lora, model)
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
-    forced = tuple(
+    force_load_balancing = tuple(
         dict.fromkeys(
             (*base.force_load_balancing, *trained_with_forced_balancing(checkpoint, model))
         )
@@ -673,20 +682,20 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
         weights,
         base.token_ids,
         parse_stored_settings(checkpoint.config_text),
-        forced,
+        force_load_balancing,
         base.hf_source,
     )
 
 
-def _open_peft(path: Path, where: str | None) -> Pretrained:
-    """A PEFT folder, as the model that its adapters make with their base, which must be a folder
-    here."""
-    base = _peft_base(path, where)
+def _open_peft(path: Path, base_folder: str | None) -> Pretrained:
+    """Open a PEFT folder as the model that its adapters form with their base, which must be a local
+    folder."""
+    base = _peft_base(path, base_folder)
     adapters = peft_adapters(path, find_family_of(base), base.model)
     weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
     tokenizer = brought_along(
         base.tokenizer, path
-    )  # whoever trains adapters often saves it with them
+    )  # the tokenizer is often saved with the adapters
     return Pretrained(
         path,
         base.model,
@@ -698,54 +707,52 @@ def _open_peft(path: Path, where: str | None) -> Pretrained:
     )
 
 
-def _peft_base(path: Path, where: str | None) -> Pretrained:
-    """The model that the adapters in a PEFT folder belong to.
+def _peft_base(path: Path, base_folder: str | None) -> Pretrained:
+    """Open the base model of the adapters in a PEFT folder.
 
     Raises:
-        CheckpointError: it is not here.
+        CheckpointError: it is not a local folder.
     """
-    named = where or read_peft_config(path / ADAPTER_CONFIG).base
-    if not isinstance(named, str) or (where is None and not Path(named).is_dir()):
+    base_name = base_folder or read_peft_config(path / ADAPTER_CONFIG).base
+    if not isinstance(base_name, str) or (base_folder is None and not Path(base_name).is_dir()):
         raise CheckpointError(
-            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no folder here. Set "
-            "it, or --base, to "
-            f"the folder of the model that the adapters were trained with."
+            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={base_name!r} is not a local "
+            "folder. "
+            "Set it, or --base, to the folder of the model that the adapters were trained with."
         )
-    return open_pretrained(locate(named))
+    return open_pretrained(locate(base_name))
 
 
 def find_family_of(source: Pretrained) -> Family:
-    """Return the architecture that a model has, or will have, in a Hugging Face folder.
+    """Return the family in which a model is exported.
 
-    That is the one it was converted from; a model trained from a recipe gets the first that has
-    words for it.
+    That is the one it was converted from; a model trained from scratch gets the first family that
+    can express it.
 
     Raises:
-        ConfigError: no family has words for the model, or the one that it was converted from has
-        none.
+        ConfigError: no family can express the model, or the one that it was converted from cannot.
     """
     if isinstance(source.weights, HuggingFaceFolder):
         return source.weights.family
     if source.hf_source is None:
-        return family_for(source.model)
+        return find_exporting_family(source.model)
     family = source.hf_source.family
     try:
         family.write_config(source.model)
     except ConfigError as error:
         try:
-            other = family_for(source.model)
+            other = find_exporting_family(source.model)
         except ConfigError:
             raise error from None
         raise ConfigError(
-            f"{source.path} cannot be written as {family.architecture}: {error} Or set "
-            f"--family={other.model_type} to "
-            f"write it as {other.architecture}."
+            f"{source.path} cannot be exported as {family.architecture}: {error} Or set "
+            f"--family={other.model_type} to export it as {other.architecture}."
         ) from error
     return family
 
 
-def _located(source: str) -> Path | None:
-    """As `locate`, for folders that may be gone."""
+def _locate_or_none(source: str) -> Path | None:
+    """Return `locate(source)`, or None if the folder no longer exists."""
     try:
         return locate(source)
     except CheckpointError:
@@ -753,25 +760,25 @@ def _located(source: str) -> Path | None:
 
 
 def _raw_settings(path: Path) -> Mapping[str, Any]:  # JSON
-    """config.yaml of a checkpoint; empty where there is none."""
+    """Return config.yaml of a checkpoint; empty if there is none."""
     file = path / "config.yaml"
     try:
         raw = parse_stored_settings(storage.read_bytes(file)) if file.is_file() else None
-    except yaml.YAMLError:  # whoever needs what it says about the model has refused it
+    except yaml.YAMLError:  # callers that need the model have rejected it
         raw = None
     return raw if isinstance(raw, dict) else {}
 
 
-def _within_settings(settings: Any, *names: str) -> Any:  # JSON
-    """A setting by its path; None where it is not said."""
+def _get_setting(settings: Any, *names: str) -> Any:  # JSON
+    """Return a nested setting by its path, or None if it is missing."""
     for name in names:
         settings = settings.get(name) if isinstance(settings, dict) else None
     return settings
 
 
-def _settings(checkpoint: Checkpoint) -> tuple[ModelConfig, TokenizerConfig]:
-    """What the checkpoint's config.yaml says about model and tokenizer; the rest of it is not
-    looked at."""
+def _read_configs(checkpoint: Checkpoint) -> tuple[ModelConfig, TokenizerConfig]:
+    """Return the model and tokenizer configs in config.yaml of a checkpoint; other sections are not
+    read."""
     try:
         raw = parse_stored_settings(checkpoint.config_text)
         return from_dict(ModelConfig, raw["model"]), from_dict(

@@ -1,5 +1,5 @@
-"""Weights that a folder stores in few bits, read as what they stand for: FP8 in blocks, MXFP4 in
-runs of 32.
+"""Quantized weights of Hugging Face folders, dequantized while they are read: block-wise FP8 and
+MXFP4.
 
 Sources: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3 (FP8, a scale for each 128 x 128 block);
 Open Compute Project 2023, Microscaling Formats (MX) 1.0, section 5.3 (MXFP4, an exponent for each
@@ -18,29 +18,29 @@ from megalith.checkpoint.safetensors import TensorInfo, read_box, show_names
 from megalith.errors import CheckpointError
 
 FIELD = "quantization_config"
-"""Of config.json."""
+"""Field of config.json that describes the quantization."""
 
 FP8, MXFP4 = "fp8", "mxfp4"
-"""Kinds that are read, as quant_method names them."""
+"""Supported values of quant_method."""
 
 RUN = 32  # values that share an exponent in MXFP4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the 16 numbers of four bits stand for."""
+"""Values of the 16 codes of four bits."""
 
-HARMLESS = (
+FIELDS_WITHOUT_EFFECT = (
     "modules_to_not_convert",
     "activation_scheme",
     "scale_fmt",
     "dequantize",
     "quant_method",
 )
-"""Fields that say which layers are stored otherwise, how activations were, and that scales are
-powers of two: the tensors themselves show the first and the last."""
+"""Fields that do not change the dequantized values: the dtypes of the tensors show which layers are
+quantized and how scales are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizedTensor:
-    """A tensor in few bits: what it would be in bf16, and how to read a box of it."""
+    """A quantized tensor that is dequantized when a box of it is read."""
 
     name: str
     kind: str
@@ -48,14 +48,13 @@ class DequantizedTensor:
     values: TensorInfo
     scales: TensorInfo
     block: tuple[int, int] = (1, RUN)
-    """Rows and columns of the matrix as stored that share a scale."""
+    """Rows and columns of the stored matrix that share a scale."""
 
     dtype: str = "BF16"
-    """What trainers and transformers make of it; the word of safetensors."""
+    """Dtype that transformers dequantizes to, as named by safetensors."""
 
     def read(self, part: tuple[slice, ...]) -> Tensor:
-        """A box of it in fp32, rounded nowhere: few bits times a scale of few bits, or times a
-        power of two."""
+        """Return a box in fp32, without rounding: the product of value and scale is exact."""
         spans = [span.indices(size)[:2] for span, size in zip(part, self.shape, strict=True)]
         if self.kind == FP8:
             return self._read_fp8(*spans)
@@ -72,8 +71,8 @@ class DequantizedTensor:
     def _read_mxfp4(
         self, experts: tuple[int, int], columns: tuple[int, int], rows: tuple[int, int]
     ) -> Tensor:
-        """Stored [e, rows, columns / 32, 16] and read [e, columns, rows], as transformers has
-        experts."""
+        """Stored as [e, rows, columns / 32, 16], returned as [e, columns, rows], the layout of
+        transformers."""
         runs, column = _blocks(columns, RUN)
         stored = (slice(*experts), slice(*rows), runs)
         blocks = read_box(self.name, self.values, (*stored, slice(None)))
@@ -83,10 +82,9 @@ class DequantizedTensor:
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """What bytes of two numbers each [..., r, 16] and exponents [..., r] stand for, in fp32: [...,
-    32 r].
+    """Return the fp32 values [..., 32 r] of packed bytes [..., r, 16] and exponents [..., r].
 
-    The lower four bits are the first number. Exponents are stored with 127 added.
+    The lower four bits are the first value. Exponents are stored with a bias of 127.
     """
     pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     values = torch.tensor(E2M1)[pairs.int()]
@@ -94,8 +92,8 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _blocks(span: tuple[int, int], size: int) -> tuple[slice, Tensor]:
-    """The blocks of `size` that a span touches, and for each element of it which of these it is
-    in."""
+    """Return the blocks of `size` that overlap a span, and the block index of each of its
+    elements."""
     first, stop = span[0] // size, -(-span[1] // size)
     return slice(first, stop), torch.arange(*span) // size - first
 
@@ -103,12 +101,11 @@ def _blocks(span: tuple[int, int], size: int) -> tuple[slice, Tensor]:
 def dequantize(
     raw: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path
 ) -> dict[str, TensorInfo | DequantizedTensor]:
-    """A folder's tensors, those in few bits with their scales as one each; `raw` is its
+    """Return the tensors of a folder, with each quantized tensor and its scales as one; `raw` is
     config.json.
 
     Raises:
-        CheckpointError: they are stored in a way that is not read, or scales are missing or of
-        another shape.
+        CheckpointError: the format is not supported, or scales are missing or have a wrong shape.
     """
     config = raw.get(FIELD)
     if config is None:
@@ -116,110 +113,109 @@ def dequantize(
     kind = config.get("quant_method") if isinstance(config, dict) else None
     if kind not in (FP8, MXFP4):
         raise CheckpointError(
-            f"{path}: {FIELD}.quant_method={kind!r:.60}: weights stored so are not read, only "
+            f"{path}: {FIELD}.quant_method={kind!r:.60}: this quantization is not supported, only "
             f"{FP8!r} and {MXFP4!r} "
             "are. Use the model's bf16 weights, or save them with transformers' dequantize() "
             "first."
         )
     problems = _config_problems(config)
-    find: Callable[
+    find_tensor: Callable[
         [str, Mapping[str, TensorInfo], Mapping[str, Any]], DequantizedTensor | str | None
     ]
-    find = _fp8_of if kind == FP8 else _mxfp4_of
-    found: dict[str, TensorInfo | DequantizedTensor] = dict(tensors)
+    find_tensor = _find_fp8_tensor if kind == FP8 else _find_mxfp4_tensor
+    result: dict[str, TensorInfo | DequantizedTensor] = dict(tensors)
     for name in [] if problems else sorted(tensors):
-        one = find(name, tensors, config)
-        if isinstance(one, str):
-            problems.append(one)
-        elif one is not None:
-            for stored in _names(one.name, kind):
-                found.pop(stored, None)
-            found[one.name] = one
+        tensor = find_tensor(name, tensors, config)
+        if isinstance(tensor, str):
+            problems.append(tensor)
+        elif tensor is not None:
+            for stored in _stored_names(tensor.name, kind):
+                result.pop(stored, None)
+            result[tensor.name] = tensor
     if problems:
         raise CheckpointError(
             f"{path}: {'; '.join(problems[:4])}. Copy the folder again, or use its bf16 weights."
         )
-    return found
+    return result
 
 
-def _names(name: str, kind: str) -> tuple[str, str]:
-    """Of the values and the scales that make one tensor."""
+def _stored_names(name: str, kind: str) -> tuple[str, str]:
+    """Return the names of the stored values and scales of a quantized tensor."""
     return (name, f"{name}_scale_inv") if kind == FP8 else (f"{name}_blocks", f"{name}_scales")
 
 
 def _config_problems(config: Mapping[str, Any]) -> list[str]:
-    """What it says beside the kind, and we do not compute."""
-    block, fp8 = config.get("weight_block_size"), config["quant_method"] == FP8
-    sizes = block if isinstance(block, list) else []
+    """Return the settings of the quantization that are not supported."""
+    block_size, fp8 = config.get("weight_block_size"), config["quant_method"] == FP8
+    sizes = block_size if isinstance(block_size, list) else []
     problems = []
     if fp8 and (len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes)):
         problems.append(
-            f"{FIELD}.weight_block_size={block!r:.60}, expected two whole numbers, as [128, 128]"
+            f"{FIELD}.weight_block_size={block_size!r:.60}, expected two whole numbers, as [128, "
+            "128]"
         )
     if fp8 and config.get("fmt", "e4m3") != "e4m3":
-        problems.append(f"{FIELD}.fmt={config['fmt']!r:.60}, which is not read: it must be 'e4m3'")
-    known = {*HARMLESS, *(("weight_block_size", "fmt") if fp8 else ())}
+        problems.append(
+            f"{FIELD}.fmt={config['fmt']!r:.60}, which is not supported: it must be 'e4m3'"
+        )
+    known_fields = {*FIELDS_WITHOUT_EFFECT, *(("weight_block_size", "fmt") if fp8 else ())}
     unknown = sorted(
-        name for name, value in config.items() if name not in known and value is not None
+        name for name, value in config.items() if name not in known_fields and value is not None
     )
     if unknown:
-        problems.append(
-            f"{FIELD} has {show_names(unknown)}, which nobody here knows, expected none"
-        )
+        problems.append(f"{FIELD} has the unknown fields {show_names(unknown)}")
     return problems
 
 
-def _fp8_of(
+def _find_fp8_tensor(
     name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> DequantizedTensor | str | None:
-    """The tensor that FP8 numbers make with their scales; or what is wrong with it; None for any
-    other."""
+    """Return the FP8 tensor `name`, a problem with it, or None if it is not FP8."""
     values = tensors[name]
     if values.dtype != "F8_E4M3":
         return None
     block = tuple(config["weight_block_size"])
     if len(values.shape) != 2:
         return f"{name} is {list(values.shape)}, expected a matrix"
-    wanted = tuple(-(-size // length) for size, length in zip(values.shape, block, strict=True))
-    return _joined(
+    scales_shape = tuple(
+        -(-size // length) for size, length in zip(values.shape, block, strict=True)
+    )
+    return _add_scales(
         DequantizedTensor(name, FP8, values.shape, values, values, block),
         tensors,
-        wanted,
+        scales_shape,
         ("F32", "BF16"),
     )
 
 
-def _mxfp4_of(
+def _find_mxfp4_tensor(
     name: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 ) -> DequantizedTensor | str | None:
-    """The experts that blocks make with their scales."""
-    whole, values = name.removesuffix("_blocks"), tensors[name]
-    if whole == name or values.dtype != "U8":
+    """Return the MXFP4 tensor whose values are `name`, a problem with it, or None."""
+    tensor_name, values = name.removesuffix("_blocks"), tensors[name]
+    if tensor_name == name or values.dtype != "U8":
         return None
     if len(values.shape) != 4 or values.shape[3] * 2 != RUN:
         return f"{name} is {list(values.shape)}, expected [experts, rows, runs, {RUN // 2}]"
     experts, rows, runs, _ = values.shape
-    one = DequantizedTensor(whole, MXFP4, (experts, runs * RUN, rows), values, values)
-    return _joined(one, tensors, (experts, rows, runs), ("U8",))
+    tensor = DequantizedTensor(tensor_name, MXFP4, (experts, runs * RUN, rows), values, values)
+    return _add_scales(tensor, tensors, (experts, rows, runs), ("U8",))
 
 
-def _joined(
-    one: DequantizedTensor,
+def _add_scales(
+    tensor: DequantizedTensor,
     tensors: Mapping[str, TensorInfo],
-    wanted: tuple[int, ...],
+    expected: tuple[int, ...],
     dtypes: tuple[str, ...],
 ) -> DequantizedTensor | str:
-    """With its scales; or what is wrong with them."""
-    name = _names(one.name, one.kind)[1]
+    """Return the tensor with its scales, or a problem with them."""
+    name = _stored_names(tensor.name, tensor.kind)[1]
     scales = tensors.get(name)
     if scales is None:
+        return f"{name} is missing: the scales of {tensor.name}, expected {list(expected)}"
+    if scales.shape != expected or scales.dtype not in dtypes:
         return (
-            f"{name} is missing: nobody knows how large the numbers of {one.name} are, "
-            f"expected {list(wanted)}"
-        )
-    if scales.shape != wanted or scales.dtype not in dtypes:
-        return (
-            f"{name} is {list(scales.shape)} {scales.dtype}, expected {list(wanted)} "
+            f"{name} is {list(scales.shape)} {scales.dtype}, expected {list(expected)} "
             f"{' or '.join(dtypes)}"
         )
-    return replace(one, scales=scales)
+    return replace(tensor, scales=scales)

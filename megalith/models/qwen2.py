@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 as Hugging Face knows them: Llama with biases of queries, keys and values.
+"""Hugging Face format of Qwen2 and Qwen2.5: Llama with biases of queries, keys and values.
 
 Source: Yang et al. 2024, arXiv:2407.10671; arXiv:2412.15115.
 """
@@ -17,37 +17,37 @@ from megalith.models.usual import (
     check_all_fields_exported,
     common_rules,
     read_common_fields,
-    read_switched_windows,
+    read_qwen_windows,
     write_common_fields,
-    write_switched_windows,
+    write_qwen_windows,
 )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, switch=False, max_seq_len=32_768, kv_heads=32)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    windows = read_switched_windows(fields, common_fields["num_layers"])
-    fields.finish()
+    windows = read_qwen_windows(fields, common_fields["num_layers"])
+    fields.raise_problems()
     return ModelConfig(
         **common_fields, rope=rope, qkv_bias=True, attention=AttentionConfig(**windows)
     )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Qwen2 of theirs.
+        ConfigError: the model cannot be expressed as Qwen2.
     """
     return check_all_fields_exported(
-        {**write_common_fields(config, QWEN2, switch=False), **write_switched_windows(config)},
+        {**write_common_fields(config, QWEN2, switch=False), **write_qwen_windows(config)},
         config,
         read_config,
         QWEN2,
@@ -55,7 +55,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config, all_biases=False)
 
 

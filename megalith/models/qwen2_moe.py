@@ -1,5 +1,5 @@
-"""Qwen1.5 and Qwen2 with a mixture of experts as Hugging Face knows them: a gated MLP for all
-tokens beside it.
+"""Hugging Face format of Qwen1.5-MoE and Qwen2-MoE: a mixture of experts with a gated shared
+expert.
 
 Source: Yang et al. 2024, arXiv:2407.10671, section 2.2.2.
 """
@@ -9,11 +9,11 @@ from typing import Any
 
 from megalith.config.model import ModelConfig
 from megalith.models.experts import (
-    Words,
-    experts_of,
-    read_mixture,
-    write_mixture,
-    write_sparse_layers,
+    ExpertNames,
+    read_moe,
+    require_moe,
+    write_moe,
+    write_moe_layers,
 )
 from megalith.models.fields import Fields
 from megalith.models.names import Family
@@ -21,61 +21,61 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
+    build_moe_family_rules,
     check_all_fields_exported,
     read_common_fields,
     read_windows,
-    rules_with_experts,
     write_common_fields,
 )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, switch=False, max_seq_len=32_768)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    biases = fields.flag("qkv_bias", True)
-    fields.only("use_sliding_window", False)
-    moe = read_mixture(
+    biases = fields.read_flag("qkv_bias", True)
+    fields.require("use_sliding_window", False)
+    moe = read_moe(
         fields,
         common_fields["num_layers"],
         experts=60,
         top_k=4,
-        width=fields.whole("moe_intermediate_size", 1408),
-        shared_ffn_hidden_size=fields.whole("shared_expert_intermediate_size", 5632),
+        width=fields.read_int("moe_intermediate_size", 1408),
+        shared_ffn_hidden_size=fields.read_int("shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )
     read_windows(fields, common_fields["num_layers"], (False,), window=None)
     fields.ignore("max_window_layers", "sliding_window")
-    fields.finish()
+    fields.raise_problems()
     return ModelConfig(**common_fields, rope=rope, qkv_bias=biases, moe=moe)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Qwen2 with experts of theirs.
+        ConfigError: the model cannot be expressed as Qwen2 with experts.
     """
-    moe = experts_of(config, QWEN2_MOE.architecture)
+    moe = require_moe(config, QWEN2_MOE.architecture)
     raw = {
         **write_common_fields(config, QWEN2_MOE, switch=False),
         "qkv_bias": config.qkv_bias,
         "use_sliding_window": False,
         "moe_intermediate_size": moe.ffn_hidden_size,
         "shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
-        **write_mixture(config, moe),
-        **write_sparse_layers(config),
+        **write_moe(config, moe),
+        **write_moe_layers(config),
     }
     return check_all_fields_exported(raw, config, read_config, QWEN2_MOE)
 
 
-rules, joined = rules_with_experts(Words(), all_biases=False)
+rules, fused_rules = build_moe_family_rules(ExpertNames(), all_biases=False)
 
 QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
@@ -83,7 +83,7 @@ QWEN2_MOE = Family(
     read_config=read_config,
     write_config=write_config,
     rules=rules,
-    joined=joined,
+    fused_rules=fused_rules,
     ignored=ROTARY_BUFFERS,
     tied=HEAD,
 )

@@ -1,4 +1,4 @@
-"""Qwen3 as Hugging Face knows it: Llama whose queries and keys are normed head by head.
+"""Hugging Face format of Qwen3: Llama with QK-norm per head.
 
 Source: Yang et al. 2025, arXiv:2505.09388.
 """
@@ -17,40 +17,40 @@ from megalith.models.usual import (
     check_all_fields_exported,
     common_rules,
     read_common_fields,
-    read_switched_windows,
+    read_qwen_windows,
     write_common_fields,
-    write_switched_windows,
+    write_qwen_windows,
 )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, max_seq_len=32_768, kv_heads=32, head_dim=128)
     rope = read_rope(fields, max_position=common_fields["max_seq_len"])
-    windows = read_switched_windows(fields, common_fields["num_layers"])
-    fields.finish()
+    windows = read_qwen_windows(fields, common_fields["num_layers"])
+    fields.raise_problems()
     attention = AttentionConfig(qk_norm="head", **windows)
     return ModelConfig(**common_fields, rope=rope, attention=attention)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a Qwen3 of theirs.
+        ConfigError: the model cannot be expressed as Qwen3.
     """
-    raw = {**write_common_fields(config, QWEN3), **write_switched_windows(config)}
+    raw = {**write_common_fields(config, QWEN3), **write_qwen_windows(config)}
     return check_all_fields_exported(raw, config, read_config, QWEN3)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config)
 
 

@@ -1,5 +1,5 @@
-"""Writing a release: a checkpoint of ours that holds weights only, read from anywhere, a few
-parameters at a time."""
+"""Write weights from any source as a checkpoint that contains weights only, a few parameters at a
+time."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -26,32 +26,32 @@ from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.models.decoder import Decoder, declared_parameters
-from megalith.models.hf import Weights, require_room
-from megalith.models.jobs import batches, done_in_order
+from megalith.models.hf import Weights, check_free_space
+from megalith.models.jobs import run_in_order, split_by_nbytes
 from megalith.models.journal import Attempt, ConversionJournal
 from megalith.models.names import dtype_to_write
-from megalith.models.staging import publish, work_on
+from megalith.models.staging import open_staging, publish
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.shards import Box, Shard
 
 BATCH_NBYTES = 256 * 2**20
-"""Length of a file, about (guess)."""
+"""Approximate size of a file (heuristic)."""
 
 
 def parameters(model: ModelConfig) -> list[Shard]:
-    """Every parameter of a model, whole, in the order of the forward pass."""
-    return [declared.shard for declared, _, _ in declared_parameters(Decoder(model, mesh_of_one()))]
+    """Return the full shard of every parameter of a model, in the order of the forward pass."""
+    return [spec.shard for spec, _, _ in declared_parameters(Decoder(model, mesh_of_one()))]
 
 
 def release_run(name: str, model: ModelConfig, tokenizer: TokenizerConfig, path: Path) -> TrainRun:
-    """Settings to go on training such a release from; they name no data yet."""
+    """Return settings to train from such a checkpoint; they name no dataset yet."""
     return TrainRun(
         name=name,
         model=model,
         data=DataConfig(),
         tokenizer=tokenizer,
         train=LoopConfig(steps=1000, global_batch_size=8, seq_len=min(2048, model.max_seq_len)),
-        schedule=ScheduleConfig(lr=1e-5, warmup_steps=0.05),  # a usual rate for pretrained models
+        schedule=ScheduleConfig(lr=1e-5, warmup_steps=0.05),  # common for pretrained models
         checkpoint=CheckpointConfig(load=str(path.absolute())),
     )
 
@@ -69,39 +69,45 @@ def write_release(
     workers: int = 1,
     attempt: Attempt | None = None,
 ) -> int:
-    """Write the checkpoint folder `path`; returns its bytes of weights. It appears whole or not at
-    all.
+    """Write the checkpoint folder `path` and return the bytes of its weights. The folder appears
+    complete or not at all.
 
-    `dtype` unset keeps that of each parameter; `auxiliary_files` are files beside them; `wrote` is
-    told the bytes of each parameter, by any of the `workers`, threads that have a few of the
-    source's bytes in memory each. With an `attempt`, what an earlier one of the same kind left is
-    gone on with.
+    `dtype` unset keeps the dtype of each parameter; `auxiliary_files` are written beside the
+    weights; `wrote` is called with the bytes of each parameter, from any of the `workers` threads,
+    each of which holds a few parameters in memory. With an `attempt`, finished files of an
+    interrupted conversion with the same settings are reused.
 
     Raises:
-        CheckpointError: the path exists, or the disk refused something.
+        CheckpointError: the path exists, or writing failed.
     """
-    with work_on(path, attempt) as work:
+    with open_staging(path, attempt) as work:
         staging = work.folder / f"{folder_name(0)}.tmp"
-        content = [
-            (one, dtype_to_write(one.name, weights.dtype(one.name), dtype))
-            for one in parameters(model)
+        items = [
+            (parameter, dtype_to_write(parameter.name, weights.dtype(parameter.name), dtype))
+            for parameter in parameters(model)
         ]
-        found = [
+        files = [
             (f"__{number}_0.distcp", batch)
-            for number, batch in enumerate(batches(content, _nbytes, BATCH_NBYTES))
+            for number, batch in enumerate(split_by_nbytes(items, _nbytes, BATCH_NBYTES))
         ]
-        before = _files_before(staging, {name for name, _ in found}, work.journal)
-        require_room(
+        finished_files = _find_finished_files(staging, {name for name, _ in files}, work.journal)
+        check_free_space(
             work.folder,
-            sum(sum(map(_nbytes, batch)) for name, batch in found if name not in before),
+            sum(sum(map(_nbytes, batch)) for name, batch in files if name not in finished_files),
         )
         jobs = [
             partial(
-                _write_batch, staging / name, batch, weights, wrote, work.journal, before.get(name)
+                _write_batch,
+                staging / name,
+                batch,
+                weights,
+                wrote,
+                work.journal,
+                finished_files.get(name),
             )
-            for name, batch in found
+            for name, batch in files
         ]
-        parts = list(done_in_order(jobs, workers))
+        parts = list(run_in_order(jobs, workers))
         written = WrittenFiles(
             merge_tensors(part.tensors for part in parts),
             {k: v for part in parts for k, v in part.files.items()},
@@ -110,30 +116,32 @@ def write_release(
             storage.write_new(staging / name, contents)
         finished, _ = commit(staging, 0, [written], dict(state or {}), config_text)
         publish(work, finished, path)
-    return sum(map(_nbytes, content))
+    return sum(map(_nbytes, items))
 
 
-def _files_before(
+def _find_finished_files(
     staging: Path, names: Collection[str], journal: ConversionJournal
 ) -> dict[str, WrittenFiles]:
-    """The files of parameters that an earlier attempt had written whole, if it says so; anything
-    else is removed."""
+    """Return the files that an interrupted conversion finished, according to its journal; other
+    files are removed."""
     finished = staging.with_suffix("")
-    if finished.exists():  # it was killed after its last file, and before the folder had its name
+    if finished.exists():  # killed between writing the last file and renaming the folder
         storage.rename(finished, staging)
     if not staging.exists():
         storage.make_folder(staging)
-    found = {name: _recorded(name, journal.found(name)) for name in names}
+    recorded = {name: _parse_record(name, journal.found(name)) for name in names}
     for name in storage.list_names(staging):
-        if found.get(name) is None:
+        if recorded.get(name) is None:
             storage.remove_file(staging / name)
     return {
-        name: part for name, part in found.items() if part is not None and (staging / name).exists()
+        name: part
+        for name, part in recorded.items()
+        if part is not None and (staging / name).exists()
     }
 
 
-def _recorded(name: str, record: Any) -> WrittenFiles | None:  # JSON
-    """What a line of a journal says of a file; None: nothing."""
+def _parse_record(name: str, record: Any) -> WrittenFiles | None:  # JSON
+    """Parse the journal record of a file; None: there is no valid one."""
     try:
         tensors = {
             key: StoredTensor(
@@ -146,25 +154,24 @@ def _recorded(name: str, record: Any) -> WrittenFiles | None:  # JSON
             for key, (shape, dtype, boxes) in record["tensors"].items()
         }
         return WrittenFiles(tensors, {name: StoredFile(record["nbytes"])})
-    except (TypeError, KeyError, ValueError):  # no such line, or none that this build writes
+    except (TypeError, KeyError, ValueError):  # no record, or one of another version
         return None
 
 
-def _record(part: WrittenFiles, name: str) -> dict[str, Any]:  # JSON
-    """The same for the journal."""
+def _make_record(part: WrittenFiles, name: str) -> dict[str, Any]:  # JSON
+    """Return the journal record of a file."""
     tensors = {
         key: (
-            one.shape,
-            one.dtype,
-            [(box.box, box.offset, box.nbytes, box.sha256) for box in one.boxes],
+            tensor.shape,
+            tensor.dtype,
+            [(box.box, box.offset, box.nbytes, box.sha256) for box in tensor.boxes],
         )
-        for key, one in part.tensors.items()
+        for key, tensor in part.tensors.items()
     }
     return {"nbytes": part.files[name].nbytes, "tensors": tensors}
 
 
-def _is_whole(file: Path, part: WrittenFiles) -> bool:
-    """Whether a file holds what was written into it."""
+def _is_complete(file: Path, part: WrittenFiles) -> bool:
     boxes = [box for tensor in part.tensors.values() for box in tensor.boxes]
     return storage.file_nbytes(file) == part.files[file.name].nbytes and all(
         sha256(storage.mapped(file, box.offset, box.nbytes)) == box.sha256 for box in boxes
@@ -172,7 +179,7 @@ def _is_whole(file: Path, part: WrittenFiles) -> bool:
 
 
 Item = tuple[Shard, torch.dtype]
-"""A parameter, and what it is stored as."""
+"""A parameter, and the dtype in which it is written."""
 
 
 def _nbytes(item: Item) -> int:
@@ -185,12 +192,12 @@ def _write_batch(
     weights: Weights,
     wrote: Callable[[int], None],
     journal: ConversionJournal,
-    before: WrittenFiles | None,
+    finished: WrittenFiles | None,
 ) -> WrittenFiles:
-    """One file of parameters, unless it is there already, as `before` says."""
-    if before is not None and _is_whole(path, before):
+    """Write one file of parameters, unless `finished` describes a valid one."""
+    if finished is not None and _is_complete(path, finished):
         wrote(sum(map(_nbytes, batch)))
-        return before
+        return finished
     storage.remove_file(path)
     tensors = {}
     with BoxFile(path) as file:
@@ -205,13 +212,13 @@ def _write_batch(
             )
             wrote(shard.numel * dtype.itemsize)
     part = WrittenFiles(tensors, {file.name: StoredFile(file.nbytes)})
-    journal.add(file.name, _record(part, file.name))
+    journal.add(file.name, _make_record(part, file.name))
     return part
 
 
 def _slices(box: Box) -> list[Box]:
-    """Of a few matrices in one parameter, as keys and values or gate and up are, each: others have
-    them apart."""
+    """Split a box of a few stacked matrices, such as keys and values: other formats store them
+    separately."""
     (start, stop), *rest = box
-    few = len(rest) > 1 and stop - start <= 4
-    return [((i, i + 1), *rest) for i in range(start, stop)] if few else [box]
+    is_stacked = len(rest) > 1 and stop - start <= 4
+    return [((i, i + 1), *rest) for i in range(start, stop)] if is_stacked else [box]

@@ -1,5 +1,5 @@
-"""Rotary positions in config.json: as transformers 4 spells them, and as 5 does; read either, write
-both."""
+"""Fields of rotary embeddings in config.json, in the formats of transformers 4 and 5: either is
+read, both are written."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ LLAMA3_KEYS = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_max_position",
 }
-"""llama3 scaling: theirs -> ours; all of them are needed."""
+"""llama3 scaling: Hugging Face field -> RopeConfig field; all are required."""
 
 YARN_KEYS = {
     "factor": "factor",
@@ -24,7 +24,8 @@ YARN_KEYS = {
     "truncate": "whole_pairs",
     "attention_factor": "attention_factor",
 }
-"""yarn: theirs -> ours; mscale and mscale_all_dim are another way to say attention_factor."""
+"""yarn: Hugging Face field -> RopeConfig field; mscale and mscale_all_dim also determine
+attention_factor."""
 
 LONGROPE_KEYS = {
     "short_factor": "short_factors",
@@ -33,7 +34,8 @@ LONGROPE_KEYS = {
     "factor": "factor",
     "attention_factor": "attention_factor",
 }
-"""longrope: theirs -> ours; without a factor it is the whole context over the original one."""
+"""longrope: Hugging Face field -> RopeConfig field; factor defaults to the context length over the
+original one."""
 
 WANTED = {
     "default": (),
@@ -43,15 +45,15 @@ WANTED = {
     "yarn": ("factor",),
     "longrope": tuple(LONGROPE_KEYS)[:3],
 }
-"""What a kind of scaling must say."""
+"""Kind of scaling -> required fields."""
 
 ALLOWED = {kind: frozenset(wanted) for kind, wanted in WANTED.items()} | {
     "yarn": frozenset((*YARN_KEYS, "mscale", "mscale_all_dim")),
     "longrope": frozenset(LONGROPE_KEYS),
-    # Models that were stretched by another rule before keep saying how long their first rows were.
+    # Models that had another scaling before keep their original context length.
     "dynamic": frozenset(("factor", "original_max_position_embeddings")),
 }
-"""And what it may say."""
+"""Kind of scaling -> allowed fields."""
 
 
 def read_rope(
@@ -65,36 +67,41 @@ def read_rope(
     layer: str | None = None,
     scaled: bool = True,
 ) -> RopeConfig:
-    """Rotary positions, from `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters`
-    (5).
+    """Return the RopeConfig from `rope_theta` and `rope_scaling` (transformers 4) or
+    `rope_parameters` (5).
 
-    `theta` and `fraction` are those of a config without them; with no `fraction` the family turns
-    all features or none. `layer`: which of several kinds of layers, where rope_parameters has a
-    mapping for each; `scaled`: whether `rope_scaling`, which does not know kinds of layers, is
-    meant for it.
+    `theta` and `fraction` are defaults; without `fraction` the family rotates all features.
+    `layer`: the kind of layer, if rope_parameters has a mapping for each; `scaled`: whether
+    `rope_scaling` applies to that kind.
     """
     old, new = _mappings(fields, layer, scaled)
     outer = {
-        "rope_theta": fields.value(theta_name),
-        "partial_rotary_factor": fields.value(fraction_name),
+        "rope_theta": fields.read_value(theta_name),
+        "partial_rotary_factor": fields.read_value(fraction_name),
     }
-    parts = [
-        {key: value for key, value in part.items() if value is not None}
-        for part in (outer, old, new)
+    mappings = [
+        {key: value for key, value in mapping.items() if value is not None}
+        for mapping in (outer, old, new)
     ]
-    kinds = {str(part.get("rope_type", part.get("type", "default"))) for part in (old, new) if part}
+    kinds = {
+        str(mapping.get("rope_type", mapping.get("type", "default")))
+        for mapping in (old, new)
+        if mapping
+    }
     values: dict[str, Any] = {}
-    clash = len(kinds) > 1
-    for part in parts:
-        clash |= any(
-            key in values and values[key] != value for key, value in part.items() if key not in KIND
+    has_conflict = len(kinds) > 1
+    for mapping in mappings:
+        has_conflict |= any(
+            key in values and values[key] != value
+            for key, value in mapping.items()
+            if key not in KIND
         )
-        values |= {key: value for key, value in part.items() if key not in KIND}
-    if clash:
+        values |= {key: value for key, value in mapping.items() if key not in KIND}
+    if has_conflict:
         fields.problems.append(
             f"{theta_name}={outer['rope_theta']}, rope_scaling={dict(old)} and "
             f"rope_parameters={dict(new)} disagree. "
-            f"Remove those that are wrong."
+            f"Remove the wrong ones."
         )
         return RopeConfig()
     if fraction is None and values.get("partial_rotary_factor") == 1:
@@ -103,8 +110,8 @@ def read_rope(
     base: dict[str, Any] = {"theta": values.pop("rope_theta", theta)}
     if fraction is not None:
         base["fraction"] = values.pop("partial_rotary_factor", fraction)
-    if not _fits(kind, values) or not _above_zero(base) or base.get("fraction", 1) > 1:
-        fields.problems.append(_refusal(kind, values, base))
+    if not _is_valid(kind, values) or not _above_zero(base) or base.get("fraction", 1) > 1:
+        fields.problems.append(_describe_problem(kind, values, base))
         return RopeConfig()
     numbers: dict[str, Any] = {name: float(value) for name, value in base.items()}
     return RopeConfig(**numbers, **_scaling(kind, values, max_position))
@@ -116,10 +123,10 @@ KIND = ("rope_type", "type")
 def _mappings(
     fields: Fields, layer: str | None, scaled: bool
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """rope_scaling and rope_parameters, the latter of one kind of layers."""
-    found: list[Mapping[str, Any]] = []
+    """Return rope_scaling and rope_parameters, the latter for one kind of layer."""
+    mappings: list[Mapping[str, Any]] = []
     for name in ("rope_scaling", "rope_parameters"):
-        value = fields.value(name)
+        value = fields.read_value(name)
         value = {} if value is None else value
         if not isinstance(value, Mapping):
             fields.problems.append(f"{name}={value!r}: expected a mapping, or null.")
@@ -128,57 +135,64 @@ def _mappings(
             value = value[layer] if isinstance(value[layer], Mapping) else {}
         elif name == "rope_scaling" and not scaled:
             value = {}
-        found.append(value)
-    return found[0], found[1]
+        mappings.append(value)
+    return mappings[0], mappings[1]
 
 
 PER_PAIR = ("short_factor", "long_factor")
 
 
-def _fits(kind: str, values: Mapping[str, Any]) -> bool:
-    """Whether the values are those of the kind, each of its own kind."""
+def _is_valid(kind: str, values: Mapping[str, Any]) -> bool:
+    """Return whether the values are valid for the kind of scaling."""
     if (
         kind not in WANTED
         or not set(WANTED[kind]) <= values.keys()
         or not values.keys() <= ALLOWED[kind]
     ):
         return False
-    whole = type(values.get("original_max_position_embeddings", 1)) is int
-    other = ("truncate", "mscale", "mscale_all_dim", *PER_PAIR)
-    numbers = {name: value for name, value in values.items() if name not in other}
+    is_length_int = type(values.get("original_max_position_embeddings", 1)) is int
+    not_scalars = ("truncate", "mscale", "mscale_all_dim", *PER_PAIR)
+    numbers = {name: value for name, value in values.items() if name not in not_scalars}
     pairs = [values[name] for name in PER_PAIR if name in values]
     if not all(
-        isinstance(each, Sequence) and _above_zero({str(i): one for i, one in enumerate(each)})
-        for each in pairs
+        isinstance(factors, Sequence)
+        and _above_zero({str(i): factor for i, factor in enumerate(factors)})
+        for factors in pairs
     ):
         return False
-    scales = all(type(values.get(name, 0)) in (int, float) for name in ("mscale", "mscale_all_dim"))
-    return whole and scales and type(values.get("truncate", True)) is bool and _above_zero(numbers)
+    are_mscales_numbers = all(
+        type(values.get(name, 0)) in (int, float) for name in ("mscale", "mscale_all_dim")
+    )
+    return (
+        is_length_int
+        and are_mscales_numbers
+        and type(values.get("truncate", True)) is bool
+        and _above_zero(numbers)
+    )
 
 
 def _above_zero(values: Mapping[str, Any]) -> bool:
     return all(type(value) in (int, float) and value > 0 for value in values.values())
 
 
-def _refusal(kind: str, values: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    told = {"theta": "rope_theta", "fraction": "partial_rotary_factor"}
-    wrong = dict(values) | {told[name]: value for name, value in base.items()}
+def _describe_problem(kind: str, values: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    hf_names = {"theta": "rope_theta", "fraction": "partial_rotary_factor"}
+    shown = dict(values) | {hf_names[name]: value for name, value in base.items()}
     return (
-        f"rotary positions of rope_type={kind!r} with {wrong!s:.200} are not supported: rope_type "
-        "must be 'default' "
-        "with nothing beside rope_theta, 'linear' or 'dynamic' with factor, 'yarn' with factor "
-        "and what it may have, "
+        f"rotary positions of rope_type={kind!r} with {shown!s:.200} are not supported: rope_type "
+        "must be 'default' with only rope_theta, 'linear' or 'dynamic' with factor, "
+        "'yarn' with factor and its optional fields, "
         f"'llama3' with {', '.join(LLAMA3_KEYS)}, or 'longrope' with "
         f"{', '.join(WANTED['longrope'])}."
     )
 
 
 def _scaling(kind: str, values: Mapping[str, Any], max_position: int) -> dict[str, Any]:
-    """Our fields of a kind of scaling."""
+    """Return the fields of RopeConfig for a kind of scaling."""
     match kind:
         case "linear":
             return {"scaling": kind, "factor": float(values["factor"])}
-        # whatever it says about its first training, transformers begins at max_position_embeddings
+        # transformers scales beyond max_position_embeddings, whatever the original length is
         case "dynamic":
             return {
                 "scaling": kind,
@@ -186,23 +200,27 @@ def _scaling(kind: str, values: Mapping[str, Any], max_position: int) -> dict[st
                 "original_max_position": max_position,
             }
         case "llama3":
-            numbers = {ours: float(values[theirs]) for theirs, ours in LLAMA3_KEYS.items()}
+            numbers = {ours: float(values[hf_name]) for hf_name, ours in LLAMA3_KEYS.items()}
             return {
                 "scaling": kind,
                 **numbers,
                 "original_max_position": values["original_max_position_embeddings"],
             }
         case "yarn":
-            ours = {ours: values[theirs] for theirs, ours in YARN_KEYS.items() if theirs in values}
+            ours = {
+                ours: values[hf_name] for hf_name, ours in YARN_KEYS.items() if hf_name in values
+            }
             return {
                 "scaling": kind,
                 "original_max_position": max_position,
                 **ours,
-                **_sharpness(values),
+                **_attention_factor(values),
             }
         case "longrope":
             ours = {
-                ours: values[theirs] for theirs, ours in LONGROPE_KEYS.items() if theirs in values
+                ours: values[hf_name]
+                for hf_name, ours in LONGROPE_KEYS.items()
+                if hf_name in values
             }
             ours |= {
                 name: tuple(map(float, ours[name])) for name in ("short_factors", "long_factors")
@@ -212,24 +230,23 @@ def _scaling(kind: str, values: Mapping[str, Any], max_position: int) -> dict[st
             return {}
 
 
-def _sharpness(values: Mapping[str, Any]) -> dict[str, float]:
-    """yarn's attention_factor, where it is not the usual one.
+def _attention_factor(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return attention_factor of yarn from mscale and mscale_all_dim, if both are given.
 
-    mscale and mscale_all_dim count only together, as in transformers; the authors' own code lets
-    either count alone.
+    transformers ignores one without the other, unlike the original code.
     """
     if "attention_factor" in values or not (values.get("mscale") and values.get("mscale_all_dim")):
         return {}
-    stretch = math.log(max(float(values["factor"]), 1.0))
+    log_factor = math.log(max(float(values["factor"]), 1.0))
     return {
-        "attention_factor": (0.1 * values["mscale"] * stretch + 1)
-        / (0.1 * values["mscale_all_dim"] * stretch + 1)
+        "attention_factor": (0.1 * values["mscale"] * log_factor + 1)
+        / (0.1 * values["mscale_all_dim"] * log_factor + 1)
     }
 
 
 def write_rope(rope: RopeConfig, *, fraction: bool = False) -> dict[str, Any]:
-    """Both spellings: transformers 5 reads the last, everything older the others. `fraction`:
-    for families that turn a part of the features."""
+    """Return the fields for transformers 4 and 5. `fraction`: for families that rotate a part of
+    the features."""
     kind, values = rope_values(rope)
     part = {"partial_rotary_factor": rope.fraction} if fraction else {}
     return {
@@ -241,7 +258,7 @@ def write_rope(rope: RopeConfig, *, fraction: bool = False) -> dict[str, Any]:
 
 
 def rope_values(rope: RopeConfig) -> tuple[str, dict[str, Any]]:
-    """rope_type, and what goes with it."""
+    """Return rope_type and its other fields."""
     match rope.scaling:
         case "none":
             return "default", {}
@@ -249,15 +266,15 @@ def rope_values(rope: RopeConfig) -> tuple[str, dict[str, Any]]:
             return rope.scaling, {"factor": rope.factor}
         case "llama3":
             return rope.scaling, {
-                theirs: getattr(rope, ours) for theirs, ours in LLAMA3_KEYS.items()
+                hf_name: getattr(rope, name) for hf_name, name in LLAMA3_KEYS.items()
             }
         case "yarn":
-            values = {theirs: getattr(rope, ours) for theirs, ours in YARN_KEYS.items()}
+            values = {hf_name: getattr(rope, name) for hf_name, name in YARN_KEYS.items()}
             return rope.scaling, {
                 name: value for name, value in values.items() if value is not None
             }
         case "longrope":
-            values = {theirs: getattr(rope, ours) for theirs, ours in LONGROPE_KEYS.items()}
+            values = {hf_name: getattr(rope, name) for hf_name, name in LONGROPE_KEYS.items()}
             values |= {name: list(values[name]) for name in PER_PAIR}
             return rope.scaling, {
                 name: value for name, value in values.items() if value is not None

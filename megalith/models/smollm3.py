@@ -1,4 +1,4 @@
-"""SmolLM3 as Hugging Face knows it: Llama with every fourth layer knowing no positions.
+"""Hugging Face format of SmolLM3: Llama with every fourth layer without rotary embeddings (NoPE).
 
 Source: the release of SmolLM3-3B, Hugging Face, 2025; layers without positions: Yang et al. 2025,
 arXiv:2501.18795.
@@ -21,47 +21,50 @@ from megalith.models.usual import (
     common_rules,
     read_common_fields,
     read_windows,
-    shortest,
-    windowed,
+    shortest_pattern,
+    window_arguments,
     write_common_fields,
     write_windows,
 )
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
     common_fields = read_common_fields(fields, max_seq_len=32_768, kv_heads=4, tied=True)
     layers = common_fields["num_layers"]
-    every = fields.whole("no_rope_layer_interval", 4)
-    skip = fields.flags_of_layers("no_rope_layers", layers, {1: False, 0: True})
+    every = fields.read_int("no_rope_layer_interval", 4)
+    skip = fields.read_layer_flags("no_rope_layers", layers, {1: False, 0: True})
     skip = skip or tuple((layer + 1) % every == 0 for layer in range(layers))
     rope = read_rope(fields, max_position=common_fields["max_seq_len"], theta=2_000_000.0)
-    rope = replace(rope, skip=shortest(skip) if any(skip) else ())
-    window, switched = fields.whole_or_none("sliding_window"), fields.flag("use_sliding_window")
+    rope = replace(rope, skip=shortest_pattern(skip) if any(skip) else ())
+    window, switched = (
+        fields.read_optional_int("sliding_window"),
+        fields.read_flag("use_sliding_window"),
+    )
     window = window if switched else None
     default = skip if window is not None else (False,)
-    windows = windowed(
+    windows = window_arguments(
         window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY)
     )
     fields.ignore("max_window_layers")
-    mlp_bias = fields.flag("mlp_bias")
-    fields.finish()
+    mlp_bias = fields.read_flag("mlp_bias")
+    fields.raise_problems()
     return ModelConfig(
         **common_fields, rope=rope, attention=AttentionConfig(**windows), mlp_bias=mlp_bias
     )
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a SmolLM3 of theirs.
+        ConfigError: the model cannot be expressed as SmolLM3.
     """
     raw = {
         **write_common_fields(config, SMOLLM3),
@@ -75,7 +78,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     return common_rules(config)
 
 

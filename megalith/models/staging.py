@@ -1,5 +1,5 @@
-"""Where a folder of weights is written until it is whole: beside its place, under a name that says
-by whom."""
+"""Staging folders of conversions: weights are written beside the target under a name that
+identifies the process, and renamed when complete."""
 
 import hashlib
 import logging
@@ -17,24 +17,31 @@ from typing import Literal
 from megalith import storage
 from megalith.checkpoint.format import MANIFEST
 from megalith.errors import CheckpointError
-from megalith.models.journal import Attempt, ConversionJournal, begin_journal, changed, read_journal
+from megalith.models.journal import (
+    Attempt,
+    ConversionJournal,
+    begin_journal,
+    describe_changes,
+    read_journal,
+)
 
 INSIDES = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
-"""Files of which a folder of weights has one; a manifest may be anybody's, a web page's for one."""
+"""Files of which every folder of weights has one; other programs also write files named like a
+manifest."""
 
 OWN_FIELD = re.compile(rb'"world_size"\s*:')
-"""What a manifest of ours has in its first lines."""
+"""Field in the first lines of Megalith's manifests."""
 
 Owner = Literal["gone", "here", "elsewhere"]
-"""Who began a folder: a process of this machine that is no more, or that works; or one that cannot
-be asked."""
+"""Process that created a staging folder: ended, running on this machine, or unknown because it is
+on another machine."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StagingWork:
-    """A folder to write in, and what of it is whole already."""
+    """A staging folder, and the journal of its finished pieces."""
 
     folder: Path
     """Its contents are moved to the target at the end, and it is removed."""
@@ -43,38 +50,45 @@ class StagingWork:
 
 
 @contextmanager
-def work_on(path: Path, attempt: Attempt | None) -> Iterator[StagingWork]:
-    """A place to write what will be `path`; what an earlier attempt of the same kind left is gone
-    on with.
+def open_staging(path: Path, attempt: Attempt | None) -> Iterator[StagingWork]:
+    """Provide a staging folder for `path`; work of an interrupted conversion with the same recipe
+    is resumed.
 
-    When it ends, the place is removed; after an error or Ctrl-C too, unless some of it is whole,
-    and was so before or is to be kept.
+    The folder is removed at the end; after an error or Ctrl-C it stays if finished pieces are to be
+    kept.
 
     Raises:
-        CheckpointError: see `staging_of`; or what an earlier attempt left is of another source or
-        has other settings.
+        CheckpointError: see `prepare_staging`; or an interrupted conversion had other settings or
+            another source.
     """
-    left = None if attempt is None or attempt.restart else _left_for(path, attempt)
-    folder, journal = staging_of(path, left[0] if left else None), ConversionJournal(None)
-    kept = False
+    interrupted = None if attempt is None or attempt.restart else _find_resumable(path, attempt)
+    folder, journal = (
+        prepare_staging(path, interrupted[0] if interrupted else None),
+        ConversionJournal(None),
+    )
+    is_kept = False
     try:
-        if left is not None:
-            storage.rename(left[0], folder)
-            journal = left[1]  # whole pieces, even if the next line fails
-            journal = journal.moved_to(folder)
+        if interrupted is not None:
+            storage.rename(interrupted[0], folder)
+            journal = interrupted[1]  # its pieces count even if the next line fails
+            journal = journal.reopen(folder)
             log.warning(
-                "%s: going on where a conversion was ended: %d pieces are there", path, len(journal)
+                "%s: resuming an interrupted conversion with %d finished pieces", path, len(journal)
             )
         else:
             storage.make_folder(folder)
             journal = journal if attempt is None else begin_journal(folder, attempt.recipe)
         yield StagingWork(folder, journal)
     except (OSError, CheckpointError, KeyboardInterrupt) as error:
-        keep = attempt is not None and (attempt.keep or left is not None)
-        kept = keep and len(journal) > 0 and not os.path.lexists(path)  # else nobody could go on
-        if kept:
+        keep = attempt is not None and (attempt.keep or interrupted is not None)
+        is_kept = (
+            keep and len(journal) > 0 and not os.path.lexists(path)
+        )  # otherwise nothing can be resumed
+        if is_kept:
             log.warning(
-                "%s: %d pieces stay. Run the same again to go on with them", folder, len(journal)
+                "%s: %d finished pieces are kept. Run the same command again to resume",
+                folder,
+                len(journal),
             )
         if isinstance(error, OSError):
             raise CheckpointError(
@@ -82,15 +96,15 @@ def work_on(path: Path, attempt: Attempt | None) -> Iterator[StagingWork]:
             ) from error
         raise
     finally:
-        if not kept:
+        if not is_kept:
             storage.remove_tree(folder)
 
 
 def publish(work: StagingWork, finished: Path, path: Path) -> None:
-    """Give what is finished its name, which is on the disk when this returns; nothing else is left.
+    """Rename the finished folder to `path`, durably, and remove the staging folder.
 
     Raises:
-        CheckpointError: another has written something there in the meantime.
+        CheckpointError: the path was created by another process.
     """
     check_target(path)
     storage.rename(finished, path)
@@ -98,123 +112,121 @@ def publish(work: StagingWork, finished: Path, path: Path) -> None:
     storage.sync_folder(path.parent)
 
 
-def _left_for(path: Path, attempt: Attempt) -> tuple[Path, ConversionJournal] | None:
-    """What there is to go on with: the furthest of several.
+def _find_resumable(path: Path, attempt: Attempt) -> tuple[Path, ConversionJournal] | None:
+    """Return the most advanced interrupted conversion to resume.
 
     Raises:
-        CheckpointError: it is of another source, or has other settings.
+        CheckpointError: it had another source or other settings.
     """
     check_target(path)
-    with _refusals_told(path):
-        found = [
-            (folder, read)
-            for folder, owner in leftovers(path)
+    with _converted_os_errors(path):
+        candidates = [
+            (folder, content)
+            for folder, owner in find_staging_folders(path)
             if (owner == "gone" or (owner == "elsewhere" and attempt.take_over))
-            and (read := read_journal(folder)) is not None
-            and len(read[1])
+            and (content := read_journal(folder)) is not None
+            and len(content[1])
         ]
-    same = [
+    matching = [
         (folder, journal)
-        for folder, (recipe, journal) in found
-        if not changed(recipe, attempt.recipe)
+        for folder, (recipe, journal) in candidates
+        if not describe_changes(recipe, attempt.recipe)
     ]
-    if found and not same:
-        folder, (recipe, journal) = max(found, key=lambda item: len(item[1][1]))
-        lines = "\n".join(f"  {line}" for line in changed(recipe, attempt.recipe))
+    if candidates and not matching:
+        folder, (recipe, journal) = max(candidates, key=lambda item: len(item[1][1]))
+        lines = "\n".join(f"  {line}" for line in describe_changes(recipe, attempt.recipe))
         raise CheckpointError(
-            f"{folder}: a conversion to {path} was ended when {len(journal)} pieces were whole, of "
-            "another source or "
-            f"with other settings:\n{lines}\nUse those again to go on with it, or pass --restart "
-            "to begin anew."
+            f"{folder}: an interrupted conversion to {path} with {len(journal)} finished pieces "
+            "had "
+            f"another source or other settings:\n{lines}\nUse these settings to resume it, or pass "
+            "--restart to start again."
         )
-    return max(same, key=lambda item: len(item[1]), default=None)
+    return max(matching, key=lambda item: len(item[1]), default=None)
 
 
-def staging_of(path: Path, keep: Path | None = None) -> Path:
-    """A folder to write in, still to be made; renaming it to `path` is the last step.
+def prepare_staging(path: Path, keep: Path | None = None) -> Path:
+    """Return a staging folder to be created; renaming it to `path` is the last step.
 
-    What an earlier attempt left there is removed, if nobody can be at work in it any more, and told
-    if that is unknown; `keep` stays.
+    Folders of ended processes are removed, except `keep`; a warning names folders whose process may
+    still run.
 
     Raises:
-        CheckpointError: see `check_target`; or the disk refused something.
+        CheckpointError: see `check_target`; or file access failed.
     """
     check_target(path)
-    with _refusals_told(path):
-        for folder, owner in leftovers(path):
+    with _converted_os_errors(path):
+        for folder, owner in find_staging_folders(path):
             if folder == keep:
                 continue
             if owner == "gone":
                 storage.remove_tree(folder)
-                log.warning("%s: removed, left by a conversion that was killed", folder)
+                log.warning("%s: removed; it was left by a conversion that was killed", folder)
             elif owner == "here":
                 text = (
-                    "%s: another conversion to %s works there, or a process with its number. "
-                    "Remove it if"
+                    "%s: another conversion to %s is running, or a process with the same id. "
+                    "Remove the folder if"
                 )
-                log.warning(f"{text} that one does something else", folder, path)
+                log.warning(f"{text} that process is not a conversion", folder, path)
             else:
                 text = (
-                    "%s: another conversion to %s works there, or was killed. Remove it if "
-                    "none does"
+                    "%s: another conversion to %s is running on another machine, or was killed. "
+                    "If it was killed, remove the folder"
                 )
-                log.warning(f"{text}, or pass --take-over to go on with it", folder, path)
-    return path.with_name(f".{path.name}.tmp-{_machine()}-{os.getpid()}-{secrets.token_hex(4)}")
+                log.warning(f"{text}, or pass --take-over to resume it", folder, path)
+    return path.with_name(f".{path.name}.tmp-{_machine_id()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def check_target(path: Path) -> None:
-    """Refuse to write where something is already, or inside of other weights.
+    """Check that nothing exists at the target, and that it is not inside other weights.
 
     Raises:
-        CheckpointError: the path exists or may not be looked at, or what is above it is a file, a
-            checkpoint or a model.
+        CheckpointError: the path exists or is not accessible, or it is below a file, a checkpoint
+            or a model.
     """
-    with _refusals_told(path):
-        _check_place(path)
+    with _converted_os_errors(path):
+        _check_path(path)
 
 
 @contextmanager
-def _refusals_told(path: Path) -> Iterator[None]:
-    """What a disk refuses, in words.
+def _converted_os_errors(path: Path) -> Iterator[None]:
+    """Convert OSErrors to CheckpointErrors.
 
     Raises:
-        CheckpointError: it refused something.
+        CheckpointError: the operating system reported an error.
     """
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{path}: not written ({error}). Choose another target, or set its rights."
+            f"{path}: not written ({error}). Choose another target, or change its permissions."
         ) from error
 
 
-def _check_place(path: Path) -> None:
-    if path.exists() or path.is_symlink():  # a link to nothing, too
+def _check_path(path: Path) -> None:
+    if path.exists() or path.is_symlink():  # also a dangling link
         raise CheckpointError(
-            f"{path} exists already and is left as it is. Choose another target, or remove it."
+            f"{path} already exists and is not overwritten. Choose another target, or remove it."
         )
     for folder in path.absolute().parents:
         if folder.is_file():
             raise CheckpointError(
-                f"{path} would lie inside {folder}, which is a file. Choose another target."
+                f"{path} is below {folder}, which is a file. Choose another target."
             )
-        if any((folder / name).is_file() and _is_of_weights(folder / name) for name in INSIDES):
+        if any((folder / name).is_file() and _marks_weights(folder / name) for name in INSIDES):
             raise CheckpointError(
-                f"{path} would lie inside {folder}, which is a checkpoint or a model itself: "
-                "whoever checks, copies or "
-                f"removes that would meet it. Choose a target outside of it."
+                f"{path} is inside {folder}, which is a checkpoint or a model; copying or removing "
+                f"that would include it. Choose a target outside of it."
             )
         if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
             raise CheckpointError(
-                f"{path} would lie among the checkpoints of the run {folder.parent}, which takes "
-                "them for its own. "
-                f"Choose a target outside of {folder}."
+                f"{path} is among the checkpoints of the run {folder.parent}, which would treat it "
+                f"as one of them. Choose a target outside of {folder}."
             )
 
 
-def _is_of_weights(file: Path) -> bool:
-    """Whether a file with a name of ours is one of ours; a manifest that may not be read is a
-    stranger's."""
+def _marks_weights(file: Path) -> bool:
+    """Return whether a file marks a folder of weights; unreadable manifests are taken for other
+    programs' files."""
     try:
         return (
             file.name != MANIFEST or OWN_FIELD.search(storage.read_range(file, 0, 4096)) is not None
@@ -223,45 +235,46 @@ def _is_of_weights(file: Path) -> bool:
         return False
 
 
-def leftovers(path: Path) -> list[tuple[Path, Owner]]:
-    """Folders that conversions to `path` began and did not end, and what is known of who did."""
+def find_staging_folders(path: Path) -> list[tuple[Path, Owner]]:
+    """Return the staging folders of unfinished conversions to `path`, and the state of their
+    processes."""
     pattern = re.compile(
         rf"\.{re.escape(path.name)}\.tmp-(?:(?P<machine>.+)-(?P<process>\d+)-)?[0-9a-f]{{8}}"
     )
-    found = []
+    folders = []
     for name in storage.list_names(path.parent):
         match = pattern.fullmatch(name)
         if match is not None:
-            found.append((path.with_name(name), _owner(match["machine"], match["process"])))
-    return found
+            folders.append((path.with_name(name), _find_owner(match["machine"], match["process"])))
+    return folders
 
 
-def _owner(machine: str | None, process: str) -> Owner:
-    if machine != _machine():
+def _find_owner(machine: str | None, process: str) -> Owner:
+    if machine != _machine_id():
         return "elsewhere"
-    return "here" if _at_work(int(process)) else "gone"
+    return "here" if _is_running(int(process)) else "gone"
 
 
-def _machine() -> str:
-    """This machine, as a part of a file's name: its own, and what differs where two on a shared
-    disk have the same one.
+def _machine_id() -> str:
+    """Return an identifier of this machine for file names: the host name, and a hash that
+    distinguishes machines with equal names.
 
-    That is when it was started, and where its processes are counted; elsewhere than on Linux its
+    The hash is of the boot id and the process namespace, or on other systems than Linux of the
     network card.
     """
     try:
-        which = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink(
+        identity = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink(
             "/proc/self/ns/pid"
         )
     except OSError:
-        which = str(uuid.getnode())
+        identity = str(uuid.getnode())
     name = re.sub(r"[^\w.]", "_", socket.gethostname())[:24] or "unknown"
-    return f"{name}.{hashlib.sha256(which.encode()).hexdigest()[:8]}"
+    return f"{name}.{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
 
-def _at_work(process: int) -> bool:
-    """Whether another process of this machine has that number."""
-    if process == os.getpid():  # an earlier process whose number we have now
+def _is_running(process: int) -> bool:
+    """Return whether another process of this machine has that number."""
+    if process == os.getpid():  # an earlier process had the number of this one
         return False
     try:
         os.kill(process, 0)

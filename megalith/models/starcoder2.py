@@ -1,5 +1,5 @@
-"""StarCoder2 as Hugging Face knows it: LayerNorm, an MLP without a gate, biases everywhere, a
-window in all layers.
+"""Hugging Face format of StarCoder2: LayerNorm, an MLP without a gate, biases, a sliding window in
+all layers.
 
 Source: Lozhkov et al. 2024, arXiv:2402.19173.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from megalith.config.attention import AttentionConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
-from megalith.models.fields import Fields, activation_word
+from megalith.models.fields import Fields, hf_activation_name
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.pieces import layer_norm_rules, ungated_rules
 from megalith.models.rope import read_rope, write_rope
@@ -21,7 +21,7 @@ from megalith.models.usual import (
     SIZES,
     attention_rules,
     check_all_fields_exported,
-    whole_heads,
+    check_head_sizes,
 )
 
 DROPOUTS = {
@@ -29,7 +29,7 @@ DROPOUTS = {
     "residual_dropout": "residual",
     "attention_dropout": "attention",
 }
-"""Theirs -> ours: used in training only."""
+"""Hugging Face field -> DropoutConfig field."""
 
 UNREAD = (
     "activation_function",
@@ -38,64 +38,66 @@ UNREAD = (
     "scale_attention_softmax_in_fp32",
     "scale_attn_weights",
 )
-"""Fields of published configs that transformers never looks at."""
+"""Fields of published configs that transformers does not read."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Contents of a config.json -> our config.
+    """Return the ModelConfig of a config.json.
 
     Raises:
-        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of
-        them together.
+        ConfigError: fields are missing, of the wrong type, unknown or not supported; all of them
+            are reported together.
     """
     fields = Fields(raw)
-    sizes: dict[str, Any] = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
-    length = fields.whole("max_position_embeddings", 4096)
-    biased = fields.flag("use_bias", True)
-    fields.only("mlp_type", "default")
-    fields.only("norm_type", "layer_norm")
+    sizes: dict[str, Any] = {name: fields.read_int(hf_name) for hf_name, name in SIZES.items()}
+    length = fields.read_int("max_position_embeddings", 4096)
+    has_bias = fields.read_flag("use_bias", True)
+    fields.require("mlp_type", "default")
+    fields.require("norm_type", "layer_norm")
     fields.ignore(*UNREAD)
-    dropout = {ours: fields.number(theirs, 0.0, zero=True) for theirs, ours in DROPOUTS.items()}
-    found = ModelConfig(
+    dropout = {
+        name: fields.read_number(hf_name, 0.0, zero=True) for hf_name, name in DROPOUTS.items()
+    }
+    config = ModelConfig(
         **sizes,
-        num_kv_heads=fields.whole("num_key_value_heads", 2),
+        num_kv_heads=fields.read_int("num_key_value_heads", 2),
         max_seq_len=length,
         norm="layer",
-        norm_eps=fields.number("norm_epsilon", 1e-5),
+        norm_eps=fields.read_number("norm_epsilon", 1e-5),
         rope=read_rope(fields, max_position=length),
-        attention=AttentionConfig(window=fields.whole_or_none("sliding_window")),
-        activation=fields.activation("hidden_act", "gelu_pytorch_tanh"),
+        attention=AttentionConfig(window=fields.read_optional_int("sliding_window")),
+        activation=fields.read_activation("hidden_act", "gelu_pytorch_tanh"),
         gated=False,
-        qkv_bias=biased,
-        output_bias=biased,
-        mlp_bias=biased,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=has_bias,
         dropout=DropoutConfig(**dropout),
-        tied_embeddings=fields.flag("tie_word_embeddings", True),
-        init_std=fields.number("initializer_range", 0.018042, zero=True),
+        tied_embeddings=fields.read_flag("tie_word_embeddings", True),
+        init_std=fields.read_number("initializer_range", 0.018042, zero=True),
     )
-    fields.finish()
-    return found
+    fields.raise_problems()
+    return config
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+    """Return the config.json of a model, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: the model cannot be a StarCoder2 of theirs.
+        ConfigError: the model cannot be expressed as StarCoder2.
     """
-    whole_heads(config)
+    check_head_sizes(config)
     raw = {
         "architectures": [STARCODER2.architecture],
         "model_type": STARCODER2.model_type,
-        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
+        **{hf_name: getattr(config, name) for hf_name, name in SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.max_seq_len,
         "norm_epsilon": config.norm_eps,
         "initializer_range": config.init_std,
-        "hidden_act": activation_word(config.activation),
+        "hidden_act": hf_activation_name(config.activation),
         "sliding_window": config.attention.window,
         "use_bias": config.qkv_bias,
-        **{theirs: getattr(config.dropout, ours) for theirs, ours in DROPOUTS.items()},
+        **{hf_name: getattr(config.dropout, name) for hf_name, name in DROPOUTS.items()},
         **write_rope(config.rope),
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": True,
@@ -104,23 +106,25 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of a StarCoder2 of theirs, in the order of the forward pass."""
+    """Return the tensor rules, in the order of the forward pass."""
     v, h = config.vocab_size, config.hidden_size
-    found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
+    rules = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
-        theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
-        found += layer_norm_rules(
-            f"{theirs}.{NORMS['attention_norm']}", f"{ours}.attention_norm", h
+        hf_layer, layer_name = f"model.layers.{layer}", f"layers.{layer}"
+        rules += layer_norm_rules(
+            f"{hf_layer}.{NORMS['attention_norm']}", f"{layer_name}.attention_norm", h
         )
-        found += attention_rules(
-            config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=True
+        rules += attention_rules(
+            config, f"{hf_layer}.self_attn", f"{layer_name}.attention", all_biases=True
         )
-        found += layer_norm_rules(f"{theirs}.{NORMS['mlp_norm']}", f"{ours}.mlp_norm", h)
-        found += ungated_rules(config, f"{theirs}.mlp.c_fc", f"{theirs}.mlp.c_proj", f"{ours}.mlp")
-    found += layer_norm_rules("model.norm", "norm", h)
+        rules += layer_norm_rules(f"{hf_layer}.{NORMS['mlp_norm']}", f"{layer_name}.mlp_norm", h)
+        rules += ungated_rules(
+            config, f"{hf_layer}.mlp.c_fc", f"{hf_layer}.mlp.c_proj", f"{layer_name}.mlp"
+        )
+    rules += layer_norm_rules("model.norm", "norm", h)
     if not config.tied_embeddings:
-        found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
-    return found
+        rules.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
+    return rules
 
 
 STARCODER2 = Family(

@@ -1,5 +1,5 @@
-"""What most families have in common with Llama: fields of config.json, tensors, and that nothing is
-left unsaid."""
+"""Config fields and tensor rules that most model families share with Llama, and the check that
+every setting of a model is exported."""
 
 import math
 import re
@@ -16,13 +16,13 @@ from megalith.config.tree import differences
 from megalith.errors import ConfigError, raise_all
 from megalith.kernels.rope import attention_factor
 from megalith.models.experts import (
+    ExpertNames,
     LayerRules,
-    Words,
     canonical_experts,
-    joined_rules,
-    mixture_rules,
+    fused_moe_rules,
+    moe_rules,
 )
-from megalith.models.fields import Fields, activation_word
+from megalith.models.fields import Fields, hf_activation_name
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import rope_values, write_rope
 
@@ -36,7 +36,7 @@ SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
-"""Theirs -> ours; a config without one of them is not complete."""
+"""Hugging Face field -> ModelConfig field; all are required in a config.json."""
 
 
 def read_common_fields(
@@ -50,51 +50,60 @@ def read_common_fields(
     activation: str = "hidden_act",
     switch: bool = True,
 ) -> dict[str, Any]:
-    """Arguments of ModelConfig that nearly all families spell alike; values are those of a config
-    without the field.
+    """Return the arguments of ModelConfig whose fields most families name alike.
 
-    `kv_heads` unset: as many as heads; `head_dim` unset: hidden_size / heads; `activation`: the
-    field's name; `switch`: whether attention_bias says that queries, keys, values and output have
-    biases.
+    `max_seq_len`, `norm_eps`, `kv_heads`, `head_dim` and `tied` are the family's defaults.
+    `kv_heads` unset: the number of heads; `head_dim` unset: hidden_size / heads; `activation`: name
+    of the field; `switch`: whether attention_bias sets the biases of queries, keys, values and
+    output.
     """
-    sizes = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
+    sizes = {name: fields.read_int(hf_name) for hf_name, name in SIZES.items()}
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
-    size = fields.whole_or_none("head_dim") or head_dim
+    explicit_head_dim = fields.read_optional_int("head_dim") or head_dim
     default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
-    there = (
+    has_kv_heads = (
         "num_key_value_heads" in fields.raw
-    )  # null means as many as heads, missing what the family says
-    biases = {name: fields.flag("attention_bias") for name in ("qkv_bias", "output_bias") if switch}
+    )  # null means num_heads, a missing field the family default
+    biases = {
+        name: fields.read_flag("attention_bias") for name in ("qkv_bias", "output_bias") if switch
+    }
     return {
         **sizes,
-        "num_kv_heads": fields.whole("num_key_value_heads", heads if there else kv_heads or heads),
-        "head_dim": None if size is None or size * heads == hidden else size,
-        "max_seq_len": fields.whole("max_position_embeddings", max_seq_len),
-        "norm_eps": fields.number("rms_norm_eps", norm_eps),
-        "activation": fields.activation(activation, default),
-        "tied_embeddings": fields.flag("tie_word_embeddings", tied),
+        "num_kv_heads": fields.read_int(
+            "num_key_value_heads", heads if has_kv_heads else kv_heads or heads
+        ),
+        "head_dim": None
+        if explicit_head_dim is None or explicit_head_dim * heads == hidden
+        else explicit_head_dim,
+        "max_seq_len": fields.read_int("max_position_embeddings", max_seq_len),
+        "norm_eps": fields.read_number("rms_norm_eps", norm_eps),
+        "activation": fields.read_activation(activation, default),
+        "tied_embeddings": fields.read_flag("tie_word_embeddings", tied),
         **biases,
-        "dropout": DropoutConfig(attention=fields.number("attention_dropout", 0.0, zero=True)),
-        "init_std": fields.number("initializer_range", 0.02, zero=True),
+        "dropout": DropoutConfig(attention=fields.read_number("attention_dropout", 0.0, zero=True)),
+        "init_std": fields.read_number("initializer_range", 0.02, zero=True),
     }
 
 
 def write_common_fields(
     config: ModelConfig, family: Family, *, activation: str = "hidden_act", switch: bool = True
 ) -> dict[str, Any]:
-    """The same in the other direction, and rotary positions. With the switch, biases that ours
-    lacks are zero there."""
+    """Return the config.json fields that most families name alike, with those of rotary embeddings.
+
+    With `switch`, attention_bias is true if the model has any of the biases; missing ones are
+    exported as zeros.
+    """
     return {
         **({"attention_bias": config.qkv_bias or config.output_bias} if switch else {}),
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
+        **{hf_name: getattr(config, name) for hf_name, name in SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_size(),
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
-        activation: activation_word(config.activation),
+        activation: hf_activation_name(config.activation),
         "tie_word_embeddings": config.tied_embeddings,
         "attention_dropout": config.dropout.attention,
         **write_rope(config.rope),
@@ -102,18 +111,18 @@ def write_common_fields(
     }
 
 
-def whole_heads(config: ModelConfig) -> None:
-    """Refuse a model whose heads do not share its features evenly.
+def check_head_sizes(config: ModelConfig) -> None:
+    """Check that the number of heads divides hidden_size.
 
     Raises:
-        ConfigError: it is one, and families that ask this refuse it in transformers.
+        ConfigError: it does not, which transformers does not support for this family.
     """
     if config.hidden_size % config.num_heads:
         raise_all(
             [
                 f"model.hidden_size={config.hidden_size} is not a multiple of "
-                f"model.num_heads={config.num_heads}, and "
-                f"transformers refuses such a model. Use a Megalith checkpoint for this model."
+                f"model.num_heads={config.num_heads}, which transformers does not support for this "
+                f"family. Keep the model as a Megalith checkpoint."
             ]
         )
 
@@ -126,13 +135,14 @@ SIZE_REMEDY = ", or sliding_window to a number of tokens"
 def read_windows(
     fields: Fields, layers: int, default: Sequence[bool], *, window: int | None, remedy: str = ""
 ) -> tuple[bool, ...]:
-    """Return which layers have a sliding window: from layer_types, or `default` where the config
-    has none.
+    """Return which layers have a sliding window, from layer_types or, if that is missing,
+    `default`.
 
-    Sliding layers without a `window` are a problem: transformers then fails, or applies the window
-    in some of its attention backends and not in others. `remedy`: what else the message suggests.
+    Sliding layers without a `window` are reported as a problem: some attention backends of
+    transformers fail for them and others ignore the window. `remedy` is a further suggestion for
+    the message.
     """
-    layer_types = fields.flags_of_layers("layer_types", layers, {SLIDING: True, FULL: False})
+    layer_types = fields.read_layer_flags("layer_types", layers, {SLIDING: True, FULL: False})
     sliding_layers = tuple(default) if layer_types is None else layer_types
     if window is None and any(sliding_layers):
         names = ("use_sliding_window", "sliding_window")
@@ -142,54 +152,56 @@ def read_windows(
         fields.problems.append(
             f"layer_types has {SLIDING!r} for {sum(sliding_layers)} of {layers} layers"
             f"{' by default' if layer_types is None else ''}, and "
-            f"{values or f'{names[0]} and {names[1]} are missing'}: these layers have no window. "
+            f"{values or f'{names[0]} and {names[1]} are missing'}, so no window size is set. "
             "Set layer_types to "
             f"{FULL!r} for every layer{remedy}."
         )
-    return shortest(sliding_layers)
+    return shortest_pattern(sliding_layers)
 
 
 def write_windows(config: ModelConfig) -> list[str]:
-    """layer_types."""
+    """Return layer_types: the kind of attention of each layer."""
     return [SLIDING if config.has_window(layer) else FULL for layer in range(config.num_layers)]
 
 
-def read_switched_windows(fields: Fields, layers: int) -> dict[str, Any]:
-    """Arguments of AttentionConfig from Qwen's four fields: a switch, the window, and which layers
-    have it.
+def read_qwen_windows(fields: Fields, layers: int) -> dict[str, Any]:
+    """Return the sliding-window arguments of AttentionConfig from use_sliding_window,
+    sliding_window, max_window_layers and layer_types (Qwen).
 
-    max_window_layers counts the layers at the bottom that have none, whatever its name and older
-    documentation say.
+    max_window_layers is the number of bottom layers without a window, contrary to its name and to
+    older documentation.
     """
     first = (
-        0 if fields.value("max_window_layers") == 0 else fields.whole_or_none("max_window_layers")
+        0
+        if fields.read_value("max_window_layers") == 0
+        else fields.read_optional_int("max_window_layers")
     )
     first = 28 if first is None else first
-    window = fields.whole_or_none("sliding_window") if "sliding_window" in fields.raw else 4096
-    window = window if fields.flag("use_sliding_window") else None
+    window = fields.read_optional_int("sliding_window") if "sliding_window" in fields.raw else 4096
+    window = window if fields.read_flag("use_sliding_window") else None
     default = [window is not None and layer >= first for layer in range(layers)]
-    return windowed(
+    return window_arguments(
         window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY)
     )
 
 
-def write_switched_windows(config: ModelConfig) -> dict[str, Any]:
-    """The same in the other direction."""
+def write_qwen_windows(config: ModelConfig) -> dict[str, Any]:
+    """Return the four sliding-window fields of Qwen: the inverse of `read_qwen_windows`."""
     first = next(
         (layer for layer in range(config.num_layers) if config.has_window(layer)), config.num_layers
     )
     return {
         "use_sliding_window": first < config.num_layers,
         "sliding_window": config.attention.window if first < config.num_layers else None,
-        "max_window_layers": first,  # transformers before 4.53 looks at nothing else
+        "max_window_layers": first,  # the only field that transformers before 4.53 reads
         "layer_types": write_windows(config),
     }
 
 
-def shortest(flags: tuple[bool, ...]) -> tuple[bool, ...]:
-    """A pattern over layers without its repetitions.
+def shortest_pattern(flags: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return the shortest pattern whose repetition gives `flags`.
 
-    >>> shortest((True, False, True, False, True))
+    >>> shortest_pattern((True, False, True, False, True))
     (True, False)
     """
     return next(
@@ -199,21 +211,21 @@ def shortest(flags: tuple[bool, ...]) -> tuple[bool, ...]:
     )
 
 
-def windowed(window: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
-    """Arguments of AttentionConfig; a window that no layer has is none."""
+def window_arguments(window: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
+    """Return the sliding-window arguments of AttentionConfig; none if no layer has a window."""
     if window is None or not any(layers):
         return {}
     return {"window": window, "window_layers": () if all(layers) else layers}
 
 
-# --- nothing left unsaid
+# --- check that every setting is exported
 
 
 Read = Callable[[Mapping[str, Any]], ModelConfig]
 
 
 class UnexportedFieldsError(ConfigError):
-    """A family has no words for some settings of a model."""
+    """Settings of a model that cannot be expressed in the config.json of a family."""
 
     def __init__(self, text: str, settings: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -223,62 +235,74 @@ class UnexportedFieldsError(ConfigError):
 def check_all_fields_exported(
     raw: dict[str, Any], config: ModelConfig, read_config: Read, family: Family
 ) -> dict[str, Any]:
-    """`raw`, what a family wrote about a model, if reading it gives the same model.
+    """Return `raw`, the exported config.json, if reading it back gives the same model.
 
     Raises:
-        UnexportedFieldsError: the family has no words for something; each setting is named.
+        UnexportedFieldsError: some settings cannot be expressed; each is named.
     """
-    if (biases := raw.get("attention_bias")) is not None:  # one switch for all four
+    if (biases := raw.get("attention_bias")) is not None:  # one field for all four biases
         config = replace(config, qkv_bias=biases, output_bias=biases)
-    lost = differences(canonical(read_config(raw)), canonical(config))
+    changes = differences(canonical(read_config(raw)), canonical(config))
     try:
         raise_all(
             [
-                f"model.{field}={ours!r}: {family.architecture} has no word for it; it would be "
-                f"{theirs!r} there. Use "
-                f"a Megalith checkpoint for this model."
-                for field, theirs, ours in lost
+                f"model.{field}={value!r}: {family.architecture} cannot express this setting; it "
+                "would "
+                f"be exported as {exported!r}. Keep the model as a Megalith checkpoint."
+                for field, exported, value in changes
             ]
         )
     except ConfigError as error:
-        raise UnexportedFieldsError(str(error), [field for field, _, _ in lost]) from None
+        raise UnexportedFieldsError(str(error), [field for field, _, _ in changes]) from None
     return raw
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
-    """The same mathematics outside of training with every setting in one way: those without
-    effect as they are by default, patterns without repetitions."""
-    size, kind, rope = config.head_size(), config.attention, RopeConfig()
+    """Return the canonical form of a config: equal configs compute the same outside of training.
+
+    Settings without effect get their default values, and patterns are as short as possible.
+    """
+    head_dim, attention, rope = config.head_size(), config.attention, RopeConfig()
     windows = tuple(config.has_window(layer) for layer in range(config.num_layers))
-    window = windowed(kind.window, shortest(windows))
+    window = window_arguments(attention.window, shortest_pattern(windows))
     if config.positions == "rope":
-        turned = shortest(tuple(not config.uses_rope(layer) for layer in range(config.num_layers)))
-        rope = canonical_rope(config.rope, windows=any(windows), skip=turned if any(turned) else ())
-    scale = size**-0.5 if kind.scale is None and config.mla is None else kind.scale
-    normed = tuple(
+        layers_without_rope = shortest_pattern(
+            tuple(not config.uses_rope(layer) for layer in range(config.num_layers))
+        )
+        rope = canonical_rope(
+            config.rope,
+            windows=any(windows),
+            skip=layers_without_rope if any(layers_without_rope) else (),
+        )
+    scale = head_dim**-0.5 if attention.scale is None and config.mla is None else attention.scale
+    layers_with_qk_norm = tuple(
         config.at(layer).attention.qk_norm != "none" for layer in range(config.num_layers)
     )
-    kind = replace(
-        kind,
-        qk_norm=kind.qk_norm if any(normed) else "none",
-        chunked=kind.chunked and any(windows),
-        qk_norm_layers=shortest(normed) if any(normed) and not all(normed) else (),
+    attention = replace(
+        attention,
+        qk_norm=attention.qk_norm if any(layers_with_qk_norm) else "none",
+        chunked=attention.chunked and any(windows),
+        qk_norm_layers=shortest_pattern(layers_with_qk_norm)
+        if any(layers_with_qk_norm) and not all(layers_with_qk_norm)
+        else (),
     )
-    own_eps = (
-        kind.qk_norm_eps if kind.qk_norm != "none" and kind.qk_norm_eps != config.norm_eps else None
+    qk_norm_eps = (
+        attention.qk_norm_eps
+        if attention.qk_norm != "none" and attention.qk_norm_eps != config.norm_eps
+        else None
     )
-    rounded = {
+    window_and_scale = {
         "window": None,
         "window_layers": (),
         "scale": scale and float(f"{scale:.12g}"),
         **window,
     }
-    kept = replace(
+    result = replace(
         config,
         pad_vocab_to_multiple_of=1,
         dropout=DropoutConfig(),
         rope=rope,
-        attention=replace(kind, qk_norm_eps=own_eps, **rounded),
+        attention=replace(attention, qk_norm_eps=qk_norm_eps, **window_and_scale),
         logit_scale=float(f"{config.logit_scale:.12g}"),
         mtp=MTPConfig(num_layers=config.mtp.num_layers),
         init="normal",
@@ -286,17 +310,16 @@ def canonical(config: ModelConfig) -> ModelConfig:
         init_overrides=(),
         fp32_residual=False,
     )
-    kept = canonical_experts(kept)
+    result = canonical_experts(result)
     if config.mla is not None:
-        return replace(kept, head_dim=None, num_kv_heads=config.num_heads)
-    return replace(kept, head_dim=size)
+        return replace(result, head_dim=None, num_kv_heads=config.num_heads)
+    return replace(result, head_dim=head_dim)
 
 
 def canonical_rope(rope: RopeConfig, *, windows: bool, skip: tuple[bool, ...]) -> RopeConfig:
-    """Rotary positions with nothing said that their kind of scaling, or a model without windows,
-    does not look at."""
+    """Return `rope` with defaults for all settings that its scaling does not use."""
     kind, values = rope_values(rope)
-    kept: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "scaling": rope.scaling,
         "theta": rope.theta,
         "fraction": rope.fraction,
@@ -305,42 +328,42 @@ def canonical_rope(rope: RopeConfig, *, windows: bool, skip: tuple[bool, ...]) -
         "skip": skip,
     }
     if windows and (rope.local_theta != rope.theta or values):
-        kept["local_theta"] = rope.local_theta
+        settings["local_theta"] = rope.local_theta
     if skip and rope.skip_growth:
-        kept |= {"skip_growth": rope.skip_growth, "skip_step": rope.skip_step}
-    looked_at = ["factor"] if values else []
+        settings |= {"skip_growth": rope.skip_growth, "skip_step": rope.skip_step}
+    used_names = ["factor"] if values else []
     if kind in ("dynamic", "llama3", "yarn", "longrope"):
-        looked_at.append("original_max_position")
+        used_names.append("original_max_position")
     if kind == "llama3":
-        looked_at += ["low_freq_factor", "high_freq_factor"]
+        used_names += ["low_freq_factor", "high_freq_factor"]
     if kind == "yarn":
-        looked_at += ["beta_fast", "beta_slow", "whole_pairs"]
-        kept["attention_factor"] = float(f"{attention_factor(rope):.12g}")
+        used_names += ["beta_fast", "beta_slow", "whole_pairs"]
+        settings["attention_factor"] = float(f"{attention_factor(rope):.12g}")
     if kind == "longrope":
-        looked_at = ["original_max_position", "short_factors", "long_factors"]
-        kept["attention_factor"] = float(f"{attention_factor(rope):.12g}")
-    return RopeConfig(**kept, **{name: getattr(rope, name) for name in looked_at})
+        used_names = ["original_max_position", "short_factors", "long_factors"]
+        settings["attention_factor"] = float(f"{attention_factor(rope):.12g}")
+    return RopeConfig(**settings, **{name: getattr(rope, name) for name in used_names})
 
 
 # --- tensors
 
 
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-"""Ours -> theirs, in Llama and all that norm as it does."""
+"""Megalith norm -> Hugging Face norm, in Llama and all families with the same norm placement."""
 
 HEAD = "lm_head.weight"
 
 Rules = Callable[[ModelConfig], list[TensorRule]]
-"""Every tensor of theirs, in the order of the forward pass."""
+"""Function that returns the tensor rules of a model, in the order of the forward pass."""
 
 
-def no_experts(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
-    """Of a family whose configs are read without experts, and that refuses to write any."""
+def no_experts(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
+    """Return no rules: for families that do not support experts."""
     return []
 
 
 ROTARY_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""Tensors of old files that hold nothing to keep: conversions of 2023 stored the frequencies."""
+"""Tensors without parameters: conversions of 2023 stored the rotary frequencies."""
 
 
 def common_rules(
@@ -351,100 +374,113 @@ def common_rules(
     experts: LayerRules = no_experts,
     mlp: str = "mlp",
 ) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass.
+    """Return the tensor rules of a Llama-like model, in the order of the forward pass.
 
-    `all_biases`: they have one switch for the biases of queries, keys, values and output, so what
-    ours lacks is zero; `experts`: those of a layer with a mixture of experts; `mlp`: what an MLP is
-    called.
+    `norms`: names of the norms; `all_biases`: attention_bias sets all four biases, so missing ones
+    are exported as zeros; `experts`: rules of an MoE layer; `mlp`: name of the MLP module.
     """
     v, h = config.vocab_size, config.hidden_size
-    found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
+    rules = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
-        theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
+        hf_layer, layer_name = f"model.layers.{layer}", f"layers.{layer}"
         attention = attention_rules(
-            config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=all_biases
+            config, f"{hf_layer}.self_attn", f"{layer_name}.attention", all_biases=all_biases
         )
-        inner = (
-            experts(config, theirs, f"{ours}.moe")
+        mlp_or_experts = (
+            experts(config, hf_layer, f"{layer_name}.moe")
             if config.has_experts(layer)
-            else mlp_rules(config, f"{theirs}.{mlp}", f"{ours}.mlp")
+            else mlp_rules(config, f"{hf_layer}.{mlp}", f"{layer_name}.mlp")
         )
-        for word, rules in (("attention", attention), ("mlp", inner)):
-            around = {
+        for block, inner_rules in (("attention", attention), ("mlp", mlp_or_experts)):
+            norm_rules = {
                 part: [
                     rule(
-                        f"{theirs}.{norms[part]}.weight", f"{ours}.{part}.weight", (h,), shape=(h,)
+                        f"{hf_layer}.{norms[part]}.weight",
+                        f"{layer_name}.{part}.weight",
+                        (h,),
+                        shape=(h,),
                     )
                 ]
-                for part in (f"{word}_norm", f"{word}_post_norm")
+                for part in (f"{block}_norm", f"{block}_post_norm")
                 if part in norms
             }
-            found += [*around.get(f"{word}_norm", []), *rules, *around.get(f"{word}_post_norm", [])]
-    found.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
+            rules += [
+                *norm_rules.get(f"{block}_norm", []),
+                *inner_rules,
+                *norm_rules.get(f"{block}_post_norm", []),
+            ]
+    rules.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
     if not config.tied_embeddings:
-        found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
-    return found
+        rules.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
+    return rules
 
 
-def rules_with_experts(words: Words, *, all_biases: bool = True) -> tuple[Rules, Rules]:
-    """`Family.rules` and `Family.joined`: every expert has tensors of its own, or those of a layer
-    share two."""
-    each, raise_on_all_ranks = (
+def build_moe_family_rules(words: ExpertNames, *, all_biases: bool = True) -> tuple[Rules, Rules]:
+    """Return `Family.rules` (separate tensors per expert) and `Family.fused_rules` (fused expert
+    tensors)."""
+    separate, fused = (
         partial(common_rules, all_biases=all_biases, experts=kind(words))
-        for kind in (mixture_rules, joined_rules)
+        for kind in (moe_rules, fused_moe_rules)
     )
-    return each, raise_on_all_ranks
+    return separate, fused
 
 
 def attention_rules(
-    config: ModelConfig, theirs: str, ours: str, *, all_biases: bool
+    config: ModelConfig, hf_name: str, parameter: str, *, all_biases: bool
 ) -> list[TensorRule]:
-    """Queries, keys, values, their norms, and the output."""
+    """Return the rules of an attention layer: q, k, v, their norms, and the output projection."""
     h, n, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size()
-    found = [
-        rule(f"{theirs}.q_proj.weight", f"{ours}.q", (n, d, h), shape=(n * d, h)),
-        rule(f"{theirs}.k_proj.weight", f"{ours}.kv", (g, d, h), shape=(g * d, h), part=0),
-        rule(f"{theirs}.v_proj.weight", f"{ours}.kv", (g, d, h), shape=(g * d, h), part=1),
-        rule(f"{theirs}.o_proj.weight", f"{ours}.o", (h, n, d), shape=(h, n * d)),
+    rules = [
+        rule(f"{hf_name}.q_proj.weight", f"{parameter}.q", (n, d, h), shape=(n * d, h)),
+        rule(f"{hf_name}.k_proj.weight", f"{parameter}.kv", (g, d, h), shape=(g * d, h), part=0),
+        rule(f"{hf_name}.v_proj.weight", f"{parameter}.kv", (g, d, h), shape=(g * d, h), part=1),
+        rule(f"{hf_name}.o_proj.weight", f"{parameter}.o", (h, n, d), shape=(h, n * d)),
     ]
     for word, heads in (
         (("q", n), ("k", g)) if config.attention.qk_norm in ("head", "whole") else ()
     ):
         size = (d,) if config.attention.qk_norm == "head" else (heads, d)
         shape = (math.prod(size),)
-        found.append(
-            rule(f"{theirs}.{word}_norm.weight", f"{ours}.{word}_norm.weight", size, shape=shape)
+        rules.append(
+            rule(
+                f"{hf_name}.{word}_norm.weight",
+                f"{parameter}.{word}_norm.weight",
+                size,
+                shape=shape,
+            )
         )
     if config.qkv_bias:
-        found += [
-            rule(f"{theirs}.q_proj.bias", f"{ours}.q_bias", (n, d), shape=(n * d,)),
-            rule(f"{theirs}.k_proj.bias", f"{ours}.kv_bias", (g, d), shape=(g * d,), part=0),
-            rule(f"{theirs}.v_proj.bias", f"{ours}.kv_bias", (g, d), shape=(g * d,), part=1),
+        rules += [
+            rule(f"{hf_name}.q_proj.bias", f"{parameter}.q_bias", (n, d), shape=(n * d,)),
+            rule(f"{hf_name}.k_proj.bias", f"{parameter}.kv_bias", (g, d), shape=(g * d,), part=0),
+            rule(f"{hf_name}.v_proj.bias", f"{parameter}.kv_bias", (g, d), shape=(g * d,), part=1),
         ]
     elif config.output_bias and all_biases:
         zeros = {"q": n * d, "k": g * d, "v": g * d}
-        found += [
-            rule(f"{theirs}.{word}_proj.bias", None, (size,), shape=(size,))
+        rules += [
+            rule(f"{hf_name}.{word}_proj.bias", None, (size,), shape=(size,))
             for word, size in zeros.items()
         ]
     if config.output_bias or (config.qkv_bias and all_biases):
-        output = f"{ours}.o_bias" if config.output_bias else None
-        found.append(rule(f"{theirs}.o_proj.bias", output, (h,), shape=(h,)))
-    return found
+        output = f"{parameter}.o_bias" if config.output_bias else None
+        rules.append(rule(f"{hf_name}.o_proj.bias", output, (h,), shape=(h,)))
+    return rules
 
 
-def mlp_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
-    """A gated MLP."""
+def mlp_rules(config: ModelConfig, hf_name: str, parameter: str) -> list[TensorRule]:
+    """Return the rules of a gated MLP."""
     h, f = config.hidden_size, config.ffn_hidden_size
-    found = [
-        rule(f"{theirs}.gate_proj.weight", f"{ours}.gate_up", (f, h), shape=(f, h), part=0),
-        rule(f"{theirs}.up_proj.weight", f"{ours}.gate_up", (f, h), shape=(f, h), part=1),
-        rule(f"{theirs}.down_proj.weight", f"{ours}.down", (h, f), shape=(h, f)),
+    rules = [
+        rule(f"{hf_name}.gate_proj.weight", f"{parameter}.gate_up", (f, h), shape=(f, h), part=0),
+        rule(f"{hf_name}.up_proj.weight", f"{parameter}.gate_up", (f, h), shape=(f, h), part=1),
+        rule(f"{hf_name}.down_proj.weight", f"{parameter}.down", (h, f), shape=(h, f)),
     ]
     if config.mlp_bias:
-        found += [
-            rule(f"{theirs}.gate_proj.bias", f"{ours}.gate_up_bias", (f,), shape=(f,), part=0),
-            rule(f"{theirs}.up_proj.bias", f"{ours}.gate_up_bias", (f,), shape=(f,), part=1),
-            rule(f"{theirs}.down_proj.bias", f"{ours}.down_bias", (h,), shape=(h,)),
+        rules += [
+            rule(
+                f"{hf_name}.gate_proj.bias", f"{parameter}.gate_up_bias", (f,), shape=(f,), part=0
+            ),
+            rule(f"{hf_name}.up_proj.bias", f"{parameter}.gate_up_bias", (f,), shape=(f,), part=1),
+            rule(f"{hf_name}.down_proj.bias", f"{parameter}.down_bias", (h,), shape=(h,)),
         ]
-    return found
+    return rules

@@ -1,1 +1,2 @@
-"""What is done with a model that has been trained already: adapters, and taking them elsewhere."""
+"""Post-training of trained models: LoRA adapters, their export, and upcycling to a mixture of
+experts."""

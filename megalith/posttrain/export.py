@@ -1,4 +1,4 @@
-"""Adapters for others: a folder that the `peft` library loads."""
+"""Export of LoRA adapters to folders that the `peft` library loads."""
 
 import json
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from megalith.models.adapters import (
     ADAPTER_WEIGHTS,
     AdaptedWeights,
     Adapters,
-    PeftPart,
-    peft_parts,
+    PeftLayer,
+    find_peft_layers,
 )
 from megalith.models.companions import copy_auxiliary_files
 from megalith.models.convert import Move
 from megalith.models.hf import TOKENIZER_FILES
 from megalith.models.pretrained import Pretrained, find_family_of
-from megalith.models.staging import staging_of
+from megalith.models.staging import prepare_staging
 
 TAKEN_FOR_EXPERTS = (
     "DeepseekV2ForCausalLM",
@@ -33,69 +33,69 @@ TAKEN_FOR_EXPERTS = (
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Architectures of which PEFT 0.21, under transformers 5, takes the MLP of every layer for
-experts: it would load adapters of those without experts as nothing, with no more than a warning."""
+"""Architectures in which PEFT 0.21, with transformers 5, treats the MLP of every layer as experts:
+adapters of dense layers would be ignored with a warning."""
 
 
-def plan_peft(source: Pretrained) -> list[PeftPart]:
-    """The linear layers of transformers that the source's adapters belong to.
+def plan_peft(source: Pretrained) -> list[PeftLayer]:
+    """Return the linear layers of transformers that the source's adapters belong to.
 
     Raises:
-        ConfigError: the source has no adapters, or some that PEFT has no form for.
+        ConfigError: the source has no adapters, or PEFT cannot express some of them.
     """
     weights = source.weights
     if not isinstance(weights, AdaptedWeights):
         raise ConfigError(
-            f"--to=peft: {source.path} holds a model and no adapters. Use --to huggingface, or the "
+            f"--to=peft: {source.path} holds a model, not adapters. Use --to huggingface, or the "
             f"folder of a run that trained adapters (lora.rank)."
         )
     family = find_family_of(source)
     lora = weights.adapters.lora
     targets = lora_targets(lora, source.model)
-    parts = peft_parts(family, source.model, targets, lora_layers(lora, source.model))
+    parts = find_peft_layers(family, source.model, targets, lora_layers(lora, source.model))
     if family.architecture in TAKEN_FOR_EXPERTS and any(
         ".mlp." in part.parameter for part in parts
     ):
         raise ConfigError(
-            f"--to=peft: of {family.architecture} PEFT takes every MLP for experts, and would "
-            "leave out adapters of "
-            f"lora.targets={list(targets)}. Use --to huggingface, which merges them, or set "
-            "lora.targets to matrices "
-            f"of attention when training."
+            f"--to=peft: in {family.architecture} PEFT treats every MLP as experts, and would "
+            f"ignore adapters of lora.targets={list(targets)}. Use --to huggingface, which merges "
+            "them, or train with lora.targets of attention only."
         )
     return parts
 
 
 def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = None) -> int:
-    """Write adapter_model.safetensors and adapter_config.json; returns the bytes of the tensors.
+    """Write adapter_model.safetensors and adapter_config.json, and return the bytes of the tensors.
 
-    `dtype` unset keeps fp32. After a run on conversations the tokenizer goes with them, with the
-    template they were tuned with. The folder appears whole or not at all.
+    `dtype` unset means fp32. After a run on conversations the tokenizer and its chat template are
+    included. The folder appears complete or not at all.
 
     Raises:
-        CheckpointError: the path exists, or the disk refused something.
+        CheckpointError: the path exists, or writing failed.
         ConfigError: as for `plan_peft`.
-        DataError: the tokenizer is gone.
+        DataError: the tokenizer no longer exists.
     """
     parts = plan_peft(source)
     weights = source.weights
-    carried_along = copy_auxiliary_files(source, {}, theirs=True) if source.tuning() else {}
+    auxiliary_files = (
+        copy_auxiliary_files(source, {}, to_huggingface=True) if source.tuning() else {}
+    )
     assert isinstance(weights, AdaptedWeights)
-    kept = dtype or torch.float32
-    plan = _planned(parts, weights.adapters.lora.rank, kept)
-    staging = staging_of(path)
+    dtype_to_write = dtype or torch.float32
+    plan = _planned(parts, weights.adapters.lora.rank, dtype_to_write)
+    staging = prepare_staging(path)
     try:
         storage.make_folder(staging)
         write_file(
             staging / ADAPTER_WEIGHTS,
             plan,
-            _tensors(parts, weights.adapters, kept),
+            _tensors(parts, weights.adapters, dtype_to_write),
             {"format": "pt"},
         )
         document = json.dumps(peft_config(parts, weights), indent=2) + "\n"
         storage.write_new(staging / ADAPTER_CONFIG, document.encode())
-        for name in carried_along.keys() & set(TOKENIZER_FILES):
-            storage.write_new(staging / name, carried_along[name])
+        for name in auxiliary_files.keys() & set(TOKENIZER_FILES):
+            storage.write_new(staging / name, auxiliary_files[name])
         storage.sync_folder(staging)
         storage.rename(staging, path)
         storage.sync_folder(path.parent)
@@ -109,28 +109,38 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
 
 
 def peft_moves(source: Pretrained, dtype: torch.dtype | None) -> list[Move]:
-    """Every tensor that `write_peft` writes, and the adapter of ours that it is, or is a part of;
-    reads no values.
+    """Return every tensor that `write_peft` writes with the adapter it comes from, without reading
+    values.
 
     Raises:
         ConfigError: as for `plan_peft`.
     """
     parts, weights = plan_peft(source), source.weights
     assert isinstance(weights, AdaptedWeights)
-    kept, moves = dtype or torch.float32, []
-    plan = _planned(parts, weights.adapters.lora.rank, kept)
-    for place, planned in enumerate(plan):
-        part, word = parts[place // 2], "ab"[place % 2]
+    target_dtype, moves = dtype or torch.float32, []
+    plan = _planned(parts, weights.adapters.lora.rank, target_dtype)
+    for index, planned in enumerate(plan):
+        part, letter = parts[index // 2], "ab"[index % 2]
         box = "" if part.part is None else f"[{part.part}]"
-        ours, wide = f"{part.parameter}.lora_{word}{box}", show_dtype(torch.float32)
+        source_name, source_dtype = (
+            f"{part.parameter}.lora_{letter}{box}",
+            show_dtype(torch.float32),
+        )
         moves.append(
-            Move(ours, planned.name, planned.shape, wide, show_dtype(kept), planned.nbytes)
+            Move(
+                source_name,
+                planned.name,
+                planned.shape,
+                source_dtype,
+                show_dtype(target_dtype),
+                planned.nbytes,
+            )
         )
     return moves
 
 
-def _planned(parts: list[PeftPart], rank: int, dtype: torch.dtype) -> list[Planned]:
-    """A and B of each linear layer."""
+def _planned(parts: list[PeftLayer], rank: int, dtype: torch.dtype) -> list[Planned]:
+    """Return the planned tensors: A and B of each linear layer."""
     plan = []
     for part in parts:
         plan += [
@@ -140,8 +150,8 @@ def _planned(parts: list[PeftPart], rank: int, dtype: torch.dtype) -> list[Plann
     return plan
 
 
-def peft_config(parts: list[PeftPart], weights: AdaptedWeights) -> dict[str, Any]:
-    """adapter_config.json."""
+def peft_config(parts: list[PeftLayer], weights: AdaptedWeights) -> dict[str, Any]:
+    """Return the contents of adapter_config.json."""
     lora = weights.adapters.lora
     whole = lora.alpha == int(lora.alpha)
     return {
@@ -160,8 +170,8 @@ def peft_config(parts: list[PeftPart], weights: AdaptedWeights) -> dict[str, Any
     }
 
 
-def _tensors(parts: list[PeftPart], adapters: Adapters, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A and B of every part, in order."""
+def _tensors(parts: list[PeftLayer], adapters: Adapters, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield A and B of every linear layer, in order."""
     for part in parts:
         for word in "ab":
             values = adapters.read(f"{part.parameter}.lora_{word}")

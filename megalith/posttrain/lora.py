@@ -1,4 +1,4 @@
-"""A run that trains adapters: its base, and where the adapters start."""
+"""Loading of base weights and initial adapters for runs that train LoRA adapters."""
 
 import logging
 from collections.abc import Sequence
@@ -12,14 +12,19 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError
-from megalith.models.adapters import RECORD, Adapters, check_names, same_adapters
+from megalith.models.adapters import (
+    RECORD,
+    Adapters,
+    check_adapter_names,
+    describe_adapter_differences,
+)
 from megalith.models.pretrained import (
-    adapters_in,
-    base_of_adapters,
     base_record,
     load_pretrained,
     locate,
+    open_adapters,
     open_pretrained,
+    read_base_record,
     require_base,
     trained_with_forced_balancing,
 )
@@ -36,18 +41,18 @@ def load_base(
     model: ModelConfig,
     saved: Checkpoint | None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Fill frozen weights from `rules.load`: which they are, for checkpoints, and how the models
-    differ, as lines.
+    """Load frozen weights from `rules.load`; returns their `base_record`, and notes on how the
+    models differ.
 
-    Collective over `world`. `saved`: adapters that were trained beside such weights before.
+    Collective over `world`. `saved`: a checkpoint of adapters that were trained with such weights.
 
     Raises:
-        CheckpointError: on every rank: they are of another model, or not those that `saved` was
-        trained beside.
+        CheckpointError: on every rank: the weights are of another model, or are not the base of
+            `saved`.
     """
-    assert rules.load is not None, "a rule asks for it"
+    assert rules.load is not None, "a rule requires it"
     source = rules.load
-    raise_on_all_ranks(lambda: _is_there(source) if world.rank == 0 else None, world)
+    raise_on_all_ranks(lambda: _check_source_exists(source) if world.rank == 0 else None, world)
     notes = load_pretrained(entries, source, world, model=model, rules=rules)
     record = raise_on_all_ranks(lambda: _record(source, saved) if world.rank == 0 else None, world)[
         0
@@ -56,14 +61,13 @@ def load_base(
     return record, notes
 
 
-def _is_there(source: str) -> None:
+def _check_source_exists(source: str) -> None:
     try:
         locate(source)
     except CheckpointError as error:
         raise CheckpointError(
-            f"checkpoint.load={source}: {error} Adapters are trained beside weights: train a run "
-            "of that name first, "
-            f"or set checkpoint.load to others."
+            f"checkpoint.load={source}: {error} Adapters need base weights: train a run "
+            "of that name first, or set checkpoint.load to an existing model."
         ) from error
 
 
@@ -82,60 +86,58 @@ def load_adapters(
     model: ModelConfig,
     record: dict[str, str],
 ) -> tuple[str, ...]:
-    """Fill adapters (roles `param` and `master`) from `lora.load`. Collective over `world`.
+    """Load adapters (roles `param` and `master`) from `lora.load`. Collective over `world`.
 
-    `record`: which weights they are to be trained beside, as `load_base` says. Returns the settings
-    under which chance chose experts while they were trained.
+    `record`: their base weights, as returned by `load_base`. Returns the settings that selected
+    experts at random during their training.
 
     Raises:
-        CheckpointError: on every rank: they are of another rank, scale, targets, model or base.
+        CheckpointError: on every rank: they have another rank, scale, targets, model or base.
     """
     source = lora.load
     assert source is not None
     path = raise_on_all_ranks(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
-    raise_on_all_ranks(lambda: _same_base(path, record) if world.rank == 0 else None, world)
+    raise_on_all_ranks(lambda: _check_same_base(path, record) if world.rank == 0 else None, world)
     raise_on_all_ranks(
-        lambda: _fill(entries, adapters_in(path, base=record["base"]), lora, model), world
+        lambda: _load_entries(entries, open_adapters(path, base=record["base"]), lora, model), world
     )
     return trained_with_forced_balancing(
         open_checkpoint(path) if (path / MANIFEST).exists() else None, model
     )
 
 
-def _same_base(path: Path, record: dict[str, str]) -> None:
-    """Refuse adapters that were trained beside other weights, as far as they say beside which."""
-    theirs = base_of_adapters(path)
-    if theirs is None:
+def _check_same_base(path: Path, record: dict[str, str]) -> None:
+    """Check that adapters were trained with these base weights, if they record them."""
+    base = read_base_record(path)
+    if base is None:
         _log.warning(
-            "lora.load=%s names no base that is here: its matrices are compared by name and shape "
-            "alone",
+            "lora.load=%s names no local base: only names and shapes of its matrices are checked",
             path,
         )
-    elif theirs["fingerprint"] != record["fingerprint"]:
+    elif base["fingerprint"] != record["fingerprint"]:
         raise CheckpointError(
-            f"lora.load={path} holds adapters of another base: they were trained beside "
-            f"{theirs['base']}, and "
+            f"lora.load={path} holds adapters of another base: they were trained with "
+            f"{base['base']}, but "
             f"checkpoint.load is {record['base']}. Set checkpoint.load to the weights that they "
             "were trained with."
         )
 
 
-def _fill(
-    entries: Sequence[CheckpointEntry], found: Adapters, lora: LoraConfig, model: ModelConfig
+def _load_entries(
+    entries: Sequence[CheckpointEntry], adapters: Adapters, lora: LoraConfig, model: ModelConfig
 ) -> None:
-    if differences := same_adapters(found, lora, model):
+    if differences := describe_adapter_differences(adapters, lora, model):
         raise CheckpointError(
-            f"lora.load={lora.load}: other adapters than this run's: {'; '.join(differences)}. Set "
-            "these to what is "
-            f"there."
+            f"lora.load={lora.load}: the adapters differ from those of this run: "
+            f"{'; '.join(differences)}. Set these to the values of the adapters."
         )
-    check_names(found, lora, model)
+    check_adapter_names(adapters, lora, model)
     for entry in entries:
-        values = found.read(entry.shard.name)
+        values = adapters.read(entry.shard.name)
         if tuple(values.shape) != entry.shard.shape:
             raise CheckpointError(
-                f"lora.load={lora.load}: {entry.shard.name} is {list(values.shape)} there, "
+                f"lora.load={lora.load}: {entry.shard.name} is {list(values.shape)}, "
                 f"expected {list(entry.shard.shape)}. Use adapters of this model."
             )
         for piece in pieces(entry):

@@ -173,7 +173,7 @@ def test_a_conversation_that_outgrows_the_model_is_told(
     code, _, err = chat(monkeypatch, capsys, "x" * 100 + "\n", tuned)
     assert (
         code == 2
-        and "the conversation has 100 tokens, and the model reads at most 96" in err
+        and "the conversation has 100 tokens, but the context of the model is 96" in err
         and "/reset" in err
     )
 
@@ -201,10 +201,7 @@ def test_a_model_that_reads_numbers_cannot_talk(
 ) -> None:
     source = make_run(tmp_path / "null", "identity", TokenizerConfig(kind="null", vocab_size=257))
     code, _, err = chat(monkeypatch, capsys, "abc\n", source)
-    assert (
-        code == 2
-        and "tokenizer.kind=null, so it reads numbers and no text. Use a model with" in err
-    )
+    assert code == 2 and "tokenizer.kind=null, so it has no text. Use a model with" in err
 
 
 def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(

@@ -169,7 +169,7 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
     ("words", "message"),
     [
         (["gone", "x"], "gone: no such folder"),
-        (["RUN", "RUN"], "exists already and is left as it is. Choose another target"),
+        (["RUN", "RUN"], "already exists and is not overwritten. Choose another target"),
         (["RUN", "x", "--shard-gb", "0"], "--shard-gb=0.0 must be above 0. Use 5"),
         (
             ["RUN", "x", "--restart", "--take-over"],
@@ -272,7 +272,7 @@ TABLE = "model.embed_tokens.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown field": (
         lambda at: change(at, attention_flux=2),
-        "attention_flux=2 is not known, so it may change what",
+        "attention_flux=2: unknown field, which may change what",
     ),
     "rope": (
         lambda at: change(
@@ -297,12 +297,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "index": (cut_index, "model.safetensors.index.json cannot be read"),
     "a file is missing": (
         lambda at: first_of(at).unlink(),
-        ", which the folder lacks. Copy the folder again",
+        ", which are missing. Copy the folder again",
     ),
     "a tensor is missing": (
         lambda at: edit(at, lambda tensors: tensors.pop(TABLE)),
-        "model.safetensors.index.json promises model.embed_tokens.weight, which the files do not "
-        "hold. Copy",
+        "model.safetensors.index.json lists model.embed_tokens.weight, which the files do not "
+        "contain. Copy",
     ),
     "pointer": (
         pointer,
@@ -405,7 +405,7 @@ def test_a_conversion_that_ends_early_leaves_nothing_behind(
         == wanted
     )
     said = capsys.readouterr().err
-    text = {"no room": "has 12 kB free, and", "interrupted": "megalith convert: interrupted."}
+    text = {"no room": "has 12 kB free, but", "interrupted": "megalith convert: interrupted."}
     assert (
         text.get(fault, "No space left on device). Free some space, or choose another target")
         in said

@@ -207,8 +207,11 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(
             ["RUN", "--mlp-chunks", "0"],
             "--mlp-chunks=0 must be at least 1. Use 1 to read prompts whole",
         ),
-        (["RUN", "--nproc", "5"], "as many others share each. Set --nproc to one of 1, 2, 4, 6."),
-        (["RUN", "x" * 64], "prompt 1 has 64 tokens, and the model reads at most 64"),
+        (
+            ["RUN", "--nproc", "5"],
+            "equal number of processes per KV head. Set --nproc to one of 1, 2, 4, 6.",
+        ),
+        (["RUN", "x" * 64], "prompt 1 has 64 tokens, but the context of the model is 64"),
         (
             ["RUN", "--tempreature", "1"],
             "--tempreature is not an option of this command. Did you mean --temperature",

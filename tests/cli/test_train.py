@@ -23,7 +23,7 @@ from megalith.config.tree import Override, apply_overrides
 from megalith.data.chat_template import find_template
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
-from megalith.models.companions import own_template
+from megalith.models.companions import find_own_template
 from megalith.models.pretrained import locate, open_pretrained
 from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve
@@ -327,7 +327,7 @@ def test_checkpoint_of_conversations_has_the_template_of_its_run(
     assert "changed since the run was started: data" not in capsys.readouterr().out
     opened = open_pretrained(locate("b"))
     tokenizer = build_tokenizer(opened.tokenizer)
-    found = own_template(opened, tokenizer) or find_template(
+    found = find_own_template(opened, tokenizer) or find_template(
         None, tokenizer, opened.tokenizer.path, setting="x"
     )
     assert found.source == expected
@@ -406,7 +406,7 @@ def test_nan_loss_at_the_end_is_an_error_and_not_done(
         ),
         (["tiny_cpu", "--tokenizer.kind", "huggingface", "--tokenizer.path", "gone"], "gone"),
         (["tiny_cpu", "--checkpoint.load", "gone"], "gone"),
-        (["lora_tiny"], "Adapters are trained beside weights: train a run of that name first"),
+        (["lora_tiny"], "Adapters need base weights: train a run of that name first"),
     ],
 )
 def test_what_the_user_can_fix_is_one_text_and_exit_code_2(

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from megalith.config.kernels import Kernel
-from megalith.infer.cache import FIRST_ROOM, AttentionView, GrowingBuffer, KVCache, PrefixState
+from megalith.infer.cache import (
+    INITIAL_CAPACITY,
+    AttentionView,
+    GrowingBuffer,
+    KVCache,
+    PrefixState,
+)
 from megalith.kernels.attention import attention
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import tokens_of_queries, tokens_of_rows
@@ -33,7 +39,7 @@ def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(
         assert torch.equal(found, rows[max(0, before - len(part) - window + 1) : before])
     for _ in range(600):
         last = buffer.append(rows[:1])
-    assert last.untyped_storage().nbytes() <= 4 * 6 * 2 * max(FIRST_ROOM, 2 * window)
+    assert last.untyped_storage().nbytes() <= 4 * 6 * 2 * max(INITIAL_CAPACITY, 2 * window)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 70])
@@ -100,9 +106,9 @@ def test_layers_that_keep_nothing_do_not_make_a_text_be_read_again() -> None:
     assert read.resume([5, 6, 1], sequence=0) == 2
 
 
-def test_room_doubles_so_that_few_rows_are_copied() -> None:
+def test_buffer_capacity_doubles() -> None:
     buffer = GrowingBuffer()
-    places = {buffer.append(torch.zeros(1, 1, 1)).data_ptr() for _ in range(FIRST_ROOM * 8)}
+    places = {buffer.append(torch.zeros(1, 1, 1)).data_ptr() for _ in range(INITIAL_CAPACITY * 8)}
     assert len(places) <= 4
 
 
@@ -130,8 +136,8 @@ VARIANTS = {
     "plain": (PLAIN, False),
     "window": (Scores(window=5), False),
     "chunks": (Scores(window=7, chunked=True), False),
-    "a window beyond the first room": (Scores(window=FIRST_ROOM + 6), False),
-    "chunks beyond the first room": (Scores(window=FIRST_ROOM + 6, chunked=True), False),
+    "a window beyond the first room": (Scores(window=INITIAL_CAPACITY + 6), False),
+    "chunks beyond the first room": (Scores(window=INITIAL_CAPACITY + 6, chunked=True), False),
     "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.4, window=3, softcap=2.0), True),
     "distances": (Scores(relative=9), False),
@@ -183,16 +189,16 @@ def test_a_finished_sequence_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_room_grows_with_the_text_and_not_with_what_a_layer_might_see(chunked: bool) -> None:
+def test_buffer_capacity_grows_with_the_text_and_not_with_the_window(chunked: bool) -> None:
     rows = torch.zeros(1, 1, 1)
 
     def room(found: torch.Tensor) -> int:
         return found.untyped_storage().nbytes() // rows.element_size()
 
     buffer = GrowingBuffer(AttentionView(8192, chunked=chunked))
-    assert room(buffer.append(rows.expand(10, 1, 1))) == FIRST_ROOM
+    assert room(buffer.append(rows.expand(10, 1, 1))) == INITIAL_CAPACITY
     for count in range(11, 700):
-        assert room(buffer.append(rows)) < max(2 * count, FIRST_ROOM + 1)
+        assert room(buffer.append(rows)) < max(2 * count, INITIAL_CAPACITY + 1)
     small = GrowingBuffer(AttentionView(256, chunked=chunked))
     for _ in range(256 * 3):
         assert room(small.append(rows)) <= (1 if chunked else 2) * 256

@@ -17,7 +17,7 @@ from megalith.infer.chat import Chat, StopFilter, template_of
 from megalith.infer.generate import GeneratedToken
 from megalith.infer.load import TextGenerator
 from megalith.models.adapters import AdaptedWeights
-from megalith.models.companions import turn_ends
+from megalith.models.companions import find_turn_end
 from megalith.models.decoder import Decoder
 from megalith.models.pretrained import Pretrained
 
@@ -26,7 +26,7 @@ GREEDY = SampleConfig(temperature=0.0, max_new_tokens=12)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
-def test_text_is_shown_up_to_the_end_however_it_arrives(size: int) -> None:
+def test_stop_filter_shows_text_up_to_the_stop_text(size: int) -> None:
     text = "a < b <|im_ <|im_end|> never"
     until, shown = StopFilter("<|im_end|>"), ""
     for at in range(0, len(text), size):
@@ -36,7 +36,7 @@ def test_text_is_shown_up_to_the_end_however_it_arrives(size: int) -> None:
     assert shown == "a < b <|im_ " and until.found and until.finish() == ""
 
 
-def test_what_was_held_back_comes_out_where_nothing_follows() -> None:
+def test_held_back_text_is_returned_at_the_end() -> None:
     until = StopFilter("<|im_end|>")
     assert (until.push("yes <|im"), until.finish(), until.found) == ("yes ", "<|im", False)
     assert StopFilter("").push("all of it") == "all of it"
@@ -45,11 +45,11 @@ def test_what_was_held_back_comes_out_where_nothing_follows() -> None:
 def test_a_turn_ends_by_a_token_or_where_there_is_none_by_its_text() -> None:
     tokenizer = ByteTokenizer()
     specials = {"eos_token": "<|endoftext|>"}
-    assert turn_ends(ChatTemplate("t", BUILT_IN["identity"], specials), tokenizer) == (
+    assert find_turn_end(ChatTemplate("t", BUILT_IN["identity"], specials), tokenizer) == (
         frozenset({256}),
         "",
     )
-    assert turn_ends(ChatTemplate("t", BUILT_IN["chatml"], specials), tokenizer) == (
+    assert find_turn_end(ChatTemplate("t", BUILT_IN["chatml"], specials), tokenizer) == (
         frozenset(),
         "<|im_end|>",
     )

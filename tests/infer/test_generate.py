@@ -17,10 +17,10 @@ from megalith.infer import cache
 from megalith.infer.cache import AttentionView
 from megalith.infer.generate import (
     GeneratedToken,
-    divide_room,
+    attention_views,
+    build_prefix_state,
+    divide_token_budget,
     generate,
-    remember,
-    sights_of_layers,
 )
 from megalith.infer.load import writing_layout
 from megalith.kernels.tokens import tokens_of_rows
@@ -65,10 +65,10 @@ def test_text_read_once_is_the_text_read_again_for_every_token(
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_text_that_outgrows_the_first_room_of_a_window_and_the_window_is_the_same(
+def test_text_longer_than_initial_capacity_and_window_matches_recomputation(
     chunked: bool, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "FIRST_ROOM", 4)
+    monkeypatch.setattr(cache, "INITIAL_CAPACITY", 4)
     seen = AttentionConfig(window=13, window_layers=(True, False), chunked=chunked)
     model = tiny.model(tiny.config(attention=seen, max_seq_len=64), dtype=torch.float64)
     found = texts(list(generate(model, PROMPTS, replace(GREEDY, max_new_tokens=45))))
@@ -88,7 +88,7 @@ LONG = RopeConfig(
 @pytest.mark.parametrize(
     ("prompt", "room"), [([8, 3], 4096), (list(range(16)), 3), (list(range(30)), 3)]
 )
-def test_a_text_that_outgrows_the_first_training_is_read_again_with_longer_waves(
+def test_longrope_text_beyond_the_original_length_is_recomputed(
     prompt: list[int], room: int, tiny: SimpleNamespace
 ) -> None:
     model = tiny.model(tiny.config(rope=LONG, head_dim=4), dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_a_text_that_outgrows_the_first_training_is_read_again_with_longer_waves
         dtype=torch.float64,
     )
     assert slowly(short, prompt, 20) != expected
-    read = remember(model.config)
+    read = build_prefix_state(model.config)
     for text in (prompt, prompt[:2], [*prompt, 5]):
         found = texts(list(generate(model, [text], GREEDY, before=read)), 1)[0]
         assert found == slowly(model, text, 20)
@@ -133,7 +133,7 @@ TALKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (2, 3),
     ),
     "learned": ({"positions": "learned"}, ()),
-    "looking back": ({"cross": CrossConfig(memory=0), "attention": WINDOWS}, (3,)),
+    "cross-layer attention": ({"cross": CrossConfig(memory=0), "attention": WINDOWS}, (3,)),
 }
 """What the model is like, and turns in which it has to read everything again."""
 
@@ -142,7 +142,7 @@ TALKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
     kind: str, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "FIRST_ROOM", 4)  # windows let go of rows soon
+    monkeypatch.setattr(cache, "INITIAL_CAPACITY", 4)  # windows let go of rows soon
     settings, again = TALKS[kind]
     model, counts = tiny.model(tiny.config(**settings), dtype=torch.float64), list[int]()
     plain = model.logits
@@ -151,19 +151,19 @@ def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
         counts.append(len(ids))
         return plain(ids, *rest)  # type: ignore[no-any-return]  # a module's attribute
 
-    read, sample = remember(model.config), SampleConfig(temperature=0.0, max_new_tokens=5)
-    said, prompt = list[int](), [3, 1, 4]
+    read, sample = build_prefix_state(model.config), SampleConfig(temperature=0.0, max_new_tokens=5)
+    generated, prompt = list[int](), [3, 1, 4]
     for turn in range(6):
-        prompt = [*prompt, *said, 7 + turn, 20 - turn] if turn != 3 else [*prompt[:4], 9, 9, 9]
+        prompt = [*prompt, *generated, 7 + turn, 20 - turn] if turn != 3 else [*prompt[:4], 9, 9, 9]
         if turn == 5:
             prompt = [30, *prompt]
         expected = [w.token for w in generate(model, [prompt], sample, step_tokens=2 + turn)]
         model.logits = counted
-        said = [
+        generated = [
             w.token for w in generate(model, [prompt], sample, before=read, step_tokens=2 + turn)
         ]
         del model.logits
-        assert said == expected
+        assert generated == expected
         # The last token that was written, and two more; all where nothing is alike, or too little
         # is left of it.
         assert sum(counts) == (len(prompt) if turn in (0, 5, *again) else 3) + 4
@@ -172,7 +172,10 @@ def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
 
 def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(), dtype=torch.float64)
-    read, expected = remember(model.config), texts(list(generate(model, PROMPTS[:1], GREEDY)), 1)[0]
+    read, expected = (
+        build_prefix_state(model.config),
+        texts(list(generate(model, PROMPTS[:1], GREEDY)), 1)[0],
+    )
     for stop in (1, 4, 2, 20):
         stream = generate(model, PROMPTS[:1], GREEDY, before=read)
         assert [next(stream).token for _ in range(stop)] == expected[:stop]
@@ -180,14 +183,14 @@ def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) ->
 
 
 def test_layers_with_a_window_keep_no_more_than_it(tiny: SimpleNamespace) -> None:
-    assert sights_of_layers(tiny.config(attention=WINDOWS)) == [AttentionView(3), AttentionView()]
-    assert sights_of_layers(tiny.config(attention=replace(WINDOWS, chunked=True)))[
+    assert attention_views(tiny.config(attention=WINDOWS)) == [AttentionView(3), AttentionView()]
+    assert attention_views(tiny.config(attention=replace(WINDOWS, chunked=True)))[
         0
     ] == AttentionView(3, chunked=True)
-    assert sights_of_layers(tiny.config()) == [AttentionView(), AttentionView()]
+    assert attention_views(tiny.config()) == [AttentionView(), AttentionView()]
 
 
-def test_a_text_that_turns_by_its_length_is_read_whole(tiny: SimpleNamespace) -> None:
+def test_text_with_length_dependent_rope_is_processed_at_once(tiny: SimpleNamespace) -> None:
     rope = RopeConfig(scaling="dynamic", factor=4.0, original_max_position=6)
     model = tiny.model(tiny.config(rope=rope, head_dim=4), dtype=torch.float64)
     expected = texts(list(generate(model, PROMPTS, GREEDY)))
@@ -196,7 +199,7 @@ def test_a_text_that_turns_by_its_length_is_read_whole(tiny: SimpleNamespace) ->
 
 @pytest.mark.parametrize("room", [1, 4, 7])
 @pytest.mark.parametrize("sample", [GREEDY, SampleConfig(max_new_tokens=20, top_k=9, seed=3)])
-def test_how_prompts_are_cut_and_who_is_beside_them_changes_nothing(
+def test_chunking_and_batching_of_prompts_do_not_change_the_text(
     room: int, sample: SampleConfig, tiny: SimpleNamespace
 ) -> None:
     model = tiny.model(tiny.config(), dtype=torch.float64)
@@ -269,10 +272,13 @@ def test_no_gradient_is_kept(tiny: SimpleNamespace) -> None:
         ([], "prompt 2 has 0 tokens: pass at least one"),
         (
             [1] * 96,
-            "prompt 2 has 96 tokens, and the model reads at most 96 together.* of at most "
+            "prompt 2 has 96 tokens, but the context of the model is 96 tokens.* of at most "
             "95 tokens",
         ),
-        ([1, 37], "prompt 2 has token 37, and the model knows ids below 37. Use the tokenizer"),
+        (
+            [1, 37],
+            "prompt 2 has token 37, but the ids of the model are below 37. Use the tokenizer",
+        ),
         ([-1], "prompt 2 has token -1"),
     ],
 )
@@ -291,8 +297,8 @@ def test_settings_that_cannot_be_are_refused(tiny: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("wanted", "counts"), [([3, 5, 1], [3, 3, 0]), ([1], [1]), ([0, 2], [0, 2]), ([9, 9], [6, 0])]
 )
-def test_room_is_given_in_order(wanted: list[int], counts: list[int]) -> None:
-    assert divide_room(wanted, 6) == counts
+def test_token_budget_is_divided_in_order(wanted: list[int], counts: list[int]) -> None:
+    assert divide_token_budget(wanted, 6) == counts
 
 
 def on_a_rank(
@@ -341,7 +347,7 @@ def test_experts_on_several_ranks_write_what_one_process_writes(
         assert found == expected
 
 
-def test_while_text_is_written_nothing_is_counted_and_nobody_refused(tiny: SimpleNamespace) -> None:
+def test_generation_neither_counts_nor_drops_tokens_in_experts(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(moe=EXPERTS), dtype=torch.float64)
     found = texts(list(generate(model, PROMPTS, GREEDY)))
     assert all(

@@ -61,13 +61,13 @@ def test_a_run_a_checkpoint_and_a_folder_write_the_same(
         assert text(source) == expected
 
 
-def test_a_model_may_write_by_plain_definitions(
+def test_generation_supports_reference_kernels(
     tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = MoEConfig(num_experts=3, top_k=2, ffn_hidden_size=5)
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=experts)), TokenizerConfig())
 
-    def told(kernels: Kernel) -> list[int]:
+    def generate_ids(kernels: Kernel) -> list[int]:
         writer = load_text_generator(
             open_source(str(path), 1), mesh_of_one(), CPU, torch.float64, kernels=kernels
         )
@@ -78,7 +78,7 @@ def test_a_model_may_write_by_plain_definitions(
             )
         ]
 
-    expected = told("auto")
+    expected = generate_ids("auto")
 
     def forbid(*arguments: object) -> object:
         raise AssertionError("a fast form runs where plain definitions are asked for")
@@ -87,9 +87,9 @@ def test_a_model_may_write_by_plain_definitions(
         monkeypatch.setattr(form, "apply", forbid)
     for name in ("tiled_attention", "sdpa_attention", "span_attention"):
         monkeypatch.setattr(f"megalith.kernels.attention.{name}", forbid)
-    assert told("reference") == expected
+    assert generate_ids("reference") == expected
     with pytest.raises(AssertionError, match="a fast form runs"):
-        told("auto")
+        generate_ids("auto")
 
 
 @pytest.mark.parametrize("shared", [None, 7], ids=["dense", "shared experts"])
@@ -107,7 +107,7 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
         SampleConfig(max_new_tokens=4, temperature=0.0),
     )
 
-    def told(chunks: int) -> tuple[list[int], list[int]]:
+    def generate_ids(chunks: int) -> tuple[list[int], list[int]]:
         source = open_source(str(path), 1)
         writer = load_text_generator(source, mesh_of_one(), CPU, torch.float64, mlp_chunks=chunks)
         reads: list[int] = []
@@ -115,7 +115,7 @@ def test_prompts_are_read_in_chunks_with_the_same_result(
             mlp.register_forward_pre_hook(lambda module, given: reads.append(len(given[0])))
         return [w.token for w in generate(writer.model, prompts, sample)], reads
 
-    (whole, once), (divided, reads) = told(1), told(4)
+    (whole, once), (divided, reads) = generate_ids(1), generate_ids(4)
     assert divided == whole
     assert max(once) == 9 and reads[:4] == [3, 2, 2, 2] and max(reads) == 3
     assert reads[-1] == once[-1] == 2, "a token of each text is read at once"
@@ -127,13 +127,13 @@ def test_chunks_without_an_mlp_are_refused(tmp_path: Path, tiny: SimpleNamespace
     source = open_source(str(path), 1)
     with pytest.raises(
         ConfigError,
-        match=r"--mlp-chunks=2 divides what MLPs read, and no layer of .* Remove --mlp-ch",
+        match=r"--mlp-chunks=2 chunks the input of dense MLPs, but no layer of .* Remove --mlp-ch",
     ):
         load_text_generator(source, mesh_of_one(), CPU, torch.float32, mlp_chunks=2)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "folder"])
-def test_layers_that_predict_further_ahead_are_neither_built_nor_read(
+def test_mtp_layers_are_neither_built_nor_loaded(
     kind: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     latent = {"mla": MLAConfig(kv_rank=6, nope_dim=2, rope_dim=2, value_dim=4), "num_kv_heads": 6}
@@ -165,12 +165,12 @@ def test_ranks_divide_experts_whole_where_they_can(
 def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     with pytest.raises(
-        ConfigError, match=r"--base=x: .* holds a model and no adapters. Remove --base, or use"
+        ConfigError, match=r"--base=x: .* holds a model, not adapters. Remove --base, or use"
     ):
         open_source(str(path), 1, base="x")
 
 
-def test_it_computes_in_the_dtype_it_is_told(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_generator_computes_in_the_requested_dtype(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     for dtype in (torch.bfloat16, torch.float64):
         writer = load_text_generator(open_source(str(path), 1), mesh_of_one(), CPU, dtype)
@@ -242,7 +242,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=256)), TokenizerConfig())
     with pytest.raises(
         DataError,
-        match="the tokenizer has 257 tokens, and the model knows 256. Use the tokenizer that",
+        match="the tokenizer has 257 tokens, but the model has only 256. Use the tokenizer that",
     ):
         load_text_generator(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32)
 
@@ -256,21 +256,21 @@ def test_processes_that_do_not_fit_its_heads_are_refused_with_those_that_do(
     )
     with pytest.raises(
         ConfigError, match=rf"--nproc={tp}: .* model.num_kv_heads=3.*--nproc to one of 1, 2, 3"
-    ) as told:
+    ) as raised:
         open_source(str(path), tp)
-    assert "parallel" not in str(told.value)
+    assert "parallel" not in str(raised.value)
 
 
-def test_a_model_that_looks_both_ways_does_not_write(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_bidirectional_model_cannot_generate(tmp_path: Path, tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(attention=AttentionConfig(causal=False)))
     path = save(tmp_path, model, TokenizerConfig())
     with pytest.raises(
-        ConfigError, match="model.attention.causal=false: its tokens look at what comes after them"
+        ConfigError, match="model.attention.causal=false: its tokens attend to later"
     ):
         open_source(str(path), 1)
 
 
-def test_processes_that_do_not_fit_for_another_reason_are_told_that_one(
+def test_rejected_process_counts_report_the_layout_problem(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=5, biases=True)
@@ -279,9 +279,9 @@ def test_processes_that_do_not_fit_for_another_reason_are_told_that_one(
         tiny.model(tiny.config(vocab_size=300, num_kv_heads=6, moe=moe)),
         TokenizerConfig(),
     )
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         open_source(str(path), 3)
-    assert str(told.value).endswith(
+    assert str(raised.value).endswith(
         ": model.moe.biases=true: an expert's output bias would be added by every rank that has a "
         "part of the expert. Set --nproc to one of 1, 2, 4."
     )
@@ -298,7 +298,7 @@ def test_processes_that_do_not_fit_for_another_reason_are_told_that_one(
         open_source(str(narrow), 4)
 
 
-def test_a_router_that_would_not_learn_writes_all_the_same(
+def test_generation_accepts_untrainable_router_settings(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     moe = MoEConfig(num_experts=3, top_k=1, ffn_hidden_size=5)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megalith.config.sample import SampleConfig
 from megalith.errors import CheckpointError
-from megalith.infer.sample import choose, keep_likely
+from megalith.infer.sample import filter_logits, sample_tokens
 
 PLACES = [(0, 3), (1, 3), (0, 4)]
 
@@ -15,14 +15,18 @@ def scores(rows: int = 3, size: int = 11) -> Tensor:
 
 def shares(row: Tensor, sample: SampleConfig, draws: int = 4000) -> Tensor:
     """How often each token is chosen."""
-    chosen = choose(row.expand(draws, -1), sample, [(0, position) for position in range(draws)])
+    chosen = sample_tokens(
+        row.expand(draws, -1), sample, [(0, position) for position in range(draws)]
+    )
     return torch.bincount(torch.tensor(chosen), minlength=len(row)) / draws
 
 
 def test_greedy_takes_the_best_and_the_first_of_equals() -> None:
     rows = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
-    assert choose(rows, SampleConfig(temperature=0.0), PLACES[:2]) == [1, 0]
-    assert choose(rows.bfloat16(), SampleConfig(temperature=0.0, top_k=2, seed=9), PLACES[:2]) == [
+    assert sample_tokens(rows, SampleConfig(temperature=0.0), PLACES[:2]) == [1, 0]
+    assert sample_tokens(
+        rows.bfloat16(), SampleConfig(temperature=0.0, top_k=2, seed=9), PLACES[:2]
+    ) == [
         1,
         0,
     ]
@@ -39,7 +43,7 @@ def test_a_draw_is_keyed_by_seed_sequence_and_position() -> None:
     row = torch.zeros(1, 1000)
 
     def draw(seed: int, sequence: int, position: int) -> int:
-        return choose(row, SampleConfig(seed=seed), [(sequence, position)])[0]
+        return sample_tokens(row, SampleConfig(seed=seed), [(sequence, position)])[0]
 
     same = draw(1, 2, 3)
     torch.manual_seed(99)
@@ -48,11 +52,11 @@ def test_a_draw_is_keyed_by_seed_sequence_and_position() -> None:
     assert len({same, *others}) == 5
 
 
-def test_a_draw_does_not_depend_on_its_neighbors_or_their_order() -> None:
+def test_samples_do_not_depend_on_other_rows() -> None:
     rows, sample = scores(), SampleConfig(top_k=7, top_p=0.95)
-    together = choose(rows, sample, PLACES)
-    apart = [choose(rows[i : i + 1], sample, [place])[0] for i, place in enumerate(PLACES)]
-    assert together == apart == choose(rows.flip(0), sample, PLACES[::-1])[::-1]
+    together = sample_tokens(rows, sample, PLACES)
+    apart = [sample_tokens(rows[i : i + 1], sample, [place])[0] for i, place in enumerate(PLACES)]
+    assert together == apart == sample_tokens(rows.flip(0), sample, PLACES[::-1])[::-1]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_a_draw_does_not_depend_on_its_neighbors_or_their_order() -> None:
 )
 def test_top_k_keeps_the_best_and_what_equals_the_last_of_them(k: int, kept: list[int]) -> None:
     row = torch.tensor([[0.0, 9.0, 5.0, 7.0, -2.0, 5.0]])
-    found = keep_likely(row, SampleConfig(top_k=k))
+    found = filter_logits(row, SampleConfig(top_k=k))
     assert found.isfinite()[0].nonzero().flatten().tolist() == kept
     assert torch.equal(found[:, kept], row[:, kept])
 
@@ -81,16 +85,16 @@ def test_top_p_keeps_the_best_that_reach_the_probability_together(
     p: float, kept: list[int]
 ) -> None:
     row = torch.tensor([[0.3, 0.05, 0.5, 0.15]]).log()
-    found = keep_likely(row, SampleConfig(top_p=p))
+    found = filter_logits(row, SampleConfig(top_p=p))
     assert found.isfinite()[0].nonzero().flatten().tolist() == sorted(kept)
 
 
-def test_top_p_looks_at_what_temperature_and_top_k_left() -> None:
+def test_top_p_is_applied_after_temperature_and_top_k() -> None:
     row = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log()
-    assert keep_likely(row, SampleConfig(top_p=0.6)).isfinite().tolist() == [
+    assert filter_logits(row, SampleConfig(top_p=0.6)).isfinite().tolist() == [
         [True, True, False, False]
     ]
-    assert keep_likely(row, SampleConfig(top_k=2, top_p=0.6)).isfinite().tolist() == [
+    assert filter_logits(row, SampleConfig(top_k=2, top_p=0.6)).isfinite().tolist() == [
         [True, False, False, False]
     ]
     found = shares(row[0], SampleConfig(temperature=0.25, top_p=0.8), draws=200)
@@ -109,12 +113,12 @@ def test_only_kept_tokens_are_drawn_in_their_proportion() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_scores_that_are_not_finite_are_refused_with_their_place(
+def test_logits_that_are_not_finite_are_rejected_with_their_position(
     bad: float, temperature: float
 ) -> None:
     rows = scores()
     rows[1, 2] = bad
     with pytest.raises(
-        CheckpointError, match="sequence 1: the scores at token 3 are not finite.*Use an earlier"
+        CheckpointError, match="sequence 1: the logits at token 3 are not finite.*Use an earlier"
     ):
-        choose(rows, SampleConfig(temperature=temperature), PLACES)
+        sample_tokens(rows, SampleConfig(temperature=temperature), PLACES)

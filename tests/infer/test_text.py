@@ -74,7 +74,7 @@ def test_a_character_that_never_became_whole_shows_at_the_end() -> None:
     assert found.text == "\ufffd"
 
 
-def test_an_end_token_that_is_not_heeded_is_no_text_either() -> None:
+def test_an_ignored_end_token_is_not_part_of_the_text() -> None:
     found = transcript()
     for token in (256, 99):
         found.add(GeneratedToken(0, token, None))

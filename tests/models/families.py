@@ -1,5 +1,4 @@
-"""Every family's tiny models: what transformers is told to build, and the same weights in a model
-of ours.
+"""Every family's tiny models: configs for transformers, and the same weights in a Megalith model.
 
 A family is one entry of CASES or several; the first of them is the one that every test takes. Sizes
 are odd, heads share keys, windows are smaller than a row, norms and biases are random, so that
@@ -17,7 +16,7 @@ from torch import Tensor
 from megalith.checkpoint.boxes import CheckpointEntry
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.hf import HuggingFaceFolder
-from megalith.models.names import by_parameter, in_our_order
+from megalith.models.names import group_by_parameter, to_parameter_layout
 from megalith.parallel.mesh import mesh_of_one
 
 
@@ -383,7 +382,7 @@ def saved(case: Case, path: Path, *, std: float | None = None) -> tuple[Any, Hug
 
 
 def batch(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Ids [3, 11] and labels that are the ids one further on, some left out."""
+    """Ids [3, 11] and the next ids as labels, some masked."""
     text = torch.randint(0, vocab_size, (3, 12), generator=torch.Generator().manual_seed(5))
     labels = text[:, 1:].clone()
     labels[1, 2:6] = -100
@@ -393,9 +392,11 @@ def batch(vocab_size: int) -> tuple[Tensor, Tensor]:
 def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor]:
     """Gradients under their names, in their shapes."""
     every = (
-        folder.family.joined(folder.model_config) if folder.family.joined else folder.rules
+        folder.family.fused_rules(folder.model_config)
+        if folder.family.fused_rules
+        else folder.rules
     )  # as in their memory
-    rules, found = by_parameter(every), dict[str, Tensor]()
+    rules, found = group_by_parameter(every), dict[str, Tensor]()
     for declared, module, name in declared_parameters(model):
         if not getattr(module, name).requires_grad:
             continue  # the balancing bias
@@ -404,5 +405,5 @@ def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor
             box = tuple(slice(start, stop) for start, stop in rule.box)
             theirs = found.setdefault(rule.name, torch.zeros(rule.shape))
             place = theirs.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
-            in_our_order(rule, place).copy_(gradient[box])
+            to_parameter_layout(rule, place).copy_(gradient[box])
     return found

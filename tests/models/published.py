@@ -6,7 +6,7 @@ from typing import Any
 
 from megalith.checkpoint.boxes import tiling_problem
 from megalith.config.model import ModelConfig
-from megalith.models.names import Family, by_parameter, extent
+from megalith.models.names import Family, group_by_parameter, unpadded_shape
 from megalith.models.release import parameters
 from megalith.plan.costs import num_parameters
 from megalith.plan.network import network_problems
@@ -37,11 +37,11 @@ def check_published(
 
 def check_rules(family: Family, config: ModelConfig) -> None:
     """Fail unless the rules cover every element of every parameter once."""
-    found = by_parameter(family.rules(config))
+    found = group_by_parameter(family.rules(config))
     declared = {
         shard.name: shard.shape for shard in parameters(replace(config, pad_vocab_to_multiple_of=1))
     }
     assert found.keys() == declared.keys()
     for name, shape in declared.items():
-        assert extent(found[name]) == shape
+        assert unpadded_shape(found[name]) == shape
         assert tiling_problem(shape, [rule.box for rule in found[name]]) is None

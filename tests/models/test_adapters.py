@@ -14,10 +14,10 @@ from megalith.models.adapters import (
     AdaptedWeights,
     Adapters,
     adapter_shape,
-    check_names,
+    check_adapter_names,
+    describe_adapter_differences,
+    find_peft_layers,
     fingerprint,
-    peft_parts,
-    same_adapters,
 )
 from megalith.models.gpt2 import GPT2
 from megalith.models.llama import LLAMA
@@ -101,22 +101,25 @@ def test_every_box_is_that_of_the_sum(word: str) -> None:
         )
 
 
-def test_a_base_in_memory_stays_as_it_is() -> None:
-    class Kept(Values):
+def test_reading_merged_weights_does_not_modify_the_base() -> None:
+    class InMemoryWeights(Values):
         values = drawn("down", SHAPES["layers.0.mlp.down"])
 
         def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
             return self.values.to(dtype)
 
-    before, box = Kept.values.clone(), tuple((0, size) for size in Kept.values.shape)
+    before, box = (
+        InMemoryWeights.values.clone(),
+        tuple((0, size) for size in InMemoryWeights.values.shape),
+    )
     weights = AdaptedWeights(
-        Path("adapters"), MODEL, Kept(), Path("base"), adapters(LoraConfig(rank=3))
+        Path("adapters"), MODEL, InMemoryWeights(), Path("base"), adapters(LoraConfig(rank=3))
     )
     assert not torch.equal(weights.read("layers.0.mlp.down", box, torch.float32), before)
-    assert torch.equal(Kept.values, before)
+    assert torch.equal(InMemoryWeights.values, before)
 
 
-def test_what_has_no_adapter_is_the_base_to_the_bit() -> None:
+def test_parameters_without_adapters_equal_the_base_bit_for_bit() -> None:
     weights = AdaptedWeights(
         Path("adapters"), MODEL, Values(torch.bfloat16), Path("base"), adapters(LoraConfig())
     )
@@ -138,7 +141,7 @@ def test_a_base_is_known_by_its_values_and_not_by_its_padding() -> None:
 
 
 def test_linear_layers_of_transformers_are_found_by_family() -> None:
-    parts = peft_parts(LLAMA, MODEL, ("kv", "down"))
+    parts = find_peft_layers(LLAMA, MODEL, ("kv", "down"))
     assert [(part.module, part.parameter, part.part, part.shape) for part in parts[:3]] == [
         ("model.layers.0.self_attn.k_proj", "layers.0.attention.kv", 0, (12, 12)),
         ("model.layers.0.self_attn.v_proj", "layers.0.attention.kv", 1, (12, 12)),
@@ -147,7 +150,7 @@ def test_linear_layers_of_transformers_are_found_by_family() -> None:
     assert parts[0].key("A") == "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
 
 
-def test_transposed_matrices_have_none() -> None:
+def test_transposed_matrices_have_no_peft_adapters() -> None:
     model = ModelConfig(
         vocab_size=61,
         hidden_size=12,
@@ -167,31 +170,32 @@ def test_transposed_matrices_have_none() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"GPT2LMHeadModel keeps matrices together or transposed \(down is in .*c_proj",
+        match=r"GPT2LMHeadModel stores matrices fused or transposed \(down is in .*c_proj",
     ):
-        peft_parts(GPT2, model, ("down",))
+        find_peft_layers(GPT2, model, ("down",))
 
 
 def test_differences_from_what_a_run_trains_are_all_named() -> None:
     wanted = LoraConfig(rank=4, alpha=8.0, rslora=True, targets=("q",))
-    assert same_adapters(adapters(LoraConfig()), wanted, MODEL) == [
-        "lora.rank is 16 there and 4 here",
-        "lora.alpha is 32.0 there and 8.0 here",
-        "lora.rslora is False there and True here",
-        "lora.targets is ('q', 'kv', 'o', 'gate_up', 'down') there and ('q',) here",
+    assert describe_adapter_differences(adapters(LoraConfig()), wanted, MODEL) == [
+        "lora.rank is 16 in the adapters and 4 in this run",
+        "lora.alpha is 32.0 in the adapters and 8.0 in this run",
+        "lora.rslora is False in the adapters and True in this run",
+        "lora.targets is ('q', 'kv', 'o', 'gate_up', 'down') in the adapters "
+        "and ('q',) in this run",
     ]
-    assert same_adapters(adapters(LoraConfig()), LoraConfig(), MODEL) == []
+    assert describe_adapter_differences(adapters(LoraConfig()), LoraConfig(), MODEL) == []
 
 
 def test_names_are_those_of_the_model_matrix_by_matrix() -> None:
     found = adapters(LoraConfig())
-    check_names(found, LoraConfig(), MODEL)
+    check_adapter_names(found, LoraConfig(), MODEL)
     with pytest.raises(
         CheckpointError,
-        match=r"another model: not of this model: .*layers.1.* Use those of a model",
+        match=r"another model: not of this model: .*layers.1.* Use adapters of a model",
     ):
-        check_names(found, LoraConfig(), replace(MODEL, num_layers=1))
+        check_adapter_names(found, LoraConfig(), replace(MODEL, num_layers=1))
     with pytest.raises(CheckpointError, match=r"another model: missing: .*layers.2.*"):
-        check_names(found, LoraConfig(), replace(MODEL, num_layers=3))
+        check_adapter_names(found, LoraConfig(), replace(MODEL, num_layers=3))
     with pytest.raises(CheckpointError, match=r"not of this model: .*"):
-        check_names(found, LoraConfig(targets=("q",)), MODEL)
+        check_adapter_names(found, LoraConfig(targets=("q",)), MODEL)

@@ -16,7 +16,7 @@ from megalith.data.chat_template import BUILT_IN
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import DataError
-from megalith.models.companions import copy_auxiliary_files, own_template
+from megalith.models.companions import copy_auxiliary_files, find_own_template
 from megalith.models.convert import Kind, convert
 from megalith.models.pretrained import Pretrained, locate, open_pretrained
 from megalith.parallel.mesh import mesh_of_one
@@ -88,7 +88,7 @@ def opened(path: Path) -> Pretrained:
 
 
 @pytest.mark.parametrize("settings", [ADAPTERS, {}])
-def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
+def test_a_tuned_model_is_exported_with_its_chat_template(
     settings: dict[str, str],
     tmp_path: Path,
     tiny: SimpleNamespace,
@@ -102,7 +102,7 @@ def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
     assert f"try: megalith chat {tmp_path / 'out'}" in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     source = opened(run)
-    template = own_template(source, build_tokenizer(source.tokenizer))
+    template = find_own_template(source, build_tokenizer(source.tokenizer))
     assert template is not None and template.name == "chatml"
     assert tokenizer.apply_chat_template(TALK, tokenize=False) == template.render(TALK)
     asked = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
@@ -119,7 +119,7 @@ def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
     assert again.stop_ids() >= {7, 8, end} and (not settings or source.stop_ids() == {7, 8})
 
 
-def test_a_release_has_the_template_beside_its_weights_and_so_has_what_follows(
+def test_checkpoints_derived_from_a_tuned_model_have_its_template(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     (tmp_path / "mine.jinja").write_text(
@@ -132,7 +132,7 @@ def test_a_release_has_the_template_beside_its_weights_and_so_has_what_follows(
     convert(opened(run), tmp_path / "release", "megalith")
     (tmp_path / "mine.jinja").unlink()
     release = opened(tmp_path / "release")
-    template = own_template(release, build_tokenizer(release.tokenizer))
+    template = find_own_template(release, build_tokenizer(release.tokenizer))
     assert (
         template is not None
         and template.render(TALK) == "[What is 3 plus 4?<|im_end|>][7<|im_end|>]"
@@ -143,14 +143,16 @@ def test_a_release_has_the_template_beside_its_weights_and_so_has_what_follows(
     assert (tmp_path / "some/chat_template.jinja").read_text() == template.source
 
 
-def test_the_tokenizers_own_template_stays_as_it_is_and_its_end_ends_texts(
+def test_the_template_of_the_tokenizer_is_kept_and_its_end_token_added(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     load = base(tmp_path / "base", tiny)
     (load / "generation_config.json").unlink()
     run = tune(tmp_path / "run", load, ADAPTERS)
     source = opened(run)
-    files = copy_auxiliary_files(source, {"eos_token_id": 7, "pad_token_id": None}, theirs=True)
+    files = copy_auxiliary_files(
+        source, {"eos_token_id": 7, "pad_token_id": None}, to_huggingface=True
+    )
     assert "chat_template.jinja" not in files
     assert files["tokenizer_config.json"] == (load / "tokenizer_config.json").read_bytes()
     eod = build_tokenizer(source.tokenizer).eod
@@ -160,7 +162,9 @@ def test_the_tokenizers_own_template_stays_as_it_is_and_its_end_ends_texts(
     }
 
 
-def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_generation_config_is_not_copied_with_another_tokenizer(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     load = base(tmp_path / "base", tiny)
     train_bpe(["other words"] * 3, vocab_size=270, path=str(tmp_path / "words"))
     run = tune(
@@ -169,7 +173,7 @@ def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) 
         ADAPTERS | {"data.sft.template": "identity"},
         tokenizer=tmp_path / "words",
     )
-    files = copy_auxiliary_files(opened(run), {}, theirs=True)
+    files = copy_auxiliary_files(opened(run), {}, to_huggingface=True)
     assert opened(run).generation_file() is None and opened(run).stop_ids() == {7}
     assert files["tokenizer.json"] == (tmp_path / "words/tokenizer.json").read_bytes()
     assert (
@@ -178,7 +182,7 @@ def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) 
     )
 
 
-def test_a_tokenizer_of_two_files_leaves_as_one_that_every_library_reads(
+def test_vocab_and_merges_are_exported_as_tokenizer_json(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -222,15 +226,17 @@ def test_a_folder_without_a_tokenizer_gets_no_template_and_a_release_does(
     tiny.folder(tmp_path / "base", tiny.config(vocab_size=300, max_seq_len=LENGTH))
     plain = {"tokenizer.kind": "byte", "tokenizer.path": "none", "data.sft.template": "chatml"}
     run = tune(tmp_path / "run", tmp_path / "base", ADAPTERS | plain)
-    assert set(copy_auxiliary_files(opened(run), {}, theirs=True)) == {"generation_config.json"}
-    assert "chat_template.jinja" in copy_auxiliary_files(opened(run), {}, theirs=False)
+    assert set(copy_auxiliary_files(opened(run), {}, to_huggingface=True)) == {
+        "generation_config.json"
+    }
+    assert "chat_template.jinja" in copy_auxiliary_files(opened(run), {}, to_huggingface=False)
 
 
-def test_files_of_no_conversations_are_passed_on_as_they_are(
+def test_auxiliary_files_without_tuning_are_copied_unchanged(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     load = base(tmp_path / "base", tiny)
-    files = copy_auxiliary_files(opened(load), {}, theirs=True)
+    files = copy_auxiliary_files(opened(load), {}, to_huggingface=True)
     assert files == {
         name: path.read_bytes() for name, path in opened(load).auxiliary_files().items()
     }
@@ -247,7 +253,7 @@ def test_adapters_of_the_library_bring_a_tokenizer_of_their_own(
     assert opened(tmp_path / "peft").stop_ids() == {7, 8}
     (tmp_path / "peft/chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
     source = opened(tmp_path / "peft")
-    template = own_template(source, build_tokenizer(source.tokenizer))
+    template = find_own_template(source, build_tokenizer(source.tokenizer))
     assert source.tokenizer.path == str(tmp_path / "peft") and template is not None
     assert template.render(TALK) == "What is 3 plus 4?!"
     convert(source, tmp_path / "merged", "huggingface")
@@ -270,20 +276,20 @@ def test_adapters_beside_a_release_name_it_and_are_read_with_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "contents", "told"),
+    ("name", "contents", "message"),
     [
         ("tokenizer.json", b'{"model": {', "tokenizer.json: not JSON"),
         (
             "tokenizer.json",
             b'{"version": "1.0"}',
-            'tokenizer.json: expected a "model" in it, found',
+            'tokenizer.json: expected a "model" in it, got',
         ),
         ("tokenizer_config.json", b"\xff\xfe", "tokenizer_config.json: not JSON"),
-        ("tokenizer_config.json", b"[]", "tokenizer_config.json: expected an object, found"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: expected an object, got"),
     ],
 )
-def test_a_broken_file_is_not_passed_on(
-    name: str, contents: bytes, told: str, tmp_path: Path, tiny: SimpleNamespace
+def test_an_invalid_auxiliary_file_is_rejected(
+    name: str, contents: bytes, message: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(tmp_path / "base", tiny.config())
     (tmp_path / "base" / name).write_bytes(contents)
@@ -291,5 +297,5 @@ def test_a_broken_file_is_not_passed_on(
     for to in kinds:
         with pytest.raises(DataError) as refused:
             convert(open_pretrained(tmp_path / "base"), tmp_path / "x", to)
-        assert told in str(refused.value) and "Copy it again, or remove it" in str(refused.value)
+        assert message in str(refused.value) and "again, or remove it" in str(refused.value)
     assert not (tmp_path / "x").exists()

@@ -35,7 +35,7 @@ from megalith.parallel.group import alone
     "changes",
     [{}, {"tied_embeddings": True}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True}],
 )
-def test_there_and_back_every_tensor_is_the_same_bit_for_bit(
+def test_a_round_trip_is_bit_exact(
     changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(
@@ -79,9 +79,11 @@ def test_the_plan_lists_every_tensor_with_its_bytes(
     convert(source, tmp_path / "release", "megalith")
     source = open_pretrained(tmp_path / kind) if kind == "release" else source
     moves = plan_moves(source, to, torch.bfloat16)
-    told: list[int] = []
-    assert convert(source, tmp_path / "x", to, dtype=torch.bfloat16, wrote=told.append) == sum(told)
-    assert sum(move.nbytes for move in moves) == sum(told)
+    written_nbytes: list[int] = []
+    assert convert(
+        source, tmp_path / "x", to, dtype=torch.bfloat16, wrote=written_nbytes.append
+    ) == sum(written_nbytes)
+    assert sum(move.nbytes for move in moves) == sum(written_nbytes)
     assert {move.source_dtype for move in moves} == {"float32"} and {
         move.target_dtype for move in moves
     } == {"bfloat16"}
@@ -153,7 +155,7 @@ def test_a_release_of_a_run_keeps_its_settings_and_drops_its_moments(
     }
 
 
-def test_biases_that_ours_lacks_are_planned_as_zeros(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_missing_biases_are_planned_as_zeros(tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = tiny.config(qkv_bias=True, num_layers=1)
     text = dump_yaml(
         release_run("run", config, TokenizerConfig(kind="null", vocab_size=37), tmp_path)
@@ -193,7 +195,7 @@ def test_several_workers_write_the_same_files(
     }
 
 
-def test_a_sentencepiece_model_goes_along_and_back(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_sentencepiece_model_survives_a_round_trip(tmp_path: Path, tiny: SimpleNamespace) -> None:
     library = pytest.importorskip(
         "sentencepiece", reason="makes a SentencePiece model, which needs the library"
     )
@@ -235,7 +237,7 @@ def convert_words(source: Path, target: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_new_rows_are_the_mean_of_the_others_and_go_out_again(
+def test_new_rows_are_the_mean_of_the_others_and_removed_on_export(
     dtype: str, tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalith.models.hf.PIECE_NBYTES", 1000)
@@ -266,7 +268,7 @@ def test_new_rows_are_the_mean_of_the_others_and_go_out_again(
     assert not open_checkpoint(tmp_path / "zeros").read("model.embed.weight")[40:].any()
 
 
-def test_a_run_begins_with_such_rows_in_every_slice(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_a_run_initializes_new_rows_on_every_tp_rank(tmp_path: Path, tiny: SimpleNamespace) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config(vocab_size=40, pad_vocab_to_multiple_of=1))
     wider = tiny.config(vocab_size=46, pad_vocab_to_multiple_of=1)
     blank = tiny.blank(wider)
@@ -286,7 +288,7 @@ def test_a_run_begins_with_such_rows_in_every_slice(tmp_path: Path, tiny: Simple
     )
 
 
-def test_rows_that_are_not_new_are_refused_in_words(
+def test_new_rows_without_added_rows_are_rejected(
     tmp_path: Path, tiny: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config(vocab_size=40, pad_vocab_to_multiple_of=1))
@@ -298,14 +300,14 @@ def test_rows_that_are_not_new_are_refused_in_words(
             "mean",
             "--pad-vocab-to-multiple-of",
             "8",
-        ): "--new-rows=mean: no rows are new, as ",
+        ): "--new-rows=mean: ",
         ("x", "--vocab-size", "39"): "--vocab-size=39: ",
         ("ours", "--vocab-size", "80"): "--vocab-size=80: ",
         (
             "ours",
             "--new-rows",
             "mean",
-        ): "ours is no Hugging Face folder, and its tables are taken as they are. Remove",
+        ): "ours is not a Hugging Face folder, so no rows are added to its tables. Remove",
     }
     for (source, *words), text in refused.items():
         assert convert_words(tmp_path / source, tmp_path / "y", *words) == 2
@@ -315,7 +317,7 @@ def test_rows_that_are_not_new_are_refused_in_words(
         tiny.config(vocab_size=40, pad_vocab_to_multiple_of=64),
     )
     with pytest.raises(
-        CheckpointError, match="checkpoint.new_rows=mean: .*ours is no Hugging Face folder"
+        CheckpointError, match="checkpoint.new_rows=mean: .*ours is not a Hugging Face folder"
     ):
         load_pretrained(
             tiny.entries(tiny.blank(same)),
@@ -412,10 +414,10 @@ def test_family_selects_another_architecture(
     assert read_hf_config(tmp_path / "back")["architectures"] == ["LlamaForCausalLM"]
     command[2] = str(tmp_path / "other")
     rejected = {
-        "phi3": r"cannot be written as Phi3ForCausalLM: model.qkv_bias=True: Phi3ForCausalLM has "
-        r"no word for it; .*"
-        r"Or set --family=llama to write it as LlamaForCausalLM",
-        "quen2": "--family=quen2: there is no such family. Did you mean qwen2",
+        "phi3": r"cannot be exported as Phi3ForCausalLM: model.qkv_bias=True: Phi3ForCausalLM "
+        r"cannot express this setting; .*"
+        r"Or set --family=llama to export it as LlamaForCausalLM",
+        "quen2": "--family=quen2: unknown family. Did you mean qwen2",
     }
     capsys.readouterr()
     for name, message in rejected.items():

@@ -18,7 +18,7 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.rope import RopeConfig
-from megalith.infer.generate import remember
+from megalith.infer.generate import build_prefix_state
 from megalith.kernels.linear import stacked
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.tokens import (
@@ -62,7 +62,7 @@ def test_it_declares_as_many_elements_as_the_closed_form_counts(
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(config)
 
 
-def test_it_is_built_without_memory(tiny: SimpleNamespace) -> None:
+def test_decoder_is_built_on_the_meta_device(tiny: SimpleNamespace) -> None:
     huge = tiny.config(
         vocab_size=128_256, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28_672
     )
@@ -303,7 +303,7 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
 
 @pytest.mark.parametrize("name", MTP_MODEL)
 @pytest.mark.parametrize("tied", [False, True])
-def test_further_predictions_on_any_stage_compute_what_the_whole_model_does(
+def test_mtp_layers_on_any_stage_match_the_whole_model(
     name: str, tied: bool, tiny: SimpleNamespace
 ) -> None:
     config, parallel = (
@@ -365,7 +365,7 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(
     assert several == ({"embed.weight"} if tied and name != "a V" else set())
 
 
-def test_routers_of_all_stages_and_further_layers_have_noise_of_their_own(
+def test_routers_of_all_stages_and_mtp_layers_have_separate_noise(
     tiny: SimpleNamespace,
 ) -> None:
     moe = MoEConfig(num_experts=2, top_k=1, ffn_hidden_size=3)
@@ -441,7 +441,7 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(
     assert torch.equal(made(ids, tokens_of_rows(1, 9)), plain(ids, tokens_of_rows(1, 9)))
 
 
-def _plain_looking_back(
+def _plain_cross_layer_attention(
     w: dict[str, Tensor], config: ModelConfig, ids: Tensor, lengths: list[int]
 ) -> Tensor:
     """A decoder whose layers from `cross.memory` on look at the memory, in plain operations; no
@@ -486,7 +486,7 @@ def _plain_looking_back(
 
 
 @pytest.mark.parametrize("memory", [0, 1, 2])
-def test_layers_that_look_back_are_the_formula_forward_and_backward(
+def test_cross_layer_attention_matches_plain_operations_forward_and_backward(
     memory: int, tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(num_layers=3, positions="none", cross=CrossConfig(memory=memory))
@@ -497,7 +497,7 @@ def test_layers_that_look_back_are_the_formula_forward_and_backward(
         shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places
     }
     found = model(ids, tokens_of_lengths(lengths))
-    expected = _plain_looking_back(weights, config, ids, lengths)
+    expected = _plain_cross_layer_attention(weights, config, ids, lengths)
     assert_equals("hidden states", found, expected, FP64)
     for y in (found, expected):
         (y * torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view_as(y)).sum().backward()
@@ -509,7 +509,7 @@ def test_layers_that_look_back_are_the_formula_forward_and_backward(
 
 
 @pytest.mark.slow  # the graphs take some seconds
-def test_layers_that_look_back_compute_the_same_as_graphs(tiny: SimpleNamespace) -> None:
+def test_cross_layer_attention_matches_when_compiled(tiny: SimpleNamespace) -> None:
     config, ids, tokens = (
         tiny.config(cross=CrossConfig(memory=1)),
         ids_of(11),
@@ -527,7 +527,7 @@ def test_layers_that_look_back_compute_the_same_as_graphs(tiny: SimpleNamespace)
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "narrow"])
-def test_padding_is_as_if_it_were_not_there_whatever_layers_do(name: str) -> None:
+def test_padding_does_not_change_the_result(name: str) -> None:
     """Values, gradients, and not one bit of them by what is in it."""
     config = {**VARIANTS, "narrow": NARROW}[name]
     config = config if name != "both ways" else replace(config, dropout=DropoutConfig())
@@ -553,7 +553,7 @@ def test_padding_is_as_if_it_were_not_there_whatever_layers_do(name: str) -> Non
 @pytest.mark.parametrize(
     "name", ["plain", "latent", "chunked", "sinks", "normed around", "looking back"]
 )
-def test_masked_text_that_is_read_on_from_a_cache_is_as_read_at_once(name: str) -> None:
+def test_masked_text_continued_from_a_cache_matches_one_forward(name: str) -> None:
     config = {**VARIANTS, "plain": PLAIN}[name]
     model = build_chunks(config, mesh_of_one(), ParallelConfig(), dtype=torch.float64)[0]
     allocate(model, torch.device("cpu"))
@@ -565,7 +565,7 @@ def test_masked_text_that_is_read_on_from_a_cache_is_as_read_at_once(name: str) 
     whole = with_padding(with_masks(tokens_of_lengths([14]), [mask]), text)
     ids = ids_of(14)
     with torch.no_grad():
-        expected, kept = model(ids, whole), remember(config)
+        expected, kept = model(ids, whole), build_prefix_state(config)
         assert isinstance(expected, Tensor)
         for start, end in ((0, 7), (7, 8), (8, 12), (12, 13), (13, 14)):
             part = tokens_of_queries([(end - start, end)], reach=[14])

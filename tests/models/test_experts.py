@@ -65,9 +65,7 @@ def test_a_folder_with_all_experts_in_two_tensors_is_the_same_model(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"])
-def test_the_loss_of_balance_that_a_config_asks_for_is_that_of_transformers(
-    name: str, tmp_path: Path
-) -> None:
+def test_aux_loss_matches_transformers(name: str, tmp_path: Path) -> None:
     """In one layer; of several, transformers pools the tokens."""
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.37, "num_hidden_layers": 1}
     own = {
@@ -100,7 +98,7 @@ def test_the_loss_of_balance_that_a_config_asks_for_is_that_of_transformers(
     assert relative_error(our_gradients(plain, folder)[router], expected) > 1e-2, "the loss is seen"
 
 
-def test_a_loss_of_balance_that_is_turned_off_has_no_weight_and_stays_off() -> None:
+def test_a_disabled_aux_loss_stays_disabled() -> None:
     raw = QWEN3_MOE.write_config(QWEN3_MOE.read_config(QWEN3))
     assert raw["output_router_logits"] is False and "router_aux_loss_coef" not in raw
     every_other = QWEN3_MOE.read_config(
@@ -118,12 +116,12 @@ def test_a_loss_of_balance_that_is_turned_off_has_no_weight_and_stays_off() -> N
         QWEN3_MOE.read_config({**QWEN3, "router_aux_loss_coef": "x"})
 
 
-def test_experts_that_a_folder_lacks_are_named_by_their_numbers(tmp_path: Path) -> None:
-    """The original's converter left them as they were first drawn, and said nothing."""
+def test_missing_experts_are_reported_by_index(tmp_path: Path) -> None:
+    """The original converter silently kept their initial values."""
     saved(CASES["mixtral"], tmp_path / "whole")
     tensors = load_file(tmp_path / "whole" / "model.safetensors")
-    (tmp_path / "lacking").mkdir()
-    (tmp_path / "lacking" / "config.json").write_text(
+    (tmp_path / "missing").mkdir()
+    (tmp_path / "missing" / "config.json").write_text(
         (tmp_path / "whole" / "config.json").read_text()
     )
     lost = [
@@ -134,9 +132,9 @@ def test_experts_that_a_folder_lacks_are_named_by_their_numbers(tmp_path: Path) 
     lost.append("layers.0.block_sparse_moe.experts.2.w2.")
     kept = {key: value for key, value in tensors.items() if not any(name in key for name in lost)}
     assert len(kept) == len(tensors) - 7
-    save_file(kept, tmp_path / "lacking" / "model.safetensors", metadata={"format": "pt"})
+    save_file(kept, tmp_path / "missing" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as raised:
-        our_model(HuggingFaceFolder(tmp_path / "lacking"))
+        our_model(HuggingFaceFolder(tmp_path / "missing"))
     block = "model.layers.0.block_sparse_moe"
     text = (
         f"missing: experts 0, 1 of {block} (w1.weight, w3.weight), experts 0 to 2 of {block} "

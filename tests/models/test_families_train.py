@@ -108,7 +108,7 @@ def train(model: ModelConfig, load: Path, path: Path, *, steps: int) -> Outcome:
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_every_family_learns_and_goes_on_to_the_same_bits(
+def test_every_family_trains_and_resumes_bit_for_bit(
     family: Family, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     model = tiny_folder(family, tmp_path / "theirs", tiny)
@@ -127,7 +127,7 @@ def test_every_family_learns_and_goes_on_to_the_same_bits(
     ) > 0.9 * len(after)
 
 
-def test_a_family_without_a_tiny_model_is_told_to_bring_one(
+def test_a_family_without_a_tiny_model_fails_with_a_hint(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     new = replace(FAMILIES[0], architecture="NovelForCausalLM", model_type="novel")

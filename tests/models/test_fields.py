@@ -5,13 +5,19 @@ from typing import Any
 import pytest
 
 from megalith.errors import ConfigError
-from megalith.models.fields import ACTIVATIONS, OFF, Fields, activation_word, in_their_words
+from megalith.models.fields import (
+    ACTIVATIONS,
+    ALLOWED_FALSE,
+    Fields,
+    hf_activation_name,
+    translate_field_names,
+)
 
 
 def problems(fields: Fields) -> str:
     """What it would say."""
     with pytest.raises(ConfigError) as refused:
-        fields.finish()
+        fields.raise_problems()
     return str(refused.value)
 
 
@@ -29,66 +35,78 @@ def test_values_of_the_right_kind_are_given_as_they_are() -> None:
         }
     )
     assert (
-        fields.whole("a"),
-        fields.number("b", 1.0),
-        fields.flag("c"),
-        fields.activation("d"),
+        fields.read_int("a"),
+        fields.read_number("b", 1.0),
+        fields.read_flag("c"),
+        fields.read_activation("d"),
     ) == (
         3,
         2.0,
         True,
         "gelu_tanh",
     )
-    assert fields.whole_or_none("e") is None and fields.number_or_none("e", 5.0) is None
-    assert fields.flags_of_layers("f", 2, {1: True, 0: False}) == (True, False)
-    fields.finish()
+    assert fields.read_optional_int("e") is None and fields.read_optional_number("e", 5.0) is None
+    assert fields.read_layer_flags("f", 2, {1: True, 0: False}) == (True, False)
+    fields.raise_problems()
 
 
 def test_missing_fields_have_their_defaults() -> None:
     fields = Fields({})
-    assert (fields.whole("a", 7), fields.number("a", 0.5), fields.flag("a", True)) == (7, 0.5, True)
-    assert (fields.number_or_none("a", 50.0), fields.whole_or_none("a"), fields.value("a")) == (
+    assert (fields.read_int("a", 7), fields.read_number("a", 0.5), fields.read_flag("a", True)) == (
+        7,
+        0.5,
+        True,
+    )
+    assert (
+        fields.read_optional_number("a", 50.0),
+        fields.read_optional_int("a"),
+        fields.read_value("a"),
+    ) == (
         50.0,
         None,
         None,
     )
     assert (
-        fields.choice("a", {"x": 1, "y": 2}, "y") == 2
-        and fields.flags_of_layers("a", 3, {}) is None
+        fields.read_choice("a", {"x": 1, "y": 2}, "y") == 2
+        and fields.read_layer_flags("a", 3, {}) is None
     )
-    fields.finish()
+    fields.raise_problems()
 
 
 @pytest.mark.parametrize(
     ("value", "ask", "message"),
     [
-        (0, lambda f: f.whole("a"), "a=0: expected a whole number above 0."),
-        (None, lambda f: f.whole("a"), "a=None: expected a whole number above 0."),
-        (True, lambda f: f.whole("a", 3), "a=True: expected a whole number above 0."),
-        (0, lambda f: f.number("a", 1.0), "a=0: expected a number above 0."),
-        (-1, lambda f: f.number("a", 1.0, zero=True), "a=-1: expected a number of at least 0."),
-        ("9", lambda f: f.number_or_none("a"), "a='9': expected a number above 0."),
-        ("yes", lambda f: f.flag("a"), "a='yes': expected true or false."),
+        (0, lambda f: f.read_int("a"), "a=0: expected a whole number above 0."),
+        (None, lambda f: f.read_int("a"), "a=None: expected a whole number above 0."),
+        (True, lambda f: f.read_int("a", 3), "a=True: expected a whole number above 0."),
+        (0, lambda f: f.read_number("a", 1.0), "a=0: expected a number above 0."),
+        (
+            -1,
+            lambda f: f.read_number("a", 1.0, zero=True),
+            "a=-1: expected a number of at least 0.",
+        ),
+        ("9", lambda f: f.read_optional_number("a"), "a='9': expected a number above 0."),
+        ("yes", lambda f: f.read_flag("a"), "a='yes': expected true or false."),
         (
             ["x"],
-            lambda f: f.choice("a", {"x": 1, "y": 2}, "x"),
+            lambda f: f.read_choice("a", {"x": 1, "y": 2}, "x"),
             "a=['x'] is not supported: it must be one of 'x', 'y'",
         ),
-        (2, lambda f: f.only("a", 1), "a=2 is not supported: it must be 1."),
+        (2, lambda f: f.require("a", 1), "a=2 is not supported: it must be 1."),
         (
             [1],
-            lambda f: f.flags_of_layers("a", 2, {1: True, 0: False}),
+            lambda f: f.read_layer_flags("a", 2, {1: True, 0: False}),
             "a=[1]: expected 1 or 0 for each of 2 layers.",
         ),
         (
             False,
-            lambda f: f.value("b"),
-            "a=False is not known, so it may change what the model computes. Remove it",
+            lambda f: f.read_value("b"),
+            "a=False: unknown field, which may change what the model computes. Remove it",
         ),
         (
             5,
-            lambda f: f.value("b"),
-            "a=5 is not known, so it may change what the model computes. Remove it",
+            lambda f: f.read_value("b"),
+            "a=5: unknown field, which may change what the model computes. Remove it",
         ),
     ],
 )
@@ -98,11 +116,11 @@ def test_everything_else_is_refused(value: Any, ask: Any, message: str) -> None:
     assert message in problems(fields)
 
 
-def test_all_problems_are_said_at_once_and_each_once() -> None:
+def test_all_problems_are_reported_together_without_duplicates() -> None:
     fields = Fields({"a": -1, "odd": 1})
     for _ in range(2):
-        fields.whole("a")
-    fields.whole("b")
+        fields.read_int("a")
+    fields.read_int("b")
     text = problems(fields)
     assert (
         text.startswith("3 settings")
@@ -122,16 +140,16 @@ def test_only_fields_that_are_known_to_change_nothing_may_be_left_unasked() -> N
         }
     )
     fields.ignore("mine")
-    fields.finish()
+    fields.raise_problems()
 
 
-def test_what_is_off_unless_said_may_be_false_where_nobody_asks_for_it() -> None:
-    Fields(dict.fromkeys(OFF, False)).finish()
-    assert "attention_bias=True is not known" in problems(Fields({"attention_bias": True}))
+def test_optional_features_may_be_false_in_families_without_them() -> None:
+    Fields(dict.fromkeys(ALLOWED_FALSE, False)).raise_problems()
+    assert "attention_bias=True: unknown field" in problems(Fields({"attention_bias": True}))
 
 
-def test_every_activation_has_a_word_that_means_it() -> None:
-    assert {activation_word(ours): ours for ours in ACTIVATIONS.values()} == {
+def test_every_activation_has_a_hugging_face_name() -> None:
+    assert {hf_activation_name(ours): ours for ours in ACTIVATIONS.values()} == {
         word: ours for word, ours in ACTIVATIONS.items() if word not in ("swish", "gelu_new")
     }
 
@@ -141,14 +159,14 @@ def test_a_text_about_our_settings_names_the_fields_of_a_config() -> None:
         "model.moe.top_k=9 is more than model.moe.num_experts=8. Set model.moe.top_k to 8; or "
         "model.init=normal."
     )
-    told = (
+    expected = (
         "num_experts_per_tok=9 is more than n_routed_experts=8. Set num_experts_per_tok to 8; "
         "or model.init=normal."
     )
-    assert in_their_words(text, {"n_routed_experts": 8}) == told
+    assert translate_field_names(text, {"n_routed_experts": 8}) == expected
     raw = {"n_head": 3, "rope_parameters": None, "rope_scaling": {"beta_slow": 3.0}}
     assert (
-        in_their_words("model.num_heads, model.rope.beta_slow", raw)
+        translate_field_names("model.num_heads, model.rope.beta_slow", raw)
         == "n_head, rope_scaling.beta_slow"
     )
-    assert in_their_words("model.rope.beta_slow.", {}) == "beta_slow."
+    assert translate_field_names("model.rope.beta_slow.", {}) == "beta_slow."

@@ -63,7 +63,7 @@ def test_gelu_means_its_approximation_as_in_training(
     assert read_config(SMALL | fields).activation == activation
 
 
-def test_it_is_tied_scaled_and_normed_by_one_plus_weight_without_being_told() -> None:
+def test_defaults_are_tied_scaled_embeddings_and_zero_centered_norms() -> None:
     config = read_config(SMALL)
     assert (
         config.tied_embeddings

@@ -78,7 +78,7 @@ def test_five_of_six_layers_have_a_window_and_a_theta_of_their_own() -> None:
         },
     ],
 )
-def test_only_layers_that_see_everything_are_stretched(fields: dict[str, Any]) -> None:
+def test_rope_scaling_applies_only_to_full_attention(fields: dict[str, Any]) -> None:
     config = read_config(ONE | fields)
     assert (config.rope.scaling, config.rope.factor, config.rope.local_theta) == (
         "linear",
@@ -89,13 +89,11 @@ def test_only_layers_that_see_everything_are_stretched(fields: dict[str, Any]) -
 
 
 def test_a_cap_that_transformers_does_not_apply_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="attn_logit_softcapping=50.0: transformers keeps it and does not use it"
-    ):
+    with pytest.raises(ConfigError, match="attn_logit_softcapping=50.0: transformers ignores it"):
         read_config(ONE | {"attn_logit_softcapping": 50.0})
 
 
-def test_stretched_windows_are_refused() -> None:
+def test_rope_scaling_of_sliding_layers_is_rejected() -> None:
     kinds = {
         "full_attention": {"rope_theta": 1e6},
         "sliding_attention": {"rope_type": "linear", "factor": 2.0},

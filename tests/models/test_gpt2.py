@@ -56,7 +56,7 @@ def test_its_rules_cover_everything_once() -> None:
     check_rules(GPT2, read_config(SMALL | {"tie_word_embeddings": False}))
 
 
-def test_dropout_is_that_of_the_first_training() -> None:
+def test_dropout_defaults_are_those_of_the_release() -> None:
     dropout = read_config(RAW | {"attn_pdrop": 0.2, "embd_pdrop": 0.3}).dropout
     assert (dropout.attention, dropout.embedding, dropout.residual) == (0.2, 0.3, 0.1)
 
@@ -78,7 +78,7 @@ def test_what_changes_its_attention_is_refused_by_name(field: str, value: bool) 
 
 def test_a_model_that_is_no_gpt2_is_not_written_as_one(tiny: SimpleNamespace) -> None:
     with pytest.raises(
-        ConfigError, match=r"model.positions='rope': GPT2LMHeadModel has no word for it"
+        ConfigError, match=r"model.positions='rope': GPT2LMHeadModel cannot express this setting"
     ):
         write_config(tiny.config())
 
@@ -109,7 +109,7 @@ def test_files_of_the_first_release_lack_a_prefix_and_have_masks(
     )
 
 
-def test_what_is_missing_is_named_as_the_file_names_things(
+def test_missing_tensors_are_reported_with_hugging_face_names(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tensors = folder(tmp_path / "x", tiny)

@@ -75,7 +75,7 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_its_layers() 
     assert GPT_OSS.read_config(bare) == config
 
 
-def test_gate_and_up_take_turns_and_inputs_come_first() -> None:
+def test_gate_and_up_columns_alternate_and_inputs_come_first() -> None:
     config = GPT_OSS.read_config(
         PUBLISHED | {"num_hidden_layers": 2, "num_local_experts": 4, "layer_types": None}
     )
@@ -91,17 +91,17 @@ def test_gate_and_up_take_turns_and_inputs_come_first() -> None:
     assert shapes["router.bias"] == (4,)
 
 
-def test_what_it_does_not_compute_is_refused_by_name() -> None:
+def test_unsupported_fields_are_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match="swiglu_alpha=1.5 is not supported: it must be 1.702"):
         GPT_OSS.read_config(PUBLISHED | {"swiglu_alpha": 1.5})
     with pytest.raises(
-        ConfigError, match="num_experts_per_tok=4, experts_per_token=2: two numbers of chosen"
+        ConfigError, match="num_experts_per_tok=4, experts_per_token=2: they differ"
     ):
         GPT_OSS.read_config(PUBLISHED | {"experts_per_token": 2})
 
 
-def test_no_dense_model_is_written_as_one(tiny: Any) -> None:
+def test_a_dense_model_cannot_be_exported_as_gpt_oss(tiny: Any) -> None:
     with pytest.raises(
-        ConfigError, match="model.moe=null: GptOssForCausalLM has a mixture of experts"
+        ConfigError, match="model.moe=null: GptOssForCausalLM needs a mixture of experts"
     ):
         GPT_OSS.write_config(tiny.config())

@@ -55,7 +55,7 @@ def test_all_four_scales_are_kept_and_so_is_dropout() -> None:
     assert (config.attention.scale, config.dropout.attention) == (1 / 64, 0.1)
 
 
-def test_a_scale_that_is_not_said_is_one_and_not_that_of_the_head_size() -> None:
+def test_default_attention_multiplier_is_one() -> None:
     raw = {name: value for name, value in RAW.items() if name != "attention_multiplier"}
     assert read_config(raw).attention.scale == 1.0
 
@@ -66,7 +66,7 @@ def test_divisors_without_an_exact_inverse_come_back(divisor: float) -> None:
     assert write_config(config)["logits_scaling"] == pytest.approx(divisor, rel=1e-15)
 
 
-def test_the_usual_scale_is_written_out() -> None:
+def test_default_attention_scale_is_exported_explicitly() -> None:
     config = replace(read_config(RAW), attention=AttentionConfig())
     assert write_config(config)["attention_multiplier"] == 0.125
 

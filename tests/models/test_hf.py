@@ -148,7 +148,7 @@ def test_large_tensors_are_read_a_piece_at_a_time(
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_are_cast_to_what_is_wanted(
+def test_weights_are_cast_to_the_requested_dtype(
     stored: torch.dtype, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config(), dtype=stored)
@@ -168,10 +168,10 @@ def test_weights_are_cast_to_what_is_wanted(
             {"model__norm__weight": None, "lm_head__weight": None},
             "missing: lm_head.weight, model.norm.weight",
         ),
-        ({"model__extra": torch.ones(2)}, "not of a LlamaForCausalLM: model.extra"),
+        ({"model__extra": torch.ones(2)}, "unexpected in LlamaForCausalLM: model.extra"),
         (
             {"model__layers__0__mlp__up_proj__bias": torch.ones(10)},
-            "not of a LlamaForCausalLM: model.layers.0.mlp.up_",
+            "unexpected in LlamaForCausalLM: model.layers.0.mlp.up_",
         ),
         ({"model__norm__weight": torch.ones(11)}, r"model.norm.weight is \[11\], expected \[12\]"),
         (
@@ -236,8 +236,8 @@ def test_a_tied_model_may_store_its_head_only_if_it_is_the_embedding(
         ),
         (
             {"auto_map": {"AutoModelForCausalLM": "modeling_x.OtherForCausalLM"}},
-            "config.json: auto_map=.*OtherForCausalLM'}: the model is computed by code of its "
-            "own.* Use a folder that",
+            "config.json: auto_map=.*OtherForCausalLM'}: the model needs custom code.* "
+            "Use a folder that",
         ),
         ({"hidden_act": "mish"}, "config.json: hidden_act='mish' is not supported"),
     ],
@@ -251,13 +251,13 @@ def test_other_models_are_refused_by_name(
         HuggingFaceFolder(tmp_path / "x")
 
 
-def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_rejected_with_all_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Use one of LlamaForCausalLM") as refused:
         find_family({"architectures": ["X"]}, tmp_path)
     assert all(family.architecture in str(refused.value) for family in hf.FAMILIES)
 
 
-def test_code_beside_a_model_of_transformers_is_taken_for_a_copy_of_its(
+def test_auto_map_with_a_transformers_class_is_accepted(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
@@ -267,15 +267,15 @@ def test_code_beside_a_model_of_transformers_is_taken_for_a_copy_of_its(
     assert HuggingFaceFolder(tmp_path / "x").family.architecture == "LlamaForCausalLM"
 
 
-def test_the_family_that_lacks_the_fewest_settings_says_what_it_lacks(
+def test_the_family_with_the_fewest_unsupported_settings_is_reported(
     tiny: SimpleNamespace,
 ) -> None:
     with pytest.raises(UnexportedFieldsError) as refused:
-        hf.family_for(tiny.config(up_offset=0.5, norm_eps=0.1))
+        hf.find_exporting_family(tiny.config(up_offset=0.5, norm_eps=0.1))
     assert refused.value.settings == ("up_offset",)
 
 
-def test_a_model_that_cannot_be_is_refused_though_its_tensors_fit(
+def test_an_invalid_model_is_rejected_although_its_tensors_match(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(
@@ -283,11 +283,11 @@ def test_a_model_that_cannot_be_is_refused_though_its_tensors_fit(
     )
     HuggingFaceFolder(tmp_path / "x")
     edit(tmp_path / "x", num_experts_per_tok=4)
-    told = (
-        r"config.json describes a model that cannot be: num_experts_per_tok=4 is more than "
+    events = (
+        r"config.json describes an invalid model: num_experts_per_tok=4 is more than "
         r"num_local_experts=3. Set"
     )
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=events):
         HuggingFaceFolder(tmp_path / "x")
 
 
@@ -308,7 +308,7 @@ def test_damaged_folders_say_what_is_missing(tmp_path: Path, tiny: SimpleNamespa
         HuggingFaceFolder(tmp_path / "x")
     first.unlink()
     with pytest.raises(
-        CheckpointError, match="index.json names model-00001-of-.*which the folder lacks"
+        CheckpointError, match="index.json names model-00001-of-.*which are missing"
     ):
         HuggingFaceFolder(tmp_path / "x")
     for file in (tmp_path / "x").glob("model*"):
@@ -343,15 +343,13 @@ def test_index_with_very_long_file_name_is_rejected_with_short_message(
         HuggingFaceFolder(tmp_path / "x")
 
 
-def test_an_index_that_promises_more_than_the_files_hold_is_refused(
-    tmp_path: Path, tiny: SimpleNamespace
-) -> None:
+def test_an_index_with_missing_tensors_is_rejected(tmp_path: Path, tiny: SimpleNamespace) -> None:
     tiny.folder(tmp_path / "x", tiny.config(), shard_nbytes=1500)
     file = tmp_path / "x" / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     index["weight_map"]["model.extra"] = index["weight_map"]["lm_head.weight"]
     file.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="promises model.extra"):
+    with pytest.raises(CheckpointError, match="lists model.extra"):
         HuggingFaceFolder(tmp_path / "x")
 
 
@@ -367,12 +365,12 @@ def test_a_model_of_another_shape_is_refused_before_anything_is_read(
 ) -> None:
     tiny.folder(tmp_path / "x", tiny.config())
     other = tiny.blank(tiny.config(ffn_hidden_size=11, qkv_bias=True))
-    with pytest.raises(CheckpointError, match="another model") as refused:
+    with pytest.raises(CheckpointError, match="has a different model") as refused:
         HuggingFaceFolder(tmp_path / "x").fill(tiny.entries(other))
     assert "layers.0.mlp.gate_up is [2, 11, 12] in this run and [2, 10, 12] in the folder" in str(
         refused.value
     )
-    assert "layers.0.attention.q_bias is in this run and not in the folder" in str(refused.value)
+    assert "layers.0.attention.q_bias is in this run but not in the folder" in str(refused.value)
     assert all((parameter == -7).all() for parameter in other.parameters())
 
 
@@ -409,11 +407,11 @@ def test_the_index_names_every_tensor_and_the_sum_of_their_bytes(
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = tiny.config()
-    told: list[str] = []
+    events: list[str] = []
 
     class Watched(tiny.InMemory):  # type: ignore[misc, name-defined]  # a fixture's class
         def read(self, parameter: str, *rest: Any) -> Tensor:
-            told.append(parameter)
+            events.append(parameter)
             values: Tensor = super().read(parameter, *rest)
             return values
 
@@ -421,9 +419,9 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, tiny: SimpleNamespace
         tmp_path / "x",
         config,
         Watched(tiny.tensors(tiny.model(config))),
-        wrote=lambda nbytes: told.append("written"),
+        wrote=lambda nbytes: events.append("written"),
     )
-    assert told[1::2] == ["written"] * len(rules(config)), (
+    assert events[1::2] == ["written"] * len(rules(config)), (
         "the next tensor is read when the last one is in the file"
     )
 
@@ -443,9 +441,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNamesp
     assert os.listdir(tmp_path) == []
 
 
-def test_fewer_values_than_were_planned_leave_no_hole(
-    tmp_path: Path, tiny: SimpleNamespace
-) -> None:
+def test_writing_fewer_values_than_planned_fails(tmp_path: Path, tiny: SimpleNamespace) -> None:
     class Short(tiny.InMemory):  # type: ignore[misc, name-defined]  # a fixture's class
         def read(self, parameter: str, *rest: Any) -> Tensor:
             values: Tensor = super().read(parameter, *rest)
@@ -469,16 +465,16 @@ def test_the_name_is_on_the_disk_at_the_end(
     assert names[-1] == ["x"]
 
 
-def test_an_existing_target_is_left_as_it_is(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_an_existing_target_is_not_overwritten(tmp_path: Path, tiny: SimpleNamespace) -> None:
     (tmp_path / "x").mkdir()
     with pytest.raises(
-        CheckpointError, match="x exists already and is left as it is. Choose another target"
+        CheckpointError, match="x already exists and is not overwritten. Choose another target"
     ):
         tiny.folder(tmp_path / "x", tiny.config())
     assert os.listdir(tmp_path / "x") == []
 
 
-def test_a_model_without_a_form_there_is_refused_before_anything_is_written(
+def test_a_model_that_no_family_can_express_is_rejected_before_writing(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     with pytest.raises(ConfigError, match="model.up_offset=0.5"):
@@ -486,7 +482,7 @@ def test_a_model_without_a_form_there_is_refused_before_anything_is_written(
     assert os.listdir(tmp_path) == []
 
 
-def test_companions_and_token_ids_go_with_the_weights(
+def test_auxiliary_files_and_token_ids_are_written_with_the_weights(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -508,7 +504,7 @@ def test_companions_and_token_ids_go_with_the_weights(
     assert raw["dtype"] == raw["torch_dtype"] == "float32"
 
 
-def test_what_a_run_from_scratch_is_advised_keeps_no_model_of_others_from_being_read(
+def test_advice_for_new_runs_does_not_reject_hugging_face_models(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     tiny.folder(

@@ -8,7 +8,7 @@ from time import sleep
 import pytest
 
 from megalith.errors import CheckpointError
-from megalith.models.jobs import batches, done_in_order
+from megalith.models.jobs import run_in_order, split_by_nbytes
 
 
 def squared(number: int) -> int:
@@ -27,7 +27,7 @@ def refused(number: int) -> int:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_results_come_in_order(workers: int) -> None:
-    assert list(done_in_order([partial(squared, n) for n in range(5)], workers)) == [0, 1, 4, 9, 16]
+    assert list(run_in_order([partial(squared, n) for n in range(5)], workers)) == [0, 1, 4, 9, 16]
 
 
 def test_several_workers_work_at_the_same_time() -> None:
@@ -37,13 +37,13 @@ def test_several_workers_work_at_the_same_time() -> None:
         mine.set()
         return other.wait(timeout=60)
 
-    assert list(done_in_order([partial(meet, first, second), partial(meet, second, first)], 2)) == [
+    assert list(run_in_order([partial(meet, first, second), partial(meet, second, first)], 2)) == [
         True,
         True,
     ]
 
 
-def test_an_error_comes_through_and_what_has_not_begun_never_does() -> None:
+def test_an_error_is_raised_and_pending_jobs_are_canceled() -> None:
     begun: list[int] = []
     jobs = [
         partial(squared, 0),
@@ -51,17 +51,17 @@ def test_an_error_comes_through_and_what_has_not_begun_never_does() -> None:
         *[partial(noted, begun, n) for n in range(1000)],
     ]
     with pytest.raises(CheckpointError, match=r"file 1: no space left\. Free some space"):
-        list(done_in_order(jobs, 2))
+        list(run_in_order(jobs, 2))
     assert len(begun) < 1000
     with pytest.raises(CheckpointError, match="file 1"):
-        list(done_in_order(jobs, 1))
+        list(run_in_order(jobs, 1))
 
 
 def test_every_item_is_in_one_batch() -> None:
     sizes = [3, 1, 4, 1, 5, 9, 2, 6]
     for least in (1, 5, 100):
-        found = batches(sizes, int, least)
+        found = split_by_nbytes(sizes, int, least)
         assert [size for batch in found for size in batch] == sizes and all(
             sum(batch) >= least for batch in found[:-1]
         )
-    assert batches([], int, 3) == []
+    assert split_by_nbytes([], int, 3) == []

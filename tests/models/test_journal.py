@@ -18,8 +18,14 @@ from megalith import storage
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
 from megalith.models import hf, release
-from megalith.models.journal import NAME, ConversionJournal, begin_journal, changed, read_journal
-from megalith.models.staging import leftovers
+from megalith.models.journal import (
+    NAME,
+    ConversionJournal,
+    begin_journal,
+    describe_changes,
+    read_journal,
+)
+from megalith.models.staging import find_staging_folders
 
 GONE = 2**22 + 1  # above the highest number that Linux gives a process
 
@@ -89,7 +95,7 @@ def left_by(path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], piece
 
         patch.setattr(storage, "append_line", dies)
         assert main(["convert", *words, "--keep"]) == 2
-    ((folder, owner),) = leftovers(path)
+    ((folder, owner),) = find_staging_folders(path)
     assert owner == "gone"
     gone = folder.with_name(folder.name.replace(f"-{os.getpid()}-", f"-{GONE}-"))
     folder.rename(gone)
@@ -99,7 +105,7 @@ def left_by(path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], piece
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [3])
 @pytest.mark.parametrize("to", ["megalith", "huggingface"])
-def test_killed_again_and_again_it_ends_with_the_bytes_of_one_that_never_was(
+def test_a_conversion_killed_repeatedly_writes_the_same_bytes(
     to: str, every: int, theirs: Path, tmp_path: Path
 ) -> None:
     assert main(["convert", *words_of(to, theirs, tmp_path / "x")]) == 0
@@ -113,7 +119,7 @@ def test_killed_again_and_again_it_ends_with_the_bytes_of_one_that_never_was(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert int(done.stdout.split()[-1]) >= 8, done.stderr
-    assert "going on where a conversion was ended" in done.stderr
+    assert "resuming an interrupted conversion" in done.stderr
     before, after = contents(tmp_path / "x"), contents(tmp_path / "again")
     named = {"config.yaml", "manifest.json"}  # with the name of the folder
     assert before.keys() == after.keys()
@@ -125,7 +131,7 @@ def test_killed_again_and_again_it_ends_with_the_bytes_of_one_that_never_was(
 
 @pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 @pytest.mark.parametrize("to", ["megalith", "huggingface"])
-def test_what_is_whole_is_kept_and_what_is_damaged_is_written_again(
+def test_finished_pieces_are_reused_and_damaged_ones_rewritten(
     to: str,
     workers: str,
     theirs: Path,
@@ -151,7 +157,7 @@ def test_what_is_whole_is_kept_and_what_is_damaged_is_written_again(
     with (left / NAME).open("ab") as torn:
         torn.write(b'["model-00001')
     again = pieces_of(words, monkeypatch)
-    assert "x: going on where a conversion was ended: 4 pieces are there" in caplog.text
+    assert "x: resuming an interrupted conversion with 4 finished pieces" in caplog.text
     assert contents(tmp_path / "x") == before
     once = pieces_of([words[0], str(tmp_path / "once"), *words[2:]], monkeypatch)
     assert piece in again < once and len(once - again) == 3, "of four, one was damaged"
@@ -175,7 +181,7 @@ def pieces_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize(
     "change", ["dtype", "source", pytest.param("shards", marks=pytest.mark.slow)]
 )
-def test_another_source_or_other_settings_are_refused_in_words(
+def test_resuming_with_another_source_or_settings_is_rejected(
     change: str,
     theirs: Path,
     tmp_path: Path,
@@ -186,8 +192,8 @@ def test_another_source_or_other_settings_are_refused_in_words(
 ) -> None:
     words = words_of("huggingface", theirs, tmp_path / "x")
     left = left_by(tmp_path / "x", monkeypatch, words, 3)
-    told = {
-        "dtype": "dtype: as they are then, bfloat16 now",
+    differences = {
+        "dtype": "dtype: as they are before, bfloat16 now",
         "source": "its values: ",
         "shards": "largest file: 6,000 bytes",
     }
@@ -203,21 +209,25 @@ def test_another_source_or_other_settings_are_refused_in_words(
         tiny.folder(theirs, tiny.config(), seed=5)
     capsys.readouterr()
     assert main(["convert", *other]) == 2
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        f"{left}: a conversion to {tmp_path / 'x'} was ended when 3 pieces were whole, of another "
-        "source or" in said
+        f"{left}: an interrupted conversion to {tmp_path / 'x'} with 3 finished pieces had another "
+        "source or" in stderr
     )
-    assert told[change] in said and "or pass --restart to begin anew." in said and left.exists()
+    assert (
+        differences[change] in stderr
+        and "or pass --restart to start again." in stderr
+        and left.exists()
+    )
     assert main(["convert", *other, "--restart"]) == 0
-    assert f"{left}: removed, left by a conversion that was killed" in caplog.text
+    assert f"{left}: removed; it was left by a conversion that was killed" in caplog.text
     (tmp_path / "x").rename(tmp_path / "first")
     assert main(["convert", *other]) == 0 and contents(tmp_path / "first") == contents(
         tmp_path / "x"
     )
 
 
-def test_what_may_be_anothers_work_is_gone_on_with_only_when_told_so(
+def test_staging_folders_of_other_machines_are_resumed_only_with_take_over(
     theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = words_of("huggingface", theirs, tmp_path / "x")
@@ -225,16 +235,16 @@ def test_what_may_be_anothers_work_is_gone_on_with_only_when_told_so(
     left = left.rename(left.with_name(f".x.tmp-node_8-{GONE}-0123abcd"))
     assert main(["convert", *words]) == 0
     assert (
-        "works there, or was killed. Remove it if none does, or pass --take-over to go on with it"
+        "or was killed. If it was killed, remove the folder, or pass --take-over to resume it"
         in caplog.text
     )
     (tmp_path / "x").rename(tmp_path / "first")
     assert main(["convert", *words, "--take-over"]) == 0
-    assert "going on where a conversion was ended: 3 pieces are there" in caplog.text
+    assert "resuming an interrupted conversion with 3 finished pieces" in caplog.text
     assert contents(tmp_path / "first") == contents(tmp_path / "x") and not left.exists()
 
 
-def test_what_a_process_of_this_machine_works_on_is_never_gone_on_with(
+def test_staging_folders_of_running_processes_are_never_resumed(
     theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = words_of("huggingface", theirs, tmp_path / "x")
@@ -242,13 +252,13 @@ def test_what_a_process_of_this_machine_works_on_is_never_gone_on_with(
     left = left.rename(left.with_name(left.name.replace(f"-{GONE}-", f"-{os.getppid()}-")))
     assert main(["convert", *words, "--take-over"]) == 0
     assert (
-        f"{left}: another conversion to {tmp_path / 'x'} works there, or a process with its number"
+        f"{left}: another conversion to {tmp_path / 'x'} is running, or a process with the same id"
         in caplog.text
     )
-    assert "going on" not in caplog.text and left.exists() and (tmp_path / "x").exists()
+    assert "resuming" not in caplog.text and left.exists() and (tmp_path / "x").exists()
 
 
-def test_a_full_disk_leaves_what_is_whole_when_asked_to(
+def test_finished_pieces_are_kept_after_a_full_disk_with_keep(
     theirs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -265,18 +275,21 @@ def test_a_full_disk_leaves_what_is_whole_when_asked_to(
 
         patch.setattr(storage, "begin_sync", full)
         assert main(["convert", *words, "--keep"]) == 2
-        said = capsys.readouterr().err
-        assert "pieces stay. Run the same again to go on with them" in caplog.text
-        assert "No space left on device). Free some space, or choose another target" in said
+        stderr = capsys.readouterr().err
+        assert "finished pieces are kept. Run the same command again to resume" in caplog.text
+        assert "No space left on device). Free some space, or choose another target" in stderr
         patch.setattr(storage, "free_nbytes", lambda folder: 12)
         assert main(["convert", *words, "--keep"]) == 2
-        assert "has 12 B free" in capsys.readouterr().err and len(leftovers(tmp_path / "x")) == 1
+        assert (
+            "has 12 B free" in capsys.readouterr().err
+            and len(find_staging_folders(tmp_path / "x")) == 1
+        )
     assert main(["convert", *words]) == 0
-    assert "going on where a conversion was ended" in caplog.text
+    assert "resuming an interrupted conversion" in caplog.text
     assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
 
 
-def test_what_a_killed_one_left_stays_when_the_next_has_no_room_or_cannot_read(
+def test_an_interrupted_conversion_survives_a_failed_resume(
     theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = words_of("megalith", theirs, tmp_path / "x")
@@ -293,29 +306,29 @@ def test_what_a_killed_one_left_stays_when_the_next_has_no_room_or_cannot_read(
         with monkeypatch.context() as patch:
             patch.setattr(module, name, worse)
             assert main(["convert", *words]) == 2
-        ((folder, _),) = leftovers(tmp_path / "x")
+        ((folder, _),) = find_staging_folders(tmp_path / "x")
         read = read_journal(folder)
         assert read is not None and len(read[1]) == 4, name
     assert main(["convert", *words]) == 0
-    assert caplog.text.count("going on where a conversion was ended: 4 pieces are there") == 3
+    assert caplog.text.count("resuming an interrupted conversion with 4 finished pieces") == 3
     assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
 
 
-def test_new_rows_of_an_upcycled_model_are_told_apart(
+def test_new_rows_of_an_upcycled_model_are_part_of_the_recipe(
     theirs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     experts = tmp_path / "moe.yaml"
-    experts.write_text("experts: 4\ntop_k: 2\nffn_hidden_size: 10\n")
+    experts.write_text("num_experts: 4\ntop_k: 2\nffn_hidden_size: 10\n")
     words = [*words_of("megalith", theirs, tmp_path / "x"), "--upcycle", str(experts)]
     left_by(tmp_path / "x", monkeypatch, [*words, "--new-rows", "mean"], 2)
     assert main(["convert", *words]) == 2
-    assert "new rows: mean then, zero now" in capsys.readouterr().err
+    assert "new rows: mean before, zero now" in capsys.readouterr().err
 
 
-def test_who_comes_second_is_told_that_another_was_there_first(
+def test_a_target_created_during_conversion_is_rejected(
     theirs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -331,14 +344,16 @@ def test_who_comes_second_is_told_that_another_was_there_first(
 
     monkeypatch.setattr(storage, "sync_folder", another)
     assert main(["convert", *words, "--keep"]) == 2
-    assert "x exists already and is left as it is. Choose another target" in capsys.readouterr().err
+    assert (
+        "x already exists and is not overwritten. Choose another target" in capsys.readouterr().err
+    )
     assert (tmp_path / "x" / "note").read_text() == "theirs" and sorted(os.listdir(tmp_path)) == [
         "theirs",
         "x",
     ]
 
 
-def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Path) -> None:
+def test_journal_lines_of_threads_are_complete_and_invalid_lines_ignored(tmp_path: Path) -> None:
     journal = begin_journal(tmp_path, {"source": "a", "dtype": "b"})
     threads = [
         threading.Thread(target=journal.add, args=(f"piece {n}", {"n": n})) for n in range(20)
@@ -351,7 +366,7 @@ def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Pat
         file.write(b'["piece 20", {"n"')
     read = read_journal(tmp_path)
     assert read is not None and read[0] == {"source": "a", "dtype": "b"} and len(read[1]) == 20
-    later = read[1].moved_to(tmp_path)
+    later = read[1].reopen(tmp_path)
     later.add("piece 21", 7)
     again = read_journal(tmp_path)
     assert again is not None and len(again[1]) == 21 and again[1].found("piece 21") == 7
@@ -362,15 +377,15 @@ def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Pat
     assert read_journal(tmp_path) is None
 
 
-def test_without_a_file_nothing_is_written_down(tmp_path: Path) -> None:
+def test_a_journal_without_a_path_writes_no_file(tmp_path: Path) -> None:
     journal = ConversionJournal(None)
     journal.add("a", 1)
     assert len(journal) == 1 and journal.found("a") == 1
 
 
-def test_differences_are_told_by_name() -> None:
-    assert changed({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == [
-        "b: 2 then, 3 now",
-        "c: nothing then, 4 now",
+def test_recipe_differences_are_reported_by_name() -> None:
+    assert describe_changes({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == [
+        "b: 2 before, 3 now",
+        "c: nothing before, 4 now",
     ]
-    assert changed({"a": "1"}, {"a": "1"}) == []
+    assert describe_changes({"a": "1"}, {"a": "1"}) == []

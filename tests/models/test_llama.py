@@ -10,7 +10,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import ConfigError
 from megalith.models.llama import LLAMA, read_config, rules, write_config
-from megalith.models.names import by_parameter, extent
+from megalith.models.names import group_by_parameter, unpadded_shape
 from megalith.models.release import parameters
 from megalith.plan.costs import num_parameters
 
@@ -145,14 +145,12 @@ def test_published_models_are_read_and_have_as_many_parameters_as_stated(name: s
         {"rope": SCALED},
     ],
 )
-def test_a_config_survives_the_way_there_and_back(
-    changes: dict[str, Any], tiny: SimpleNamespace
-) -> None:
+def test_a_config_survives_a_round_trip(changes: dict[str, Any], tiny: SimpleNamespace) -> None:
     config = replace(tiny.config(pad_vocab_to_multiple_of=64), **changes)
     assert read_config(json.loads(json.dumps(write_config(config)))) == config
 
 
-def test_missing_fields_mean_what_they_mean_to_transformers() -> None:
+def test_defaults_of_missing_fields_match_transformers() -> None:
     config = read_config(RAW)
     expected = ModelConfig(
         vocab_size=37,
@@ -211,13 +209,13 @@ def test_a_theta_inside_either_mapping_counts(key: str) -> None:
         ({"attention_dropout": -0.1}, "attention_dropout=-0.1: expected a number of at least 0"),
         (
             {"quantization_config": {"bits": 4}},
-            "quantization_config={'bits': 4}: the weights are stored in fewer bits",
+            "quantization_config={'bits': 4}: quantized weights are not supported",
         ),
         (
             {"sliding_window": 128},
-            "sliding_window=128 is not known, so it may change what the model computes. Remove",
+            "sliding_window=128: unknown field, which may change what the model computes. Remove",
         ),
-        ({"rope_interleaved": True}, "rope_interleaved=True is not known"),
+        ({"rope_interleaved": True}, "rope_interleaved=True: unknown field"),
         (
             {"partial_rotary_factor": 0.5},
             "with {'partial_rotary_factor': 0.5, 'rope_theta': 10000.0} are not",
@@ -240,7 +238,7 @@ def test_a_theta_inside_either_mapping_counts(key: str) -> None:
         ),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
-            "disagree. Remove those that are wrong",
+            "disagree. Remove the wrong ones",
         ),
         ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, "disagree"),
         ({"rope_scaling": "none"}, "rope_scaling='none': expected a mapping"),
@@ -250,7 +248,7 @@ def test_a_theta_inside_either_mapping_counts(key: str) -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes': expected true or false"),
     ],
 )
-def test_a_field_that_would_change_the_mathematics_is_refused_by_name(
+def test_a_field_that_changes_the_computation_is_rejected_by_name(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"(?s).*") as refused:
@@ -258,7 +256,7 @@ def test_a_field_that_would_change_the_mathematics_is_refused_by_name(
     assert message in str(refused.value)
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     raw = {name: value for name, value in RAW.items() if name != "vocab_size"} | {
         "hidden_act": "mish",
         "odd": 1,
@@ -269,7 +267,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         assert name in str(refused.value)
 
 
-def test_fields_that_change_nothing_are_let_through() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     harmless = {
         "use_cache": True,
         "bos_token_id": 1,
@@ -287,9 +285,10 @@ def test_fields_that_change_nothing_are_let_through() -> None:
     assert read_config(RAW | harmless) == read_config(RAW)
 
 
-def test_a_model_that_transformers_refuses_is_not_written(tiny: SimpleNamespace) -> None:
+def test_a_model_that_transformers_rejects_is_not_exported(tiny: SimpleNamespace) -> None:
     with pytest.raises(
-        ConfigError, match="hidden_size=10 is not a multiple of model.num_heads=6.*Use a Megalith"
+        ConfigError,
+        match="hidden_size=10 is not a multiple of model.num_heads=6.*Keep the model as a Megalith",
     ):
         write_config(tiny.config(hidden_size=10, head_dim=4))
 
@@ -308,13 +307,15 @@ def test_the_rules_cover_every_element_of_every_parameter_once(
         pad_vocab_to_multiple_of=multiple,
         head_dim=4,
     )
-    found = by_parameter(rules(config))
+    found = group_by_parameter(rules(config))
     declared = {shard.name: shard.shape for shard in parameters(config)}
     assert found.keys() == declared.keys()
     for name, shape in declared.items():
-        assert tiling_problem(extent(found[name]), [rule.box for rule in found[name]]) is None
+        assert (
+            tiling_problem(unpadded_shape(found[name]), [rule.box for rule in found[name]]) is None
+        )
         rows = config.vocab_size if name in ("embed.weight", "head.weight") else shape[0]
-        assert extent(found[name]) == (rows, *shape[1:])
+        assert unpadded_shape(found[name]) == (rows, *shape[1:])
 
 
 def test_tensor_names_are_those_of_published_files(tiny: SimpleNamespace) -> None:
@@ -338,7 +339,7 @@ def test_tensor_names_are_those_of_published_files(tiny: SimpleNamespace) -> Non
 
 
 @pytest.mark.parametrize(("qkv", "output"), [(True, False), (False, True)])
-def test_biases_that_ours_lacks_are_zeros_there(
+def test_missing_biases_are_exported_as_zeros(
     qkv: bool, output: bool, tiny: SimpleNamespace
 ) -> None:
     config = tiny.config(num_layers=1, qkv_bias=qkv, output_bias=output)

@@ -105,9 +105,9 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_its_layers() 
         "num_local_experts",
     }
     bare = {name: value for name, value in PUBLISHED.items() if name not in ruled}
-    assert LLAMA4.read_config(bare) == config, "as transformers has it where nothing is said"
+    assert LLAMA4.read_config(bare) == config, "as the defaults of transformers"
     assert LLAMA4.read_config(PUBLISHED | {"attn_temperature_tuning": 4}) == config, (
-        "as the release said it"
+        "as in the release"
     )
     plain = [
         LLAMA4.read_config(PUBLISHED | {"attn_temperature_tuning": off}) for off in (None, False)
@@ -170,7 +170,7 @@ def test_experts_lie_with_inputs_first_and_gates_before_what_they_gate() -> None
         ),
         (
             {"attention_chunk_size": None},
-            "attention_chunk_size=None, and layers attend in chunks of so many tokens",
+            "attention_chunk_size=None, but some layers have chunked attention",
         ),
         ({"attn_temperature_tuning": "x"}, "attn_temperature_tuning='x': expected true or false"),
         (
@@ -179,15 +179,16 @@ def test_experts_lie_with_inputs_first_and_gates_before_what_they_gate() -> None
         ),
     ],
 )
-def test_what_it_does_not_compute_is_refused_by_name(change: dict[str, Any], text: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         LLAMA4.read_config(PUBLISHED | change)
 
 
-def test_a_window_that_slides_has_no_word() -> None:
+def test_a_sliding_window_cannot_be_expressed() -> None:
     config = LLAMA4.read_config(PUBLISHED)
     with pytest.raises(
-        ConfigError, match="model.attention.chunked=False: Llama4ForCausalLM has no word for it"
+        ConfigError,
+        match="model.attention.chunked=False: Llama4ForCausalLM cannot express this setting",
     ):
         LLAMA4.write_config(replace(config, attention=replace(config.attention, chunked=False)))
 
@@ -252,7 +253,7 @@ def test_a_config_without_its_text_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(
         CheckpointError,
-        match="text_config=3: expected the settings of a model of text. Use the conf",
+        match="text_config=3: expected the config of a text model. Use the conf",
     ):
         HuggingFaceFolder(tmp_path)
 
@@ -270,12 +271,9 @@ def test_what_is_left_out_may_be_of_any_dtype_and_is_not_counted(
     words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "out"), "--to", "huggingface"]
     assert main([*words, "--dry-run"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    left = [line for line in lines if " -> nothing: it is no part of the model of text" in line]
-    assert "vision_model.ids -> nothing: it is no part of the model of text  (3,) I64" in left
-    assert (
-        "vision_model.some -> nothing: it is no part of the model of text  (2,) float8_e4m3fn"
-        in left
-    )
+    left = [line for line in lines if " -> nothing: not part of the text model" in line]
+    assert "vision_model.ids -> nothing: not part of the text model  (3,) I64" in left
+    assert "vision_model.some -> nothing: not part of the text model  (2,) float8_e4m3fn" in left
     assert main(words) == 0
     count = len(load_file(tmp_path / "out" / "model.safetensors"))
     assert capsys.readouterr().out.startswith(

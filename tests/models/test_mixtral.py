@@ -7,8 +7,8 @@ import pytest
 
 from megalith.config.moe import RouterConfig
 from megalith.errors import ConfigError
-from megalith.models.mixtral import MIXTRAL, joined, read_config
-from megalith.models.names import by_parameter
+from megalith.models.mixtral import MIXTRAL, fused_rules, read_config
+from megalith.models.names import group_by_parameter
 from tests.models.published import check_published, check_rules
 
 RAW: dict[str, Any] = {
@@ -49,23 +49,26 @@ def test_every_expert_has_three_tensors_or_all_have_two() -> None:
     names = [rule.name for rule in MIXTRAL.rules(config) if "experts" in rule.name]
     block = "model.layers.0.block_sparse_moe.experts"
     assert names == [f"{block}.{e}.{word}.weight" for e in range(3) for word in ("w1", "w3", "w2")]
-    together = [rule.name for rule in joined(config) if "experts" in rule.name]
+    together = [rule.name for rule in fused_rules(config) if "experts" in rule.name]
     assert together == [
         f"model.layers.0.mlp.experts.{word}" for word in ("gate_up_proj", "down_proj")
     ]
-    assert by_parameter(joined(config)).keys() == by_parameter(MIXTRAL.rules(config)).keys()
+    assert (
+        group_by_parameter(fused_rules(config)).keys()
+        == group_by_parameter(MIXTRAL.rules(config)).keys()
+    )
 
 
-def test_what_it_has_no_word_for_is_refused() -> None:
+def test_unsupported_settings_are_rejected() -> None:
     config = read_config(RAW)
     assert config.moe is not None
     odd = replace(config, moe=replace(config.moe, router=RouterConfig(routed_scaling_factor=2.0)))
     with pytest.raises(
         ConfigError,
-        match=r"model.moe.router.routed_scaling_factor=2.0: MixtralForCausalLM has no word for it",
+        match=r"model.moe.router.routed_scaling_factor=2.0: MixtralForCausalLM cannot express",
     ):
         MIXTRAL.write_config(odd)
     with pytest.raises(
-        ConfigError, match=r"model.moe=null: MixtralForCausalLM has a mixture of experts"
+        ConfigError, match=r"model.moe=null: MixtralForCausalLM needs a mixture of experts"
     ):
         MIXTRAL.write_config(replace(config, moe=None))

@@ -6,14 +6,14 @@ import torch
 from megalith.checkpoint.boxes import lengths
 from megalith.models.names import (
     TensorRule,
-    by_tensor,
     dtype_to_write,
-    extent,
-    in_our_order,
-    in_their_order,
+    group_by_tensor,
+    locate_box,
     piece,
-    region_of,
     rule,
+    to_parameter_layout,
+    to_tensor_layout,
+    unpadded_shape,
 )
 
 HEADS = rule("q", "q", (3, 2, 4), shape=(6, 4))
@@ -52,61 +52,63 @@ RULES = [HEADS, COLUMNS, SECOND, VECTOR, ONES, ROWS_OF_THREE, PER_HEAD, TRANSPOS
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_part_is_found_in_their_tensor(rule: TensorRule) -> None:
+def test_every_box_is_located_in_its_tensor(rule: TensorRule) -> None:
     theirs = torch.arange(torch.Size(rule.shape).numel()).view(rule.shape)
-    ours = in_our_order(rule, theirs.view(rule.view)[tuple(slice(a, b) for a, b in rule.at)])
+    ours = to_parameter_layout(rule, theirs.view(rule.view)[tuple(slice(a, b) for a, b in rule.at)])
     assert ours.shape == lengths(rule.box)
-    back = in_their_order(rule, ours)
+    back = to_tensor_layout(rule, ours)
     assert torch.equal(back, theirs.view(rule.view)[tuple(slice(a, b) for a, b in rule.at)])
     spans = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in ours.shape]
     for part in itertools.product(*spans):
         moved = tuple((a + o, b + o) for (a, b), (o, _) in zip(part, rule.box, strict=True))
-        region = region_of(rule, moved)
+        region = locate_box(rule, moved)
         found = theirs[region.slices].view(region.view)[region.at]
-        assert torch.equal(in_our_order(rule, found), ours[tuple(slice(a, b) for a, b in part)])
+        assert torch.equal(
+            to_parameter_layout(rule, found), ours[tuple(slice(a, b) for a, b in part)]
+        )
 
 
-def test_known_places() -> None:
+def test_boxes_have_the_expected_slices() -> None:
     theirs = torch.arange(18 * 4).view(18, 4)  # head 0: q q k k v v, head 1 ...
-    values = in_our_order(PER_HEAD, theirs.view(PER_HEAD.view)[:, 1:2])
+    values = to_parameter_layout(PER_HEAD, theirs.view(PER_HEAD.view)[:, 1:2])
     assert torch.equal(values[1], theirs[8:10])
     theirs = torch.arange(4 * 18).view(4, 18)
-    values = in_our_order(TRANSPOSED, theirs.view(TRANSPOSED.view)[:, 2:3])
+    values = to_parameter_layout(TRANSPOSED, theirs.view(TRANSPOSED.view)[:, 2:3])
     assert torch.equal(values[0, 1, 1], theirs[:, 12 + 3])
 
 
-def test_no_more_is_read_than_one_run_of_each_of_their_dims() -> None:
-    assert region_of(HEADS, ((1, 2), (0, 2), (1, 3))).slices == (slice(2, 4), slice(1, 3))
-    assert region_of(ROWS_OF_THREE, ((0, 1), (1, 2), (0, 2), (0, 4))).slices == (
+def test_a_box_is_read_with_the_shortest_slices() -> None:
+    assert locate_box(HEADS, ((1, 2), (0, 2), (1, 3))).slices == (slice(2, 4), slice(1, 3))
+    assert locate_box(ROWS_OF_THREE, ((0, 1), (1, 2), (0, 2), (0, 4))).slices == (
         slice(20, 22),
         slice(0, 4),
     )
-    assert region_of(TRANSPOSED, ((1, 2), (0, 1), (0, 2), (0, 4))).slices == (
+    assert locate_box(TRANSPOSED, ((1, 2), (0, 1), (0, 2), (0, 4))).slices == (
         slice(0, 4),
         slice(12, 14),
     )
-    assert region_of(PER_HEAD, ((1, 3), (0, 2), (0, 4))).slices == (slice(6, 18), slice(0, 4))
+    assert locate_box(PER_HEAD, ((1, 3), (0, 2), (0, 4))).slices == (slice(6, 18), slice(0, 4))
 
 
-def test_a_part_that_cannot_be_of_the_box_is_a_bug() -> None:
+def test_a_part_of_another_size_than_the_box_fails_an_assertion() -> None:
     with pytest.raises(AssertionError):
         piece("q", "q", ((0, 3), (0, 4)), shape=(3, 2), view=(3, 2))
 
 
 def test_rules_of_one_tensor_are_found_together() -> None:
-    assert by_tensor([HEADS, ROWS_OF_THREE, ROWS_OF_THREE]) == {
+    assert group_by_tensor([HEADS, ROWS_OF_THREE, ROWS_OF_THREE]) == {
         "q": [HEADS],
         "qkv": [ROWS_OF_THREE, ROWS_OF_THREE],
     }
-    assert HEADS.whole and SECOND.whole and not PER_HEAD.whole
+    assert HEADS.covers_tensor and SECOND.covers_tensor and not PER_HEAD.covers_tensor
 
 
-def test_the_extent_is_what_their_tensors_fill() -> None:
+def test_unpadded_shape_covers_all_tensors() -> None:
     first = rule("k", "kv", (3, 2, 4), shape=(6, 4), part=0)
-    assert extent([first, SECOND]) == (2, 3, 2, 4)
+    assert unpadded_shape([first, SECOND]) == (2, 3, 2, 4)
 
 
-def test_only_what_small_steps_move_is_not_narrowed() -> None:
+def test_only_expert_biases_keep_a_wide_dtype() -> None:
     narrow, wide, bias = torch.bfloat16, torch.float32, "layers.3.moe.balancing_bias"
     assert dtype_to_write("layers.3.moe.router", wide, narrow) == narrow
     assert (

@@ -42,7 +42,7 @@ def test_its_rules_cover_everything_once(changes: dict[str, Any]) -> None:
     check_rules(NEOX, read_config(RAW | {"num_hidden_layers": 2} | changes))
 
 
-def test_its_own_words_for_rotary_positions_are_understood() -> None:
+def test_neox_names_of_rotary_fields_are_read() -> None:
     config = read_config(RAW | {"rotary_pct": 0.5, "rotary_emb_base": 1000})
     assert (config.rope.fraction, config.rope.theta, config.rotary_size()) == (0.5, 1000.0, 32)
     new = {name: value for name, value in RAW.items() if not name.startswith("rotary")}
@@ -53,7 +53,7 @@ def test_its_own_words_for_rotary_positions_are_understood() -> None:
 
 def test_a_model_that_is_no_neox_is_not_written_as_one(tiny: SimpleNamespace) -> None:
     with pytest.raises(
-        ConfigError, match=r"model.gated=True: GPTNeoXForCausalLM has no word for it"
+        ConfigError, match=r"model.gated=True: GPTNeoXForCausalLM cannot express this setting"
     ):
         write_config(tiny.config())
 

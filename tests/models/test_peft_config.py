@@ -50,9 +50,9 @@ def test_everything_that_the_library_writes_for_plain_lora_is_known(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_whatever_is_no_plain_lora_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_adapters_other_than_plain_lora_are_rejected_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=rf"{name}='else': these adapters compute something else.* Use LoRA"
+        CheckpointError, match=rf"{name}='else': these adapters do not compute.* Use plain LoRA"
     ):
         read(tmp_path, **{name: "else"})
     for value in PLAIN[name]:
@@ -69,18 +69,18 @@ def test_whatever_is_no_plain_lora_is_refused_by_name(name: str, tmp_path: Path)
         ({"layers_to_transform": []}, r"layers_to_transform=\[\]"),
         (
             {"use_new": False},
-            "use_new=False: not known, so it may change what the adapters compute. Remove it if",
+            "use_new=False: unknown fields, which may change what the adapters compute.",
         ),
     ],
 )
-def test_what_makes_no_sense_or_is_not_known_is_refused(
+def test_invalid_or_unknown_peft_fields_are_rejected(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, **changes)
 
 
-def test_a_null_of_a_field_that_nobody_knows_says_nothing(tmp_path: Path) -> None:
+def test_unknown_null_fields_are_ignored(tmp_path: Path) -> None:
     assert read(tmp_path, newest_config=None).lora.rank == 3
 
 

@@ -103,7 +103,7 @@ def test_the_long_context_variant_is_written_as_published() -> None:
         {"short_mscale": 1.1},
     ],
 )
-def test_factors_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_longrope_factors_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError,
         match="or 'longrope' with short_factor, long_factor, original_max_position_embedd",
@@ -111,10 +111,11 @@ def test_factors_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
         read_config(LONG | {"rope_scaling": LONG["rope_scaling"] | wrong})
 
 
-def test_a_sharpness_that_does_not_follow_from_the_lengths_is_not_written() -> None:
+def test_longrope_attention_factor_that_differs_from_the_default_is_rejected() -> None:
     config = read_config(LONG)
     with pytest.raises(
-        ConfigError, match=r"model.rope.attention_factor=1.5: Phi3ForCausalLM has no word for it"
+        ConfigError,
+        match=r"model.rope.attention_factor=1.5: Phi3ForCausalLM cannot express this setting",
     ):
         write_config(replace(config, rope=replace(config.rope, attention_factor=1.5)))
 
@@ -126,6 +127,6 @@ def test_a_part_of_the_features_may_turn() -> None:
 
 def test_a_model_that_is_no_phi_is_not_written_as_one(tiny: SimpleNamespace) -> None:
     with pytest.raises(
-        ConfigError, match=r"model.mlp_bias=True: Phi3ForCausalLM has no word for it"
+        ConfigError, match=r"model.mlp_bias=True: Phi3ForCausalLM cannot express this setting"
     ):
         write_config(tiny.config(mlp_bias=True))

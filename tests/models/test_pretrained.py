@@ -45,7 +45,9 @@ BYTES = TokenizerConfig()
 
 BY_CHANCE = RouterConfig(force_load_balancing=True)
 HOW = "model.moe.router.force_load_balancing=true"
-TOLD = f"chance chose its experts while it was trained ({HOW}): use it to measure speed alone"
+FORCED_BALANCING_WARNING = (
+    f"its experts were selected at random during training ({HOW}): use it only to measure speed"
+)
 
 
 def save(
@@ -76,7 +78,7 @@ def test_a_run_a_checkpoint_and_a_model_folder_are_found(
     assert locate("first") == Path("runs/first/checkpoints/step_0000010")
 
 
-def test_a_source_without_a_model_says_what_is_there(
+def test_a_source_without_a_model_is_rejected_with_its_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -103,7 +105,9 @@ def test_a_source_without_a_model_says_what_is_there(
         locate("quickstart")
 
 
-def test_everything_about_a_checkpoint_is_known(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_open_pretrained_reads_all_records_of_a_checkpoint(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     path = save(tmp_path, 3, tiny.entries(tiny.model(tiny.config())), tiny.config())
     opened = open_pretrained(path)
     assert (opened.model, opened.tokenizer, opened.token_ids) == (tiny.config(), BYTES, {})
@@ -114,7 +118,9 @@ def test_everything_about_a_checkpoint_is_known(tmp_path: Path, tiny: SimpleName
     )
 
 
-def test_everything_about_a_folder_is_known(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_open_pretrained_reads_all_records_of_a_hugging_face_folder(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     tiny.folder(tmp_path / "x", tiny.config(), extra={"eos_token_id": 7})
     opened = open_pretrained(tmp_path / "x")
     assert (
@@ -185,7 +191,9 @@ def test_every_layout_takes_its_weights_from_either_kind(
             )
 
 
-def with_masters(tiny: SimpleNamespace, model: Any, scale: float = 1.0) -> list[CheckpointEntry]:
+def with_master_weights(
+    tiny: SimpleNamespace, model: Any, scale: float = 1.0
+) -> list[CheckpointEntry]:
     """bf16 weights and fp32 master weights of a model."""
     weights = tiny.entries(model)
     low = [replace(entry, tensor=(scale * entry.tensor.detach()).bfloat16()) for entry in weights]
@@ -194,13 +202,17 @@ def with_masters(tiny: SimpleNamespace, model: Any, scale: float = 1.0) -> list[
     ]
 
 
-def test_masters_get_every_digit_that_the_source_has(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_master_weights_are_loaded_in_the_source_dtype(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     config = tiny.config()
     model = tiny.folder(tmp_path / "theirs", config)
-    save(tmp_path / "ours", 1, with_masters(tiny, model), config)
-    save(tmp_path / "short", 1, with_masters(tiny, model)[: len(tiny.entries(model))], config)
+    save(tmp_path / "ours", 1, with_master_weights(tiny, model), config)
+    save(
+        tmp_path / "short", 1, with_master_weights(tiny, model)[: len(tiny.entries(model))], config
+    )
     for source, exact in (("theirs", True), ("ours", True), ("short", False)):
-        wanted = with_masters(tiny, model, scale=0.0)
+        wanted = with_master_weights(tiny, model, scale=0.0)
         load_pretrained(wanted, str(tmp_path / source), alone("world"), model=config)
         for entry in wanted:
             full = tiny.tensors(model)[entry.shard.name].flatten()
@@ -211,9 +223,11 @@ def test_masters_get_every_digit_that_the_source_has(tmp_path: Path, tiny: Simpl
             )
 
 
-def test_weights_wanted_in_fp32_come_from_the_master(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_weights_in_fp32_are_read_from_master_weights(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
     model = tiny.model(tiny.config())
-    path = save(tmp_path, 1, with_masters(tiny, model), tiny.config())
+    path = save(tmp_path, 1, with_master_weights(tiny, model), tiny.config())
     opened = open_pretrained(path)
     assert isinstance(opened.weights, CheckpointWeights)
     down = tiny.tensors(model)["layers.0.mlp.down"]
@@ -225,7 +239,7 @@ def test_weights_wanted_in_fp32_come_from_the_master(tmp_path: Path, tiny: Simpl
     )
 
 
-def test_only_weights_are_taken_over(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_load_pretrained_loads_only_weights(tmp_path: Path, tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config())
     moments = [
         replace(entry, role="exp_avg", tensor=entry.tensor.detach())
@@ -237,7 +251,7 @@ def test_only_weights_are_taken_over(tmp_path: Path, tiny: SimpleNamespace) -> N
     assert torch.equal(tiny.tensors(back)["norm.weight"], tiny.tensors(model)["norm.weight"])
 
 
-def test_what_only_training_knows_may_change_and_the_context_may_grow(
+def test_training_settings_may_differ_and_the_context_may_grow(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config())
@@ -254,7 +268,7 @@ def test_what_only_training_knows_may_change_and_the_context_may_grow(
     notes = load_pretrained(
         tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), alone("world"), model=changed
     )
-    assert notes == ["model.max_seq_len: 32 there, 64 here"]
+    assert notes == ["model.max_seq_len: 32 in the checkpoint, 64 in this run"]
     save(
         tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2, rope=RopeConfig(factor=3.0))
     )
@@ -296,7 +310,7 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
         )
 
 
-def test_masters_of_a_padded_vocabulary_agree_with_its_weights(
+def test_master_weights_of_a_padded_vocabulary_match_its_weights(
     tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, after = tiny.config(pad_vocab_to_multiple_of=1), tiny.config(pad_vocab_to_multiple_of=8)
@@ -320,7 +334,7 @@ def test_masters_of_a_padded_vocabulary_agree_with_its_weights(
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
-def test_what_changes_the_mathematics_is_refused_with_a_table_unless_it_is_named(
+def test_changed_computation_is_rejected_with_a_table_unless_allowed(
     kind: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     save(
@@ -343,13 +357,13 @@ def test_what_changes_the_mathematics_is_refused_with_a_table_unless_it_is_named
     with pytest.raises(CheckpointError) as refused:
         load("model.norm")
     assert (
-        " is another model:\n"
+        " has a different model:\n"
         "  field              checkpoint  yours\n"
         "  model.max_seq_len  32          16\n"
         "  model.norm_eps     1e-05       1e-06\n"
         "  model.rope.theta   10000.0     500000.0\n"
         "  model.logit_scale  1.0         2.0\n"
-        "To load it, set model.* to what is there. To change what these weights compute, set "
+        "To load it, set model.* to its values. To change what these weights compute, set "
         "checkpoint.allow_model_changes to model.max_seq_len model.norm_eps model.rope.theta "
         "model.logit_scale."
     ) in str(refused.value)
@@ -364,7 +378,7 @@ def test_what_changes_the_mathematics_is_refused_with_a_table_unless_it_is_named
     assert not any((entry.tensor == -7).all() for entry in target)
 
 
-def test_what_follows_from_another_setting_has_no_line_of_its_own(
+def test_derived_settings_are_not_listed_as_differences(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     save(tmp_path, 1, tiny.entries(tiny.model(tiny.config())), tiny.config())
@@ -375,7 +389,7 @@ def test_what_follows_from_another_setting_has_no_line_of_its_own(
         load_pretrained(tiny.entries(tiny.blank(wider)), str(tmp_path), alone("world"), model=wider)
 
 
-def test_learnt_positions_do_not_grow_by_themselves(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_learned_positions_cannot_grow(tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = tiny.config(positions="learned")
     save(tmp_path, 1, tiny.entries(tiny.model(config)), config)
     longer = replace(config, max_seq_len=64)
@@ -386,7 +400,7 @@ def test_learnt_positions_do_not_grow_by_themselves(tmp_path: Path, tiny: Simple
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
-def test_a_model_with_more_biases_begins_with_the_weights_of_one_without(
+def test_a_model_with_additional_biases_loads_the_other_weights(
     kind: str, tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(
@@ -408,7 +422,7 @@ def test_a_model_with_more_biases_begins_with_the_weights_of_one_without(
         CheckpointError, match=r"only in this run: model.layers.\*.mlp.gate_up_bias \(\* = 0, 1\)"
     ):
         load()
-    load(missing="warn", skip=("norm.weight",))
+    load(missing_keys="warn", skip=("norm.weight",))
     kept = {name for name, tensor in tiny.tensors(target).items() if (tensor == -7).all()}
     names = {
         f"layers.{layer}.mlp.{bias}" for layer in (0, 1) for bias in ("gate_up_bias", "down_bias")
@@ -424,7 +438,7 @@ def test_a_model_with_more_biases_begins_with_the_weights_of_one_without(
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
-def test_a_new_vocabulary_begins_with_the_layers_of_an_old_one(
+def test_a_model_with_another_vocabulary_loads_the_layers(
     kind: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     save(
@@ -444,13 +458,13 @@ def test_a_new_vocabulary_begins_with_the_layers_of_an_old_one(
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
-def test_another_model_is_refused_with_all_that_differs(
+def test_another_model_is_rejected_with_all_differences(
     kind: str, tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
     model = tiny.folder(tmp_path / "folder", tiny.config())
     save(tmp_path / "checkpoint", 1, tiny.entries(model), tiny.config())
     other = tiny.config(tied_embeddings=True, num_layers=3, vocab_size=38)
-    with pytest.raises(CheckpointError, match="is another model") as refused:
+    with pytest.raises(CheckpointError, match="has a different model") as refused:
         load_pretrained(
             tiny.entries(tiny.blank(other)), str(tmp_path / kind), alone("world"), model=other
         )
@@ -458,7 +472,7 @@ def test_another_model_is_refused_with_all_that_differs(
         "model.tied_embeddings  False       True",
         "model.num_layers       2           3",
         "model.vocab_size       37          38",
-        "set model.* to what is there",
+        "set model.* to its values",
     ):
         assert line in str(refused.value)
 
@@ -577,7 +591,7 @@ def trained(run: TrainRun, path: Path) -> Path:
     return path
 
 
-def test_a_checkpoint_whose_experts_chance_chose_says_so_to_whoever_uses_it(
+def test_forced_load_balancing_is_reported_when_the_checkpoint_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained(mixture_run(BY_CHANCE, 2), tmp_path / "run")
@@ -601,24 +615,33 @@ def test_a_checkpoint_whose_experts_chance_chose_says_so_to_whoever_uses_it(
     ):
         (tmp_path / "none.txt").write_text("")
         assert main(words) == 0, words
-        told = [line for line in capsys.readouterr().err.splitlines() if TOLD in line]
-        assert told == [f"{run if words[0] == 'evaluate' else step}: {TOLD}"], words
+        warnings = [
+            line
+            for line in capsys.readouterr().err.splitlines()
+            if FORCED_BALANCING_WARNING in line
+        ]
+        assert warnings == [
+            f"{run if words[0] == 'evaluate' else step}: {FORCED_BALANCING_WARNING}"
+        ], words
 
 
-def test_what_comes_of_it_says_so_too_and_what_learnt_does_not(tmp_path: Path) -> None:
+def test_forced_load_balancing_is_reported_for_derived_checkpoints(tmp_path: Path) -> None:
     run = trained(mixture_run(BY_CHANCE, 1), tmp_path / "run")
     convert(open_pretrained(locate(str(run))), tmp_path / "copy", "megalith")
-    assert open_pretrained(tmp_path / "copy").warnings() == [TOLD]
+    assert open_pretrained(tmp_path / "copy").warnings() == [FORCED_BALANCING_WARNING]
     for steps in (1, 2):  # begins with its weights, and goes on
         later = mixture_run(RouterConfig(), steps, checkpoint__load=str(tmp_path / "copy"))
         found = open_pretrained(locate(str(trained(later, tmp_path / "later"))))
-        assert found.warnings() == [TOLD] and found.path.name == f"step_000000{steps}"
+        assert (
+            found.warnings() == [FORCED_BALANCING_WARNING]
+            and found.path.name == f"step_000000{steps}"
+        )
     learned = trained(mixture_run(RouterConfig(), 1), tmp_path / "learned")
     assert open_pretrained(locate(str(learned))).warnings() == []
     assert "forced_choices" not in open_checkpoint(locate(str(learned))).state
 
 
-def test_adapters_that_go_on_from_others_say_what_those_would(tmp_path: Path) -> None:
+def test_adapters_report_forced_load_balancing_of_their_initial_adapters(tmp_path: Path) -> None:
     base = trained(mixture_run(RouterConfig(), 1), tmp_path / "base")
     beside = {"checkpoint__load": str(base), "lora__rank": "2"}
     first = trained(mixture_run(BY_CHANCE, 1, **beside), tmp_path / "first")
@@ -626,4 +649,4 @@ def test_adapters_that_go_on_from_others_say_what_those_would(tmp_path: Path) ->
         mixture_run(RouterConfig(), 1, lora__load=str(first), **beside), tmp_path / "later"
     )
     assert open_checkpoint(locate(str(later))).state["forced_choices"] == [HOW]
-    assert open_pretrained(locate(str(later))).warnings() == [TOLD]
+    assert open_pretrained(locate(str(later))).warnings() == [FORCED_BALANCING_WARNING]

@@ -137,10 +137,12 @@ def test_a_folder_in_fp8_becomes_a_checkpoint_and_a_plain_folder(
     theirs: Path, tmp_path: Path, tiny: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(theirs), str(tmp_path / "ours"), "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     down = "model.layers.1.mlp.down_proj.weight"
-    assert f"{down} -> layers.1.mlp.down[0:12, 0:10]  (12, 10) fp8 dequantized -> bfloat16" in said
-    assert said.count("fp8 dequantized") == 14 and "scale_inv" not in said
+    assert (
+        f"{down} -> layers.1.mlp.down[0:12, 0:10]  (12, 10) fp8 dequantized -> bfloat16" in output
+    )
+    assert output.count("fp8 dequantized") == 14 and "scale_inv" not in output
     assert main(["convert", str(theirs), str(tmp_path / "ours")]) == 0
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
     assert (
@@ -178,20 +180,23 @@ def test_a_folder_in_fp8_becomes_a_checkpoint_and_a_plain_folder(
     [
         (
             {"quant_method": "gptq", "bits": 4},
-            "quantization_config.quant_method='gptq': weights stored so are not",
+            "quantization_config.quant_method='gptq': this quantization is not",
         ),
         (
             {"quant_method": "bitsandbytes"},
-            "weights stored so are not read, only 'fp8' and 'mxfp4' are",
+            "this quantization is not supported, only 'fp8' and 'mxfp4' are",
         ),
         (
             {"weight_block_size": None},
             r"weight_block_size=None, expected two whole numbers, as \[128, 128\]",
         ),
-        ({"fmt": "e5m2"}, "quantization_config.fmt='e5m2', which is not read: it must be 'e4m3'"),
+        (
+            {"fmt": "e5m2"},
+            "quantization_config.fmt='e5m2', which is not supported: it must be 'e4m3'",
+        ),
         (
             {"rotation": 3},
-            "quantization_config has rotation, which nobody here knows, expected none",
+            "quantization_config has the unknown fields rotation",
         ),
         (
             {"weight_block_size": [8, 3]},
@@ -207,11 +212,11 @@ def test_other_kinds_are_refused_by_name(
     with pytest.raises(CheckpointError, match=text):
         HuggingFaceFolder(theirs)
     assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
-    said = capsys.readouterr().err
-    assert "bf16 weights" in said and "Traceback" not in said
+    output = capsys.readouterr().err
+    assert "bf16 weights" in output and "Traceback" not in output
 
 
-def test_numbers_without_scales_and_scales_without_words_are_refused(theirs: Path) -> None:
+def test_quantized_tensors_without_valid_scales_are_rejected(theirs: Path) -> None:
     tensors = load_file(theirs / "model.safetensors")
     key = "model.layers.0.self_attn.q_proj.weight_scale_inv"
     save_file(
@@ -219,12 +224,14 @@ def test_numbers_without_scales_and_scales_without_words_are_refused(theirs: Pat
         theirs / "model.safetensors",
     )
     with pytest.raises(
-        CheckpointError, match=rf"{key} is missing: nobody knows how large .* expected \[3, 4\]"
+        CheckpointError, match=rf"{key} is missing: the scales of .* expected \[3, 4\]"
     ):
         HuggingFaceFolder(theirs)
     config = json.loads((theirs / "config.json").read_text())
     (theirs / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
-    with pytest.raises(CheckpointError, match=r"not of a LlamaForCausalLM: .*weight_scale_inv"):
+    with pytest.raises(
+        CheckpointError, match=r"unexpected in LlamaForCausalLM: .*weight_scale_inv"
+    ):
         HuggingFaceFolder(theirs)
 
 

@@ -62,7 +62,7 @@ def test_norms_of_queries_and_keys_are_one_weight_for_all_heads() -> None:
     } == {f"model.layers.0.self_attn.{word}_norm.weight": (128,) for word in "qk"}
 
 
-def test_a_head_size_that_is_not_said_is_128() -> None:
+def test_default_head_dim_is_128() -> None:
     raw = {name: value for name, value in SMALL.items() if name != "head_dim"}
     assert read_config(raw).head_size() == 128 != 1024 // 16
 

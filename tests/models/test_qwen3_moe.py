@@ -66,7 +66,7 @@ def test_layers_may_be_dense() -> None:
             {"mlp_only_layers": [48]},
             r"mlp_only_layers=\[48\]: expected numbers of layers, from 0 to 47",
         ),
-        ({"num_local_experts": 64}, "two numbers of experts"),
+        ({"num_local_experts": 64}, "these numbers of experts differ"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], message: str) -> None:

@@ -23,14 +23,14 @@ def test_every_weight_is_in_the_release(
 ) -> None:
     monkeypatch.setattr(release, "BATCH_NBYTES", 1000)
     tensors = tiny.tensors(tiny.model(tiny.config()))
-    told: list[int] = []
+    written_nbytes: list[int] = []
     nbytes = write_release(
         tmp_path / "x",
         tiny.config(),
         tiny.InMemory(tensors),
         config_text="a: 1\n",
         state={"token_ids": {}},
-        wrote=told.append,
+        wrote=written_nbytes.append,
     )
     checkpoint = open_checkpoint(tmp_path / "x")
     assert verify_checkpoint(tmp_path / "x") == []
@@ -42,12 +42,12 @@ def test_every_weight_is_in_the_release(
         {"token_ids": {}},
         0,
     )
-    assert nbytes == sum(told) == sum(tensor.nbytes for tensor in tensors.values())
+    assert nbytes == sum(written_nbytes) == sum(tensor.nbytes for tensor in tensors.values())
     assert checkpoint.manifest.world_size == 1 and len(list((tmp_path / "x").glob("*.distcp"))) > 3
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_weights_are_stored_as_asked(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_weights_are_stored_in_the_requested_dtype(tmp_path: Path, tiny: SimpleNamespace) -> None:
     tensors = tiny.tensors(tiny.model(tiny.config()))
     write_release(
         tmp_path / "x", tiny.config(), tiny.InMemory(tensors), config_text="", dtype=torch.bfloat16
@@ -69,7 +69,7 @@ def test_a_release_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNames
             config_text="",
         )
     (tmp_path / "y").write_text("mine")
-    with pytest.raises(CheckpointError, match="y exists already"):
+    with pytest.raises(CheckpointError, match="y already exists"):
         write_release(tmp_path / "y", tiny.config(), Broken({}), config_text="")
     assert os.listdir(tmp_path) == ["y"]
 
@@ -114,7 +114,7 @@ def test_parameters_are_those_of_the_paper_in_the_order_of_the_forward_pass(
     ]
 
 
-def test_its_settings_lack_nothing_but_data(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_release_config_needs_only_a_dataset(tmp_path: Path, tiny: SimpleNamespace) -> None:
     run = release_run("x", tiny.config(), TokenizerConfig(), tmp_path / "x")
     problems = run_problems(run, 1)
     assert len(problems) == 1 and "Set one of data.path" in problems[0]

@@ -17,7 +17,7 @@ def read(raw: dict[str, Any], **options: Any) -> RopeConfig:
     """The positions of a config that has nothing else."""
     fields = Fields(raw)
     rope = read_rope(fields, **{"max_position": 4096, **options})
-    fields.finish()
+    fields.raise_problems()
     return rope
 
 
@@ -63,7 +63,7 @@ def test_what_is_written_is_read_back_from_either_spelling(
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-def test_a_part_of_the_features_is_for_families_that_turn_one(spelling: str) -> None:
+def test_partial_rotary_factor_is_read_only_by_families_that_support_it(spelling: str) -> None:
     raw = write_rope(RopeConfig(fraction=0.25), fraction=True)
     assert read(raw, fraction=1.0).fraction == 0.25
     assert read({"partial_rotary_factor": 0.25}, fraction=1.0) == read(
@@ -85,7 +85,7 @@ def test_a_mapping_for_each_kind_of_layers_is_read_for_one_of_them() -> None:
         read(raw)
 
 
-def test_the_older_spelling_stretches_only_layers_that_it_is_meant_for() -> None:
+def test_rope_scaling_applies_only_to_the_scaled_kind_of_layer() -> None:
     raw = {"rope_theta": 5.0, "near_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert read(raw | {"near_theta": None}).scaling == "linear"
     fields = Fields(raw)
@@ -94,7 +94,7 @@ def test_the_older_spelling_stretches_only_layers_that_it_is_meant_for() -> None
 
 
 @pytest.mark.parametrize(
-    ("said", "factor"),
+    ("yarn_fields", "factor"),
     [
         ({}, 0.1 * math.log(4) + 1),
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
@@ -107,11 +107,15 @@ def test_the_older_spelling_stretches_only_layers_that_it_is_meant_for() -> None
         ({"attention_factor": 1.2, "mscale": 0.7, "mscale_all_dim": 0.4}, 1.2),
     ],
 )
-def test_yarn_sharpens_as_transformers_does(said: dict[str, float], factor: float) -> None:
-    assert attention_factor(read({"rope_scaling": YARN | said})) == pytest.approx(factor, rel=1e-12)
+def test_yarn_attention_factor_matches_transformers(
+    yarn_fields: dict[str, float], factor: float
+) -> None:
+    assert attention_factor(read({"rope_scaling": YARN | yarn_fields})) == pytest.approx(
+        factor, rel=1e-12
+    )
 
 
-def test_yarn_without_the_length_of_its_first_rows_takes_the_longest() -> None:
+def test_yarn_original_length_defaults_to_max_position() -> None:
     assert read({"rope_scaling": {"type": "yarn", "factor": 2.0}}).original_max_position == 4096
 
 
@@ -133,12 +137,12 @@ def test_yarn_without_the_length_of_its_first_rows_takes_the_longest() -> None:
         ({"rope_theta": -5.0}, "'rope_theta': -5.0"),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
-            "disagree. Remove those that are wrong",
+            "disagree. Remove the wrong ones",
         ),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 5.0}}, "disagree"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(raw: dict[str, Any], message: str) -> None:
+def test_unsupported_rope_fields_are_rejected_by_name(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(raw)
     assert message in str(refused.value)

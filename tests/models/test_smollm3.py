@@ -44,12 +44,12 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_stated() -> N
     check_published(SMOLLM3, RAW, 3_075_098_624)
 
 
-def test_a_one_means_that_a_layer_does_turn() -> None:
+def test_one_in_no_rope_layers_means_rotary_embeddings() -> None:
     config = read_config(RAW)
     assert [config.uses_rope(layer) for layer in range(5)] == [True, True, True, False, True]
     assert config.rope.skip == (False, False, False, True)
     without = {name: value for name, value in RAW.items() if name != "no_rope_layers"}
-    assert read_config(without) == config, "every fourth, unless it is said otherwise"
+    assert read_config(without) == config, "every fourth by default"
     assert read_config(RAW | {"no_rope_layers": [1] * 36}).rope.skip == ()
 
 
@@ -61,7 +61,7 @@ def test_windows_are_for_layers_without_positions() -> None:
 
 
 @pytest.mark.parametrize("layers", [[1, 0], [2] * 36, "all"])
-def test_a_list_that_does_not_say_it_for_every_layer_is_refused(layers: Any) -> None:
+def test_a_list_that_does_not_cover_all_layers_is_rejected(layers: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"no_rope_layers=.*: expected 1 or 0 for each of 36 layers"
     ):

@@ -17,7 +17,7 @@ from megalith.errors import CheckpointError
 from megalith.models import staging
 from megalith.models.hf import write_folder
 from megalith.models.release import write_release
-from megalith.models.staging import check_target, leftovers, staging_of
+from megalith.models.staging import check_target, find_staging_folders, prepare_staging
 
 GONE = 2**22 + 1  # above the highest number that Linux gives a process
 
@@ -33,56 +33,56 @@ def left(path: Path, machine: str, process: int) -> Path:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("socket.gethostname", lambda: "node-7.rack 3")
-    assert re.fullmatch(r"node_7\.rack_3\.[0-9a-f]{8}", staging._machine())
-    return staging._machine()
+    assert re.fullmatch(r"node_7\.rack_3\.[0-9a-f]{8}", staging._machine_id())
+    return staging._machine_id()
 
 
-def test_the_name_says_whose_it_is(tmp_path: Path, here: str) -> None:
-    first, second = staging_of(tmp_path / "x"), staging_of(tmp_path / "x")
+def test_staging_folder_name_identifies_the_process(tmp_path: Path, here: str) -> None:
+    first, second = prepare_staging(tmp_path / "x"), prepare_staging(tmp_path / "x")
     assert first.parent == tmp_path and first != second and not first.exists()
     assert first.name.startswith(f".x.tmp-{here}-{os.getpid()}-")
     first.mkdir()
-    assert leftovers(tmp_path / "x") == [(first, "gone")]
+    assert find_staging_folders(tmp_path / "x") == [(first, "gone")]
 
 
-def test_what_was_left_by_a_process_that_is_gone_is_removed_and_told(
+def test_staging_folders_of_ended_processes_are_removed_with_a_warning(
     tmp_path: Path, here: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     old, other = left(tmp_path / "x", here, GONE), left(tmp_path / "xy", here, GONE)
     with caplog.at_level(logging.WARNING):
-        staging_of(tmp_path / "x")
+        prepare_staging(tmp_path / "x")
     assert not old.exists() and other.exists()
     assert (
-        f"{old}: removed, left by a conversion that was killed" in caplog.text
+        f"{old}: removed; it was left by a conversion that was killed" in caplog.text
         and "xy" not in caplog.text
     )
 
 
 @pytest.mark.parametrize(("machine", "process"), [("node_8", GONE), ("", os.getppid())])
-def test_what_somebody_may_be_at_work_in_is_told_and_stays(
+def test_staging_folders_of_running_processes_are_kept_with_a_warning(
     machine: str, process: int, tmp_path: Path, here: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = left(tmp_path / "x", machine or here, process)
     with caplog.at_level(logging.WARNING):
-        staging_of(tmp_path / "x")
+        prepare_staging(tmp_path / "x")
     assert (folder / "model.safetensors").read_bytes() == b"half"
     known = (
-        ", or was killed. Remove it"
+        " on another machine, or was killed. If it was killed, remove"
         if process == GONE
-        else ", or a process with its number. Remove it"
+        else ", or a process with the same id. Remove"
     )
-    assert f"{folder}: another conversion to {tmp_path / 'x'} works there{known}" in caplog.text
+    assert f"{folder}: another conversion to {tmp_path / 'x'} is running{known}" in caplog.text
 
 
-def test_names_without_a_process_may_be_anybodys(tmp_path: Path, here: str) -> None:
+def test_staging_folders_without_a_process_id_are_kept(tmp_path: Path, here: str) -> None:
     folder = tmp_path / ".x.tmp-0123abcd"
     folder.mkdir()
     (tmp_path / ".x.tmp-notes").mkdir()
-    assert leftovers(tmp_path / "x") == [(folder, "elsewhere")]
+    assert find_staging_folders(tmp_path / "x") == [(folder, "elsewhere")]
 
 
 @pytest.mark.parametrize("linux", [True, False])
-def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
+def test_machines_with_equal_names_do_not_remove_each_others_folders(
     linux: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*arguments: object) -> str:
@@ -90,52 +90,56 @@ def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
 
     monkeypatch.setattr("socket.gethostname", lambda: "n" * 64)
     monkeypatch.setattr("os.readlink", (lambda path: "pid:[1]") if linux else gone)
-    one = staging._machine()
+    one = staging._machine_id()
     left(tmp_path / "x", one, GONE)
     assert (
-        leftovers(tmp_path / "x")[0][1] == "gone" and staging._machine() == one and len(one) == 33
+        find_staging_folders(tmp_path / "x")[0][1] == "gone"
+        and staging._machine_id() == one
+        and len(one) == 33
     )
     monkeypatch.setattr("os.readlink", (lambda path: "pid:[2]") if linux else gone)
     monkeypatch.setattr("uuid.getnode", lambda: 7)
-    assert staging._machine() != one and leftovers(tmp_path / "x")[0][1] == "elsewhere"
+    assert (
+        staging._machine_id() != one and find_staging_folders(tmp_path / "x")[0][1] == "elsewhere"
+    )
 
 
-def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
+def test_an_existing_path_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
-        match="exists already and is left as it is. Choose another target, or remove",
+        match="already exists and is not overwritten. Choose another target, or remove",
     ):
         check_target(tmp_path)
     (tmp_path / "link").symlink_to("nothing")
-    with pytest.raises(CheckpointError, match="link exists already and is left as it is"):
+    with pytest.raises(CheckpointError, match="link already exists and is not overwritten"):
         check_target(tmp_path / "link")
 
 
 @pytest.mark.parametrize("name", staging.INSIDES)
-def test_nothing_is_written_inside_of_other_weights(name: str, tmp_path: Path) -> None:
+def test_targets_inside_other_weights_are_rejected(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / name).write_bytes(dump_manifest(Manifest(1, 2, {}, {}), {}))
     for inside in ("x", "deep/er/x"):
         with pytest.raises(
             CheckpointError,
-            match="would lie inside .*model, which is a checkpoint or a model itself",
+            match="is inside .*model, which is a checkpoint or a model",
         ):
             check_target(tmp_path / "model" / inside)
     check_target(tmp_path / "x")
 
 
-def test_nothing_is_written_among_the_checkpoints_of_a_run(tmp_path: Path) -> None:
+def test_targets_among_the_checkpoints_of_a_run_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(
         CheckpointError,
-        match="among the checkpoints of the run .*run, which takes them for its own",
+        match="among the checkpoints of the run .*run, which would treat it as one of them",
     ):
         check_target(tmp_path / "run" / "checkpoints" / "step_0000100")
     check_target(tmp_path / "run" / "as_hf")  # a folder of the user's, beside them
 
 
-def test_both_kinds_of_folder_are_begun_so(
+def test_both_formats_are_written_in_a_staging_folder(
     tmp_path: Path, tiny: SimpleNamespace, here: str
 ) -> None:
     model = tiny.folder(tmp_path / "model", tiny.config())
@@ -145,12 +149,14 @@ def test_both_kinds_of_folder_are_begun_so(
         "b": partial(write_release, config_text=""),
     }
     for name, write in begun.items():
-        with pytest.raises(CheckpointError, match="would lie inside"):
+        with pytest.raises(CheckpointError, match="is inside"):
             write(tmp_path / "model" / "x", tiny.config(), weights)
         folder = left(tmp_path / name, here, GONE)
         write(tmp_path / name, tiny.config(), weights)
         assert (
-            not folder.exists() and (tmp_path / name).is_dir() and leftovers(tmp_path / name) == []
+            not folder.exists()
+            and (tmp_path / name).is_dir()
+            and find_staging_folders(tmp_path / name) == []
         )
 
 
@@ -161,9 +167,7 @@ def test_a_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
     check_target(tmp_path / "models" / "x")
 
 
-def test_a_strangers_manifest_that_may_not_be_read_refuses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_manifest_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path, start: int, nbytes: int) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -172,18 +176,18 @@ def test_a_strangers_manifest_that_may_not_be_read_refuses_nothing(
     check_target(tmp_path / "models" / "x")
 
 
-def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_target_below_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for inside in ("x", "deep/er/x"):
         with pytest.raises(
             CheckpointError,
-            match=r"would lie inside .*file, which is a file. Choose another target",
+            match=r"is below .*file, which is a file. Choose another target",
         ):
-            staging_of(tmp_path / "file" / inside)
+            prepare_staging(tmp_path / "file" / inside)
 
 
 @pytest.mark.parametrize("call", ["list_names", "remove_tree"])
-def test_what_a_disk_refuses_before_anything_is_written_is_told_in_words(
+def test_os_errors_before_writing_become_checkpoint_errors(
     call: str, tmp_path: Path, here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path) -> object:
@@ -193,12 +197,12 @@ def test_what_a_disk_refuses_before_anything_is_written_is_told_in_words(
     monkeypatch.setattr(storage, call, refused)
     with pytest.raises(
         CheckpointError,
-        match=r"x: not written \(.*Permission denied.*Choose another target, or set",
+        match=r"x: not written \(.*Permission denied.*Choose another target, or change",
     ):
-        staging_of(tmp_path / "x")
+        prepare_staging(tmp_path / "x")
 
 
-def test_a_place_that_may_not_be_looked_at_is_told_in_words(
+def test_an_inaccessible_target_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path) -> bool:

@@ -62,6 +62,6 @@ def test_another_norm_is_refused_by_name() -> None:
 
 def test_a_model_that_is_no_starcoder_is_not_written_as_one(tiny: SimpleNamespace) -> None:
     with pytest.raises(
-        ConfigError, match=r"model.norm='rms': Starcoder2ForCausalLM has no word for it"
+        ConfigError, match=r"model.norm='rms': Starcoder2ForCausalLM cannot express this setting"
     ):
         write_config(tiny.config())

@@ -32,8 +32,8 @@ from megalith.models.usual import (
     check_all_fields_exported,
     common_rules,
     read_common_fields,
-    shortest,
-    windowed,
+    shortest_pattern,
+    window_arguments,
 )
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -42,7 +42,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropout": ({"dropout": DropoutConfig(residual=0.1)}, {}),
     "weights of losses": ({"mtp": MTPConfig(loss_weight=0.3)}, {}),
     "a factor that nothing asks for": ({"rope": RopeConfig(factor=3.0)}, {}),
-    "the usual sharpness": (
+    "default attention factor": (
         {"rope": RopeConfig(scaling="yarn", factor=4.0, attention_factor=0.1 * math.log(4) + 1)},
         {"rope": RopeConfig(scaling="yarn", factor=4.0)},
     ),
@@ -53,7 +53,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"attention": AttentionConfig(window=3)},
         {"attention": AttentionConfig(window=3, window_layers=(True, True))},
     ),
-    "the usual scale": ({"attention": AttentionConfig(scale=2**-0.5)}, {}),
+    "default scale": ({"attention": AttentionConfig(scale=2**-0.5)}, {}),
 }
 OTHER: dict[str, dict[str, Any]] = {
     "scale": {"attention": AttentionConfig(scale=0.5)},
@@ -65,30 +65,30 @@ OTHER: dict[str, dict[str, Any]] = {
     "norm": {"norm": "layer"},
     "logits": {"logit_scale": 0.5},
     "latent": {"mla": MLAConfig(kv_rank=3)},
-    "tokens further ahead": {"mtp": MTPConfig(num_layers=1)},
+    "MTP layers": {"mtp": MTPConfig(num_layers=1)},
 }
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_two_ways_to_say_one_model_are_the_same(case: str, tiny: SimpleNamespace) -> None:
+def test_equivalent_configs_have_one_canonical_form(case: str, tiny: SimpleNamespace) -> None:
     first, second = (tiny.config(**changes) for changes in SAME[case])
     assert first != second and canonical(first) == canonical(second)
 
 
 @pytest.mark.parametrize("case", OTHER)
-def test_what_changes_the_mathematics_stays_different_and_is_not_written(
+def test_settings_that_change_the_computation_are_not_exported(
     case: str, tiny: SimpleNamespace
 ) -> None:
     assert canonical(tiny.config(**OTHER[case])) != canonical(tiny.config())
     if case != "theta":
         with pytest.raises(
             ConfigError,
-            match=r"LlamaForCausalLM has no word for it; it would be .* there. Use a Mega",
+            match=r"LlamaForCausalLM cannot express .* exported as .* Keep the model",
         ):
             write_config(tiny.config(**OTHER[case]))
 
 
-def test_all_that_a_family_has_no_word_for_is_said_at_once(tiny: SimpleNamespace) -> None:
+def test_all_unsupported_settings_are_reported_together(tiny: SimpleNamespace) -> None:
     config = tiny.config(gated=False, logit_softcap=3.0, positions="none")
     with pytest.raises(ConfigError, match="3 settings") as refused:
         write_config(config)
@@ -101,7 +101,7 @@ def test_all_that_a_family_has_no_word_for_is_said_at_once(tiny: SimpleNamespace
     }
 
 
-def test_biases_of_one_switch_may_be_zeros_there(tiny: SimpleNamespace) -> None:
+def test_biases_of_attention_bias_may_be_exported_as_zeros(tiny: SimpleNamespace) -> None:
     raw = write_config(tiny.config(qkv_bias=True))
     assert raw["attention_bias"] is True
     assert check_all_fields_exported(raw, tiny.config(output_bias=True), read_config, LLAMA) is raw
@@ -119,17 +119,15 @@ def test_biases_of_one_switch_may_be_zeros_there(tiny: SimpleNamespace) -> None:
 def test_patterns_are_as_short_as_they_can_be(
     flags: tuple[bool, ...], pattern: tuple[bool, ...]
 ) -> None:
-    assert shortest(flags) == pattern
+    assert shortest_pattern(flags) == pattern
 
 
 def test_a_window_that_no_layer_has_is_none() -> None:
-    assert windowed(3, (False,)) == windowed(None, (True,)) == {}
-    assert windowed(3, (True, True)) == {"window": 3, "window_layers": ()}
+    assert window_arguments(3, (False,)) == window_arguments(None, (True,)) == {}
+    assert window_arguments(3, (True, True)) == {"window": 3, "window_layers": ()}
 
 
-def test_a_null_of_key_value_heads_means_as_many_as_heads_and_nothing_what_the_family_says() -> (
-    None
-):
+def test_null_num_key_value_heads_means_num_heads_and_missing_the_family_default() -> None:
     sizes = {
         "vocab_size": 9,
         "hidden_size": 8,
@@ -147,7 +145,7 @@ def test_a_null_of_key_value_heads_means_as_many_as_heads_and_nothing_what_the_f
     assert read_common_fields(Fields(sizes))["num_kv_heads"] == 4
 
 
-def test_norms_stand_around_what_they_norm() -> None:
+def test_pre_and_post_norm_rules_surround_their_block() -> None:
     config = ModelConfig(
         vocab_size=9,
         hidden_size=8,
@@ -179,7 +177,7 @@ def test_norms_stand_around_what_they_norm() -> None:
     assert common_rules(replace(config, tied_embeddings=True))[-1].name == "model.norm.weight"
 
 
-def test_how_a_model_started_and_in_what_digits_it_trained_is_no_part_of_what_it_computes() -> None:
+def test_initialization_and_training_dtypes_are_not_part_of_the_canonical_form() -> None:
     plain = ModelConfig(
         vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
     )
@@ -240,7 +238,8 @@ def test_sliding_layers_without_a_window_are_rejected(
 ) -> None:
     raw = WINDOWS | {"sliding_window": None} | fields
     with pytest.raises(
-        ConfigError, match=r"sliding_window=None: these .*or sliding_window to a number of tokens"
+        ConfigError,
+        match=r"sliding_window=None, so no window size is set.*or sliding_window to a",
     ):
         family.read_config(raw)
     assert family.read_config(raw | {"layer_types": [FULL, FULL]}).attention.window is None

@@ -19,7 +19,7 @@ from megalith.config.tree import to_dict
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters
-from megalith.models.pretrained import adapters_in, load_pretrained, locate, open_pretrained
+from megalith.models.pretrained import load_pretrained, locate, open_adapters, open_pretrained
 from megalith.parallel.mesh import mesh_of_one
 from megalith.posttrain.export import peft_config, plan_peft
 from megalith.testing.tiny import tiny_run
@@ -134,20 +134,27 @@ def test_a_release_of_ours_is_the_merged_model_too(trained: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("alpha", "written"), [(8.0, 8), (4.5, 4.5)])
-def test_the_scale_is_told_as_it_is(alpha: float, written: float) -> None:
+def test_alpha_is_exported_with_its_type(alpha: float, written: float) -> None:
     adapters = SimpleNamespace(lora=LoraConfig(rank=3, alpha=alpha, rslora=True, dropout=0.05))
-    told = peft_config([], SimpleNamespace(base_path=Path("base"), adapters=adapters))  # type: ignore[arg-type]
-    assert (told["r"], told["lora_alpha"], told["use_rslora"], told["lora_dropout"]) == (
+    document = peft_config([], SimpleNamespace(base_path=Path("base"), adapters=adapters))  # type: ignore[arg-type]
+    assert (
+        document["r"],
+        document["lora_alpha"],
+        document["use_rslora"],
+        document["lora_dropout"],
+    ) == (
         3,
         written,
         True,
         0.05,
     )
-    assert type(told["lora_alpha"]) is type(written), "PEFT has whole numbers where they are whole"
+    assert type(document["lora_alpha"]) is type(written), (
+        "PEFT has whole numbers where they are whole"
+    )
 
 
-def test_their_folder_comes_back_as_it_went(trained: Path, tmp_path: Path) -> None:
-    there, here = adapters_in(trained / "adapters"), adapters_in(locate(str(trained / "run")))
+def test_a_peft_folder_survives_a_round_trip(trained: Path, tmp_path: Path) -> None:
+    there, here = open_adapters(trained / "adapters"), open_adapters(locate(str(trained / "run")))
     assert there.names == here.names and to_dict(there.lora)["rank"] == 3
     assert all(torch.equal(there.read(name), here.read(name)) for name in there.names)
     torch.testing.assert_close(ours(trained / "adapters"), ours(trained / "run"), rtol=0, atol=1e-6)
@@ -169,7 +176,7 @@ def test_adapters_that_the_library_made_are_read(trained: Path, tmp_path: Path) 
     )
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
-    found = adapters_in(tmp_path / "theirs")
+    found = open_adapters(tmp_path / "theirs")
     assert (found.lora.targets, found.lora.rank, found.lora.rslora) == (("q", "kv"), 2, True)
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
 
@@ -177,11 +184,11 @@ def test_adapters_that_the_library_made_are_read(trained: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"use_dora": True}, "use_dora=True: these adapters compute something else"),
+        ({"use_dora": True}, "use_dora=True: these adapters do not compute"),
         ({"r": 0}, "r=0: these adapters"),
         (
             {"base_model_name_or_path": "someone/model"},
-            "base_model_name_or_path='someone/model' is no folder here. Set",
+            "base_model_name_or_path='someone/model' is not a local folder",
         ),
     ],
 )
@@ -214,7 +221,7 @@ def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: 
     )
     with pytest.raises(
         CheckpointError,
-        match=r"missing: base_model.*; unknown here: base_model.model.lm_head.lora_A",
+        match=r"missing: base_model.*; unexpected: base_model.model.lm_head.lora_A",
     ):
         open_pretrained(locate(str(tmp_path / "damaged")))
 
@@ -249,7 +256,7 @@ def test_matrices_of_latent_attention_have_the_librarys_names(tmp_path: Path) ->
     model = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapters")
     torch.testing.assert_close(logits(model.eval()), ours(run), rtol=0, atol=2e-5)
     assert (ours(run) - logits(theirs(base))).abs().max() > 1e-3, "adapters do something"
-    found = adapters_in(tmp_path / "adapters")
+    found = open_adapters(tmp_path / "adapters")
     assert (found.lora.layers, found.lora.targets[:4]) == (
         (1,),
         ("q_down", "q_up", "kv_down", "kv_up"),
@@ -276,7 +283,7 @@ def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(
     sizes = DEEPSEEK if "Deepseek" in kind else LLAMA | EXPERTS[kind] | {"mlp_only_layers": [0]}
     run = train(tmp_path / "run", folder(tmp_path / "base", kind, **sizes))
     with pytest.raises(
-        ConfigError, match=rf"of {model} PEFT takes every MLP for experts.*--to huggingf"
+        ConfigError, match=rf"in {model} PEFT treats every MLP as experts.*--to huggingf"
     ):
         plan_peft(open_pretrained(locate(str(run))))
     assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
@@ -300,12 +307,14 @@ def test_layers_that_the_library_chose_are_read(trained: Path, tmp_path: Path) -
     )
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
-    found = adapters_in(tmp_path / "theirs")
+    found = open_adapters(tmp_path / "theirs")
     assert found.lora.layers == (1,) and found.names == {
         f"layers.1.attention.q.lora_{word}" for word in "ab"
     }
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
-    with pytest.raises(CheckpointError, match=r"lora.layers is \(1,\) there and \(0, 1\) here"):
+    with pytest.raises(
+        CheckpointError, match=r"lora.layers is \(1,\) in the adapters and \(0, 1\) in this run"
+    ):
         train(
             tmp_path / "run",
             trained / "base",
@@ -334,7 +343,7 @@ def test_layers_that_the_library_chose_by_an_expression_are_read(
     config = peft.LoraConfig(r=2, target_modules=r".*\.1\..*(q|up)_proj", init_lora_weights=False)
     model = peft.get_peft_model(theirs(trained / "base"), config)
     model.save_pretrained(tmp_path / "theirs")
-    found = adapters_in(tmp_path / "theirs")
+    found = open_adapters(tmp_path / "theirs")
     assert (found.lora.layers, found.lora.targets) == ((1,), ("q", "gate_up"))
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
 
@@ -358,10 +367,7 @@ def test_a_base_that_is_named_elsewhere_is_that_of_the_run(
         rtol=0,
         atol=1e-6,
     )
-    assert (
-        "names no base that is here: its matrices are compared by name and shape alone"
-        in caplog.text
-    )
+    assert "names no local base: only names and shapes of its matrices are checked" in caplog.text
 
 
 FUSED = {
@@ -381,7 +387,7 @@ def test_families_that_keep_matrices_together_are_refused_by_name_and_merge(
     tensor, sizes = FUSED[kind]
     run = train(tmp_path / "run", folder(tmp_path / "base", kind, **sizes))
     with pytest.raises(
-        ConfigError, match=rf"keeps matrices together or transposed \(q is in .*{tensor}.*--to hugg"
+        ConfigError, match=rf"stores matrices fused or transposed \(q is in .*{tensor}.*--to hugg"
     ):
         plan_peft(open_pretrained(locate(str(run))))
     assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
@@ -392,7 +398,7 @@ def test_a_model_without_adapters_has_none_to_export(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(trained / "base"), str(trained / "none"), "--to", "peft"]) == 2
-    assert "holds a model and no adapters. Use --to huggingface" in capsys.readouterr().err
+    assert "holds a model, not adapters. Use --to huggingface" in capsys.readouterr().err
     assert (
         main(
             [
@@ -436,12 +442,12 @@ def test_a_dry_run_lists_the_linear_layers(
         )
         == 0
     )
-    told = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     stored = load_file(trained / "adapters" / "adapter_model.safetensors")
-    assert {one["target"]: tuple(one["shape"]) for one in told["tensors"]} == {
+    assert {one["target"]: tuple(one["shape"]) for one in document["tensors"]} == {
         name: tuple(tensor.shape) for name, tensor in stored.items()
     }
-    assert len(told["modules"]) == 14
+    assert len(document["modules"]) == 14
 
 
 @pytest.mark.parametrize("to", ["huggingface", "megalith"])

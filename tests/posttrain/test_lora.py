@@ -15,7 +15,7 @@ from megalith.config.tree import Override, dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import RECORD
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialize
-from megalith.models.pretrained import adapters_in, locate, open_pretrained
+from megalith.models.pretrained import locate, open_adapters, open_pretrained
 from megalith.models.release import release_run, write_release
 from megalith.nn.init import init_param_
 from megalith.observe.metrics import read_metrics
@@ -95,7 +95,7 @@ def test_the_loss_falls_and_a_checkpoint_holds_adapters_alone(trained: Path) -> 
 
 
 @pytest.mark.parametrize(("missing", "base_too"), [("error", False), ("warn", True)])
-def test_the_base_is_drawn_only_where_some_of_it_may_stay_so(
+def test_the_base_is_initialized_only_if_missing_keys_are_allowed(
     missing: str, base_too: bool, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[str] = []
@@ -104,7 +104,7 @@ def test_the_base_is_drawn_only_where_some_of_it_may_stay_so(
         drawn.append(shard.name)
         init_param_(parameter, shard, init, seed=seed)
 
-    monkeypatch.setattr(build, "fill", counted)
+    monkeypatch.setattr(build, "init_param_", counted)
     train(
         tmp_path / "run",
         trained.parent / "base",
@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_ends_at_the_same_bits(trained: Path, tmp_path: P
 
 def test_opened_it_is_the_base_with_the_product_added(trained: Path) -> None:
     opened = open_pretrained(locate(str(trained)))
-    found, plain = adapters_in(opened.path), Drawn(3)
+    found, plain = open_adapters(opened.path), Drawn(3)
     assert (found.lora.rank, opened.model) == (3, tiny_run().model)
     for name, shape in (
         ("attention.kv", (2, 2, 6, 24)),
@@ -195,11 +195,11 @@ def test_adapters_go_on_from_where_others_ended(trained: Path, tmp_path: Path) -
     assert all(torch.equal(first[key], last[key]) for key in first if key.startswith("model."))
     with pytest.raises(
         CheckpointError,
-        match=r"lora.load=.*: other adapters than this run's: lora.rank is 3 there and 2",
+        match=r"lora.load=.*: the adapters differ .* lora.rank is 3 in the adapters and 2",
     ):
         train(tmp_path / "two", load, {"lora.load": str(trained), "lora.rank": "2"})
     with pytest.raises(
-        CheckpointError, match=r"holds a model and no adapters. Use a run that trained some"
+        CheckpointError, match=r"holds a model, not adapters. Use a run that trained adapters"
     ):
         train(tmp_path / "three", load, {"lora.load": str(load)})
 
@@ -208,13 +208,13 @@ def test_adapters_of_another_base_are_no_start(trained: Path, tmp_path: Path) ->
     other = base(tmp_path / "other", seed=4)
     with pytest.raises(
         CheckpointError,
-        match=r"lora.load=.* holds adapters of another base: .*base, and checkpoint.load is "
+        match=r"lora.load=.* holds adapters of another base: .*base, but checkpoint.load is "
         r".*other\.",
     ):
         train(tmp_path / "run", other, {"lora.load": str(trained)})
 
 
-def test_what_reads_adapters_travels_to_other_processes(trained: Path) -> None:
+def test_adapter_readers_can_be_pickled(trained: Path) -> None:
     weights = open_pretrained(locate(str(trained))).weights
     again = pickle.loads(
         pickle.dumps(weights)
@@ -227,22 +227,20 @@ def test_what_reads_adapters_travels_to_other_processes(trained: Path) -> None:
 def test_another_base_is_refused_by_its_values(trained: Path, tmp_path: Path) -> None:
     other = base(tmp_path / "other", seed=4)
     with pytest.raises(
-        CheckpointError, match=r"holds adapters of another base: they were trained beside .*/base"
+        CheckpointError, match=r"holds adapters of another base: they were trained with .*/base"
     ):
         open_pretrained(locate(str(trained)), base=str(other))
     config = tiny_run({"checkpoint.load": str(other), **LORA, "train.steps": "9"})
-    with pytest.raises(
-        CheckpointError, match="Use the weights that they were trained with, wherever they are now"
-    ):
+    with pytest.raises(CheckpointError, match="Use the weights that they were trained with"):
         run_training(config, RunFolder(trained), mesh_of_one(), CPU, show=False)
 
 
-def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> None:
+def test_a_base_may_move_and_is_reported_if_missing(tmp_path: Path) -> None:
     train(tmp_path / "run", base(tmp_path / "base"), {"train.steps": "1"})
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(
         CheckpointError,
-        match=r"the weights that they were trained beside are not at .*set --base to the folder",
+        match=r"their base weights are not at .*set --base to their folder",
     ):
         open_pretrained(locate(str(tmp_path / "run")))
     assert (
@@ -259,7 +257,7 @@ def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> No
     )
     words = [str(tmp_path / "run"), "a", "--max-new-tokens", "2", "--base", str(tmp_path / "moved")]
     assert main(["generate", *words]) == 0
-    assert adapters_in(locate(str(tmp_path / "run"))).lora.rank == 3, "which are all here"
+    assert open_adapters(locate(str(tmp_path / "run"))).lora.rank == 3, "which are all here"
     train(
         tmp_path / "next",
         tmp_path / "moved",
@@ -271,7 +269,7 @@ def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> No
     assert open_pretrained(locate(str(tmp_path / "run"))).path.name == "step_0000002"
 
 
-def test_in_bf16_adapters_have_masters_and_the_base_has_none(tmp_path: Path) -> None:
+def test_bf16_adapters_have_master_weights_and_the_base_has_none(tmp_path: Path) -> None:
     load = base(tmp_path / "base")
     train(tmp_path / "run", load, {"precision.params": "bf16"})
     stored = tensors(tmp_path / "run" / "checkpoints" / "step_0000008")
@@ -279,7 +277,7 @@ def test_in_bf16_adapters_have_masters_and_the_base_has_none(tmp_path: Path) -> 
     master_weights = {key for key in stored if key.startswith("optimizer.master.")}
     assert len(master_weights) == 20 and all(".lora_" in key for key in stored)
     opened = open_pretrained(locate(str(tmp_path / "run")))
-    assert adapters_in(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
+    assert open_adapters(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
 
 
 def test_a_base_that_is_not_there_or_of_another_shape_is_refused(
@@ -294,7 +292,7 @@ def test_a_base_that_is_not_there_or_of_another_shape_is_refused(
         train(tmp_path / "other", trained.parent / "base", {"model.ffn_hidden_size": "32"})
 
 
-def test_what_adapters_are_stays_for_the_life_of_a_run(trained: Path) -> None:
+def test_lora_settings_cannot_change_when_a_run_is_resumed(trained: Path) -> None:
     with pytest.raises(ConfigError, match="lora.alpha: 32.0 before, 8.0 now"):
         train(trained, trained.parent / "base", {"lora.alpha": "8.0"})
 
@@ -386,7 +384,7 @@ def test_a_mixture_is_made_of_the_base_with_its_adapters_and_the_dry_run_says_so
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, width = tmp_path / "moe.yaml", tiny_run().model.ffn_hidden_size
-    file.write_text(f"experts: 4\ntop_k: 2\nffn_hidden_size: {width}\n")
+    file.write_text(f"num_experts: 4\ntop_k: 2\nffn_hidden_size: {width}\n")
     assert (
         main(["convert", str(trained), str(tmp_path / "x"), "--upcycle", str(file), "--dry-run"])
         == 0

@@ -27,9 +27,9 @@ from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
 from megalith.posttrain.upcycle import (
+    compute_factors,
     expected_weight,
-    factors_of,
-    part_of,
+    locate_in_dense,
     upcycle,
     upcycle_problems,
 )
@@ -122,9 +122,7 @@ def off(theirs: Tensor, ours: Tensor) -> float:
         ),
     ],
 )
-def test_experts_that_are_whole_mlps_answer_what_the_dense_model_did(
-    moe: MoEConfig, tmp_path: Path
-) -> None:
+def test_experts_that_are_whole_mlps_match_the_dense_model(moe: MoEConfig, tmp_path: Path) -> None:
     path = dense(tmp_path, activation="squared_relu", gated=False)
     assert off(logits(path), logits(path, moe)) < 1e-6
     assert (
@@ -154,7 +152,7 @@ def test_a_factor_behind_the_activation_is_exact_for_all(activation: Any, tmp_pa
     assert off(logits(path), logits(path, HALVES, scale="down")) < 1e-6
 
 
-def test_scores_that_are_not_renormalised_are_made_up_for_on_average(tmp_path: Path) -> None:
+def test_scores_that_are_not_normalized_are_compensated_on_average(tmp_path: Path) -> None:
     path = dense(
         tmp_path, init_overrides=(("*.router", 0.0),)
     )  # a router that knows nothing is the average
@@ -164,8 +162,8 @@ def test_scores_that_are_not_renormalised_are_made_up_for_on_average(tmp_path: P
     )
     root = replace(WHOLE, router=RouterConfig(score="sqrt_softplus", norm_topk_prob=False))
     assert (expected_weight(bare), expected_weight(single)) == (0.5, 3.0)
-    assert factors_of(DENSE, bare, 1, "spread").down == pytest.approx(2 ** (1 / 3))
-    assert factors_of(
+    assert compute_factors(DENSE, bare, 1, "spread").down == pytest.approx(2 ** (1 / 3))
+    assert compute_factors(
         replace(DENSE, gated=False, activation="gelu"), bare, 1, "spread"
     ).up == pytest.approx(2**0.5)
     for moe in (bare, single, root):
@@ -193,24 +191,24 @@ def test_an_expert_is_a_run_of_inner_features_and_its_router_repeats(tmp_path: P
     assert not torch.equal(
         made.read("layers.0.moe.router", ((0, 6), (0, 12)), torch.float32), router
     )
-    assert part_of("down_bias", ((0, 12),), part=1, width=10) == ((0, 12),)
+    assert locate_in_dense("down_bias", ((0, 12),), part=1, width=10) == ((0, 12),)
 
 
 def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
-    """Of the model's own prediction and of one a token further ahead, in float64."""
+    """Losses of the next token and of the MTP layer, in float64."""
     source = open_pretrained(path)
     source = source if moe is None else upcycle(source, moe)
     model = loaded(source)
     ids, labels = IDS, IDS.roll(-1)
     with torch.no_grad():
         found = model.losses(
-            ids, labels, tokens_of_lengths([23]), further=((ids.roll(-1), labels.roll(-1)),)
+            ids, labels, tokens_of_lengths([23]), mtp_inputs=((ids.roll(-1), labels.roll(-1)),)
         )
     return torch.stack([loss.sum() for loss in found])
 
 
 @pytest.mark.parametrize("layers", [(), (True, True, False)])
-def test_layers_that_predict_further_ahead_become_what_the_last_layer_does(
+def test_mtp_layers_are_upcycled_like_the_last_layer(
     layers: tuple[bool, ...], tmp_path: Path
 ) -> None:
     path, moe = dense(tmp_path, mtp=MTPConfig(num_layers=1)), replace(WHOLE, layers=layers)
@@ -238,15 +236,17 @@ def test_a_seed_decides_the_first_weights_of_routers_alone(tmp_path: Path) -> No
     )
 
 
-def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
+def test_upcycle_command_writes_a_checkpoint_that_a_run_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, target, file = dense(tmp_path / "dense"), tmp_path / "mixture", tmp_path / "moe.yaml"
-    file.write_text("experts: 4\ntop_k: 2\nffn_hidden_size: 10\nbalance: {batch: 0.01}\n")
+    file.write_text(
+        "num_experts: 4\ntop_k: 2\nffn_hidden_size: 10\naux_loss: {batch_coeff: 0.01}\n"
+    )
     assert main(["convert", str(path), str(target), "--upcycle", str(file), "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "layers.2.mlp.gate_up -> layers.2.moe.experts.gate_up  (4, 2, 10, 12) float32" in said
-    assert "new -> layers.2.moe.router" in said
+    stdout = capsys.readouterr().out
+    assert "layers.2.mlp.gate_up -> layers.2.moe.experts.gate_up  (4, 2, 10, 12) float32" in stdout
+    assert "new -> layers.2.moe.router" in stdout
     assert main(["convert", str(path), str(target), "--upcycle", str(file)]) == 0
     moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=10)
     assert torch.equal(logits(target), logits(path, moe))
@@ -261,7 +261,7 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 3 and losses[-1] < losses[0]
     with pytest.raises(
-        CheckpointError, match=r"To make a mixture of a dense model, run `megalith convert` with"
+        CheckpointError, match=r"To upcycle a dense model, run `megalith convert` with"
     ):
         run_training(
             replace(run, checkpoint=replace(run.checkpoint, load=str(path))),
@@ -278,7 +278,7 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
         (
             {"moe": WHOLE},
             WHOLE,
-            "model.moe.num_experts=4 in the source: it is a mixture of experts already. "
+            "model.moe.num_experts=4 in the source: it is already a mixture of experts. "
             "Use a dense",
         ),
         ({}, replace(WHOLE, top_k=5), "model.moe.top_k=5 is more than model.moe.num_experts=4"),
@@ -290,7 +290,7 @@ def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
         (
             {},
             replace(WHOLE, latent_size=6),
-            "model.moe.latent_size=6: a dense MLP works on .* Set .*=null",
+            "model.moe.latent_size=6: experts made of a dense MLP .* Set .*=null",
         ),
         (
             {},

@@ -396,7 +396,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Pa
         and "only in this run: model.layers.2." in text
     )
     with pytest.raises(
-        CheckpointError, match=r"is another model:\n  field .*\n  model.hidden_size  24          48"
+        CheckpointError,
+        match=r"has a different model:\n  field .*\n  model.hidden_size  24          48",
     ):
         train(tmp_path / "b", {"checkpoint.load": str(tmp_path / "a"), "model.hidden_size": "48"})
 

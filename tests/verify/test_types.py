@@ -258,8 +258,14 @@ def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is
         assert not type_check(CROSS_LAYER, parallel, world=16).problems
     right, early = Decoder.forward, replace(CROSS_LAYER, cross=CrossConfig(memory=0))
 
-    def detached(self: Decoder, *arguments: Any, memory: Tensor | None = None, **rest: Any) -> Any:
-        return right(self, *arguments, memory=None if memory is None else memory.detach(), **rest)
+    def detached(
+        self: Decoder,
+        *arguments: Any,
+        cross_layer_source: Tensor | None = None,
+        **rest: Any,
+    ) -> Any:
+        source = None if cross_layer_source is None else cross_layer_source.detach()
+        return right(self, *arguments, cross_layer_source=source, **rest)
 
     with replaced(Decoder, "forward", detached):
         (problem,) = type_check(early, ParallelConfig(pp=4), world=4, ranks=(3,)).problems
