@@ -63,8 +63,8 @@ def _raise_the_worst(
     for rank, outcome in zip(world.ranks, outcomes, strict=True):
         if outcome.bug is not None:
             raise RankError(
-                f"{outcome.bug}\nThis was rank {rank}; rank {world.ranks[world.rank]} ends because "
-                "of it."
+                f"{outcome.bug}\n"
+                f"This was rank {rank}; rank {world.ranks[world.rank]} ends because of it."
             )
     failures = list(
         dict.fromkeys(outcome.failure for outcome in outcomes if outcome.failure is not None)

@@ -53,8 +53,7 @@ def compare_checkpoints(
     if not names:
         raise CheckpointError(
             f"--only={only} matches none of the tensors of {a.path} and {b.path}. Use a pattern "
-            "such as model.*, "
-            f"which all weights have."
+            "such as model.*, which all weights have."
         )
     for name in names:
         yield _compare(a, b, name, atol)

@@ -183,7 +183,8 @@ def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Stor
         lines = "\n".join(f"  {key}: {problem}" for key, problem in problems.items())
         raise CheckpointError(
             f"{len(problems)} tensors are not written exactly once (expected: one writer per "
-            f"element):\n{lines}"
+            "element):\n"
+            f"{lines}"
         )
     return merged
 
@@ -245,17 +246,17 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
                 return manifest
             raise CheckpointError(
                 f"{path}: this file was changed after it was saved. {MANIFEST_SHA256} says "
-                f"{manifest.sha256}, and its "
-                f"other fields have {computed}. Copy the folder again, or use another checkpoint."
+                f"{manifest.sha256}, and its other fields have {computed}. Copy the folder again, "
+                "or use another checkpoint."
             )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: this is not the manifest of a checkpoint ({type(error).__name__}: {error}). "
-            f"Copy the folder again, or use another checkpoint."
+            "Copy the folder again, or use another checkpoint."
         ) from error
     raise CheckpointError(
-        f"{path}: written in format {version}, and this build reads formats up to {FORMAT}. "
-        f"Use a newer Megalith to load it."
+        f"{path}: written in format {version}, and this build reads formats up to {FORMAT}. Use a "
+        "newer Megalith to load it."
     )
 
 

@@ -90,10 +90,9 @@ class Checkpoint:
         if missing:
             raise CheckpointError(
                 f"{self.path}: no run can be resumed from it, as its {layout.STATE} lacks "
-                f"{', '.join(missing)} (found: "
-                f"{', '.join(self.state) or 'nothing'}). To start from its weights, move it out of "
-                f"{self.path.parent} "
-                f"and set checkpoint.load to where it is then."
+                f"{', '.join(missing)} (found: {', '.join(self.state) or 'nothing'}). To start "
+                f"from its weights, move it out of {self.path.parent} and set checkpoint.load to "
+                "where it is then."
             )
         return self.state
 
@@ -104,17 +103,15 @@ class Checkpoint:
         if self.manifest.sha256 is None:
             warnings.append(
                 f"{self.path / layout.MANIFEST} has no {layout.MANIFEST_SHA256}, as it was saved "
-                "by an older version: "
-                "changes to the file would not be noticed. Checkpoints that are saved from now on "
-                "have it."
+                "by an older version: changes to the file would not be noticed. Checkpoints that "
+                "are saved from now on have it."
             )
         problem = _wrong_lengths(self.path, self.manifest).get(layout.METADATA)
         if problem is not None:
             warnings.append(
                 f"{problem} Megalith does not read this file, torch.distributed.checkpoint does. "
-                "If you need it, copy "
-                "the checkpoint with a tool that copies files whose names begin with a dot, such "
-                "as cp -r."
+                "If you need it, copy the checkpoint with a tool that copies files whose names "
+                "begin with a dot, such as cp -r."
             )
         return warnings
 
@@ -267,16 +264,16 @@ class Checkpoint:
         if lean and wrong.missing_keys and not differ and all(map(is_state, wrong.missing_keys)):
             raise CheckpointError(
                 f"{self.path} has no optimizer state: its run had checkpoint.save_optimizer=false, "
-                "or it was made from "
-                "weights. To go on with moments of zero in the run's own folder, set "
-                "checkpoint.missing_keys=warn; in "
-                f"another folder, set checkpoint.load to it and checkpoint.load_mode=progress."
+                "or it was made from weights. To go on with moments of zero in the run's own "
+                "folder, set checkpoint.missing_keys=warn; in another folder, set checkpoint.load "
+                "to it and checkpoint.load_mode=progress."
             )
         if differ or wrong.missing_keys or wrong.unexpected_keys:
             raise CheckpointError(
-                f"{self.path} is a checkpoint of another model:\n{differences(differ, wrong)}\nSet "
-                "model.* and optim.* "
-                f"to what {self.path / layout.CONFIG} says, or choose another checkpoint."
+                f"{self.path} is a checkpoint of another model:\n"
+                f"{differences(differ, wrong)}\n"
+                f"Set model.* and optim.* to what {self.path / layout.CONFIG} says, or choose "
+                "another checkpoint."
             )
         return report
 
@@ -347,8 +344,7 @@ class Checkpoint:
         except Exception as error:  # foreign bytes may raise anything; what they cannot do is run
             raise CheckpointError(
                 f"{place} are not a plain tensor, and nothing in them was run "
-                f"({_first_line(error)}). "
-                f"Use a checkpoint from someone you know."
+                f"({_first_line(error)}). Use a checkpoint from someone you know."
             ) from error
         expected = lengths(stored.box), layout.DTYPES[self.manifest.tensors[key].dtype]
         if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
@@ -427,7 +423,8 @@ def find_latest(folder: Path) -> Path | None:
     if problems:
         lines = "\n".join(problems)
         raise CheckpointError(
-            f"{folder}: none of its {len(problems)} checkpoints can be used:\n{lines}\n"
+            f"{folder}: none of its {len(problems)} checkpoints can be used:\n"
+            f"{lines}\n"
             "Copy one of them here again, or choose another folder with --run to start from the "
             "beginning."
         )
@@ -500,8 +497,8 @@ def _looks_like(path: Path) -> str:
         )
     shown = ", ".join(names[:5]) or "nothing"
     return (
-        f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_AGAIN}, "
-        "or use an older one."
+        f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_AGAIN}, or "
+        "use an older one."
     )
 
 
@@ -528,9 +525,9 @@ def _instead_of(path: Path) -> str:
         return ""
     more = f" and {len(complete) - 3} more" if len(complete) > 3 else ""
     return (
-        f"\nComplete in the same folder: {', '.join(complete[:3])}{more}. To resume from "
-        f"{complete[0]}, remove {path}, "
-        f"or rename it to {path.name}.damaged."
+        "\n"
+        f"Complete in the same folder: {', '.join(complete[:3])}{more}. To resume from "
+        f"{complete[0]}, remove {path}, or rename it to {path.name}.damaged."
     )
 
 
@@ -547,8 +544,8 @@ def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
                 for tensor in manifest.tensors.values()
             )
             wrong[name] = (
-                f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} bytes"
-                f"{f', parts of {tensors} tensors' if tensors else ''}."
+                f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} "
+                f"bytes{f', parts of {tensors} tensors' if tensors else ''}."
             )
             continue
         if found != file.nbytes:

@@ -64,8 +64,8 @@ class RunLock:
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be read ({error}), so another run may write to "
-                f"{self.path.parent} as well. "
-                f"Make it readable, or choose another folder with --run."
+                f"{self.path.parent} as well. Make it readable, or choose another folder with "
+                "--run."
             ) from error
         if found == self.holder:
             return
@@ -76,9 +76,8 @@ class RunLock:
         )
         raise CheckpointError(
             f"{self.path.parent}: this run (process {self.holder.pid} on {self.holder.host}) lost "
-            "its lock; "
-            f"{self.path.name} {by}. Only one run may write there: stop the other one and run this "
-            f"again, or choose another folder with --run."
+            f"its lock; {self.path.name} {by}. Only one run may write there: stop the other one "
+            "and run this again, or choose another folder with --run."
         )
 
     def release(self) -> None:
@@ -157,8 +156,8 @@ def _refuse_if_alive(folder: Path, found: Holder) -> None:
     if silent < SILENT_S:
         raise CheckpointError(
             f"{who}, heard of {max(silent, 0):.0f} s ago. Stop that run, or choose another folder "
-            "with --run; if it is "
-            f"gone, run this again in {SILENT_S - silent:.0f} s, or delete {folder / NAME}."
+            f"with --run; if it is gone, run this again in {SILENT_S - silent:.0f} s, or delete "
+            f"{folder / NAME}."
         )
 
 

@@ -101,6 +101,5 @@ def worst_line(found: Sequence[Mapping[str, float]], *, prefer_weights: bool) ->
     )
     return (
         f"the weights of {len(names)} parameters are not their master weights, rounded: {worst} "
-        "differs "
-        f"most, by {largest[worst]:.3g}. The {used} are used. {advice}"
+        f"differs most, by {largest[worst]:.3g}. The {used} are used. {advice}"
     )

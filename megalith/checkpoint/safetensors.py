@@ -100,15 +100,15 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     ) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file ({type(error).__name__}: {error}), or it is cut "
-            f"off. Copy the folder again, or use another one."
+            "off. Copy the folder again, or use another one."
         ) from error
     data = nbytes - 8 - length
     cut = sorted(name for name, (start, stop) in spans.items() if start < stop and stop > data)
     if cut:
         whole = 8 + length + max(stop for _, stop in spans.values())
         raise CheckpointError(
-            f"{file} is {nbytes:,} bytes, expected {whole:,}: {show_names(cut)} cut off. "
-            f"Copy the folder again, or use another one."
+            f"{file} is {nbytes:,} bytes, expected {whole:,}: {show_names(cut)} cut off. Copy the "
+            "folder again, or use another one."
         )
     _refuse_gaps(file, spans, data)
     return found
@@ -141,15 +141,14 @@ def _refuse_gaps(file: Path, spans: Mapping[str, tuple[int, ...]], data: int) ->
         if start != end or stop < start:
             raise CheckpointError(
                 f"{file}: {name} has bytes {start:,} to {stop:,} of the data, expected from "
-                f"{end:,} on, where the "
-                f"tensor before it ends. Copy the folder again, or use another one."
+                f"{end:,} on, where the tensor before it ends. Copy the folder again, or use "
+                "another one."
             )
         end = stop
     if end != data:
         raise CheckpointError(
             f"{file} has {data:,} bytes of data, expected {end:,}, as its header says. Copy the "
-            "folder again, or use "
-            f"another one."
+            "folder again, or use another one."
         )
 
 

@@ -341,18 +341,17 @@ def _prepare(staging: Path, plans: Sequence[_Plan]) -> Path:
         )
         if differ:
             raise CheckpointError(
-                f"state {', '.join(dict.fromkeys(differ))} differs between ranks 0 and {rank}; "
-                "one copy is stored, so it must be the same on all ranks. Pass only what all "
-                "ranks share."
+                f"state {', '.join(dict.fromkeys(differ))} differs between ranks 0 and {rank}; one "
+                "copy is stored, so it must be the same on all ranks. Pass only what all ranks "
+                "share."
             )
     storage.make_folder(staging)
     need, free = sum(plan.nbytes for plan in plans) * 1.05, storage.free_nbytes(staging)
     if need > free:
         raise CheckpointError(
             f"Not enough space: the checkpoint needs {layout.show_bytes(need)}, and "
-            f"{staging.parent} has "
-            f"{layout.show_bytes(free)} free. Free some space, or set checkpoint.keep to a lower "
-            "number."
+            f"{staging.parent} has {layout.show_bytes(free)} free. Free some space, or set "
+            "checkpoint.keep to a lower number."
         )
     return staging
 

@@ -36,8 +36,7 @@ def names_matching(checkpoint: Checkpoint, only: str) -> list[str]:
     if not names:
         raise CheckpointError(
             f"--only={only} matches none of the tensors of {checkpoint.path}. Use a pattern such "
-            "as model.*, which all "
-            f"weights have."
+            "as model.*, which all weights have."
         )
     return names
 

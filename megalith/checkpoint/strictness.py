@@ -18,7 +18,7 @@ MODEL, OPTIMIZER, MASTER = "model.", "optimizer.", "optimizer.master."
 TABLES = ("embed.weight", "head.weight")
 """Of the vocabulary; their last rows may only pad it."""
 
-EXPERTS = ".moe.num_experts."
+EXPERTS = ".moe.experts."
 """In the name of every tensor that has all experts of a layer, one after the other."""
 
 _OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<number>\d+)\.(?P<part>.+)")
@@ -170,8 +170,8 @@ def check_patterns(
         advice = did_you_mean(idle[0], names) or f" Parameters: {', '.join(by_pattern(names))}."
         raise CheckpointError(
             f"checkpoint.skip={', '.join(idle)} matches no tensor of the run or the "
-            f"checkpoint.{advice} "
-            f"Use patterns of names that exist, such as {names[-1] if names else 'head.*'}."
+            f"checkpoint.{advice} Use patterns of names that exist, such as "
+            f"{names[-1] if names else 'head.*'}."
         )
 
 

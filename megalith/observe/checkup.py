@@ -80,8 +80,8 @@ def advise(machine: Machine, found: dict[str, Capability], rates: list[DeviceRat
         if rate.threads is not None and rate.threads < machine.cores:
             advice.append(
                 f"torch uses {rate.threads} of {machine.cores} cores here. Set "
-                f"OMP_NUM_THREADS={machine.cores}, "
-                f"or let `megalith train` divide the cores among its ranks."
+                f"OMP_NUM_THREADS={machine.cores}, or let `megalith train` divide the cores among "
+                "its ranks."
             )
     if machine.disk_free_gib < 10:
         advice.append(

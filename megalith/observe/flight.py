@@ -285,8 +285,8 @@ def describe_hang(
         victim = first
         head = _never_ends(waiting[first], first, places, where)
     since = (
-        f"Rank {where(victim)} has waited there for {waiting[victim].age_seconds:g} s, which "
-        "is longer than "
+        f"Rank {where(victim)} has waited there for {waiting[victim].age_seconds:g} s, which is "
+        "longer than "
     )
     lines = [head, f"{since}parallel.timeout_seconds={timeout_seconds:g}.", "Where the ranks are:"]
     return "\n".join(lines + _lines_of_ranks(places, absent, world, where))

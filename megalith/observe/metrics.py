@@ -96,8 +96,7 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
         if problem:
             raise DataError(
                 f"{path}: line {number} is no row of a step ({problem}). Remove the line, or move "
-                "the file away: a new "
-                f"one is begun."
+                "the file away: a new one is begun."
             )
         yield row, end
 

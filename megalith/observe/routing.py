@@ -136,8 +136,8 @@ def rows_of_file(path: Path) -> Iterator[Chosen]:
             except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise DataError(
                     f"{path}: line {number} is no row of a trace ({type(error).__name__}: "
-                    f"{error}). Remove the line, "
-                    f"or run with observe.routing_trace=1 in another folder."
+                    f"{error}). Remove the line, or run with observe.routing_trace=1 in another "
+                    "folder."
                 ) from error
 
 
@@ -215,9 +215,7 @@ def study_trace(
                     wrong = row.experts.min() if row.experts.min() < 0 else row.experts.max()
                     raise DataError(
                         f"{folder}: step {step}, {layer}: expert {wrong} of {experts}. ExpertLoad "
-                        "the "
-                        "trace of a run with "
-                        f"model.moe.num_experts={experts}."
+                        f"the trace of a run with model.moe.num_experts={experts}."
                     )
                 mine = counts.setdefault(layer, np.zeros(experts, dtype=np.int64))
                 mine += np.bincount(row.experts.ravel(), minlength=experts)
@@ -229,7 +227,7 @@ def study_trace(
     if not counts:
         raise DataError(
             f"{folder}: no step is in this routing trace: it was cut where its run began anew. Run "
-            f"with observe.routing_trace=1 or more from the beginning."
+            "with observe.routing_trace=1 or more from the beginning."
         )
     uses = [_use(layer, counts[layer], top_k) for layer in in_order(counts)]
     hits = _hits_of_all(folder, pairs)

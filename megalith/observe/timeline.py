@@ -55,9 +55,8 @@ def title(simulation: Simulation) -> str:
     chunks = f" × {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     return (
         f"{schedule.name}, {schedule.num_ranks} ranks{chunks}, {schedule.num_microbatches} "
-        "microbatches: bubble "
-        f"{float(simulation.bubble_of_total):.1%} of the step, at most {max(held):g} microbatches "
-        "alive on a rank"
+        f"microbatches: bubble {float(simulation.bubble_of_total):.1%} of the step, at most "
+        f"{max(held):g} microbatches alive on a rank"
     )
 
 
@@ -151,8 +150,8 @@ def html_timeline(simulation: Simulation) -> str:
     lanes: list[list[str]] = [[] for _ in range(simulation.schedule.num_ranks)]
     for box in boxes(simulation):
         details = (
-            f"{box.kind} of microbatch {box.microbatch}, stage {box.stage}: {box.start:g} "
-            f"to {box.end:g}"
+            f"{box.kind} of microbatch {box.microbatch}, stage {box.stage}: {box.start:g} to "
+            f"{box.end:g}"
         )
         opacity = _opacity(box.chunk, chunks)
         place = f"--l:{box.start:g};--w:{box.end - box.start:g};opacity:{opacity:.2f}"

@@ -211,13 +211,13 @@ def _rate_problems(schedule: ScheduleConfig) -> list[str]:
             )
     if schedule.style == "constant" and schedule.min_lr > 0:
         problems.append(
-            f"schedule.min_lr={schedule.min_lr} is never reached with schedule.style=constant. "
-            "Set schedule.min_lr to 0, or choose another style."
+            f"schedule.min_lr={schedule.min_lr} is never reached with schedule.style=constant. Set "
+            "schedule.min_lr to 0, or choose another style."
         )
     if schedule.warmup_steps == 0 and schedule.warmup_init > 0:
         problems.append(
-            f"schedule.warmup_init={schedule.warmup_init} has no effect without a warmup. "
-            "Set schedule.warmup_steps above 0, or schedule.warmup_init to 0."
+            f"schedule.warmup_init={schedule.warmup_init} has no effect without a warmup. Set "
+            "schedule.warmup_steps above 0, or schedule.warmup_init to 0."
         )
     return problems
 
@@ -232,8 +232,7 @@ def _length_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
     elif schedule.decay_steps is not None and schedule.style == "constant":
         problems.append(
             f"schedule.decay_steps={schedule.decay_steps} has no effect with "
-            "schedule.style=constant. "
-            "Leave it unset, or choose another style."
+            "schedule.style=constant. Leave it unset, or choose another style."
         )
     return problems + _warmup_problems(schedule, total_steps)
 
@@ -254,9 +253,8 @@ def _warmup_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
     )
     return [
         f"schedule.warmup_steps={warmup} leaves no step after the warmup: it must be less than "
-        f"{end}. "
-        f"Set schedule.warmup_steps to {max(decay // 10, min(1, decay - 1))}, or to 0.1 for a "
-        "tenth of any run."
+        f"{end}. Set schedule.warmup_steps to {max(decay // 10, min(1, decay - 1))}, or to 0.1 for "
+        "a tenth of any run."
     ]
 
 
@@ -280,15 +278,14 @@ def _wsd_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
     if fall is None:
         return [
             "schedule.wsd_decay_steps is unset: schedule.style=wsd needs the length of its final "
-            "fall. "
-            f"Set schedule.wsd_decay_steps, e.g. to {max(room // 5, 1)} (a fifth of the steps "
-            "after the warmup)."
+            f"fall. Set schedule.wsd_decay_steps, e.g. to {max(room // 5, 1)} (a fifth of the "
+            "steps after the warmup)."
         ]
     if fall < 0 or fall > max(room, 0):
         return [
             f"schedule.wsd_decay_steps={fall} must be from 0 to {max(room, 0)}, the steps between "
-            "the warmup and the "
-            f"end of the decay. Set schedule.wsd_decay_steps to {max(room // 5, 0)} (a fifth)."
+            "the warmup and the end of the decay. Set schedule.wsd_decay_steps to "
+            f"{max(room // 5, 0)} (a fifth)."
         ]
     return []
 
@@ -308,14 +305,13 @@ def _weight_decay_problems(schedule: ScheduleConfig) -> list[str]:
         if end is not None:
             problems.append(
                 f"schedule.end_weight_decay={end} has no effect with "
-                "schedule.weight_decay_style=constant. "
-                "Leave it unset, or set schedule.weight_decay_style to linear or cosine."
+                "schedule.weight_decay_style=constant. Leave it unset, or set "
+                "schedule.weight_decay_style to linear or cosine."
             )
     elif end is None:
         problems.append(
-            f"schedule.weight_decay_style={style} needs schedule.end_weight_decay. "
-            f"Set it to at least schedule.weight_decay={start}, or set schedule.weight_decay_style "
-            "to constant."
+            f"schedule.weight_decay_style={style} needs schedule.end_weight_decay. Set it to at "
+            f"least schedule.weight_decay={start}, or set schedule.weight_decay_style to constant."
         )
     elif not start <= end < math.inf:
         problems.append(

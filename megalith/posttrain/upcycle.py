@@ -241,7 +241,7 @@ class UpcycledWeights:
         """The dense parameter that it is made of; None: it is new."""
         if parameter in self.fresh:
             return None
-        return parameter.replace(".moe.num_experts.", ".mlp.")
+        return parameter.replace(".moe.experts.", ".mlp.")
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
         """A box of it, on the host."""
@@ -298,7 +298,7 @@ def upcycle(
     fresh = {
         one.shard.name: one
         for one, _, _ in declared_parameters(Decoder(model, mesh_of_one()))
-        if ".moe." in one.shard.name and ".moe.num_experts." not in one.shard.name
+        if ".moe." in one.shard.name and ".moe.experts." not in one.shard.name
     }
     weights = UpcycledWeights(
         source.weights,

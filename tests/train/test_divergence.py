@@ -154,7 +154,7 @@ def test_diverged_run_saves_nothing_and_names_the_checkpoint_before_it(
             train(tmp_path, every_step, show=True)
     good = tmp_path / "checkpoints" / "step_0000003"
     assert str(raised.value).startswith(
-        "4 steps in a row changed nothing, the last with loss nan and gradient norm nan ("
+        "4 steps in a row were skipped, the last with loss nan and gradient norm nan ("
     )
     assert str(raised.value).endswith(
         "Reduce schedule.lr, check the data and the settings of the model. The last checkpoint "

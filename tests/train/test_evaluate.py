@@ -213,7 +213,7 @@ def test_depths_that_predict_further_are_judged_by_what_came() -> None:
         and row["eval_mtp_1_loss"] == found.mtp_losses[0]
     )
     assert (
-        f"mtp tokens guessed {found.acceptance_rates[0]:.1%}".replace("%", " %")
+        f"MTP acceptance rates {found.acceptance_rates[0]:.1%}".replace("%", " %")
         in found.depths_text()
     )
 

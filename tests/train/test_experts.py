@@ -203,13 +203,13 @@ def test_a_row_tells_of_every_layer_where_it_shall() -> None:
         "moe_layers_2_z_loss": 0.25,
         "moe_layers_2_entropy": 0.4056,
         "moe_layers_2_idle_experts": 2,
-        "moe_layers_2_refused": 0.2,
+        "moe_layers_2_dropped_share": 0.2,
         "moe_layers_2_tokens": [6, 2, 0, 0],
         "moe_mtp_0_layer_batch_loss": 1.0,
         "moe_mtp_0_layer_z_loss": 0.75,
         "moe_mtp_0_layer_entropy": 1.0,
         "moe_mtp_0_layer_idle_experts": 0,
-        "moe_mtp_0_layer_refused": 0.0,
+        "moe_mtp_0_layer_dropped_share": 0.0,
         "moe_mtp_0_layer_bias_range": 0.25,
         "moe_mtp_0_layer_tokens": [2, 2, 2, 2],
     }
@@ -240,7 +240,7 @@ def test_metrics_of_a_run_tell_of_every_layer_where_it_asks_for_it(tmp_path: Pat
     run_training(run, RunFolder(tmp_path), mesh_of_one(), torch.device("cpu"), show=False)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert {name for name in row if name.startswith("moe_layers_1_")} == {
-        f"moe_layers_1_{name}" for name in ("load", "entropy", "idle_experts", "refused", "tokens")
+        f"moe_layers_1_{name}" for name in ("load", "entropy", "idle_experts", "dropped_share", "tokens")
     }
     assert [sum(row[f"moe_layers_{layer}_tokens"]) for layer in (0, 1)] == [2 * row["tokens"]] * 2
 

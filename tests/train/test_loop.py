@@ -476,7 +476,7 @@ def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
         "step_0000002 was trained on other data or in another order:\n  then: pretrain mock" in text
     )
     assert (
-        "ExpertLoad the data and the data.num_train_samples that the run was started with, or "
+        "Use the data and the data.num_train_samples that the run was started with, or "
         "choose "
         "another" in text
     )
@@ -496,7 +496,7 @@ def test_a_run_made_longer_than_its_order_goes_on_with_further_epochs(
     train(tmp_path / "a", fixed | {"train.steps": "9"}, show=True)
     told = capsys.readouterr().out
     assert "train.steps=9 reads 108 samples, and the order this run began with has " in told
-    assert "mtp epochs follow, shuffled on their own" in told
+    assert "more epochs follow, each shuffled separately" in told
     # Stopped on the way, made shorter, and longer again: what was read stays, whatever is asked for
     # later.
     train(tmp_path / "b", fixed | {"train.steps": "2"})
@@ -574,7 +574,7 @@ def test_a_failed_save_is_announced_and_the_run_goes_on(
     failing_saves(monkeypatch, {4})
     assert train(tmp_path, show=True) == Outcome("done", 8)
     assert (
-        "the run goes on without this checkpoint: step 4 was not saved" in capsys.readouterr().out
+        "the run continues without this checkpoint: step 4 was not saved" in capsys.readouterr().out
     )
     assert checkpoints(tmp_path) == [2, 6, 8]
 
@@ -628,9 +628,9 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     text = "\n".join(told)
-    assert "the run goes on without this checkpoint: step 4 was not saved" in text
+    assert "the run continues without this checkpoint: step 4 was not saved" in text
     assert "Earlier checkpoints are untouched; the newest is step_0000002" in text
-    assert "metrics.jsonl cannot be written ([Errno 27] File too large); the run goes on" in text
+    assert "metrics.jsonl cannot be written ([Errno 27] File too large); the run continues" in text
     assert checkpoints(tmp_path / "full") == [2, 8]
     assert rows(tmp_path / "full") == rows(tmp_path / "whole")
     assert hashes(tmp_path / "full", 8) == hashes(tmp_path / "whole", 8)
@@ -715,7 +715,7 @@ def test_a_run_that_never_updates_ends_with_a_message(
     monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
     with pytest.raises(
         DataError,
-        match=r"3 steps in a row changed nothing, .* gradient norm nan .* Reduce schedule.lr",
+        match=r"3 steps in a row were skipped, .* gradient norm nan .* Reduce schedule.lr",
     ):
         train(tmp_path)
 
@@ -730,7 +730,7 @@ def test_steps_without_update_are_counted_on_after_a_restart(
     )
     monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
     assert train(tmp_path, {**CONSTANT, "train.steps": "2"}).step == 2
-    with pytest.raises(DataError, match="3 steps in a row changed nothing"):
+    with pytest.raises(DataError, match="3 steps in a row were skipped"):
         train(tmp_path, {**CONSTANT, "train.steps": "3"})
 
 
@@ -832,7 +832,7 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(self: object) -> None:
-        raise CheckpointError("taken over by process 7. ExpertLoad another folder.")
+        raise CheckpointError("taken over by process 7. Use another folder.")
 
     monkeypatch.setattr(loop.RunLock, "check", taken)
     with pytest.raises(CheckpointError, match="taken over by process 7"):

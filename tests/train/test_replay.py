@@ -219,7 +219,7 @@ def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
     few = some | {"layers.2": torch.zeros(5, 2, dtype=torch.int64)}
     with pytest.raises(
         DataError,
-        match=r"layers\.2: choices of 5 tokens for a step that reads 144. ExpertLoad those of the",
+        match=r"layers\.2: choices of 5 tokens for a step that reads 144. Use those of the",
     ):
         routing_of(few, batches, model, mesh, sp=False)
     few.pop("layers.2")
@@ -239,6 +239,6 @@ def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
 def test_choices_of_microbatches_of_several_sizes_are_refused() -> None:
     batches = [build_batch([Sample(np.arange(size), size)], Masks(), device=CPU) for size in (5, 8)]
     with pytest.raises(
-        DataError, match=r"microbatches of \[4, 7\] tokens: .* ExpertLoad train.seq_len without"
+        DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"
     ):
         whole_routing(Routing(), batches, mesh_of_one())

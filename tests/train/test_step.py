@@ -79,7 +79,7 @@ def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> 
     results = run_steps(ours, 2)
     model = plain.model
     for module in model.modules():
-        if hasattr(module, "sink"):
+        if hasattr(module, "grad_accumulator"):
             module.grad_accumulator = None  # gradients to autograd's own `.grad`
     named = {
         declared.shard: torch.nn.Parameter(getattr(module, name).detach().clone())
@@ -308,7 +308,7 @@ def test_compiled_layers_compute_what_plain_ones_do() -> None:
 def test_losses_of_further_depths_are_told_apart_and_trained_on() -> None:
     plain, deep = (
         build(precision__params="fp64"),
-        build(precision__params="fp64", model__mtp__depths="2"),
+        build(precision__params="fp64", model__mtp__num_layers="2"),
     )
     (first,) = run_steps(plain, 1)
     batches = Loader(

@@ -282,7 +282,7 @@ def test_a_run_that_goes_on_after_all_traced_steps_is_told_that_it_has_no_trace(
     train(0, 1, mixture(train__steps="2", observe__routing_trace="0"), tmp_path)
     train(0, 1, mixture(observe__routing_trace="1"), tmp_path)
     said = (
-        "observe.routing_trace=1: nothing is traced, since this run goes on after step 2. Set "
+        "observe.routing_trace=1: nothing is traced, because this run continues after step 2. Set "
         "it to 3 or more"
     )
     assert said in caplog.text and not any((tmp_path / "routing").glob("rank_*"))
@@ -300,7 +300,7 @@ def test_a_damaged_trace_ends_and_is_left_as_it_is(
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
     told = capsys.readouterr().err
     assert (
-        "this rank's routing trace ends at step 1, the run goes on" in told
+        "this rank's routing trace ends at step 1, the run continues" in told
         and "is no row of a step" in told
     )
 
@@ -330,7 +330,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
     train(0, 1, mixture(), tmp_path)
     told = capsys.readouterr().err
     assert (
-        told.count("the run goes on, and this rank's trace ends") == 1 and "No space left" in told
+        told.count("the run continues without this rank's routing trace") == 1 and "No space left" in told
     )
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
 
@@ -398,7 +398,7 @@ def _refusing(opened: Any) -> Any:  # of files, as they are opened
 def test_wrong_values_are_refused_with_what_to_do() -> None:
     (problem,) = run_problems(mixture(observe__routing_trace="-1"), 1)
     assert (
-        problem == "observe.routing_trace=-1 must be a finite number of at least 0. ExpertLoad 0 "
+        problem == "observe.routing_trace=-1 must be a finite number of at least 0. Use 0 "
         "or more."
     )
     (problem,) = run_problems(tiny_run({"observe.routing_trace": "3"}), 1)
