@@ -109,7 +109,7 @@ def cut_traces(folder: Path, mesh: Mesh, *, resume_at: int) -> None:
             _cut_trace(path, resume_at)
         except (OSError, DataError) as error:
             _log.warning(
-                "a routing trace of a rank that no longer exists is damaged and stays unchanged: %s",
+                "a routing trace of a rank that no longer exists is damaged and is unchanged: %s",
                 error,
             )
     _cut_trace(_file_of(folder, mesh.world.rank), resume_at)
@@ -138,6 +138,8 @@ def rows_of(
     """
     place = {"dp": mesh.dp.rank, "cp": mesh.cp.rank, "tp": mesh.tp.rank}
     routing_parts = parts(routing, batches, mesh, filler=False)
+    name = "sidecar"  # lint: allow old-word: field of the trace format
+    captures = {} if capture_file is None else {name: capture_file}
     for part in sorted(routing_parts, key=lambda part: (in_order(part.layer), part.microbatch)):
         is_mtp, number = in_order(part.layer)
         yield {
@@ -150,8 +152,7 @@ def rows_of(
             "microbatch": part.microbatch,
             "num_tokens": len(part.experts),
             "top_k": part.experts.shape[1],
-            # lint: allow old-word: field of the trace format
-            **({} if capture_file is None else {"sidecar": capture_file}),
+            **captures,
             "experts": part.experts.tolist(),
         }
 
