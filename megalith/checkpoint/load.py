@@ -90,7 +90,7 @@ class Checkpoint:
                 f"{self.path}: no run can be resumed from it, because its {layout.STATE} lacks "
                 f"{', '.join(missing)} (found: {', '.join(self.state) or 'nothing'}). To start "
                 f"from its weights, move it out of {self.path.parent} and set checkpoint.load to "
-                "where it is then."
+                "its new path."
             )
         return self.state
 
@@ -268,7 +268,7 @@ class Checkpoint:
         ):
             raise CheckpointError(
                 f"{self.path} has no optimizer state: its run had checkpoint.save_optimizer=false, "
-                "or it was made from weights. To go on with moments of zero in the run's own "
+                "or it was made from weights. To continue with zero moments in the run's own "
                 "folder, set checkpoint.missing_keys=warn; in another folder, set checkpoint.load "
                 "to it and checkpoint.load_mode=progress."
             )

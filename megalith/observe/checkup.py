@@ -51,7 +51,9 @@ def measure(device: str) -> DeviceRates:
     )
 
 
-def advise(machine: Machine, found: dict[str, Capability], rates: list[DeviceRates]) -> list[str]:
+def advise(
+    machine: Machine, available: dict[str, Capability], rates: list[DeviceRates]
+) -> list[str]:
     """Return advice about model sizes, missing capabilities and settings, in sentences."""
     memory = max([gpu.memory_gib for gpu in machine.gpus], default=machine.memory_gib)
     largest = (
@@ -67,7 +69,7 @@ def advise(machine: Machine, found: dict[str, Capability], rates: list[DeviceRat
             "There is no NVIDIA GPU: everything runs, on the CPU. Use small models, such as "
             "tiny_cpu."
         )
-    for name, capability in found.items():
+    for name, capability in available.items():
         wanted = name != "NVIDIA GPU" and (name not in OF_GPUS or bool(machine.gpus))
         if wanted and not capability.present:
             advice.append(f"{name} is missing, needed for {capability.purpose}: {capability.fix}.")

@@ -140,12 +140,12 @@ def plot_routing(
     folder: Path,
     uses: Sequence[ExpertLoad],
     pairs: Sequence[RoutingPredictability],
-    found: Mapping[tuple[str, str], float],
+    hits: Mapping[tuple[str, str], float],
 ) -> Path:
     """Draw `plots/routing.png`: the load of each layer's experts, and how well each layer predicts
     the next.
 
-    `found`: hit rates of a layer's router applied to the hidden states of the same or the previous
+    `hits`: hit rates of a layer's router applied to the hidden states of the same or the previous
     layer.
     """
     from matplotlib.figure import Figure
@@ -170,8 +170,8 @@ def plot_routing(
             pair.information for pair in pairs
         ],
     }
-    if any(one != other for one, other in found):
-        by_router = [found.get((pair.layer, pair.following), float("nan")) for pair in pairs]
+    if any(one != other for one, other in hits):
+        by_router = [hits.get((pair.layer, pair.following), float("nan")) for pair in pairs]
         curves["hits, this layer's router applied to the hidden states one layer before"] = (
             by_router
         )

@@ -25,6 +25,9 @@ from megalith.train.loss import (
     normalize_losses_by_labels,
 )
 
+StepStats = Tensor
+"""float64 [3 + losses]: ranks that stop, sum of squares and zeros of the gradients, losses."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -139,11 +142,8 @@ def train_step(
 
 def reduce_step_stats(
     trainer: Trainer, local_params: Sequence[ShardedParam], losses: Tensor, stop: bool
-) -> Tensor:
-    """All-reduce the statistics of a step in one message.
-
-    Returns the number of ranks that stop, the gradients' sum of squares and zeros, and the losses.
-    """
+) -> StepStats:
+    """All-reduce the statistics of a step in one message. Collective over the mesh."""
     mesh = trainer.mesh
     local_gradients = counted([(o.shard, o.gradient) for o in local_params], mesh)
     zeros = (

@@ -88,12 +88,12 @@ def test_nonfinite_parameters_are_found_in_every_dtype(dtype: torch.dtype, value
         entry("finite", [largest, -largest, 0.0]),
         entry("none", []),
         entry("weights", [1.0, value, 2.0]),
-        entry("masters", [1.0]),
-        entry("masters", [value], "master"),
+        entry("both", [1.0]),
+        entry("both", [value], "master"),
         entry("moments", [value], "exp_avg_sq"),
         entry("replica", [value], mine=False),
     ]
-    assert find_nonfinite_parameters(entries) == ["masters", "weights"]
+    assert find_nonfinite_parameters(entries) == ["both", "weights"]
     assert find_nonfinite_parameters(entries[:2]) == find_nonfinite_parameters([]) == []
 
 

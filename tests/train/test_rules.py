@@ -139,7 +139,7 @@ CASES = [
     (
         {"model__num_kv_heads": "8", "model__layers__num_kv_heads": "[8, 2]", "parallel__tp": "4"},
         4,
-        "parallel.tp=4 with model.layers.num_kv_heads=[8, 2]: ranks would share",
+        "parallel.tp=4 with model.layers.num_kv_heads=[8, 2]: KV heads would be",
         "Set parallel.tp to 2 or less",
     ),
     (
@@ -222,13 +222,13 @@ CASES = [
         {"train__compile": "true", "parallel__tp": "2"},
         2,
         "train.compile=true with parallel.tp=2",
-        "Set one of them off",
+        "Set train.compile=false, or the degrees to 1",
     ),
     (
         {"train__compile": "true", "parallel__cp": "2"},
         2,
         "train.compile=true with parallel.cp=2",
-        "Set one of them off",
+        "Set train.compile=false, or the degrees to 1",
     ),
     (
         {"parallel__pp": "3"},
@@ -509,12 +509,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "world", "said", "fix"), CASES)
-def test_a_broken_rule_says_what_and_what_would_work(
-    changed: dict[str, str], world: int, said: str, fix: str
+@pytest.mark.parametrize(("changed", "world", "output", "fix"), CASES)
+def test_broken_rule_names_setting_and_valid_value(
+    changed: dict[str, str], world: int, output: str, fix: str
 ) -> None:
     problems = run_problems(run(**changed), world)
-    assert any(said in problem and fix in problem for problem in problems), problems
+    assert any(output in problem and fix in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(
@@ -612,7 +612,7 @@ def test_all_broken_rules_come_in_one_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "settings", "world", "said"),
+    ("recipe", "settings", "world", "output"),
     [
         (
             "llama3_8b",
@@ -640,12 +640,12 @@ def test_all_broken_rules_come_in_one_error() -> None:
         ),
     ],
 )
-def test_only_what_breaks_no_other_rule_is_recommended(
-    recipe: str, settings: dict[str, str], world: int, said: str
+def test_recommended_degrees_break_no_other_rule(
+    recipe: str, settings: dict[str, str], world: int, output: str
 ) -> None:
     run = apply_overrides(resolve(recipe), settings)
     (text,) = [text for text in run_problems(run, world) if text.startswith("world_size=")]
-    assert said in text
+    assert output in text
 
 
 def test_no_number_hides_another() -> None:
@@ -658,7 +658,7 @@ def test_no_number_hides_another() -> None:
     assert len(problems) == 5
 
 
-def test_a_count_that_is_refused_does_not_blame_the_schedule() -> None:
+def test_invalid_step_count_does_not_fail_schedule_rules() -> None:
     wsd = {
         "schedule__style": "wsd",
         "schedule__wsd_decay_steps": "3",
