@@ -36,12 +36,12 @@ def raise_on_all_ranks(work: Callable[[], T], world: Group) -> list[T]:
     """
     cause: Exception | None = None
     try:
-        outcome = _RankOutcome(work())
+        local_outcome = _RankOutcome(work())
     except Exception as error:  # any error must reach the other ranks before this rank ends
         cause = error
-        outcome = _failed(error, world)
-    outcomes = [cast(_RankOutcome[T], outcome) for outcome in gather_objects(outcome, world)]
-    if cause is not None and outcome.bug is not None:
+        local_outcome = _failed(error, world)
+    outcomes = [cast(_RankOutcome[T], outcome) for outcome in gather_objects(local_outcome, world)]
+    if cause is not None and local_outcome.bug is not None:
         raise cause
     _raise_first_failure(outcomes, world, cause)
     return [cast(T, outcome.value) for outcome in outcomes]  # no failure: every value is set

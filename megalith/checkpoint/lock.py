@@ -171,7 +171,9 @@ def _locked_holder(path: Path) -> Iterator[Holder | None]:
             # both get the lock.
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            if _is_open_at(handle, path):  # else it was replaced or deleted while we waited
+            if _is_open_at(
+                handle, path
+            ):  # else it was replaced or deleted while this process waited
                 yield _read(path)
                 return
         finally:

@@ -116,7 +116,7 @@ def _gpus() -> tuple[Gpu, ...]:
 def _links() -> tuple[NetworkLink, ...]:
     network = Path(
         "/sys/class/net"
-    )  # Linux: an interface with a device is hardware, the others are made by software
+    )  # Linux: interfaces with a device are hardware, the others virtual
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     names = [name for name in names if (network / name / "device").exists() or not network.exists()]
     return tuple(NetworkLink(name=name, gbit_per_second=_link_speed(name)) for name in names)

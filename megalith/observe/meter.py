@@ -57,7 +57,8 @@ class Meter:
         return Saved(x.detach(), self)
 
     def _is_parameter(self, key: int) -> bool:
-        """Checked for every tensor: with zero=3 a layer's parameters exist only while it runs."""
+        """Return whether a storage is that of a parameter; with zero=3 parameters change while
+        layers run."""
         return any(
             p.untyped_storage()._cdata == key for model in self._models for p in model.parameters()
         )

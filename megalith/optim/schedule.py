@@ -102,7 +102,7 @@ def weight_decay(schedule: ScheduleConfig, samples: int, lengths: ScheduleLength
 
 
 class GroupRates(NamedTuple):
-    """What the parameters of a group have in a step."""
+    """Learning rate and weight decay of a parameter group in a step."""
 
     lr: float
     weight_decay: float

@@ -268,7 +268,7 @@ class _Loop:
         notes += attention_notes(run.model.attention)
         notes += (
             [] if run.lora is not None else balance_notes(run.model)
-        )  # whose routers are frozen
+        )  # LoRA freezes the routers
         notes += run_lines(
             run,
             self.mesh.world.size,
@@ -531,7 +531,10 @@ class _Loop:
         steps, current_step = self.run_config.observe.routing_trace, self.state.step
         try:
             cut_traces(self.folder.routing, self.mesh, resume_at=current_step)
-        except (OSError, DataError) as error:  # of this rank alone: the others would wait for it
+        except (
+            OSError,
+            DataError,
+        ) as error:  # not raised, because other ranks do not fail and would wait
             if current_step < steps:
                 _log.warning(
                     "this rank's routing trace ends at step %d, the run continues: %s",
@@ -720,7 +723,7 @@ class _Loop:
         except DamagedCheckpointError as error:
             if (
                 saved is None or error.path != saved.path
-            ):  # a checkpoint that the user has named: no other will do
+            ):  # the user has named this checkpoint, so there is no fallback
                 raise
             return error
         return None
@@ -737,7 +740,7 @@ class _Loop:
             self.progress.say(f"resuming {self.folder.path} at step {self.state.step}")
         elif run.lora is not None:
             if run.lora.load is not None:
-                assert self.lora_base is not None, "a run with adapters has weights beside them"
+                assert self.lora_base is not None, "a LoRA run has base weights"
                 forced = load_adapters(
                     self._weights(),
                     run.lora,
@@ -797,7 +800,7 @@ class _Loop:
         padded = (
             self.checkpoint_source is not None
             and saved_run.model.vocab_size == run.model.vocab_size
-        )  # perhaps in another way
+        )  # possibly with other padding
         report = saved.load_into(
             entries,
             self.mesh.world,
@@ -805,12 +808,12 @@ class _Loop:
             purpose="start" if resets_optimizer else "resume",
             vocab_size=run.model.vocab_size if padded else None,
         )
-        # in a folder without settings no one has compared these
+        # A folder without config.yaml was not compared by changed_settings.
         for line in compare_models(
             saved_run, run.model, allow=rules.allow_model_changes, padded=padded
         ):
             self.progress.say(f"{saved.path}: {line}")
-        # Moments that begin at zero now are corrected for that, as at the beginning of a run.
+        # New moments start at zero and need bias correction from the first update.
         fresh = resets_optimizer or report.fresh_state
         self.trainer.optimizer.set_updates(0 if fresh else int(saved.state["optimizer_updates"]))
         if (
@@ -835,7 +838,7 @@ class _Loop:
         all_gather_loaded_params(self.trainer)
         for line in notes:
             self.progress.say(f"{run.checkpoint.load}: {line}")
-        self.progress.say(f"training adapters beside {record['base']}")
+        self.progress.say(f"training LoRA adapters on the frozen weights of {record['base']}")
         return record
 
     def _open_data(self, saved: Checkpoint | None) -> "_RunData":

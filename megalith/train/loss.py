@@ -27,7 +27,7 @@ def compute_head_losses(run: TrainRun) -> Callable[..., Tensor]:
     train = run.train
     loss_kwargs: dict[str, Any] = (
         {"smoothing": train.label_smoothing} if train.label_smoothing else {}
-    )  # Any: by name
+    )  # Any: keyword arguments
     loss_kwargs |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
     recomputes = train.loss_backward == "recomputed"
     if logs_logit_stats(run):

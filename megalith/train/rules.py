@@ -323,7 +323,7 @@ def _large_count_problems(run: TrainRun) -> list[str]:
     ]
 
 
-def name_is_a_folder_name(run: TrainRun, world: int) -> str | None:
+def check_run_name(run: TrainRun, world: int) -> str | None:
     """The run's name is a folder name under runs/, without path separators."""
     name = run.name
     leads_elsewhere = set(name) <= {"."} or "/" in name or "\\" in name
@@ -375,7 +375,7 @@ def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
     )
 
 
-def every_rank_has_features(run: TrainRun, world: int) -> str | None:
+def check_every_rank_has_features(run: TrainRun, world: int) -> str | None:
     """Each tensor-parallel rank has a nonempty shard of every weight."""
     tp, rows, own = run.parallel.tp, run.model.padded_vocab_size(), run.model.layers.ffn_hidden_size
     name, features = (
@@ -391,7 +391,7 @@ def every_rank_has_features(run: TrainRun, world: int) -> str | None:
     )
 
 
-def kv_head_replication_is_uniform(run: TrainRun, world: int) -> str | None:
+def check_kv_head_replication_is_uniform(run: TrainRun, world: int) -> str | None:
     """KV heads are replicated in every layer or in none."""
     keys, tp = run.model.layers.num_kv_heads, run.parallel.tp
     if not keys or tp <= min(keys) or min(keys) == max(keys):
@@ -402,7 +402,7 @@ def kv_head_replication_is_uniform(run: TrainRun, world: int) -> str | None:
     )
 
 
-def sp_needs_tp(run: TrainRun, world: int) -> str | None:
+def check_sp_needs_tp(run: TrainRun, world: int) -> str | None:
     """Sequence parallelism shards tokens over the tensor-parallel ranks."""
     if not run.parallel.sp or run.parallel.tp > 1:
         return None
@@ -412,7 +412,7 @@ def sp_needs_tp(run: TrainRun, world: int) -> str | None:
     )
 
 
-def tp_comm_overlap_needs_sp(run: TrainRun, world: int) -> str | None:
+def check_tp_comm_overlap_needs_sp(run: TrainRun, world: int) -> str | None:
     """Tensor-parallel communication overlap needs sequence parallelism and overlap."""
     p = run.parallel
     if not p.tp_comm_overlap or (p.sp and p.overlap):
@@ -424,7 +424,7 @@ def tp_comm_overlap_needs_sp(run: TrainRun, world: int) -> str | None:
     )
 
 
-def fused_collective_matmul_needs_tp_comm_overlap(run: TrainRun, world: int) -> str | None:
+def check_fused_collective_matmul(run: TrainRun, world: int) -> str | None:
     """Fused collective matmuls are part of tensor-parallel communication overlap."""
     p = run.parallel
     if p.tp_comm_overlap or p.collective_matmul != "fused":
@@ -435,7 +435,7 @@ def fused_collective_matmul_needs_tp_comm_overlap(run: TrainRun, world: int) -> 
     )
 
 
-def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
+def check_sp_divides_tokens(run: TrainRun, world: int) -> str | None:
     """Sequence parallelism needs equally many tokens on each rank; with cp `context_problems`
     checks this."""
     tp, rows, length = run.parallel.tp, run.train.micro_batch_size, run.train.seq_len
@@ -449,7 +449,7 @@ def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
     )
 
 
-def rows_fit_the_model(run: TrainRun, world: int) -> str | None:
+def check_seq_len(run: TrainRun, world: int) -> str | None:
     """train.seq_len is at most the model's context length."""
     length, limit = run.train.seq_len, run.model.max_seq_len
     if length <= limit:
@@ -460,7 +460,7 @@ def rows_fit_the_model(run: TrainRun, world: int) -> str | None:
     )
 
 
-def sequence_holds_mtp_labels(run: TrainRun, world: int) -> str | None:
+def check_seq_len_fits_mtp(run: TrainRun, world: int) -> str | None:
     """A row has tokens for every MTP depth."""
     length, depths = run.train.seq_len, run.model.mtp.num_layers
     if depths < length:
@@ -472,7 +472,7 @@ def sequence_holds_mtp_labels(run: TrainRun, world: int) -> str | None:
     )
 
 
-def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
+def check_compile_without_tp_and_cp(run: TrainRun, world: int) -> str | None:
     """Compiled layers contain no collectives."""
     axes = [
         f"parallel.{axis}={size}"
@@ -487,7 +487,7 @@ def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
     )
 
 
-def compiled_layers_have_no_experts(run: TrainRun, world: int) -> str | None:
+def check_compile_without_experts(run: TrainRun, world: int) -> str | None:
     """Compiled layers have no experts, since each token count would be compiled separately."""
     if not run.train.compile or run.model.moe is None:
         return None
@@ -498,7 +498,7 @@ def compiled_layers_have_no_experts(run: TrainRun, world: int) -> str | None:
     )
 
 
-def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
+def check_compile_without_split_backward(run: TrainRun, world: int) -> str | None:
     """A compiled layer computes weight gradients and input gradients together."""
     pipeline = run.parallel.pipeline
     name = schedule_name(pipeline)
@@ -511,7 +511,7 @@ def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
     )
 
 
-def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
+def check_zero3_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     """With parallel.zero=3, model chunks are sharded separately, so the chunks of a rank cannot
     share a table."""
     p, layers, depths = run.parallel, run.model.num_layers, run.model.mtp.num_layers
@@ -545,7 +545,7 @@ def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     )
 
 
-def evaluation_has_steps(run: TrainRun, world: int) -> str | None:
+def check_eval_steps(run: TrainRun, world: int) -> str | None:
     """train.eval_every needs train.eval_steps."""
     if not run.train.eval_every or run.train.eval_steps > 0:
         return None
@@ -555,14 +555,14 @@ def evaluation_has_steps(run: TrainRun, world: int) -> str | None:
     )
 
 
-def betas_are_shares(run: TrainRun, world: int) -> str | None:
+def check_betas(run: TrainRun, world: int) -> str | None:
     """Optimizer betas are in [0, 1)."""
     given = {"optim.beta1": run.optim.beta1, "optim.beta2": run.optim.beta2}
     bad = [f"{name}={value}" for name, value in given.items() if not 0 <= value < 1]
     return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
 
 
-def weight_decay_shrinks_weights(run: TrainRun, world: int) -> str | None:
+def check_weight_decay(run: TrainRun, world: int) -> str | None:
     """A step of decoupled weight decay does not increase weights."""
     schedule, decoupled = run.schedule, run.optim.kind == "sgd" or run.optim.decoupled_weight_decay
     names = {
@@ -583,7 +583,7 @@ def weight_decay_shrinks_weights(run: TrainRun, world: int) -> str | None:
     )
 
 
-def smoothing_is_a_share(run: TrainRun, world: int) -> str | None:
+def check_label_smoothing(run: TrainRun, world: int) -> str | None:
     """Label smoothing is in [0, 1)."""
     share = run.train.label_smoothing
     if 0 <= share < 1:
@@ -591,7 +591,7 @@ def smoothing_is_a_share(run: TrainRun, world: int) -> str | None:
     return f"train.label_smoothing={share} must be in [0, 1). Use 0.1, or 0 for no smoothing."
 
 
-def squares_of_scores_cost(run: TrainRun, world: int) -> str | None:
+def check_z_loss_and_loss_chunk(run: TrainRun, world: int) -> str | None:
     """The z-loss coefficient is not negative, and a loss chunk has at least one token."""
     bad = []
     if not 0 <= run.train.z_loss < math.inf:
@@ -607,13 +607,13 @@ def squares_of_scores_cost(run: TrainRun, world: int) -> str | None:
     return " ".join(bad) or None
 
 
-def explicit_backends_are_available(run: TrainRun, world: int) -> str | None:
+def check_explicit_backends(run: TrainRun, world: int) -> str | None:
     """Kernel backends that are selected by name support the model; devices are checked when the
     model is built."""
     return " ".join(explicit_backend_problems(run)) or None
 
 
-def conversations_need_text(run: TrainRun, world: int) -> str | None:
+def check_sft_tokenizer(run: TrainRun, world: int) -> str | None:
     """Chat templates need a tokenizer of text."""
     kind = run.tokenizer.kind
     if not run.data.sft.used() or kind != "null":
@@ -624,7 +624,7 @@ def conversations_need_text(run: TrainRun, world: int) -> str | None:
     )
 
 
-def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
+def check_num_samples(run: TrainRun, world: int) -> str | None:
     """The order of all samples of a run, built before its first step, fits into memory."""
     steps, rows = run.train.steps, run.train.global_batch_size
     if steps * rows <= MOST_SAMPLES:
@@ -636,7 +636,7 @@ def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
     )
 
 
-def traced_models_have_experts(run: TrainRun, world: int) -> str | None:
+def check_routing_trace_has_experts(run: TrainRun, world: int) -> str | None:
     """A routing trace needs a model with routers."""
     if run.observe.routing_trace <= 0 or run.model.moe is not None:
         return None
@@ -646,7 +646,7 @@ def traced_models_have_experts(run: TrainRun, world: int) -> str | None:
     )
 
 
-def captures_are_of_a_trace(run: TrainRun, world: int) -> str | None:
+def check_routing_captures_have_trace(run: TrainRun, world: int) -> str | None:
     """Routing captures need a routing trace."""
     captures, steps = run.observe.routing_captures, run.observe.routing_trace
     if not captures or steps > 0:
@@ -658,7 +658,7 @@ def captures_are_of_a_trace(run: TrainRun, world: int) -> str | None:
     )
 
 
-def per_layer_metrics_need_experts(run: TrainRun, world: int) -> str | None:
+def check_per_layer_metrics(run: TrainRun, world: int) -> str | None:
     """Metrics per layer are metrics of experts."""
     if not run.observe.per_layer or run.model.moe is not None:
         return None
@@ -701,31 +701,31 @@ def number_problems(run: TrainRun) -> list[str]:
 
 LAYOUT_RULES: tuple[Rule, ...] = (
     key_value_heads_fit,
-    kv_head_replication_is_uniform,
-    every_rank_has_features,
-    sp_needs_tp,
-    tp_comm_overlap_needs_sp,
-    fused_collective_matmul_needs_tp_comm_overlap,
+    check_kv_head_replication_is_uniform,
+    check_every_rank_has_features,
+    check_sp_needs_tp,
+    check_tp_comm_overlap_needs_sp,
+    check_fused_collective_matmul,
 )
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
-    name_is_a_folder_name,
-    sp_divides_tokens,
-    rows_fit_the_model,
-    sequence_holds_mtp_labels,
-    compile_needs_whole_layers,
-    compiled_layers_have_no_experts,
-    compiled_backward_is_whole,
-    squares_of_scores_cost,
-    explicit_backends_are_available,
-    sharded_chunks_share_no_table,
-    evaluation_has_steps,
-    betas_are_shares,
-    weight_decay_shrinks_weights,
-    smoothing_is_a_share,
-    samples_can_be_counted,
-    conversations_need_text,
-    traced_models_have_experts,
-    captures_are_of_a_trace,
-    per_layer_metrics_need_experts,
+    check_run_name,
+    check_sp_divides_tokens,
+    check_seq_len,
+    check_seq_len_fits_mtp,
+    check_compile_without_tp_and_cp,
+    check_compile_without_experts,
+    check_compile_without_split_backward,
+    check_z_loss_and_loss_chunk,
+    check_explicit_backends,
+    check_zero3_chunks_share_no_table,
+    check_eval_steps,
+    check_betas,
+    check_weight_decay,
+    check_label_smoothing,
+    check_num_samples,
+    check_sft_tokenizer,
+    check_routing_trace_has_experts,
+    check_routing_captures_have_trace,
+    check_per_layer_metrics,
 )
